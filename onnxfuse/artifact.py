@@ -1,0 +1,229 @@
+"""What ships inside a model: the archive of kernels and the attributes of a fused node. The contract with the C++ bridge.
+
+The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
+
+    header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all bytes but these 8
+    records   176 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m,
+              u32 block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
+              no such tensor), 6 zero bytes,
+              u64 image offset from the start of the archive, u64 image bytes
+    images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an image
+              that several records share is stored once
+
+A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
+the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor and each of its
+strides of more than one element must be a multiple of the record's alignment.
+
+The attributes of a fused node are strings that a person can read in any viewer:
+
+    kernel      id of its records, 1 to 31 hexadecimal digits
+    axes        `b m k, k (p n), (p n) -> b m n`: an einops item for each input after the archive, then for each output.
+                `1` (or `()`) is a dimension of size 1; an empty item is a tensor without dimensions
+    sizes       `p=2 n=1280 k=320`: axes known when the model was optimized. The run tells the others, from the inputs' shapes:
+                a group of axes tells the one that is still unknown. May be missing or empty
+    problem     `m=b*m n=n k=k` or `batch=b*h m=m n=n k=k`: axes of the kernel's loops, outermost first. A loop without axes
+                has size 1 and may be missing
+    arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the inputs
+                after the archive, outs the outputs. `[p=1]` is index 1 along axis p: an offset, nothing is copied.
+                `loads` is missing when there are none
+    out_types   `f16`, `f32` or `bf16` for each output, comma separated
+    in_types    the same for each input; may be missing. When it is there, a tool that changed the model's types later is
+                found when the session loads
+    fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
+
+An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and outs
+as [batch, m, n]. The axes of a loop must lie one behind the other in a tensor, or all be missing: then it is broadcast.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from onnxfuse.errors import ModelError
+
+MAX_LOADS = 12
+MAX_OUTS = 4
+MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
+ALIGNMENTS = (1, 2, 4, 8, 16)
+
+_MAGIC = b"onnxfuse"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQ")
+_CHECKSUM = struct.Struct("<Q")
+_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6xQQ")
+_TABLE_START = _HEADER.size + _CHECKSUM.size
+_IMAGE_BOUNDARY = 64
+_REMEDY = "the model's kernels are damaged or from another version; optimize the original again"
+
+
+class Flavour(IntEnum):
+    """Which devices run a record."""
+
+    CUBIN = 0  # same major version, same minor or a later one
+    SPECIFIC = 1  # sm_90a: exactly this capability
+    PTX = 2  # this capability and all later ones; the driver compiles it
+
+
+@dataclass(frozen=True)
+class Record:
+    """One compiled kernel and its launch rule.
+
+    Attributes:
+        kernel: id that nodes name it by; 1 to 31 hexadecimal digits.
+        entry: name of the function in the image; at most 63 bytes.
+        capability: compute capability as one number, 90 for sm_90a.
+        flavour: which devices run it.
+        min_m: smallest m it is for.
+        max_m: largest m it is for.
+        block_m: rows of one thread block's tile.
+        block_n: columns of one thread block's tile.
+        threads: threads of one block.
+        shared_bytes: dynamic shared memory of one block, in bytes.
+        lhs_alignment: bytes that the address and pitches of lhs are a multiple of; 1, 2, 4, 8 or 16.
+        rhs_alignment: the same of every part of rhs.
+        load_alignments: the same of each load.
+        out_alignments: the same of each output.
+        image: cubin, or PTX without its final zero byte.
+    """
+
+    kernel: str
+    entry: str
+    capability: int
+    flavour: int
+    min_m: int
+    max_m: int
+    block_m: int
+    block_n: int
+    threads: int
+    shared_bytes: int
+    lhs_alignment: int
+    rhs_alignment: int
+    load_alignments: tuple[int, ...]
+    out_alignments: tuple[int, ...]
+    image: bytes
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def pack(records: tuple[Record, ...] | list[Record]) -> bytes:
+    """The archive of some records, in their order. Equal records give equal bytes."""
+    offsets, images, end = _place_images(records, _TABLE_START + len(records) * _RECORD.size)
+    table = b"".join(_pack_record(record, offsets[record.image]) for record in records)
+    header = _HEADER.pack(_MAGIC, _VERSION, len(records), end)
+    body = table + images
+    return header + _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(header))) + body
+
+
+def unpack(data: bytes) -> tuple[Record, ...]:
+    """The records of an archive.
+
+    Raises:
+        ModelError: the bytes are not an archive of this version, or were altered.
+    """
+    count = _check_header(data)
+    try:
+        return tuple(_unpack_record(data, index, count) for index in range(count))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ModelError(f"the archive holds an impossible record ({error}); {_REMEDY}") from error
+
+
+def _check(record: Record) -> None:
+    """Raises ModelError when the bridge would refuse the record."""
+    limits = (
+        (1 <= len(record.kernel) <= 31 and all(digit in "0123456789abcdefABCDEF" for digit in record.kernel), "kernel"),
+        (1 <= len(record.entry.encode()) <= 63 and "\0" not in record.entry, "entry"),
+        (10 <= record.capability < 1000, "capability"),
+        (record.flavour in tuple(Flavour), "flavour"),
+        (0 <= record.min_m <= record.max_m < 2**63, "range of m"),
+        (1 <= record.block_m <= 2**16 and 1 <= record.block_n <= 2**16, "block"),
+        (1 <= record.threads <= 1024, "threads"),
+        (0 <= record.shared_bytes <= 2**20, "shared_bytes"),
+        (len(record.load_alignments) <= MAX_LOADS and len(record.out_alignments) <= MAX_OUTS, "count of alignments"),
+        (all(alignment in ALIGNMENTS for alignment in _given_alignments(record)), "alignment"),
+        (len(record.image) > 0, "image"),
+    )
+    wrong = [what for holds, what in limits if not holds]
+    if wrong:
+        raise ModelError(f"kernel {record.kernel!r} has an impossible {', '.join(wrong)}; {_REMEDY}")
+
+
+def _given_alignments(record: Record) -> tuple[int, ...]:
+    return (record.lhs_alignment, record.rhs_alignment, *record.load_alignments, *record.out_alignments)
+
+
+def _all_alignments(record: Record) -> tuple[int, ...]:
+    """All 18 alignments; 0 stands for a tensor that the kernel does not have."""
+    loads = record.load_alignments + (0,) * (MAX_LOADS - len(record.load_alignments))
+    outs = record.out_alignments + (0,) * (MAX_OUTS - len(record.out_alignments))
+    return (record.lhs_alignment, record.rhs_alignment, *loads, *outs)
+
+
+def _place_images(records: tuple[Record, ...] | list[Record], table_end: int) -> tuple[dict[bytes, int], bytes, int]:
+    """Offset of each distinct image, the bytes that follow the table, and the size of the archive."""
+    offsets: dict[bytes, int] = {}
+    images = bytearray()
+    for record in records:
+        if record.image not in offsets:
+            images += bytes(-(table_end + len(images)) % _IMAGE_BOUNDARY)
+            offsets[record.image] = table_end + len(images)
+            images += record.image + b"\0"
+    return offsets, bytes(images), table_end + len(images)
+
+
+def _pack_record(record: Record, offset: int) -> bytes:
+    names = (record.kernel.encode(), record.entry.encode())
+    numbers = (record.capability, record.flavour, record.min_m, record.max_m)
+    launch = (record.block_m, record.block_n, record.threads, record.shared_bytes)
+    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), offset, len(record.image))
+
+
+def _check_header(data: bytes) -> int:
+    """The number of records, after everything that can be checked without them."""
+    if len(data) < _TABLE_START or not data.startswith(_MAGIC):
+        raise ModelError(f"not an archive of kernels ({len(data)} bytes); {_REMEDY}")
+    _, version, count, size = _HEADER.unpack_from(data)
+    if version != _VERSION:
+        raise ModelError(f"the archive has version {version} and this onnxfuse reads version {_VERSION}; {_REMEDY}")
+    if size != len(data):
+        raise ModelError(f"the archive should have {size} bytes and has {len(data)}; {_REMEDY}")
+    checksum = zlib.crc32(memoryview(data)[_TABLE_START:], zlib.crc32(data[: _HEADER.size]))
+    if _CHECKSUM.unpack_from(data, _HEADER.size) != (checksum,):
+        raise ModelError(f"the archive's checksum does not match its bytes; {_REMEDY}")
+    if _TABLE_START + count * _RECORD.size > size:
+        raise ModelError(f"the archive cannot hold {count} records; {_REMEDY}")
+    return int(count)
+
+
+def _unpack_record(data: bytes, index: int, count: int) -> Record:
+    fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
+    alignments, (offset, size) = fields[10:28], fields[28:]
+    if offset < _TABLE_START + count * _RECORD.size or offset + size >= len(data) or data[offset + size] != 0:
+        raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
+    return Record(
+        *(_text(name) for name in fields[:2]),
+        *fields[2:10],
+        lhs_alignment=alignments[0],
+        rhs_alignment=alignments[1],
+        load_alignments=_without_padding(alignments[2 : 2 + MAX_LOADS]),
+        out_alignments=_without_padding(alignments[2 + MAX_LOADS :]),
+        image=data[offset : offset + size],
+    )
+
+
+def _text(field: bytes) -> str:
+    """A text in a field of fixed width that a NUL ends."""
+    text, terminator, _ = field.partition(b"\0")
+    if not terminator:
+        raise ModelError(f"a name in the archive is not terminated; {_REMEDY}")
+    return text.decode()
+
+
+def _without_padding(alignments: tuple[int, ...]) -> tuple[int, ...]:
+    count = alignments.index(0) if 0 in alignments else len(alignments)
+    if any(alignments[count:]):
+        raise ModelError(f"the alignments of a record have a gap; {_REMEDY}")
+    return alignments[:count]

@@ -1,0 +1,221 @@
+"""The command line: optimize, explain, verify, bench."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Table
+
+from onnxfuse import __version__
+from onnxfuse.device import resolve
+from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
+from onnxfuse.graph import load_model
+from onnxfuse.pipeline import FP32_MODES, Analysis, Progress, analyse_model, make_report, optimize_model
+from onnxfuse.report import Report
+from onnxfuse.runtime.bench import bench as run_bench
+from onnxfuse.runtime.feeds import load_npz
+from onnxfuse.runtime.gpu import local_architectures
+from onnxfuse.runtime.verify import verify as run_verify
+from onnxfuse.store import check_target, save_model, write_text
+
+INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and an exit code, never a traceback."""
+    try:
+        sys.exit(commands(standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(INTERRUPTED)
+    except OnnxfuseError as error:
+        _errors().print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+def _errors() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+@click.group()
+@click.version_option(__version__)
+def commands() -> None:
+    """Fuse matrix products of an ONNX model with what follows them into single GPU kernels."""
+
+
+_arch = click.option("--arch", help="Architectures: sm_90a,sm_80,ptx or native. Default: the GPUs at hand.")
+_fp32 = click.option(
+    "--fp32", type=click.Choice(FP32_MODES), default="tf32", show_default=True, help="How fp32 products are computed."
+)
+_inputs = click.option("--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input.")
+_shapes = click.option(
+    "--shape", "shapes", multiple=True, metavar="NAME=2,77,768", help="Shape of a random input. May be repeated."
+)
+_seed = click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
+
+
+@commands.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Where the fused model goes.")
+@_arch
+@_fp32
+@click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
+@click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+def optimize(
+    model: Path, output: Path, arch: str | None, fp32: str, report: Path | None, dump: Path | None, force: bool
+) -> None:
+    """Fuse MODEL and write the result."""
+    _check_report(report, force)
+    check_target(model, output, force)
+    analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
+    with _progress_bar() as progress:
+        proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
+    save_model(proto, analysis.graph.model, output)
+    if report is not None:
+        write_text(report, json.dumps(outcome.to_dict(), indent=2) + "\n")
+    _print_report(_console(), outcome, analysis)
+    _console().print(f"wrote {escape(str(output))}", soft_wrap=True)
+
+
+def _check_report(report: Path | None, force: bool) -> None:
+    if report is not None and report.exists() and not force:
+        raise OutputError(f"{report}: exists; use --force to overwrite it")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar on a terminal, nothing in a log."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with ProgressBar(*columns, console=_errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield progress
+
+
+@commands.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@_arch
+@_fp32
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
+    """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
+    analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
+    nodes = len(analysis.graph.nodes)
+    removed = sum(len(site.match.nodes) - 1 for site in analysis.sites)
+    outcome = make_report(analysis, nodes, nodes - removed)
+    if as_json:
+        click.echo(json.dumps(outcome.to_dict(), indent=2))
+        return
+    console = _console()
+    for site, entry in zip(analysis.sites, outcome.fused, strict=True):
+        console.print(escape(entry.text), soft_wrap=True)
+        for operand in entry.operands:
+            console.print(escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True)
+        console.print(escape("\n".join(str(plan) for plan in site.plans)) + "\n", soft_wrap=True)
+    _print_skipped(console, outcome)
+
+
+def _print_report(console: Console, report: Report, analysis: Analysis) -> None:
+    table = Table(title="fused", title_justify="left")
+    for heading in ("anchor", "pattern", "features", "nodes", "m, k, n"):
+        table.add_column(heading, overflow="fold")
+    for entry, site in zip(report.fused, analysis.sites, strict=True):
+        sizes = [site.fusion.size(axis) for axis in (site.mapping.m[-1], site.mapping.k[-1], site.mapping.n[-1])]
+        text = ", ".join("?" if size is None else str(size) for size in sizes)
+        features = ", ".join(entry.features)
+        table.add_row(escape(entry.anchor), entry.pattern, features, str(len(entry.nodes)), text)
+    if report.fused:
+        console.print(table)
+    _print_skipped(console, report)
+    console.print(f"{len(report.fused)} fused; nodes {report.nodes_before} -> {report.nodes_after}")
+
+
+def _print_skipped(console: Console, report: Report) -> None:
+    if not report.skipped:
+        return
+    table = Table(title="left alone", title_justify="left")
+    for heading in ("reason", "sites", "example"):
+        table.add_column(heading, overflow="fold")
+    for reason in sorted({entry.reason for entry in report.skipped}):
+        sites = [entry for entry in report.skipped if entry.reason == reason]
+        example = sites[0]
+        table.add_row(reason, str(len(sites)), escape(f"{example.anchor}: {example.detail}"))
+    console.print(table)
+
+
+@commands.command()
+@click.argument("original", type=click.Path(path_type=Path))
+@click.argument("optimized", type=click.Path(path_type=Path))
+@_inputs
+@_shapes
+@_seed
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def verify(
+    original: Path, optimized: Path, inputs: Path | None, shapes: tuple[str, ...], seed: int, as_json: bool
+) -> None:
+    """Run both models and compare each with a float64 reference."""
+    for path in (original, optimized):
+        load_model(path)
+    result = run_verify(original, optimized, **_feed_options(inputs, shapes), seed=seed)
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        _console().print(escape(str(result)), soft_wrap=True)
+    if not result.passed:
+        sys.exit(1)
+
+
+@commands.command()
+@click.argument("original", type=click.Path(path_type=Path))
+@click.argument("optimized", type=click.Path(path_type=Path))
+@_inputs
+@_shapes
+@_seed
+@click.option("--runs", default=50, show_default=True, help="Timed runs of each model.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def bench(
+    original: Path,
+    optimized: Path,
+    inputs: Path | None,
+    shapes: tuple[str, ...],
+    seed: int,
+    runs: int,
+    as_json: bool,
+) -> None:
+    """Time both models on the GPU, run by run in turn."""
+    result = run_bench(original, optimized, **_feed_options(inputs, shapes), seed=seed, runs=runs)
+    if as_json:
+        click.echo(json.dumps(result.to_dict(), indent=2))
+    else:
+        _console().print(escape(str(result)), soft_wrap=True)
+
+
+def _feed_options(inputs: Path | None, shapes: tuple[str, ...]) -> Mapping[str, Any]:
+    return {"inputs": load_npz(inputs) if inputs is not None else None, "shapes": dict(map(_shape, shapes)) or None}
+
+
+def _shape(text: str) -> tuple[str, list[int]]:
+    name, separator, sizes = text.rpartition("=")
+    if not separator or not all(size.strip().isdigit() for size in sizes.split(",")):
+        raise SettingError(f"--shape {text!r}: expected NAME=2,77,768")
+    return name, [int(size) for size in sizes.split(",")]

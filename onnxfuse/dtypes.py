@@ -1,0 +1,36 @@
+"""The dtype table: one row a dtype, and nothing else in the project spells a dtype out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: how the IR prints it, `f16`.
+        onnx: TensorProto.DataType number.
+        numpy: NumPy (or ml_dtypes) name.
+        cuda: type name in CUDA C++.
+        bytes: size of one element.
+    """
+
+    name: str
+    onnx: int
+    numpy: str
+    cuda: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+F32 = DType("f32", 1, "float32", "float", 4)
+F16 = DType("f16", 10, "float16", "__half", 2)
+BF16 = DType("bf16", 16, "bfloat16", "__nv_bfloat16", 2)
+
+ALL = (F32, F16, BF16)
+BY_ONNX = {dtype.onnx: dtype for dtype in ALL}
+BY_NAME = {dtype.name: dtype for dtype in ALL}

@@ -1,0 +1,174 @@
+"""The IR of one fusion: named axes, a product in parts, operands, and a straight line of pointwise steps. No ONNX in it.
+
+A dimension is a tuple of axes and is written as einops writes it: `f16[b, m, (h d)]`; `1` is a dimension of no axis. The
+product is `acc_p[batch, m, n] = sum over k of lhs[batch, m, k] * rhs_p[k, n]`; every part p multiplies the same lhs. The
+epilogue computes in fp32 over `acc0 .. accP-1` and over loads, in static single assignment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onnxfuse.dtypes import DType
+
+MAX_PARTS = 4
+MAX_LOADS = 12
+MAX_OUTS = 4
+
+# IR op -> number of arguments. Attributes of ONNX ops (alpha, lo, hi) are trailing constant arguments.
+OPS = {
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "pow": 2, "min": 2, "max": 2,
+    "neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "log": 1, "reciprocal": 1, "erf": 1, "tanh": 1, "sigmoid": 1,
+    "softplus": 1, "relu": 1, "leaky_relu": 2, "elu": 2, "hard_sigmoid": 3, "hard_swish": 1, "mish": 1,
+    "gelu": 1, "gelu_tanh": 1, "clip": 3, "where": 3,
+}  # fmt: skip
+INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+NONLINEAR = frozenset(OPS) - {"add", "sub", "mul", "div", "neg", "min", "max", "where"}
+
+Dim = tuple[str, ...]
+Value = str | float
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named axis; `size` is None where only the run knows it."""
+
+    name: str
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that the kernel reads or writes: contiguous, row-major, its dimensions made of named axes.
+
+    Attributes:
+        name: the value's name in the model.
+        dims: one tuple of axes for each dimension, outermost first; an empty tuple is a dimension of size 1.
+    """
+
+    name: str
+    dtype: DType
+    dims: tuple[Dim, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes of the tensor, outermost first."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def einops(self) -> str:
+        """The dimensions in einops notation without brackets, `b m (p n)`."""
+        return " ".join(_dim_text(dim) for dim in self.dims)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(_dim_text(dim) for dim in self.dims)}]"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One value that the epilogue reads for each output element: an operand, or one part (column range) of it."""
+
+    operand: int
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class RhsPart:
+    """The right-hand side of one part: an index into `Fusion.rhs`, and the index along axis `p` where it has one."""
+
+    tensor: int
+    part: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """`result = op(inputs)`; an input is `accI`, `opI` (load I), an earlier result, or a constant."""
+
+    result: str
+    op: str
+    inputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Out:
+    """An output of the kernel and the epilogue value that it stores."""
+
+    tensor: Tensor
+    value: str
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A product of parts with its epilogue.
+
+    Attributes:
+        anchor: name of the MatMul or Gemm.
+        pattern: `split_gemm` or `gemm_epilogue`.
+        features: what the kernel does beside the product, sorted.
+        axes: every axis with its size.
+        lhs: `[..., m, k]`.
+        rhs: `[k, n]`, `[n, k]`, or with the parts packed along an axis `p`: `[k, (p n)]`, `[(p n), k]`.
+        parts: the right-hand side of each part.
+        operands: what the epilogue reads beside the product.
+        loads: what the steps call `op0`, `op1`, ...
+        steps: the epilogue, in order.
+        outs: what is stored.
+    """
+
+    anchor: str
+    pattern: str
+    features: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    lhs: Tensor
+    rhs: tuple[Tensor, ...]
+    parts: tuple[RhsPart, ...]
+    operands: tuple[Tensor, ...]
+    loads: tuple[Load, ...]
+    steps: tuple[Step, ...]
+    outs: tuple[Out, ...]
+    _sizes: dict[str, int | None] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sizes", {axis.name: axis.size for axis in self.axes})
+
+    def size(self, axis: str) -> int | None:
+        """Size of an axis, None where only the run knows it."""
+        return self._sizes[axis]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Every tensor that the kernel reads, in the order of the fused node's inputs."""
+        return (self.lhs, *self.rhs, *self.operands)
+
+    def __str__(self) -> str:
+        sizes = "  ".join(f"{axis.name}={'?' if axis.size is None else axis.size}" for axis in self.axes)
+        rows = [("fusion", self.anchor), ("axes", sizes), ("lhs", str(self.lhs))]
+        rows += [("rhs", f"{rhs}  parts {len(self.parts)}") for rhs in self.rhs]
+        rows += [(f"in{index}", f"{operand}  {operand.name}") for index, operand in enumerate(self.operands)]
+        rows += [("", f"{step.result} = {step_text(step, self)}") for step in self.steps]
+        rows += [("out", f"{out.tensor} <- {value_text(out.value, self)}") for out in self.outs]
+        return "\n".join(f"{label:<7} {text}".rstrip() for label, text in rows)
+
+
+def _dim_text(dim: Dim) -> str:
+    if not dim:
+        return "1"
+    return dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
+
+
+def value_text(value: Value, fusion: Fusion) -> str:
+    """A value as the IR prints it: `in0[p=1]` for a load, six digits for a constant."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if not value.startswith("op"):
+        return value
+    load = fusion.loads[int(value[2:])]
+    return f"in{load.operand}" + ("" if load.part is None else f"[p={load.part}]")
+
+
+def step_text(step: Step, fusion: Fusion) -> str:
+    """The right-hand side of one step, infix where a reader expects it."""
+    inputs = [value_text(value, fusion) for value in step.inputs]
+    if step.op in INFIX:
+        return f" {INFIX[step.op]} ".join(inputs)
+    return f"{step.op}({', '.join(inputs)})"

@@ -1,0 +1,1 @@
+"""CUDA text: hand-written templates and one generated epilogue functor."""

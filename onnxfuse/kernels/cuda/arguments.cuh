@@ -1,0 +1,26 @@
+// The arguments of every onnxfuse GEMM kernel. This one definition is compiled by NVRTC into the kernels and by the C++
+// compiler into the bridge, so the two cannot disagree. Plain C types only.
+#pragma once
+
+#define ONNXFUSE_MAX_PARTS 4
+#define ONNXFUSE_MAX_LOADS 12
+#define ONNXFUSE_MAX_OUTS 4
+
+// A tensor seen as [batch, rows, columns]; strides in elements, 0 where the tensor is broadcast along that axis.
+struct OnnxfuseTensor {
+  void* pointer;
+  long long batch_stride;
+  long long row_stride;
+  long long column_stride;
+};
+
+struct OnnxfuseArguments {
+  OnnxfuseTensor lhs;                         // [batch, m, k]
+  OnnxfuseTensor rhs[ONNXFUSE_MAX_PARTS];     // [batch, k, n]
+  OnnxfuseTensor loads[ONNXFUSE_MAX_LOADS];   // [batch, m, n]
+  OnnxfuseTensor outs[ONNXFUSE_MAX_OUTS];     // [batch, m, n]
+  int m;
+  int n;                                      // columns of one part
+  int k;
+  int batch;
+};

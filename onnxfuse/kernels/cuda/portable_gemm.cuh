@@ -1,0 +1,368 @@
+// One block computes out[BLOCK_M, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[BLOCK_M, k] * rhs_p[k, BLOCK_N].
+// Runs on sm_80 and later: mma.sync on the tensor cores, or FFMA for exact fp32, with operands from a ring of stages.
+//
+//   global    tile t+3        tile t+4                 copies run STAGES - 1 tiles ahead, one cp.async group a tile
+//                |  cp.async
+//   ring      [stage 0][stage 1][stage 2][stage 3]     a stage: lhs[BLOCK_M, BLOCK_K], then the rhs tile of every part
+//                          |  ldmatrix
+//   registers   fragments of step s+1 | step s         loaded one step ahead of the multiplication: two sets, used in turn
+//                                          |  mma.sync
+//   registers   acc[part][i][j][4]                     all parts of one output element in the same thread
+//                          |  epilogue.cuh             staged through the ring's memory, which is free by then
+//   global    outs
+//
+// One barrier a tile does two duties: behind it the next stage is complete for every thread, and the stage that was read
+// before it is free to be overwritten.
+//
+// Launch: grid (ceil(m / BLOCK_M) * ceil(n / BLOCK_N), 1, min(batch, 65535)), block THREADS, dynamic shared SHARED_BYTES.
+//
+// Contract: LHS_WIDTH divides k, RHS_WIDTH divides the extent of rhs along its contiguous axis, and the WIDTH of a load
+// or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside.
+//
+// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_, STAGES and
+// _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
+#pragma once
+#include "arguments.cuh"
+#include "epilogue.cuh"
+#include "ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int CHUNK_BYTES = 16;  // what one lane's address of ldmatrix, and the widest cp.async, covers
+constexpr int CHUNK = CHUNK_BYTES / sizeof(Element);
+constexpr int BANK_CHUNKS = 8;  // 32 banks of 4 bytes: 8 chunks that lie in different banks are read at once
+
+// k of one multiplication: the depth of m16n8k16 (16-bit) and m16n8k8 (TF32); one 16-byte read for FFMA.
+constexpr int STEP_K = MATH == Math::fp32 ? CHUNK : 2 * CHUNK;
+constexpr int STEPS = BLOCK_K / STEP_K;
+
+// Rows of output tiles whose blocks run together: they share the columns of rhs and the rows of lhs in L2.
+constexpr int GROUP_ROWS = 8;
+
+// An operand's tile in shared memory. SWIZZLED: chunk c of row r lies at c ^ f(r), so that the 8 rows that ldmatrix reads
+// at one c, and the copies of one row, fall into different banks. f takes the low bits of c that a row length of
+// CHUNKS leaves unused over 8 rows. Otherwise rows are 8 elements longer: then the 4 rows by 8 columns of 32-bit elements
+// that one rhs fragment reads fall into different banks.
+template <int ROWS_, int COLUMNS_, bool SWIZZLED>
+struct SharedTile {
+  static constexpr int ROWS = ROWS_;
+  static constexpr int COLUMNS = COLUMNS_;
+  static constexpr int CHUNKS = COLUMNS / CHUNK;
+  static constexpr int EVEN = CHUNKS & -CHUNKS;  // the largest power of two that divides CHUNKS
+  static constexpr int SPREAD = EVEN < BANK_CHUNKS ? EVEN : BANK_CHUNKS;
+  static constexpr int ROW_BYTES = (COLUMNS + (SWIZZLED ? 0 : 8)) * sizeof(Element);
+  static constexpr int BYTES = ROWS * ROW_BYTES;
+  static_assert(COLUMNS % CHUNK == 0, "rows are whole chunks");
+
+  // `phase` is row modulo 8; a caller that knows it from its lane alone spares the kernel one register a row.
+  static __device__ __forceinline__ int offset(int row, int column, int phase) {
+    const int shuffle = SWIZZLED ? phase / (BANK_CHUNKS / SPREAD) % SPREAD : 0;
+    return row * ROW_BYTES + ((column / CHUNK) ^ shuffle) * CHUNK_BYTES + column % CHUNK * sizeof(Element);
+  }
+  static __device__ __forceinline__ int offset(int row, int column) { return offset(row, column, row % 8); }
+};
+
+// rhs in the order that it has in memory; only ldmatrix can transpose, and only 16-bit elements.
+constexpr bool RHS_PADDED = !RHS_K_CONTIGUOUS && sizeof(Element) == 4;
+using LhsTile = SharedTile<BLOCK_M, BLOCK_K, true>;
+using RhsTile = SharedTile<RHS_K_CONTIGUOUS ? BLOCK_N : BLOCK_K, RHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_N, !RHS_PADDED>;
+
+constexpr int STAGE_BYTES = LhsTile::BYTES + PARTS * RhsTile::BYTES;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+
+static_assert(BLOCK_M % (WARPS_M * FRAGMENT_ROWS) == 0, "a warp owns whole fragments");
+static_assert(BLOCK_N % (WARPS_N * 2 * FRAGMENT_COLUMNS) == 0, "one ldmatrix brings the rhs of two fragments");
+static_assert(BLOCK_K % (2 * STEP_K) == 0, "the two sets of fragments take turns");
+static_assert(STAGES >= 2, "a pipeline has two stages at least");
+static_assert(FRAGMENTS_M % SLABS == 0, "passes of the epilogue are equal");
+static_assert(SHARED_BYTES == VECTORS_OFFSET + VECTORS_BYTES, "footprint and kernel agree");
+static_assert(VECTORS_OFFSET >= RING_BYTES && VECTORS_OFFSET - RING_BYTES < STAGING_BYTES * WARPS_M * WARPS_N + 1,
+              "footprint and kernel agree");
+static_assert(VECTORS_OFFSET >= STAGING_BYTES * WARPS_M * WARPS_N, "staging areas fit under the vectors");
+
+// The output tile of a block: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows.
+struct BlockTile {
+  long long row;
+  long long column;
+
+  __device__ __forceinline__ BlockTile(int m, int n) {
+    const int tiles_m = (m - 1) / BLOCK_M + 1;
+    const int tiles_n = (n - 1) / BLOCK_N + 1;
+    const int block = blockIdx.x;
+    const int group = block / (GROUP_ROWS * tiles_n);
+    const int in_group = block % (GROUP_ROWS * tiles_n);
+    const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
+    row = static_cast<long long>(group * GROUP_ROWS + in_group % height) * BLOCK_M;
+    column = static_cast<long long>(in_group / height) * BLOCK_N;
+  }
+};
+
+// The copies that one thread makes of an operand's tiles, k tile after k tile.
+template <typename Tile, int WIDTH>
+struct TileCopy {
+  static constexpr int PER_ROW = Tile::COLUMNS / WIDTH;
+  static constexpr int COUNT = Tile::ROWS * PER_ROW;
+  // Where threads fill whole rows, a thread stays in one column, and all but its first copy differ by constants only.
+  static constexpr bool STRAIGHT = THREADS % PER_ROW == 0;
+  static constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
+  static constexpr int UNROLL = PASSES < 16 ? PASSES : 8;  // narrow copies are many: bounds the size of the loop
+
+  const Element* source;  // this thread's first element of the next tile
+  long long row_stride;
+
+  static __device__ __forceinline__ int row(int pass) {
+    return STRAIGHT ? threadIdx.x / PER_ROW + pass * (THREADS / PER_ROW) : (threadIdx.x + pass * THREADS) / PER_ROW;
+  }
+  static __device__ __forceinline__ int column(int pass) {
+    return (STRAIGHT ? threadIdx.x : threadIdx.x + pass * THREADS) % PER_ROW * WIDTH;
+  }
+
+  __device__ __forceinline__ void start(const Element* tile, long long stride) {
+    source = tile + row(0) * stride + column(0);
+    row_stride = stride;
+  }
+
+  // Copies the next tile, of which `rows` and `columns` lie inside the tensor; zeros elsewhere.
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
+#pragma unroll UNROLL
+    for (int pass = 0; pass < PASSES; ++pass) {
+      if (COUNT % THREADS != 0 && static_cast<int>(threadIdx.x) + pass * THREADS >= COUNT) break;
+      const bool inside = row(pass) < rows && column(pass) < columns;
+      const Element* element = source + (row(pass) - row(0)) * row_stride + (column(pass) - column(0));
+      // A step of whole swizzle periods leaves the phase alone: then all but the first address are constants away.
+      const int phase = STRAIGHT && THREADS / PER_ROW % 8 == 0 ? row(0) % 8 : row(pass) % 8;
+      const unsigned target = shared + Tile::offset(row(pass), column(pass), phase);
+      copy_async<WIDTH * sizeof(Element)>(target, element, inside);
+    }
+  }
+};
+
+// Everything that fills the ring: lhs and the rhs of every part, advancing along k.
+struct Producer {
+  TileCopy<LhsTile, LHS_WIDTH> lhs;
+  TileCopy<RhsTile, RHS_WIDTH> rhs[PARTS];
+  int rows;     // of lhs, from the block's first on
+  int columns;  // of rhs
+  int depth;    // of k, from the next tile on
+
+  __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, long long batch)
+      : rows(args.m - static_cast<int>(block.row)), columns(args.n - static_cast<int>(block.column)), depth(args.k) {
+    lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0), args.lhs.row_stride);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const OnnxfuseTensor& tensor = args.rhs[part];
+      rhs[part].start(element_pointer<const Element>(tensor, batch, 0, block.column),
+                      RHS_K_CONTIGUOUS ? tensor.column_stride : tensor.row_stride);
+    }
+  }
+
+  __device__ __forceinline__ void issue(unsigned stage) {
+    if (depth > 0) {
+      lhs.issue(stage, rows, depth);
+      lhs.source += BLOCK_K;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const unsigned tile = stage + LhsTile::BYTES + part * RhsTile::BYTES;
+        rhs[part].issue(tile, RHS_K_CONTIGUOUS ? columns : depth, RHS_K_CONTIGUOUS ? depth : columns);
+        rhs[part].source += RHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_K * rhs[part].row_stride;
+      }
+      depth -= BLOCK_K;
+    }
+    copy_async_commit();  // also where nothing is left to copy: the pipeline counts groups
+  }
+};
+
+// One step's operands of a warp, as mma.sync wants them: a thread holds, with g = lane / 4 and t = lane % 4, rows g and
+// g + 8 of lhs and column g of rhs.
+struct TensorFragments {
+  unsigned lhs[FRAGMENTS_M][4];
+  unsigned rhs[PARTS][FRAGMENTS_N][2];
+
+  __device__ __forceinline__ void load_lhs(unsigned tile, int warp_row, int step, int lane) {
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+      const int row = warp_row + i * FRAGMENT_ROWS + lane % 16;
+      load_matrices(lhs[i], tile + LhsTile::offset(row, step * STEP_K + lane / 16 * CHUNK, lane % 8));
+    }
+  }
+
+  // The rhs of fragments j and j + 1 of one part.
+  __device__ __forceinline__ void load_rhs(unsigned (&first)[2], unsigned (&second)[2], unsigned tile, int column, int step, int lane) {
+    unsigned matrices[4];
+    if constexpr (RHS_K_CONTIGUOUS) {
+      const int row = column + lane % 8 + lane / 16 * FRAGMENT_COLUMNS;
+      load_matrices(matrices, tile + RhsTile::offset(row, step * STEP_K + lane / 8 % 2 * CHUNK, lane % 8));
+    } else if constexpr (!RHS_PADDED) {
+      const int row = step * STEP_K + lane % 16;
+      load_matrices_transposed(matrices, tile + RhsTile::offset(row, column + lane / 16 * CHUNK, lane % 8));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = step * STEP_K + i % 2 * CHUNK + lane % 4;
+        matrices[i] = load_shared_word(tile + RhsTile::offset(row, column + i / 2 * FRAGMENT_COLUMNS + lane / 4));
+      }
+    }
+    first[0] = matrices[0], first[1] = matrices[1], second[0] = matrices[2], second[1] = matrices[3];
+  }
+
+  __device__ __forceinline__ void load(unsigned stage, int warp_row, int warp_column, int step) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    load_lhs(stage, warp_row, step, lane);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; j += 2) {
+        const unsigned tile = stage + LhsTile::BYTES + part * RhsTile::BYTES;
+        load_rhs(rhs[part][j], rhs[part][j + 1], tile, warp_column + j * FRAGMENT_COLUMNS, step, lane);
+      }
+    }
+  }
+
+  // Rounds late, just before the multiplication, so that the loads above have returned by then.
+  __device__ __forceinline__ void round() {
+    if constexpr (MATH == Math::tf32) {
+      for (auto& fragment : lhs) {
+        for (unsigned& value : fragment) round_to_tf32(value);
+      }
+      for (auto& part : rhs) {
+        for (auto& fragment : part) {
+          for (unsigned& value : fragment) round_to_tf32(value);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
+    round();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; ++j) multiply_fragment(Element(), acc[part][i][j], lhs[i], rhs[part][j]);
+      }
+    }
+  }
+};
+
+// The same for FFMA, with the accumulators where mma.sync would have them: rows g and g + 8, columns 2t and 2t + 1.
+struct ExactFragments {
+  static constexpr int DEPTH = CHUNK_BYTES / sizeof(float);
+
+  float lhs[FRAGMENTS_M][2][DEPTH];
+  float rhs[PARTS][FRAGMENTS_N][2][DEPTH];
+
+  __device__ __forceinline__ void load_rhs(float (&columns)[2][DEPTH], unsigned tile, int column, int step) {
+    if constexpr (RHS_K_CONTIGUOUS) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) load_shared(columns[side], tile + RhsTile::offset(column + side, step * STEP_K));
+    } else {
+#pragma unroll
+      for (int k = 0; k < DEPTH; ++k) {
+        float pair[2];
+        load_shared(pair, tile + RhsTile::offset(step * STEP_K + k, column));
+        columns[0][k] = pair[0], columns[1][k] = pair[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(unsigned stage, int warp_row, int warp_column, int step) {
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+    for (int i = 0; i < 2 * FRAGMENTS_M; ++i) {
+      const int row = warp_row + i * 8 + lane / 4;
+      load_shared(lhs[i / 2][i % 2], stage + LhsTile::offset(row, step * STEP_K, lane / 4));
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) {
+        const unsigned tile = stage + LhsTile::BYTES + part * RhsTile::BYTES;
+        load_rhs(rhs[part][j], tile, warp_column + j * FRAGMENT_COLUMNS + lane % 4 * 2, step);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) const {
+#pragma unroll
+    for (int k = 0; k < DEPTH; ++k) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+          for (int j = 0; j < FRAGMENTS_N; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              acc[part][i][j][e] = fmaf(lhs[i][e / 2][k], rhs[part][j][e % 2][k], acc[part][i][j][e]);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+template <bool EXACT> struct FragmentsOf { using Type = TensorFragments; };
+template <> struct FragmentsOf<true> { using Type = ExactFragments; };
+using Fragments = FragmentsOf<MATH == Math::fp32>::Type;
+
+__device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
+
+// acc += lhs * rhs over all of k.
+__device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4], Producer& producer, unsigned ring, int k, int warp_row, int warp_column) {
+  Fragments fragments[2];
+  int read = 0;            // the stage whose steps are multiplied
+  int write = STAGES - 1;  // the stage that the next copies fill
+  copy_async_wait<STAGES - 2>();
+  __syncthreads();
+  fragments[0].load(ring, warp_row, warp_column, 0);
+  for (int remaining = k; remaining > 0; remaining -= BLOCK_K) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      if (step == STEPS - 1) {
+        copy_async_wait<STAGES - 2>();
+        __syncthreads();
+        read = next_stage(read);
+      }
+      fragments[(step + 1) % 2].load(ring + read * STAGE_BYTES, warp_row, warp_column, (step + 1) % STEPS);
+      if (step == 0) {
+        producer.issue(ring + write * STAGE_BYTES);
+        write = next_stage(write);
+      }
+      fragments[step % 2].multiply(acc);
+    }
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // the ring is free: no copy is under way, and every warp has read its last fragment
+}
+
+__device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, const BlockTile& block, long long batch, unsigned char* shared) {
+  const int warp = threadIdx.x / WARP_SIZE;
+  const int warp_row = warp / WARPS_N * WARP_ROWS;
+  const int warp_column = warp % WARPS_N * WARP_COLUMNS;
+  const unsigned ring = shared_address(shared);
+
+  Producer producer(args, block, batch);
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) producer.issue(ring + stage * STAGE_BYTES);
+  stage_vectors(shared + VECTORS_OFFSET, args, batch, block.row, block.column);
+
+  float acc[PARTS][FRAGMENTS_M][FRAGMENTS_N][4] = {};
+  run_main_loop(acc, producer, ring, args.k, warp_row, warp_column);
+
+  const WarpTile tile{batch, block.row + warp_row, block.column + warp_column,
+                      args.m - static_cast<int>(block.row) - warp_row, args.n - static_cast<int>(block.column) - warp_column};
+  run_epilogue(acc, args, tile, shared + VECTORS_OFFSET, shared + warp * STAGING_BYTES);
+}
+
+}  // namespace onnxfuse
+
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1) onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args) {
+  extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  const onnxfuse::BlockTile block(args.m, args.n);
+  for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
+    onnxfuse::compute_tile(args, block, batch, onnxfuse_shared);
+    __syncthreads();  // the next product's copies may overwrite what the epilogue still read
+  }
+}

@@ -1,0 +1,121 @@
+// The PTX instructions that the kernels use, one function each, and the only place with inline assembly: a test replaces
+// this one file to run a kernel on the CPU. A shared-memory address is the 32-bit offset that the instructions take.
+#pragma once
+#include "element.cuh"
+
+namespace onnxfuse {
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Global -> shared without passing through registers. Where not `inside`, writes zeros and does not read: the address may
+// then lie outside of the tensor. Two bytes are less than cp.async can move: they go through a register.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned shared, const void* global, bool inside) {
+  static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4 || BYTES == 2, "no such copy");
+  const int outside = !inside;
+  if constexpr (BYTES == 16) {
+    // Past L1, which would hold a copy of what shared memory holds; the rest of the 128-byte line is wanted next.
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p; }"
+                 ::"r"(shared), "l"(global), "r"(outside));
+  } else if constexpr (BYTES == 8 || BYTES == 4) {
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], %3, p; }"
+                 ::"r"(shared), "l"(global), "r"(outside), "n"(BYTES));
+  } else {
+    unsigned short value = 0;
+    if (inside) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(global));
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
+  }
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's newest groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Through the read-only path: a kernel never writes what it reads.
+template <typename Vector>
+__device__ __forceinline__ Vector load_global(const typename Vector::Type* global) {
+  using Bits = typename Word<sizeof(Vector)>::Type;
+  Vector packed;
+  *reinterpret_cast<Bits*>(&packed) = __ldg(reinterpret_cast<const Bits*>(global));
+  return packed;
+}
+
+template <typename Vector>
+__device__ __forceinline__ void store_global(typename Vector::Type* global, const Vector& packed) {
+  using Bits = typename Word<sizeof(Vector)>::Type;
+  *reinterpret_cast<Bits*>(global) = *reinterpret_cast<const Bits*>(&packed);
+}
+
+__device__ __forceinline__ void load_shared(float (&values)[2], unsigned shared) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "r"(shared));
+}
+
+__device__ __forceinline__ void load_shared(float (&values)[4], unsigned shared) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ unsigned load_shared_word(unsigned shared) {
+  unsigned value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared));
+  return value;
+}
+
+// Four 8 x 8 matrices of 16-bit elements (or 8 x 4 of 32-bit elements); lanes 8i .. 8i+7 give the row addresses of matrix i.
+__device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], unsigned shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&matrices)[4], unsigned shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(shared));
+}
+
+// acc[16, 8] += lhs[16, 16] * rhs[16, 8]
+__device__ __forceinline__ void multiply_fragment(__half, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+               : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
+}
+
+__device__ __forceinline__ void multiply_fragment(__nv_bfloat16, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+               : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
+}
+
+// acc[16, 8] += lhs[16, 8] * rhs[8, 8], operands already rounded to TF32.
+__device__ __forceinline__ void multiply_fragment(float, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+               : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
+}
+
+// To nearest: the tensor cores would otherwise cut the 13 low bits off, which biases every product towards zero.
+__device__ __forceinline__ void round_to_tf32(unsigned& value) {
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(value) : "f"(__uint_as_float(value)));
+}
+
+// NaN if either argument is, as ONNX has it; fminf and fmaxf would drop the NaN.
+__device__ __forceinline__ float minimum(float first, float second) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
+  return result;
+}
+__device__ __forceinline__ float maximum(float first, float second) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(first), "f"(second));
+  return result;
+}
+
+}  // namespace onnxfuse

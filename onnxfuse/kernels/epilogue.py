@@ -1,0 +1,95 @@
+"""IR op -> CUDA expression, and the epilogue's steps as one straight-line functor in fp32.
+
+The table has exactly the keys of `fusion.OPS`. Functions that CUDA does not name are hand-written in
+`cuda/pointwise.cuh`, where their accuracy is argued.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+
+from onnxfuse.fusion import Value
+from onnxfuse.plan import KernelSpec
+
+Expression = Callable[..., str]
+
+MAX_EXPANDED_POWER = 4  # x^5 and above: powf is as accurate and rare enough
+
+
+def constant(value: float) -> str:
+    """A CUDA literal of the fp32 number nearest to `value`."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        rounded = math.copysign(math.inf, value)
+    if math.isnan(rounded) or math.isinf(rounded):
+        return f"__int_as_float(0x{struct.pack('>f', rounded).hex()})"
+    return f"{rounded!r}f" if math.copysign(1.0, rounded) > 0 else f"({rounded!r}f)"
+
+
+def _text(value: Value) -> str:
+    return value if isinstance(value, str) else constant(float(value))
+
+
+def _template(text: str) -> Expression:
+    return lambda *values: text.format(*map(_text, values))
+
+
+def _power(base: Value, exponent: Value) -> str:
+    """`base ** exponent`; small integer exponents as multiplications, which are exact in sign for a negative base."""
+    if exponent == 0.5:
+        return f"sqrtf({_text(base)})"
+    if isinstance(exponent, float) and exponent.is_integer() and 1 <= abs(exponent) <= MAX_EXPANDED_POWER:
+        product = " * ".join([_text(base)] * abs(int(exponent)))
+        return product if exponent > 0 else f"1.0f / ({product})"
+    return f"powf({_text(base)}, {_text(exponent)})"
+
+
+EXPRESSIONS: dict[str, Expression] = {
+    "add": _template("{} + {}"),
+    "sub": _template("{} - {}"),
+    "mul": _template("{} * {}"),
+    "div": _template("{} / {}"),
+    "pow": _power,
+    "min": _template("minimum({}, {})"),
+    "max": _template("maximum({}, {})"),
+    "neg": _template("-{}"),
+    "abs": _template("fabsf({})"),
+    "sqrt": _template("sqrtf({})"),
+    "exp": _template("expf({})"),
+    "log": _template("logf({})"),
+    "reciprocal": _template("1.0f / {}"),
+    "erf": _template("erff({})"),
+    "tanh": _template("tanhf({})"),
+    "sigmoid": _template("pointwise::sigmoid({})"),
+    "softplus": _template("pointwise::softplus({})"),
+    "relu": _template("maximum({}, 0.0f)"),
+    "leaky_relu": _template("pointwise::leaky_relu({}, {})"),
+    "elu": _template("pointwise::elu({}, {})"),
+    "hard_sigmoid": _template("pointwise::hard_sigmoid({}, {}, {})"),
+    "hard_swish": _template("pointwise::hard_swish({})"),
+    "mish": _template("pointwise::mish({})"),
+    "gelu": _template("pointwise::gelu({})"),
+    "gelu_tanh": _template("pointwise::gelu_tanh({})"),
+    "clip": _template("pointwise::clip({}, {}, {})"),
+    "where": _template("{} != 0.0f ? {} : {}"),
+}
+
+
+def functor(spec: KernelSpec) -> str:
+    """The CUDA source of `struct Epilogue`: accumulators and operands of one output element in, results out."""
+    lines = [f"    const float acc{part} = accumulators[{part}];" for part in range(spec.parts)]
+    lines += [f"    const float op{index} = operands[{index}];" for index in range(len(spec.loads))]
+    lines += [f"    const float {step.result} = {EXPRESSIONS[step.op](*step.inputs)};" for step in spec.steps]
+    lines += [f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values)]
+    body = "\n".join(lines)
+    return f"""\
+struct Epilogue {{
+  static __device__ __forceinline__ void apply(const float (&accumulators)[PARTS], const float (&operands)[LOADS + 1],
+                                               float (&results)[OUTS]) {{
+{body}
+  }}
+}};
+"""

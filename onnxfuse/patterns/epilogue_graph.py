@@ -1,0 +1,87 @@
+"""Epilogue values while a match grows: a graph of IR ops in which equal expressions are one node.
+
+Leaves are `acc` (a column of the product, `offset` columns to the right of the value's own), `load` (an operand,
+likewise) and `constant`. A slice of a value moves every leaf by the slice's start: that is all that Split and Slice do
+to an epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+ACC = "acc"
+LOAD = "load"
+CONSTANT = "constant"
+
+Ref = int  # index of an expression in its EpilogueGraph
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An op over earlier expressions, or a leaf.
+
+    Attributes:
+        op: IR op, `acc`, `load` or `constant`.
+        inputs: the expressions that it reads, all of them earlier ones.
+        operand: for `load`, the value's name.
+        offset: for a leaf with columns, the first column; None for an operand without columns.
+        hexadecimal: for `constant`, the value as `float.hex` writes it, so that 0.0 and -0.0 stay apart.
+    """
+
+    op: str
+    inputs: tuple[Ref, ...] = ()
+    operand: str = ""
+    offset: int | None = None
+    hexadecimal: str = ""
+
+
+class EpilogueGraph:
+    """Hash-consed expressions, in an order in which every expression follows its inputs."""
+
+    def __init__(self) -> None:
+        self.expressions: list[Expression] = []
+        self._refs: dict[Expression, Ref] = {}
+
+    def _intern(self, expression: Expression) -> Ref:
+        if expression not in self._refs:
+            self._refs[expression] = len(self.expressions)
+            self.expressions.append(expression)
+        return self._refs[expression]
+
+    def acc(self) -> Ref:
+        """A column of the product."""
+        return self._intern(Expression(ACC, offset=0))
+
+    def load(self, operand: str, has_columns: bool) -> Ref:
+        """An operand's value."""
+        return self._intern(Expression(LOAD, operand=operand, offset=0 if has_columns else None))
+
+    def constant(self, value: float) -> Ref:
+        """A number."""
+        return self._intern(Expression(CONSTANT, hexadecimal=float(value).hex()))
+
+    def apply(self, op: str, *inputs: Ref) -> Ref:
+        """An IR op."""
+        return self._intern(Expression(op, inputs))
+
+    def moved(self, ref: Ref, start: int) -> Ref:
+        """The same value, `start` columns further right."""
+        moved: dict[Ref, Ref] = {}
+        for index in self.reachable((ref,)):
+            expression = self.expressions[index]
+            offset = None if expression.offset is None else expression.offset + start
+            inputs = tuple(moved[argument] for argument in expression.inputs)
+            moved[index] = self._intern(replace(expression, inputs=inputs, offset=offset))
+        return moved[ref]
+
+    def reachable(self, roots: Iterable[Ref]) -> list[Ref]:
+        """Every expression that the roots need, inputs before users."""
+        seen: set[Ref] = set()
+        stack = list(roots)
+        while stack:
+            ref = stack.pop()
+            if ref not in seen:
+                seen.add(ref)
+                stack.extend(self.expressions[ref].inputs)
+        return sorted(seen)

@@ -1,0 +1,109 @@
+"""The pointwise table: ONNX op -> IR ops. A new op is one row.
+
+A chain of pointwise nodes becomes a graph of IR ops, so no spelling of an activation is special: `x * 0.5 * (1 +
+erf(x / 1.41))` and `Gelu(x)` differ only in how many rows they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.patterns.epilogue_graph import CONSTANT, EpilogueGraph, Ref
+
+Attributes = Mapping[str, Any]
+Lower = Callable[[EpilogueGraph, list[Ref], Attributes], Ref]
+
+FLOATS = (1, 10, 16)  # TensorProto float, float16, bfloat16: the types that an epilogue computes in fp32
+LARGEST = float("inf")
+
+
+def _op(name: str) -> Lower:
+    return lambda graph, inputs, attributes: graph.apply(name, *inputs)
+
+
+def _with_attributes(name: str, **defaults: float) -> Lower:
+    """ONNX attributes become trailing constant inputs."""
+
+    def lower(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+        constants = [graph.constant(float(attributes.get(key, default))) for key, default in defaults.items()]
+        return graph.apply(name, *inputs, *constants)
+
+    return lower
+
+
+def _fold(name: str) -> Lower:
+    """Min, Max and Sum take any number of inputs."""
+
+    def lower(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+        result = inputs[0]
+        for other in inputs[1:]:
+            result = graph.apply(name, result, other)
+        return result
+
+    return lower
+
+
+def _gelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    return graph.apply("gelu_tanh" if attributes.get("approximate", "none") == "tanh" else "gelu", inputs[0])
+
+
+def _clip(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    """Bounds are attributes up to opset 10 and optional inputs (here: -1 where left out) from 11 on."""
+    low, high = (*inputs[1:], -1, -1)[:2]
+    if low < 0:
+        low = graph.constant(float(attributes.get("min", -LARGEST)))
+    if high < 0:
+        high = graph.constant(float(attributes.get("max", LARGEST)))
+    return graph.apply("clip", inputs[0], low, high)
+
+
+def _pow(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    if graph.expressions[inputs[1]].op != CONSTANT:
+        raise NotFusable("exponent_not_constant", "Pow", "the exponent of Pow is not a constant")
+    return graph.apply("pow", *inputs)
+
+
+def _identity(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    return inputs[0]
+
+
+def _cast(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    if int(attributes["to"]) not in FLOATS:
+        raise NotFusable("cast_to_non_float", "Cast", "a Cast to a type that is not float, float16 or bfloat16")
+    return inputs[0]
+
+
+POINTWISE: dict[str, Lower] = {
+    "Add": _op("add"),
+    "Sub": _op("sub"),
+    "Mul": _op("mul"),
+    "Div": _op("div"),
+    "Sum": _fold("add"),
+    "Pow": _pow,
+    "Neg": _op("neg"),
+    "Abs": _op("abs"),
+    "Sqrt": _op("sqrt"),
+    "Exp": _op("exp"),
+    "Log": _op("log"),
+    "Reciprocal": _op("reciprocal"),
+    "Erf": _op("erf"),
+    "Tanh": _op("tanh"),
+    "Sigmoid": _op("sigmoid"),
+    "Softplus": _op("softplus"),
+    "Relu": _op("relu"),
+    "LeakyRelu": _with_attributes("leaky_relu", alpha=0.01),
+    "Elu": _with_attributes("elu", alpha=1.0),
+    "HardSigmoid": _with_attributes("hard_sigmoid", alpha=0.2, beta=0.5),
+    "HardSwish": _op("hard_swish"),
+    "Mish": _op("mish"),
+    "Gelu": _gelu,
+    "Clip": _clip,
+    "Min": _fold("min"),
+    "Max": _fold("max"),
+    "Where": _op("where"),
+    "Cast": _cast,
+    "Identity": _identity,
+}
+"""Rows by ONNX op of the default domain; a lowering takes the inputs' expressions and the node's attributes."""

@@ -1,0 +1,100 @@
+"""Anchors: a MatMul or Gemm read as `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[k, n]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import BY_ONNX, DType
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph import Graph, Size, node_label
+
+ANCHORS = ("MatMul", "Gemm")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product as it lies in the model.
+
+    Attributes:
+        node: the MatMul or Gemm.
+        lhs: name of the activation, `[..., m, k]`.
+        rhs: name of the weight, `[k, n]` or `[n, k]`.
+        rhs_order: `kn` or `nk`.
+        rows: sizes of the output's dimensions but the last.
+        k, n: sizes.
+        bias: name of Gemm's third input, if it has one.
+        alpha, beta: Gemm's factors.
+    """
+
+    node: gs.Node
+    dtype: DType
+    lhs: str
+    rhs: str
+    rhs_order: str
+    rows: tuple[Size, ...]
+    k: int
+    n: int
+    bias: str | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """Name of the anchor."""
+        return node_label(self.node)
+
+    @property
+    def out(self) -> str:
+        """Name of the product's output."""
+        return str(self.node.outputs[0].name)
+
+
+def is_anchor(node: gs.Node) -> bool:
+    """Whether a node is a product that a fusion may start at."""
+    return node.op in ANCHORS and node.domain in (None, "", "ai.onnx")
+
+
+def read_product(graph: Graph, node: gs.Node) -> Product:
+    """Understand an anchor.
+
+    Raises:
+        NotFusable: the product has a form or a type that no kernel computes.
+    """
+    lhs, rhs = (tensor.name for tensor in node.inputs[:2])
+    if not graph.is_initializer(rhs):
+        raise NotFusable("weight_not_constant", node_label(node), f"the right-hand side {rhs!r} is not an initializer")
+    dtype = _common_dtype(graph, node, lhs, rhs)
+    lhs_shape, rhs_shape = graph.shape(lhs), graph.shape(rhs)
+    if rhs_shape is None or len(rhs_shape) != 2 or not all(isinstance(size, int) and size > 0 for size in rhs_shape):
+        raise NotFusable("weight_not_a_matrix", node_label(node), f"the weight {rhs!r} has shape {_text(rhs_shape)}")
+    if lhs_shape is None or len(lhs_shape) < 2:
+        raise NotFusable("unknown_rank", node_label(node), f"the input {lhs!r} has shape {_text(lhs_shape)}")
+    if node.op == "Gemm" and node.attrs.get("transA", 0):
+        raise NotFusable("lhs_transposed", node_label(node), "Gemm with transA=1: k is not contiguous in the input")
+    transposed = node.op == "Gemm" and bool(node.attrs.get("transB", 0))
+    first, second = (int(size) for size in rhs_shape if isinstance(size, int))
+    k, n = (second, first) if transposed else (first, second)
+    if isinstance(lhs_shape[-1], int) and lhs_shape[-1] != k:
+        raise NotFusable("invalid_model", node_label(node), f"k is {lhs_shape[-1]} in {lhs!r} and {k} in {rhs!r}")
+    has_bias = len(node.inputs) > 2 and not node.inputs[2].is_empty()
+    return Product(
+        node, dtype, lhs, rhs, "nk" if transposed else "kn", lhs_shape[:-1], k, n,
+        bias=str(node.inputs[2].name) if has_bias else None,
+        alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
+    )  # fmt: skip
+
+
+def _common_dtype(graph: Graph, node: gs.Node, lhs: str, rhs: str) -> DType:
+    numbers = {graph.dtype(lhs), graph.dtype(rhs)}
+    (number,) = numbers if len(numbers) == 1 else (None,)
+    if number not in BY_ONNX:
+        raise NotFusable("unsupported_dtype", node_label(node), f"ONNX element types {sorted(map(str, numbers))}")
+    return BY_ONNX[number]
+
+
+def _text(shape: tuple[Size, ...] | None) -> str:
+    if shape is None:
+        return "of unknown rank"
+    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"

@@ -1,0 +1,246 @@
+"""The way of a model, one line a stage: load, match, lower, map axes, find widths, plan, emit, compile, pack, rewrite."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnxfuse.artifact import Record, pack
+from onnxfuse.axes import AxisMapping, map_axes
+from onnxfuse.device import DeviceSpec
+from onnxfuse.errors import NotFusable, SettingError
+from onnxfuse.fusion import Fusion
+from onnxfuse.graph import Graph, ModelProto, load_model, node_label
+from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.patterns import Match, is_anchor, match_site
+from onnxfuse.plan import Plan, Variant, make_plan
+from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_site, skipped_site
+from onnxfuse.rewrite import Replacement, rewrite
+from onnxfuse.runtime.compile import CompiledImage, compile_cached
+from onnxfuse.settings import cache_dir, compile_jobs
+from onnxfuse.tile_footprint import shared_bytes
+from onnxfuse.vector_width import Widths, analyse
+
+FP32_MODES = ("tf32", "exact")
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One fusion with every decision about it."""
+
+    match: Match
+    fusion: Fusion
+    mapping: AxisMapping
+    widths: Widths
+    plans: tuple[Plan, ...]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Everything that is decided without a compiler: what `explain` shows."""
+
+    graph: Graph
+    sites: tuple[Site, ...]
+    skipped: tuple[SkippedSite, ...]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Compiled kernels by source and architecture."""
+
+    images: dict[tuple[str, str], CompiledImage]
+
+
+def analyse_model(
+    source: str | Path | ModelProto, devices: Sequence[DeviceSpec], fp32: str = "tf32"
+) -> Analysis:
+    """Find and plan every fusion of a model; nothing is compiled or changed.
+
+    Raises:
+        ModelError: the model cannot be read or is invalid.
+        SettingError: an unknown fp32 mode.
+    """
+    if fp32 not in FP32_MODES:
+        raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
+    exact_fp32 = fp32 == "exact"
+    graph = Graph(load_model(source))
+    sites: list[Site] = []
+    skipped: list[SkippedSite] = []
+    for node in filter(is_anchor, graph.nodes):
+        try:
+            sites.append(_plan_site(graph, *match_site(graph, node), devices, exact_fp32))
+        except NotFusable as refusal:
+            skipped.append(skipped_site(node_label(node), refusal))
+    return Analysis(graph, tuple(sites), tuple(skipped))
+
+
+def optimize_model(
+    analysis: Analysis, *, dump: Path | None = None, progress: Progress | None = None
+) -> tuple[ModelProto, Report]:
+    """Compile the kernels of an analysis and rewrite its model, in place.
+
+    Raises:
+        CompileError: NVRTC refused a kernel.
+    """
+    before = len(analysis.graph.nodes)
+    kernels = _compile(analysis.sites, progress)
+    archive, names = _pack(analysis.sites, kernels)
+    if dump is not None:
+        _dump(analysis, names, dump)
+    replacements = [_replacement(site, name) for site, name in zip(analysis.sites, names, strict=True)]
+    proto = rewrite(analysis.graph, replacements, archive)
+    return proto, make_report(analysis, before, len(proto.graph.node))
+
+
+def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
+    """The report of an analysis."""
+    fused = tuple(_report_site(analysis.graph, site) for site in analysis.sites)
+    return Report(fused, analysis.skipped, nodes_before, nodes_after)
+
+
+def _plan_site(
+    graph: Graph, match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool
+) -> Site:
+    mapping = map_axes(fusion)
+    widths = analyse(fusion, mapping)
+    plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
+    return Site(match, fusion, mapping, widths, plans)
+
+
+def _report_site(graph: Graph, site: Site) -> FusedSite:
+    nodes = tuple(node_label(graph.nodes[index]) for index in site.match.nodes)
+    return fused_site(site.fusion, site.mapping, site.widths, site.plans, nodes)
+
+
+def _variants(sites: Iterable[Site]) -> Iterator[tuple[DeviceSpec, Variant]]:
+    for site in sites:
+        for plan in site.plans:
+            for variant in plan.variants:
+                yield plan.device, variant
+
+
+def _compile(sites: Sequence[Site], progress: Progress | None) -> Kernels:
+    """Compile each distinct kernel once."""
+    wanted = {(emit(variant.spec), device.arch): device for device, variant in _variants(sites)}
+    images: dict[tuple[str, str], CompiledImage] = {}
+    folder = cache_dir()
+    with ThreadPoolExecutor(compile_jobs()) as pool:
+        jobs = [pool.submit(compile_cached, source, device, folder) for (source, _), device in wanted.items()]
+        for key, job in zip(wanted, jobs, strict=True):
+            images[key] = job.result()
+            if progress is not None:
+                progress("compiling kernels", len(images), len(wanted))
+    return Kernels(images)
+
+
+def _pack(sites: Sequence[Site], kernels: Kernels) -> tuple[bytes, list[str]]:
+    """The archive, and each site's kernel id: sites with equal launch rules share one."""
+    names = [_kernel_name(site) for site in sites]
+    records: dict[str, list[Record]] = {}
+    for site, name in zip(sites, names, strict=True):
+        if name not in records:
+            records[name] = [
+                _record(name, site.mapping, device, variant, kernels) for device, variant in _variants([site])
+            ]
+    return pack([record for group in records.values() for record in group]), names
+
+
+def _kernel_name(site: Site) -> str:
+    parts = [
+        (device.arch, emit(variant.spec), str(variant.min_m), str(variant.max_m))
+        for device, variant in _variants([site])
+    ]
+    return hashlib.sha256("\0".join(text for part in parts for text in part).encode()).hexdigest()[:16]
+
+
+def _record(name: str, mapping: AxisMapping, device: DeviceSpec, variant: Variant, kernels: Kernels) -> Record:
+    spec = variant.spec
+    element = spec.dtype.bytes
+    return Record(
+        kernel=name,
+        entry=ENTRY,
+        capability=device.capability,
+        flavour=device.flavour,
+        min_m=variant.min_m,
+        max_m=variant.max_m,
+        block_m=spec.tile.block_m,
+        block_n=spec.tile.block_n,
+        threads=spec.tile.threads,
+        shared_bytes=shared_bytes(spec),
+        lhs_alignment=spec.lhs_width * element,
+        rhs_alignment=spec.rhs_width * element,
+        load_alignments=tuple(load.width * load.dtype.bytes for load in spec.loads),
+        out_alignments=tuple(out.width * out.dtype.bytes for out in spec.outs),
+        image=kernels.images[emit(spec), device.arch].data,
+    )
+
+
+def _replacement(site: Site, kernel: str) -> Replacement:
+    fusion = site.fusion
+    return Replacement(
+        nodes=site.match.nodes,
+        inputs=tuple(tensor.name for tensor in fusion.inputs),
+        outputs=tuple(out.tensor.name for out in fusion.outs),
+        name=f"{fusion.anchor}/FusedGemm",
+        attributes=node_attributes(fusion, site.mapping, kernel),
+    )
+
+
+def node_attributes(fusion: Fusion, mapping: AxisMapping, kernel: str) -> dict[str, str]:
+    """The fused node's attributes; their grammar is in artifact.py."""
+    return {
+        "kernel": kernel,
+        "axes": axes_text(fusion),
+        "sizes": " ".join(f"{axis.name}={axis.size}" for axis in fusion.axes if axis.size is not None),
+        "problem": str(mapping),
+        "arguments": _arguments(fusion),
+        "out_types": ",".join(out.tensor.dtype.name for out in fusion.outs),
+        "fusion": str(fusion),
+    }
+
+
+def _arguments(fusion: Fusion) -> str:
+    """Which input is what: `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`."""
+    first_operand = 1 + len(fusion.rhs)
+    groups = {
+        "lhs": ["0"],
+        "rhs": [_indexed(1 + part.tensor, part.part) for part in fusion.parts],
+        "loads": [_indexed(first_operand + load.operand, load.part) for load in fusion.loads],
+        "outs": [str(index) for index in range(len(fusion.outs))],
+    }
+    return " ".join(f"{name}={','.join(entries)}" for name, entries in groups.items() if entries)
+
+
+def _indexed(index: int, part: int | None) -> str:
+    return str(index) if part is None else f"{index}[p={part}]"
+
+
+def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
+    """One numbered file a stage, one folder a site."""
+    for number, (site, name) in enumerate(zip(analysis.sites, names, strict=True)):
+        place = folder / f"{number:03d}-{name}"
+        place.mkdir(parents=True, exist_ok=True)
+        report = _report_site(analysis.graph, site)
+        widths = "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands)
+        files = {
+            "0-match.txt": "\n".join((*report.nodes, f"-> {site.match.out}")),
+            "1-fusion.txt": str(site.fusion),
+            "2-axes.txt": f"{report.axes}\n{site.mapping}",
+            "3-widths.txt": widths,
+            "4-plan.txt": "\n".join(str(plan) for plan in site.plans),
+            "5-node.txt": "\n".join(
+                f"{key}: {value}" for key, value in node_attributes(site.fusion, site.mapping, name).items()
+            ),
+        }
+        for file, text in files.items():
+            (place / file).write_text(text + "\n")
+        sources = dict.fromkeys(emit(variant.spec) for _, variant in _variants([site]))
+        for index, source in enumerate(sources):
+            suffix = f"-{index}" if index else ""
+            (place / f"6-kernel{suffix}.cu").write_text(source)

@@ -1,0 +1,274 @@
+"""Problem -> candidates -> cost -> best: which kernel, tile and access widths compute a fusion on one architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from onnxfuse.axes import AxisMapping
+from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import F32, DType
+from onnxfuse.errors import NotFusable
+from onnxfuse.fusion import Fusion, Step
+from onnxfuse.tile_footprint import why_not
+from onnxfuse.vector_width import Width, Widths
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        block_m: rows of the output tile.
+        block_n: columns of the output tile, of each part.
+        block_k: depth of one pipeline stage, in elements.
+        warps_m: warps along m; each owns block_m / warps_m rows.
+        warps_n: warps along n; each owns block_n / warps_n columns of every part.
+        stages: depth of the shared-memory pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps_m: int
+    warps_n: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps_m * self.warps_n
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the kernel reaches one tensor of the epilogue.
+
+    Attributes:
+        kind: `scalar` (one value), `row` (varies along n only), `column` (along m only) or `tile` (both); each may
+            also vary along the batch.
+        width: elements of one access along n; 1 for a scalar and a column.
+    """
+
+    kind: str
+    dtype: DType
+    width: int
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that the text of a kernel depends on; sizes and strides are run-time arguments.
+
+    Attributes:
+        dtype: element type of lhs and rhs.
+        math: `f16`, `bf16` and `tf32` use the tensor cores, `fp32` the ordinary fp32 units; all accumulate in fp32.
+        parts: products accumulated in one thread.
+        rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
+        lhs_width: elements of one copy of lhs along k.
+        rhs_width: elements of one copy of rhs along its contiguous axis.
+        loads: what the steps call `op0`, `op1`, ...
+        outs: the stored tensors; `out_values` names the value that each stores.
+    """
+
+    dtype: DType
+    math: str
+    parts: int
+    rhs_order: str
+    lhs_width: int
+    rhs_width: int
+    loads: tuple[Access, ...]
+    outs: tuple[Access, ...]
+    steps: tuple[Step, ...]
+    out_values: tuple[str, ...]
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel and the rows that it is for, `min_m <= m <= max_m`."""
+
+    spec: KernelSpec
+    min_m: int
+    max_m: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that was not taken, and why."""
+
+    tile: Tile
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of one fusion on one architecture, in the order in which a launch tries them.
+
+    The first variants use the widest accesses; the last uses single elements and fits any pointer.
+    """
+
+    device: DeviceSpec
+    variants: tuple[Variant, ...]
+    rejected: tuple[Rejected, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            f"{self.device.arch:<7} m {variant.min_m}..{variant.max_m if variant.max_m < MAX_M else ''}  "
+            f"{tile_text(variant.spec.tile)}  lhs x{variant.spec.lhs_width} rhs x{variant.spec.rhs_width}"
+            for variant in self.variants
+        ]
+        rows += [f"{'':<7} not {tile_text(entry.tile)}: {entry.reason}" for entry in self.rejected]
+        return "\n".join(rows)
+
+
+MAX_M = 2**31 - 1
+SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
+
+# Candidates by total width (columns of all parts together): block_n is that over the number of parts. Larger tiles read
+# less shared memory for each product; smaller ones fill the chip when m or n is small.
+_SIXTEEN_BIT = (
+    Tile(128, 256, 32, 2, 4, 4),
+    Tile(128, 128, 32, 2, 4, 4),
+    Tile(64, 128, 32, 2, 2, 4),
+    Tile(32, 128, 64, 1, 4, 4),
+)
+_THIRTY_TWO_BIT = (
+    Tile(128, 128, 16, 2, 4, 4),
+    Tile(64, 128, 16, 2, 2, 4),
+    Tile(32, 128, 32, 1, 4, 4),
+)
+
+
+def tile_text(tile: Tile) -> str:
+    """`128x64x32 warps 2x4 stages 4`."""
+    return (
+        f"{tile.block_m}x{tile.block_n}x{tile.block_k} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
+    )
+
+
+def tiles_for(dtype: DType, parts: int) -> tuple[Tile, ...]:
+    """The candidate tiles of a product: each warp keeps at least eight columns of every part."""
+    wide = _THIRTY_TWO_BIT if dtype.bytes == 4 else _SIXTEEN_BIT
+    narrowed = [replace(tile, block_n=_columns(tile, parts)) for tile in wide]
+    return tuple(dict.fromkeys(narrowed))
+
+
+def _columns(tile: Tile, parts: int) -> int:
+    """Columns of one part: the tile's width shared among the parts, in whole fragments of every warp."""
+    step = 16 * tile.warps_n
+    return max(tile.block_n // parts // step, 1) * step
+
+
+def cost(spec: KernelSpec, m: int, n: int, k: int, device: DeviceSpec) -> float:
+    """Estimated time in multiply-add cycles of one multiprocessor: waves of tiles, each product and epilogue.
+
+    A multiprocessor is taken to sustain a tile's products in proportion to how often it uses what it loads: a tile of
+    a x b elements loads a + b of them for a * b products.
+    """
+    tile = spec.tile
+    width = tile.block_n * spec.parts
+    tiles = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
+    waves = math.ceil(tiles / device.multiprocessors)
+    reuse = tile.block_m * width / (tile.block_m + width)
+    product = tile.block_m * width * max(k, PIPELINE_FILL) / min(reuse / FULL_REUSE, 1.0)
+    return waves * (product + tile.block_m * tile.block_n * EPILOGUE_PRODUCTS)
+
+
+PIPELINE_FILL = 128  # products of this depth pass before the pipeline of a tile is full
+FULL_REUSE = 64.0  # products for each loaded element at which the tensor cores, not shared memory, set the pace
+EPILOGUE_PRODUCTS = 64  # an output's activation and store cost about as much as this many products
+
+
+def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: DeviceSpec, exact_fp32: bool) -> Plan:
+    """Choose the kernels of a fusion for one architecture.
+
+    Raises:
+        NotFusable: no tile fits the architecture's shared memory.
+    """
+    base = _spec(fusion, mapping, widths, exact_fp32)
+    fitting, rejected = _fitting(base, device)
+    if not fitting:
+        raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
+    m = _static_product(fusion, mapping.m)
+    columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
+    best = [(size, _best(fitting, size, columns, depth, device)) for size in ([m] if m else SAMPLED_M)]
+    variants = _ranges(best)
+    taken = {variant.spec.tile for variant in variants}
+    rejected += [Rejected(spec.tile, "slower by the cost model") for spec in fitting if spec.tile not in taken]
+    narrow = _narrow(variants[-1].spec)
+    if all(variant.spec != narrow for variant in variants):
+        variants.append(Variant(narrow, 0, MAX_M))
+    return Plan(device, tuple(variants), tuple(rejected))
+
+
+def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool) -> KernelSpec:
+    """The kernel of a fusion but for its tile."""
+    operands = fusion.operands
+    return KernelSpec(
+        dtype=fusion.lhs.dtype,
+        math=("fp32" if exact_fp32 else "tf32") if fusion.lhs.dtype == F32 else fusion.lhs.dtype.name,
+        parts=len(fusion.parts),
+        rhs_order="kn" if fusion.rhs[0].axes[-1] in mapping.n else "nk",
+        lhs_width=widths.lhs.elements,
+        rhs_width=widths.rhs.elements,
+        loads=tuple(
+            _access(mapping.kind(operands[load.operand]), operands[load.operand].dtype, widths.operands[load.operand])
+            for load in fusion.loads
+        ),
+        outs=tuple(
+            _access("tile", out.tensor.dtype, width) for out, width in zip(fusion.outs, widths.outs, strict=True)
+        ),
+        steps=fusion.steps,
+        out_values=tuple(out.value for out in fusion.outs),
+        tile=tiles_for(fusion.lhs.dtype, len(fusion.parts))[0],
+    )
+
+
+def _access(kind: str, dtype: DType, width: Width) -> Access:
+    return Access(kind, dtype, width.elements if kind in ("row", "tile") else 1)
+
+
+def _narrow(spec: KernelSpec) -> KernelSpec:
+    """The same kernel with single-element accesses: legal for every pointer and pitch."""
+    return replace(
+        spec,
+        lhs_width=1,
+        rhs_width=1,
+        loads=tuple(replace(load, width=1) for load in spec.loads),
+        outs=tuple(replace(out, width=1) for out in spec.outs),
+    )
+
+
+def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[KernelSpec], list[Rejected]]:
+    fitting, rejected = [], []
+    for tile in tiles_for(base.dtype, base.parts):
+        spec = replace(base, tile=tile)
+        obstacle = why_not(spec, device.shared_bytes)
+        if obstacle is None:
+            fitting.append(spec)
+        else:
+            rejected.append(Rejected(tile, obstacle))
+    return fitting, rejected
+
+
+def _static_product(fusion: Fusion, axes: Iterable[str]) -> int | None:
+    sizes = [fusion.size(axis) for axis in axes]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+def _best(fitting: list[KernelSpec], m: int, n: int, k: int, device: DeviceSpec) -> KernelSpec:
+    return min(fitting, key=lambda spec: cost(spec, m, n, k, device))
+
+
+def _ranges(best: list[tuple[int, KernelSpec]]) -> list[Variant]:
+    """Neighbouring sizes with the same choice become one range; the last one has no end."""
+    variants: list[Variant] = []
+    for index, (size, spec) in enumerate(best):
+        low = 0 if index == 0 else best[index - 1][0] + 1
+        high = MAX_M if index == len(best) - 1 else size
+        if variants and variants[-1].spec == spec:
+            variants[-1] = replace(variants[-1], max_m=high)
+        else:
+            variants.append(Variant(spec, low, high))
+    return variants

@@ -1,0 +1,192 @@
+"""Put fused nodes in place of matches, in the ModelProto itself: what is not fused stays as it was, byte for byte.
+
+A fused node is `onnxfuse::FusedGemm`, and a model-local function of the same name whose body is the matched subgraph,
+node for node. Matches with equal bodies share one function; different bodies differ in `overload`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
+
+from onnxfuse.graph import Graph
+from onnxfuse.patterns.known_values import known_value
+
+DOMAIN = "onnxfuse"
+OP_TYPE = "FusedGemm"
+KERNELS = "onnxfuse.kernels"
+OVERLOAD_IR_VERSION = 10  # the first that has NodeProto.overload
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One match and the node that takes its place.
+
+    Attributes:
+        nodes: indices of the matched nodes in the main graph, ascending; the fused node stands where the last one stood.
+        inputs: values that the kernel reads, in order.
+        outputs: values that it makes.
+        name: name of the fused node.
+        attributes: the fused node's attributes, all strings.
+    """
+
+    nodes: tuple[int, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    name: str
+    attributes: dict[str, str]
+
+
+def rewrite(graph: Graph, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
+    """Edit the graph's model in place and return it.
+
+    Args:
+        graph: the facts of the model before the edit; stale afterwards.
+        replacements: disjoint matches.
+        kernels: the archive that every fused node reads, uint8 `[bytes]`.
+    """
+    replacements = tuple(replacements)
+    proto = graph.model.proto
+    if not replacements:
+        return proto
+    kernels_name = _unused_name(proto.graph, KERNELS)
+    fused: dict[int, NodeProto] = {}
+    known = {function.overload for function in proto.functions if function.domain == DOMAIN}
+    for replacement in replacements:
+        body = _body(graph, replacement)
+        if body.overload not in known:
+            known.add(body.overload)
+            proto.functions.append(body)
+        fused[replacement.nodes[-1]] = _fused_node(replacement, kernels_name, body.overload)
+    matched = {index for replacement in replacements for index in replacement.nodes}
+    _replace_nodes(proto.graph, matched, fused)
+    proto.graph.initializer.append(
+        TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
+    )
+    _declare_domain(proto)
+    return proto
+
+
+def _unused_name(graph: GraphProto, name: str) -> str:
+    taken = {tensor.name for tensor in graph.initializer} | {value for node in graph.node for value in node.output}
+    taken |= {value.name for value in graph.input}
+    numbered = (f"{name}.{number}" for number in range(2, len(taken) + 3))
+    return name if name not in taken else next(candidate for candidate in numbered if candidate not in taken)
+
+
+def _declare_domain(proto: ModelProto) -> None:
+    proto.ir_version = max(proto.ir_version, OVERLOAD_IR_VERSION)
+    if all(opset.domain != DOMAIN for opset in proto.opset_import):
+        proto.opset_import.append(OperatorSetIdProto(domain=DOMAIN, version=1))
+
+
+def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> NodeProto:
+    node = helper.make_node(
+        OP_TYPE,
+        [kernels_name, *replacement.inputs],
+        list(replacement.outputs),
+        name=replacement.name,
+        domain=DOMAIN,
+        **replacement.attributes,
+    )
+    node.overload = overload
+    return node
+
+
+def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
+    """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
+    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes]
+    names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
+    constants = list(_constants(graph, nodes, names))
+    body = [*constants, *nodes]
+    inner = (value for node in body for value in node.output if value)
+    names |= {value: f"v{index}" for index, value in enumerate(inner)}
+    names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
+    function = FunctionProto(
+        domain=DOMAIN,
+        name=OP_TYPE,
+        input=["kernels", *(f"x{index}" for index in range(len(replacement.inputs)))],
+        output=[names[name] for name in replacement.outputs],
+        attribute=sorted(replacement.attributes),
+        node=[_renamed(node, names) for node in body],
+        opset_import=graph.model.proto.opset_import,
+    )
+    function.overload = hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()[:16]
+    return function
+
+
+def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
+    """Constant nodes for what the matched nodes read beside the fused node's inputs: numbers, bounds, sizes."""
+    made = {value for node in nodes for value in node.output}
+    read = dict.fromkeys(value for node in nodes for value in node.input if value)
+    for name in read:
+        if name not in made and name not in inputs:
+            value = known_value(graph, graph.tensor(name))
+            assert value is not None, f"{name} is neither an input of the fusion nor known"
+            array = np.asarray(value, np.int64) if value.dtype == object else value
+            yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array))
+
+
+def _renamed(node: NodeProto, names: dict[str, str]) -> NodeProto:
+    renamed = NodeProto(op_type=node.op_type, domain=node.domain, overload=node.overload, attribute=node.attribute)
+    renamed.input.extend(names.get(value, value) for value in node.input)
+    renamed.output.extend(names.get(value, value) for value in node.output)
+    return renamed
+
+
+def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, NodeProto]) -> None:
+    """Drop the matched nodes and what only fed them, and insert the fused ones."""
+    nodes = list(graph.node)
+    kept = [fused.get(index, node) for index, node in enumerate(nodes) if index not in matched or index in fused]
+    candidates = {value for index in matched for value in nodes[index].input}
+    dead = _dead_values(graph, kept, candidates)
+    removed = {value for index in matched for value in nodes[index].output} | dead
+    removed -= {value for node in fused.values() for value in node.output}
+    del graph.node[:]
+    graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
+    _drop(graph.value_info, removed)
+    inputs = {value.name for value in graph.input}
+    _drop(graph.initializer, dead - inputs)
+
+
+def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]) -> set[str]:
+    """Of the candidates and of what feeds them, the values that nothing reads any more."""
+    uses = Counter(value.name for value in graph.output)
+    for node in nodes:
+        uses.update(_reads(node))
+    makers = {value: node for node in nodes for value in node.output}
+    dead: set[str] = set()
+    stack = sorted(candidates)
+    while stack:
+        value = stack.pop()
+        if not value or uses[value] or value in dead:
+            continue
+        dead.add(value)
+        maker = makers.get(value)
+        if maker is not None and all(not uses[output] for output in maker.output):
+            dead.update(maker.output)
+            uses.subtract(_reads(maker))
+            stack.extend(maker.input)
+    return dead
+
+
+def _reads(node: NodeProto) -> Iterator[str]:
+    """Every value that a node reads, also from inside its branches and loop bodies."""
+    yield from node.input
+    for attribute in node.attribute:
+        for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
+            yield from (value.name for value in inner.output)
+            for child in inner.node:
+                yield from _reads(child)
+
+
+def _drop(entries: object, names: set[str]) -> None:
+    """Remove the entries of a repeated field that carry one of the names, last first, without copying the others."""
+    for index in reversed(range(len(entries))):  # type: ignore[arg-type]
+        if entries[index].name in names:  # type: ignore[index]
+            del entries[index]  # type: ignore[attr-defined]

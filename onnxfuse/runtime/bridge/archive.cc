@@ -1,0 +1,332 @@
+#include "archive.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "error.h"
+
+namespace onnxfuse {
+namespace {
+
+constexpr char kMagic[] = "onnxfuse";
+constexpr uint32_t kVersion = 1;
+constexpr uint64_t kHeaderBytes = 32;
+constexpr uint64_t kChecksumOffset = 24;
+constexpr uint64_t kRecordBytes = 176;
+constexpr uint64_t kKernelBytes = 32;
+constexpr uint64_t kEntryBytes = 64;
+constexpr uint32_t kMaxBlock = 1 << 16;
+constexpr uint32_t kMaxThreads = 1024;
+constexpr uint32_t kMaxSharedBytes = 1 << 20;
+constexpr char kRemedy[] = "; the model's kernels are damaged or from another version, optimize the original again";
+
+// Little-endian fields, in order, inside [data, data + size).
+class Cursor {
+ public:
+  Cursor(const uint8_t* data, uint64_t size) : data_(data), size_(size) {}
+
+  template <typename Number>
+  Number number() {
+    Number value;
+    std::memcpy(&value, bytes(sizeof(Number)), sizeof(Number));
+    return value;
+  }
+
+  // A text in a field of fixed width that a NUL ends.
+  std::string field(uint64_t width, const char* what) {
+    const char* start = reinterpret_cast<const char*>(bytes(width));
+    const size_t length = strnlen(start, width);
+    if (length == 0 || length == width) fail("a record's ", what, " is empty or not terminated", kRemedy);
+    return std::string(start, length);
+  }
+
+  const uint8_t* bytes(uint64_t count) {
+    if (count > size_ - position_) fail("the archive ends inside a field", kRemedy);
+    position_ += count;
+    return data_ + position_ - count;
+  }
+
+ private:
+  const uint8_t* data_;
+  uint64_t size_;
+  uint64_t position_ = 0;
+};
+
+std::array<uint32_t, 256> crc_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t value = byte;
+    for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ (value & 1 ? 0xEDB88320u : 0u);
+    table[byte] = value;
+  }
+  return table;
+}
+
+// CRC-32 as zlib computes it; `crc` is that of what came before.
+uint32_t crc32(const uint8_t* data, uint64_t size, uint32_t crc) {
+  static const std::array<uint32_t, 256> table = crc_table();
+  crc = ~crc;
+  for (uint64_t i = 0; i < size; ++i) crc = table[(crc ^ data[i]) & 0xFF] ^ (crc >> 8);
+  return ~crc;
+}
+
+uint32_t parse_header(const uint8_t* data, uint64_t size) {
+  if (data == nullptr || size < kHeaderBytes) fail("the archive has ", size, " bytes, less than its header", kRemedy);
+  Cursor cursor(data, kHeaderBytes);
+  if (std::memcmp(cursor.bytes(8), kMagic, 8) != 0) fail("the archive does not begin with '", kMagic, "'", kRemedy);
+  const auto version = cursor.number<uint32_t>();
+  const auto count = cursor.number<uint32_t>();
+  const auto total = cursor.number<uint64_t>();
+  const auto checksum = cursor.number<uint64_t>();
+  if (version != kVersion) {
+    fail("the archive has version ", version, " and this onnxfuse reads version ", kVersion,
+         "; use the onnxfuse that wrote the model, or optimize the original again");
+  }
+  if (total != size) fail("the archive should have ", total, " bytes and has ", size, kRemedy);
+  if (count > (size - kHeaderBytes) / kRecordBytes) fail("the archive cannot hold ", count, " records", kRemedy);
+  const uint32_t header_crc = crc32(data, kChecksumOffset, 0);
+  if (checksum != crc32(data + kHeaderBytes, size - kHeaderBytes, header_crc)) {
+    fail("the archive's checksum does not match its bytes", kRemedy);
+  }
+  return count;
+}
+
+uint8_t parse_alignment(Cursor& cursor) {
+  const auto alignment = cursor.number<uint8_t>();
+  if (alignment > 16 || (alignment & (alignment - 1)) != 0) fail("a record has alignment ", int{alignment}, kRemedy);
+  return alignment;
+}
+
+// Alignments of tensors of which a kernel has any number; 0 follows the last. Returns how many it has.
+template <size_t Count>
+size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count]) {
+  size_t used = 0;
+  for (size_t i = 0; i < Count; ++i) {
+    alignments[i] = parse_alignment(cursor);
+    if (alignments[i] == 0) continue;
+    if (used != i) fail("the alignments of a record have a gap", kRemedy);
+    ++used;
+  }
+  return used;
+}
+
+Alignments parse_alignments(Cursor& cursor) {
+  Alignments alignments;
+  alignments.lhs = parse_alignment(cursor);
+  alignments.rhs = parse_alignment(cursor);
+  if (alignments.lhs == 0 || alignments.rhs == 0) fail("a record has alignment 0", kRemedy);
+  alignments.load_count = parse_alignments(cursor, alignments.loads);
+  alignments.out_count = parse_alignments(cursor, alignments.outs);
+  cursor.bytes(6);   // padding to a multiple of 8
+  return alignments;
+}
+
+void check_record(const Record& record) {
+  const bool sane = record.flavour <= Flavour::kPtx && record.capability >= 10 && record.capability < 1000 &&
+                    0 <= record.min_m && record.min_m <= record.max_m && record.block_m >= 1 &&
+                    record.block_m <= kMaxBlock && record.block_n >= 1 && record.block_n <= kMaxBlock &&
+                    record.threads >= 1 && record.threads <= kMaxThreads && record.shared_bytes <= kMaxSharedBytes;
+  if (!sane) fail("a record of kernel ", record.kernel, " holds impossible numbers", kRemedy);
+}
+
+void parse_image(Cursor& cursor, const uint8_t* data, uint64_t size, uint64_t table_end, Record& record) {
+  const auto offset = cursor.number<uint64_t>();
+  record.image_bytes = cursor.number<uint64_t>();
+  // Strictly inside: one zero byte follows every image, because the driver reads PTX as a C string.
+  if (record.image_bytes == 0 || offset < table_end || offset >= size || record.image_bytes >= size - offset ||
+      data[offset + record.image_bytes] != 0) {
+    fail("the code of kernel ", record.kernel, " lies outside of the archive", kRemedy);
+  }
+  record.image = data + offset;
+}
+
+std::string architecture_text(const Record& record) {
+  if (record.flavour == Flavour::kPtx) return text("PTX for sm_", record.capability, " and later");
+  return text("sm_", record.capability, record.flavour == Flavour::kSpecific ? "a" : "");
+}
+
+std::string architectures_text(const std::vector<const Record*>& records) {
+  std::vector<std::string> names;
+  for (const Record* record : records) {
+    const std::string name = architecture_text(*record);
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  }
+  std::string result;
+  for (const std::string& name : names) result += (result.empty() ? "" : ", ") + name;
+  return result;
+}
+
+std::string remedy_for(uint32_t device) {
+  constexpr uint32_t kKnown[] = {80, 86, 89, 100, 120};
+  if (device < 80) return "onnxfuse needs compute capability 8.0 or later; run the model without onnxfuse there";
+  const bool known = std::find(std::begin(kKnown), std::end(kKnown), device) != std::end(kKnown);
+  const std::string arch = device == 90 ? "sm_90a" : known ? text("sm_", device) : "ptx";
+  return "add it: onnxfuse optimize ORIGINAL.onnx -o OUT.onnx --arch " + arch;
+}
+
+// Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
+bool shadows(const Record& earlier, const Record& later) {
+  const Alignments &a = earlier.alignments, &b = later.alignments;
+  return earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
+         std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
+         std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
+}
+
+struct Extents {
+  int batch, rows, columns;
+};
+
+bool is_aligned(const OnnxfuseTensor& tensor, const Extents& extents, int64_t bytes, uint8_t alignment) {
+  // The contiguous axis has stride 1: the kernel was compiled for an access width that its size divides.
+  const auto pitch = [&](int extent, int64_t stride) { return extent <= 1 || stride == 1 || stride * bytes % alignment == 0; };
+  return reinterpret_cast<uintptr_t>(tensor.pointer) % alignment == 0 && pitch(extents.batch, tensor.batch_stride) &&
+         pitch(extents.rows, tensor.row_stride) && pitch(extents.columns, tensor.column_stride);
+}
+
+// The first argument whose address or pitches break the record's alignments; empty when all fit.
+std::string misaligned(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                       const OnnxfuseArguments& arguments) {
+  const Alignments& need = record.alignments;
+  const Extents lhs{arguments.batch, arguments.m, arguments.k}, rhs{arguments.batch, arguments.k, arguments.n},
+      tile{arguments.batch, arguments.m, arguments.n};
+  if (!is_aligned(arguments.lhs, lhs, bytes.lhs, need.lhs)) return text("lhs needs ", int{need.lhs});
+  for (size_t i = 0; i < contract.rhs.size(); ++i) {
+    if (!is_aligned(arguments.rhs[i], rhs, bytes.rhs[i], need.rhs)) return text("rhs ", i, " needs ", int{need.rhs});
+  }
+  for (size_t i = 0; i < contract.loads.size(); ++i) {
+    const uint8_t alignment = need.loads[i];
+    if (!is_aligned(arguments.loads[i], tile, bytes.loads[i], alignment)) {
+      return text("load ", i, " needs ", int{alignment});
+    }
+  }
+  for (size_t i = 0; i < contract.outs.size(); ++i) {
+    const uint8_t alignment = need.outs[i];
+    if (!is_aligned(arguments.outs[i], tile, bytes.outs[i], alignment)) return text("out ", i, " needs ", int{alignment});
+  }
+  return "";
+}
+
+// A kernel with more tensors than the node names would follow a null pointer on the device.
+void check_counts(const Record& record, const Contract& contract) {
+  const Alignments& has = record.alignments;
+  if (has.load_count == contract.loads.size() && has.out_count == contract.outs.size()) return;
+  fail("kernel ", record.kernel, " has ", has.load_count, " loads and ", has.out_count, " outputs, the node ",
+       contract.loads.size(), " and ", contract.outs.size(), kRemedy);
+}
+
+bool covers(const Record& record, int m) { return record.min_m <= m && m <= record.max_m; }
+
+[[noreturn]] void nothing_fits(const std::vector<const Record*>& candidates, const Contract& contract,
+                               const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
+  std::string ranges, alignment;
+  for (const Record* record : candidates) {
+    ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
+    if (covers(*record, arguments.m) && alignment.empty()) alignment = misaligned(*record, contract, bytes, arguments);
+  }
+  if (alignment.empty()) {
+    fail("no kernel ", contract.kernel, " for m=", arguments.m, " (the model's are for m=", ranges,
+         "); optimize the original again for this range");
+  }
+  fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
+       "-byte alignment of its address and pitches (m=", arguments.m, "); optimize the original again with these shapes");
+}
+
+}  // namespace
+
+Records parse_archive(const uint8_t* data, uint64_t size) {
+  const uint32_t count = parse_header(data, size);
+  const uint64_t table_end = kHeaderBytes + count * kRecordBytes;
+  Cursor cursor(data + kHeaderBytes, count * kRecordBytes);
+  Records records(count);
+  for (Record& record : records) {
+    record.kernel = cursor.field(kKernelBytes, "kernel id");
+    record.entry = cursor.field(kEntryBytes, "entry");
+    record.capability = cursor.number<uint32_t>();
+    record.flavour = Flavour{cursor.number<uint32_t>()};
+    record.min_m = cursor.number<int64_t>();
+    record.max_m = cursor.number<int64_t>();
+    record.block_m = cursor.number<uint32_t>();
+    record.block_n = cursor.number<uint32_t>();
+    record.threads = cursor.number<uint32_t>();
+    record.shared_bytes = cursor.number<uint32_t>();
+    record.alignments = parse_alignments(cursor);
+    check_record(record);
+    parse_image(cursor, data, size, table_end, record);
+  }
+  return records;
+}
+
+bool runs_on(const Record& record, const Device& device) {
+  if (record.shared_bytes > device.shared_bytes) return false;
+  switch (record.flavour) {
+    case Flavour::kCubin:
+      return record.capability / 10 == device.capability / 10 && record.capability <= device.capability;
+    case Flavour::kSpecific:
+      return record.capability == device.capability;
+    case Flavour::kPtx:
+      return record.capability <= device.capability;
+  }
+  return false;
+}
+
+std::vector<const Record*> records_for(const Records& records, const Contract& contract, const Device& device) {
+  std::vector<const Record*> all, chosen;
+  for (const Record& record : records) {
+    if (record.kernel != contract.kernel) continue;
+    check_counts(record, contract);
+    all.push_back(&record);
+    const bool shadowed = std::any_of(chosen.begin(), chosen.end(),
+                                      [&](const Record* earlier) { return shadows(*earlier, record); });
+    if (runs_on(record, device) && !shadowed) chosen.push_back(&record);
+  }
+  if (all.empty()) fail("the model carries no kernel ", contract.kernel, kRemedy);
+  if (chosen.empty()) {
+    fail("the model carries this kernel for ", architectures_text(all), " and the device is sm_", device.capability, " with ",
+         device.shared_bytes, " bytes of shared memory a block; ", remedy_for(device.capability));
+  }
+  return chosen;
+}
+
+size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
+              const OnnxfuseArguments& arguments) {
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const Record& record = *candidates[i];
+    if (covers(record, arguments.m) && misaligned(record, contract, bytes, arguments).empty()) return i;
+  }
+  nothing_fits(candidates, contract, bytes, arguments);
+}
+
+void check_image(const Record& record) {
+  if (record.flavour == Flavour::kPtx) return;
+  // ELF64: e_shoff at 40, e_shentsize at 58, e_shnum at 60; in a section header sh_type at 4, sh_offset at 24, sh_size at 32.
+  constexpr uint64_t kElfHeader = 64, kSectionHeader = 64;
+  constexpr uint32_t kNoBits = 8;
+  const uint64_t size = record.image_bytes;
+  const auto wrong = [&] { fail("the code of kernel ", record.kernel, " is not a cubin", kRemedy); };
+  if (size < kElfHeader || std::memcmp(record.image, "\x7f" "ELF\x02\x01", 6) != 0) wrong();
+  const auto read = [&](uint64_t offset, auto* value) { std::memcpy(value, record.image + offset, sizeof(*value)); };
+  uint64_t table = 0;
+  uint16_t entry_bytes = 0, count = 0;
+  read(40, &table);
+  read(58, &entry_bytes);
+  read(60, &count);
+  if (count == 0) return;
+  if (entry_bytes != kSectionHeader || table > size || count > (size - table) / kSectionHeader) wrong();
+  for (uint64_t header = table; header < table + count * kSectionHeader; header += kSectionHeader) {
+    uint32_t type = 0;
+    uint64_t offset = 0, bytes = 0;
+    read(header + 4, &type);
+    read(header + 24, &offset);
+    read(header + 32, &bytes);
+    if (type != kNoBits && (offset > size || bytes > size - offset)) wrong();
+  }
+}
+
+uint64_t content_hash(const uint8_t* data, uint64_t size) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (uint64_t i = 0; i < size; ++i) hash = (hash ^ data[i]) * 0x100000001b3ull;
+  return hash;
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,64 @@
+// The model's archive of kernels: one uint8 initializer, written by onnxfuse/artifact.py. Pure: bytes in, records out.
+// Every read is checked, so altered bytes give an Error and nothing else.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "axes.h"
+
+namespace onnxfuse {
+
+enum class Flavour : uint32_t {
+  kCubin = 0,      // runs on the same major version, the same minor or a later one
+  kSpecific = 1,   // sm_90a: runs on exactly this capability
+  kPtx = 2,        // the driver compiles it for this capability and all later ones
+};
+
+// What a record needs to know of a GPU.
+struct Device {
+  uint32_t capability = 0;     // as one number: 90 for 9.0, 120 for 12.0
+  uint32_t shared_bytes = 0;   // that one block may use
+};
+
+// Bytes that the address and all pitches of an argument must be a multiple of.
+struct Alignments {
+  uint8_t lhs = 1, rhs = 1, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
+  size_t load_count = 0, out_count = 0;
+};
+
+struct Record {
+  std::string kernel, entry;
+  uint32_t capability = 0;
+  Flavour flavour = Flavour::kCubin;
+  int64_t min_m = 0, max_m = 0;   // inclusive
+  uint32_t block_m = 0, block_n = 0, threads = 0, shared_bytes = 0;
+  Alignments alignments;
+  const uint8_t* image = nullptr;   // into the archive; followed by a zero byte
+  uint64_t image_bytes = 0;
+};
+
+using Records = std::vector<Record>;
+
+// Reads an archive; the records point into `data`. Throws Error on anything that a writer would not have written.
+Records parse_archive(const uint8_t* data, uint64_t size);
+
+// A cubin of the right architecture may still ask for more shared memory than a smaller chip of it has.
+bool runs_on(const Record& record, const Device& device);
+
+// The records of a node's kernel that a device can run and that can ever be chosen, in the order of the archive. Throws
+// Error that names the architectures and the command that adds one when there is none.
+std::vector<const Record*> records_for(const Records& records, const Contract& contract, const Device& device);
+
+// The first of the candidates whose range of m and alignments fit. Throws Error that says what does not fit.
+size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
+              const OnnxfuseArguments& arguments);
+
+// Throws Error when a cubin's own tables point outside of it: the driver takes no length and would follow them.
+void check_image(const Record& record);
+
+// Tells images apart. FNV-1a, 64 bits.
+uint64_t content_hash(const uint8_t* data, uint64_t size);
+
+}  // namespace onnxfuse

@@ -1,0 +1,139 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "error.h"
+
+namespace onnxfuse {
+namespace {
+
+// Values of cuda.h, which the bridge is built without.
+constexpr int kCapabilityMajor = 75;
+constexpr int kCapabilityMinor = 76;
+constexpr int kSharedBytesOptIn = 97;
+constexpr int kMaxDynamicSharedBytes = 8;
+constexpr int kCaptureRelaxed = 2;
+
+// (context, content hash, bytes) -> module
+using ModuleKey = std::tuple<Context, uint64_t, uint64_t>;
+struct ModuleTable {
+  std::mutex mutex;
+  std::map<ModuleKey, std::weak_ptr<Module>> modules;
+};
+
+// Never destroyed: sessions may outlive the static objects of this library when a process ends.
+ModuleTable& module_table() {
+  static auto* table = new ModuleTable;
+  return *table;
+}
+
+}  // namespace
+
+const Driver* cuda_driver() {
+  static const Driver* driver = []() -> const Driver* {
+    auto* opened = new Driver;
+    if (opened->open()) return opened;
+    delete opened;
+    return nullptr;
+  }();
+  return driver;
+}
+
+bool Driver::open() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return false;
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+    return function != nullptr;
+  };
+  const bool complete = find(init_, "cuInit") && find(device_count_, "cuDeviceGetCount") &&
+                        find(error_name_, "cuGetErrorName") && find(error_string_, "cuGetErrorString") &&
+                        find(context_current_, "cuCtxGetCurrent") && find(context_push_, "cuCtxPushCurrent_v2") &&
+                        find(context_pop_, "cuCtxPopCurrent_v2") && find(context_device_, "cuCtxGetDevice") &&
+                        find(device_attribute_, "cuDeviceGetAttribute") && find(module_load_, "cuModuleLoadData") &&
+                        find(module_unload_, "cuModuleUnload") && find(module_function_, "cuModuleGetFunction") &&
+                        find(function_attribute_, "cuFuncSetAttribute") && find(launch_, "cuLaunchKernel");
+  find(capture_mode_, "cuThreadExchangeStreamCaptureMode");
+  int count = 0;
+  return complete && init_(0) == 0 && device_count_(&count) == 0 && count > 0;
+}
+
+void Driver::check(int result, const char* what) const {
+  if (result == 0) return;
+  const char *name = nullptr, *description = nullptr;
+  error_name_(result, &name);
+  error_string_(result, &description);
+  fail("the CUDA driver could not ", what, ": ", name ? name : "error ", name ? "" : std::to_string(result), " (",
+       description ? description : "no description", ")");
+}
+
+Context Driver::current_context() const {
+  Context context = nullptr;
+  check(context_current_(&context), "tell the current context");
+  if (context == nullptr) fail("this thread has no CUDA context; create the session with the CUDA provider");
+  return context;
+}
+
+int Driver::attribute(int which, int device) const {
+  int value = 0;
+  check(device_attribute_(&value, which, device), "tell an attribute of the device");
+  return value;
+}
+
+Device Driver::device() const {
+  int device = 0;
+  check(context_device_(&device), "tell the context's device");
+  const int capability = attribute(kCapabilityMajor, device) * 10 + attribute(kCapabilityMinor, device);
+  return {static_cast<uint32_t>(capability), static_cast<uint32_t>(attribute(kSharedBytesOptIn, device))};
+}
+
+void Driver::launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, Stream stream,
+                    OnnxfuseArguments* arguments) const {
+  void* parameters[] = {arguments};
+  check(launch_(function, grid.x, 1, grid.z, threads, 1, 1, shared_bytes, stream, parameters, nullptr),
+        "launch the kernel");
+}
+
+std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, const Record& record) {
+  const ModuleKey key{context, content_hash(record.image, record.image_bytes), record.image_bytes};
+  ModuleTable& table = module_table();
+  // Held while loading, so that two threads never load the same image. Module's destructor does not take it.
+  std::lock_guard<std::mutex> lock(table.mutex);
+  std::weak_ptr<Module>& slot = table.modules[key];
+  std::shared_ptr<Module> module = slot.lock();
+  if (module == nullptr) slot = module = std::make_shared<Module>(driver, context, record);
+  return module;
+}
+
+Module::Module(const Driver& driver, Context context, const Record& record) : driver_(driver), context_(context) {
+  check_image(record);
+  // A load that happens while this thread captures a CUDA graph is legal only in relaxed mode.
+  int mode = kCaptureRelaxed;
+  const bool exchanged = driver.capture_mode_ != nullptr && driver.capture_mode_(&mode) == 0;
+  const int result = driver.module_load_(&handle_, record.image);
+  if (exchanged) driver.capture_mode_(&mode);
+  driver.check(result, "load the kernel's code");
+}
+
+Module::~Module() {
+  // The session may end on a thread with another context, or after the context itself; then the code went with it.
+  Context popped = nullptr;
+  if (driver_.context_push_(context_) != 0) return;
+  driver_.module_unload_(handle_);
+  driver_.context_pop_(&popped);
+}
+
+Function Module::function(const Record& record) const {
+  Function function = nullptr;
+  driver_.check(driver_.module_function_(&function, handle_, record.entry.c_str()),
+                text("find the kernel's entry ", record.entry).c_str());
+  driver_.check(driver_.function_attribute_(function, kMaxDynamicSharedBytes, static_cast<int>(record.shared_bytes)),
+                text("give the kernel ", record.shared_bytes, " bytes of shared memory").c_str());
+  return function;
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,80 @@
+// The CUDA driver, opened at run time so that the library loads on a machine without one, and the modules loaded into it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "archive.h"
+
+namespace onnxfuse {
+
+using Context = void*;    // CUcontext
+using Function = void*;   // CUfunction
+using Stream = void*;     // CUstream
+
+// nullptr when no CUDA device is usable. Opened once per process.
+class Driver;
+const Driver* cuda_driver();
+
+class Driver {
+ public:
+  // The calling thread's context; throws Error when it has none.
+  Context current_context() const;
+
+  // Device of the current context.
+  Device device() const;
+
+  struct Grid {
+    unsigned x, z;
+  };
+  void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, Stream stream,
+              OnnxfuseArguments* arguments) const;
+
+ private:
+  friend const Driver* cuda_driver();
+  friend class Module;
+
+  bool open();
+  int attribute(int which, int device) const;
+  void check(int result, const char* what) const;
+
+  int (*init_)(unsigned) = nullptr;
+  int (*device_count_)(int*) = nullptr;
+  int (*error_name_)(int, const char**) = nullptr;
+  int (*error_string_)(int, const char**) = nullptr;
+  int (*context_current_)(Context*) = nullptr;
+  int (*context_push_)(Context) = nullptr;
+  int (*context_pop_)(Context*) = nullptr;
+  int (*context_device_)(int*) = nullptr;
+  int (*device_attribute_)(int*, int, int) = nullptr;
+  int (*module_load_)(void**, const void*) = nullptr;
+  int (*module_unload_)(void*) = nullptr;
+  int (*module_function_)(Function*, void*, const char*) = nullptr;
+  int (*function_attribute_)(Function, int, int) = nullptr;
+  int (*capture_mode_)(int*) = nullptr;   // optional
+  int (*launch_)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                 void**) = nullptr;
+};
+
+// One image in one context. Unloaded when its last user goes.
+class Module {
+ public:
+  // The record's image in the current context, loaded if no other kernel uses it yet. Safe from several threads.
+  static std::shared_ptr<Module> acquire(const Driver& driver, Context context, const Record& record);
+
+  // The record's entry, allowed to use its shared memory.
+  Function function(const Record& record) const;
+
+  Module(const Driver& driver, Context context, const Record& record);
+  ~Module();
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
+
+ private:
+  const Driver& driver_;
+  Context context_;
+  void* handle_ = nullptr;
+};
+
+}  // namespace onnxfuse

@@ -1,0 +1,149 @@
+"""CUDA source -> machine code, by NVRTC and pip packages alone: no CUDA toolkit, driver or GPU is needed."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.errors import CompileError
+from onnxfuse.runtime.cache import Entry, entry_key, read_entry, write_entry
+
+SOURCE_NAME = "kernel.cu"
+HEADER = "cuda_fp16.h"
+HEADER_PACKAGE = "nvidia-cuda-runtime==13.0.*"
+NVRTC_PACKAGE = "nvidia-cuda-nvrtc==13.0.*"
+
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@dataclass(frozen=True)
+class CompiledImage:
+    """One compiled kernel.
+
+    Attributes:
+        data: cubin, or PTX text without its final zero byte.
+        log: what the compiler printed.
+        registers: of one thread; None for PTX, which has none yet.
+        spill_bytes: stores and loads of one thread that registers could not hold; None for PTX.
+        local_bytes: local memory of one thread; None for PTX.
+    """
+
+    data: bytes
+    log: str
+    registers: int | None
+    spill_bytes: int | None
+    local_bytes: int | None
+
+
+def compile_cached(source: str, device: DeviceSpec, cache_dir: Path | None) -> CompiledImage:
+    """Compile one kernel, or read it from the cache; `cache_dir` None works without one.
+
+    Raises:
+        CompileError: NVRTC or its headers are missing, or it refused the source.
+    """
+    if cache_dir is None:
+        return compile_source(source, device)
+    options, version = compile_options(device), nvrtc_version()
+    folder = cache_dir / entry_key(source, options, version)
+    image_name = "kernel.ptx" if device.arch == PTX else "kernel.cubin"
+    entry = read_entry(folder, image_name)
+    if entry is not None:
+        return image_of(entry.data, entry.log)
+    image = compile_source(source, device)
+    meta = {"arch": device.arch, "options": options, "nvrtc": version, "registers": image.registers}
+    write_entry(folder, image_name, Entry(source, image.data, image.log), meta)
+    return image
+
+
+def compile_source(source: str, device: DeviceSpec) -> CompiledImage:
+    """Compile one kernel. Safe to call from several threads at once: NVRTC runs without Python's lock.
+
+    Raises:
+        CompileError: NVRTC or its headers are missing, or it refused the source; the source is then written to a file.
+    """
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source, SOURCE_NAME, (), ())
+    try:
+        nvrtc.compileProgram(program, compile_options(device))
+        data = nvrtc.getPTX(program) if device.arch == PTX else nvrtc.getCUBIN(program)
+        log = nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"NVRTC: {error}; source in {_keep(source)}\n{log}", log) from None
+    finally:
+        nvrtc.destroyProgram(program)
+    return image_of(data.encode() if isinstance(data, str) else data, log)
+
+
+def compile_options(device: DeviceSpec) -> tuple[str, ...]:
+    """NVRTC's options for one architecture.
+
+    Raises:
+        CompileError: the CUDA headers are not installed.
+    """
+    arch = f"compute_{device.capability}" if device.arch == PTX else device.arch
+    # -default-device: lambdas inside of device functions need no annotation. -v: ptxas reports registers and spills.
+    return (f"-arch={arch}", "-std=c++17", "-default-device", f"-I{header_folder()}", "--ptxas-options=-v")
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Major and minor version of NVRTC.
+
+    Raises:
+        CompileError: NVRTC is not installed.
+    """
+    major, minor = _nvrtc().getVersion()
+    return major, minor
+
+
+def image_of(data: bytes, log: str) -> CompiledImage:
+    """An image with the figures that its log reports."""
+    stack, registers = _STACK.search(log), _REGISTERS.search(log)
+    return CompiledImage(
+        data=data.rstrip(b"\0") if data.startswith(b"//") else data,
+        log=log,
+        registers=int(registers[1]) if registers else None,
+        spill_bytes=int(stack[2]) + int(stack[3]) if stack else None,
+        local_bytes=int(stack[1]) if stack else None,
+    )
+
+
+@cache
+def header_folder() -> Path:
+    """The folder of cuda_fp16.h, from the pip package or else an installed toolkit.
+
+    Raises:
+        CompileError: it is not installed.
+    """
+    from cuda import pathfinder
+
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    if folder is None or not (Path(folder) / HEADER).is_file():
+        raise CompileError(f"{HEADER} is not installed; it comes with the pip package {HEADER_PACKAGE}")
+    return Path(folder)
+
+
+@cache
+def _nvrtc() -> ModuleType:
+    """CuPy's binding, which finds the library in the pip packages and needs no driver."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        raise CompileError(f"NVRTC does not load: {error}; it comes with the pip package {NVRTC_PACKAGE}") from error
+    module: ModuleType = nvrtc
+    return module
+
+
+def _keep(source: str) -> Path:
+    """Write a refused source to where the error message can point."""
+    with tempfile.NamedTemporaryFile("w", prefix="onnxfuse-", suffix=".cu", delete=False) as file:
+        file.write(source)
+    return Path(file.name)

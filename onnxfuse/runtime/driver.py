@@ -1,0 +1,57 @@
+"""What the CUDA driver says of this machine, asked through ctypes: running a model needs neither CuPy nor a toolkit."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+
+_NAME_BYTES = 256
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+
+
+def device_count() -> int:
+    """CUDA devices that this process may use; 0 without a driver."""
+    cuda = _library()
+    count = ctypes.c_int()
+    return count.value if cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def device_name(index: int = 0) -> str | None:
+    """The device's marketing name, `NVIDIA H200`; None without such a device."""
+    cuda = _library()
+    if cuda is None or index >= device_count():
+        return None
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+    if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetName(name, _NAME_BYTES, device):
+        return None
+    return name.value.decode(errors="replace")
+
+
+def cuda_version() -> str | None:
+    """The newest CUDA version that the driver supports, `13.0`; None without a driver."""
+    cuda = _library()
+    version = ctypes.c_int()
+    if cuda is None or cuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def driver_version(source: Path = _KERNEL_MODULE) -> str | None:
+    """The version of the kernel module, `580.65.06`; None where it cannot be read."""
+    try:
+        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", source.read_text())
+    except OSError:
+        return None
+    return found.group() if found else None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The initialised driver; None when there is none or it finds no device."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return cuda if cuda.cuInit(0) == 0 else None

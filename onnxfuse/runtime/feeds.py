@@ -1,0 +1,185 @@
+"""Inputs for a model: read from an .npz file and checked, or drawn at random.
+
+An `InputSpec` mirrors what ONNX Runtime says of an input: a name, `tensor(float16)`, and `[batch, 77, None]` with a
+string for a symbol. bfloat16 has no NumPy type; such an input is kept as its bits in uint16.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxfuse.errors import ModelError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Dim = int | str | None
+
+SYMBOL_SIZE = 16
+BATCH_SIZE = 2
+IDS = 2  # the smallest vocabulary that a real model has (token types)
+
+# ONNX Runtime's name of an element type -> NumPy type.
+_NUMPY = {
+    "float": np.float32, "double": np.float64, "float16": np.float16, "bfloat16": np.uint16, "bool": np.bool_,
+    "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a model.
+
+    Attributes:
+        name: its name.
+        element: the element type as ONNX Runtime writes it, `float16`.
+        dims: sizes; a string is a symbol, None is unknown.
+    """
+
+    name: str
+    element: str
+    dims: tuple[Dim, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The NumPy type of its values; uint16 for bfloat16.
+
+        Raises:
+            ModelError: no NumPy array can hold such an input.
+        """
+        if self.element not in _NUMPY:
+            raise ModelError(f"input {self.name!r}: inputs of type {self.element} are not supported")
+        return np.dtype(_NUMPY[self.element])
+
+    def __str__(self) -> str:
+        return f"{self.element}[{', '.join('?' if dim is None else str(dim) for dim in self.dims)}]"
+
+
+def input_specs(session: Any) -> tuple[InputSpec, ...]:
+    """The inputs of an `onnxruntime.InferenceSession`."""
+    return tuple(
+        InputSpec(value.name, value.type.removeprefix("tensor(").removesuffix(")"), tuple(value.shape))
+        for value in session.get_inputs()
+    )
+
+
+def load_npz(path: Path) -> dict[str, Array]:
+    """Read an .npz file with one array for each input.
+
+    Raises:
+        ModelError: no such file, not an .npz file, or an array of Python objects.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ModelError(f"{path}: not an .npz file")
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{path}: cannot be read as an .npz file: {error}") from error
+
+
+def make_feeds(
+    specs: Sequence[InputSpec],
+    inputs: Mapping[str, Array] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    seed: int = 0,
+) -> dict[str, Array]:
+    """One array for each input: those given, checked, or else random ones.
+
+    A symbol has one size in all inputs: that of the shape given for one of them, or a small default. Random floats are
+    standard normal, integers are ids of 0 and 1, an input with `mask` in its name is all ones, and booleans are True.
+
+    Raises:
+        ModelError: a name, type or shape that the model does not have; the message names the input.
+    """
+    if inputs is None:
+        return _random_feeds(specs, shapes or {}, seed)
+    if shapes:
+        raise ModelError("shapes are for random inputs, and inputs were given")
+    _check_names(specs, inputs, "inputs")
+    missing = [spec for spec in specs if spec.name not in inputs]
+    if missing:
+        raise ModelError(f"input {missing[0].name!r}: not among the inputs; the model needs {missing[0]}")
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        _bind(spec, np.shape(inputs[spec.name]), sizes)
+    return {spec.name: _converted(spec, np.asarray(inputs[spec.name])) for spec in specs}
+
+
+def _random_feeds(specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Array]:
+    _check_names(specs, shapes, "shapes")
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        if spec.name in shapes:
+            _bind(spec, shapes[spec.name], sizes)
+    random = np.random.default_rng(seed)
+    return {
+        spec.name: _random(spec, tuple(shapes[spec.name]) if spec.name in shapes else _shape(spec, sizes), random)
+        for spec in specs
+    }
+
+
+def _check_names(specs: Sequence[InputSpec], given: Mapping[str, Any], what: str) -> None:
+    known = [spec.name for spec in specs]
+    for name in given:
+        if name not in known:
+            raise ModelError(f"{what}: the model has no input {name!r}; it has {', '.join(known) or 'none'}")
+
+
+def _bind(spec: InputSpec, shape: Sequence[int], sizes: dict[str, int]) -> None:
+    """Check a shape against the model, and note what it makes of the symbols."""
+    text = ", ".join(map(str, shape))
+    if len(shape) != len(spec.dims):
+        raise ModelError(f"input {spec.name!r}: shape [{text}] has rank {len(shape)}; the model needs {spec}")
+    for size, dim in zip(shape, spec.dims, strict=True):
+        expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+        if expected is not None and size != expected:
+            symbol = f" with {dim} = {expected}" if isinstance(dim, str) else ""
+            raise ModelError(f"input {spec.name!r}: shape [{text}] does not fit; the model needs {spec}{symbol}")
+
+
+def _shape(spec: InputSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(_size(dim, index, sizes) for index, dim in enumerate(spec.dims))
+
+
+def _size(dim: Dim, index: int, sizes: Mapping[str, int]) -> int:
+    """The size of one dimension; a leading unknown one is taken for a batch."""
+    if isinstance(dim, int):
+        return dim
+    batch = index == 0 if dim is None else "batch" in dim.lower()
+    return sizes.get(dim or "", BATCH_SIZE if batch else SYMBOL_SIZE)
+
+
+def _random(spec: InputSpec, shape: tuple[int, ...], random: np.random.Generator) -> Array:
+    if spec.dtype == np.bool_ or "mask" in spec.name.lower():
+        return _converted(spec, np.ones(shape, np.float32 if spec.element == "bfloat16" else spec.dtype))
+    if "float" in spec.element or spec.element == "double":
+        drawn = random.standard_normal(shape, dtype=np.float32)
+        return _converted(spec, drawn if spec.element == "bfloat16" else np.asarray(drawn, spec.dtype))
+    return random.integers(0, IDS, shape).astype(spec.dtype)
+
+
+def _converted(spec: InputSpec, array: Array) -> Array:
+    """The array as the input takes it: contiguous; a float32 array for a bfloat16 input is rounded."""
+    if spec.element == "bfloat16" and array.dtype == np.float32:
+        array = to_bfloat16(array)
+    if array.dtype != spec.dtype:
+        raise ModelError(f"input {spec.name!r}: an array of {array.dtype}; the model needs {spec}")
+    return np.asarray(array, order="C")
+
+
+def to_bfloat16(array: Array) -> Array:
+    """The bits, in uint16, of float32 values rounded to the nearest bfloat16, ties to even."""
+    bits = np.asarray(array, np.float32, order="C").view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """float32 values of bfloat16 bits in uint16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,42 @@
+"""Every environment variable that onnxfuse reads, in one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnxfuse.errors import SettingError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+SETTINGS = (
+    Setting("ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse", "folder of compiled kernels; empty: no cache"),
+    Setting("ONNXFUSE_COMPILE_JOBS", "number of cores", "how many kernels are compiled at once"),
+)
+
+
+def cache_dir() -> Path | None:
+    """Folder of compiled kernels; None where the user wants no cache."""
+    value = os.environ.get("ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse")
+    return Path(value).expanduser() if value else None
+
+
+def compile_jobs() -> int:
+    """How many kernels are compiled at once.
+
+    Raises:
+        SettingError: not a positive number.
+    """
+    value = os.environ.get("ONNXFUSE_COMPILE_JOBS", str(os.cpu_count() or 1))
+    if not value.isdigit() or int(value) < 1:
+        raise SettingError(f"ONNXFUSE_COMPILE_JOBS={value!r} is not a positive number")
+    return int(value)

@@ -1,0 +1,144 @@
+"""Write a model: atomically, never over its source or an existing file unasked, with its external data beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from onnx import GraphProto, ModelProto, TensorProto
+from onnx.external_data_helper import ExternalDataInfo, set_external_data
+
+from onnxfuse.errors import ModelError, OutputError
+from onnxfuse.graph import Model, is_large
+
+LARGEST_MESSAGE = 2**31 - 1 - 2**20  # protobuf refuses 2 GB; leave room for what is not weights
+ALIGNMENT = 64  # of a tensor in the external file, so that it can be mapped
+
+
+def check_target(source: Path, target: Path, force: bool) -> None:
+    """Refuse a target that would lose something, before any work is done.
+
+    Raises:
+        OutputError: the target is the source, exists, or its folder does not.
+    """
+    if target.exists() and source.exists() and target.samefile(source):
+        raise OutputError(f"{target}: is the input; choose another output")
+    if target.is_dir():
+        raise OutputError(f"{target}: is a folder; name a file")
+    for path in (target, _data_path(target)):
+        if path.exists() and not force:
+            raise OutputError(f"{path}: exists; use --force to overwrite it")
+    if not target.parent.is_dir():
+        raise OutputError(f"{target.parent}: no such folder")
+
+
+def _data_path(target: Path) -> Path:
+    """The file, or the folder, of a model's external data."""
+    return target.with_name(f"{target.name}.data")
+
+
+def save_model(proto: ModelProto, source: Model, target: Path) -> None:
+    """Write a model to `target`; a model over 2 GB gets its weights in `target`.data.
+
+    The message is changed where a weight moves to a file: its bytes are dropped as they are written.
+
+    Raises:
+        OutputError: the disk refuses.
+        ModelError: external data that is missing, or outside the model's folder.
+    """
+    try:
+        if source.path is not None and target.parent.resolve() != source.path.parent.resolve():
+            _copy_external_data(proto, source, target)
+        if proto.ByteSize() > LARGEST_MESSAGE:
+            _move_weights_out(proto, target)
+        _write(target, (proto.SerializeToString(),))
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
+
+
+def _write(target: Path, chunks: Iterator[bytes] | tuple[bytes, ...]) -> None:
+    """All of it or nothing: a temporary file beside the target, then a rename."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _external_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from (tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t") and attribute.t.data_location == TensorProto.EXTERNAL:
+                yield attribute.t
+            for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
+                yield from _external_tensors(inner)
+
+
+def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:
+    """External data is found relative to the model, so a model in another folder takes its files along."""
+    folder = _data_path(target).name
+    copied: set[str] = set()
+    for tensor in _external_tensors(proto.graph):
+        info = ExternalDataInfo(tensor)
+        path = _inside(source, tensor, info.location)
+        if info.location not in copied:
+            destination = target.parent / folder / info.location
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+            shutil.copyfile(path, temporary)
+            os.replace(temporary, destination)
+            copied.add(info.location)
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = f"{folder}/{info.location}"
+
+
+def _inside(source: Model, tensor: TensorProto, location: str) -> Path:
+    folder = source.folder.resolve()
+    path = (folder / location).resolve()
+    if not path.is_relative_to(folder):
+        raise ModelError(f"{source.label}: the data of {tensor.name!r} lies outside the model's folder: {location}")
+    if not path.is_file():
+        raise ModelError(f"{source.label}: the data of {tensor.name!r} is missing: {path}")
+    return path
+
+
+def _move_weights_out(proto: ModelProto, target: Path) -> None:
+    data = _data_path(target)
+    tensors = [
+        tensor
+        for tensor in proto.graph.initializer
+        if tensor.data_location != TensorProto.EXTERNAL and tensor.HasField("raw_data") and is_large(tensor)
+    ]
+    _write(data, _weights(tensors, data.name))
+
+
+def _weights(tensors: list[TensorProto], location: str) -> Iterator[bytes]:
+    """The weights, each on an aligned offset; a tensor's own bytes are dropped once they are written."""
+    offset = 0
+    for tensor in tensors:
+        padding = -offset % ALIGNMENT
+        length = len(tensor.raw_data)
+        yield bytes(padding)
+        yield tensor.raw_data
+        set_external_data(tensor, location, offset + padding, length)
+        tensor.ClearField("raw_data")
+        offset += padding + length
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a small text file, all of it or nothing.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
+    try:
+        _write(target, (text.encode(),))
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,72 @@
+"""Finds the bridge's library, or builds it, and builds the stand-in for the CUDA driver."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import onnxfuse
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "onnxfuse"
+SOURCES = PACKAGE / "runtime" / "bridge"
+
+
+@functools.cache
+def bridge_library() -> Path:
+    """The library of the installed package, or one built from the sources at hand."""
+    installed = Path(onnxfuse.__file__).parent / "runtime" / "_bridge" / "libonnxfuse.so"
+    if installed.exists():
+        return installed
+    return _built("libonnxfuse.so", [*sorted(SOURCES.iterdir()), ROOT / "CMakeLists.txt"], _cmake)
+
+
+@functools.cache
+def sanitized_library() -> Path:
+    """The same sources with the address and undefined-behaviour sanitizers."""
+    return _built("libonnxfuse.so", [*sorted(SOURCES.iterdir()), ROOT / "CMakeLists.txt"], _cmake_sanitized)
+
+
+@functools.cache
+def fake_driver_folder() -> Path:
+    """A folder whose libcuda.so.1 computes on the CPU; for LD_LIBRARY_PATH."""
+    return _built("libcuda.so.1", [ROOT / "tests" / "fake_libcuda.cc"], _fake_driver).parent
+
+
+def _built(name: str, sources: list[Path], build) -> Path:
+    """A file in a folder named after the sources' content, so that parallel and later test runs share one build."""
+    arguments = PACKAGE / "kernels" / "cuda" / "arguments.cuh"
+    content = b"\0".join(path.read_bytes() for path in (*sources, arguments))
+    folder = Path(tempfile.gettempdir()) / f"onnxfuse-{build.__name__}-{hashlib.sha256(content).hexdigest()[:16]}"
+    if not (folder / name).exists():
+        scratch = Path(tempfile.mkdtemp(prefix="onnxfuse-build-"))
+        build(scratch)
+        folder.mkdir(exist_ok=True)
+        os.replace(scratch / name, folder / name)  # noqa: PTH105 (atomic: another worker may build the same)
+        shutil.rmtree(scratch)
+    return folder / name
+
+
+def _cmake(folder: Path, *options: str) -> None:
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    _run("cmake", "-S", ROOT, "-B", folder, *generator, *options)
+    _run("cmake", "--build", folder)
+
+
+def _cmake_sanitized(folder: Path) -> None:
+    _cmake(folder, "-DONNXFUSE_SANITIZE=ON", "-DCMAKE_BUILD_TYPE=Debug")
+
+
+def _fake_driver(folder: Path) -> None:
+    options = ("-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1")
+    _run("c++", *options, f"-I{PACKAGE}", ROOT / "tests" / "fake_libcuda.cc", "-o", folder / "libcuda.so.1")
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"

@@ -1,0 +1,31 @@
+"""GPU tests are skipped, visibly, where there is no GPU; no run sees kernels that another run compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+
+@functools.cache
+def has_gpu() -> bool:
+    from onnxfuse.runtime.gpu import local_architectures
+
+    return bool(local_architectures())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items) or has_gpu():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels that an earlier version compiled must not answer for this one's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield

@@ -1,0 +1,57 @@
+"""The corpus: 117 graphs of real exporters without their weights, their feeds, and how many sites each has."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tarfile
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto, helper, numpy_helper
+
+ARCHIVE = Path(__file__).with_name("corpus.tar.xz")
+
+
+@functools.cache
+def _unpacked() -> tuple[tempfile.TemporaryDirectory, Path]:
+    folder = tempfile.TemporaryDirectory(prefix="onnxfuse-corpus-")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder.name, filter="data")
+    return folder, Path(folder.name)
+
+
+def folder() -> Path:
+    return _unpacked()[1]
+
+
+def manifest() -> dict[str, dict]:
+    with tarfile.open(ARCHIVE) as archive:
+        member = next(entry for entry in archive if entry.name.endswith("manifest.json"))
+        return json.load(archive.extractfile(member))
+
+
+def families(*names: str, size: str = "") -> list[str]:
+    """Files of the given models, `tiny` or `real` or both."""
+    return sorted(key for key, entry in manifest().items() if entry["model"] in names and key.startswith(size))
+
+
+def materialize(key: str) -> ModelProto:
+    """A graph with weights: seeded normal draws with the recorded mean and standard deviation."""
+    model = onnx.load(folder() / key)
+    stats = json.loads({entry.key: entry.value for entry in model.metadata_props}.get("synthetic_weights", "{}"))
+    for tensor in model.graph.initializer:
+        if tensor.name in stats:
+            seed, mean, deviation = stats[tensor.name]
+            draw = np.random.default_rng(seed).standard_normal(tuple(tensor.dims), dtype=np.float32)
+            value = (draw * deviation + mean).astype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+            tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
+    return model
+
+
+def feed(key: str, index: int) -> dict[str, np.ndarray]:
+    path = folder() / key
+    with np.load(path.with_suffix(f".feed{index}.npz")) as arrays:
+        return dict(arrays)

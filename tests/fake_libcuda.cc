@@ -1,0 +1,115 @@
+// A stand-in for libcuda.so.1 on a machine without a GPU: it counts calls, remembers the last launch, and computes the
+// product on the CPU from the same argument struct that a kernel gets. An entry is called `fake_pP_lL`: P parts that are
+// multiplied with each other, then L loads that are added. All tensors are float.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "kernels/cuda/arguments.cuh"
+
+using Arguments = OnnxfuseArguments;
+using Tensor = OnnxfuseTensor;
+
+struct Function {
+  int parts, loads, shared;
+};
+
+static std::atomic<int> loads, unloads, launches;
+static std::mutex last_mutex;
+static unsigned last_grid[6], last_shared;
+static Arguments last_arguments;
+static thread_local void* current = reinterpret_cast<void*>(0x1000);
+
+extern "C" {
+
+int fake_loads() { return loads; }
+int fake_unloads() { return unloads; }
+int fake_launches() { return launches; }
+void fake_set_context(void* context) { current = context; }
+void fake_last_launch(unsigned* grid, unsigned* shared, Arguments* arguments) {
+  memcpy(grid, last_grid, sizeof last_grid);
+  *shared = last_shared;
+  *arguments = last_arguments;
+}
+
+static int setting(const char* name, int otherwise) {
+  const char* value = getenv(name);
+  return value ? atoi(value) : otherwise;
+}
+
+int cuInit(unsigned flags) { return flags + setting("FAKE_CUINIT", 0); }
+int cuDeviceGetCount(int* count) { *count = setting("FAKE_DEVICES", 1); return 0; }
+int cuGetErrorName(int error, const char** name) { *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr; return 0; }
+int cuGetErrorString(int error, const char** text) { *text = error == 719 ? "launch failed" : nullptr; return 0; }
+int cuCtxGetCurrent(void** context) { *context = current; return 0; }
+int cuCtxPushCurrent_v2(void* context) { current = context; return 0; }
+int cuCtxPopCurrent_v2(void** context) { *context = current; current = reinterpret_cast<void*>(0x1000); return 0; }
+int cuCtxGetDevice(int* device) { *device = 0; return 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = attribute == 75 ? setting("FAKE_MAJOR", 9) : attribute == 76 ? setting("FAKE_MINOR", 0) : 227 * 1024;
+  return 0;
+}
+int cuModuleLoadData(void** module, const void* image) {
+  ++loads;
+  *module = strdup(static_cast<const char*>(image));
+  return setting("FAKE_LOAD_ERROR", 0);
+}
+int cuModuleUnload(void* module) {
+  ++unloads;
+  free(module);
+  return 0;
+}
+int cuModuleGetFunction(void** function, void*, const char* entry) {
+  auto* made = new Function{};
+  if (sscanf(entry, "fake_p%d_l%d", &made->parts, &made->loads) != 2) return 500;
+  *function = made;
+  return 0;
+}
+int cuFuncSetAttribute(void* function, int attribute, int value) {
+  if (attribute != 8) return 1;
+  static_cast<Function*>(function)->shared = value;
+  return 0;
+}
+
+static float at(const Tensor* t, long long batch, long long row, long long column) {
+  return static_cast<const float*>(t->pointer)[batch * t->batch_stride + row * t->row_stride + column * t->column_stride];
+}
+
+static float element(const Function* f, const Arguments* a, int b, int m, int n) {
+  float result = 1;
+  for (int part = 0; part < f->parts; ++part) {
+    float sum = 0;
+    for (int k = 0; k < a->k; ++k) sum += at(&a->lhs, b, m, k) * at(&a->rhs[part], b, k, n);
+    result *= sum;
+  }
+  for (int load = 0; load < f->loads; ++load) result += at(&a->loads[load], b, m, n);
+  return result;
+}
+
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void*, void** parameters, void**) {
+  const auto* f = static_cast<const Function*>(function);
+  const auto* a = static_cast<const Arguments*>(parameters[0]);
+  const unsigned grid[6] = {gx, gy, gz, bx, by, bz};
+  if (setting("FAKE_LAUNCH_ERROR", 0)) return setting("FAKE_LAUNCH_ERROR", 0);
+  if (shared > static_cast<unsigned>(f->shared)) return 1;
+  ++launches;
+  {
+    std::lock_guard<std::mutex> lock(last_mutex);
+    memcpy(last_grid, grid, sizeof grid);
+    last_shared = shared;
+    last_arguments = *a;
+  }
+  for (int b = 0; b < a->batch; ++b)
+    for (int m = 0; m < a->m; ++m)
+      for (int n = 0; n < a->n; ++n) {
+        const Tensor* out = &a->outs[0];
+        static_cast<float*>(out->pointer)[b * out->batch_stride + m * out->row_stride + n * out->column_stride] =
+            element(f, a, b, m, n);
+      }
+  return 0;
+}
+
+}  // extern "C"

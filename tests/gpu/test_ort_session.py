@@ -1,0 +1,188 @@
+"""The fused kernels inside an ONNX Runtime CUDA session: right for every dtype, layout, number of parts and shape.
+
+The bound is derived: an output's error against float64 may be twice what the unfused model's own kernels make of the same
+input, or four units in the last place of the output's type at the output's magnitude, whichever is larger.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import onnxfuse
+from onnxfuse.graph import Graph, load_model
+from onnxfuse.patterns import is_anchor, match_site
+from tests.onnx_build import Builder
+from tests.reference_fusion import evaluate
+
+pytestmark = pytest.mark.gpu
+
+F32, F16, BF16 = 1, 10, 16
+ULPS = 4
+EPSILON = {F32: 2.0**-23, F16: 2.0**-10, BF16: 2.0**-7}
+TF32_EPSILON = 2.0**-10
+
+# (k, columns of one part): odd and tiny ones, and those of the SD1.5 UNet.
+SIZES = [
+    (1, 1), (1, 8), (2, 3), (3, 7), (7, 5), (8, 8), (13, 17), (16, 16), (31, 33), (32, 32), (64, 24), (65, 64), (72, 40),
+    (96, 136), (127, 129), (128, 128), (130, 66), (248, 136), (249, 136), (248, 137), (320, 1280), (640, 60), (1280, 328),
+]  # fmt: skip
+ROWS = [1, 2, 3, 5, 16, 17, 63, 64, 100, 128, 129, 505, 1000]  # m changes from run to run
+
+
+def as_float64(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float32).astype(np.float64)
+
+
+def gate_model(dtype: int, order: str, parts: int, k: int, n: int) -> onnx.ModelProto:
+    rng = np.random.default_rng([dtype, parts, k, n])
+    b = Builder(dtype)
+    x = b.input("x", ("m", k))
+    weight = rng.standard_normal((k, parts * n)) / np.sqrt(k)
+    bias = b.array(rng.standard_normal(parts * n), "bias")
+    if order == "kn":
+        t = b("Add", b("MatMul", x, b.array(weight, "weight")), bias)
+    else:
+        t = b("Gemm", x, b.array(weight.T, "weight"), bias, transB=1)
+    if parts == 1:
+        return b.model(b("Mul", t, b("Sigmoid", t)))
+    ranges = b("Split", t, outputs=parts, axis=1, num_outputs=parts)
+    value = b("Mul", ranges[0], b("Sigmoid", ranges[1]))
+    return b.model(value if parts == 2 else b("Add", value, b("Tanh", ranges[2])))
+
+
+def session(model: onnx.ModelProto, path: Path, fused: bool):
+    import onnxruntime
+
+    onnx.save(model, path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    if fused:
+        return onnxfuse.InferenceSession(path, options, providers=providers)
+    return onnxruntime.InferenceSession(path, options, providers=providers)
+
+
+def run_cuda(live, x: np.ndarray, dtype: int) -> np.ndarray:
+    """Run through IO binding: bfloat16 arrays have no other way in and out."""
+    import onnxruntime
+
+    binding = live.io_binding()
+    raw = x.view(np.uint16) if dtype == BF16 else x
+    value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ascontiguousarray(raw), dtype)
+    binding.bind_ortvalue_input("x", value)
+    out = live.get_outputs()[0].name
+    binding.bind_output(out, "cpu")
+    live.run_with_iobinding(binding)
+    result = binding.get_outputs()[0]
+    if dtype != BF16:
+        return as_float64(result.numpy())
+    import torch
+
+    return torch.from_dlpack(result._ortvalue.to_dlpack()).double().numpy()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("order", ["kn", "nk"])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("fp32", ["tf32", "exact"])
+def test_every_shape_in_a_session(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str) -> None:
+    if fp32 == "exact" and dtype != F32:
+        pytest.skip("the fp32 mode concerns fp32 models only")
+    for k, n in SIZES:
+        check_sizes(tmp_path, dtype, order, parts, fp32, k, n)
+
+
+def check_sizes(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str, k: int, n: int) -> None:
+    model = gate_model(dtype, order, parts, k, n)
+    fused, report = onnxfuse.optimize(model, arch="native", fp32=fp32)
+    assert len(report.fused) == 1
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    stock = session(model, tmp_path / "stock.onnx", fused=False) if dtype != BF16 else None
+    graph = Graph(load_model(model))
+    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(node)))
+    stored = {tensor.name: as_float64(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer
+              if tensor.name in ("weight", "bias")}  # fmt: skip
+    rng = np.random.default_rng(k * n)
+    for m in ROWS:
+        x = rng.standard_normal((m, k)).astype(helper.tensor_dtype_to_np_dtype(dtype))
+        (expected,) = evaluate(fusion, stored | {"x": as_float64(x)})
+        error = np.abs(run_cuda(live, x, dtype) - expected)
+        assert np.isfinite(error).all(), f"m={m} k={k} n={n}: {np.isnan(error).sum()} outputs are not numbers"
+        bound = ULPS * EPSILON[dtype] * max(1.0, np.abs(expected).max())
+        if stock is not None:
+            own = np.abs(run_cuda(stock, x, dtype) - expected)
+            bound = max(bound, 2 * own.max())
+        if dtype == F32 and fp32 == "tf32":
+            # ONNX Runtime takes fp32 paths of its own for some tiny shapes; TF32's rounding of both factors bounds ours.
+            bound = max(bound, ULPS * TF32_EPSILON * max(1.0, np.abs(expected).max()))
+        assert error.max() <= bound, f"m={m} k={k} n={n}: error {error.max():.3g} over {bound:.3g}"
+
+
+def test_eight_threads_share_a_session(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = gate_model(F16, "kn", 2, 320, 640)
+    fused, _ = onnxfuse.optimize(model, arch="native")
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    inputs = [np.random.default_rng(m).standard_normal((m, 320)).astype(np.float16) for m in (1, 17, 64, 300, 1000)]
+    expected = [live.run(None, {"x": x})[0].tobytes() for x in inputs]
+
+    def work(index: int) -> bool:
+        which = index % len(inputs)
+        return live.run(None, {"x": inputs[which]})[0].tobytes() == expected[which]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(200)))
+
+
+def test_cuda_graph_capture_and_replay(tmp_path: Path) -> None:
+    import onnxruntime
+
+    model = gate_model(F16, "kn", 2, 320, 640)
+    fused, _ = onnxfuse.optimize(model, arch="native")
+    path = tmp_path / "fused.onnx"
+    onnx.save(fused, path)
+    live = onnxfuse.InferenceSession(path, providers=[("CUDAExecutionProvider", {"enable_cuda_graph": "1"})])
+    rng = np.random.default_rng(0)
+    first, second = (rng.standard_normal((128, 320)).astype(np.float16) for _ in range(2))
+    bound = onnxruntime.OrtValue.ortvalue_from_numpy(first, "cuda", 0)
+    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([128, 640], np.float16, "cuda", 0)
+    binding = live.io_binding()
+    binding.bind_ortvalue_input("x", bound)
+    binding.bind_ortvalue_output(live.get_outputs()[0].name, out)
+    plain = onnxfuse.InferenceSession(path, providers=["CUDAExecutionProvider"])
+    for x in (first, first, second):
+        bound.update_inplace(x)
+        live.run_with_iobinding(binding)
+        np.testing.assert_array_equal(out.numpy(), plain.run(None, {"x": x})[0])
+
+
+def test_a_misaligned_pointer_takes_the_narrow_kernel(tmp_path: Path) -> None:
+    import torch
+
+    model = gate_model(F16, "kn", 2, 320, 640)
+    fused, _ = onnxfuse.optimize(model, arch="native")
+    path = tmp_path / "fused.onnx"
+    onnx.save(fused, path)
+    live = onnxfuse.InferenceSession(path, providers=["CUDAExecutionProvider"])
+    x = torch.randn(64 * 320 + 1, dtype=torch.float16, device="cuda")[1:].view(64, 320)
+    expected = live.run(None, {"x": x.cpu().numpy()})[0]
+    binding = live.io_binding()
+    binding.bind_input("x", "cuda", 0, np.float16, [64, 320], x.data_ptr())
+    binding.bind_output(live.get_outputs()[0].name, "cpu")
+    live.run_with_iobinding(binding)
+    actual = binding.get_outputs()[0].numpy()
+    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=2e-3, atol=2e-3)
+
+
+def test_a_model_without_this_gpus_kernels_says_what_to_do(tmp_path: Path) -> None:
+    fused, _ = onnxfuse.optimize(gate_model(F16, "kn", 2, 64, 64), arch="sm_120")
+    onnx.save(fused, tmp_path / "fused.onnx")
+    with pytest.raises(Exception, match=r"sm_120.*--arch") as caught:
+        onnxfuse.InferenceSession(tmp_path / "fused.onnx", providers=["CUDAExecutionProvider"])
+    assert "FusedGemm" in str(caught.value)

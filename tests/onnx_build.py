@@ -1,0 +1,68 @@
+"""Small ONNX models for tests, written as one would write them on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx
+from onnx import ModelProto, helper, numpy_helper
+
+FLOAT = onnx.TensorProto.FLOAT
+FLOAT16 = onnx.TensorProto.FLOAT16
+
+
+class Builder:
+    """Collects nodes; `b("Add", x, y)` makes a node and returns its output's name; arrays become initializers."""
+
+    def __init__(self, dtype: int = FLOAT, opset: int = 20) -> None:
+        self.dtype, self.opset = dtype, opset
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.inputs: list[onnx.ValueInfoProto] = []
+
+    @property
+    def numpy(self) -> np.dtype:
+        return helper.tensor_dtype_to_np_dtype(self.dtype)
+
+    def input(self, name: str, shape: Sequence[int | str | None], dtype: int | None = None) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, dtype or self.dtype, shape))
+        return name
+
+    def array(self, value: np.ndarray | float | Sequence[float], name: str = "", integer: bool = False) -> str:
+        array = np.asarray(value, np.int64 if integer else self.numpy)
+        name = name or f"c{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(array, name))
+        return name
+
+    def integers(self, *values: int) -> str:
+        return self.array(np.array(values), integer=True)
+
+    def __call__(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object) -> str | list[str]:
+        names = [f"v{len(self.nodes)}_{index}" for index in range(outputs)]
+        self.nodes.append(helper.make_node(op, inputs, names, name=f"{op}_{len(self.nodes)}", domain=domain, **attributes))
+        return names[0] if outputs == 1 else names
+
+    def model(self, *outputs: str, ir_version: int = 9) -> ModelProto:
+        values = [helper.make_tensor_value_info(name, self.dtype, None) for name in outputs]
+        graph = helper.make_graph(self.nodes, "test", self.inputs, values, self.initializers)
+        for value in graph.output:
+            value.type.tensor_type.ClearField("shape")
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=ir_version)
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True)
+        shapes = {value.name: value for value in inferred.graph.output}
+        for value in graph.output:
+            value.CopyFrom(shapes[value.name])
+        model.graph.CopyFrom(graph)
+        return model
+
+
+def run(model: ModelProto, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Plain ONNX Runtime on the CPU, graph optimisation off, no library registered."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, {entry.name: feed[entry.name] for entry in session.get_inputs()})

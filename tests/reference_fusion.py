@@ -1,0 +1,85 @@
+"""A second way to compute a Fusion: NumPy in float64, straight from the IR. The oracle of lowering and of kernels."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onnxfuse.fusion import Fusion, Tensor
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(x, 0.0)
+
+
+def _where(condition: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
+    return np.where(condition != 0, yes, no)
+
+
+OPS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "pow": np.power,
+    "min": np.minimum,
+    "max": np.maximum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "sqrt": np.sqrt,
+    "exp": np.exp,
+    "log": np.log,
+    "reciprocal": np.reciprocal,
+    "erf": lambda x: _erf(x),
+    "tanh": np.tanh,
+    "sigmoid": lambda x: np.exp(-np.logaddexp(0.0, -x)),
+    "softplus": _softplus,
+    "relu": lambda x: np.maximum(x, 0.0),
+    "leaky_relu": lambda x, alpha: np.where(x < 0, alpha * x, x),
+    "elu": lambda x, alpha: np.where(x < 0, alpha * np.expm1(x), x),
+    "hard_sigmoid": lambda x, alpha, beta: np.clip(alpha * x + beta, 0.0, 1.0),
+    "hard_swish": lambda x: x * np.clip(x / 6 + 0.5, 0.0, 1.0),
+    "mish": lambda x: x * np.tanh(_softplus(x)),
+    "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
+    "where": _where,
+}
+
+
+def spread(tensor: Tensor, value: np.ndarray, axes: tuple[str, ...], sizes: dict[str, int]) -> np.ndarray:
+    """The tensor as an array over `axes` (size 1 where it lacks one), found by splitting its dimensions into axes."""
+    own = value.reshape([sizes[axis] for axis in tensor.axes])
+    order = [tensor.axes.index(axis) for axis in axes if axis in tensor.axes]
+    own = own.transpose(order)
+    return own.reshape([sizes[axis] if axis in tensor.axes else 1 for axis in axes])
+
+
+def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs of a fusion in float64, given its inputs by name."""
+    values = {name: np.asarray(value, np.float64) for name, value in values.items()}
+    sizes = {axis.name: axis.size for axis in fusion.axes}
+    for dim, size in zip(fusion.lhs.dims, values[fusion.lhs.name].shape, strict=True):
+        for axis in dim:
+            sizes[axis] = size if len(dim) == 1 else sizes[axis]
+    rows = tuple(axis for axis in fusion.lhs.axes if axis != "k")
+    lhs = spread(fusion.lhs, values[fusion.lhs.name], (*rows, "k"), sizes)
+    names: dict[str, np.ndarray] = {}
+    for index, part in enumerate(fusion.parts):
+        tensor = fusion.rhs[part.tensor]
+        rhs = spread(tensor, values[tensor.name], ("p", "k", "n") if part.part is not None else ("k", "n"), sizes)
+        names[f"acc{index}"] = lhs @ (rhs if part.part is None else rhs[part.part])
+    for index, load in enumerate(fusion.loads):
+        tensor = fusion.operands[load.operand]
+        axes = (*rows, "n") if load.part is None else ("p", *rows, "n")
+        operand = spread(tensor, values[tensor.name], axes, sizes)
+        names[f"op{index}"] = operand if load.part is None else operand[load.part]
+    with np.errstate(all="ignore"):
+        for step in fusion.steps:
+            inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
+            names[step.result] = OPS[step.op](*inputs)
+    shape = [sizes[axis] for axis in (*rows, "n")]
+    return [np.broadcast_to(names[out.value], shape) for out in fusion.outs]

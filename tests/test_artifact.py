@@ -1,0 +1,132 @@
+"""The archive: what is packed comes back, and nothing else is ever read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnxfuse.artifact import ALIGNMENTS, Flavour, Record, pack, unpack
+from onnxfuse.errors import ModelError
+
+RECORD = Record(
+    kernel="0123abcd",
+    entry="onnxfuse_gemm",
+    capability=90,
+    flavour=Flavour.SPECIFIC,
+    min_m=1,
+    max_m=4096,
+    block_m=128,
+    block_n=64,
+    threads=256,
+    shared_bytes=100_000,
+    lhs_alignment=16,
+    rhs_alignment=8,
+    load_alignments=(16, 4),
+    out_alignments=(16,),
+    image=b"\x7fELF not really",
+)
+
+alignments = st.sampled_from(ALIGNMENTS)
+low_and_high = st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(sorted)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    min_m, max_m = draw(low_and_high)
+    return Record(
+        kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
+        entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
+        capability=draw(st.sampled_from((80, 86, 89, 90, 100, 120))),
+        flavour=draw(st.sampled_from(list(Flavour))),
+        min_m=min_m,
+        max_m=max_m,
+        block_m=draw(st.integers(1, 2**16)),
+        block_n=draw(st.integers(1, 2**16)),
+        threads=draw(st.integers(1, 1024)),
+        shared_bytes=draw(st.integers(0, 2**20)),
+        lhs_alignment=draw(alignments),
+        rhs_alignment=draw(alignments),
+        load_alignments=tuple(draw(st.lists(alignments, max_size=12))),
+        out_alignments=tuple(draw(st.lists(alignments, min_size=1, max_size=4))),
+        image=draw(st.binary(min_size=1, max_size=200)),
+    )
+
+
+@given(st.lists(records(), max_size=5))
+def test_round_trip(given_records: list[Record]) -> None:
+    assert unpack(pack(given_records)) == tuple(given_records)
+
+
+def test_an_empty_archive_is_an_archive() -> None:
+    assert unpack(pack([])) == ()
+
+
+def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
+    image = bytes(range(256)) * 40
+    one = dataclasses.replace(RECORD, image=image)
+    many = [dataclasses.replace(one, min_m=index) for index in range(8)]
+    assert pack(many) == pack(list(many))
+    assert len(pack(many)) - len(pack([one])) == 7 * 176
+    assert {record.image for record in unpack(pack(many))} == {image}
+
+
+def test_every_image_is_followed_by_a_zero_byte_and_aligned() -> None:
+    first, second = dataclasses.replace(RECORD, image=b"x" * 64), dataclasses.replace(RECORD, image=b"y" * 7)
+    data = pack([first, second])
+    for image in (first.image, second.image):
+        offset = data.index(image)
+        assert offset % 64 == 0
+        assert data[offset + len(image)] == 0
+
+
+def test_every_truncation_is_found() -> None:
+    data = pack([RECORD, dataclasses.replace(RECORD, image=b"second")])
+    for size in range(len(data)):
+        with pytest.raises(ModelError, match="optimize the original again"):
+            unpack(data[:size])
+    with pytest.raises(ModelError):
+        unpack(data + b"\0")
+
+
+def test_every_flipped_bit_is_found() -> None:
+    data = pack([RECORD])
+    for position in range(len(data)):
+        for bit in range(8):
+            altered = bytearray(data)
+            altered[position] ^= 1 << bit
+            with pytest.raises(ModelError):
+                unpack(bytes(altered))
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=600))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(ModelError):
+        unpack(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"kernel": ""}, "kernel"),
+        ({"kernel": "a" * 32}, "kernel"),
+        ({"kernel": "xyz"}, "kernel"),
+        ({"entry": "e" * 64}, "entry"),
+        ({"capability": 9}, "capability"),
+        ({"flavour": 3}, "flavour"),
+        ({"min_m": 5, "max_m": 4}, "range of m"),
+        ({"block_n": 0}, "block"),
+        ({"threads": 1025}, "threads"),
+        ({"shared_bytes": -1}, "shared_bytes"),
+        ({"lhs_alignment": 3}, "alignment"),
+        ({"out_alignments": (0,)}, "alignment"),
+        ({"load_alignments": (4,) * 13}, "count of alignments"),
+        ({"image": b""}, "image"),
+    ],
+)
+def test_a_record_that_the_bridge_would_refuse_cannot_be_made(change: dict, what: str) -> None:
+    with pytest.raises(ModelError, match=f"impossible {what}"):
+        dataclasses.replace(RECORD, **change)

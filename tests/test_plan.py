@@ -1,0 +1,67 @@
+"""A plan is legal on its architecture, covers every m, and gives a reason for what it did not take."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnxfuse.axes import map_axes
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.plan import MAX_M, make_plan, tiles_for
+from onnxfuse.tile_footprint import shared_bytes, why_not
+from onnxfuse.vector_width import analyse
+from tests.fusions import fusion
+
+
+def planned(device, *, m=None, n=320, k=1280, parts=1, dtype=F16, rhs="k n", exact=False):
+    packed = rhs.replace("n", "(p n)") if parts > 1 else rhs
+    sizes = {"b": None, "m": m, "n": n, "k": k} | ({"p": parts} if parts > 1 else {})
+    operands = [("(p n)" if parts > 1 else "n", dtype)]
+    built = fusion(sizes, lhs="b m k", out="b m n", rhs=packed, operands=operands, parts=parts, dtype=dtype)
+    mapping = map_axes(built)
+    return make_plan(built, mapping, analyse(built, mapping), device, exact)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_every_architecture_has_a_legal_kernel_for_every_m(arch: str, parts: int, dtype) -> None:
+    device = ARCHITECTURES[arch]
+    plan = planned(device, parts=parts, dtype=dtype)
+    for m in (0, 1, 7, 16, 17, 100, 1000, 12345, MAX_M):
+        assert any(variant.min_m <= m <= variant.max_m for variant in plan.variants)
+    for variant in plan.variants:
+        assert why_not(variant.spec, device.shared_bytes) is None
+        assert shared_bytes(variant.spec) <= device.shared_bytes
+    assert len({variant.spec for variant in plan.variants}) <= len(tiles_for(dtype, parts)) + 1
+
+
+def test_the_last_variant_takes_any_pointer_and_pitch() -> None:
+    spec = planned(ARCHITECTURES["sm_90a"], parts=2).variants[-1].spec
+    assert (spec.lhs_width, spec.rhs_width) == (1, 1)
+    assert {access.width for access in (*spec.loads, *spec.outs)} == {1}
+
+
+def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:
+    plan = planned(ARCHITECTURES["sm_90a"])
+    wide = plan.variants[:-1]
+    assert [variant.min_m for variant in wide] == [0, *(variant.max_m + 1 for variant in wide[:-1])]
+    assert wide[-1].max_m == MAX_M
+    assert wide[0].spec.tile.block_m < wide[-1].spec.tile.block_m
+
+
+def test_every_candidate_that_was_not_taken_says_why() -> None:
+    plan = planned(ARCHITECTURES["sm_86"], dtype=F32)
+    taken = {variant.spec.tile for variant in plan.variants}
+    assert taken | {entry.tile for entry in plan.rejected} == set(tiles_for(F32, 1))
+    assert all(entry.reason for entry in plan.rejected)
+
+
+@pytest.mark.parametrize(("dtype", "exact", "math"), [(F16, False, "f16"), (BF16, True, "bf16"), (F32, False, "tf32"), (F32, True, "fp32")])
+def test_math_follows_dtype_and_mode(dtype, exact: bool, math: str) -> None:
+    assert planned(ARCHITECTURES["sm_80"], dtype=dtype, exact=exact).variants[0].spec.math == math
+
+
+@pytest.mark.parametrize(("rhs", "order"), [("k n", "kn"), ("n k", "nk")])
+def test_the_weight_is_read_as_it_lies(rhs: str, order: str) -> None:
+    assert planned(ARCHITECTURES["sm_80"], rhs=rhs).variants[0].spec.rhs_order == order

@@ -1,0 +1,137 @@
+"""The rewritten model computes the same bits without us, and what is not fused is untouched."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from onnxfuse.graph import Graph, load_model
+from onnxfuse.patterns import is_anchor, match_site
+from onnxfuse.rewrite import DOMAIN, Replacement, rewrite
+from tests.onnx_build import FLOAT16, Builder, run
+
+
+def fuse(model) -> onnx.ModelProto:
+    graph = Graph(load_model(model))
+    sites = [match_site(graph, node) for node in graph.nodes if is_anchor(node)]
+    replacements = [
+        Replacement(
+            match.nodes,
+            tuple(tensor.name for tensor in fusion.inputs),
+            tuple(out.tensor.name for out in fusion.outs),
+            f"{fusion.anchor}/FusedGemm",
+            {"kernel": "k", "axes": "text"},
+        )
+        for match, fusion in sites
+    ]
+    return rewrite(graph, replacements, b"archive")
+
+
+def gate(b: Builder, x: str, seed: int, k: int = 6, n: int = 8) -> str:
+    weight = np.random.default_rng(seed).standard_normal((k, n))
+    t = b("Add", b("MatMul", x, b.array(weight, f"weight{seed}")), b.array(weight[0], f"bias{seed}"))
+    last = b("Gather", b("Shape", t), b("Constant", value=numpy_helper.from_array(np.array([-1]))), axis=0)
+    half = b("Div", last, b.integers(2))
+    end = b("Mul", half, b.integers(2))
+    axes = b.integers(-1)
+    first, second = b("Slice", t, b.integers(0), half, axes), b("Slice", t, half, end, axes)
+    return b("Mul", first, b("Sigmoid", second))
+
+
+def two_gates(dtype: int = 1) -> onnx.ModelProto:
+    b = Builder(dtype)
+    x = b.input("x", ("batch", "rows", 6))
+    return b.model(b("Concat", gate(b, x, 1), gate(b, x, 2), axis=-1))
+
+
+FEEDS = [np.random.default_rng(0).standard_normal(shape) for shape in ((2, 5, 6), (1, 1, 6), (3, 7, 6))]
+
+
+@pytest.mark.parametrize("dtype", [1, FLOAT16])
+def test_bits_are_the_same_without_the_library(dtype: int) -> None:
+    original = two_gates(dtype)
+    fused = fuse(original)
+    onnx.checker.check_model(fused)
+    for feed in FEEDS:
+        x = {"x": feed.astype(helper.tensor_dtype_to_np_dtype(dtype))}
+        for expected, actual in zip(run(original, x), run(fused, x), strict=True):
+            assert expected.tobytes() == actual.tobytes()
+
+
+def test_equal_bodies_share_one_function_and_dead_nodes_are_gone() -> None:
+    fused = fuse(two_gates())
+    assert [node.op_type for node in fused.graph.node] == ["FusedGemm", "FusedGemm", "Concat"]
+    assert len(fused.functions) == 1
+    assert {node.overload for node in fused.graph.node[:2]} == {fused.functions[0].overload}
+    stored = {tensor.name for tensor in fused.graph.initializer}
+    assert stored == {"weight1", "bias1", "weight2", "bias2", "onnxfuse.kernels"}
+    assert fused.ir_version >= 10
+    assert any(opset.domain == DOMAIN for opset in fused.opset_import)
+
+
+def test_the_callers_model_is_not_changed() -> None:
+    original = two_gates()
+    before = original.SerializeToString(deterministic=True)
+    fuse(original)
+    assert original.SerializeToString(deterministic=True) == before
+
+
+def decorated() -> onnx.ModelProto:
+    """A gate amid everything that a careless tool loses: metadata, functions with overloads, doc strings, domains."""
+    b = Builder()
+    x = b.input("x", ("batch", "rows", 6))
+    out = b("Elsewhere", gate(b, x, 1), domain="other")
+    b.dtype = 1
+    nodes = b.nodes
+    values = [helper.make_tensor_value_info(out, 1, ("batch", "rows", 4))]
+    graph = helper.make_graph(nodes, "test", b.inputs, values, b.initializers, doc_string="graph doc")
+    double = helper.make_function(
+        "other", "Elsewhere", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], [helper.make_opsetid("", 20)],
+        overload="kept",
+    )  # fmt: skip
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("other", 1)], ir_version=10,
+        functions=[double], producer_name="producer", doc_string="model doc",
+    )  # fmt: skip
+    node = model.graph.node[-1]
+    node.overload, node.doc_string = "kept", "node doc"
+    for owner in (model, model.graph, node, model.functions[0]):
+        owner.metadata_props.add(key="key", value="value")
+    return model
+
+
+def test_what_is_not_fused_stays_byte_for_byte() -> None:
+    original = decorated()
+    fused = fuse(original)
+    assert [node.op_type for node in fused.graph.node] == ["FusedGemm", "Elsewhere"]
+    assert fused.graph.node[-1] == original.graph.node[-1]
+    assert list(fused.functions)[:1] == list(original.functions)
+    assert list(fused.metadata_props) == list(original.metadata_props)
+    assert (fused.producer_name, fused.doc_string) == ("producer", "model doc")
+    assert (fused.graph.doc_string, list(fused.graph.metadata_props)) == ("graph doc", list(original.graph.metadata_props))
+    assert (list(fused.graph.input), list(fused.graph.output)) == (list(original.graph.input), list(original.graph.output))
+
+
+def test_fusing_twice_finds_nothing_new_and_keeps_the_first_result() -> None:
+    once = fuse(two_gates())
+    graph = Graph(load_model(once))
+    assert not any(is_anchor(node) for node in graph.nodes)
+
+
+def test_a_constant_that_others_still_read_stays() -> None:
+    b = Builder()
+    x = b.input("x", (4, 6))
+    two = b.array(2.0, "two")
+    product = b("Mul", b("Tanh", b("MatMul", x, b.array(np.ones((6, 8)), "weight"))), two)
+    fused = fuse(b.model(b("Pow", b("Concat", product, product, axis=0), two)))
+    assert "two" in {tensor.name for tensor in fused.graph.initializer}
+
+
+def test_shape_arithmetic_that_others_still_read_stays() -> None:
+    b = Builder()
+    x = b.input("x", ("batch", "rows", 6))
+    activated = b("Tanh", b("MatMul", x, b.array(np.ones((6, 8)), "weight")))
+    model = b.model(b("Reshape", activated, b("Shape", activated)))
+    assert [node.op_type for node in fuse(model).graph.node] == ["FusedGemm", "Shape", "Reshape"]
