@@ -1,38 +1,38 @@
-"""What ships inside a model: the archive of kernels and the attributes of a fused node. The contract with the C++ bridge.
+"""What ships inside a model: the archive of kernels and the attributes of a fused node: the contract with the bridge.
 
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
-    header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all bytes but these 8
-    records   176 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m,
-              u32 block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
-              no such tensor), 6 zero bytes,
-              u64 image offset from the start of the archive, u64 image bytes
-    images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an image
-              that several records share is stored once
+    header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
+    records   176 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
+              block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
+              no such tensor), 6 zero bytes, u64 image offset from the start of the archive, u64 image bytes
+    images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
+              image that several records share is stored once
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
-the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor and each of its
-strides of more than one element must be a multiple of the record's alignment.
+the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
+its strides of more than one element, must be a multiple of the record's alignment.
 
 The attributes of a fused node are strings that a person can read in any viewer:
 
     kernel      id of its records, 1 to 31 hexadecimal digits
     axes        `b m k, k (p n), (p n) -> b m n`: an einops item for each input after the archive, then for each output.
                 `1` (or `()`) is a dimension of size 1; an empty item is a tensor without dimensions
-    sizes       `p=2 n=1280 k=320`: axes known when the model was optimized. The run tells the others, from the inputs' shapes:
-                a group of axes tells the one that is still unknown. May be missing or empty
-    problem     `m=b*m n=n k=k` or `batch=b*h m=m n=n k=k`: axes of the kernel's loops, outermost first. A loop without axes
-                has size 1 and may be missing
-    arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the inputs
-                after the archive, outs the outputs. `[p=1]` is index 1 along axis p: an offset, nothing is copied.
-                `loads` is missing when there are none
+    sizes       `p=2 n=1280 k=320`: axes known when the model was optimized. The inputs' shapes tell the others at run
+                time: a group tells the one axis of it that is still unknown. May be missing or empty
+    problem     `m=b*m n=n k=k` or `batch=b*h m=m n=n k=k`: axes of the kernel's loops, outermost first. A loop without
+                axes has size 1 and may be missing
+    arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the
+                inputs after the archive, outs the outputs. `[p=1]` is index 1 along axis p: an offset, nothing is
+                copied. `loads` is missing when there are none
     out_types   `f16`, `f32` or `bf16` for each output, comma separated
-    in_types    the same for each input; may be missing. When it is there, a tool that changed the model's types later is
-                found when the session loads
+    in_types    the same for each input (integers and `bool` as well: `i64`, `u8`); may be missing. With it, a tool that
+                changed the model's types afterwards is found when the session loads
     fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
 
-An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and outs
-as [batch, m, n]. The axes of a loop must lie one behind the other in a tensor, or all be missing: then it is broadcast.
+An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and
+outs as [batch, m, n]. The axes of a loop must lie one behind the other in a tensor, or all be missing: then it is
+broadcast along the loop.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Record:
 
     Attributes:
         kernel: id that nodes name it by; 1 to 31 hexadecimal digits.
-        entry: name of the function in the image; at most 63 bytes.
+        entry: name of the function in the image; 1 to 63 printable ASCII characters.
         capability: compute capability as one number, 90 for sm_90a.
         flavour: which devices run it.
         min_m: smallest m it is for.
@@ -135,7 +135,7 @@ def _check(record: Record) -> None:
     """Raises ModelError when the bridge would refuse the record."""
     limits = (
         (1 <= len(record.kernel) <= 31 and all(digit in "0123456789abcdefABCDEF" for digit in record.kernel), "kernel"),
-        (1 <= len(record.entry.encode()) <= 63 and "\0" not in record.entry, "entry"),
+        (1 <= len(record.entry) <= 63 and all("!" <= letter <= "~" for letter in record.entry), "entry"),
         (10 <= record.capability < 1000, "capability"),
         (record.flavour in tuple(Flavour), "flavour"),
         (0 <= record.min_m <= record.max_m < 2**63, "range of m"),
@@ -203,9 +203,18 @@ def _unpack_record(data: bytes, index: int, count: int) -> Record:
     alignments, (offset, size) = fields[10:28], fields[28:]
     if offset < _TABLE_START + count * _RECORD.size or offset + size >= len(data) or data[offset + size] != 0:
         raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
+    kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
-        *(_text(name) for name in fields[:2]),
-        *fields[2:10],
+        kernel=_text(kernel),
+        entry=_text(entry),
+        capability=capability,
+        flavour=flavour,
+        min_m=min_m,
+        max_m=max_m,
+        block_m=block_m,
+        block_n=block_n,
+        threads=threads,
+        shared_bytes=shared_bytes,
         lhs_alignment=alignments[0],
         rhs_alignment=alignments[1],
         load_alignments=_without_padding(alignments[2 : 2 + MAX_LOADS]),

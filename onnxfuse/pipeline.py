@@ -200,6 +200,7 @@ def node_attributes(fusion: Fusion, mapping: AxisMapping, kernel: str) -> dict[s
         "sizes": " ".join(f"{axis.name}={axis.size}" for axis in fusion.axes if axis.size is not None),
         "problem": str(mapping),
         "arguments": _arguments(fusion),
+        "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
         "out_types": ",".join(out.tensor.dtype.name for out in fusion.outs),
         "fusion": str(fusion),
     }

@@ -27,20 +27,31 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from numpy.polynomial import Chebyshev, Polynomial
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto
-from onnx import checker, defs, helper, inliner, numpy_helper  # isort: split
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TypeProto,
+    checker,
+    defs,
+    helper,
+    inliner,
+    numpy_helper,
+)
 
 from onnxfuse.errors import ModelError
 
 # Operators of opset 13 and later for which the CPU provider of ONNX Runtime 1.31 registers float but not double.
 FLOAT32_ONLY = frozenset(
     {
-        *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "Celu", "ThresholdedRelu", "Hardmax"),
+        *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "Celu", "Hardmax"),
         *("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxRoiPool", "MaxUnpool"),
         *("Attention", "RotaryEmbedding", "ConvTranspose", "Col2Im", "GridSample", "Upsample", "RNN", "LRN", "Det"),
         *("DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"),
         *("Mean", "MeanVarianceNormalization", "MelWeightMatrix", "Multinomial", "NonMaxSuppression", "NonZero"),
-        *("OneHot", "TfIdfVectorizer"),
+        *("OneHot", "TfIdfVectorizer", "ThresholdedRelu"),
     }
 )
 EXTERNAL_BYTES = 1_500_000_000
@@ -151,6 +162,8 @@ class _Converter:
             if name in self.pending:
                 target = self.renamed[name] = self.pending.pop(name)
                 self._mark(target, True)
+                if name in self.dims:
+                    self.dims[target] = self.dims[name]
                 yield helper.make_node("Cast", [name], [target], to=TensorProto.DOUBLE)
 
     def _attribute(self, node: NodeProto, attribute: AttributeProto) -> None:

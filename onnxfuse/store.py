@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
 from onnxfuse.errors import ModelError, OutputError
 from onnxfuse.graph import Model, is_large
 
-LARGEST_MESSAGE = 2**31 - 1 - 2**20  # protobuf refuses 2 GB; leave room for what is not weights
+LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
 ALIGNMENT = 64  # of a tensor in the external file, so that it can be mapped
 
 
@@ -51,9 +52,9 @@ def save_model(proto: ModelProto, source: Model, target: Path) -> None:
     try:
         if source.path is not None and target.parent.resolve() != source.path.parent.resolve():
             _copy_external_data(proto, source, target)
-        if proto.ByteSize() > LARGEST_MESSAGE:
+        if _weight_bytes(proto) > LARGEST_MESSAGE:
             _move_weights_out(proto, target)
-        _write(target, (proto.SerializeToString(),))
+        _write(target, _serialized(proto))
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
 
@@ -68,6 +69,57 @@ def _write(target: Path, chunks: Iterator[bytes] | tuple[bytes, ...]) -> None:
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _serialized(proto: ModelProto) -> Iterator[bytes]:
+    """The model's bytes with one weight at a time in memory; SerializeToString would hold all of them twice more."""
+    shell, graph = ModelProto(), GraphProto()
+    _copy_fields(proto, shell, but="graph")
+    _copy_fields(proto.graph, graph, but="initializer")
+    head = graph.SerializeToString()
+    tensors = [_tensor_head(tensor) for tensor in proto.graph.initializer]
+    yield shell.SerializeToString()
+    length = len(head) + sum(len(start) + weight for start, weight in tensors)
+    yield _tag(ModelProto.GRAPH_FIELD_NUMBER) + _varint(length) + head
+    for tensor, (start, _) in zip(proto.graph.initializer, tensors, strict=True):
+        yield start
+        yield tensor.raw_data
+
+
+def _tensor_head(tensor: TensorProto) -> tuple[bytes, int]:
+    """What stands before an initializer's raw data in the graph's bytes, and how many bytes of raw data follow."""
+    rest = TensorProto()
+    _copy_fields(tensor, rest, but="raw_data")
+    fields, weight = rest.SerializeToString(), len(tensor.raw_data)
+    if tensor.HasField("raw_data"):
+        fields += _tag(TensorProto.RAW_DATA_FIELD_NUMBER) + _varint(weight)
+    return _tag(GraphProto.INITIALIZER_FIELD_NUMBER) + _varint(len(fields) + weight) + fields, weight
+
+
+def _copy_fields(source: Message, target: Message, but: str) -> None:
+    for field, value in source.ListFields():
+        if field.name == but:
+            continue
+        if isinstance(value, Message):
+            getattr(target, field.name).CopyFrom(value)
+        elif isinstance(value, str | bytes | int | float):
+            setattr(target, field.name, value)
+        else:
+            getattr(target, field.name).extend(value)
+
+
+def _tag(field: int) -> bytes:
+    """Wire format of a length-delimited field: field number and type 2 (protobuf encoding specification)."""
+    return _varint(field << 3 | 2)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, low ones first, the high bit set on all but the last byte."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*encoded, number])
 
 
 def _external_tensors(graph: GraphProto) -> Iterator[TensorProto]:
@@ -107,6 +159,11 @@ def _inside(source: Model, tensor: TensorProto, location: str) -> Path:
     if not path.is_file():
         raise ModelError(f"{source.label}: the data of {tensor.name!r} is missing: {path}")
     return path
+
+
+def _weight_bytes(proto: ModelProto) -> int:
+    """Bytes of all weights in the message; ByteSize would serialise them."""
+    return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
 
 
 def _move_weights_out(proto: ModelProto, target: Path) -> None:

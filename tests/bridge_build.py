@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -10,32 +11,37 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import onnxfuse
+from onnxfuse.errors import DeviceError
+from onnxfuse.runtime.session import library_path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "onnxfuse"
-SOURCES = PACKAGE / "runtime" / "bridge"
 
 
 @functools.cache
 def bridge_library() -> Path:
-    """The library of the installed package, or one built from the sources at hand."""
-    installed = Path(onnxfuse.__file__).parent / "runtime" / "_bridge" / "libonnxfuse.so"
-    if installed.exists():
-        return installed
-    return _built("libonnxfuse.so", [*sorted(SOURCES.iterdir()), ROOT / "CMakeLists.txt"], _cmake)
+    """The library of the installed package, or one built from the sources at hand where those are newer."""
+    with contextlib.suppress(DeviceError):
+        installed = library_path()
+        if all(source.stat().st_mtime < installed.stat().st_mtime for source in _sources()):
+            return installed
+    return _built("libonnxfuse.so", _sources(), _cmake)
 
 
 @functools.cache
 def sanitized_library() -> Path:
     """The same sources with the address and undefined-behaviour sanitizers."""
-    return _built("libonnxfuse.so", [*sorted(SOURCES.iterdir()), ROOT / "CMakeLists.txt"], _cmake_sanitized)
+    return _built("libonnxfuse.so", _sources(), _cmake_sanitized)
 
 
 @functools.cache
 def fake_driver_folder() -> Path:
     """A folder whose libcuda.so.1 computes on the CPU; for LD_LIBRARY_PATH."""
     return _built("libcuda.so.1", [ROOT / "tests" / "fake_libcuda.cc"], _fake_driver).parent
+
+
+def _sources() -> list[Path]:
+    return [*sorted((PACKAGE / "runtime" / "bridge").iterdir()), ROOT / "CMakeLists.txt"]
 
 
 def _built(name: str, sources: list[Path], build) -> Path:

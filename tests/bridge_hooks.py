@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from bridge_build import bridge_library
+
+from tests.bridge_build import bridge_library
 
 MAX_PARTS, MAX_LOADS, MAX_OUTS = 4, 12, 4
 

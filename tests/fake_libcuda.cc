@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1 on a machine without a GPU: it counts calls, remembers the last launch, and computes the
-// product on the CPU from the same argument struct that a kernel gets. An entry is called `fake_pP_lL`: P parts that are
-// multiplied with each other, then L loads that are added. All tensors are float.
+// product on the CPU from the same argument struct that a kernel gets. An entry is called `fake_pP_lL`: P parts that
+// are multiplied with each other, then L loads that are added. All tensors are float.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -41,8 +41,14 @@ static int setting(const char* name, int otherwise) {
 
 int cuInit(unsigned flags) { return flags + setting("FAKE_CUINIT", 0); }
 int cuDeviceGetCount(int* count) { *count = setting("FAKE_DEVICES", 1); return 0; }
-int cuGetErrorName(int error, const char** name) { *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr; return 0; }
-int cuGetErrorString(int error, const char** text) { *text = error == 719 ? "launch failed" : nullptr; return 0; }
+int cuGetErrorName(int error, const char** name) {
+  *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
+  return 0;
+}
+int cuGetErrorString(int error, const char** text) {
+  *text = error == 719 ? "launch failed" : nullptr;
+  return 0;
+}
 int cuCtxGetCurrent(void** context) { *context = current; return 0; }
 int cuCtxPushCurrent_v2(void* context) { current = context; return 0; }
 int cuCtxPopCurrent_v2(void** context) { *context = current; current = reinterpret_cast<void*>(0x1000); return 0; }
@@ -74,7 +80,8 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
 }
 
 static float at(const Tensor* t, long long batch, long long row, long long column) {
-  return static_cast<const float*>(t->pointer)[batch * t->batch_stride + row * t->row_stride + column * t->column_stride];
+  const long long offset = batch * t->batch_stride + row * t->row_stride + column * t->column_stride;
+  return static_cast<const float*>(t->pointer)[offset];
 }
 
 static float element(const Function* f, const Arguments* a, int b, int m, int n) {

@@ -69,7 +69,7 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert len(pack(many)) - len(pack([one])) == 7 * 176
+    assert pack(many).count(image) == 1
     assert {record.image for record in unpack(pack(many))} == {image}
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
-from bridge_build import ROOT, bridge_library
-from bridge_hooks import MAX_LOADS, MAX_OUTS, Arguments, BridgeError, Node, Tensor, bridge
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_artifact import RECORD, records
 
 from onnxfuse.artifact import Flavour, Record, pack
+from tests.bridge_build import ROOT, bridge_library, fake_driver_folder, sanitized_library
+from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, Arguments, BridgeError, Node, Tensor, bridge
+from tests.conftest import has_gpu
+from tests.test_artifact import RECORD, records
 
 GATE = Node(
     axes="b m k, k (p n), (p n) -> b m n",
@@ -263,6 +265,7 @@ def test_what_does_not_fit_is_named(node: Node, shapes: Sequence[Sequence[int]],
         ({"arguments": "lhs=0 rhs=1 outs=0 ins=3"}, ("arguments=", "ins is unknown")),
         ({"out_types": "f16,f16"}, ("out_types", "2 types", "1 outputs")),
         ({"out_types": "f17"}, ("out_types=", "f17")),
+        ({"problem": "m=\u00e9"}, ("problem='m=??'",)),
         ({"in_types": "f16"}, ("in_types", "1 types", "3 inputs")),
         ({"sizes": "p=2 " + " " * 70000}, ("sizes", "longer than")),
     ],
@@ -282,10 +285,8 @@ def test_mutated_attributes_never_crash(name: str, data: st.DataObject) -> None:
     end = data.draw(st.integers(start, len(text)))
     inserted = data.draw(st.text(" ,()[]=*->0123456789bmknp", max_size=6))
     node = changed(**{name: text[:start] + inserted + text[end:]})
-    try:
+    with contextlib.suppress(BridgeError):
         bridge().arguments(node, GATE_SHAPES)
-    except BridgeError as error:
-        assert str(error)
 
 
 @pytest.mark.parametrize(
@@ -361,12 +362,8 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         position = data.draw(st.integers(8, len(archive) - 9))
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
-    try:
-        read = bridge().archive(resealed(archive))
-    except BridgeError as error:
-        assert "optimize the original again" in str(error)
-    else:
-        assert all(len(record) == 30 for record in read)
+    with contextlib.suppress(BridgeError):
+        assert all(len(record) == 30 for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------
@@ -465,7 +462,9 @@ def test_the_argument_struct_is_the_one_of_the_kernels() -> None:
 
 
 def test_only_the_entry_point_and_the_hooks_are_exported() -> None:
-    listing = subprocess.run(["nm", "-D", "--defined-only", bridge_library()], capture_output=True, text=True, check=True)
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", bridge_library()], capture_output=True, text=True, check=True
+    )
     names = {line.split()[-1] for line in listing.stdout.splitlines()}
     assert "RegisterCustomOps" in names
     assert all(name == "RegisterCustomOps" or name.startswith("onnxfuse_test_") for name in names)
@@ -477,8 +476,49 @@ def test_the_library_needs_nothing_but_libc() -> None:
     assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"}
 
 
-def run_in_process(case: str, environment: Mapping[str, str]) -> str:
-    command = [sys.executable, str(Path(ROOT) / "tests" / "bridge_session.py"), case]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environment), timeout=120)
+@pytest.mark.parametrize(
+    ("case", "driver"),
+    [
+        ("nothing_registered", None),
+        ("nothing_registered", {"FAKE_CUINIT": "100"}),
+        ("nothing_registered", {"FAKE_DEVICES": "0"}),
+        ("registered_for_cuda", {}),
+        ("runs", {}),
+        ("launch_contract", {}),
+        ("unknown_shapes", {}),
+        ("lifetimes", {}),
+        ("contexts", {}),
+        ("threads", {}),
+        ("load_errors", {}),
+        ("archive_at_the_same_address", {}),
+        ("run_errors", {}),
+        ("launch_error", {"FAKE_LAUNCH_ERROR": "719"}),
+    ],
+)
+def test_session(case: str, driver: Mapping[str, str] | None) -> None:
+    """A real session of ONNX Runtime; over the stand-in for the CUDA driver, or over none."""
+    if driver is None and has_gpu():
+        pytest.skip("this machine has a CUDA driver")
+    environment = dict(os.environ)
+    if driver is not None:
+        environment |= {**driver, "LD_LIBRARY_PATH": str(fake_driver_folder())}
+    command = [sys.executable, "-m", "tests.bridge_session", case, str(bridge_library())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def test_nothing_reads_out_of_bounds() -> None:
+    """Altered archives and attributes under the address and undefined-behaviour sanitizers."""
+    # The sanitizer catches throws, so it must find the C++ runtime when the process starts.
+    names = ("libasan.so", "libstdc++.so")
+    paths = [subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip() for name in names]
+    sanitizer = {
+        "LD_PRELOAD": " ".join(paths),
+        "PYTHONMALLOC": "malloc",  # buffers with red zones around them
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+    command = [sys.executable, "-m", "tests.bridge_fuzz", str(sanitized_library())]
+    environment = {**os.environ, **sanitizer}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ from onnx import numpy_helper
 from onnxfuse import store
 from onnxfuse.errors import ModelError, OutputError
 from onnxfuse.graph import load_model
+from tests import corpus
 from tests.onnx_build import Builder, run
 
 
@@ -108,6 +109,14 @@ def test_missing_external_data_names_the_tensor(tmp_path: Path) -> None:
     model = load_model(source)
     with pytest.raises(ModelError, match="'first'"):
         store.save_model(model.proto, model, tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize("key", corpus.families("btb", "bert", "sd15_unet_mini", size="tiny")[::3])
+def test_the_written_bytes_are_the_model(tmp_path: Path, key: str) -> None:
+    model = load_model(corpus.materialize(key))
+    store.save_model(model.proto, model, tmp_path / "out.onnx")
+    assert onnx.load(tmp_path / "out.onnx") == model.proto
+    assert (tmp_path / "out.onnx").stat().st_size == model.proto.ByteSize()
 
 
 def test_a_model_too_large_for_one_message_gets_external_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

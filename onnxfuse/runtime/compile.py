@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from onnxfuse.runtime.cache import Entry, entry_key, read_entry, write_entry
 
 SOURCE_NAME = "kernel.cu"
 HEADER = "cuda_fp16.h"
+_FIRST_USE = threading.Lock()
 HEADER_PACKAGE = "nvidia-cuda-runtime==13.0.*"
 NVRTC_PACKAGE = "nvidia-cuda-nvrtc==13.0.*"
 
@@ -129,8 +131,14 @@ def header_folder() -> Path:
     return Path(folder)
 
 
-@cache
 def _nvrtc() -> ModuleType:
+    """NVRTC, ready for several threads: two first compilations at once would fail to open its builtins."""
+    with _FIRST_USE:
+        return _first_nvrtc()
+
+
+@cache
+def _first_nvrtc() -> ModuleType:
     """CuPy's binding, which finds the library in the pip packages and needs no driver."""
     try:
         from cupy.cuda import nvrtc
@@ -139,6 +147,9 @@ def _nvrtc() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise CompileError(f"NVRTC does not load: {error}; it comes with the pip package {NVRTC_PACKAGE}") from error
     module: ModuleType = nvrtc
+    warm_up = module.createProgram("", SOURCE_NAME, (), ())
+    module.compileProgram(warm_up, ())
+    module.destroyProgram(warm_up)
     return module
 
 

@@ -75,9 +75,9 @@ def load_npz(path: Path) -> dict[str, Array]:
         ModelError: no such file, not an .npz file, or an array of Python objects.
     """
     try:
+        if not zipfile.is_zipfile(path) and path.exists():
+            raise ModelError(f"{path}: not an .npz file")
         with np.load(path, allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ModelError(f"{path}: not an .npz file")
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ModelError(f"{path}: cannot be read as an .npz file: {error}") from error

@@ -6,7 +6,6 @@ and no CUDA provider in the session it would refuse to load them, so the library
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +20,7 @@ CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
 _LIBRARY = "_bridge/libonnxfuse.so"
 _MARK = "onnxfuse.bridge"
+_FATAL = 4
 
 Provider = str | tuple[str, dict[Any, Any]]
 
@@ -56,12 +56,13 @@ def onnxruntime() -> Any:
         DeviceError: it is not installed; it comes in two packages, so it is no dependency of onnxfuse.
     """
     try:
-        return importlib.import_module("onnxruntime")
+        import onnxruntime as module
     except ImportError as error:
         raise DeviceError(
             "ONNX Runtime is not installed: `pip install onnxruntime-gpu` for NVIDIA GPUs, "
             f"`pip install onnxruntime` without one ({error})"
         ) from error
+    return module
 
 
 def cuda_usable() -> bool:
@@ -157,7 +158,7 @@ def _preload(runtime: Any) -> None:
 
 
 def open_session(path: Path, providers: Sequence[Provider], options: Any = None) -> Any:
-    """A session on a model file, with its failures in onnxfuse's terms.
+    """A session on a model file that logs nothing, with its failures in onnxfuse's terms.
 
     Raises:
         ModelError: the file is missing, or ONNX Runtime refuses it.
@@ -165,6 +166,8 @@ def open_session(path: Path, providers: Sequence[Provider], options: Any = None)
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
+    options = onnxruntime().SessionOptions() if options is None else options
+    options.log_severity_level = _FATAL  # every error comes as an exception as well
     try:
         return InferenceSession(path, options, providers)
     except DeviceError:

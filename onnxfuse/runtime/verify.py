@@ -160,7 +160,11 @@ def _run_original(
 def _run(path: Path, providers: Sequence[Provider], feeds: Mapping[str, Array]) -> dict[str, Value]:
     session = open_session(path, providers)
     specs = input_specs(session)
-    return _outputs(session, path, specs, make_feeds(specs, feeds))
+    try:
+        checked = make_feeds(specs, feeds)
+    except ModelError as error:
+        raise ModelError(f"{path}: the original's inputs do not fit: {error}") from error
+    return _outputs(session, path, specs, checked)
 
 
 def _run_reference(original: Path, feeds: Mapping[str, Array]) -> dict[str, Value]:

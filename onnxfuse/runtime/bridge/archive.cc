@@ -38,6 +38,9 @@ class Cursor {
     const char* start = reinterpret_cast<const char*>(bytes(width));
     const size_t length = strnlen(start, width);
     if (length == 0 || length == width) fail("a record's ", what, " is empty or not terminated", kRemedy);
+    // Names end up in messages, which must be text.
+    const bool printable = std::all_of(start, start + length, [](char c) { return c > ' ' && c <= '~'; });
+    if (!printable) fail("a record's ", what, " is not printable ASCII", kRemedy);
     return std::string(start, length);
   }
 
@@ -179,7 +182,9 @@ struct Extents {
 
 bool is_aligned(const OnnxfuseTensor& tensor, const Extents& extents, int64_t bytes, uint8_t alignment) {
   // The contiguous axis has stride 1: the kernel was compiled for an access width that its size divides.
-  const auto pitch = [&](int extent, int64_t stride) { return extent <= 1 || stride == 1 || stride * bytes % alignment == 0; };
+  const auto pitch = [&](int extent, int64_t stride) {
+    return extent <= 1 || stride == 1 || stride * bytes % alignment == 0;
+  };
   return reinterpret_cast<uintptr_t>(tensor.pointer) % alignment == 0 && pitch(extents.batch, tensor.batch_stride) &&
          pitch(extents.rows, tensor.row_stride) && pitch(extents.columns, tensor.column_stride);
 }
@@ -202,7 +207,9 @@ std::string misaligned(const Record& record, const Contract& contract, const Ele
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
     const uint8_t alignment = need.outs[i];
-    if (!is_aligned(arguments.outs[i], tile, bytes.outs[i], alignment)) return text("out ", i, " needs ", int{alignment});
+    if (!is_aligned(arguments.outs[i], tile, bytes.outs[i], alignment)) {
+      return text("out ", i, " needs ", int{alignment});
+    }
   }
   return "";
 }
@@ -229,7 +236,8 @@ bool covers(const Record& record, int m) { return record.min_m <= m && m <= reco
          "); optimize the original again for this range");
   }
   fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
-       "-byte alignment of its address and pitches (m=", arguments.m, "); optimize the original again with these shapes");
+       "-byte alignment of its address and pitches (m=", arguments.m,
+       "); optimize the original again with these shapes");
 }
 
 }  // namespace
@@ -282,8 +290,8 @@ std::vector<const Record*> records_for(const Records& records, const Contract& c
   }
   if (all.empty()) fail("the model carries no kernel ", contract.kernel, kRemedy);
   if (chosen.empty()) {
-    fail("the model carries this kernel for ", architectures_text(all), " and the device is sm_", device.capability, " with ",
-         device.shared_bytes, " bytes of shared memory a block; ", remedy_for(device.capability));
+    fail("the model carries this kernel for ", architectures_text(all), " and the device is sm_", device.capability,
+         " with ", device.shared_bytes, " bytes of shared memory a block; ", remedy_for(device.capability));
   }
   return chosen;
 }
@@ -299,7 +307,7 @@ size_t choose(const std::vector<const Record*>& candidates, const Contract& cont
 
 void check_image(const Record& record) {
   if (record.flavour == Flavour::kPtx) return;
-  // ELF64: e_shoff at 40, e_shentsize at 58, e_shnum at 60; in a section header sh_type at 4, sh_offset at 24, sh_size at 32.
+  // ELF64: e_shoff at 40, e_shentsize at 58, e_shnum at 60; of a section sh_type at 4, sh_offset at 24, sh_size at 32.
   constexpr uint64_t kElfHeader = 64, kSectionHeader = 64;
   constexpr uint32_t kNoBits = 8;
   const uint64_t size = record.image_bytes;

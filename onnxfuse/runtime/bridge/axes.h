@@ -1,61 +1,16 @@
-// The contract of a fused node, read from its attributes, and what it means for the shapes of one run. Pure: no runtime,
-// no driver. onnxfuse/artifact.py documents the grammar.
+// What a node's contract means for the shapes of one run: sizes, strides, part offsets. Pure: no runtime, no driver.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/arguments.cuh"
+#include "contract.h"
 
 namespace onnxfuse {
 
-// The attributes as the node carries them. `in_types` may be empty.
-struct NodeText {
-  std::string kernel, axes, sizes, problem, arguments, out_types, in_types;
-};
-
-struct ElementType {
-  const char* name;
-  int onnx;
-  int64_t bytes;
-};
-
-// nullptr when the runtime's element type cannot be an operand of a kernel.
-const ElementType* element_type(int onnx);
-
-constexpr int64_t kUnknown = -1;
-constexpr int kNone = -1;
-
-using Group = std::vector<int>;   // axes, outermost first
-using Sizes = std::vector<int64_t>;
+using Sizes = std::vector<int64_t>;   // of every axis of a contract
 using Shape = std::vector<int64_t>;
-
-struct Axis {
-  std::string name;
-  int64_t size = kUnknown;   // static size
-};
-
-// One argument of the kernel: a tensor, or index `part` along axis `part_axis` of it.
-struct Reference {
-  int tensor = 0;
-  int part_axis = kNone;
-  int64_t part = 0;
-};
-
-struct Contract {
-  std::string kernel;
-  std::vector<Axis> axes;
-  std::vector<std::vector<Group>> inputs;    // [tensor][dimension]
-  std::vector<std::vector<Group>> outputs;
-  Group batch, m, n, k;
-  Reference lhs;
-  std::vector<Reference> rhs, loads, outs;
-  std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
-};
-
-// Throws Error naming the attribute and the text at fault.
-Contract parse_contract(const NodeText& node);
 
 // A dimension that shape inference sees or tells: a size, or a symbol, or neither.
 struct SymbolicDim {

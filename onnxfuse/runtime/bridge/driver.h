@@ -1,4 +1,5 @@
-// The CUDA driver, opened at run time so that the library loads on a machine without one, and the modules loaded into it.
+// The CUDA driver, opened at run time so that the library loads on a machine without one, and the modules loaded
+// into it.
 #pragma once
 
 #include <cstdint>

@@ -84,8 +84,8 @@ NodeText node_text(const OrtApi* api, const Source* source) {
 
 // ---- What a node holds ---------------------------------------------------------------------------------------------
 
-// Records of the archive at one address. Nodes share it while any of them lives, so hundreds of nodes read and check one
-// archive once, and an address that the allocator gives out again is checked again.
+// Records of the archive at one address. Nodes share it while any of them lives, so hundreds of nodes read and check
+// one archive once, and an address that the allocator gives out again is checked again.
 struct ArchiveTable {
   std::mutex mutex;
   std::map<std::pair<const void*, size_t>, std::weak_ptr<const Records>> archives;
@@ -302,8 +302,8 @@ std::vector<SymbolicDim> known_shape(const OrtApi* api, const OrtShapeInferConte
   return result;
 }
 
-// A dimension that nobody knows still needs a name, because the API would store -1 as its size. The name is used once in a
-// process: the runtime takes equal names for equal sizes.
+// A dimension that nobody knows still needs a name, because the API would store -1 as its size. The name is used once
+// in a process: the runtime takes equal names for equal sizes.
 std::string fresh_symbol() {
   static std::atomic<unsigned> count{0};
   return text("onnxfuse_unknown_", ++count);
@@ -346,7 +346,9 @@ OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) noexcept 
 
 void describe_inputs(Op& op) {
   op.GetInputTypeCount = [](const OrtCustomOp*) noexcept -> size_t { return 2; };
-  op.GetInputType = [](const OrtCustomOp*, size_t i) noexcept { return i == kArchiveInput ? kOrtUint8 : kOrtUndefined; };
+  op.GetInputType = [](const OrtCustomOp*, size_t i) noexcept {
+    return i == kArchiveInput ? kOrtUint8 : kOrtUndefined;
+  };
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) noexcept {
     return i == kArchiveInput ? kOrtRequired : kOrtVariadic;
   };

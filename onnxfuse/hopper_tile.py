@@ -1,0 +1,216 @@
+"""Tiles of the sm_90a kernel: which are legal, what they need of shared memory, and how TMA reaches the operands.
+
+Shared memory of one block, in this order:
+
+    ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
+    staging   for each of the eight consumer warps: a slab of every tile operand (twice) and of every output
+    vectors   for each of the two consumer groups: the scalar, row and column operands in fp32
+    barriers  two for each stage
+
+`kernels/cuda/hopper_gemm.cuh` asserts the same numbers, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from onnxfuse.tile_footprint import copy_width
+
+if TYPE_CHECKING:  # plan imports this module
+    from onnxfuse.plan import Access, KernelSpec
+
+CONSUMER_GROUPS = 2
+THREADS = 128 * (CONSUMER_GROUPS + 1)
+BLOCK_K = 64  # 128 bytes of 16-bit elements: the widest swizzle
+FRAGMENT_ROWS = 64  # of one wgmma
+MAX_WIDTH = 256  # columns of one wgmma
+MAX_ACCUMULATORS = 192  # fp32 registers of one thread, of 240
+MAX_BOX = 256  # rows of one TMA box
+MAX_STAGES = 8
+MAX_SLAB_COLUMNS = 96
+STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts
+SWIZZLE_ALIGNMENT = 1024  # bytes; the ring's tiles start on whole periods of the swizzle
+BARRIER_BYTES = 8
+FP32_BYTES = 4
+WARPS = 4 * CONSUMER_GROUPS
+LDS_BYTES = 16  # the widest shared-memory access
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        block_m: rows of the output tile.
+        block_n: columns of the output tile, of each part.
+        pingpong: each of the two consumer groups owns every other tile; otherwise both share each tile.
+        cluster_m: 2 where two blocks with neighbouring rows share what they load of rhs, else 1.
+        cluster_n: 2 where two blocks with neighbouring columns share what they load of lhs, else 1.
+        group_rows: row tiles that run together, for reuse in L2.
+        stages: depth of the ring; 0 for as many as fit.
+    """
+
+    block_m: int
+    block_n: int
+    pingpong: bool
+    cluster_m: int = 1
+    cluster_n: int = 1
+    group_rows: int = 8
+    stages: int = 0
+
+    @property
+    def group_m(self) -> int:
+        """Rows of one consumer group."""
+        return self.block_m if self.pingpong else self.block_m // CONSUMER_GROUPS
+
+    def __str__(self) -> str:
+        cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
+        return f"{self.block_m}x{self.block_n} {'ping-pong' if self.pingpong else 'cooperative'}{cluster}"
+
+
+@dataclass(frozen=True)
+class HopperFootprint:
+    """Shared memory of one block; all sizes and offsets in bytes.
+
+    Attributes:
+        stages: depth of the ring.
+        stage: one stage of the ring.
+        slab_columns: columns that one pass of the epilogue stages.
+        staging: staging area of one warp.
+        vectors: vectors of one consumer group.
+        load_offsets: of each load, in the vectors or, for a tile operand, in the warp's staging area.
+        out_offsets: of each output in the warp's staging area.
+    """
+
+    stages: int
+    stage: int
+    slab_columns: int
+    staging: int
+    vectors: int
+    load_offsets: tuple[int, ...]
+    out_offsets: tuple[int, ...]
+
+    @property
+    def vectors_offset(self) -> int:
+        """Where the vectors begin."""
+        return self.stages * self.stage + WARPS * self.staging
+
+    @property
+    def barriers_offset(self) -> int:
+        """Where the barriers begin."""
+        return self.vectors_offset + CONSUMER_GROUPS * self.vectors
+
+    @property
+    def total(self) -> int:
+        """Dynamic shared memory of the launch."""
+        return self.barriers_offset + 2 * self.stages * BARRIER_BYTES
+
+
+@dataclass(frozen=True)
+class MapRule:
+    """How the launch describes one tensor to TMA. The element type is that of the tensor, elements outside are zero.
+
+    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0).
+
+    Attributes:
+        tensor: `lhs`, `rhs` or `out`.
+        index: which part or output.
+        rows_contiguous: the contiguous axis is the tensor's rows (k of an [n, k] rhs), not its columns.
+        swizzle: bytes of the swizzle's span: 0, 32, 64 or 128.
+        box_inner: elements of the box along the contiguous axis.
+        box_outer: elements of the box along the other axis.
+    """
+
+    tensor: str
+    index: int
+    rows_contiguous: bool
+    swizzle: int
+    box_inner: int
+    box_outer: int
+
+
+def rhs_atom(spec: KernelSpec, tile: HopperTile) -> int:
+    """Elements of the swizzle's span along the contiguous axis of rhs: of k, or of n as far as it divides a part."""
+    if spec.rhs_order == "nk":
+        return BLOCK_K
+    return next(atom for atom in (64, 32, 16) if tile.block_n % atom == 0)
+
+
+def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
+    """Elements of one box of rhs along its contiguous and its other axis.
+
+    In a cluster that shares rhs each block loads every other box of a stage, so there is an even number of them.
+    """
+    if spec.rhs_order == "kn":
+        return rhs_atom(spec, tile), BLOCK_K
+    halves = 2 if tile.cluster_m == 2 and spec.parts % 2 else 1  # noqa: PLR2004
+    return BLOCK_K, tile.block_n // halves
+
+
+def map_rules(spec: KernelSpec, tile: HopperTile) -> tuple[MapRule, ...]:
+    """The tensor maps of a launch, in the order of the kernel's second argument: lhs, then rhs of each part."""
+    inner, outer = rhs_box(spec, tile)
+    atom = rhs_atom(spec, tile)
+    lhs = MapRule("lhs", 0, False, 2 * BLOCK_K, BLOCK_K, tile.block_m // tile.cluster_n)
+    rhs = (
+        MapRule("rhs", part, spec.rhs_order == "nk", 2 * atom, inner, outer)
+        for part in range(spec.parts)
+    )
+    return (lhs, *rhs)
+
+
+def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFootprint:
+    """Lay out the shared memory of one block."""
+    stage = 2 * BLOCK_K * (tile.block_m + spec.parts * tile.block_n)
+    slab = max(
+        (columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if tile.block_n % columns == 0),
+        key=lambda columns: (columns % 64 == 0, columns),
+    )
+    loads, outs, staging, vectors = [], [], 0, 0
+    for load in spec.loads:
+        loads.append(staging if load.kind == "tile" else vectors)
+        staging += 2 * _staged_bytes(load, slab) if load.kind == "tile" else 0
+        vectors += _vector_bytes(load, tile)
+    for out in spec.outs:
+        outs.append(staging)
+        staging += _staged_bytes(out, slab)
+    fixed = WARPS * staging + CONSUMER_GROUPS * vectors
+    fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
+    stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
+    return HopperFootprint(stages, stage, slab, staging, vectors, tuple(loads), tuple(outs))
+
+
+def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec with a tile, or None if it can."""
+    width = spec.parts * tile.block_n
+    if spec.math not in ("f16", "bf16"):
+        return f"no wgmma of this kernel for {spec.math}"
+    if copy_width(spec.lhs_width, 2) * 2 < LDS_BYTES or copy_width(spec.rhs_width, 2) * 2 < LDS_BYTES:
+        return "TMA needs rows of lhs and rhs on 16-byte boundaries"
+    if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
+        return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
+    if tile.block_n % 16 or width > MAX_WIDTH:
+        return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
+    if tile.group_m * width // 128 > MAX_ACCUMULATORS:
+        return f"{tile.group_m * width // 128} accumulators in a thread, of {MAX_ACCUMULATORS} at most"
+    if tile.cluster_m * tile.cluster_n > 2:  # noqa: PLR2004
+        return "clusters have two blocks at most"
+    inner, outer = rhs_box(spec, tile)
+    if tile.cluster_m == 2 and (spec.parts * tile.block_n * BLOCK_K // (inner * outer)) % 2:  # noqa: PLR2004
+        return "a cluster shares an even number of boxes of rhs"
+    if inner == BLOCK_K and spec.rhs_order == "nk" and outer % 8:
+        return "a box of rhs holds whole periods of the swizzle"
+    layout = footprint(spec, replace(tile, stages=0), shared_limit)
+    if layout.stages < max(tile.stages, 2):
+        return f"{layout.stages} stages fit into shared memory"
+    return None
+
+
+def _staged_bytes(access: Access, columns: int) -> int:
+    return 16 * (columns + STAGED_PADDING) * access.dtype.bytes
+
+
+def _vector_bytes(load: Access, tile: HopperTile) -> int:
+    lengths = {"scalar": 4, "row": tile.block_n, "column": tile.group_m, "tile": 0}
+    return lengths[load.kind] * FP32_BYTES

@@ -1,0 +1,131 @@
+// The PTX instructions that only sm_90a has, one function each; the wgmma of the kernel's own width is generated. A
+// shared-memory address is the 32-bit offset that the instructions take; shared memory of the cluster's other block is
+// reached through `peer`.
+#pragma once
+#include "ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_GROUP = 128;  // threads of one wgmma
+
+// CUtensorMap of cuda.h, which NVRTC does not have. TMA wants it in constant or parameter memory.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// ---- mbarrier: a phase ends when all arrivals and all announced bytes are in.
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After the init: visible to the other block of the cluster and to TMA.
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier with the same offset in block `rank` of the cluster, which may be this block.
+__device__ __forceinline__ void barrier_arrive_peer(unsigned barrier, int rank) {
+  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [peer]; }"
+               ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// try_wait sleeps for a while on its own, so the loop is seldom run twice.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
+  unsigned done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+// ---- TMA: a box of a tensor map of rank 3 <-> shared memory; elements outside of the tensor are read as zero and not
+// written. x is the contiguous axis, z the batch.
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+// Into both blocks of a cluster of two, at the same offsets; each block's own barrier counts the bytes.
+__device__ __forceinline__ void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<unsigned short>(3)) : "memory");
+}
+
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned shared, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+               ::"l"(&map), "r"(shared), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the shared memory of all but this thread's PENDING newest groups of stores has been read.
+template <int PENDING>
+__device__ __forceinline__ void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// What this thread wrote into shared memory becomes visible to TMA.
+__device__ __forceinline__ void shared_to_tma_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- wgmma
+
+// Orders the register accesses before it with the wgmma that follow.
+__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void multiply_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving reads of the accumulators before the wait for them.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+// ---- warp groups and clusters
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Named barriers; 0 is __syncthreads.
+__device__ __forceinline__ void named_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// ---- programmatic dependent launch: a no-op unless the launch asked for it.
+
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+}  // namespace onnxfuse

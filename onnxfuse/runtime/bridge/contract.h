@@ -1,0 +1,60 @@
+// The contract of a fused node, read from its attributes. Pure: no runtime, no driver. onnxfuse/artifact.py documents
+// the grammar.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/arguments.cuh"
+
+namespace onnxfuse {
+
+// The attributes as the node carries them. `in_types` may be empty.
+struct NodeText {
+  std::string kernel, axes, sizes, problem, arguments, out_types, in_types;
+};
+
+struct ElementType {
+  const char* name;
+  int onnx;
+  int64_t bytes;
+};
+
+// nullptr when the runtime's element type cannot be an operand of a kernel.
+const ElementType* element_type(int onnx);
+
+constexpr int64_t kUnknown = -1;
+constexpr int kNone = -1;
+
+using Group = std::vector<int>;   // axes, outermost first
+
+struct Axis {
+  std::string name;
+  int64_t size = kUnknown;   // static size
+};
+
+// One argument of the kernel: a tensor, or index `part` along axis `part_axis` of it.
+struct Reference {
+  int tensor = 0;
+  int part_axis = kNone;
+  int64_t part = 0;
+};
+
+struct Contract {
+  std::string kernel;
+  std::vector<Axis> axes;
+  std::vector<std::vector<Group>> inputs;    // [tensor][dimension]
+  std::vector<std::vector<Group>> outputs;
+  Group batch, m, n, k;
+  Reference lhs;
+  std::vector<Reference> rhs, loads, outs;
+  std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
+};
+
+// Throws Error naming the attribute and the text at fault.
+Contract parse_contract(const NodeText& node);
+
+bool contains(const Group& group, int axis);
+
+}  // namespace onnxfuse

@@ -1,0 +1,80 @@
+"""Altered archives and attributes, thousands of them, against the bridge built with sanitizers.
+
+    python -m tests.bridge_fuzz LIBRARY [ROUNDS]
+
+with libasan.so and libstdc++.so of the compiler in LD_PRELOAD; test_bridge.py does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import sys
+import zlib
+from pathlib import Path
+
+from onnxfuse.artifact import Flavour, Record, pack
+from tests.bridge_hooks import Arguments, Bridge, BridgeError, Node, load
+
+RECORD = Record(
+    kernel="ab12", entry="gemm", capability=90, flavour=Flavour.SPECIFIC, min_m=0, max_m=4096, block_m=64, block_n=64,
+    threads=128, shared_bytes=4096, lhs_alignment=16, rhs_alignment=16, load_alignments=(4, 4), out_alignments=(16,),
+    image=b"\x7fELF\x02\x01" + bytes(34) + (64).to_bytes(8, "little") + bytes(10) + b"\x40\0\x01\0" + bytes(66),
+)  # fmt: skip
+NODE = Node(
+    axes="b m k, k (p n), (p n) -> b m n", sizes="p=2 n=16 k=32", problem="m=b*m n=n k=k", out_types="f16",
+    arguments="lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0",
+)  # fmt: skip
+SHAPES = ((2, 3, 32), (32, 32), (32,))
+INTERESTING = (0, 1, 8, 63, 64, 127, 128, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def altered_archive(source: random.Random, data: bytes) -> bytes:
+    """A few fields overwritten, sometimes cut, with a size and checksum that match again most of the time."""
+    bytes_now = bytearray(data)
+    for _ in range(source.randint(1, 4)):
+        width = source.choice((1, 2, 4, 8))
+        position = source.randrange(0, len(bytes_now) - width)
+        value = source.choice((source.getrandbits(64), *INTERESTING)) % 256**width
+        bytes_now[position : position + width] = value.to_bytes(width, "little")
+    if source.random() < 0.3:
+        del bytes_now[source.randrange(0, len(bytes_now)) :]
+    if source.random() < 0.9 and len(bytes_now) >= 32:
+        bytes_now[:12] = b"onnxfuse\x01\0\0\0"
+        bytes_now[16:24] = len(bytes_now).to_bytes(8, "little")
+        checksum = zlib.crc32(bytes_now[32:], zlib.crc32(bytes_now[:24]))
+        bytes_now[24:32] = checksum.to_bytes(8, "little")
+    return bytes(bytes_now)
+
+
+def altered_node(source: random.Random) -> Node:
+    name = source.choice(("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types"))
+    text = NODE.attributes[name]
+    start = source.randint(0, len(text))
+    end = min(len(text), start + source.choice((0, 1, 5)))
+    junk = "".join(source.choice(" ,()[]=*->0123456789bmknp\u00e9") for _ in range(source.randint(0, 8)))
+    return dataclasses.replace(NODE, **{name: text[:start] + junk + text[end:]})
+
+
+def one_round(bridge: Bridge, source: random.Random, data: bytes) -> None:
+    archive, node = altered_archive(source, data), altered_node(source)
+    with contextlib.suppress(BridgeError):
+        bridge.archive(archive)
+    with contextlib.suppress(BridgeError):
+        bridge.choose(archive, NODE, Arguments(m=6, n=16, k=32, batch=1))
+    shapes = [[source.choice((dim, *INTERESTING[:11])) for dim in shape] for shape in SHAPES]
+    with contextlib.suppress(BridgeError):
+        bridge.arguments(node, source.choice((SHAPES, shapes)))
+    with contextlib.suppress(BridgeError):
+        bridge.infer(node, [" ".join(source.choice((str(dim), "?", "M")) for dim in shape) for shape in shapes])
+
+
+if __name__ == "__main__":
+    fuzzed, rounds = load(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else 5000
+    packed = pack([RECORD, dataclasses.replace(RECORD, flavour=Flavour.PTX, image=b"ptx")])
+    for number in range(rounds):
+        one_round(fuzzed, random.Random(number), packed)
+    sys.stdout.flush()
+    os._exit(0)

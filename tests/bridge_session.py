@@ -1,0 +1,286 @@
+"""Sessions of ONNX Runtime on the CPU with the bridge registered; each case runs in a process of its own.
+
+    python -m tests.bridge_session CASE LIBRARY
+
+The CUDA driver is whatever libcuda.so.1 the process finds: none, or the stand-in of fake_libcuda.cc, which computes on
+the CPU. Test hooks give the op to the CPU provider, so that the runtime calls every entry point of the bridge for real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxfuse.artifact import Flavour, Record, pack
+
+K, N = 8, 12
+RECORD = Record(
+    kernel="ab12", entry="fake_p2_l2", capability=80, flavour=Flavour.PTX, min_m=0, max_m=2**31 - 1, block_m=16,
+    block_n=8, threads=128, shared_bytes=1000, lhs_alignment=16, rhs_alignment=16, load_alignments=(4, 4),
+    out_alignments=(4,), image=b"// PTX of the stand-in",
+)  # fmt: skip
+ATTRIBUTES = {
+    "kernel": "ab12",
+    "axes": "b m k, k (p n), (p n) -> b m n",
+    "sizes": f"p=2 n={N} k={K}",
+    "problem": "m=b*m n=n k=k",
+    "arguments": "lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0",
+    "out_types": "f32",
+    "in_types": "f32,f32,f32",
+    "fusion": "for people",
+}
+RANDOM = np.random.default_rng(7)
+WEIGHT = RANDOM.standard_normal((K, 2 * N)).astype(np.float32)
+BIAS = RANDOM.standard_normal(2 * N).astype(np.float32)
+LIBRARY = ""
+
+
+def reference(x: np.ndarray) -> np.ndarray:
+    product = x @ WEIGHT
+    return product[..., :N] * product[..., N:] + BIAS[:N] + BIAS[N:]
+
+
+def model(
+    *,
+    nodes: int = 1,
+    archive: bytes | None = None,
+    constant: bool = True,
+    fallback: bool = False,
+    dims: tuple = ("B", "M", K),
+    **attributes: str,
+) -> bytes:
+    """`nodes` fused nodes side by side."""
+    kernels = np.frombuffer(pack([RECORD]) if archive is None else archive, np.uint8)
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)]
+    initializers = [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(BIAS, "bias")]
+    if constant:
+        initializers.append(numpy_helper.from_array(kernels, "kernels"))
+    else:
+        inputs.append(helper.make_tensor_value_info("kernels", TensorProto.UINT8, [len(kernels)]))
+    values = ATTRIBUTES | attributes
+    body = [
+        helper.make_node("FusedGemm", ["kernels", "x", "w", "bias"], [f"y{i}"], f"site{i}", domain="onnxfuse", **values)
+        for i in range(nodes)
+    ]
+    outputs = [helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, None) for i in range(nodes)]
+    graph = helper.make_graph(body, "g", inputs, outputs, initializers)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("onnxfuse", 1)]
+    functions = [fallback_function()] if fallback else []
+    made = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=functions)
+    return made.SerializeToString()
+
+
+def fallback_function() -> onnx.FunctionProto:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Split", ["h"], ["h0", "h1"], axis=-1),
+        helper.make_node("Split", ["bias"], ["b0", "b1"], axis=-1),
+        helper.make_node("Mul", ["h0", "h1"], ["product"]),
+        helper.make_node("Add", ["product", "b0"], ["sum"]),
+        helper.make_node("Add", ["sum", "b1"], ["y"]),
+    ]
+    names, opsets = ["kernels", "x", "w", "bias"], [helper.make_opsetid("", 13)]
+    return helper.make_function("onnxfuse", "FusedGemm", names, ["y"], nodes, opsets)
+
+
+def session(data: bytes) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(LIBRARY)
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def sample(*dims: int) -> np.ndarray:
+    return RANDOM.standard_normal(dims).astype(np.float32)
+
+
+def check(made: onnxruntime.InferenceSession, *dims: int) -> None:
+    x = sample(*dims)
+    for y in made.run(None, {"x": x}):
+        np.testing.assert_allclose(y, reference(x), rtol=1e-4, atol=1e-4)
+
+
+def error_of(data: bytes, *dims: int) -> str:
+    """What a load, or a run where dimensions are given, fails with."""
+    try:
+        made = session(data)
+        if dims:
+            made.run(None, {"x": sample(*dims)})
+    except Exception as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def expect(message: str, *words: str) -> None:
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+
+
+def on_cpu() -> None:
+    ctypes.CDLL(LIBRARY).onnxfuse_test_run_on_cpu(1)
+
+
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+# ---- Cases -----------------------------------------------------------------------------------------------------------
+
+
+def nothing_registered() -> None:
+    for _ in range(2):
+        check(session(model(fallback=True)), 2, 3, K)
+    expect(error_of(model()), "FusedGemm", "not a registered function/op")
+
+
+def registered_for_cuda() -> None:
+    expect(error_of(model()), "implementation for FusedGemm(1) node with name 'site0'")
+
+
+def runs() -> None:
+    on_cpu()
+    made = session(model(nodes=3))
+    assert [output.shape for output in made.get_outputs()] == [["B", "M", N]] * 3
+    assert driver().fake_loads() == 1, "an image is loaded once, however many nodes use it"
+    for dims in ((2, 3), (1, 1), (7, 70), (2, 3)):
+        check(made, *dims, K)
+    assert driver().fake_launches() == 12
+    for dims in ((0, 3), (3, 0)):
+        assert [y.shape for y in made.run(None, {"x": sample(*dims, K)})] == [(*dims, N)] * 3
+    assert driver().fake_launches() == 12, "nothing is launched for an empty output"
+
+
+def launch_contract() -> None:
+    from tests.bridge_hooks import Arguments
+
+    on_cpu()
+    made = session(model(problem="batch=b m=m n=n k=k"))
+    check(made, 3, 33, K)
+    grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
+    driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+    assert list(grid) == [3 * 2, 1, 3, 128, 1, 1]
+    assert shared.value == 1000
+    assert (arguments.batch, arguments.m, arguments.n, arguments.k) == (3, 33, N, K)
+    check(made, 70_000, 1, K)
+    driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+    assert (grid[2], arguments.batch) == (65535, 70_000)
+
+
+def unknown_shapes() -> None:
+    on_cpu()
+    symbols = [
+        session(model(dims=(None, None, K), nodes=2)).get_outputs()[index].shape for index in range(2)
+    ]  # a dimension that nobody knows has a name of its own
+    assert len({symbol for shape in symbols for symbol in shape[:2]}) == 4
+    check(session(model(dims=None)), 2, 3, K)
+
+
+def lifetimes() -> None:
+    on_cpu()
+    for round_number in range(1, 4):
+        first, second = session(model()), session(model(nodes=2))
+        check(first, 2, 3, K)
+        del first
+        gc.collect()
+        check(second, 2, 3, K)
+        assert (driver().fake_loads(), driver().fake_unloads()) == (round_number, round_number - 1)
+        del second
+        gc.collect()
+        assert driver().fake_unloads() == round_number
+
+
+def contexts() -> None:
+    on_cpu()
+    made = session(model(nodes=2))
+    check(made, 2, 3, K)
+    driver().fake_set_context(ctypes.c_void_p(0x2000))
+    for _ in range(2):
+        check(made, 2, 3, K)
+        assert driver().fake_loads() == 2, "each context has its own copy of the code, loaded once"
+    driver().fake_set_context(ctypes.c_void_p(0x1000))
+    check(made, 2, 3, K)
+    assert driver().fake_loads() == 2
+    driver().fake_set_context(None)
+    expect(error_of(model()), "site0", "no CUDA context")
+
+
+def threads() -> None:
+    on_cpu()
+    made = session(model(nodes=2))
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            driver().fake_set_context(ctypes.c_void_p(0x1000 * (1 + seed % 3)))
+            for step in range(50):
+                x = np.random.default_rng(seed * 100 + step).standard_normal((1 + step % 3, 1 + seed, K))
+                x = x.astype(np.float32)
+                for y in made.run(None, {"x": x}):
+                    np.testing.assert_allclose(y, reference(x), rtol=1e-4, atol=1e-4)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures[0]
+    assert driver().fake_loads() == 3
+
+
+def load_errors() -> None:
+    on_cpu()
+    packed = pack([RECORD])
+    expect(error_of(model(archive=packed[:-1])), "node 'site0'", "should have", "optimize the original again")
+    expect(error_of(model(archive=packed[:-2] + b"xx")), "node 'site0'", "checksum")
+    expect(error_of(model(archive=b"")), "node 'site0'", "0 bytes")
+    expect(error_of(model(constant=False)), "node 'site0'", "must be an initializer")
+    expect(error_of(model(kernel="ff")), "node 'site0'", "no kernel ff")
+    expect(error_of(model(in_types="f32,f16,f32")), "node 'site0'", "input 1 is f32", "compiled for f16")
+    specific = pack([Record(**(vars(RECORD) | {"capability": 100, "flavour": Flavour.CUBIN}))])
+    expect(error_of(model(archive=specific)), "node 'site0'", "sm_100", "device is sm_90", "--arch sm_90a")
+    cubin = pack([Record(**(vars(RECORD) | {"capability": 90, "flavour": Flavour.CUBIN}))])
+    expect(error_of(model(archive=cubin)), "node 'site0'", "not a cubin")
+    entry = pack([Record(**(vars(RECORD) | {"entry": "missing"}))])
+    expect(error_of(model(archive=entry)), "node 'site0'", "find the kernel's entry missing", "500")
+    expect(error_of(model(axes="b m k, k (p n), (p n -> b m n")), "site0")
+
+
+def archive_at_the_same_address() -> None:
+    """A damaged archive is found even where an intact one was a moment ago."""
+    on_cpu()
+    for _ in range(5):
+        made = session(model())
+        check(made, 2, 3, K)
+        del made
+        gc.collect()
+        expect(error_of(model(archive=pack([RECORD])[:-2] + b"xx")), "checksum")
+
+
+def run_errors() -> None:
+    on_cpu()
+    anything = {"dims": (None, None, None)}
+    expect(error_of(model(**anything), 2, 3, 7), "node 'site0'", "dimension 2 of input 0 is 7", "k=8")
+    ranged = pack([Record(**(vars(RECORD) | {"min_m": 100}))])
+    expect(error_of(model(archive=ranged, **anything), 2, 3, K), "node 'site0'", "m=6", "m=100..")
+
+
+def launch_error() -> None:
+    on_cpu()
+    expect(error_of(model(), 2, 3, K), "node 'site0'", "launch the kernel", "CUDA_ERROR_LAUNCH_FAILED", "launch failed")
+
+
+if __name__ == "__main__":
+    LIBRARY = sys.argv[2]
+    globals()[sys.argv[1]]()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,164 @@
+// CUDA C++ on the CPU, as far as the kernels of onnxfuse use it: a block's threads are fibers of one thread, switched at
+// every barrier. Included before the emitted source; the folder's other headers stand in for those of CUDA.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __grid_constant__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __launch_bounds__(...)
+
+using std::max;
+using std::min;
+
+struct float2 { float x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+struct Position { unsigned x, y, z; };
+inline Position threadIdx, blockIdx, gridDim;
+
+constexpr int EMULATED_SHARED_BYTES = 228 * 1024;
+extern "C" { alignas(1024) inline unsigned char onnxfuse_shared[EMULATED_SHARED_BYTES]; }
+
+inline float __int_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+inline float __expf(float x) { return expf(x); }
+// As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
+inline float __fdividef(float x, float y) {
+  if (fabsf(y) > 0x1p126f) return std::isinf(x) ? NAN : (std::isnan(x) || std::isnan(y) ? NAN : 0.0f * x);
+  return x / y;
+}
+
+namespace emulator {
+
+struct Barrier {
+  int size, arrived = 0, generation = 0;
+};
+
+// Bytes that a kernel may touch, and how often it wrote each.
+struct Range {
+  unsigned char* begin;
+  size_t bytes;
+  bool writable;
+  std::vector<unsigned char> writes;
+};
+
+struct PendingCopy { unsigned shared; unsigned char bytes[16]; int count; };
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool finished;
+  std::vector<std::vector<PendingCopy>> groups;  // of cp.async, the open one last
+};
+
+struct Warp {
+  Barrier barrier;
+  unsigned values[32][8];
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  Barrier barrier;
+  ucontext_t scheduler;
+  bool lazy;  // cp.async lands as late as it may; otherwise at once
+};
+
+inline Block block;
+inline std::vector<Range> ranges;
+inline std::string failure;
+inline int conflicts;
+
+[[noreturn]] inline void fail(const std::string& message);
+
+inline Fiber& fiber() { return block.fibers[threadIdx.x]; }
+
+inline void yield() {
+  const unsigned self = threadIdx.x;
+  swapcontext(&fiber().context, &block.scheduler);
+  threadIdx.x = self;
+}
+
+inline void fail(const std::string& message) {
+  if (failure.empty()) failure = message;
+  while (true) yield();
+}
+
+inline void wait(Barrier& barrier) {
+  const int generation = barrier.generation;
+  if (++barrier.arrived == barrier.size) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  while (barrier.generation == generation) yield();
+}
+
+inline Warp& warp() { return block.warps[threadIdx.x / 32]; }
+
+inline void check_global(const void* pointer, size_t bytes, bool write) {
+  const auto* address = static_cast<const unsigned char*>(pointer);
+  if (reinterpret_cast<uintptr_t>(address) % bytes) fail("misaligned access of " + std::to_string(bytes) + " bytes");
+  for (Range& range : ranges) {
+    if (address < range.begin || address + bytes > range.begin + range.bytes) continue;
+    if (!write) return;
+    if (!range.writable) fail("write into an input");
+    for (size_t i = 0; i < bytes; ++i) ++range.writes[address - range.begin + i];
+    return;
+  }
+  fail(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes out of bounds");
+}
+
+inline unsigned char* shared(unsigned address, size_t bytes) {
+  if (address + bytes > EMULATED_SHARED_BYTES) fail("shared memory out of bounds");
+  if (address % bytes) fail("misaligned access of shared memory");
+  return onnxfuse_shared + address;
+}
+
+inline void run_block(int threads, const std::function<void()>& kernel) {
+  memset(onnxfuse_shared, 0xff, sizeof onnxfuse_shared);  // NaN in every type
+  block.fibers = std::vector<Fiber>(threads);
+  block.warps.assign(threads / 32, Warp{{32}, {}});
+  block.barrier = {threads};
+  static const std::function<void()>* entry;
+  entry = &kernel;
+  for (Fiber& own : block.fibers) {
+    constexpr size_t STACK = 256 * 1024;
+    own.stack.reset(new char[STACK]);
+    own.groups.resize(1);
+    getcontext(&own.context);
+    own.context.uc_stack.ss_sp = own.stack.get();
+    own.context.uc_stack.ss_size = STACK;
+    own.context.uc_link = &block.scheduler;
+    makecontext(&own.context, +[] { (*entry)(); fiber().finished = true; }, 0);
+  }
+  for (bool running = true; running && failure.empty();) {
+    running = false;
+    for (int thread = 0; thread < threads && failure.empty(); ++thread) {
+      threadIdx.x = thread;
+      if (fiber().finished) continue;
+      running = true;
+      swapcontext(&block.scheduler, &block.fibers[thread].context);
+    }
+  }
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::wait(emulator::block.barrier); }
+inline void __syncwarp() { emulator::wait(emulator::warp().barrier); }

@@ -1,0 +1,125 @@
+// Stands in for ptx.cuh: the same functions in C++. Every access to global memory is checked for bounds and alignment, and
+// ldmatrix for bank conflicts. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and "for mma.m16n8k8".
+namespace onnxfuse {
+
+inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - onnxfuse_shared);
+}
+
+inline void land(const emulator::PendingCopy& copy) { memcpy(emulator::shared(copy.shared, copy.count), copy.bytes, copy.count); }
+
+template <int BYTES>
+void copy_async(unsigned shared, const void* global, bool inside) {
+  emulator::PendingCopy copy{shared, {}, BYTES};
+  if (inside) emulator::check_global(global, BYTES, false);
+  if (inside) memcpy(copy.bytes, global, BYTES);
+  if (BYTES == 2 || !emulator::block.lazy) land(copy);
+  else emulator::fiber().groups.back().push_back(copy);
+}
+
+inline void copy_async_commit() { emulator::fiber().groups.emplace_back(); }
+
+template <int PENDING>
+void copy_async_wait() {
+  auto& groups = emulator::fiber().groups;
+  while (groups.size() - 1 > PENDING) {
+    for (const auto& copy : groups.front()) land(copy);
+    groups.erase(groups.begin());
+  }
+}
+
+template <typename Vector>
+Vector load_global(const typename Vector::Type* global) {
+  emulator::check_global(global, sizeof(Vector), false);
+  Vector packed;
+  memcpy(static_cast<void*>(&packed), global, sizeof(Vector));
+  return packed;
+}
+
+template <typename Vector>
+void store_global(typename Vector::Type* global, const Vector& packed) {
+  emulator::check_global(global, sizeof(Vector), true);
+  memcpy(static_cast<void*>(global), &packed, sizeof(Vector));
+}
+
+template <int COUNT>
+void load_shared(float (&values)[COUNT], unsigned address) {
+  memcpy(values, emulator::shared(address, sizeof values), sizeof values);
+}
+
+inline unsigned load_shared_word(unsigned address) {
+  unsigned value;
+  memcpy(&value, emulator::shared(address, 4), 4);
+  return value;
+}
+
+inline void count_conflicts(const emulator::Warp& warp) {
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    unsigned banks = 0;
+    for (int row = 0; row < 8; ++row) banks |= 1u << warp.values[matrix * 8 + row][0] / 16 % 8;
+    if (banks != 0xff) ++emulator::conflicts;
+  }
+}
+
+template <bool TRANSPOSED>
+void load_matrices_from(unsigned (&matrices)[4], unsigned address) {
+  emulator::Warp& warp = emulator::warp();
+  const int lane = threadIdx.x % 32;
+  warp.values[lane][0] = address;
+  __syncwarp();
+  if (lane == 0) count_conflicts(warp);
+  for (int i = 0; i < 4; ++i) {
+    if (TRANSPOSED) {
+      unsigned short pair[2];
+      for (int k = 0; k < 2; ++k) {
+        memcpy(&pair[k], emulator::shared(warp.values[i * 8 + lane % 4 * 2 + k][0], 16) + lane / 4 * 2, 2);
+      }
+      matrices[i] = pair[0] | static_cast<unsigned>(pair[1]) << 16;
+    } else {
+      memcpy(&matrices[i], emulator::shared(warp.values[i * 8 + lane / 4][0], 16) + lane % 4 * 4, 4);
+    }
+  }
+  __syncwarp();
+}
+
+inline void load_matrices(unsigned (&matrices)[4], unsigned address) { load_matrices_from<false>(matrices, address); }
+inline void load_matrices_transposed(unsigned (&matrices)[4], unsigned address) { load_matrices_from<true>(matrices, address); }
+
+inline float half_of(__half, unsigned word, int half) {
+  const unsigned short bits = word >> 16 * half;
+  __half value;
+  memcpy(static_cast<void*>(&value), &bits, 2);
+  return to_float(value);
+}
+inline float half_of(__nv_bfloat16, unsigned word, int half) { return to_float(__nv_bfloat16{static_cast<unsigned short>(word >> 16 * half)}); }
+inline float half_of(float, unsigned word, int) { return __int_as_float(word); }
+
+template <typename T>
+void multiply_fragment(T type, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  constexpr int PACKED = 4 / sizeof(T);  // elements of one register
+  constexpr int SIDE = 4 * PACKED;       // of k in one register of all lanes of a row
+  emulator::Warp& warp = emulator::warp();
+  const int lane = threadIdx.x % 32;
+  memcpy(warp.values[lane], lhs, sizeof lhs);
+  memcpy(warp.values[lane] + 4, rhs, sizeof rhs);
+  __syncwarp();
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4, column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 2 * SIDE; ++k) {
+      const int from = k % SIDE / PACKED;
+      const float a = half_of(type, warp.values[row * 4 + from][e / 2 + k / SIDE * 2], k % PACKED);
+      const float b = half_of(type, warp.values[column * 4 + from][4 + k / SIDE], k % PACKED);
+      acc[e] += a * b;
+    }
+  }
+  __syncwarp();
+}
+
+inline void round_to_tf32(unsigned& value) {
+  if ((value & 0x7f800000) != 0x7f800000) value = (value + 0x1000) & ~0x1fffu;
+}
+
+inline float minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }
+inline float maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
+
+}  // namespace onnxfuse

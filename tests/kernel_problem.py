@@ -1,0 +1,289 @@
+"""One launch of the GEMM kernel: its tensors in host memory, its arguments, and what it should compute, with error bounds.
+
+Shared by the emulator's tests and the GPU's. Tensors lie in padded buffers, so that pitches, offsets and broadcasts are
+those of views; everything around a tensor's own elements is NaN and must neither be used nor be overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import ml_dtypes
+import numpy as np
+
+from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.fusion import Step
+from onnxfuse.plan import Access, KernelSpec, Tile
+from tests.reference_fusion import OPS
+
+TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])
+ARGUMENTS = np.dtype(
+    [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
+    + [(name, "<i4") for name in ("m", "n", "k", "batch")]
+)
+
+NUMPY = {F16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16), F32: np.dtype(np.float32)}
+ROUNDING = {F16: 2.0**-11, BF16: 2.0**-8, F32: 2.0**-24}  # half a unit in the last place, relative
+SMALLEST = {F16: 2.0**-25, BF16: 2.0**-134, F32: 2.0**-150}  # half a subnormal
+FP32 = 2.0**-23  # tensor cores cut where they align summands: a whole unit in the last place for every addition
+TF32 = 2.0**-11  # rounding of one operand to 10 bits
+
+
+@dataclass(frozen=True)
+class Size:
+    """The run-time side of a launch; `pad` is the number of elements between rows, a multiple of every width."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    pad: int = 0
+    broadcast_rhs: bool = True  # one rhs for the whole batch, as a Linear's weight
+
+
+@dataclass
+class Bounded:
+    """A value in float64 and a bound of what the kernel's fp32 arithmetic may differ from it."""
+
+    value: np.ndarray
+    error: np.ndarray
+
+    def rounded(self, units: float = 1.0) -> Bounded:
+        return Bounded(self.value, self.error + units * FP32 * np.abs(self.value))
+
+
+# How an error of the inputs grows, for the operations that the kernel tests use; their own rounding is added after.
+GROWTH: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda a, b: a.error + b.error,
+    "sub": lambda a, b: a.error + b.error,
+    "max": lambda a, b: np.maximum(a.error, b.error),
+    "mul": lambda a, b: np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error,
+    "gelu": lambda a: 1.13 * a.error + 4 * FP32 * np.abs(a.value),  # 1 + erf loses digits of x when x is negative
+    "sigmoid": lambda a: 0.25 * a.error + 4 * FP32,
+}
+
+
+@dataclass
+class Buffer:
+    """Flat memory with one tensor in it, seen as [batch, rows, columns] through strides that may be 0."""
+
+    data: np.ndarray
+    offset: int
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    writable: bool = False
+
+    @property
+    def view(self) -> np.ndarray:
+        bytes_each = self.data.itemsize
+        return np.lib.stride_tricks.as_strided(
+            self.data[self.offset :], self.shape, [stride * bytes_each for stride in self.strides]
+        )
+
+
+@dataclass
+class Problem:
+    spec: KernelSpec
+    size: Size
+    lhs: Buffer
+    rhs: list[Buffer]
+    loads: list[Buffer]
+    outs: list[Buffer] = field(default_factory=list)
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [self.lhs, *self.rhs, *self.loads, *self.outs]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        tile = self.spec.tile
+        tiles = math.ceil(self.size.m / tile.block_m) * math.ceil(self.size.n / tile.block_n)
+        return tiles, 1, min(self.size.batch, 65535)
+
+    def arguments(self, addresses: Sequence[int]) -> np.ndarray:
+        """The kernel's argument, given the address of every buffer in `buffers`."""
+        arguments = np.zeros(1, ARGUMENTS)
+        tensors = [
+            (buffer.offset * buffer.data.itemsize + address, *buffer.strides)
+            for buffer, address in zip(self.buffers, addresses, strict=True)
+        ]
+        first_load = 1 + len(self.rhs)
+        first_out = first_load + len(self.loads)
+        arguments["lhs"][0] = tensors[0]
+        for name, group in (
+            ("rhs", tensors[1:first_load]),
+            ("loads", tensors[first_load:first_out]),
+            ("outs", tensors[first_out:]),
+        ):
+            for index, tensor in enumerate(group):
+                arguments[name][0, index] = tensor
+        for name in ("m", "n", "k", "batch"):
+            arguments[name] = getattr(self.size, name)
+        return arguments
+
+    def expected(self) -> list[Bounded]:
+        """Every output with its bound, before and after rounding to its type."""
+        names: dict[str, Bounded] = {}
+        for part, rhs in enumerate(self.rhs):
+            names[f"acc{part}"] = _product(self.spec.math, self.lhs.view, rhs.view, self.size.k)
+        for index, load in enumerate(self.loads):
+            value = load.view.astype(np.float64)
+            names[f"op{index}"] = Bounded(value, np.zeros_like(value))
+        for step in self.spec.steps:
+            inputs = [_bounded(value) if isinstance(value, float) else names[value] for value in step.inputs]
+            value = OPS[step.op](*(item.value for item in inputs))
+            names[step.result] = Bounded(value, GROWTH[step.op](*inputs)).rounded()
+        shape = (self.size.batch, self.size.m, self.size.n)
+        return [
+            _stored(names[value], out.dtype, shape)
+            for value, out in zip(self.spec.out_values, self.spec.outs, strict=True)
+        ]
+
+    def check(self, outs: Sequence[np.ndarray]) -> None:
+        """Compare the flat memory of the outputs after a launch with what was expected, padding included."""
+        for number, (buffer, data, expected) in enumerate(zip(self.outs, outs, self.expected(), strict=True)):
+            got = replace_data(buffer, data).view.astype(np.float64)
+            wrong = ~(np.abs(got - expected.value) <= expected.error)
+            where = [tuple(int(axis) for axis in index) for index in np.argwhere(wrong)[:4]]
+            detail = [(at, float(got[at]), float(expected.value[at]), float(expected.error[at])) for at in where]
+            assert not wrong.any(), f"out {number}: {wrong.sum()} of {wrong.size} wrong, (index, got, want, bound): {detail}"
+            outside = np.ones(data.size, bool)
+            replace_data(buffer, outside).view[...] = False
+            assert np.isnan(data[outside].astype(np.float32)).all(), f"out {number}: wrote outside of its elements"
+
+
+def replace_data(buffer: Buffer, data: np.ndarray) -> Buffer:
+    return replace(buffer, data=data)
+
+
+def _bounded(value: float) -> Bounded:
+    return Bounded(np.float64(value), np.float64(0.0))
+
+
+def _product(math_mode: str, lhs: np.ndarray, rhs: np.ndarray, depth: int) -> Bounded:
+    lhs, rhs = lhs.astype(np.float64), rhs.astype(np.float64)
+    magnitude = np.abs(lhs) @ np.abs(rhs)
+    inputs = 2 * TF32 + TF32**2 if math_mode == "tf32" else 0.0
+    return Bounded(lhs @ rhs, magnitude * (inputs + (depth + 1) * FP32))
+
+
+def _stored(result: Bounded, dtype: DType, shape: tuple[int, int, int]) -> Bounded:
+    value, error = np.broadcast_to(result.value, shape), np.broadcast_to(result.error, shape)
+    return Bounded(value, error + ROUNDING[dtype] * (np.abs(value) + error) + SMALLEST[dtype])
+
+
+def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
+    """Random tensors for a spec; pitches keep every width of the spec legal."""
+    rng = np.random.default_rng([seed, size.m, size.n, size.k])
+    scale = 1 / math.sqrt(size.k)
+    rhs_batch = 1 if size.broadcast_rhs else size.batch
+    swap = spec.rhs_order == "nk"
+    rhs_shape = (rhs_batch, size.n, size.k) if swap else (rhs_batch, size.k, size.n)
+    packed = _buffer(rng, spec.dtype, rhs_shape, size.pad, scale, spec.parts)
+    loads = [_operand(rng, load, size) for load in spec.loads]
+    outs = [_output(out.dtype, size) for out in spec.outs]
+    return Problem(
+        spec,
+        size,
+        _buffer(rng, spec.dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0],
+        [_rhs_view(part, size, swap) for part in packed],
+        loads,
+        outs,
+    )
+
+
+def _buffer(
+    rng: np.random.Generator, dtype: DType, shape: tuple[int, int, int], pad: int, scale: float, parts: int = 1
+) -> list[Buffer]:
+    """`parts` tensors of one shape, side by side in each row of one buffer."""
+    batch, rows, columns = shape
+    pitch = parts * (columns + pad)
+    data = np.full(batch * rows * pitch + 2 * pad, np.nan, np.float32).astype(NUMPY[dtype])
+    strides = (rows * pitch, pitch, 1)
+    buffers = [Buffer(data, pad + part * (columns + pad), shape, strides) for part in range(parts)]
+    for buffer in buffers:
+        buffer.view[...] = (rng.standard_normal(shape) * scale).astype(NUMPY[dtype])
+    return buffers
+
+
+def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
+    batch_stride, row, column = part.strides
+    strides = (0 if part.shape[0] == 1 else batch_stride, *((column, row) if swap else (row, column)))
+    return replace(part, shape=(size.batch, size.k, size.n), strides=strides)
+
+
+def _operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
+    rows = size.m if load.kind in ("column", "tile") else 1
+    columns = size.n if load.kind in ("row", "tile") else 1
+    batch = size.batch if load.kind == "tile" else 1
+    buffer = _buffer(rng, load.dtype, (batch, rows, columns), size.pad, 1.0)[0]
+    strides = tuple(0 if extent == 1 else stride for extent, stride in zip(buffer.shape, buffer.strides, strict=True))
+    return replace(buffer, shape=(size.batch, size.m, size.n), strides=strides)
+
+
+def _output(dtype: DType, size: Size) -> Buffer:
+    pitch = size.n + size.pad
+    data = np.full(size.batch * size.m * pitch + 2 * size.pad, np.nan, np.float32).astype(NUMPY[dtype])
+    return Buffer(data, size.pad, (size.batch, size.m, size.n), (size.m * pitch, pitch, 1), writable=True)
+
+
+def widest(size: Size, element_bytes: int, extent: int) -> int:
+    """The widest access that an extent and the padding allow, in elements."""
+    for width in (8, 4, 2):
+        if width * element_bytes <= 16 and extent % width == 0 and size.pad % width == 0:  # noqa: PLR2004
+            return width
+    return 1
+
+
+KINDS: dict[str, tuple[tuple[str, DType | None], ...]] = {
+    # What the epilogue loads beside one row operand for each part; None is the product's own dtype.
+    "plain": (),
+    "residual": (("tile", None),),
+    "mixed": (("tile", F32), ("scalar", F32), ("column", F16), ("tile", BF16), ("row", F16)),
+}
+
+
+def make_spec(
+    math_mode: str,
+    parts: int,
+    rhs_order: str,
+    tile: Tile,
+    size: Size,
+    kind: str = "plain",
+    outs: Sequence[DType | None] = (None,),
+    narrow: bool = False,
+) -> KernelSpec:
+    """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then every further operand is added."""
+    dtype = {"f16": F16, "bf16": BF16}.get(math_mode, F32)
+
+    def width(of: DType, extent: int) -> int:
+        return 1 if narrow else widest(size, of.bytes, extent)
+
+    operands = [("row", dtype)] * parts + [(name, of or dtype) for name, of in KINDS[kind]]
+    loads = tuple(
+        Access(name, of, width(of, size.n) if name in ("row", "tile") else 1) for name, of in operands
+    )
+    steps = [Step(f"a{part}", "add", (f"acc{part}", f"op{part}")) for part in range(parts)]
+    steps.append(Step("g0", "gelu", (f"a{parts - 1}",)))
+    steps += [Step(f"g{part + 1}", "mul", (f"g{part}", f"a{part}")) for part in range(parts - 1)]
+    values = [steps[-1].result]
+    for index in range(parts, len(operands)):
+        op = "add" if index % 2 else "sub"
+        steps.append(Step(f"r{index}", op, (steps[-1].result, f"op{index}")))
+    values = ([steps[-1].result, *values] * 2)[: len(outs)]
+    rhs_extent = size.n if rhs_order == "kn" else size.k
+    return KernelSpec(
+        dtype=dtype,
+        math=math_mode,
+        parts=parts,
+        rhs_order=rhs_order,
+        lhs_width=width(dtype, size.k),
+        rhs_width=width(dtype, rhs_extent),
+        loads=loads,
+        outs=tuple(Access("tile", of or dtype, width(of or dtype, size.n)) for of in outs),
+        steps=tuple(steps),
+        out_values=tuple(values),
+        tile=tile,
+    )

@@ -1,0 +1,141 @@
+"""The command line: what it prints, what it writes, and that a user's mistake is one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from tests import corpus
+from tests.test_graph import cycle, unknown_opset, wrong_dtype
+
+GATE = "tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx"
+
+
+def onnxfuse(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    command = [sys.executable, "-m", "onnxfuse", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "gate.onnx"
+    onnx.save(corpus.materialize(GATE), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def fused(gate: Path) -> Path:
+    out = gate.with_name("fused.onnx")
+    result = onnxfuse("optimize", gate, "-o", out, "--arch", "sm_80", "--report", gate.with_name("report.json"))
+    assert result.returncode == 0, result.stderr
+    assert "split_gemm" in result.stdout
+    assert "no_activation" in result.stdout
+    assert "nodes 27 -> 3" in result.stdout
+    return out
+
+
+def test_the_report_is_the_documented_json(fused: Path) -> None:
+    report = json.loads(fused.with_name("report.json").read_text())
+    assert set(report) == {"fused", "skipped", "nodes_before", "nodes_after"}
+    (site,) = report["fused"]
+    assert set(site) == {"anchor", "pattern", "features", "nodes", "axes", "operands", "kernel"}
+    assert (site["pattern"], site["features"]) == ("split_gemm", ["activation", "bias", "gate"])
+    assert site["axes"] == "b m k, k (p n), (p n) -> b m n"
+    assert {frozenset(operand) for operand in site["operands"]} == {frozenset({"name", "kind", "width", "reason"})}
+    (skipped,) = report["skipped"]
+    assert set(skipped) == {"anchor", "reason", "node", "detail"}
+    assert (report["nodes_before"], report["nodes_after"]) == (27, 3)
+
+
+def test_explain_tells_the_same_and_writes_nothing(gate: Path, fused: Path) -> None:
+    before = sorted(gate.parent.iterdir())
+    result = onnxfuse("explain", gate, "--json", "--arch", "sm_80")
+    assert json.loads(result.stdout)["fused"] == json.loads(fused.with_name("report.json").read_text())["fused"]
+    text = onnxfuse("explain", gate).stdout
+    assert "rhs     f16[k, (p n)]  parts 2" in text
+    assert "no_activation" in text
+    assert sorted(gate.parent.iterdir()) == before
+
+
+def test_verify_passes_and_fails_with_its_exit_code(gate: Path, fused: Path, tmp_path: Path) -> None:
+    assert onnxfuse("verify", gate, fused, "--shape", "hidden_states=2,3,32").returncode == 0
+    broken = onnx.load(fused)
+    weight = next(tensor for tensor in broken.graph.initializer if tensor.name == "onnx::MatMul_34")
+    values = onnx.numpy_helper.to_array(weight) * np.float16(1.02)
+    weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
+    onnx.save(broken, tmp_path / "broken.onnx")
+    assert onnxfuse("verify", gate, tmp_path / "broken.onnx").returncode == 1
+
+
+def test_dump_writes_one_numbered_file_a_stage(gate: Path, tmp_path: Path) -> None:
+    result = onnxfuse("optimize", gate, "-o", tmp_path / "o.onnx", "--arch", "sm_80", "--dump", tmp_path / "dump")
+    assert result.returncode == 0, result.stderr
+    (site,) = (tmp_path / "dump").iterdir()
+    names = sorted(path.name for path in site.iterdir())
+    assert [name[0] for name in names if "-kernel-" not in name] == list("0123456")
+    assert all(path.read_text().strip() for path in site.iterdir())
+
+
+def test_an_existing_output_is_kept_without_force(gate: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.onnx"
+    out.write_text("mine")
+    refused = onnxfuse("optimize", gate, "-o", out, "--arch", "sm_80")
+    assert (refused.returncode, out.read_text()) == (1, "mine")
+    assert onnxfuse("optimize", gate, "-o", out, "--arch", "sm_80", "--force").returncode == 0
+    assert onnxfuse("optimize", gate, "-o", gate, "--arch", "sm_80", "--force").returncode == 1
+
+
+def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
+    files = {
+        "truncated": gate.read_bytes()[: gate.stat().st_size // 2],
+        "text": b"this is no model\n",
+        "empty": b"",
+        "cycle": cycle().SerializeToString(),
+        "opset": unknown_opset().SerializeToString(),
+        "dtype": wrong_dtype().SerializeToString(),
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.onnx").write_bytes(content)
+    out = tmp_path / "out.onnx"
+    commands: dict[str, tuple[object, ...]] = {
+        f"{verb} {name}": (verb, tmp_path / f"{name}.onnx", *(("-o", out) if verb == "optimize" else ()))
+        for name in (*files, "missing")
+        for verb in ("optimize", "explain")
+    }
+    return commands | {
+        "architecture": ("optimize", gate, "-o", out, "--arch", "sm_1"),
+        "no gpu": ("optimize", gate, "-o", out, "--arch", "native"),
+        "folder": ("optimize", gate, "-o", tmp_path / "nowhere" / "out.onnx"),
+        "fp32": ("optimize", gate, "-o", out, "--fp32", "half"),
+        "verify shape": ("verify", gate, gate, "--shape", "hidden_states"),
+        "verify inputs": ("verify", gate, gate, "--inputs", tmp_path / "nothing.npz"),
+        "verify missing": ("verify", gate, tmp_path / "nothing.onnx"),
+        "bench": ("bench", gate, gate),
+        "unknown command": ("optimise", gate),
+        "no output": ("optimize", gate),
+    }
+
+
+def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, gate: Path) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    for name, arguments in mistakes(tmp_path, gate).items():
+        result = onnxfuse(*arguments, **hidden)
+        assert result.returncode in (1, 2), f"{name}: exit code {result.returncode}"
+        assert "Traceback" not in result.stderr, f"{name}: {result.stderr}"
+        lines = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith(("Usage", "Try"))]
+        assert len(lines) == 1, f"{name}: {result.stderr}"
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_a_full_disk_is_one_line(gate: Path) -> None:
+    result = onnxfuse("optimize", gate, "-o", "/dev/full/out.onnx", "--arch", "sm_80")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,118 @@
+"""The kernel's own source, compiled by the C++ compiler and run on the CPU thread by thread: index logic, pipeline, epilogue.
+
+Checks what no GPU reports: every global access is aligned and inside of its tensor, every output element is written once,
+ldmatrix meets no bank conflict, and the result does not depend on when asynchronous copies land.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxfuse.dtypes import F16, F32
+from onnxfuse.kernels.emit import emit
+from onnxfuse.plan import KernelSpec, Tile
+from onnxfuse.tile_footprint import why_not
+from tests.kernel_problem import Problem, Size, make_problem, make_spec
+
+EMULATOR = Path(__file__).parent / "emulator"
+
+
+class Range(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("writable", ctypes.c_int))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, and sizes to run it at: all must allow the widths of the first."""
+
+    name: str
+    math: str
+    parts: int
+    order: str
+    tile: Tile
+    sizes: tuple[Size, ...]
+    kind: str = "plain"
+    outs: tuple = (None,)
+    narrow: bool = False
+
+
+CASES = [
+    Case("f16 kn", "f16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(40, 72, 104), Size(1, 8, 8), Size(33, 32, 200, pad=8))),
+    Case("f16 nk gate", "f16", 2, "nk", Tile(32, 32, 32, 1, 2, 4), (Size(50, 40, 64, pad=8), Size(5, 8, 160))),
+    Case("bf16 kn deep", "bf16", 1, "kn", Tile(16, 64, 64, 1, 2, 2), (Size(20, 136, 136), Size(3, 64, 72))),
+    Case("bf16 mixed", "bf16", 2, "kn", Tile(64, 16, 32, 2, 1, 2), (Size(70, 24, 40, pad=8),), "mixed", (F32, F16)),
+    Case("f16 four parts", "f16", 4, "kn", Tile(32, 16, 32, 2, 1, 3), (Size(40, 40, 48),), "residual"),
+    Case("f16 odd", "f16", 2, "kn", Tile(32, 32, 32, 1, 2, 3), (Size(37, 41, 53), Size(1, 1, 1)), "mixed", narrow=True),
+    Case("f16 odd nk", "f16", 1, "nk", Tile(32, 32, 32, 2, 2, 3), (Size(35, 67, 31, pad=3),), "residual"),
+    Case("f16 x2", "f16", 1, "nk", Tile(32, 48, 32, 2, 1, 3), (Size(35, 50, 66, pad=2),), "residual"),
+    Case("f16 x4", "f16", 3, "kn", Tile(32, 16, 32, 2, 1, 3), (Size(35, 52, 68, pad=4),), "residual", (F32,)),
+    Case("f16 batch", "f16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(20, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
+    Case("tf32 kn", "tf32", 2, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52), Size(40, 36, 12, pad=4)), "residual"),
+    Case("tf32 nk", "tf32", 1, "nk", Tile(32, 32, 32, 1, 2, 2), (Size(35, 44, 60),)),
+    Case("fp32 kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52),), "mixed"),
+    Case("fp32 nk", "fp32", 2, "nk", Tile(32, 32, 16, 1, 2, 3), (Size(35, 37, 29, pad=1),)),
+    Case("fp32 odd", "fp32", 2, "kn", Tile(16, 48, 8, 1, 1, 2), (Size(17, 53, 23, pad=1),), "residual", (F16,)),
+]  # fmt: skip
+
+
+def host_source(spec: KernelSpec) -> str:
+    """The emitted source with the PTX wrappers replaced by C++."""
+    source = emit(spec)
+    start = source.index("// ---- ptx.cuh")
+    end = source.index("// ----", start + 1)
+    ptx = (EMULATOR / "ptx_host.cuh").read_text()
+    launch = (EMULATOR / "launch.h").read_text()
+    return f'#include "cuda_host.h"\n{source[:start]}{ptx}{source[end:]}{launch}'
+
+
+def build(spec: KernelSpec, folder: Path) -> ctypes.CDLL:
+    (folder / "kernel.cpp").write_text(host_source(spec))
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{EMULATOR}"]
+    subprocess.run([*command, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library.emulate.restype = ctypes.c_char_p
+    return library
+
+
+def launch(library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None) -> list[np.ndarray]:
+    for out in problem.outs:
+        out.data[...] = np.nan
+    buffers = problem.buffers
+    arguments = problem.arguments([buffer.data.ctypes.data for buffer in buffers])
+    ranges = (Range * len(buffers))(
+        *(Range(buffer.data.ctypes.data, buffer.data.nbytes, buffer.writable) for buffer in buffers)
+    )
+    conflicts = ctypes.c_int()
+    failure = library.emulate(
+        ctypes.c_void_p(arguments.ctypes.data),
+        problem.grid[0],
+        grid_z or problem.grid[2],
+        problem.spec.tile.threads,
+        int(lazy),
+        ranges,
+        len(buffers),
+        ctypes.byref(conflicts),
+    )
+    assert failure == b""
+    assert conflicts.value == 0, f"{conflicts.value} bank conflicts of ldmatrix"
+    return [out.data.copy() for out in problem.outs]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
+    spec = make_spec(case.math, case.parts, case.order, case.tile, case.sizes[0], case.kind, case.outs, case.narrow)
+    assert why_not(spec, 227 * 1024) is None
+    library = build(spec, tmp_path)
+    for size in case.sizes:
+        problem = make_problem(spec, size)
+        eager = launch(library, problem, lazy=False)
+        problem.check(eager)
+        late = launch(library, problem, lazy=True, grid_z=1)
+        for first, second in zip(eager, late, strict=True):
+            np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))

@@ -1,0 +1,237 @@
+"""verify: equal models pass, slightly wrong ones do not, and wrong inputs are named. On the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxfuse.errors import ModelError
+from onnxfuse.runtime import feeds, verify
+from onnxfuse.runtime.feeds import InputSpec, load_npz, make_feeds
+from onnxfuse.runtime.session import CPU
+from onnxfuse.runtime.verify import Value, check_output, ulp
+from tests.onnx_build import Builder
+
+MODELS = Path(__file__).parents[1] / "models"
+SPECS = (
+    InputSpec("x", "float16", ("batch", 77, None)),
+    InputSpec("input_ids", "int64", ("batch", "text")),
+    InputSpec("attention_mask", "int64", ("batch", "text")),
+    InputSpec("flag", "bool", ()),
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "default_providers", lambda: [CPU])
+
+
+def scaled(source: Path, target: Path, factor: float) -> Path:
+    """The model with one weight matrix scaled."""
+    model = onnx.load(source)
+    tensor = next(tensor for tensor in model.graph.initializer if len(tensor.dims) == 2)
+    array = numpy_helper.to_array(tensor)
+    tensor.CopyFrom(numpy_helper.from_array((array * factor).astype(array.dtype), tensor.name))
+    onnx.save(model, target)
+    return target
+
+
+def save(model: onnx.ModelProto, path: Path) -> Path:
+    onnx.save(model, path)
+    return path
+
+
+def product(dtype: int, tail: str = "Identity") -> onnx.ModelProto:
+    b = Builder(dtype)
+    x = b.input("x", ["m", 8])
+    return b.model(b(tail, b("MatMul", x, b.array(np.linspace(-1, 1, 40).reshape(8, 5)))))
+
+
+@pytest.mark.parametrize("name", ["unet_block", "ff_geglu", "bert", "vit", "lstm_gates"])
+def test_a_model_is_as_good_as_itself(name: str) -> None:
+    path = MODELS / f"{name}.onnx"
+    result = verify.verify(path, path)
+    assert result.passed
+    assert result.provider == CPU
+    assert all(0 < output.original.max < 0.01 for output in result.outputs)
+
+
+@pytest.mark.parametrize("name", ["unet_block", "ff_geglu", "lstm_gates"])
+def test_a_weight_that_is_one_percent_off_fails(name: str, tmp_path: Path) -> None:
+    path = MODELS / f"{name}.onnx"
+    result = verify.verify(path, scaled(path, tmp_path / "scaled.onnx", 1.01))
+    assert not result.passed
+    assert "FAILED" in str(result)
+    assert result.to_dict()["passed"] is False
+
+
+def test_nan_in_another_place_fails(tmp_path: Path) -> None:
+    good, bad = (
+        save(product(TensorProto.FLOAT, "Abs"), tmp_path / "a"),
+        save(product(TensorProto.FLOAT, "Sqrt"), tmp_path / "b"),
+    )
+    result = verify.verify(good, bad)
+    assert [output.reason for output in result.outputs] == ["NaN or infinity in other places than in the original"]
+
+
+def test_nan_in_the_same_place_passes(tmp_path: Path) -> None:
+    path = save(product(TensorProto.FLOAT, "Sqrt"), tmp_path / "model.onnx")
+    assert verify.verify(path, path).passed
+
+
+def test_bfloat16_inputs_and_outputs(tmp_path: Path) -> None:
+    cast = [
+        helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["s"], ["y"], to=TensorProto.BFLOAT16),
+    ]
+    nodes = [cast[0], helper.make_node("Sigmoid", ["f"], ["s"]), cast[1]]
+    values = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, ["n", 4]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "bf16", values[:1], values[1:])
+    path = save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx"
+    )
+    result = verify.verify(path, path, inputs={"x": np.linspace(-3, 3, 8, dtype=np.float32).reshape(2, 4)})
+    assert result.passed
+    assert result.outputs[0].dtype == "bfloat16"
+    assert 0 < result.outputs[0].original.max < 2**-8
+
+
+def test_a_symbol_that_the_default_does_not_fit_asks_for_a_shape(tmp_path: Path) -> None:
+    b = Builder()
+    x = b.input("x", ["n", 4])
+    path = save(b.model(b("Add", x, b.array(np.ones((7, 4))))), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"--shape NAME=2,77,768 \(tried x \[16, 4\]\)"):
+        verify.verify(path, path)
+    assert verify.verify(path, path, shapes={"x": (7, 4)}).passed
+
+
+def test_other_outputs_or_inputs_are_an_error(tmp_path: Path) -> None:
+    model = product(TensorProto.FLOAT)
+    original = save(model, tmp_path / "a.onnx")
+    renamed = onnx.ModelProto.FromString(model.SerializeToString().replace(b"v1_0", b"v9_9"))
+    with pytest.raises(ModelError, match="its outputs are v9_9; those of"):
+        verify.verify(original, save(renamed, tmp_path / "b.onnx"))
+    with pytest.raises(ModelError, match="the original's inputs do not fit"):
+        verify.verify(original, MODELS / "vit.onnx")
+
+
+def test_the_rule_is_twice_the_originals_error_or_four_ulp() -> None:
+    exact = Value(np.full(100, 1.5), "float64")
+    one_ulp = 2.0**-10
+
+    def check(original: float, optimized: float) -> bool:
+        values = (Value(np.full(100, 1.5 + error * one_ulp, np.float16), "float16") for error in (original, optimized))
+        return check_output("y", *values, exact).passed
+
+    assert check(0, 4)
+    assert not check(0, 5)
+    assert check(10, 20)
+    assert check(10, -20)
+    assert not check(10, 21)
+
+
+def test_one_bad_element_of_many_fails_by_the_largest_error() -> None:
+    exact = np.ones(1000)
+    bad = exact.astype(np.float16)
+    bad[500] += 8 * 2.0**-10
+    check = check_output(
+        "y", Value(exact.astype(np.float16), "float16"), Value(bad, "float16"), Value(exact, "float64")
+    )
+    assert check.reason == "the largest error is above what is allowed"
+    assert check.optimized.rms <= check.tolerance.rms
+
+
+def test_a_reference_that_is_not_finite_is_no_excuse() -> None:
+    ones = Value(np.ones(3, np.float32), "float32")
+    check = check_output("y", ones, Value(np.full(3, 9, np.float32), "float32"), Value(np.full(3, np.nan), "float64"))
+    assert "reference is not finite" in check.reason
+
+
+def test_infinities_keep_their_sign() -> None:
+    plus, minus = (Value(np.array([1, sign * np.inf], np.float32), "float32") for sign in (1, -1))
+    exact = Value(np.array([1.0, 1e60]), "float64")
+    assert check_output("y", plus, plus, exact).passed
+    assert not check_output("y", plus, minus, exact).passed
+
+
+def test_integers_must_be_equal_and_shapes_too() -> None:
+    ids, others = Value(np.arange(3), "int64"), Value(np.arange(1, 4), "int64")
+    assert check_output("y", ids, ids, ids).passed
+    assert not check_output("y", ids, others, ids).passed
+    assert "original's int64[3]" in check_output("y", ids, Value(np.arange(4), "int64"), ids).reason
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_ulp_is_numpys_spacing(dtype: str) -> None:
+    for magnitude in (0.0, 1e-7, 0.3, 1.0, 1.999, 1000.0):
+        assert ulp(float(np.dtype(dtype).type(magnitude)), dtype) == float(np.spacing(np.dtype(dtype).type(magnitude)))
+    assert ulp(1.0, "bfloat16") == 2**-7
+
+
+def test_random_inputs_share_their_symbols() -> None:
+    made = make_feeds(SPECS, shapes={"input_ids": (3, 5)})
+    assert {name: array.shape for name, array in made.items()} == {
+        "x": (3, 77, 16), "input_ids": (3, 5), "attention_mask": (3, 5), "flag": ()}  # fmt: skip
+    assert made["x"].dtype == np.float16
+    assert set(np.unique(made["input_ids"])) <= {0, 1}
+    assert (made["attention_mask"] == 1).all()
+    assert made["flag"]
+
+
+def test_random_inputs_are_seeded() -> None:
+    first, again, other = (make_feeds(SPECS, seed=seed)["x"] for seed in (0, 0, 1))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert first.shape == (2, 77, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": np.zeros(1)}, "the model has no input 'y'; it has x, input_ids, attention_mask, flag"),
+        ({"x": None}, r"input 'x': not among the inputs; the model needs float16\[batch, 77, \?\]"),
+        ({"x": np.zeros((2, 77, 4), np.float32)}, "input 'x': an array of float32; the model needs float16"),
+        ({"x": np.zeros((2, 78, 4), np.float16)}, r"input 'x': shape \[2, 78, 4\] does not fit"),
+        ({"x": np.zeros((2, 77), np.float16)}, r"input 'x': shape \[2, 77\] has rank 2"),
+        ({"attention_mask": np.ones((2, 6), np.int64)}, r"input 'attention_mask': .* with text = 5"),
+    ],
+)
+def test_wrong_inputs_are_named(change: dict, message: str) -> None:
+    given = make_feeds(SPECS, shapes={"input_ids": (2, 5)}) | change
+    with pytest.raises(ModelError, match=message):
+        make_feeds(SPECS, {name: array for name, array in given.items() if array is not None})
+
+
+def test_wrong_shapes_are_named() -> None:
+    with pytest.raises(ModelError, match="the model has no input 'z'"):
+        make_feeds(SPECS, shapes={"z": (1,)})
+    with pytest.raises(ModelError, match=r"input 'input_ids': shape \[3, 5\] does not fit.* with batch = 2"):
+        make_feeds(SPECS, shapes={"x": (2, 77, 1), "input_ids": (3, 5)})
+    with pytest.raises(ModelError, match="inputs were given"):
+        make_feeds(SPECS, inputs={}, shapes={"x": (2, 77, 1)})
+    with pytest.raises(ModelError, match=r"input 's': inputs of type string are not supported"):
+        make_feeds([InputSpec("s", "string", (1,))])
+
+
+def test_npz_files(tmp_path: Path) -> None:
+    np.savez(tmp_path / "feed.npz", x=np.arange(3))
+    assert load_npz(tmp_path / "feed.npz")["x"].tolist() == [0, 1, 2]
+    np.save(tmp_path / "array.npy", np.arange(3))
+    np.savez(tmp_path / "objects.npz", x=np.array([{}], object))
+    (tmp_path / "text.npz").write_text("text")
+    for name in ("array.npy", "objects.npz", "text.npz", "absent.npz"):
+        with pytest.raises(ModelError, match=name):
+            load_npz(tmp_path / name)
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    values = np.array([1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, -2.5, 3e38, np.inf, np.nan], np.float32)
+    rounded = feeds.from_bfloat16(feeds.to_bfloat16(values))
+    assert rounded[:4].tolist() == [1.0, 1.0, 1.0 + 2**-6, -2.5]
+    assert np.isfinite(rounded[4])
+    assert np.isinf(rounded[5])
+    assert np.isnan(rounded[6])
