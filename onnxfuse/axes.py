@@ -1,13 +1,14 @@
-"""The axis mapping: which axes of a fusion are the kernel's batch, m, n and k. Resolved once, here; strides follow from it.
+"""The axis mapping: which axes of a fusion are the kernel's batch, m, n and k. Resolved once; strides follow from it.
 
-A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. Every tensor is row-major over named axes, and
-a tensor that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every tensor has
-both, one behind the other, or neither; what does not flatten into `m` becomes the batch.
+A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. Every tensor is row-major over named axes,
+and a tensor that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every
+tensor has both, one behind the other, or neither; what does not flatten into `m` becomes the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Tensor
@@ -56,7 +57,7 @@ def map_axes(fusion: Fusion) -> AxisMapping:
 def _flatten(fusion: Fusion, rows: tuple[str, ...]) -> list[tuple[str, ...]]:
     tensors = (*fusion.inputs, *(out.tensor for out in fusion.outs))
     groups = [rows[:1]]
-    for outer, inner in zip(rows, rows[1:], strict=False):
+    for outer, inner in pairwise(rows):
         if all(_adjacent(fusion, tensor, outer, inner) for tensor in tensors):
             groups[-1] = (*groups[-1], inner)
         else:

@@ -23,8 +23,8 @@ from onnxfuse.graph import load_model
 from onnxfuse.pipeline import FP32_MODES, Analysis, Progress, analyse_model, make_report, optimize_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
+from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_npz
-from onnxfuse.runtime.gpu import local_architectures
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.store import check_target, save_model, write_text
 
@@ -130,7 +130,9 @@ def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
     for site, entry in zip(analysis.sites, outcome.fused, strict=True):
         console.print(escape(entry.text), soft_wrap=True)
         for operand in entry.operands:
-            console.print(escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True)
+            console.print(
+                escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
+            )
         console.print(escape("\n".join(str(plan) for plan in site.plans)) + "\n", soft_wrap=True)
     _print_skipped(console, outcome)
 

@@ -32,7 +32,7 @@ class DeviceSpec:
 
     @property
     def flavour(self) -> int:
-        """Where the code runs: 0 on later chips of the same major version, 1 on exactly this one, 2 (PTX) on any later."""
+        """Where it runs: 0 on later chips of the same major version, 1 on exactly this one, 2 (PTX) on any later one."""
         if self.arch == PTX:
             return 2
         return 1 if self.arch.endswith("a") else 0
@@ -74,7 +74,7 @@ def nearest(capability: int) -> str:
 
 
 def resolve(arch: str | Sequence[str] | None, at_hand: Callable[[], Sequence[str]]) -> tuple[DeviceSpec, ...]:
-    """The architectures that a user asks for; `at_hand` names those of the machine's GPUs, and is called only if needed.
+    """The architectures that a user asks for; `at_hand` names those of the machine's GPUs, and called only if needed.
 
     Raises:
         SettingError: an unknown name, or `native` on a machine without a GPU.

@@ -1,12 +1,12 @@
 """Every exception that onnxfuse raises on purpose.
 
-    OnnxfuseError                 a user's mistake or a limit; the command line prints it in one line
-    |-- ModelError                the model cannot be read, is not ONNX, or breaks its own rules      (exit code 1)
-    |-- OutputError               the result cannot be written where it was asked to go              (exit code 1)
-    |-- SettingError              a setting, flag or architecture that does not exist                (exit code 2)
-    |-- CompileError              NVRTC refused a kernel; carries its log                            (exit code 1)
-    |-- DeviceError               no CUDA device, or the driver refused                              (exit code 1)
-    `-- NotFusable                one site cannot be fused: caught in one place and reported, never shown as a failure
+OnnxfuseError                 a user's mistake or a limit; the command line prints it in one line
+|-- ModelError                the model cannot be read, is not ONNX, or breaks its own rules      (exit code 1)
+|-- OutputError               the result cannot be written where it was asked to go              (exit code 1)
+|-- SettingError              a setting, flag or architecture that does not exist                (exit code 2)
+|-- CompileError              NVRTC refused a kernel; carries its log                            (exit code 1)
+|-- DeviceError               no CUDA device, or the driver refused                              (exit code 1)
+`-- NotFusable                one site cannot be fused: caught in one place and reported, never shown as a failure
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
     """
     if spec.rhs_order == "kn":
         return rhs_atom(spec, tile), BLOCK_K
-    halves = 2 if tile.cluster_m == 2 and spec.parts % 2 else 1  # noqa: PLR2004
+    halves = 2 if tile.cluster_m == 2 and spec.parts % 2 else 1
     return BLOCK_K, tile.block_n // halves
 
 
@@ -153,10 +153,7 @@ def map_rules(spec: KernelSpec, tile: HopperTile) -> tuple[MapRule, ...]:
     inner, outer = rhs_box(spec, tile)
     atom = rhs_atom(spec, tile)
     lhs = MapRule("lhs", 0, False, 2 * BLOCK_K, BLOCK_K, tile.block_m // tile.cluster_n)
-    rhs = (
-        MapRule("rhs", part, spec.rhs_order == "nk", 2 * atom, inner, outer)
-        for part in range(spec.parts)
-    )
+    rhs = (MapRule("rhs", part, spec.rhs_order == "nk", 2 * atom, inner, outer) for part in range(spec.parts))
     return (lhs, *rhs)
 
 
@@ -194,10 +191,10 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
     if tile.group_m * width // 128 > MAX_ACCUMULATORS:
         return f"{tile.group_m * width // 128} accumulators in a thread, of {MAX_ACCUMULATORS} at most"
-    if tile.cluster_m * tile.cluster_n > 2:  # noqa: PLR2004
+    if tile.cluster_m * tile.cluster_n > 2:
         return "clusters have two blocks at most"
     inner, outer = rhs_box(spec, tile)
-    if tile.cluster_m == 2 and (spec.parts * tile.block_n * BLOCK_K // (inner * outer)) % 2:  # noqa: PLR2004
+    if tile.cluster_m == 2 and (spec.parts * tile.block_n * BLOCK_K // (inner * outer)) % 2:
         return "a cluster shares an even number of boxes of rhs"
     if inner == BLOCK_K and spec.rhs_order == "nk" and outer % 8:
         return "a box of rhs holds whole periods of the swizzle"

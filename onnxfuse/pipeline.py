@@ -1,4 +1,4 @@
-"""The way of a model, one line a stage: load, match, lower, map axes, find widths, plan, emit, compile, pack, rewrite."""
+"""The way of a model, a line a stage: load, match, lower, map axes, find widths, plan, emit, compile, pack, rewrite."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class Kernels:
     images: dict[tuple[str, str], CompiledImage]
 
 
-def analyse_model(
-    source: str | Path | ModelProto, devices: Sequence[DeviceSpec], fp32: str = "tf32"
-) -> Analysis:
+def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec], fp32: str = "tf32") -> Analysis:
     """Find and plan every fusion of a model; nothing is compiled or changed.
 
     Raises:
@@ -104,9 +102,7 @@ def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Repo
     return Report(fused, analysis.skipped, nodes_before, nodes_after)
 
 
-def _plan_site(
-    graph: Graph, match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool
-) -> Site:
+def _plan_site(graph: Graph, match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool) -> Site:
     mapping = map_axes(fusion)
     widths = analyse(fusion, mapping)
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)

@@ -142,9 +142,7 @@ _THIRTY_TWO_BIT = (
 
 def tile_text(tile: Tile) -> str:
     """`128x64x32 warps 2x4 stages 4`."""
-    return (
-        f"{tile.block_m}x{tile.block_n}x{tile.block_k} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
-    )
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
 
 
 def tiles_for(dtype: DType, parts: int) -> tuple[Tile, ...]:

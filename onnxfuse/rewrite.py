@@ -28,7 +28,7 @@ class Replacement:
     """One match and the node that takes its place.
 
     Attributes:
-        nodes: indices of the matched nodes in the main graph, ascending; the fused node stands where the last one stood.
+        nodes: indices of the matched nodes in the main graph, ascending; the fused node goes where the last one was.
         inputs: values that the kernel reads, in order.
         outputs: values that it makes.
         name: name of the fused node.

@@ -66,7 +66,7 @@ def _write(target: Path, chunks: Iterator[bytes] | tuple[bytes, ...]) -> None:
         with temporary.open("wb") as file:
             for chunk in chunks:
                 file.write(chunk)
-        os.replace(temporary, target)
+        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -144,7 +144,7 @@ def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:
             destination.parent.mkdir(parents=True, exist_ok=True)
             temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
             shutil.copyfile(path, temporary)
-            os.replace(temporary, destination)
+            temporary.replace(destination)
             copied.add(info.location)
         for entry in tensor.external_data:
             if entry.key == "location":

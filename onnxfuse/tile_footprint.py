@@ -21,6 +21,7 @@ MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the res
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
 CHUNK_BYTES = 16  # the widest copy of one thread
+EXACT_STEP_K = 2  # k of one multiplication without tensor cores
 STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts
 FP32_BYTES = 4
 
@@ -78,7 +79,7 @@ def footprint(spec: KernelSpec) -> Footprint:
 def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     """Why the portable kernel cannot run a spec in `shared_limit` bytes of shared memory, or None if it can."""
     tile = spec.tile
-    step_k = (1 if spec.math == "fp32" else 2) * CHUNK_BYTES // spec.dtype.bytes
+    step_k = EXACT_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
     if tile.block_m % (tile.warps_m * FRAGMENT_ROWS) or tile.block_n % (tile.warps_n * FRAGMENT_COLUMNS):
         return f"a warp owns multiples of {FRAGMENT_ROWS} rows and {FRAGMENT_COLUMNS} columns"
     if tile.block_k % (2 * step_k):

@@ -10,7 +10,7 @@ import pytest
 
 @functools.cache
 def has_gpu() -> bool:
-    from onnxfuse.runtime.gpu import local_architectures
+    from onnxfuse.runtime.driver import local_architectures
 
     return bool(local_architectures())
 

@@ -41,6 +41,7 @@ class Size:
     batch: int = 1
     pad: int = 0
     broadcast_rhs: bool = True  # one rhs for the whole batch, as a Linear's weight
+    transposed: bool = False  # tile operands and outputs lie with m contiguous; only for single-element accesses
 
 
 @dataclass
@@ -148,7 +149,9 @@ class Problem:
             wrong = ~(np.abs(got - expected.value) <= expected.error)
             where = [tuple(int(axis) for axis in index) for index in np.argwhere(wrong)[:4]]
             detail = [(at, float(got[at]), float(expected.value[at]), float(expected.error[at])) for at in where]
-            assert not wrong.any(), f"out {number}: {wrong.sum()} of {wrong.size} wrong, (index, got, want, bound): {detail}"
+            assert not wrong.any(), (
+                f"out {number}: {wrong.sum()} of {wrong.size} wrong, (index, got, want, bound): {detail}"
+            )
             outside = np.ones(data.size, bool)
             replace_data(buffer, outside).view[...] = False
             assert np.isnan(data[outside].astype(np.float32)).all(), f"out {number}: wrote outside of its elements"
@@ -218,21 +221,30 @@ def _operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
     rows = size.m if load.kind in ("column", "tile") else 1
     columns = size.n if load.kind in ("row", "tile") else 1
     batch = size.batch if load.kind == "tile" else 1
+    if size.transposed and load.kind == "tile":
+        return _transposed(_buffer(rng, load.dtype, (batch, columns, rows), size.pad, 1.0)[0])
     buffer = _buffer(rng, load.dtype, (batch, rows, columns), size.pad, 1.0)[0]
     strides = tuple(0 if extent == 1 else stride for extent, stride in zip(buffer.shape, buffer.strides, strict=True))
     return replace(buffer, shape=(size.batch, size.m, size.n), strides=strides)
 
 
 def _output(dtype: DType, size: Size) -> Buffer:
-    pitch = size.n + size.pad
-    data = np.full(size.batch * size.m * pitch + 2 * size.pad, np.nan, np.float32).astype(NUMPY[dtype])
-    return Buffer(data, size.pad, (size.batch, size.m, size.n), (size.m * pitch, pitch, 1), writable=True)
+    rows, columns = (size.n, size.m) if size.transposed else (size.m, size.n)
+    pitch = columns + size.pad
+    data = np.full(size.batch * rows * pitch + 2 * size.pad, np.nan, np.float32).astype(NUMPY[dtype])
+    buffer = Buffer(data, size.pad, (size.batch, rows, columns), (rows * pitch, pitch, 1), writable=True)
+    return _transposed(buffer) if size.transposed else buffer
+
+
+def _transposed(buffer: Buffer) -> Buffer:
+    batch, rows, columns = buffer.shape
+    return replace(buffer, shape=(batch, columns, rows), strides=(buffer.strides[0], 1, buffer.strides[1]))
 
 
 def widest(size: Size, element_bytes: int, extent: int) -> int:
     """The widest access that an extent and the padding allow, in elements."""
     for width in (8, 4, 2):
-        if width * element_bytes <= 16 and extent % width == 0 and size.pad % width == 0:  # noqa: PLR2004
+        if width * element_bytes <= 16 and extent % width == 0 and size.pad % width == 0:
             return width
     return 1
 
@@ -262,9 +274,7 @@ def make_spec(
         return 1 if narrow else widest(size, of.bytes, extent)
 
     operands = [("row", dtype)] * parts + [(name, of or dtype) for name, of in KINDS[kind]]
-    loads = tuple(
-        Access(name, of, width(of, size.n) if name in ("row", "tile") else 1) for name, of in operands
-    )
+    loads = tuple(Access(name, of, width(of, size.n) if name in ("row", "tile") else 1) for name, of in operands)
     steps = [Step(f"a{part}", "add", (f"acc{part}", f"op{part}")) for part in range(parts)]
     steps.append(Step("g0", "gelu", (f"a{parts - 1}",)))
     steps += [Step(f"g{part + 1}", "mul", (f"g{part}", f"a{part}")) for part in range(parts - 1)]

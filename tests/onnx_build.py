@@ -38,9 +38,13 @@ class Builder:
     def integers(self, *values: int) -> str:
         return self.array(np.array(values), integer=True)
 
-    def __call__(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object) -> str | list[str]:
+    def __call__(
+        self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object
+    ) -> str | list[str]:
         names = [f"v{len(self.nodes)}_{index}" for index in range(outputs)]
-        self.nodes.append(helper.make_node(op, inputs, names, name=f"{op}_{len(self.nodes)}", domain=domain, **attributes))
+        self.nodes.append(
+            helper.make_node(op, inputs, names, name=f"{op}_{len(self.nodes)}", domain=domain, **attributes)
+        )
         return names[0] if outputs == 1 else names
 
     def model(self, *outputs: str, ir_version: int = 9) -> ModelProto:

@@ -42,10 +42,12 @@ def test_an_axis_of_size_one_flattens_with_anything() -> None:
     assert str(map_axes(built)) == "m=b*m n=n k=k"
 
 
-@pytest.mark.parametrize(("dims", "kind"), [("m n", "tile"), ("n", "row"), ("m 1", "column"), ("1 1", "scalar"), ("", "scalar")])
+@pytest.mark.parametrize(
+    ("dims", "kind"), [("m n", "tile"), ("n", "row"), ("m 1", "column"), ("1 1", "scalar"), ("", "scalar")]
+)
 @pytest.mark.parametrize("size", [1, 8])
 def test_kinds_follow_from_axes_not_from_sizes(dims: str, kind: str, size: int) -> None:
-    """m == n, and size 1, must not confuse them."""
+    """M == n, and size 1, must not confuse them."""
     built = fusion({"m": size, "n": size, "k": size}, operands=[(dims, F16)])
     assert map_axes(built).kind(built.operands[0]) == kind
 

@@ -15,7 +15,18 @@ EXACT = (
     "ff_gelu_approximate", "ff_linear_silu", "sd15_unet_mini", "sd15_unet", "bert", "bert_relu", "vit", "clip_vision",
     "linear_glu", "lstm_gates", "phi3",
 )  # fmt: skip
-RUNNABLE = ("btb", "ff_geglu", "ff2d_geglu", "ff_swiglu", "ff_gelu", "sd15_unet_mini", "bert", "vit", "phi3", "lstm_gates")
+RUNNABLE = (
+    "btb",
+    "ff_geglu",
+    "ff2d_geglu",
+    "ff_swiglu",
+    "ff_gelu",
+    "sd15_unet_mini",
+    "bert",
+    "vit",
+    "phi3",
+    "lstm_gates",
+)
 
 
 @pytest.mark.parametrize("key", corpus.families(*EXACT))

@@ -53,6 +53,7 @@ CASES = [
     Case("f16 x2", "f16", 1, "nk", Tile(32, 48, 32, 2, 1, 3), (Size(35, 50, 66, pad=2),), "residual"),
     Case("f16 x4", "f16", 3, "kn", Tile(32, 16, 32, 2, 1, 3), (Size(35, 52, 68, pad=4),), "residual", (F32,)),
     Case("f16 batch", "f16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(20, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
+    Case("bf16 transposed", "bf16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(37, 41, 5, 2, 1, transposed=True),), "mixed", narrow=True),
     Case("tf32 kn", "tf32", 2, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52), Size(40, 36, 12, pad=4)), "residual"),
     Case("tf32 nk", "tf32", 1, "nk", Tile(32, 32, 32, 1, 2, 2), (Size(35, 44, 60),)),
     Case("fp32 kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52),), "mixed"),

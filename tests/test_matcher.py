@@ -389,7 +389,9 @@ def test_any_closed_pointwise_graph_means_what_it_meant(data: st.DataObject) -> 
     values = split_num_outputs(b, linear(b))
     for _ in range(data.draw(st.integers(1, 8), "nodes")):
         pick = st.sampled_from(values)
-        op = data.draw(st.sampled_from(["Add", "Mul", "Sub", "Min", "Max", "Tanh", "Sigmoid", "Relu", "Abs", "Neg", "row"]))
+        op = data.draw(
+            st.sampled_from(["Add", "Mul", "Sub", "Min", "Max", "Tanh", "Sigmoid", "Relu", "Abs", "Neg", "row"])
+        )
         if op == "row":
             row = b.array(draw(N // 2, seed=len(values)), f"row{len(values)}")
             values.append(b("Mul", data.draw(pick), row))

@@ -57,7 +57,9 @@ def test_every_candidate_that_was_not_taken_says_why() -> None:
     assert all(entry.reason for entry in plan.rejected)
 
 
-@pytest.mark.parametrize(("dtype", "exact", "math"), [(F16, False, "f16"), (BF16, True, "bf16"), (F32, False, "tf32"), (F32, True, "fp32")])
+@pytest.mark.parametrize(
+    ("dtype", "exact", "math"), [(F16, False, "f16"), (BF16, True, "bf16"), (F32, False, "tf32"), (F32, True, "fp32")]
+)
 def test_math_follows_dtype_and_mode(dtype, exact: bool, math: str) -> None:
     assert planned(ARCHITECTURES["sm_80"], dtype=dtype, exact=exact).variants[0].spec.math == math
 

@@ -110,8 +110,14 @@ def test_what_is_not_fused_stays_byte_for_byte() -> None:
     assert list(fused.functions)[:1] == list(original.functions)
     assert list(fused.metadata_props) == list(original.metadata_props)
     assert (fused.producer_name, fused.doc_string) == ("producer", "model doc")
-    assert (fused.graph.doc_string, list(fused.graph.metadata_props)) == ("graph doc", list(original.graph.metadata_props))
-    assert (list(fused.graph.input), list(fused.graph.output)) == (list(original.graph.input), list(original.graph.output))
+    assert (fused.graph.doc_string, list(fused.graph.metadata_props)) == (
+        "graph doc",
+        list(original.graph.metadata_props),
+    )
+    assert (list(fused.graph.input), list(fused.graph.output)) == (
+        list(original.graph.input),
+        list(original.graph.output),
+    )
 
 
 def test_fusing_twice_finds_nothing_new_and_keeps_the_first_result() -> None:

@@ -68,7 +68,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monke
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     model = load_model(source)
     with pytest.raises(OutputError, match="No space left"):
         store.save_model(model.proto, model, target)
@@ -119,7 +119,9 @@ def test_the_written_bytes_are_the_model(tmp_path: Path, key: str) -> None:
     assert (tmp_path / "out.onnx").stat().st_size == model.proto.ByteSize()
 
 
-def test_a_model_too_large_for_one_message_gets_external_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_for_one_message_gets_external_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "LARGEST_MESSAGE", 20_000)
     source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
     original = weights_model()
@@ -129,6 +131,11 @@ def test_a_model_too_large_for_one_message_gets_external_weights(tmp_path: Path,
     assert target.stat().st_size < 20_000 < (tmp_path / "out.onnx.data").stat().st_size
     assert outputs(target) == outputs(source)
     stored = onnx.load(target, load_external_data=False)
-    offsets = [int(entry.value) for tensor in stored.graph.initializer for entry in tensor.external_data if entry.key == "offset"]
+    offsets = [
+        int(entry.value)
+        for tensor in stored.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "offset"
+    ]
     assert all(offset % store.ALIGNMENT == 0 for offset in offsets)
     assert numpy_helper.to_array(onnx.load(target).graph.initializer[0]).shape == (64, 64)

@@ -55,7 +55,9 @@ def test_odd_sizes_limit_the_tensors_that_have_them(change, lhs: int, rhs: int, 
     ],
 )
 def test_width_and_reason(dims: str, dtype, sizes, width: int, reason: str) -> None:
-    built = fusion(sizes, rhs="k (p n)" if "p" in dims else "k n", operands=[(dims, dtype)], parts=2 if "p" in dims else 1)
+    built = fusion(
+        sizes, rhs="k (p n)" if "p" in dims else "k n", operands=[(dims, dtype)], parts=2 if "p" in dims else 1
+    )
     found = widest(built, built.operands[0], "n")
     assert (found.elements, found.reason) == (width, reason)
 

@@ -75,5 +75,9 @@ def test_the_pure_world_sees_no_library_no_file_and_no_environment() -> None:
         if inside(path, PURE):
             foreign = {name.split(".")[0] for name in imports(path)} - allowed
             assert not foreign, f"{path} is pure but imports {foreign}"
-            rooms = [name for name in imports(path) if name.startswith(("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.graph"))]
+            rooms = [
+                name
+                for name in imports(path)
+                if name.startswith(("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.graph"))
+            ]
             assert not rooms, f"{path} is pure but imports {rooms}"

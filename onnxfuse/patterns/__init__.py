@@ -1,4 +1,4 @@
-"""What onnxfuse looks for. Each pattern answers three questions: what it looks like, when it is legal, what it becomes."""
+"""What onnxfuse looks for. A pattern answers three questions: what it looks like, when it is legal, what it becomes."""
 
 from __future__ import annotations
 

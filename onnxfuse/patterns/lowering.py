@@ -67,13 +67,15 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
     rhs_dims: tuple[Dim, ...] = (("k",), columns) if product.rhs_order == "kn" else (columns, ("k",))
     row_dims = tuple((axis.name,) for axis in rows)
     inputs = [
-        Tensor(operand.name, BY_ONNX[graph.dtype(operand.name) or 0], _operand_dims(operand, rows, _columns_of(operand, match)))
+        Tensor(
+            operand.name,
+            BY_ONNX[graph.dtype(operand.name) or 0],
+            _operand_dims(operand, rows, _columns_of(operand, match)),
+        )
         for operand in line.operands
     ]
     out = Tensor(match.out, BY_ONNX[graph.dtype(match.out) or 0], (*row_dims, ("n",)))
-    parts = tuple(
-        RhsPart(0, None if packed == 1 else offset // match.columns) for offset in acc_offsets(match)
-    )
+    parts = tuple(RhsPart(0, None if packed == 1 else offset // match.columns) for offset in acc_offsets(match))
     packed_axes = () if packed == 1 else (Axis("p", packed),)
     return Fusion(
         anchor=product.label,
@@ -92,12 +94,10 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
 
 def _row_axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
     """`m`; `b, m`; `b, h, m`; ... for the output's dimensions but the last."""
-    names = ("b", *LEADING_AXES)[: len(sizes) - 1] + ("m",)
+    names = (*("b", *LEADING_AXES)[: len(sizes) - 1], "m")
     if len(names) != len(sizes):
         raise NotFusable("rank_too_high", "", f"the product has {len(sizes) + 1} dimensions")
-    return tuple(
-        Axis(name, size if isinstance(size, int) else None) for name, size in zip(names, sizes, strict=True)
-    )
+    return tuple(Axis(name, size if isinstance(size, int) else None) for name, size in zip(names, sizes, strict=True))
 
 
 def _columns_of(operand: Operand, match: Match) -> Dim:

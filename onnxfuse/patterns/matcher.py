@@ -1,8 +1,9 @@
 """Grow a match from a product over parts and pointwise nodes, then cut it where nothing but one value leaves it.
 
-Growth follows readers in graph order and absorbs what a table knows: pointwise ops, Split and Slice along the columns, and
-the shape arithmetic of a computed chunk. Cutting finds the furthest value whose ancestors inside the growth are read by
-nobody outside: that closure also excludes cycles, since a path that leaves the match and comes back leaves it somewhere.
+Growth follows readers in graph order and absorbs what a table knows: pointwise ops, Split and Slice along the columns,
+and the shape arithmetic of a computed chunk. Cutting finds the furthest value whose ancestors inside the growth are
+read by nobody outside: that closure also excludes cycles, since a path that leaves the match and comes back leaves it
+somewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
@@ -212,7 +214,7 @@ class Growth:
             starts.append(starts[-1] + size)
         if starts[-1] != value.length:
             raise NotFusable("invalid_model", "", f"splits {value.length} columns into {starts[-1]}")
-        self._take(node, *(self._range(value, a, b) for a, b in zip(starts, starts[1:], strict=False)))
+        self._take(node, *(self._range(value, a, b) for a, b in pairwise(starts)))
 
     def _split_sizes(self, node: gs.Node, length: int) -> list[int]:
         """Sizes are an attribute up to opset 12 and an input from 13 on; without them the parts are equal."""
@@ -313,9 +315,7 @@ def _leak(growth: Growth, inside: list[gs.Node], last: gs.Node) -> NotFusable | 
     return None
 
 
-def _match(
-    growth: Growth, inside: list[gs.Node], last: gs.Node, value: Columns, leak: NotFusable | None
-) -> Match:
+def _match(growth: Growth, inside: list[gs.Node], last: gs.Node, value: Columns, leak: NotFusable | None) -> Match:
     indices = tuple(sorted(growth.graph.index(node) for node in inside))
     out = str(last.outputs[0].name)
     operands = dict(growth.operands)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph
-from onnxfuse.patterns.lowering import acc_offsets, leaves, lower
 from onnxfuse.patterns.epilogue_graph import LOAD
+from onnxfuse.patterns.lowering import acc_offsets, leaves, lower
 from onnxfuse.patterns.matcher import Match
 
 NAME = "split_gemm"
@@ -29,7 +29,9 @@ def check(match: Match) -> None:
     starts = list(range(0, n, columns))
     if n % columns or len(starts) not in PARTS or acc_offsets(match) != starts:
         ranges = ", ".join(f"[{start}:{start + columns}]" for start in acc_offsets(match))
-        raise NotFusable("not_equal_parts", label, f"combines columns {ranges} of {n}, not its two or three equal parts")
+        raise NotFusable(
+            "not_equal_parts", label, f"combines columns {ranges} of {n}, not its two or three equal parts"
+        )
     for leaf in leaves(match, LOAD):
         width = match.operands[leaf.operand].columns
         if leaf.offset is not None and (leaf.offset not in starts or width not in (columns, n)):

@@ -7,6 +7,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+from onnxfuse.device import nearest
+
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 _NAME_BYTES = 256
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
@@ -27,6 +30,24 @@ def device_name(index: int = 0) -> str | None:
     if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetName(name, _NAME_BYTES, device):
         return None
     return name.value.decode(errors="replace")
+
+
+def local_architectures() -> list[str]:
+    """The architecture to compile for on each of this machine's GPUs, each once; none without a driver."""
+    cuda = _library()
+    if cuda is None:
+        return []
+    capabilities = (_capability(cuda, index) for index in range(device_count()))
+    return list(dict.fromkeys(nearest(capability) for capability in capabilities))
+
+
+def _capability(cuda: ctypes.CDLL, index: int) -> int:
+    device, value, digits = ctypes.c_int(), ctypes.c_int(), []
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        digits.append(value.value)
+    return digits[0] * 10 + digits[1]
 
 
 def cuda_version() -> str | None:

@@ -32,8 +32,10 @@ constexpr int CHUNK_BYTES = 16;  // what one lane's address of ldmatrix, and the
 constexpr int CHUNK = CHUNK_BYTES / sizeof(Element);
 constexpr int BANK_CHUNKS = 8;  // 32 banks of 4 bytes: 8 chunks that lie in different banks are read at once
 
-// k of one multiplication: the depth of m16n8k16 (16-bit) and m16n8k8 (TF32); one 16-byte read for FFMA.
-constexpr int STEP_K = MATH == Math::fp32 ? CHUNK : 2 * CHUNK;
+// k of one multiplication: the depth of m16n8k16 (16-bit) and m16n8k8 (TF32). FFMA takes 2, with one 8-byte read a row:
+// more would not leave registers for 128 accumulators.
+constexpr int EXACT_STEP_K = 2;
+constexpr int STEP_K = MATH == Math::fp32 ? EXACT_STEP_K : 2 * CHUNK;
 constexpr int STEPS = BLOCK_K / STEP_K;
 
 // Rows of output tiles whose blocks run together: they share the columns of rhs and the rows of lhs in L2.
@@ -105,7 +107,8 @@ struct TileCopy {
   // Where threads fill whole rows, a thread stays in one column, and all but its first copy differ by constants only.
   static constexpr bool STRAIGHT = THREADS % PER_ROW == 0;
   static constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
-  static constexpr int UNROLL = PASSES < 16 ? PASSES : 8;  // narrow copies are many: bounds the size of the loop
+  // Narrow copies are many, and each holds registers while it is under way.
+  static constexpr int UNROLL = WIDTH * sizeof(Element) == CHUNK_BYTES ? PASSES : 2;
 
   const Element* source;  // this thread's first element of the next tile
   long long row_stride;
@@ -247,18 +250,16 @@ struct TensorFragments {
 
 // The same for FFMA, with the accumulators where mma.sync would have them: rows g and g + 8, columns 2t and 2t + 1.
 struct ExactFragments {
-  static constexpr int DEPTH = CHUNK_BYTES / sizeof(float);
+  float lhs[FRAGMENTS_M][2][EXACT_STEP_K];
+  float rhs[PARTS][FRAGMENTS_N][2][EXACT_STEP_K];
 
-  float lhs[FRAGMENTS_M][2][DEPTH];
-  float rhs[PARTS][FRAGMENTS_N][2][DEPTH];
-
-  __device__ __forceinline__ void load_rhs(float (&columns)[2][DEPTH], unsigned tile, int column, int step) {
+  __device__ __forceinline__ void load_rhs(float (&columns)[2][EXACT_STEP_K], unsigned tile, int column, int step) {
     if constexpr (RHS_K_CONTIGUOUS) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) load_shared(columns[side], tile + RhsTile::offset(column + side, step * STEP_K));
     } else {
 #pragma unroll
-      for (int k = 0; k < DEPTH; ++k) {
+      for (int k = 0; k < EXACT_STEP_K; ++k) {
         float pair[2];
         load_shared(pair, tile + RhsTile::offset(step * STEP_K + k, column));
         columns[0][k] = pair[0], columns[1][k] = pair[1];
@@ -285,7 +286,7 @@ struct ExactFragments {
 
   __device__ __forceinline__ void multiply(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) const {
 #pragma unroll
-    for (int k = 0; k < DEPTH; ++k) {
+    for (int k = 0; k < EXACT_STEP_K; ++k) {
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
@@ -309,6 +310,9 @@ using Fragments = FragmentsOf<MATH == Math::fp32>::Type;
 
 __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
+// The next fragments are wanted before the next tile. But narrow copies hold registers, which only one set leaves free.
+constexpr bool COPIES_FIRST = LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
+
 // acc += lhs * rhs over all of k.
 __device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4], Producer& producer, unsigned ring, int k, int warp_row, int warp_column) {
   Fragments fragments[2];
@@ -325,11 +329,10 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][F
         __syncthreads();
         read = next_stage(read);
       }
+      if (step == 0 && COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
       fragments[(step + 1) % 2].load(ring + read * STAGE_BYTES, warp_row, warp_column, (step + 1) % STEPS);
-      if (step == 0) {
-        producer.issue(ring + write * STAGE_BYTES);
-        write = next_stage(write);
-      }
+      if (step == 0 && !COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
+      if (step == 0) write = next_stage(write);
       fragments[step % 2].multiply(acc);
     }
   }

@@ -1,0 +1,215 @@
+// The epilogue of the sm_90a kernel: the same ways and the same unit of work (2 adjacent columns of 2 rows that lie 8
+// apart) as epilogue.cuh, on the accumulators of wgmma. A warp owns 16 rows of each wgmma; it stages them one slab of
+// SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
+//
+//   scalar, row, column    global -> fp32 vector in shared memory, before the main loop of the tile
+//   tile                   global -> staging area, one slab ahead of the computation
+//   out                    registers -> staging area -> global, as wide as the tensor allows
+#pragma once
+#include "arguments.cuh"
+#include "hopper_ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_SIZE = 32;
+constexpr int WARP_ROWS = 16;      // rows of one wgmma in a warp
+constexpr int GROUP_WGMMA_ROWS = 64;
+constexpr int FRAGMENT_COLUMNS = 8;
+constexpr int SUBTILES = GROUP_M / GROUP_WGMMA_ROWS;  // wgmma along m of one consumer group
+constexpr int WIDTH = PARTS * BLOCK_N;                // columns of one wgmma
+constexpr int ACCUMULATORS = WIDTH / 2;               // registers of one wgmma in a thread
+constexpr int SLABS_N = BLOCK_N / SLAB_COLUMNS;
+constexpr int SLABS = SUBTILES * SLABS_N;
+
+// Staged rows are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
+constexpr int STAGED_PITCH = SLAB_COLUMNS + 8;
+
+// A consumer group's part of the output tile.
+struct GroupTile {
+  long long batch;
+  int row;
+  int column;
+};
+
+// 16 rows x SLAB_COLUMNS of the output, and how much of the tensor is left from there on.
+struct Slab {
+  long long batch, row, column;
+  int rows, columns;
+
+  __device__ __forceinline__ Slab(const OnnxfuseArguments& args, const GroupTile& tile, int index) {
+    const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
+    const int first_row = tile.row + index / SLABS_N * GROUP_WGMMA_ROWS + warp * WARP_ROWS;
+    const int first_column = tile.column + index % SLABS_N * SLAB_COLUMNS;
+    batch = tile.batch, row = first_row, column = first_column;
+    rows = args.m - first_row, columns = args.n - first_column;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row, long long column) {
+  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
+         column * tensor.column_stride;
+}
+
+// One vector operand -> fp32 in shared memory. Elements outside of the tensor become 0; what they give is never stored.
+template <typename Access>
+__device__ __forceinline__ void stage_vector(float* vector, const typename Access::Type* global, long long stride, int length, int valid) {
+  using Vector = Packed<typename Access::Type, Access::WIDTH>;
+#pragma unroll 1
+  for (int element = threadIdx.x % WARP_GROUP * Access::WIDTH; element < length; element += WARP_GROUP * Access::WIDTH) {
+    Vector packed = {};
+    if (element < valid) packed = load_global<Vector>(global + element * (Access::WIDTH > 1 ? 1 : stride));
+#pragma unroll
+    for (int i = 0; i < Access::WIDTH; ++i) vector[element + i] = to_float(packed.values[i]);
+  }
+}
+
+// All scalar, row and column operands of a group's tile.
+__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, const GroupTile& tile) {
+  static_for<0, LOADS>([&](auto index) {
+    using Access = Load<decltype(index)::value>;
+    const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
+    float* vector = reinterpret_cast<float*>(vectors + Access::OFFSET);
+    if constexpr (Access::KIND == Kind::scalar) {
+      stage_vector<Access>(vector, element_pointer<typename Access::Type>(tensor, tile.batch, 0, 0), 0, 1, 1);
+    } else if constexpr (Access::KIND == Kind::row) {
+      const auto* global = element_pointer<typename Access::Type>(tensor, tile.batch, 0, tile.column);
+      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - tile.column);
+    } else if constexpr (Access::KIND == Kind::column) {
+      const auto* global = element_pointer<typename Access::Type>(tensor, tile.batch, tile.row, 0);
+      stage_vector<Access>(vector, global, tensor.row_stride, GROUP_M, args.m - tile.row);
+    }
+  });
+}
+
+// One slab of every tile operand -> this warp's staging area, asynchronously; odd and even slabs lie apart.
+__device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args, const GroupTile& tile, int index) {
+  if constexpr (TILE_LOADS == 0) return;
+  if (index < SLABS) {
+    const Slab slab(args, tile, index);
+    static_for<0, LOADS>([&](auto number) {
+      using Access = Load<decltype(number)::value>;
+      using T = typename Access::Type;
+      if constexpr (Access::KIND == Kind::tile) {
+        constexpr int PER_ROW = SLAB_COLUMNS / Access::WIDTH;
+        const OnnxfuseTensor& tensor = args.loads[decltype(number)::value];
+        const T* global = element_pointer<T>(tensor, slab.batch, slab.row, slab.column);
+        T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % 2 * WARP_ROWS * STAGED_PITCH;
+#pragma unroll 4
+        for (int copy = threadIdx.x % WARP_SIZE; copy < WARP_ROWS * PER_ROW; copy += WARP_SIZE) {
+          const int row = copy / PER_ROW;
+          const int column = copy % PER_ROW * Access::WIDTH;
+          const T* source = global + row * tensor.row_stride + column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
+          copy_async<Access::WIDTH * sizeof(T)>(shared_address(staged + row * STAGED_PITCH + column), source,
+                                                row < slab.rows && column < slab.columns);
+        }
+      }
+    });
+  }
+  copy_async_commit();  // also where no slab is left: the wait counts groups
+}
+
+// The staging area of every output -> global memory.
+__device__ __forceinline__ void store_slab(const unsigned char* staging, const OnnxfuseArguments& args, const Slab& slab) {
+  static_for<0, OUTS>([&](auto number) {
+    using Access = Out<decltype(number)::value>;
+    using T = typename Access::Type;
+    constexpr int PER_ROW = SLAB_COLUMNS / Access::WIDTH;
+    const OnnxfuseTensor& tensor = args.outs[decltype(number)::value];
+    const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
+    T* global = element_pointer<T>(tensor, slab.batch, slab.row, slab.column);
+#pragma unroll 4
+    for (int copy = threadIdx.x % WARP_SIZE; copy < WARP_ROWS * PER_ROW; copy += WARP_SIZE) {
+      const int row = copy / PER_ROW;
+      const int column = copy % PER_ROW * Access::WIDTH;
+      if (row >= slab.rows || column >= slab.columns) continue;
+      T* target = global + row * tensor.row_stride + column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
+      store_global(target, load_packed<Packed<T, Access::WIDTH>>(staged + row * STAGED_PITCH + column));
+    }
+  });
+}
+
+// Fills operands[I] for the operands of one kind, 2 adjacent columns each. `row` and `column` count from the group's
+// tile, but for tiles, where they count from the slab.
+template <Kind KIND>
+__device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], const unsigned char* source, int row, int column, int buffer) {
+  static_for<0, LOADS>([&](auto index) {
+    using Access = Load<decltype(index)::value>;
+    float2& operand = operands[decltype(index)::value];
+    if constexpr (Access::KIND == KIND && KIND == Kind::tile) {
+      const auto* staged = reinterpret_cast<const typename Access::Type*>(source + Access::OFFSET);
+      const auto pair = load_packed<Packed<typename Access::Type, 2>>(staged + (buffer * WARP_ROWS + row) * STAGED_PITCH + column);
+      operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+    } else if constexpr (Access::KIND == KIND) {
+      const float* vector = reinterpret_cast<const float*>(source + Access::OFFSET);
+      if constexpr (KIND == Kind::row) {
+        operand = *reinterpret_cast<const float2*>(vector + column);
+      } else {
+        const float value = vector[KIND == Kind::column ? row : 0];
+        operand = make_float2(value, value);
+      }
+    }
+  });
+}
+
+// The epilogue on 2 adjacent columns of one row of the slab, and the results into the staging area.
+__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1], unsigned char* staging, int row, int column) {
+  float first_acc[PARTS], second_acc[PARTS], first_operands[LOADS + 1], second_operands[LOADS + 1];
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    first_acc[part] = acc[part].x;
+    second_acc[part] = acc[part].y;
+  }
+#pragma unroll
+  for (int load = 0; load < LOADS; ++load) {
+    first_operands[load] = operands[load].x;
+    second_operands[load] = operands[load].y;
+  }
+  float first_results[OUTS], second_results[OUTS];
+  Epilogue::apply(first_acc, first_operands, first_results);
+  Epilogue::apply(second_acc, second_operands, second_results);
+  static_for<0, OUTS>([&](auto index) {
+    using Access = Out<decltype(index)::value>;
+    auto* staged = reinterpret_cast<typename Access::Type*>(staging + Access::OFFSET);
+    store_pair(staged + row * STAGED_PITCH + column, first_results[decltype(index)::value], second_results[decltype(index)::value]);
+  });
+}
+
+// Accumulators -> outputs. The first slab of the tile operands is on its way already.
+__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const GroupTile& tile, const unsigned char* vectors, unsigned char* staging) {
+  const int lane_row = threadIdx.x % WARP_SIZE / 4;
+  const int lane_column = threadIdx.x % 4 * 2;
+  const int warp_row = threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
+  float2 operands[LOADS + 1];
+  read_operands<Kind::scalar>(operands, vectors, 0, 0, 0);
+#pragma unroll
+  for (int index = 0; index < SLABS; ++index) {
+    const int subtile = index / SLABS_N;
+    const int first_column = index % SLABS_N * SLAB_COLUMNS;
+    prefetch_slab(staging, args, tile, index + 1);
+    if constexpr (TILE_LOADS > 0) copy_async_wait<1>();
+    __syncwarp();
+#pragma unroll
+    for (int column = 0; column < SLAB_COLUMNS; column += FRAGMENT_COLUMNS) {
+      read_operands<Kind::row>(operands, vectors, 0, first_column + column + lane_column, 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = half * 8 + lane_row;
+        read_operands<Kind::column>(operands, vectors, subtile * GROUP_WGMMA_ROWS + warp_row + row, 0, 0);
+        read_operands<Kind::tile>(operands, staging, row, column + lane_column, index % 2);
+        float2 pairs[PARTS];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          const int first = (part * BLOCK_N + first_column + column) / 2 + half * 2;
+          pairs[part] = make_float2(acc[subtile][first], acc[subtile][first + 1]);
+        }
+        apply_epilogue(pairs, operands, staging, row, column + lane_column);
+      }
+    }
+    __syncwarp();
+    store_slab(staging, args, Slab(args, tile, index));
+    __syncwarp();
+  }
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,283 @@
+// One block computes tile after tile of out[m, n] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[m, k] * rhs_p[k, n].
+// sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
+//
+//   warps 8..11      producer: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles
+//                       |  cp.async.bulk.tensor, 128-byte swizzle; in a cluster each block loads half and sends it to both
+//   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: lhs[BLOCK_M, 64] and rhs[64, BLOCK_N] of
+//                       |  full[stage]: the bytes have landed       every part side by side, so that one wgmma covers all
+//                       |  empty[stage]: every reader is done       parts and leaves them in the same thread
+//   warps 0..3, 4..7 consumer groups 0 and 1
+//                       |  wgmma m64 x (PARTS * BLOCK_N) x k16, fp32 accumulators in registers
+//                    hopper_epilogue.cuh: functor, staging area of the warp, global memory
+//
+//   ping-pong        each group owns every other tile; its epilogue runs behind the other group's main loop
+//                      group 0   [main loop 0]  epilogue 0   [main loop 2]  epilogue 2 ...
+//                      group 1                [main loop 1]  epilogue 1   [main loop 3] ...
+//                    (`turn` hands the tensor cores over as soon as the last wgmma is issued)
+//   cooperative      both groups share each tile, half of its rows each: larger tiles, the epilogue is exposed
+//
+// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks that
+// is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps: lhs, then rhs of
+// each part, as `hopper_tile.map_rules` describes them.
+//
+// Contract: k > 0; rows of lhs and rhs start on 16-byte boundaries; the WIDTH of a load or output divides n, its strides
+// and its pointer.
+//
+// The generated text before this file defines Element, RHS_K_CONTIGUOUS, the constants, the tables Load<I> and Out<I>,
+// the struct Epilogue, and multiply(): one wgmma of the kernel's width.
+#pragma once
+#include "arguments.cuh"
+#include "hopper_epilogue.cuh"
+#include "hopper_ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int CONSUMERS = 2;                              // groups
+constexpr int THREADS = (CONSUMERS + 1) * WARP_GROUP;
+constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+constexpr int BLOCK_K = 64;                               // 128 bytes: the widest swizzle
+constexpr int STEP_K = 16;                                // of one wgmma
+constexpr int ROW_BYTES = BLOCK_K * sizeof(Element);
+
+// 65,536 registers: 128 * 24 + 2 * 128 * 240 = 64,512. The compiler allots 168 to every thread of the block.
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int CONSUMER_REGISTERS = 240;
+
+constexpr int LHS_BYTES = BLOCK_M * ROW_BYTES;
+constexpr int RHS_BYTES = WIDTH * ROW_BYTES;
+constexpr int STAGE_BYTES = LHS_BYTES + RHS_BYTES;
+constexpr int FULL_OFFSET = VECTORS_OFFSET + CONSUMERS * VECTORS_BYTES;
+constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
+
+// Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
+constexpr int READERS = (PINGPONG ? 1 : CONSUMERS) * 4 * CLUSTER;
+
+static_assert(SHARED_BYTES == EMPTY_OFFSET + STAGES * 8, "footprint and kernel agree");
+static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
+static_assert(GROUP_M == (PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS), "footprint and kernel agree");
+static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
+
+// ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
+
+__device__ constexpr unsigned long long descriptor(int swizzle_span, int leading_bytes, int stride_bytes) {
+  const unsigned long long swizzle = swizzle_span == 128 ? 1 : swizzle_span == 64 ? 2 : 3;
+  return swizzle << 62 | static_cast<unsigned long long>(stride_bytes / 16) << 32 |
+         static_cast<unsigned long long>(leading_bytes / 16) << 16;
+}
+
+// k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of RHS_ATOM columns,
+// then the next RHS_ATOM columns.
+constexpr int ATOM_BYTES = RHS_ATOM * sizeof(Element);
+constexpr unsigned long long LHS_DESCRIPTOR = descriptor(128, 16, 8 * ROW_BYTES);
+constexpr unsigned long long RHS_DESCRIPTOR =
+    RHS_K_CONTIGUOUS ? LHS_DESCRIPTOR : descriptor(ATOM_BYTES, BLOCK_K * ATOM_BYTES, 8 * ATOM_BYTES);
+constexpr int LHS_STEP = STEP_K * sizeof(Element) / 16;
+constexpr int RHS_STEP = RHS_K_CONTIGUOUS ? LHS_STEP : STEP_K * ATOM_BYTES / 16;
+
+// ---- which tile
+
+// Position in the ring: every role walks the same sequence of stages.
+struct RingPosition {
+  int stage = 0;
+  int parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void skip(int count) {
+    const int position = stage + count;
+    parity ^= position / STAGES & 1;
+    stage = position % STAGES;
+  }
+};
+
+// Tile number -> place: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows; then the
+// next batch. The blocks of a cluster take neighbouring tiles.
+struct Walk {
+  int tiles_m, tiles_n, tiles, clusters, first;
+
+  __device__ __forceinline__ Walk(const OnnxfuseArguments& args) {
+    tiles_m = (args.m - 1) / (BLOCK_M * CLUSTER_M) + 1;
+    tiles_n = (args.n - 1) / (BLOCK_N * CLUSTER_N) + 1;
+    tiles = tiles_m * tiles_n * args.batch;
+    clusters = gridDim.x / CLUSTER;
+    first = blockIdx.x / CLUSTER;
+  }
+
+  __device__ __forceinline__ GroupTile at(int tile, int rank) const {
+    const int batch = tile / (tiles_m * tiles_n);
+    const int in_batch = tile % (tiles_m * tiles_n);
+    const int group = in_batch / (GROUP_ROWS * tiles_n);
+    const int in_group = in_batch % (GROUP_ROWS * tiles_n);
+    const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
+    const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0);
+    const int tile_n = in_group / height * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0);
+    return {batch, tile_m * BLOCK_M, tile_n * BLOCK_N};
+  }
+};
+
+// ---- producer
+
+struct Maps {
+  TensorMap lhs;
+  TensorMap rhs[PARTS];
+};
+
+// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster.
+template <bool SHARED>
+__device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned full, int x, int y, int z) {
+  if constexpr (SHARED) {
+    load_box_to_both(shared, map, full, x, y, z);
+  } else {
+    load_box(shared, map, full, x, y, z);
+  }
+}
+
+__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps, const GroupTile& tile, int k, int rank) {
+  constexpr int LHS_BOX = BLOCK_M / CLUSTER_N;
+  const int lhs_row = CLUSTER_N > 1 ? rank * LHS_BOX : 0;
+  load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, k, tile.row + lhs_row, args.lhs.batch_stride ? tile.batch : 0);
+  constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? RHS_BOX : RHS_ATOM;
+  constexpr int BOXES = WIDTH / BOX_COLUMNS;
+#pragma unroll
+  for (int box = 0; box < BOXES; box += CLUSTER_M) {
+    // Each box's part is known at compile time only without a cluster; with one, two boxes differ by the rank.
+    const int own = box + (CLUSTER_M > 1 ? rank : 0);
+    const int part = own / (BLOCK_N / BOX_COLUMNS);
+    const int column = tile.column + own % (BLOCK_N / BOX_COLUMNS) * BOX_COLUMNS;
+    const int batch = args.rhs[part].batch_stride ? tile.batch : 0;
+    load<(CLUSTER_M > 1)>(stage + LHS_BYTES + own * BOX_COLUMNS * ROW_BYTES, maps.rhs[part], full,
+                          RHS_K_CONTIGUOUS ? k : column, RHS_K_CONTIGUOUS ? column : k, batch);
+  }
+}
+
+__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
+  const Walk walk(args);
+  const int steps = (args.k - 1) / BLOCK_K + 1;
+  RingPosition ring;
+  for (int number = walk.first; number < walk.tiles; number += walk.clusters) {
+    const GroupTile tile = walk.at(number, rank);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
+      barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
+      barrier_arrive_expect(full, STAGE_BYTES);
+      load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, step * BLOCK_K, rank);
+      ring.next();
+    }
+  }
+}
+
+// ---- consumers
+
+// This warp has read the stage: its blocks may overwrite it.
+__device__ __forceinline__ void release(unsigned shared, int stage) {
+  const unsigned empty = shared + EMPTY_OFFSET + stage * 8;
+  const int lane = threadIdx.x % WARP_SIZE;
+  if constexpr (CLUSTER > 1) {
+    if (lane < CLUSTER) barrier_arrive_peer(empty, lane);
+  } else {
+    if (lane == 0) barrier_arrive(empty);
+  }
+}
+
+// acc = lhs * rhs over all of k. One stage's wgmma are in flight while the next stage's are issued.
+__device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring, unsigned shared, int first_row, int steps) {
+  int previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
+    const unsigned stage = shared + ring.stage * STAGE_BYTES;
+    const unsigned long long lhs = LHS_DESCRIPTOR | (stage + first_row * ROW_BYTES) >> 4;
+    const unsigned long long rhs = RHS_DESCRIPTOR | (stage + LHS_BYTES) >> 4;
+    multiply_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / STEP_K; ++i) {
+#pragma unroll
+      for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+        multiply(acc[subtile], lhs + i * LHS_STEP + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16, rhs + i * RHS_STEP, step + i > 0);
+      }
+    }
+    multiply_commit();
+    if (step > 0) {
+      multiply_wait<1>();
+      release(shared, previous);
+    }
+    previous = ring.stage;
+    ring.next();
+  }
+}
+
+__device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], const RingPosition& ring, unsigned shared) {
+  multiply_wait<0>();
+  release(shared, ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
+#pragma unroll
+  for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; ++i) pin(acc[subtile][i]);
+  }
+}
+
+// Named barriers: `turn` of each group, `group` among the threads of each.
+constexpr int TURN_BARRIER = 1;
+constexpr int GROUP_BARRIER = TURN_BARRIER + CONSUMERS;
+
+__device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared, int rank, int group) {
+  const Walk walk(args);
+  const int steps = (args.k - 1) / BLOCK_K + 1;
+  const int first_row = PINGPONG ? 0 : group * GROUP_M;
+  unsigned char* vectors = memory + VECTORS_OFFSET + group * VECTORS_BYTES;
+  unsigned char* staging = memory + STAGES * STAGE_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
+  RingPosition ring;
+  if (PINGPONG && group == 1) ring.skip(steps);
+  float acc[SUBTILES][ACCUMULATORS];
+  for (int number = walk.first + (PINGPONG ? group * walk.clusters : 0); number < walk.tiles;
+       number += (PINGPONG ? CONSUMERS : 1) * walk.clusters) {
+    GroupTile tile = walk.at(number, rank);
+    tile.row += first_row;
+    if constexpr (LOADS > TILE_LOADS) {
+      named_sync(GROUP_BARRIER + group, WARP_GROUP);  // nobody reads the last tile's vectors any more
+      stage_vectors(vectors, args, tile);
+      named_sync(GROUP_BARRIER + group, WARP_GROUP);
+    }
+    prefetch_slab(staging, args, tile, 0);
+    if (PINGPONG && number != walk.first) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
+    run_main_loop(acc, ring, shared, first_row, steps);
+    if (PINGPONG && number + walk.clusters < walk.tiles) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
+    finish_main_loop(acc, ring, shared);
+    run_epilogue(acc, args, tile, vectors, staging);
+    if (PINGPONG) ring.skip(steps);
+  }
+}
+
+}  // namespace onnxfuse
+
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1) ONNXFUSE_CLUSTER
+onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_constant__ onnxfuse::Maps maps) {
+  using namespace onnxfuse;
+  extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  const unsigned shared = shared_address(onnxfuse_shared);
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(shared + FULL_OFFSET + stage * 8, 1);
+      barrier_init(shared + EMPTY_OFFSET + stage * 8, READERS);
+    }
+    barrier_init_fence();
+  }
+  if constexpr (CLUSTER > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  // The same in all lanes: the compiler may keep what follows from it in uniform registers.
+  const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
+  if (group == CONSUMERS) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, shared, rank);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    consume(args, onnxfuse_shared, shared, rank, group);
+  }
+  if constexpr (CLUSTER > 1) cluster_sync();  // the other block may still send to this one, or wait for its arrivals
+}

@@ -1,0 +1,105 @@
+"""A kernel's spec and tile -> the full text of the CUDA source of the sm_90a kernel.
+
+The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the tensor maps that
+`hopper_tile.map_rules` lists, each 128 bytes, one behind the other.
+"""
+
+from __future__ import annotations
+
+from onnxfuse.hopper_tile import HopperFootprint, HopperTile, footprint, rhs_atom, rhs_box
+from onnxfuse.kernels import emit as portable
+from onnxfuse.kernels.epilogue import functor
+from onnxfuse.plan import KernelSpec
+
+_BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh")
+_AFTER = ("hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
+
+
+def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
+    """The CUDA source of a kernel.
+
+    Args:
+        spec: what to compute; its own tile is that of the portable kernel and not looked at.
+        tile: a legal tile: `hopper_tile.why_not(spec, tile, shared_limit)` is None.
+        shared_limit: shared memory of one block, in bytes.
+    """
+    before = "\n".join(portable._template(name) for name in _BEFORE)
+    after = "\n".join(portable._template(name) for name in _AFTER)
+    return f"{before}\n{_generated(spec, tile, footprint(spec, tile, shared_limit))}\n{after}"
+
+
+def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
+    cluster = tile.cluster_m * tile.cluster_n
+    attribute = f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else ""
+    return f"""\
+// ---- generated
+#define ONNXFUSE_CLUSTER {attribute}
+namespace onnxfuse {{
+
+enum class Kind {{ scalar, row, column, tile }};
+
+using Element = {spec.dtype.cuda};
+constexpr bool RHS_K_CONTIGUOUS = {"true" if spec.rhs_order == "nk" else "false"};
+constexpr bool PINGPONG = {"true" if tile.pingpong else "false"};
+{_constants(spec, tile, layout)}
+
+{_tables(spec, layout)}
+
+{functor(spec)}
+{wgmma(spec, spec.parts * tile.block_n)}
+}}  // namespace onnxfuse
+"""
+
+
+def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
+    loads = [
+        portable._access("Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
+        for index, load in enumerate(spec.loads)
+    ]
+    outs = [portable._access("Out", index, out, layout.out_offsets[index]) for index, out in enumerate(spec.outs)]
+    return "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
+
+
+def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
+    constants = {
+        "PARTS": spec.parts,
+        "LOADS": len(spec.loads),
+        "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "OUTS": len(spec.outs),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "GROUP_M": tile.group_m,
+        "CLUSTER_M": tile.cluster_m,
+        "CLUSTER_N": tile.cluster_n,
+        "GROUP_ROWS": tile.group_rows,
+        "RHS_ATOM": rhs_atom(spec, tile),
+        "RHS_BOX": rhs_box(spec, tile)[1],
+        "STAGES": layout.stages,
+        "SLAB_COLUMNS": layout.slab_columns,
+        "STAGING_BYTES": layout.staging,
+        "VECTORS_OFFSET": layout.vectors_offset,
+        "VECTORS_BYTES": layout.vectors,
+        "SHARED_BYTES": layout.total,
+    }
+    return "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
+
+
+def wgmma(spec: KernelSpec, width: int) -> str:
+    """The function `multiply`: acc[64, width] (+)= lhs[64, 16] * rhs[16, width], operands by descriptor."""
+    registers = width // 2
+    names = ", ".join(f"%{index}" for index in range(registers))
+    operands = ", ".join(f'"+f"(acc[{index}])' for index in range(registers))
+    lhs, rhs, accumulate = (f"%{registers + index}" for index in range(3))
+    kind = f"m64n{width}k16.f32.{spec.dtype}.{spec.dtype}"
+    transposed = 0 if spec.rhs_order == "nk" else 1
+    return f"""\
+// Where not `accumulate`, the old accumulators are not read.
+__device__ __forceinline__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs, int accumulate) {{
+  asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
+               "wgmma.mma_async.sync.aligned.{kind} "
+               "{{{names}}}, "
+               "{lhs}, {rhs}, p, 1, 1, 0, {transposed}; }}"
+               : {operands}
+               : "l"(lhs), "l"(rhs), "r"(accumulate));
+}}
+"""

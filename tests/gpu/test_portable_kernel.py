@@ -1,0 +1,182 @@
+"""The portable kernel on the GPU: every dtype, order, number of parts, tile, operand kind and width, at 60 shapes and more.
+
+Kernels are launched directly, without ONNX Runtime. Outputs are poisoned with NaN before each run, the padding around
+every tensor is NaN, and the bounds are those of `tests/kernel_problem.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.plan import KernelSpec, tiles_for
+from onnxfuse.runtime.compile import compile_source
+from onnxfuse.tile_footprint import shared_bytes, why_not
+from tests.kernel_problem import Problem, Size, make_problem, make_spec
+
+pytestmark = pytest.mark.gpu
+
+MATHS = ("f16", "bf16", "tf32", "fp32")
+ORDERS = ("kn", "nk")
+PARTS = (1, 2, 3, 4)
+
+# (m, n, k); n and k multiples of 8, so that every access is 16 bytes wide.
+WIDE = [
+    (1, 8, 8), (2, 16, 2560), (7, 328, 520), (16, 256, 128), (17, 264, 136), (31, 1032, 48), (48, 400, 112), (63, 8, 96),
+    (64, 64, 32), (65, 200, 160), (96, 96, 96), (127, 120, 56), (128, 128, 64), (129, 136, 72), (130, 24, 1024),
+    (200, 160, 80), (255, 512, 40), (256, 248, 1280), (300, 72, 24), (333, 64, 8), (504, 136, 248), (505, 136, 248),
+    (512, 1280, 64), (1, 640, 320), (1000, 320, 640), (77, 768, 16), (128, 8, 8), (8, 128, 4096), (129, 1288, 200),
+]  # fmt: skip
+# Odd, prime and tiny: single-element accesses.
+ODD = [
+    (1, 1, 1), (1, 1, 7), (1, 13, 1), (13, 1, 1), (1, 13, 7), (7, 1, 13), (13, 17, 1), (2, 2, 2), (3, 5, 7), (5, 3, 2),
+    (4, 4, 4), (6, 10, 14), (12, 20, 28), (31, 33, 513), (33, 31, 37), (64, 65, 66), (97, 101, 103), (127, 129, 131),
+    (128, 127, 33), (129, 1, 65), (1, 129, 65), (65, 129, 1), (130, 66, 34), (211, 223, 227), (17, 1023, 5),
+    (1000, 3, 3), (504, 135, 247), (503, 137, 249), (505, 136, 247), (504, 137, 248), (257, 511, 31), (63, 61, 59),
+]  # fmt: skip
+LARGE = (2048, 2560, 640)
+BY_WIDTH = {1: (67, 61, 43), 2: (67, 150, 54), 4: (131, 84, 60), 8: (131, 152, 104)}
+
+
+def test_there_are_enough_shapes() -> None:
+    assert len({*WIDE, *ODD, LARGE, *BY_WIDTH.values()}) >= 60
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel and the sizes that it runs at; `grid_z` below the batch makes blocks loop over it."""
+
+    name: str
+    spec: KernelSpec
+    sizes: tuple[Size, ...]
+    grid_z: int | None = None
+
+
+def rotated(shapes: list[tuple[int, int, int]], turn: int, count: int) -> tuple[Size, ...]:
+    """Some of the shapes: all of them appear over neighbouring turns."""
+    return tuple(Size(*shapes[(turn * count + index) % len(shapes)]) for index in range(count))
+
+
+def default_tile(math: str, parts: int, turn: int = 0):
+    tiles = tiles_for(F32 if math in ("tf32", "fp32") else F16, parts)
+    return tiles[turn % len(tiles)]
+
+
+def product_cases() -> Iterator[Case]:
+    turn = 0
+    for math in MATHS:
+        for order in ORDERS:
+            for parts in PARTS:
+                turn += 1
+                tile = default_tile(math, parts, turn)
+                wide, odd = rotated(WIDE, turn, 10), rotated(ODD, turn, 16)
+                name = f"{math}-{order}-{parts}"
+                yield Case(f"{name}-wide", make_spec(math, parts, order, tile, wide[0]), wide)
+                yield Case(f"{name}-odd", make_spec(math, parts, order, tile, odd[0], narrow=True), odd)
+
+
+def tile_cases() -> Iterator[Case]:
+    for math in MATHS:
+        for parts in PARTS:
+            for index, tile in enumerate(tiles_for(F32 if math in ("tf32", "fp32") else F16, parts)):
+                sizes = rotated(WIDE, index + parts, 5)
+                yield Case(
+                    f"{math}-{parts}-tile{index}", make_spec(math, parts, "kn", tile, sizes[0], "residual"), sizes
+                )
+
+
+def operand_cases() -> Iterator[Case]:
+    for math in MATHS:
+        for width, (m, n, k) in BY_WIDTH.items():
+            size = Size(m, n, k, pad=width)
+            spec = make_spec(math, 2, "kn", default_tile(math, 2, width), size, "mixed", (None, F32))
+            yield Case(f"{math}-operands-x{width}", spec, (size, replace(size, pad=3 * width)))
+        outs: dict[str, tuple[DType | None, ...]] = {"f16": (F16,), "bf16": (BF16, F16), "f32": (F32, BF16)}
+        for name, out in outs.items():
+            size = Size(131, 152, 104)
+            yield Case(
+                f"{math}-out-{name}", make_spec(math, 1, "nk", default_tile(math, 1, 1), size, "mixed", out), (size,)
+            )
+        size = Size(67, 61, 43, batch=2, pad=1, transposed=True)
+        spec = make_spec(math, 1, "kn", default_tile(math, 1), size, "mixed", narrow=True)
+        yield Case(f"{math}-transposed", spec, (size,))
+
+
+def batch_cases() -> Iterator[Case]:
+    for math in MATHS:
+        for broadcast in (True, False):
+            size = Size(65, 72, 40, batch=5, broadcast_rhs=broadcast)
+            spec = make_spec(math, 2, "kn", default_tile(math, 2), size, "mixed")
+            yield Case(f"{math}-batch-{broadcast}", spec, (size,), grid_z=2)
+
+
+def large_cases() -> Iterator[Case]:
+    for math in MATHS:
+        size = Size(*LARGE)
+        yield Case(f"{math}-large", make_spec(math, 2, "kn", default_tile(math, 2), size), (size,))
+
+
+CASES = [*product_cases(), *tile_cases(), *operand_cases(), *batch_cases(), *large_cases()]
+
+
+def device_spec() -> DeviceSpec:
+    import cupy
+
+    capability = cupy.cuda.Device().compute_capability
+    return next((spec for spec in ARCHITECTURES.values() if str(spec.capability) == capability), ARCHITECTURES["ptx"])
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Every case's kernel, compiled in parallel first and loaded."""
+    import cupy
+
+    folder, device = tmp_path_factory.mktemp("kernels"), device_spec()
+
+    def compiled(case: Case) -> Path:
+        image = compile_source(emit(case.spec), device)
+        path = folder / f"{case.name}.{'ptx' if device.arch == 'ptx' else 'cubin'}"
+        path.write_bytes(image.data)
+        return path
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        paths = list(pool.map(compiled, CASES))
+    loaded = {}
+    for case, path in zip(CASES, paths, strict=True):
+        function = cupy.RawModule(path=str(path)).get_function(ENTRY)
+        function.max_dynamic_shared_size_bytes = shared_bytes(case.spec)
+        loaded[case.name] = function
+    return loaded
+
+
+def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:
+    """Run a kernel and bring the outputs' memory back; bfloat16 travels as bytes, which CuPy knows."""
+    import cupy
+
+    buffers = problem.buffers
+    memory = [cupy.asarray(buffer.data.view(np.uint8)) for buffer in buffers]
+    arguments = problem.arguments([array.data.ptr for array in memory])
+    tile = problem.spec.tile
+    grid = (*problem.grid[:2], grid_z or problem.grid[2])
+    function(grid, (tile.threads, 1, 1), (arguments,), shared_mem=shared_bytes(problem.spec))
+    cupy.cuda.get_current_stream().synchronize()
+    return [
+        array.get().view(buffer.data.dtype) for array, buffer in zip(memory, buffers, strict=True) if buffer.writable
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: Case, kernels: dict[str, object]) -> None:
+    assert why_not(case.spec, device_spec().shared_bytes) is None
+    for size in case.sizes:
+        problem = make_problem(case.spec, size)
+        problem.check(launch(kernels[case.name], problem, case.grid_z))

@@ -1,0 +1,42 @@
+"""The README's tables are the code's."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import onnxfuse
+from onnxfuse.settings import SETTINGS
+
+PACKAGE = Path(onnxfuse.__file__).parent
+README = (PACKAGE.parent / "README.md").read_text()
+
+
+def raised_reasons() -> set[str]:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "NotFusable":
+                reason = node.args[0]
+                if isinstance(reason, ast.Constant):
+                    found.add(reason.value)
+    return found
+
+
+def test_the_table_of_reasons_is_complete_and_holds_no_other() -> None:
+    table = README.split("## Why a product is left alone")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == raised_reasons() - {"unknown_pattern"}
+
+
+def test_the_table_of_settings_is_settings_py() -> None:
+    table = README.split("## Settings")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \| ([^|]+) \|$", table, re.MULTILINE)
+    assert rows == [(setting.name, setting.default, setting.meaning) for setting in SETTINGS]
+
+
+def test_the_test_command_is_what_ci_runs() -> None:
+    script = (PACKAGE.parent / ".ci" / "run").read_text()
+    assert "pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'" in script
+    assert "pip install -e '.[cpu,dev]' && pytest -n auto" in README
+    assert script.rstrip().endswith("pytest -n auto")
