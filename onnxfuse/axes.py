@@ -1,7 +1,7 @@
 """The axis mapping: which axes of a fusion are the kernel's batch, m, n and k. Resolved once; strides follow from it.
 
-A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. Every tensor is row-major over named axes,
-and a tensor that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every
+A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
+and one that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every
 tensor has both, one behind the other, or neither; what does not flatten into `m` becomes the batch.
 """
 

@@ -32,7 +32,7 @@ class DeviceSpec:
 
     @property
     def flavour(self) -> int:
-        """Where it runs: 0 on later chips of the same major version, 1 on exactly this one, 2 (PTX) on any later one."""
+        """Where it runs: 0 on later chips of the same major version, 1 on exactly this one, 2 (PTX) on any later."""
         if self.arch == PTX:
             return 2
         return 1 if self.arch.endswith("a") else 0

@@ -1,7 +1,7 @@
 """The IR of one fusion: named axes, a product in parts, operands, a straight line of pointwise steps. No ONNX in it.
 
 A dimension is a tuple of axes and is written as einops writes it: `f16[b, m, (h d)]`; `1` is a dimension of no axis.
-The product is `acc_p[batch, m, n] = sum over k of lhs[batch, m, k] * rhs_p[k, n]`; every part p multiplies the same lhs.
+The product is `acc_p[batch, m, n] = sum over k of lhs[batch, m, k] * rhs_p[k, n]`; all parts p multiply the same lhs.
 The epilogue computes in fp32 over `acc0 .. accP-1` and over loads, in static single assignment.
 """
 

@@ -73,14 +73,14 @@ def compile_source(source: str, device: DeviceSpec) -> CompiledImage:
     program = nvrtc.createProgram(source, SOURCE_NAME, (), ())
     try:
         nvrtc.compileProgram(program, compile_options(device))
-        data = nvrtc.getPTX(program) if device.arch == PTX else nvrtc.getCUBIN(program)
+        data = _ptx(nvrtc, program) if device.arch == PTX else _cubin(nvrtc, program)
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         raise CompileError(f"NVRTC: {error}; source in {_keep(source)}\n{log}", log) from None
     finally:
         nvrtc.destroyProgram(program)
-    return image_of(data.encode() if isinstance(data, str) else data, log)
+    return image_of(data, log)
 
 
 def compile_options(device: DeviceSpec) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def image_of(data: bytes, log: str) -> CompiledImage:
     """An image with the figures that its log reports."""
     stack, registers = _STACK.search(log), _REGISTERS.search(log)
     return CompiledImage(
-        data=data.rstrip(b"\0") if data.startswith(b"//") else data,
+        data=data,
         log=log,
         registers=int(registers[1]) if registers else None,
         spill_bytes=int(stack[2]) + int(stack[3]) if stack else None,
@@ -151,6 +151,17 @@ def _first_nvrtc() -> ModuleType:
     module.compileProgram(warm_up, ())
     module.destroyProgram(warm_up)
     return module
+
+
+def _ptx(nvrtc: ModuleType, program: int) -> bytes:
+    text: str | bytes = nvrtc.getPTX(program)
+    return (text.encode() if isinstance(text, str) else text).rstrip(b"\0")
+
+
+def _cubin(nvrtc: ModuleType, program: int) -> bytes:
+    """CuPy cuts the last byte off a cubin as if it ended a string; that byte is a zero of the last program header."""
+    data: bytes = nvrtc.getCUBIN(program)
+    return data + b"\0"
 
 
 def _keep(source: str) -> Path:

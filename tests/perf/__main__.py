@@ -1,0 +1,151 @@
+"""Stock ONNX Runtime against the fused model, in one run: `python -m tests.perf --out results/h200.json`.
+
+Sites are one gate each, captured in a CUDA graph by both sessions, so that kernels are timed and not the host; blocks
+and the UNet are timed as `onnxfuse bench` does, run by run, and verified against the float64 reference first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+import onnxfuse
+from onnxfuse.runtime import driver
+from onnxfuse.runtime.bench import bench, interleave
+from onnxfuse.runtime.verify import verify
+from tests import corpus
+from tests.onnx_build import FLOAT16, Builder
+
+# m, k, n of one half: the GEGLU sites of SD1.5 at 64x64, batch 2, and of SDXL.
+SITES = [
+    (8192, 320, 1280), (2048, 640, 2560), (512, 1280, 5120), (128, 1280, 5120), (8192, 640, 2560), (2048, 1280, 5120),
+]  # fmt: skip
+BLOCKS = {"btb_320": (2, 4096, 320), "btb_640": (2, 1024, 640), "btb_1280": (2, 256, 1280)}
+UNET_SHAPES = {"sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)}
+REPLAYS = 20  # of one timed batch: the wait for the GPU is paid once
+
+
+def gate_model(m: int, k: int, n: int) -> onnx.ModelProto:
+    """`a * gelu(g)` as torch's exporter writes it at opset 17, fp16, weight [k, 2 n]."""
+    rng = np.random.default_rng([m, k, n])
+    b = Builder(FLOAT16)
+    x = b.input("x", ("m", k))
+    weight = b.array(rng.standard_normal((k, 2 * n)) / np.sqrt(k), "weight")
+    t = b("Add", b.array(rng.standard_normal(2 * n), "bias"), b("MatMul", x, weight))
+    value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    erf = b("Add", b("Erf", b("Div", gate, b.array(2**0.5))), b.array(1.0))
+    return b.model(b("Mul", value, b("Mul", b("Mul", gate, erf), b.array(0.5))))
+
+
+def graph_runner(path: Path, x: np.ndarray, columns: int, fused: bool) -> Callable[[], None]:
+    """Replays the model REPLAYS times through a captured CUDA graph and waits for the last."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    make = onnxfuse.InferenceSession if fused else onnxruntime.InferenceSession
+    session = make(str(path), options, providers=providers)
+    binding = session.io_binding()
+    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([x.shape[0], columns], np.float16, "cuda", 0)
+    binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, "cuda", 0))
+    binding.bind_ortvalue_output(session.get_outputs()[0].name, out)
+    quick = onnxruntime.RunOptions()
+    quick.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def run() -> None:
+        for _ in range(REPLAYS):
+            session.run_with_iobinding(binding, quick)
+        binding.synchronize_outputs()
+
+    session.run_with_iobinding(binding)
+    return run
+
+
+def time_site(folder: Path, m: int, k: int, n: int) -> dict[str, Any]:
+    """Microseconds of one gate, stock and fused."""
+    model = gate_model(m, k, n)
+    fused, report = onnxfuse.optimize(model, arch="native")
+    paths = folder / "site.onnx", folder / "site.fused.onnx"
+    for proto, path in zip((model, fused), paths, strict=True):
+        onnx.save(proto, path)
+    assert verify(*paths, shapes={"x": (m, k)}).passed, f"{m}, {k}, {n} is wrong"
+    x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float16)
+    stock, ours = interleave(*(graph_runner(path, x, n, path == paths[1]) for path in paths), runs=20, warmup=5)
+    before, after = (float(np.median(times)) / REPLAYS * 1e6 for times in (stock, ours))
+    kernel = report.fused[0].kernel
+    return {"m": m, "k": k, "n": n, "stock_us": before, "fused_us": after, "ratio": before / after, "kernel": kernel}
+
+
+def time_model(folder: Path, key: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Latency of a whole model, stock and fused, verified first."""
+    original, fused = folder / "model.onnx", folder / "model.fused.onnx"
+    onnx.save(corpus.materialize(key), original)
+    start = time.perf_counter()
+    proto, report = onnxfuse.optimize(original, arch="native")
+    seconds = time.perf_counter() - start
+    fused.write_bytes(proto.SerializeToString())
+    checked = verify(original, fused, shapes=shapes)
+    result = bench(original, fused, shapes=shapes)
+    return {
+        "model": key,
+        "optimize_seconds": seconds,
+        "fused": len(report.fused),
+        "nodes": [report.nodes_before, report.nodes_after],
+        "verify": checked.to_dict(),
+        **result.to_dict(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
+    parser.add_argument("--skip-unet", action="store_true")
+    options = parser.parse_args()
+    import onnxruntime
+
+    results: dict[str, Any] = {
+        "command": "python -m tests.perf --out results/h200.json",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": driver.device_name(),
+        "driver": driver.driver_version(),
+        "onnxruntime": onnxruntime.__version__,
+        "sites": [],
+        "models": [],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for site in SITES:
+            row = time_site(folder, *site)
+            results["sites"].append(row)
+            print(
+                f"{site}: stock {row['stock_us']:.1f} us, fused {row['fused_us']:.1f} us, {row['ratio']:.2f}x",
+                flush=True,
+            )
+        models = {
+            f"real/{block}.real.torchscript.op17.fp16.dynamic.onnx": {
+                "hidden_states": shape, "encoder_hidden_states": (2, 77, 768)
+            }
+            for block, shape in BLOCKS.items()
+        }  # fmt: skip
+        if not options.skip_unet:
+            models["real/sd15_unet.real.torchscript.op17.fp16.dynamic.onnx"] = dict(UNET_SHAPES)
+        for key, shapes in models.items():
+            row = time_model(folder, key, shapes)
+            results["models"].append(row)
+            text = f"stock {row['original']['median']:.3f} ms, fused {row['optimized']['median']:.3f} ms"
+            print(f"{key}: {text}, {row['ratio']:.2f}x, verified {row['verify']['passed']}", flush=True)
+            options.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
