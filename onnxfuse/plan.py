@@ -125,19 +125,43 @@ class Plan:
 MAX_M = 2**31 - 1
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
 
-# Candidates by total width (columns of all parts together): block_n is that over the number of parts. Larger tiles read
-# less shared memory for each product; smaller ones fill the chip when m or n is small.
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile that a plan may take.
+
+    Attributes:
+        tile: its block_n is the width of all parts together.
+        pace: products that a multiprocessor makes in a unit of time with it, relative to the fastest tile; measured on
+            an H200 with tests/gpu/time_portable.py.
+    """
+
+    tile: Tile
+    pace: float
+
+
+# Larger tiles load less for each product; smaller ones fill the chip when m or n is small.
 _SIXTEEN_BIT = (
-    Tile(128, 256, 32, 2, 4, 4),
-    Tile(128, 128, 32, 2, 4, 4),
-    Tile(64, 128, 32, 2, 2, 4),
-    Tile(32, 128, 64, 1, 4, 4),
+    Candidate(Tile(128, 256, 64, 2, 4, 3), 1.0),
+    Candidate(Tile(128, 128, 64, 2, 2, 3), 0.95),
+    Candidate(Tile(64, 128, 64, 2, 2, 4), 0.85),
+    Candidate(Tile(32, 128, 64, 1, 4, 4), 0.6),
 )
+# The same bytes a stage as above.
 _THIRTY_TWO_BIT = (
-    Tile(128, 128, 16, 2, 4, 4),
-    Tile(64, 128, 16, 2, 2, 4),
-    Tile(32, 128, 32, 1, 4, 4),
+    Candidate(Tile(128, 128, 32, 2, 2, 3), 0.95),
+    Candidate(Tile(64, 128, 32, 2, 2, 3), 0.85),
+    Candidate(Tile(32, 128, 32, 1, 4, 3), 0.6),
 )
+# Exact fp32 sums in two levels, so a thread holds half as many outputs.
+_EXACT = (
+    Candidate(Tile(128, 64, 32, 4, 2, 3), 1.0),
+    Candidate(Tile(64, 64, 32, 2, 2, 3), 0.9),
+    Candidate(Tile(32, 64, 32, 1, 4, 3), 0.7),
+)
+CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "fp32": _EXACT}
+PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
 
 
 def tile_text(tile: Tile) -> str:
@@ -145,11 +169,17 @@ def tile_text(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
 
 
-def tiles_for(dtype: DType, parts: int) -> tuple[Tile, ...]:
-    """The candidate tiles of a product: each warp keeps at least eight columns of every part."""
-    wide = _THIRTY_TWO_BIT if dtype.bytes == 4 else _SIXTEEN_BIT
-    narrowed = [replace(tile, block_n=_columns(tile, parts)) for tile in wide]
-    return tuple(dict.fromkeys(narrowed))
+def candidates_for(math: str, parts: int) -> tuple[Candidate, ...]:
+    """The candidate tiles of a product, with block_n the columns of one part."""
+    return tuple(
+        replace(candidate, tile=replace(candidate.tile, block_n=_columns(candidate.tile, parts)))
+        for candidate in CANDIDATES[math]
+    )
+
+
+def tiles_for(math: str, parts: int) -> tuple[Tile, ...]:
+    """The candidate tiles alone."""
+    return tuple(candidate.tile for candidate in candidates_for(math, parts))
 
 
 def _columns(tile: Tile, parts: int) -> int:
@@ -158,24 +188,12 @@ def _columns(tile: Tile, parts: int) -> int:
     return max(tile.block_n // parts // step, 1) * step
 
 
-def cost(spec: KernelSpec, m: int, n: int, k: int, device: DeviceSpec) -> float:
-    """Estimated time in multiply-add cycles of one multiprocessor: waves of tiles, each product and epilogue.
-
-    A multiprocessor is taken to sustain a tile's products in proportion to how often it uses what it loads: a tile of
-    a x b elements loads a + b of them for a * b products.
-    """
-    tile = spec.tile
-    width = tile.block_n * spec.parts
+def cost(candidate: Candidate, parts: int, m: int, n: int, k: int, device: DeviceSpec) -> float:
+    """Estimated time in products of one multiprocessor: how many tiles the busiest one computes, times a tile."""
+    tile = candidate.tile
     tiles = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
     waves = math.ceil(tiles / device.multiprocessors)
-    reuse = tile.block_m * width / (tile.block_m + width)
-    product = tile.block_m * width * max(k, PIPELINE_FILL) / min(reuse / FULL_REUSE, 1.0)
-    return waves * (product + tile.block_m * tile.block_n * EPILOGUE_PRODUCTS)
-
-
-PIPELINE_FILL = 128  # products of this depth pass before the pipeline of a tile is full
-FULL_REUSE = 64.0  # products for each loaded element at which the tensor cores, not shared memory, set the pace
-EPILOGUE_PRODUCTS = 64  # an output's activation and store cost about as much as this many products
+    return waves * tile.block_m * tile.block_n * parts * (k + PIPELINE_FILL) / candidate.pace
 
 
 def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: DeviceSpec, exact_fp32: bool) -> Plan:
@@ -190,11 +208,15 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     m = _static_product(fusion, mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
-    best = [(size, _best(fitting, size, columns, depth, device)) for size in ([m] if m else SAMPLED_M)]
-    variants = _ranges(best)
+
+    def best(size: int) -> KernelSpec:
+        taken = min(fitting, key=lambda candidate: cost(candidate, base.parts, size, columns, depth, device))
+        return replace(base, tile=taken.tile)
+
+    variants = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
     taken = {variant.spec.tile for variant in variants}
-    rejected += [Rejected(spec.tile, "slower by the cost model") for spec in fitting if spec.tile not in taken]
-    narrow = _narrow(variants[-1].spec)
+    rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
+    narrow = _narrow(replace(base, tile=fitting[-1].tile))
     if all(variant.spec != narrow for variant in variants):
         variants.append(Variant(narrow, 0, MAX_M))
     return Plan(device, tuple(variants), tuple(rejected))
@@ -219,7 +241,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         ),
         steps=fusion.steps,
         out_values=tuple(out.value for out in fusion.outs),
-        tile=tiles_for(fusion.lhs.dtype, len(fusion.parts))[0],
+        tile=CANDIDATES["f16"][0].tile,  # stands in until a candidate is chosen
     )
 
 
@@ -238,25 +260,20 @@ def _narrow(spec: KernelSpec) -> KernelSpec:
     )
 
 
-def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[KernelSpec], list[Rejected]]:
+def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[Candidate], list[Rejected]]:
     fitting, rejected = [], []
-    for tile in tiles_for(base.dtype, base.parts):
-        spec = replace(base, tile=tile)
-        obstacle = why_not(spec, device.shared_bytes)
+    for candidate in candidates_for(base.math, base.parts):
+        obstacle = why_not(replace(base, tile=candidate.tile), device.shared_bytes)
         if obstacle is None:
-            fitting.append(spec)
+            fitting.append(candidate)
         else:
-            rejected.append(Rejected(tile, obstacle))
+            rejected.append(Rejected(candidate.tile, obstacle))
     return fitting, rejected
 
 
 def _static_product(fusion: Fusion, axes: Iterable[str]) -> int | None:
     sizes = [fusion.size(axis) for axis in axes]
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
-
-
-def _best(fitting: list[KernelSpec], m: int, n: int, k: int, device: DeviceSpec) -> KernelSpec:
-    return min(fitting, key=lambda spec: cost(spec, m, n, k, device))
 
 
 def _ranges(best: list[tuple[int, KernelSpec]]) -> list[Variant]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # plan imports this module
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments
+SUMS = {"fp32": 2}  # registers of an accumulator: exact fp32 sums in two levels
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
 CHUNK_BYTES = 16  # the widest copy of one thread
@@ -88,7 +89,7 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
         return "a pipeline has two stages at least"
     if tile.threads > MAX_THREADS:
         return f"{tile.threads} threads, of {MAX_THREADS} at most"
-    accumulators = spec.parts * tile.block_m * tile.block_n // tile.threads
+    accumulators = SUMS.get(spec.math, 1) * spec.parts * tile.block_m * tile.block_n // tile.threads
     if accumulators > MAX_ACCUMULATORS:
         return f"{accumulators} accumulators in a thread, of {MAX_ACCUMULATORS} at most"
     if shared_bytes(spec) > shared_limit:

@@ -1,4 +1,4 @@
-"""One launch of the GEMM kernel: its tensors in host memory, its arguments, and what it should compute, with error bounds.
+"""One launch of the GEMM kernel: its tensors in host memory, its arguments, and what it should compute, with bounds.
 
 Shared by the emulator's tests and the GPU's. Tensors lie in padded buffers, so that pitches, offsets and broadcasts are
 those of views; everything around a tensor's own elements is NaN and must neither be used nor be overwritten.

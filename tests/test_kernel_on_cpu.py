@@ -1,7 +1,7 @@
-"""The kernel's own source, compiled by the C++ compiler and run on the CPU thread by thread: index logic, pipeline, epilogue.
+"""The kernel's own source, compiled by the C++ compiler and run on the CPU thread by thread.
 
-Checks what no GPU reports: every global access is aligned and inside of its tensor, every output element is written once,
-ldmatrix meets no bank conflict, and the result does not depend on when asynchronous copies land.
+Checks what no GPU reports: every global access is aligned and inside of its tensor, every output element is written
+once, ldmatrix meets no bank conflict, and the result does not depend on when asynchronous copies land.
 """
 
 from __future__ import annotations
@@ -43,7 +43,14 @@ class Case:
 
 
 CASES = [
-    Case("f16 kn", "f16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(40, 72, 104), Size(1, 8, 8), Size(33, 32, 200, pad=8))),
+    Case(
+        "f16 kn",
+        "f16",
+        1,
+        "kn",
+        Tile(32, 32, 32, 2, 1, 3),
+        (Size(40, 72, 104), Size(1, 8, 8), Size(33, 32, 200, pad=8)),
+    ),
     Case("f16 nk gate", "f16", 2, "nk", Tile(32, 32, 32, 1, 2, 4), (Size(50, 40, 64, pad=8), Size(5, 8, 160))),
     Case("bf16 kn deep", "bf16", 1, "kn", Tile(16, 64, 64, 1, 2, 2), (Size(20, 136, 136), Size(3, 64, 72))),
     Case("bf16 mixed", "bf16", 2, "kn", Tile(64, 16, 32, 2, 1, 2), (Size(70, 24, 40, pad=8),), "mixed", (F32, F16)),
@@ -52,14 +59,33 @@ CASES = [
     Case("f16 odd nk", "f16", 1, "nk", Tile(32, 32, 32, 2, 2, 3), (Size(35, 67, 31, pad=3),), "residual"),
     Case("f16 x2", "f16", 1, "nk", Tile(32, 48, 32, 2, 1, 3), (Size(35, 50, 66, pad=2),), "residual"),
     Case("f16 x4", "f16", 3, "kn", Tile(32, 16, 32, 2, 1, 3), (Size(35, 52, 68, pad=4),), "residual", (F32,)),
-    Case("f16 batch", "f16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(20, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
-    Case("bf16 transposed", "bf16", 1, "kn", Tile(32, 32, 32, 2, 1, 3), (Size(37, 41, 5, 2, 1, transposed=True),), "mixed", narrow=True),
-    Case("tf32 kn", "tf32", 2, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52), Size(40, 36, 12, pad=4)), "residual"),
+    Case(
+        "f16 batch",
+        "f16",
+        1,
+        "kn",
+        Tile(32, 32, 32, 2, 1, 3),
+        (Size(20, 40, 40, batch=3, broadcast_rhs=False),),
+        "mixed",
+    ),
+    Case(
+        "bf16 transposed",
+        "bf16",
+        1,
+        "kn",
+        Tile(32, 32, 32, 2, 1, 3),
+        (Size(37, 41, 5, 2, 1, transposed=True),),
+        "mixed",
+        narrow=True,
+    ),
+    Case(
+        "tf32 kn", "tf32", 2, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52), Size(40, 36, 12, pad=4)), "residual"
+    ),
     Case("tf32 nk", "tf32", 1, "nk", Tile(32, 32, 32, 1, 2, 2), (Size(35, 44, 60),)),
     Case("fp32 kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52),), "mixed"),
     Case("fp32 nk", "fp32", 2, "nk", Tile(32, 32, 16, 1, 2, 3), (Size(35, 37, 29, pad=1),)),
     Case("fp32 odd", "fp32", 2, "kn", Tile(16, 48, 8, 1, 1, 2), (Size(17, 53, 23, pad=1),), "residual", (F16,)),
-]  # fmt: skip
+]
 
 
 def host_source(spec: KernelSpec) -> str:

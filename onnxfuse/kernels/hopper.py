@@ -11,7 +11,7 @@ from onnxfuse.kernels import emit as portable
 from onnxfuse.kernels.epilogue import functor
 from onnxfuse.plan import KernelSpec
 
-_BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh")
+_BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
 _AFTER = ("hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
 
 
@@ -45,10 +45,25 @@ constexpr bool PINGPONG = {"true" if tile.pingpong else "false"};
 
 {_tables(spec, layout)}
 
-{functor(spec)}
+{_fast(functor(spec))}
 {wgmma(spec, spec.parts * tile.block_n)}
 }}  // namespace onnxfuse
 """
+
+
+# Accurate functions of the functor and those that are accurate enough for 16-bit operands.
+_FAST = {
+    "pointwise::gelu(": "pointwise::fast_gelu(",
+    "pointwise::gelu_tanh(": "pointwise::fast_gelu_tanh(",
+    "pointwise::sigmoid(": "pointwise::fast_sigmoid(",
+    "erff(": "pointwise::fast_erf(",
+}
+
+
+def _fast(source: str) -> str:
+    for accurate, fast in _FAST.items():
+        source = source.replace(accurate, fast)
+    return source
 
 
 def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:

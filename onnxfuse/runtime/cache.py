@@ -5,7 +5,7 @@ One readable folder an entry, named by the SHA-256 of source, options and compil
     <key>/kernel.cu      the source
           kernel.cubin   or kernel.ptx
           log.txt        what the compiler printed
-          meta.json      architecture, options, version, and the checksum of the image
+          meta.json      architecture, options, version, and the checksum of the other three
 
 An entry is written to a temporary folder and renamed, so it is there as a whole or not at all. What cannot be read back
 is compiled again, and a folder that cannot be written to costs time, not correctness.
@@ -72,4 +72,4 @@ def write_entry(folder: Path, image_name: str, entry: Entry, meta: Mapping[str, 
 
 
 def _checksum(entry: Entry) -> str:
-    return hashlib.sha256(entry.data + b"\0" + entry.log.encode()).hexdigest()
+    return hashlib.sha256(b"\0".join((entry.source.encode(), entry.data, entry.log.encode()))).hexdigest()

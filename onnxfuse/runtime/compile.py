@@ -21,6 +21,7 @@ HEADER_PACKAGE = "nvidia-cuda-runtime==13.0.*"
 NVRTC_PACKAGE = "nvidia-cuda-nvrtc==13.0.*"
 
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_COMPILE_TIME = re.compile(r"^.*Compile time = .*$\n?", re.MULTILINE)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
@@ -74,9 +75,9 @@ def compile_source(source: str, device: DeviceSpec) -> CompiledImage:
     try:
         nvrtc.compileProgram(program, compile_options(device))
         data = _ptx(nvrtc, program) if device.arch == PTX else _cubin(nvrtc, program)
-        log = nvrtc.getProgramLog(program)
+        log = _log(nvrtc, program)
     except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
+        log = _log(nvrtc, program)
         raise CompileError(f"NVRTC: {error}; source in {_keep(source)}\n{log}", log) from None
     finally:
         nvrtc.destroyProgram(program)
@@ -151,6 +152,12 @@ def _first_nvrtc() -> ModuleType:
     module.compileProgram(warm_up, ())
     module.destroyProgram(warm_up)
     return module
+
+
+def _log(nvrtc: ModuleType, program: int) -> str:
+    """What the compiler printed, but for how long it took: equal compilations have equal logs."""
+    text: str = nvrtc.getProgramLog(program)
+    return _COMPILE_TIME.sub("", text.rstrip("\0 \n"))
 
 
 def _ptx(nvrtc: ModuleType, program: int) -> bytes:

@@ -1,6 +1,10 @@
 #pragma once
-struct __nv_bfloat16 { unsigned short bits; };
-struct alignas(4) __nv_bfloat162 { __nv_bfloat16 x, y; };
+struct __nv_bfloat16 {
+  unsigned short bits;
+};
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
 inline float __bfloat162float(__nv_bfloat16 x) { return __int_as_float(static_cast<unsigned>(x.bits) << 16); }
 inline __nv_bfloat16 to_bfloat16(float x) {  // to nearest even
   unsigned bits;

@@ -1,5 +1,5 @@
-// CUDA C++ on the CPU, as far as the kernels of onnxfuse use it: a block's threads are fibers of one thread, switched at
-// every barrier. Included before the emitted source; the folder's other headers stand in for those of CUDA.
+// CUDA C++ on the CPU, as far as the kernels of onnxfuse use it: a block's threads are fibers of one thread, switched
+// at every barrier. Included before the emitted source; the folder's other headers stand in for those of CUDA.
 #pragma once
 #include <ucontext.h>
 
@@ -25,18 +25,32 @@
 using std::max;
 using std::min;
 
-struct float2 { float x, y; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float2 {
+  float x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-struct Position { unsigned x, y, z; };
+struct Position {
+  unsigned x, y, z;
+};
 inline Position threadIdx, blockIdx, gridDim;
 
 constexpr int EMULATED_SHARED_BYTES = 228 * 1024;
-extern "C" { alignas(1024) inline unsigned char onnxfuse_shared[EMULATED_SHARED_BYTES]; }
+extern "C" {
+alignas(1024) inline unsigned char onnxfuse_shared[EMULATED_SHARED_BYTES];
+}
 
-inline float __int_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+inline float __int_as_float(unsigned bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
 inline float __expf(float x) { return expf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
 inline float __fdividef(float x, float y) {
@@ -58,7 +72,11 @@ struct Range {
   std::vector<unsigned char> writes;
 };
 
-struct PendingCopy { unsigned shared; unsigned char bytes[16]; int count; };
+struct PendingCopy {
+  unsigned shared;
+  unsigned char bytes[16];
+  int count;
+};
 
 struct Fiber {
   ucontext_t context;
@@ -145,7 +163,13 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
     own.context.uc_stack.ss_sp = own.stack.get();
     own.context.uc_stack.ss_size = STACK;
     own.context.uc_link = &block.scheduler;
-    makecontext(&own.context, +[] { (*entry)(); fiber().finished = true; }, 0);
+    makecontext(
+        &own.context,
+        +[] {
+          (*entry)();
+          fiber().finished = true;
+        },
+        0);
   }
   for (bool running = true; running && failure.empty();) {
     running = false;

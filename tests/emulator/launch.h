@@ -1,8 +1,12 @@
 // Included after the emitted source: runs its kernel over a grid.
-struct EmulatedRange { unsigned char* begin; size_t bytes; int writable; };
+struct EmulatedRange {
+  unsigned char* begin;
+  size_t bytes;
+  int writable;
+};
 
-// Returns what went wrong, or an empty string; `conflicts` counts the bank conflicts of ldmatrix. Every byte of a writable
-// range that is written must be written once.
+// Returns what went wrong, or an empty string; `conflicts` counts the bank conflicts of ldmatrix. No byte may be
+// written twice.
 extern "C" const char* emulate(const OnnxfuseArguments* args, int grid_x, int grid_z, int threads, int lazy,
                                const EmulatedRange* ranges, int range_count, int* conflicts) {
   emulator::failure.clear();
@@ -10,7 +14,8 @@ extern "C" const char* emulate(const OnnxfuseArguments* args, int grid_x, int gr
   emulator::conflicts = 0;
   emulator::block.lazy = lazy;
   for (int i = 0; i < range_count; ++i) {
-    emulator::ranges.push_back({ranges[i].begin, ranges[i].bytes, ranges[i].writable != 0, std::vector<unsigned char>(ranges[i].bytes)});
+    emulator::ranges.push_back(
+        {ranges[i].begin, ranges[i].bytes, ranges[i].writable != 0, std::vector<unsigned char>(ranges[i].bytes)});
   }
   gridDim = {static_cast<unsigned>(grid_x), 1, static_cast<unsigned>(grid_z)};
   for (int z = 0; z < grid_z; ++z) {

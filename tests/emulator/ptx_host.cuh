@@ -1,20 +1,24 @@
-// Stands in for ptx.cuh: the same functions in C++. Every access to global memory is checked for bounds and alignment, and
-// ldmatrix for bank conflicts. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and "for mma.m16n8k8".
+// Stands in for ptx.cuh: the same functions in C++. Every access to global memory is checked for bounds and alignment,
+// and ldmatrix for bank conflicts. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and "... m16n8k8".
 namespace onnxfuse {
 
 inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - onnxfuse_shared);
 }
 
-inline void land(const emulator::PendingCopy& copy) { memcpy(emulator::shared(copy.shared, copy.count), copy.bytes, copy.count); }
+inline void land(const emulator::PendingCopy& copy) {
+  memcpy(emulator::shared(copy.shared, copy.count), copy.bytes, copy.count);
+}
 
 template <int BYTES>
 void copy_async(unsigned shared, const void* global, bool inside) {
   emulator::PendingCopy copy{shared, {}, BYTES};
   if (inside) emulator::check_global(global, BYTES, false);
   if (inside) memcpy(copy.bytes, global, BYTES);
-  if (BYTES == 2 || !emulator::block.lazy) land(copy);
-  else emulator::fiber().groups.back().push_back(copy);
+  if (BYTES == 2 || !emulator::block.lazy)
+    land(copy);
+  else
+    emulator::fiber().groups.back().push_back(copy);
 }
 
 inline void copy_async_commit() { emulator::fiber().groups.emplace_back(); }
@@ -83,7 +87,9 @@ void load_matrices_from(unsigned (&matrices)[4], unsigned address) {
 }
 
 inline void load_matrices(unsigned (&matrices)[4], unsigned address) { load_matrices_from<false>(matrices, address); }
-inline void load_matrices_transposed(unsigned (&matrices)[4], unsigned address) { load_matrices_from<true>(matrices, address); }
+inline void load_matrices_transposed(unsigned (&matrices)[4], unsigned address) {
+  load_matrices_from<true>(matrices, address);
+}
 
 inline float half_of(__half, unsigned word, int half) {
   const unsigned short bits = word >> 16 * half;
@@ -91,7 +97,9 @@ inline float half_of(__half, unsigned word, int half) {
   memcpy(static_cast<void*>(&value), &bits, 2);
   return to_float(value);
 }
-inline float half_of(__nv_bfloat16, unsigned word, int half) { return to_float(__nv_bfloat16{static_cast<unsigned short>(word >> 16 * half)}); }
+inline float half_of(__nv_bfloat16, unsigned word, int half) {
+  return to_float(__nv_bfloat16{static_cast<unsigned short>(word >> 16 * half)});
+}
 inline float half_of(float, unsigned word, int) { return __int_as_float(word); }
 
 template <typename T>

@@ -1,4 +1,4 @@
-"""The portable kernel on the GPU: every dtype, order, number of parts, tile, operand kind and width, at 60 shapes and more.
+"""The portable kernel on the GPU: every dtype, order, number of parts, tile, operand kind and width, at many shapes.
 
 Kernels are launched directly, without ONNX Runtime. Outputs are poisoned with NaN before each run, the padding around
 every tensor is NaN, and the bounds are those of `tests/kernel_problem.py`.
@@ -17,11 +17,15 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.fusion import Step
 from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.plan import KernelSpec, tiles_for
+from onnxfuse.plan import Access, KernelSpec, tiles_for
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from tests.kernel_problem import Problem, Size, make_problem, make_spec
+from tests.test_epilogue_ops import CASES as EXPRESSION_CASES
+from tests.test_epilogue_ops import SWEEP
+from tests.test_epilogue_ops import check as check_expression
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +35,8 @@ PARTS = (1, 2, 3, 4)
 
 # (m, n, k); n and k multiples of 8, so that every access is 16 bytes wide.
 WIDE = [
-    (1, 8, 8), (2, 16, 2560), (7, 328, 520), (16, 256, 128), (17, 264, 136), (31, 1032, 48), (48, 400, 112), (63, 8, 96),
+    (1, 8, 8), (2, 16, 2560), (7, 328, 520), (16, 256, 128), (17, 264, 136), (31, 1032, 48), (48, 400, 112),
+    (63, 8, 96),
     (64, 64, 32), (65, 200, 160), (96, 96, 96), (127, 120, 56), (128, 128, 64), (129, 136, 72), (130, 24, 1024),
     (200, 160, 80), (255, 512, 40), (256, 248, 1280), (300, 72, 24), (333, 64, 8), (504, 136, 248), (505, 136, 248),
     (512, 1280, 64), (1, 640, 320), (1000, 320, 640), (77, 768, 16), (128, 8, 8), (8, 128, 4096), (129, 1288, 200),
@@ -67,7 +72,7 @@ def rotated(shapes: list[tuple[int, int, int]], turn: int, count: int) -> tuple[
 
 
 def default_tile(math: str, parts: int, turn: int = 0):
-    tiles = tiles_for(F32 if math in ("tf32", "fp32") else F16, parts)
+    tiles = tiles_for(math, parts)
     return tiles[turn % len(tiles)]
 
 
@@ -87,7 +92,7 @@ def product_cases() -> Iterator[Case]:
 def tile_cases() -> Iterator[Case]:
     for math in MATHS:
         for parts in PARTS:
-            for index, tile in enumerate(tiles_for(F32 if math in ("tf32", "fp32") else F16, parts)):
+            for index, tile in enumerate(tiles_for(math, parts)):
                 sizes = rotated(WIDE, index + parts, 5)
                 yield Case(
                     f"{math}-{parts}-tile{index}", make_spec(math, parts, "kn", tile, sizes[0], "residual"), sizes
@@ -180,3 +185,36 @@ def test_kernel_computes_the_fusion(case: Case, kernels: dict[str, object]) -> N
     for size in case.sizes:
         problem = make_problem(case.spec, size)
         problem.check(launch(kernels[case.name], problem, case.grid_z))
+
+
+EXPRESSIONS_AT_ONCE = 4
+APPROXIMATED = ("sigmoid", "gelu_tanh")  # through __expf: off by 4e-7 of the numerator, as pointwise.cuh argues
+
+
+@pytest.mark.parametrize("first", range(0, len(EXPRESSION_CASES), EXPRESSIONS_AT_ONCE))
+def test_expressions_agree_with_float64(first: int, tmp_path: Path) -> None:
+    """The GPU's own functions: x comes in as the product x * 1, y as a tile operand."""
+    import cupy
+
+    cases = EXPRESSION_CASES[first : first + EXPRESSIONS_AT_ONCE]
+    names = {"x": "acc0", "y": "op0"}
+    steps = [
+        Step(f"t{index}", case.op, tuple(names.get(value, value) for value in case.arguments))
+        for index, case in enumerate(cases)
+    ]
+    whole = Access("tile", F32, 1)
+    spec = KernelSpec(
+        F32, "fp32", 1, "kn", 1, 1, (whole,), (whole,) * len(cases), tuple(steps),
+        tuple(step.result for step in steps), tiles_for("tf32", 1)[-1],
+    )  # fmt: skip
+    pairs = np.float32(np.meshgrid(SWEEP, SWEEP[:48])).reshape(2, -1)
+    pairs[0] += 0.0  # a sum of products has no negative zero
+    problem = make_problem(spec, Size(pairs.shape[1], 1, 1))
+    problem.lhs.data[:], problem.rhs[0].data[:], problem.loads[0].data[:] = pairs[0], 1.0, pairs[1]
+    path = tmp_path / "expressions.cubin"
+    path.write_bytes(compile_source(emit(spec), device_spec()).data)
+    function = cupy.RawModule(path=str(path)).get_function(ENTRY)
+    function.max_dynamic_shared_size_bytes = shared_bytes(spec)
+    for case, out in zip(cases, launch(function, problem, None), strict=True):
+        scale = np.maximum(1.0, np.where(np.isfinite(pairs[0]), np.abs(pairs[0]), 1.0))
+        check_expression(case, pairs[0], pairs[1], out, 4e-7 * scale if case.op in APPROXIMATED else 0.0)

@@ -6,11 +6,24 @@
 namespace onnxfuse {
 
 // An unsigned integer, or a vector of them, of exactly BYTES bytes: what one memory instruction moves.
-template <int BYTES> struct Word;
-template <> struct Word<2> { using Type = unsigned short; };
-template <> struct Word<4> { using Type = unsigned; };
-template <> struct Word<8> { using Type = uint2; };
-template <> struct Word<16> { using Type = uint4; };
+template <int BYTES>
+struct Word;
+template <>
+struct Word<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using Type = unsigned;
+};
+template <>
+struct Word<8> {
+  using Type = uint2;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
 
 // WIDTH neighbours of one tensor, moved in one instruction.
 template <typename T, int WIDTH>

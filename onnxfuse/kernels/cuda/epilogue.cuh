@@ -1,11 +1,11 @@
 // The way of the epilogue's tensors between global memory and the registers of an mma fragment.
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, once a block, while the pipeline fills
-//   tile                   global -> this warp's staging area, as wide as the tensor allows -> 2 elements a register read
-//   out                    2 elements a register write -> staging area -> global, as wide as the tensor allows
+//   tile                   global -> this warp's staging area, as wide as the tensor allows -> 2 elements a read
+//   out                    2 elements a write -> this warp's staging area -> global, as wide as the tensor allows
 //
-// The unit of work is what one thread holds of an mma fragment: 2 adjacent columns of 2 rows that lie 8 apart. A fragment
-// alone would reach global memory 4 or 8 bytes at a time; the detour through shared memory makes every access full.
+// The unit of work is what one thread holds of an mma fragment: 2 adjacent columns of 2 rows that lie 8 apart. From
+// there, accesses of global memory would be 4 or 8 bytes long; the detour through shared memory makes them 16.
 // A warp stages only its own part of the tile, so no other barrier than the warp's own is needed.
 #pragma once
 #include "arguments.cuh"
@@ -28,15 +28,16 @@ constexpr int STAGED_ROWS = SLABS * FRAGMENT_ROWS;
 
 // Where a warp's part of the output tile lies, and how much of the tensor is left from there on.
 struct WarpTile {
-  long long batch;
-  long long row;
-  long long column;
+  int batch;
+  int row;
+  int column;
   int rows;
   int columns;
 };
 
 template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row, long long column) {
+__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
+                                              long long column) {
   return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
          column * tensor.column_stride;
 }
@@ -56,7 +57,8 @@ __device__ __forceinline__ void stage_vector(float* vector, const typename Acces
 }
 
 // All scalar, row and column operands of the block's tile.
-__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, long long batch, long long row, long long column) {
+__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, int batch, int row,
+                                              int column) {
   static_for<0, LOADS>([&](auto index) {
     using Access = Load<decltype(index)::value>;
     const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
@@ -65,17 +67,18 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
       stage_vector<Access>(vector, element_pointer<typename Access::Type>(tensor, batch, 0, 0), 0, 1, 1);
     } else if constexpr (Access::KIND == Kind::row) {
       const auto* global = element_pointer<typename Access::Type>(tensor, batch, 0, column);
-      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - static_cast<int>(column));
+      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - column);
     } else if constexpr (Access::KIND == Kind::column) {
       const auto* global = element_pointer<typename Access::Type>(tensor, batch, row, 0);
-      stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - static_cast<int>(row));
+      stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - row);
     }
   });
 }
 
 // STAGED_ROWS rows of one tile operand -> this warp's staging area, asynchronously.
 template <typename Access>
-__device__ __forceinline__ void stage_tile(typename Access::Type* staged, const OnnxfuseTensor& tensor, const WarpTile& tile, int first_row) {
+__device__ __forceinline__ void stage_tile(typename Access::Type* staged, const OnnxfuseTensor& tensor,
+                                           const WarpTile& tile, int first_row) {
   using T = typename Access::Type;
   constexpr int WIDTH = Access::WIDTH;
   constexpr int PER_ROW = WARP_COLUMNS / WIDTH;
@@ -92,7 +95,8 @@ __device__ __forceinline__ void stage_tile(typename Access::Type* staged, const 
 
 // The staging area of one output -> STAGED_ROWS rows of global memory.
 template <typename Access>
-__device__ __forceinline__ void store_tile(const typename Access::Type* staged, const OnnxfuseTensor& tensor, const WarpTile& tile, int first_row) {
+__device__ __forceinline__ void store_tile(const typename Access::Type* staged, const OnnxfuseTensor& tensor,
+                                           const WarpTile& tile, int first_row) {
   using T = typename Access::Type;
   constexpr int WIDTH = Access::WIDTH;
   constexpr int PER_ROW = WARP_COLUMNS / WIDTH;
@@ -110,7 +114,8 @@ __device__ __forceinline__ void store_tile(const typename Access::Type* staged, 
 // Fills operands[I] for the operands of one kind, 2 adjacent columns each. `column` counts from the warp's tile, and so
 // does `row`, but for tiles, where it counts from the first staged row.
 template <Kind KIND>
-__device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], const unsigned char* vectors, unsigned char* staging, int row, int column) {
+__device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], const unsigned char* vectors,
+                                              unsigned char* staging, int row, int column) {
   static_for<0, LOADS>([&](auto index) {
     using Access = Load<decltype(index)::value>;
     float2& operand = operands[decltype(index)::value];
@@ -132,7 +137,8 @@ __device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], con
 }
 
 // The epilogue on 2 adjacent columns of one row, and the results into the staging area.
-__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1], unsigned char* staging, int row, int column) {
+__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1],
+                                               unsigned char* staging, int row, int column) {
   float first_acc[PARTS], second_acc[PARTS], first_operands[LOADS + 1], second_operands[LOADS + 1];
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
@@ -150,13 +156,16 @@ __device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const
   static_for<0, OUTS>([&](auto index) {
     using Access = Out<decltype(index)::value>;
     auto* staged = reinterpret_cast<typename Access::Type*>(staging + Access::OFFSET);
-    store_pair(staged + row * STAGED_PITCH + column, first_results[decltype(index)::value], second_results[decltype(index)::value]);
+    store_pair(staged + row * STAGED_PITCH + column, first_results[decltype(index)::value],
+               second_results[decltype(index)::value]);
   });
 }
 
 // Accumulators -> outputs, in passes of SLABS fragments along m: as many as the staging area holds at once.
 // Expects a barrier before, behind which nobody uses the memory that `staging` (this warp's own) lies in.
-__device__ __forceinline__ void run_epilogue(const float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4], const OnnxfuseArguments& args, const WarpTile& tile, const unsigned char* vectors, unsigned char* staging) {
+__device__ __forceinline__ void run_epilogue(const float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4],
+                                             const OnnxfuseArguments& args, const WarpTile& tile,
+                                             const unsigned char* vectors, unsigned char* staging) {
   const int lane_row = threadIdx.x % WARP_SIZE / 4;
   const int lane_column = threadIdx.x % 4 * 2;
   float2 operands[LOADS + 1];

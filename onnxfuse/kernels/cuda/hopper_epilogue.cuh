@@ -129,31 +129,42 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
   });
 }
 
-// Fills operands[I] for the operands of one kind, 2 adjacent columns each. `row` and `column` count from the group's
-// tile, but for tiles, where they count from the slab.
-template <Kind KIND>
-__device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], const unsigned char* source, int row, int column, int buffer) {
+// What the functor needs for 16 rows x 16 columns: 4 pairs a thread, [fragment along n][half along m].
+constexpr int UNIT_COLUMNS = 2 * FRAGMENT_COLUMNS;
+using UnitOperands = float2[2][2][LOADS + 1];
+
+// Operands of the unit whose first column, counted from the group's tile, is `first_column` and from the slab `column`.
+__device__ __forceinline__ void read_operands(UnitOperands& operands, const unsigned char* vectors, const unsigned char* staging, int first_row, int first_column, int column, int buffer) {
+  const int lane_row = threadIdx.x % WARP_SIZE / 4;
+  const int lane_column = threadIdx.x % 4 * 2;
   static_for<0, LOADS>([&](auto index) {
-    using Access = Load<decltype(index)::value>;
-    float2& operand = operands[decltype(index)::value];
-    if constexpr (Access::KIND == KIND && KIND == Kind::tile) {
-      const auto* staged = reinterpret_cast<const typename Access::Type*>(source + Access::OFFSET);
-      const auto pair = load_packed<Packed<typename Access::Type, 2>>(staged + (buffer * WARP_ROWS + row) * STAGED_PITCH + column);
-      operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
-    } else if constexpr (Access::KIND == KIND) {
-      const float* vector = reinterpret_cast<const float*>(source + Access::OFFSET);
-      if constexpr (KIND == Kind::row) {
-        operand = *reinterpret_cast<const float2*>(vector + column);
-      } else {
-        const float value = vector[KIND == Kind::column ? row : 0];
-        operand = make_float2(value, value);
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Load<INDEX>;
+    const float* vector = reinterpret_cast<const float*>(vectors + Access::OFFSET);
+    const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
+#pragma unroll
+    for (int fragment = 0; fragment < 2; ++fragment) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2& operand = operands[fragment][half][INDEX];
+        const int row = half * 8 + lane_row;
+        const int fragment_column = fragment * FRAGMENT_COLUMNS + lane_column;
+        if constexpr (Access::KIND == Kind::tile) {
+          const auto pair = load_packed<Packed<typename Access::Type, 2>>(
+              staged + (buffer * WARP_ROWS + row) * STAGED_PITCH + column + fragment_column);
+          operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+        } else if constexpr (Access::KIND == Kind::row) {
+          operand = *reinterpret_cast<const float2*>(vector + first_column + fragment_column);
+        } else {
+          const float value = vector[Access::KIND == Kind::column ? first_row + row : 0];
+          operand = make_float2(value, value);
+        }
       }
     }
   });
 }
 
-// The epilogue on 2 adjacent columns of one row of the slab, and the results into the staging area.
-__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1], unsigned char* staging, int row, int column) {
+__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1], float2 (&results)[OUTS]) {
   float first_acc[PARTS], second_acc[PARTS], first_operands[LOADS + 1], second_operands[LOADS + 1];
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
@@ -168,43 +179,69 @@ __device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const
   float first_results[OUTS], second_results[OUTS];
   Epilogue::apply(first_acc, first_operands, first_results);
   Epilogue::apply(second_acc, second_operands, second_results);
+#pragma unroll
+  for (int out = 0; out < OUTS; ++out) results[out] = make_float2(first_results[out], second_results[out]);
+}
+
+// One output's pairs of a unit -> staging area: one instruction for 16-bit elements.
+template <typename T>
+__device__ __forceinline__ void stage_unit(T* staged, const float2 (&pairs)[2][2]) {
+  const int lane = threadIdx.x % WARP_SIZE;
+  if constexpr (sizeof(T) == 2) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = pack_pair(T(), pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
+    store_matrices(shared_address(staged + lane % 16 * STAGED_PITCH + lane / 16 * FRAGMENT_COLUMNS), words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i % 2 * 8 + lane / 4;
+      store_pair(staged + row * STAGED_PITCH + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2, pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
+    }
+  }
+}
+
+// The functor on one unit, and the results into the staging area.
+__device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const UnitOperands& operands, unsigned char* staging, int first_column, int column) {
+  float2 results[2][2][OUTS];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 pairs[PARTS];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const int first = (part * BLOCK_N + first_column) / 2 + i / 2 * 4 + i % 2 * 2;
+      pairs[part] = make_float2(acc[first], acc[first + 1]);
+    }
+    apply_epilogue(pairs, operands[i / 2][i % 2], results[i / 2][i % 2]);
+  }
   static_for<0, OUTS>([&](auto index) {
-    using Access = Out<decltype(index)::value>;
-    auto* staged = reinterpret_cast<typename Access::Type*>(staging + Access::OFFSET);
-    store_pair(staged + row * STAGED_PITCH + column, first_results[decltype(index)::value], second_results[decltype(index)::value]);
+    constexpr int INDEX = decltype(index)::value;
+    const float2 pairs[2][2] = {{results[0][0][INDEX], results[0][1][INDEX]}, {results[1][0][INDEX], results[1][1][INDEX]}};
+    stage_unit(reinterpret_cast<typename Out<INDEX>::Type*>(staging + Out<INDEX>::OFFSET) + column, pairs);
   });
 }
 
 // Accumulators -> outputs. The first slab of the tile operands is on its way already.
 __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const GroupTile& tile, const unsigned char* vectors, unsigned char* staging) {
-  const int lane_row = threadIdx.x % WARP_SIZE / 4;
-  const int lane_column = threadIdx.x % 4 * 2;
   const int warp_row = threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
-  float2 operands[LOADS + 1];
-  read_operands<Kind::scalar>(operands, vectors, 0, 0, 0);
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {
     const int subtile = index / SLABS_N;
-    const int first_column = index % SLABS_N * SLAB_COLUMNS;
+    const int slab_column = index % SLABS_N * SLAB_COLUMNS;
+    const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
     prefetch_slab(staging, args, tile, index + 1);
     if constexpr (TILE_LOADS > 0) copy_async_wait<1>();
     __syncwarp();
+    // One unit's operands are read before the last one's results are written: the compiler would not swap them, because
+    // it cannot tell that they do not overlap.
+    UnitOperands operands[2];
+    read_operands(operands[0], vectors, staging, row, slab_column, 0, index % 2);
 #pragma unroll
-    for (int column = 0; column < SLAB_COLUMNS; column += FRAGMENT_COLUMNS) {
-      read_operands<Kind::row>(operands, vectors, 0, first_column + column + lane_column, 0);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = half * 8 + lane_row;
-        read_operands<Kind::column>(operands, vectors, subtile * GROUP_WGMMA_ROWS + warp_row + row, 0, 0);
-        read_operands<Kind::tile>(operands, staging, row, column + lane_column, index % 2);
-        float2 pairs[PARTS];
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-          const int first = (part * BLOCK_N + first_column + column) / 2 + half * 2;
-          pairs[part] = make_float2(acc[subtile][first], acc[subtile][first + 1]);
-        }
-        apply_epilogue(pairs, operands, staging, row, column + lane_column);
-      }
+    for (int column = 0; column < SLAB_COLUMNS; column += UNIT_COLUMNS) {
+      const int current = column / UNIT_COLUMNS % 2;
+      const int next = column + UNIT_COLUMNS;
+      if (next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % 2);
+      run_unit(acc[subtile], operands[current], staging, slab_column + column, column);
     }
     __syncwarp();
     store_slab(staging, args, Slab(args, tile, index));

@@ -39,9 +39,9 @@ constexpr int BLOCK_K = 64;                               // 128 bytes: the wide
 constexpr int STEP_K = 16;                                // of one wgmma
 constexpr int ROW_BYTES = BLOCK_K * sizeof(Element);
 
-// 65,536 registers: 128 * 24 + 2 * 128 * 240 = 64,512. The compiler allots 168 to every thread of the block.
-constexpr int PRODUCER_REGISTERS = 24;
-constexpr int CONSUMER_REGISTERS = 240;
+// 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512. The compiler allots 168 to every thread of the block.
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = 232;
 
 constexpr int LHS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int RHS_BYTES = WIDTH * ROW_BYTES;
@@ -64,6 +64,9 @@ __device__ constexpr unsigned long long descriptor(int swizzle_span, int leading
   return swizzle << 62 | static_cast<unsigned long long>(stride_bytes / 16) << 32 |
          static_cast<unsigned long long>(leading_bytes / 16) << 16;
 }
+
+// The address field; behind its 18 bits, a shared-memory address holds the block's rank in the cluster.
+__device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
 
 // k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of RHS_ATOM columns,
 // then the next RHS_ATOM columns.
@@ -188,8 +191,8 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
   for (int step = 0; step < steps; ++step) {
     barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
     const unsigned stage = shared + ring.stage * STAGE_BYTES;
-    const unsigned long long lhs = LHS_DESCRIPTOR | (stage + first_row * ROW_BYTES) >> 4;
-    const unsigned long long rhs = RHS_DESCRIPTOR | (stage + LHS_BYTES) >> 4;
+    const unsigned long long lhs = LHS_DESCRIPTOR | descriptor_address(stage + first_row * ROW_BYTES);
+    const unsigned long long rhs = RHS_DESCRIPTOR | descriptor_address(stage + LHS_BYTES);
     multiply_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_K / STEP_K; ++i) {

@@ -94,6 +94,24 @@ __device__ __forceinline__ void multiply_wait() {
 // Keeps the compiler from moving reads of the accumulators before the wait for them.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
+// Four 8 x 8 matrices of 16-bit elements into shared memory; lanes 8i .. 8i+7 give the row addresses of matrix i.
+__device__ __forceinline__ void store_matrices(unsigned shared, const unsigned (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3]) : "memory");
+}
+
+// Two neighbours in one register, rounded to nearest even.
+__device__ __forceinline__ unsigned pack_pair(__half, float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+__device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
 // ---- warp groups and clusters
 
 template <int REGISTERS>

@@ -1,5 +1,5 @@
-// The pointwise functions of the epilogue that CUDA does not name. All are defined for every float: what overflows inside
-// must not turn into NaN, and a NaN that comes in must come out.
+// The pointwise functions of the epilogue that CUDA does not name. All are defined for every float: what overflows
+// inside must not turn into NaN, and a NaN that comes in must come out.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,8 +7,8 @@ namespace onnxfuse::pointwise {
 
 __device__ __forceinline__ float clip(float x, float low, float high) { return minimum(maximum(x, low), high); }
 
-// numerator / (1 + exp(-x)). __expf is off by 2 + 1.16 |x| ulp, so the result is off by less than 4e-7 of the
-// numerator everywhere. __fdividef gives 0 for a divisor above 2^126, where the quotient is below 2^-126 of the numerator.
+// numerator / (1 + exp(-x)). __expf is off by 2 + 1.16 |x| ulp, so the result is off by less than 4e-7 of the numerator
+// everywhere. __fdividef gives 0 for a divisor above 2^126, where the quotient is below 2^-126 of the numerator.
 __device__ __forceinline__ float logistic(float numerator, float x) { return __fdividef(numerator, 1.0f + __expf(-x)); }
 
 __device__ __forceinline__ float sigmoid(float x) { return logistic(1.0f, x); }
@@ -26,7 +26,8 @@ __device__ __forceinline__ float hard_sigmoid(float x, float alpha, float beta) 
 
 __device__ __forceinline__ float hard_swish(float x) { return x * hard_sigmoid(x, 1.0f / 6.0f, 0.5f); }
 
-// x * tanh(softplus(x)) with e = exp(x): tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2), which is 1 in fp32 from x = 20 on.
+// x * tanh(softplus(x)) with e = exp(x): tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2), which is 1 in fp32 from x = 20
+// on.
 __device__ __forceinline__ float mish(float x) {
   const float e = expf(minimum(x, 20.0f));
   const float numerator = e * (e + 2.0f);

@@ -1,20 +1,22 @@
-// One block computes out[BLOCK_M, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[BLOCK_M, k] * rhs_p[k, BLOCK_N].
-// Runs on sm_80 and later: mma.sync on the tensor cores, or FFMA for exact fp32, with operands from a ring of stages.
+// One block computes out[BLOCK_M, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[BLOCK_M, k] *
+// rhs_p[k, BLOCK_N]. Runs on sm_80 and later: mma.sync on the tensor cores, or FFMA for exact fp32, with operands from
+// a ring of stages in shared memory.
 //
 //   global    tile t+3        tile t+4                 copies run STAGES - 1 tiles ahead, one cp.async group a tile
 //                |  cp.async
 //   ring      [stage 0][stage 1][stage 2][stage 3]     a stage: lhs[BLOCK_M, BLOCK_K], then the rhs tile of every part
 //                          |  ldmatrix
-//   registers   fragments of step s+1 | step s         loaded one step ahead of the multiplication: two sets, used in turn
+//   registers   fragments of step s+1 | step s         loaded one step ahead of the multiplication: two sets in turn
 //                                          |  mma.sync
 //   registers   acc[part][i][j][4]                     all parts of one output element in the same thread
 //                          |  epilogue.cuh             staged through the ring's memory, which is free by then
 //   global    outs
 //
-// One barrier a tile does two duties: behind it the next stage is complete for every thread, and the stage that was read
-// before it is free to be overwritten.
+// One barrier a tile does two duties: behind it the next stage is complete for every thread, and the stage that was
+// read before it is free to be overwritten.
 //
-// Launch: grid (ceil(m / BLOCK_M) * ceil(n / BLOCK_N), 1, min(batch, 65535)), block THREADS, dynamic shared SHARED_BYTES.
+// Launch: grid (ceil(m / BLOCK_M) * ceil(n / BLOCK_N), 1, min(batch, 65535)), block THREADS, dynamic shared memory
+// SHARED_BYTES.
 //
 // Contract: LHS_WIDTH divides k, RHS_WIDTH divides the extent of rhs along its contiguous axis, and the WIDTH of a load
 // or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside.
@@ -41,10 +43,10 @@ constexpr int STEPS = BLOCK_K / STEP_K;
 // Rows of output tiles whose blocks run together: they share the columns of rhs and the rows of lhs in L2.
 constexpr int GROUP_ROWS = 8;
 
-// An operand's tile in shared memory. SWIZZLED: chunk c of row r lies at c ^ f(r), so that the 8 rows that ldmatrix reads
-// at one c, and the copies of one row, fall into different banks. f takes the low bits of c that a row length of
-// CHUNKS leaves unused over 8 rows. Otherwise rows are 8 elements longer: then the 4 rows by 8 columns of 32-bit elements
-// that one rhs fragment reads fall into different banks.
+// An operand's tile in shared memory. SWIZZLED: chunk c of row r lies at c ^ f(r), so that the 8 rows that ldmatrix
+// reads at one c, and the copies of one row, fall into different banks. f takes as many values as 8 rows of CHUNKS
+// chunks would otherwise meet each bank. Not SWIZZLED: rows are 8 elements longer, and the 4 rows by 8 columns of
+// 32-bit elements that one rhs fragment reads fall into different banks.
 template <int ROWS_, int COLUMNS_, bool SWIZZLED>
 struct SharedTile {
   static constexpr int ROWS = ROWS_;
@@ -71,6 +73,7 @@ using RhsTile = SharedTile<RHS_K_CONTIGUOUS ? BLOCK_N : BLOCK_K, RHS_K_CONTIGUOU
 
 constexpr int STAGE_BYTES = LhsTile::BYTES + PARTS * RhsTile::BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int ALL_STAGING_BYTES = STAGING_BYTES * WARPS_M * WARPS_N;
 
 static_assert(BLOCK_M % (WARPS_M * FRAGMENT_ROWS) == 0, "a warp owns whole fragments");
 static_assert(BLOCK_N % (WARPS_N * 2 * FRAGMENT_COLUMNS) == 0, "one ldmatrix brings the rhs of two fragments");
@@ -78,14 +81,13 @@ static_assert(BLOCK_K % (2 * STEP_K) == 0, "the two sets of fragments take turns
 static_assert(STAGES >= 2, "a pipeline has two stages at least");
 static_assert(FRAGMENTS_M % SLABS == 0, "passes of the epilogue are equal");
 static_assert(SHARED_BYTES == VECTORS_OFFSET + VECTORS_BYTES, "footprint and kernel agree");
-static_assert(VECTORS_OFFSET >= RING_BYTES && VECTORS_OFFSET - RING_BYTES < STAGING_BYTES * WARPS_M * WARPS_N + 1,
+static_assert(VECTORS_OFFSET == (RING_BYTES > ALL_STAGING_BYTES ? RING_BYTES : ALL_STAGING_BYTES),
               "footprint and kernel agree");
-static_assert(VECTORS_OFFSET >= STAGING_BYTES * WARPS_M * WARPS_N, "staging areas fit under the vectors");
 
 // The output tile of a block: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows.
 struct BlockTile {
-  long long row;
-  long long column;
+  int row;
+  int column;
 
   __device__ __forceinline__ BlockTile(int m, int n) {
     const int tiles_m = (m - 1) / BLOCK_M + 1;
@@ -94,8 +96,8 @@ struct BlockTile {
     const int group = block / (GROUP_ROWS * tiles_n);
     const int in_group = block % (GROUP_ROWS * tiles_n);
     const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
-    row = static_cast<long long>(group * GROUP_ROWS + in_group % height) * BLOCK_M;
-    column = static_cast<long long>(in_group / height) * BLOCK_N;
+    row = (group * GROUP_ROWS + in_group % height) * BLOCK_M;
+    column = in_group / height * BLOCK_N;
   }
 };
 
@@ -148,8 +150,8 @@ struct Producer {
   int columns;  // of rhs
   int depth;    // of k, from the next tile on
 
-  __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, long long batch)
-      : rows(args.m - static_cast<int>(block.row)), columns(args.n - static_cast<int>(block.column)), depth(args.k) {
+  __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, int batch)
+      : rows(args.m - block.row), columns(args.n - block.column), depth(args.k) {
     lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0), args.lhs.row_stride);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -190,7 +192,8 @@ struct TensorFragments {
   }
 
   // The rhs of fragments j and j + 1 of one part.
-  __device__ __forceinline__ void load_rhs(unsigned (&first)[2], unsigned (&second)[2], unsigned tile, int column, int step, int lane) {
+  __device__ __forceinline__ void load_rhs(unsigned (&first)[2], unsigned (&second)[2], unsigned tile, int column,
+                                           int step, int lane) {
     unsigned matrices[4];
     if constexpr (RHS_K_CONTIGUOUS) {
       const int row = column + lane % 8 + lane / 16 * FRAGMENT_COLUMNS;
@@ -256,7 +259,8 @@ struct ExactFragments {
   __device__ __forceinline__ void load_rhs(float (&columns)[2][EXACT_STEP_K], unsigned tile, int column, int step) {
     if constexpr (RHS_K_CONTIGUOUS) {
 #pragma unroll
-      for (int side = 0; side < 2; ++side) load_shared(columns[side], tile + RhsTile::offset(column + side, step * STEP_K));
+      for (int side = 0; side < 2; ++side)
+        load_shared(columns[side], tile + RhsTile::offset(column + side, step * STEP_K));
     } else {
 #pragma unroll
       for (int k = 0; k < EXACT_STEP_K; ++k) {
@@ -304,8 +308,14 @@ struct ExactFragments {
   }
 };
 
-template <bool EXACT> struct FragmentsOf { using Type = TensorFragments; };
-template <> struct FragmentsOf<true> { using Type = ExactFragments; };
+template <bool EXACT>
+struct FragmentsOf {
+  using Type = TensorFragments;
+};
+template <>
+struct FragmentsOf<true> {
+  using Type = ExactFragments;
+};
 using Fragments = FragmentsOf<MATH == Math::fp32>::Type;
 
 __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
@@ -313,8 +323,32 @@ __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGE
 // The next fragments are wanted before the next tile. But narrow copies hold registers, which only one set leaves free.
 constexpr bool COPIES_FIRST = LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
 
+// Exact fp32 sums each k tile by itself and then the tiles: a chain of k additions would lose log2(k) / 2 bits and more.
+constexpr bool TWO_LEVELS = MATH == Math::fp32;
+
+// acc += sum, and sum = 0.
+__device__ __forceinline__ void fold(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4],
+                                     float (&sum)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          acc[part][i][j][e] += sum[part][i][j][e];
+          sum[part][i][j][e] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
 // acc += lhs * rhs over all of k.
-__device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4], Producer& producer, unsigned ring, int k, int warp_row, int warp_column) {
+__device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4], Producer& producer,
+                                              unsigned ring, int k, int warp_row, int warp_column) {
+  float tile_sum[PARTS][FRAGMENTS_M][FRAGMENTS_N][4] = {};
   Fragments fragments[2];
   int read = 0;            // the stage whose steps are multiplied
   int write = STAGES - 1;  // the stage that the next copies fill
@@ -333,14 +367,16 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][F
       fragments[(step + 1) % 2].load(ring + read * STAGE_BYTES, warp_row, warp_column, (step + 1) % STEPS);
       if (step == 0 && !COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
       if (step == 0) write = next_stage(write);
-      fragments[step % 2].multiply(acc);
+      fragments[step % 2].multiply(TWO_LEVELS ? tile_sum : acc);
     }
+    if (TWO_LEVELS) fold(acc, tile_sum);
   }
   copy_async_wait<0>();
   __syncthreads();  // the ring is free: no copy is under way, and every warp has read its last fragment
 }
 
-__device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, const BlockTile& block, long long batch, unsigned char* shared) {
+__device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int batch, unsigned char* shared) {
+  const BlockTile block(args.m, args.n);
   const int warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp / WARPS_N * WARP_ROWS;
   const int warp_column = warp % WARPS_N * WARP_COLUMNS;
@@ -354,18 +390,18 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, cons
   float acc[PARTS][FRAGMENTS_M][FRAGMENTS_N][4] = {};
   run_main_loop(acc, producer, ring, args.k, warp_row, warp_column);
 
-  const WarpTile tile{batch, block.row + warp_row, block.column + warp_column,
-                      args.m - static_cast<int>(block.row) - warp_row, args.n - static_cast<int>(block.column) - warp_column};
+  const WarpTile tile{batch, block.row + warp_row, block.column + warp_column, args.m - block.row - warp_row,
+                      args.n - block.column - warp_column};
   run_epilogue(acc, args, tile, shared + VECTORS_OFFSET, shared + warp * STAGING_BYTES);
 }
 
 }  // namespace onnxfuse
 
-extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1) onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args) {
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1)
+    onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args) {
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
-  const onnxfuse::BlockTile block(args.m, args.n);
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
-    onnxfuse::compute_tile(args, block, batch, onnxfuse_shared);
+    onnxfuse::compute_tile(args, batch, onnxfuse_shared);
     __syncthreads();  // the next product's copies may overwrite what the epilogue still read
   }
 }

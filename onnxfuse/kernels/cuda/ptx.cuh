@@ -1,5 +1,6 @@
-// The PTX instructions that the kernels use, one function each, and the only place with inline assembly: a test replaces
-// this one file to run a kernel on the CPU. A shared-memory address is the 32-bit offset that the instructions take.
+// The PTX instructions that the kernels use, one function each, and the only place with inline assembly: a test
+// replaces this one file to run a kernel on the CPU. A shared-memory address is the 32-bit offset that the instructions
+// take.
 #pragma once
 #include "element.cuh"
 
@@ -9,19 +10,20 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Global -> shared without passing through registers. Where not `inside`, writes zeros and does not read: the address may
-// then lie outside of the tensor. Two bytes are less than cp.async can move: they go through a register.
+// Global -> shared without passing through registers. Where not `inside`, writes zeros and does not read: the address
+// may then lie outside of the tensor. Two bytes are less than cp.async can move: they go through a register.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global, bool inside) {
   static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4 || BYTES == 2, "no such copy");
   const int outside = !inside;
   if constexpr (BYTES == 16) {
     // Past L1, which would hold a copy of what shared memory holds; the rest of the 128-byte line is wanted next.
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p; }"
-                 ::"r"(shared), "l"(global), "r"(outside));
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p; }" ::"r"(shared),
+        "l"(global), "r"(outside));
   } else if constexpr (BYTES == 8 || BYTES == 4) {
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], %3, p; }"
-                 ::"r"(shared), "l"(global), "r"(outside), "n"(BYTES));
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], %3, p; }" ::"r"(shared),
+                 "l"(global), "r"(outside), "n"(BYTES));
   } else {
     unsigned short value = 0;
     if (inside) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(global));
@@ -56,19 +58,14 @@ __device__ __forceinline__ void load_shared(float (&values)[2], unsigned shared)
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "r"(shared));
 }
 
-__device__ __forceinline__ void load_shared(float (&values)[4], unsigned shared) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
-               : "r"(shared));
-}
-
 __device__ __forceinline__ unsigned load_shared_word(unsigned shared) {
   unsigned value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared));
   return value;
 }
 
-// Four 8 x 8 matrices of 16-bit elements (or 8 x 4 of 32-bit elements); lanes 8i .. 8i+7 give the row addresses of matrix i.
+// Four 8 x 8 matrices of 16-bit elements, or 8 x 4 of 32-bit elements; lanes 8i .. 8i+7 give the row addresses of
+// matrix i.
 __device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], unsigned shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -82,23 +79,32 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&matrices)[4]
 }
 
 // acc[16, 8] += lhs[16, 16] * rhs[16, 8]
-__device__ __forceinline__ void multiply_fragment(__half, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-               : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
+__device__ __forceinline__ void multiply_fragment(__half, float (&acc)[4], const unsigned (&lhs)[4],
+                                                  const unsigned (&rhs)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
 }
 
-__device__ __forceinline__ void multiply_fragment(__nv_bfloat16, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-               : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
+__device__ __forceinline__ void multiply_fragment(__nv_bfloat16, float (&acc)[4], const unsigned (&lhs)[4],
+                                                  const unsigned (&rhs)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
 }
 
 // acc[16, 8] += lhs[16, 8] * rhs[8, 8], operands already rounded to TF32.
-__device__ __forceinline__ void multiply_fragment(float, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-               : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
+__device__ __forceinline__ void multiply_fragment(float, float (&acc)[4], const unsigned (&lhs)[4],
+                                                  const unsigned (&rhs)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
 }
 
 // To nearest: the tensor cores would otherwise cut the 13 low bits off, which biases every product towards zero.

@@ -1,0 +1,158 @@
+"""NVRTC on every architecture without a GPU: kernels keep to their registers; errors and the cache behave."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from onnxfuse.device import ARCHITECTURES, PTX
+from onnxfuse.dtypes import F16, F32
+from onnxfuse.errors import CompileError
+from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.plan import KernelSpec, Tile, tiles_for
+from onnxfuse.runtime import compile as compiler
+from onnxfuse.runtime.compile import compile_cached, compile_source
+from onnxfuse.tile_footprint import why_not
+from tests.kernel_problem import Size, make_spec
+
+ALIGNED = Size(504, 136, 248)
+SMALL = 'extern "C" __global__ void small(int* out) { out[threadIdx.x] = blockIdx.x; }'
+DEVICE = ARCHITECTURES["sm_90a"]
+
+
+def sampled_kernels() -> list[tuple[str, KernelSpec]]:
+    """Every architecture with every dtype, order and number of parts, each with one of the default tiles in turn."""
+    kernels = []
+    turn = 0
+    for math_mode in ("f16", "bf16", "tf32", "fp32"):
+        for order in ("kn", "nk"):
+            for parts in (1, 2, 3, 4):
+                turn += 1
+                arch = list(ARCHITECTURES)[turn % len(ARCHITECTURES)]
+                tiles = tiles_for(math_mode, parts)
+                kind, narrow = ("residual", "plain", "mixed")[turn % 3], turn % 4 == 0
+                specs = [make_spec(math_mode, parts, order, tile, ALIGNED, kind, narrow=narrow) for tile in tiles]
+                legal = [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
+                kernels.append((arch, legal[turn % len(legal)]))
+    return kernels
+
+
+def test_default_tiles_need_no_local_memory() -> None:
+    kernels = sampled_kernels()
+    assert {arch for arch, _ in kernels} == set(ARCHITECTURES)
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda kernel: compile_source(emit(kernel[1]), ARCHITECTURES[kernel[0]]), kernels))
+    for (arch, spec), image in zip(kernels, images, strict=True):
+        if arch == PTX:
+            assert f".entry {ENTRY}(".encode() in image.data
+            continue
+        assert image.data.startswith(b"\x7fELF")
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_default_tile_has_a_fitting_device(arch: str) -> None:
+    for dtype, math_mode in ((F16, "f16"), (F32, "tf32")):
+        for parts in (1, 2, 3, 4):
+            specs = [make_spec(math_mode, parts, "kn", tile, ALIGNED) for tile in tiles_for(math_mode, parts)]
+            assert any(why_not(spec, ARCHITECTURES[arch].shared_bytes) is None for spec in specs)
+
+
+def test_image_is_a_whole_elf_file() -> None:
+    data = compile_source(SMALL, DEVICE).data
+    first, each, count = (int.from_bytes(data[at : at + size], "little") for at, size in ((32, 8), (54, 2), (56, 2)))
+    assert len(data) >= first + each * count
+
+
+def test_refused_source_is_kept_and_named() -> None:
+    with pytest.raises(CompileError) as caught:
+        compile_source("this is not CUDA", DEVICE)
+    assert "error" in caught.value.log
+    path = Path(str(caught.value).split("source in ")[1].splitlines()[0])
+    assert path.read_text() == "this is not CUDA"
+    path.unlink()
+
+
+def test_missing_headers_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda import pathfinder
+
+    compiler.header_folder.cache_clear()
+    monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda _: None)
+    with pytest.raises(CompileError, match="nvidia-cuda-runtime"):
+        compile_source(SMALL, DEVICE)
+
+
+@pytest.fixture
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    compiled: list[str] = []
+    original = compiler.compile_source
+
+    def counted(source, device):
+        compiled.append(source)
+        return original(source, device)
+
+    monkeypatch.setattr(compiler, "compile_source", counted)
+    return compiled
+
+
+@pytest.mark.parametrize("arch", ["sm_80", PTX])
+def test_second_compilation_comes_from_the_cache(tmp_path: Path, count_compilations: list[str], arch: str) -> None:
+    device = ARCHITECTURES[arch]
+    first = compile_cached(SMALL, device, tmp_path / "cache")
+    assert compile_cached(SMALL, device, tmp_path / "cache") == first
+    assert len(count_compilations) == 1
+    (entry,) = (tmp_path / "cache").iterdir()
+    names = {"kernel.cu", "kernel.ptx" if arch == PTX else "kernel.cubin", "log.txt", "meta.json"}
+    assert {path.name for path in entry.iterdir()} == names
+
+
+@pytest.mark.parametrize("name", ["kernel.cubin", "meta.json", "log.txt", "kernel.cu"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "garbage"])
+def test_damaged_entry_is_compiled_again(tmp_path: Path, count_compilations: list[str], name: str, damage: str) -> None:
+    first = compile_cached(SMALL, DEVICE, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    path = entry / name
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "garbage": b"\xff\xfe" + data}[damage])
+    assert compile_cached(SMALL, DEVICE, tmp_path) == first
+    assert compile_cached(SMALL, DEVICE, tmp_path) == first
+    assert len(count_compilations) == 2
+    assert [child.name for child in tmp_path.iterdir()] == [entry.name], "nothing half-written stays"
+
+
+def test_unwritable_cache_costs_only_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert compile_cached(SMALL, DEVICE, tmp_path / "file" / "cache") == compile_source(SMALL, DEVICE)
+
+
+def test_no_cache_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compile_cached(SMALL, DEVICE, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_writers_of_one_entry(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        images = list(pool.map(lambda _: compile_cached(SMALL, DEVICE, tmp_path), range(16)))
+    assert len({image.data for image in images}) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_source_arch_and_version_make_the_key(tmp_path: Path) -> None:
+    for source in (SMALL, SMALL + "\n"):
+        for arch in ("sm_80", "sm_90a"):
+            compile_cached(source, ARCHITECTURES[arch], tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_tile_without_stages_does_not_compile() -> None:
+    """The kernel's own assertions hold where a spec went around `why_not`."""
+    spec = make_spec("f16", 1, "kn", Tile(32, 32, 32, 1, 1, 1), ALIGNED)
+    with pytest.raises(CompileError, match="two stages") as caught:
+        compile_source(emit(spec), DEVICE)
+    Path(str(caught.value).split("source in ")[1].splitlines()[0]).unlink()
