@@ -4,8 +4,8 @@ Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
     staging   for each of the eight consumer warps: a slab of every tile operand (twice) and of every output
-    vectors   for each of the two consumer groups: the scalar, row and column operands in fp32
-    barriers  two for each stage
+    vectors   for odd and for even tiles: the scalar, row and column operands in fp32
+    barriers  two for each stage of the ring and for each of the vectors
 
 `kernels/cuda/hopper_gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # plan imports this module
     from onnxfuse.plan import Access, KernelSpec
 
 CONSUMER_GROUPS = 2
+VECTOR_BUFFERS = 2
 THREADS = 128 * (CONSUMER_GROUPS + 1)
 BLOCK_K = 64  # 128 bytes of 16-bit elements: the widest swizzle
 FRAGMENT_ROWS = 64  # of one wgmma
@@ -78,7 +79,7 @@ class HopperFootprint:
         stage: one stage of the ring.
         slab_columns: columns that one pass of the epilogue stages.
         staging: staging area of one warp.
-        vectors: vectors of one consumer group.
+        vectors: vectors of one tile.
         load_offsets: of each load, in the vectors or, for a tile operand, in the warp's staging area.
         out_offsets: of each output in the warp's staging area.
     """
@@ -99,12 +100,12 @@ class HopperFootprint:
     @property
     def barriers_offset(self) -> int:
         """Where the barriers begin."""
-        return self.vectors_offset + CONSUMER_GROUPS * self.vectors
+        return self.vectors_offset + VECTOR_BUFFERS * self.vectors
 
     @property
     def total(self) -> int:
         """Dynamic shared memory of the launch."""
-        return self.barriers_offset + 2 * self.stages * BARRIER_BYTES
+        return self.barriers_offset + 2 * (self.stages + VECTOR_BUFFERS) * BARRIER_BYTES
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFo
     for out in spec.outs:
         outs.append(staging)
         staging += _staged_bytes(out, slab)
-    fixed = WARPS * staging + CONSUMER_GROUPS * vectors
+    fixed = WARPS * staging + VECTOR_BUFFERS * vectors + 2 * VECTOR_BUFFERS * BARRIER_BYTES
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
     return HopperFootprint(stages, stage, slab, staging, vectors, tuple(loads), tuple(outs))
@@ -209,5 +210,5 @@ def _staged_bytes(access: Access, columns: int) -> int:
 
 
 def _vector_bytes(load: Access, tile: HopperTile) -> int:
-    lengths = {"scalar": 4, "row": tile.block_n, "column": tile.group_m, "tile": 0}
+    lengths = {"scalar": 4, "row": tile.block_n, "column": tile.block_m, "tile": 0}
     return lengths[load.kind] * FP32_BYTES

@@ -126,7 +126,6 @@ MAX_M = 2**31 - 1
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
 
 
-
 @dataclass(frozen=True)
 class Candidate:
     """A tile that a plan may take.

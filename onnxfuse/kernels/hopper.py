@@ -68,7 +68,9 @@ def _fast(source: str) -> str:
 
 def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
     loads = [
-        portable._access("Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
+        portable._access(
+            "Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; "
+        )
         for index, load in enumerate(spec.loads)
     ]
     outs = [portable._access("Out", index, out, layout.out_offsets[index]) for index, out in enumerate(spec.outs)]
@@ -109,7 +111,8 @@ def wgmma(spec: KernelSpec, width: int) -> str:
     transposed = 0 if spec.rhs_order == "nk" else 1
     return f"""\
 // Where not `accumulate`, the old accumulators are not read.
-__device__ __forceinline__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs, int accumulate) {{
+__device__ __forceinline__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs,
+                                         int accumulate) {{
   asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
                "wgmma.mma_async.sync.aligned.{kind} "
                "{{{names}}}, "

@@ -205,7 +205,7 @@ def test_expressions_agree_with_float64(first: int, tmp_path: Path) -> None:
     whole = Access("tile", F32, 1)
     spec = KernelSpec(
         F32, "fp32", 1, "kn", 1, 1, (whole,), (whole,) * len(cases), tuple(steps),
-        tuple(step.result for step in steps), tiles_for("tf32", 1)[-1],
+        tuple(step.result for step in steps), tiles_for("fp32", 1)[-1],
     )  # fmt: skip
     pairs = np.float32(np.meshgrid(SWEEP, SWEEP[:48])).reshape(2, -1)
     pairs[0] += 0.0  # a sum of products has no negative zero

@@ -1,7 +1,8 @@
 """Stock ONNX Runtime against the fused model, in one run: `python -m tests.perf --out results/h200.json`.
 
-Sites are one gate each, captured in a CUDA graph by both sessions, so that kernels are timed and not the host; blocks
-and the UNet are timed as `onnxfuse bench` does, run by run, and verified against the float64 reference first.
+A site is timed in a model of several equal gates, captured in a CUDA graph by both sessions, so that kernels are timed
+and not the host. Blocks and the UNet are timed as `onnxfuse bench` does, run by run, and verified against the float64
+reference first.
 """
 
 from __future__ import annotations
@@ -31,19 +32,24 @@ SITES = [
 ]  # fmt: skip
 BLOCKS = {"btb_320": (2, 4096, 320), "btb_640": (2, 1024, 640), "btb_1280": (2, 256, 1280)}
 UNET_SHAPES = {"sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)}
-REPLAYS = 20  # of one timed batch: the wait for the GPU is paid once
+GATES = 8  # in one model: what a run costs the host is shared among them
+REPLAYS = 10  # of one timed batch: the wait for the GPU is paid once
 
 
-def gate_model(m: int, k: int, n: int) -> onnx.ModelProto:
-    """`a * gelu(g)` as torch's exporter writes it at opset 17, fp16, weight [k, 2 n]."""
+def gates_model(m: int, k: int, n: int) -> onnx.ModelProto:
+    """GATES times `a * gelu(g)` as torch writes it at opset 17, fp16, each with a weight [k, 2 n] of its own."""
     rng = np.random.default_rng([m, k, n])
     b = Builder(FLOAT16)
-    x = b.input("x", ("m", k))
-    weight = b.array(rng.standard_normal((k, 2 * n)) / np.sqrt(k), "weight")
-    t = b("Add", b.array(rng.standard_normal(2 * n), "bias"), b("MatMul", x, weight))
-    value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
-    erf = b("Add", b("Erf", b("Div", gate, b.array(2**0.5))), b.array(1.0))
-    return b.model(b("Mul", value, b("Mul", b("Mul", gate, erf), b.array(0.5))))
+    x = b.input("x", (m, k))
+    return b.model(*(gate(b, x, k, n, rng) for _ in range(GATES)))
+
+
+def gate(b: Builder, x: str, k: int, n: int, rng: np.random.Generator) -> str:
+    weight = b.array(rng.standard_normal((k, 2 * n), np.float32) / np.sqrt(k))
+    t = b("Add", b.array(rng.standard_normal(2 * n)), b("MatMul", x, weight))
+    value, gated = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    erf = b("Add", b("Erf", b("Div", gated, b.array(2**0.5))), b.array(1.0))
+    return b("Mul", value, b("Mul", b("Mul", gated, erf), b.array(0.5)))
 
 
 def graph_runner(path: Path, x: np.ndarray, columns: int, fused: bool) -> Callable[[], None]:
@@ -56,9 +62,10 @@ def graph_runner(path: Path, x: np.ndarray, columns: int, fused: bool) -> Callab
     make = onnxfuse.InferenceSession if fused else onnxruntime.InferenceSession
     session = make(str(path), options, providers=providers)
     binding = session.io_binding()
-    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([x.shape[0], columns], np.float16, "cuda", 0)
     binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x, "cuda", 0))
-    binding.bind_ortvalue_output(session.get_outputs()[0].name, out)
+    for output in session.get_outputs():
+        value = onnxruntime.OrtValue.ortvalue_from_shape_and_type([x.shape[0], columns], np.float16, "cuda", 0)
+        binding.bind_ortvalue_output(output.name, value)
     quick = onnxruntime.RunOptions()
     quick.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
@@ -73,7 +80,7 @@ def graph_runner(path: Path, x: np.ndarray, columns: int, fused: bool) -> Callab
 
 def time_site(folder: Path, m: int, k: int, n: int) -> dict[str, Any]:
     """Microseconds of one gate, stock and fused."""
-    model = gate_model(m, k, n)
+    model = gates_model(m, k, n)
     fused, report = onnxfuse.optimize(model, arch="native")
     paths = folder / "site.onnx", folder / "site.fused.onnx"
     for proto, path in zip((model, fused), paths, strict=True):
@@ -81,7 +88,7 @@ def time_site(folder: Path, m: int, k: int, n: int) -> dict[str, Any]:
     assert verify(*paths, shapes={"x": (m, k)}).passed, f"{m}, {k}, {n} is wrong"
     x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float16)
     stock, ours = interleave(*(graph_runner(path, x, n, path == paths[1]) for path in paths), runs=20, warmup=5)
-    before, after = (float(np.median(times)) / REPLAYS * 1e6 for times in (stock, ours))
+    before, after = (float(np.median(times)) / REPLAYS / GATES * 1e6 for times in (stock, ours))
     kernel = report.fused[0].kernel
     return {"m": m, "k": k, "n": n, "stock_us": before, "fused_us": after, "ratio": before / after, "kernel": kernel}
 

@@ -2,7 +2,7 @@
 // apart) as epilogue.cuh, on the accumulators of wgmma. A warp owns 16 rows of each wgmma; it stages them one slab of
 // SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
 //
-//   scalar, row, column    global -> fp32 vector in shared memory, before the main loop of the tile
+//   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
 //   tile                   global -> staging area, one slab ahead of the computation
 //   out                    registers -> staging area -> global, as wide as the tensor allows
 #pragma once
@@ -24,8 +24,8 @@ constexpr int SLABS = SUBTILES * SLABS_N;
 // Staged rows are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
 constexpr int STAGED_PITCH = SLAB_COLUMNS + 8;
 
-// A consumer group's part of the output tile.
-struct GroupTile {
+// Where a tile of the output, or a consumer group's part of it, begins.
+struct OutTile {
   long long batch;
   int row;
   int column;
@@ -36,7 +36,7 @@ struct Slab {
   long long batch, row, column;
   int rows, columns;
 
-  __device__ __forceinline__ Slab(const OnnxfuseArguments& args, const GroupTile& tile, int index) {
+  __device__ __forceinline__ Slab(const OnnxfuseArguments& args, const OutTile& tile, int index) {
     const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
     const int first_row = tile.row + index / SLABS_N * GROUP_WGMMA_ROWS + warp * WARP_ROWS;
     const int first_column = tile.column + index % SLABS_N * SLAB_COLUMNS;
@@ -51,12 +51,13 @@ __device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long
          column * tensor.column_stride;
 }
 
-// One vector operand -> fp32 in shared memory. Elements outside of the tensor become 0; what they give is never stored.
+// One vector operand -> fp32 in shared memory, by one warp. Elements outside of the tensor become 0; what they give is
+// never stored.
 template <typename Access>
 __device__ __forceinline__ void stage_vector(float* vector, const typename Access::Type* global, long long stride, int length, int valid) {
   using Vector = Packed<typename Access::Type, Access::WIDTH>;
 #pragma unroll 1
-  for (int element = threadIdx.x % WARP_GROUP * Access::WIDTH; element < length; element += WARP_GROUP * Access::WIDTH) {
+  for (int element = threadIdx.x % WARP_SIZE * Access::WIDTH; element < length; element += WARP_SIZE * Access::WIDTH) {
     Vector packed = {};
     if (element < valid) packed = load_global<Vector>(global + element * (Access::WIDTH > 1 ? 1 : stride));
 #pragma unroll
@@ -64,8 +65,8 @@ __device__ __forceinline__ void stage_vector(float* vector, const typename Acces
   }
 }
 
-// All scalar, row and column operands of a group's tile.
-__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, const GroupTile& tile) {
+// All scalar, row and column operands of a block's tile.
+__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, const OutTile& tile) {
   static_for<0, LOADS>([&](auto index) {
     using Access = Load<decltype(index)::value>;
     const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
@@ -77,13 +78,44 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
       stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - tile.column);
     } else if constexpr (Access::KIND == Kind::column) {
       const auto* global = element_pointer<typename Access::Type>(tensor, tile.batch, tile.row, 0);
-      stage_vector<Access>(vector, global, tensor.row_stride, GROUP_M, args.m - tile.row);
+      stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - tile.row);
     }
   });
 }
 
+// The copies of one lane between a slab in shared memory and a tensor: whole rows a pass where a row has at most as many
+// accesses as a warp has lanes, so that all passes differ by constants only.
+template <typename Access>
+struct SlabCopy {
+  using T = typename Access::Type;
+  static constexpr int PER_ROW = SLAB_COLUMNS / Access::WIDTH;
+  static constexpr int ROWS = PER_ROW <= WARP_SIZE ? WARP_SIZE / PER_ROW : 1;
+  static constexpr int ROW_LANES = PER_ROW <= WARP_SIZE ? PER_ROW : WARP_SIZE;
+  static constexpr int PASSES = (WARP_ROWS + ROWS - 1) / ROWS;
+
+  // body(staged, global, inside) for every access of the slab's rows, which begin at `staged` and `tensor`; `inside` is
+  // false where the slab or the tensor ends.
+  template <typename Staged, typename Body>
+  static __device__ __forceinline__ void for_each(const Slab& slab, Staged* staged, const OnnxfuseTensor& tensor, const Body& body) {
+    int lane = threadIdx.x % WARP_SIZE;
+    if constexpr (TILE_LOADS > 0) hide(lane);  // else addresses of the first slab stay in registers during the main loop
+    const int first_row = lane / ROW_LANES;
+    const int rows = (lane < ROWS * ROW_LANES ? min(slab.rows, WARP_ROWS) : 0) - first_row;
+    const long long step = ROWS * tensor.row_stride;
+#pragma unroll 1
+    for (int column = lane % ROW_LANES * Access::WIDTH; column < SLAB_COLUMNS; column += WARP_SIZE * Access::WIDTH) {
+      const int limit = column < slab.columns ? rows : 0;
+      T* global = element_pointer<T>(tensor, slab.batch, slab.row + first_row, slab.column) + column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
+      Staged* shared = staged + first_row * STAGED_PITCH + column;
+#pragma unroll (TILE_LOADS == 0 && PASSES <= 8 ? PASSES : 2)
+      for (int pass = 0; pass < PASSES; ++pass, global += step) body(shared + pass * ROWS * STAGED_PITCH, global, pass * ROWS < limit);
+      if (PER_ROW <= WARP_SIZE) break;
+    }
+  }
+};
+
 // One slab of every tile operand -> this warp's staging area, asynchronously; odd and even slabs lie apart.
-__device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args, const GroupTile& tile, int index) {
+__device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile, int index) {
   if constexpr (TILE_LOADS == 0) return;
   if (index < SLABS) {
     const Slab slab(args, tile, index);
@@ -91,18 +123,11 @@ __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const Onnx
       using Access = Load<decltype(number)::value>;
       using T = typename Access::Type;
       if constexpr (Access::KIND == Kind::tile) {
-        constexpr int PER_ROW = SLAB_COLUMNS / Access::WIDTH;
         const OnnxfuseTensor& tensor = args.loads[decltype(number)::value];
-        const T* global = element_pointer<T>(tensor, slab.batch, slab.row, slab.column);
         T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % 2 * WARP_ROWS * STAGED_PITCH;
-#pragma unroll 4
-        for (int copy = threadIdx.x % WARP_SIZE; copy < WARP_ROWS * PER_ROW; copy += WARP_SIZE) {
-          const int row = copy / PER_ROW;
-          const int column = copy % PER_ROW * Access::WIDTH;
-          const T* source = global + row * tensor.row_stride + column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
-          copy_async<Access::WIDTH * sizeof(T)>(shared_address(staged + row * STAGED_PITCH + column), source,
-                                                row < slab.rows && column < slab.columns);
-        }
+        SlabCopy<Access>::for_each(slab, staged, tensor, [](T* shared, const T* global, bool inside) {
+          if (inside) copy_async<Access::WIDTH * sizeof(T)>(shared_address(shared), global, true);
+        });
       }
     });
   }
@@ -114,18 +139,11 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
   static_for<0, OUTS>([&](auto number) {
     using Access = Out<decltype(number)::value>;
     using T = typename Access::Type;
-    constexpr int PER_ROW = SLAB_COLUMNS / Access::WIDTH;
     const OnnxfuseTensor& tensor = args.outs[decltype(number)::value];
     const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
-    T* global = element_pointer<T>(tensor, slab.batch, slab.row, slab.column);
-#pragma unroll 4
-    for (int copy = threadIdx.x % WARP_SIZE; copy < WARP_ROWS * PER_ROW; copy += WARP_SIZE) {
-      const int row = copy / PER_ROW;
-      const int column = copy % PER_ROW * Access::WIDTH;
-      if (row >= slab.rows || column >= slab.columns) continue;
-      T* target = global + row * tensor.row_stride + column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
-      store_global(target, load_packed<Packed<T, Access::WIDTH>>(staged + row * STAGED_PITCH + column));
-    }
+    SlabCopy<Access>::for_each(slab, staged, tensor, [](const T* shared, T* global, bool inside) {
+      if (inside) store_global(global, load_packed<Packed<T, Access::WIDTH>>(shared));
+    });
   });
 }
 
@@ -221,9 +239,13 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   });
 }
 
-// Accumulators -> outputs. The first slab of the tile operands is on its way already.
-__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const GroupTile& tile, const unsigned char* vectors, unsigned char* staging) {
-  const int warp_row = threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
+// Whether there are registers for a second unit's operands.
+constexpr bool AHEAD = SUBTILES * ACCUMULATORS + 16 * TILE_LOADS + 8 * LOADS < 192;
+
+// Accumulators -> outputs. The first slab of the tile operands is on its way already. `first_row` is the group's place in
+// the block's tile.
+__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const OutTile& tile, int first_row, const unsigned char* vectors, unsigned char* staging) {
+  const int warp_row = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {
     const int subtile = index / SLABS_N;
@@ -238,14 +260,14 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     read_operands(operands[0], vectors, staging, row, slab_column, 0, index % 2);
 #pragma unroll
     for (int column = 0; column < SLAB_COLUMNS; column += UNIT_COLUMNS) {
-      const int current = column / UNIT_COLUMNS % 2;
+      const int current = AHEAD ? column / UNIT_COLUMNS % 2 : 0;
       const int next = column + UNIT_COLUMNS;
-      if (next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % 2);
+      if (!AHEAD && column > 0) read_operands(operands[0], vectors, staging, row, slab_column + column, column, index % 2);
+      if (AHEAD && next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % 2);
       run_unit(acc[subtile], operands[current], staging, slab_column + column, column);
     }
     __syncwarp();
     store_slab(staging, args, Slab(args, tile, index));
-    __syncwarp();
   }
 }
 

@@ -1,7 +1,8 @@
 // One block computes tile after tile of out[m, n] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[m, k] * rhs_p[k, n].
 // sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
 //
-//   warps 8..11      producer: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles
+//   warps 8, 9       producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp brings
+//                    the row, column and scalar operands of the next tile
 //                       |  cp.async.bulk.tensor, 128-byte swizzle; in a cluster each block loads half and sends it to both
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: lhs[BLOCK_M, 64] and rhs[64, BLOCK_N] of
 //                       |  full[stage]: the bytes have landed       every part side by side, so that one wgmma covers all
@@ -35,6 +36,8 @@ namespace onnxfuse {
 constexpr int CONSUMERS = 2;                              // groups
 constexpr int THREADS = (CONSUMERS + 1) * WARP_GROUP;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+constexpr int VECTOR_BUFFERS = 2;                         // odd and even tiles
+constexpr bool HAS_VECTORS = LOADS > TILE_LOADS;
 constexpr int BLOCK_K = 64;                               // 128 bytes: the widest swizzle
 constexpr int STEP_K = 16;                                // of one wgmma
 constexpr int ROW_BYTES = BLOCK_K * sizeof(Element);
@@ -46,13 +49,16 @@ constexpr int CONSUMER_REGISTERS = 232;
 constexpr int LHS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int RHS_BYTES = WIDTH * ROW_BYTES;
 constexpr int STAGE_BYTES = LHS_BYTES + RHS_BYTES;
-constexpr int FULL_OFFSET = VECTORS_OFFSET + CONSUMERS * VECTORS_BYTES;
+constexpr int FULL_OFFSET = VECTORS_OFFSET + VECTOR_BUFFERS * VECTORS_BYTES;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
+constexpr int VECTORS_FULL_OFFSET = EMPTY_OFFSET + STAGES * 8;
+constexpr int VECTORS_EMPTY_OFFSET = VECTORS_FULL_OFFSET + VECTOR_BUFFERS * 8;
 
 // Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
-constexpr int READERS = (PINGPONG ? 1 : CONSUMERS) * 4 * CLUSTER;
+constexpr int TILE_WARPS = (PINGPONG ? 1 : CONSUMERS) * 4;
+constexpr int READERS = TILE_WARPS * CLUSTER;
 
-static_assert(SHARED_BYTES == EMPTY_OFFSET + STAGES * 8, "footprint and kernel agree");
+static_assert(SHARED_BYTES == VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8, "footprint and kernel agree");
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == (PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS), "footprint and kernel agree");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
@@ -107,7 +113,7 @@ struct Walk {
     first = blockIdx.x / CLUSTER;
   }
 
-  __device__ __forceinline__ GroupTile at(int tile, int rank) const {
+  __device__ __forceinline__ OutTile at(int tile, int rank) const {
     const int batch = tile / (tiles_m * tiles_n);
     const int in_batch = tile % (tiles_m * tiles_n);
     const int group = in_batch / (GROUP_ROWS * tiles_n);
@@ -136,7 +142,7 @@ __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsi
   }
 }
 
-__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps, const GroupTile& tile, int k, int rank) {
+__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int k, int rank) {
   constexpr int LHS_BOX = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_BOX : 0;
   load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, k, tile.row + lhs_row, args.lhs.batch_stride ? tile.batch : 0);
@@ -159,7 +165,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   const int steps = (args.k - 1) / BLOCK_K + 1;
   RingPosition ring;
   for (int number = walk.first; number < walk.tiles; number += walk.clusters) {
-    const GroupTile tile = walk.at(number, rank);
+    const OutTile tile = walk.at(number, rank);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
@@ -168,6 +174,20 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, step * BLOCK_K, rank);
       ring.next();
     }
+  }
+}
+
+// The vectors of tile after tile, by one warp: far enough ahead that no consumer waits for global memory.
+__device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared, int rank) {
+  const Walk walk(args);
+  int count = 0;
+#pragma unroll 1
+  for (int number = walk.first; number < walk.tiles; number += walk.clusters, ++count) {
+    const int buffer = count % VECTOR_BUFFERS;
+    barrier_wait(shared + VECTORS_EMPTY_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2 ^ 1);
+    stage_vectors(memory + VECTORS_OFFSET + buffer * VECTORS_BYTES, args, walk.at(number, rank));
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_FULL_OFFSET + buffer * 8);
   }
 }
 
@@ -221,34 +241,41 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
   }
 }
 
-// Named barriers: `turn` of each group, `group` among the threads of each.
-constexpr int TURN_BARRIER = 1;
-constexpr int GROUP_BARRIER = TURN_BARRIER + CONSUMERS;
+__device__ __forceinline__ OutTile group_tile(const Walk& walk, int number, int rank, int first_row) {
+  OutTile tile = walk.at(number, rank);
+  tile.row += first_row;
+  return tile;
+}
+
+constexpr int TURN_BARRIER = 1;  // named barrier of group 0; the next is that of group 1
 
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared, int rank, int group) {
   const Walk walk(args);
   const int steps = (args.k - 1) / BLOCK_K + 1;
   const int first_row = PINGPONG ? 0 : group * GROUP_M;
-  unsigned char* vectors = memory + VECTORS_OFFSET + group * VECTORS_BYTES;
   unsigned char* staging = memory + STAGES * STAGE_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
   RingPosition ring;
   if (PINGPONG && group == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
-  for (int number = walk.first + (PINGPONG ? group * walk.clusters : 0); number < walk.tiles;
-       number += (PINGPONG ? CONSUMERS : 1) * walk.clusters) {
-    GroupTile tile = walk.at(number, rank);
-    tile.row += first_row;
-    if constexpr (LOADS > TILE_LOADS) {
-      named_sync(GROUP_BARRIER + group, WARP_GROUP);  // nobody reads the last tile's vectors any more
-      stage_vectors(vectors, args, tile);
-      named_sync(GROUP_BARRIER + group, WARP_GROUP);
-    }
-    prefetch_slab(staging, args, tile, 0);
-    if (PINGPONG && number != walk.first) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
+  int count = PINGPONG ? group : 0;
+#pragma unroll 1
+  for (int number = walk.first + count * walk.clusters; number < walk.tiles; number += (PINGPONG ? CONSUMERS : 1) * walk.clusters) {
+    if constexpr (TILE_LOADS > 0) prefetch_slab(staging, args, group_tile(walk, number, rank, first_row), 0);
+    if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
     run_main_loop(acc, ring, shared, first_row, steps);
     if (PINGPONG && number + walk.clusters < walk.tiles) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
+    // Only now: its divisions run while the last wgmma does, and no registers hold it during the main loop.
+    hide(number);
+    const OutTile tile = group_tile(walk, number, rank, first_row);
     finish_main_loop(acc, ring, shared);
-    run_epilogue(acc, args, tile, vectors, staging);
+    const int buffer = count % VECTOR_BUFFERS;
+    if constexpr (HAS_VECTORS) barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
+    run_epilogue(acc, args, tile, first_row, memory + VECTORS_OFFSET + buffer * VECTORS_BYTES, staging);
+    if constexpr (HAS_VECTORS) {
+      __syncwarp();
+      if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
+    }
+    count += PINGPONG ? CONSUMERS : 1;
     if (PINGPONG) ring.skip(steps);
   }
 }
@@ -266,6 +293,10 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
       barrier_init(shared + FULL_OFFSET + stage * 8, 1);
       barrier_init(shared + EMPTY_OFFSET + stage * 8, READERS);
     }
+    for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
+      barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, 1);
+      barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS);
+    }
     barrier_init_fence();
   }
   if constexpr (CLUSTER > 1) {
@@ -277,7 +308,12 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, shared, rank);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
+    if (warp == 0) {
+      if (threadIdx.x % WARP_SIZE == 0) produce(args, maps, shared, rank);
+    } else if (HAS_VECTORS && warp == 1) {
+      produce_vectors(args, onnxfuse_shared, shared, rank);
+    }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     consume(args, onnxfuse_shared, shared, rank, group);

@@ -112,6 +112,9 @@ __device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float first, float 
   return packed;
 }
 
+// Makes the compiler forget where a value comes from.
+__device__ __forceinline__ void hide(int& value) { asm volatile("" : "+r"(value)); }
+
 // ---- warp groups and clusters
 
 template <int REGISTERS>

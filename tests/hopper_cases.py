@@ -1,0 +1,64 @@
+"""Kernels of the sm_90a kernel for tests: tiles in both schedules, clusters, orders, parts, operand kinds, several outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.dtypes import F32, DType
+from onnxfuse.hopper_tile import HopperTile, why_not
+from onnxfuse.plan import KernelSpec, Tile
+from tests.kernel_problem import Size, make_spec
+
+DEVICE = ARCHITECTURES["sm_90a"]
+PORTABLE = Tile(128, 16, 32, 2, 1, 2)  # a spec carries one; this kernel does not look at it
+
+# Columns are those of all parts together.
+SHAPES = (
+    (128, 160, True), (128, 192, True), (64, 256, True), (128, 128, True), (64, 160, True), (64, 64, True),
+    (128, 256, False), (256, 128, False), (128, 192, False), (256, 64, False),
+)  # fmt: skip
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+
+
+@dataclass(frozen=True)
+class HopperCase:
+    """One kernel and the sizes that it runs at: all allow the widths of the first."""
+
+    name: str
+    spec: KernelSpec
+    tile: HopperTile
+    sizes: tuple[Size, ...]
+
+
+WIDE = [
+    (1, 8, 8), (2, 16, 2560), (7, 328, 520), (16, 256, 128), (17, 264, 136), (31, 1032, 48), (48, 400, 112), (63, 8, 96),
+    (64, 64, 64), (65, 200, 160), (96, 96, 96), (127, 120, 56), (128, 128, 64), (129, 136, 72), (130, 24, 1024),
+    (200, 160, 80), (255, 512, 40), (256, 248, 1280), (300, 72, 24), (333, 64, 8), (504, 136, 248), (505, 136, 248),
+    (512, 1280, 64), (1, 640, 320), (1000, 320, 640), (77, 768, 16), (128, 8, 8), (8, 128, 4096), (129, 1288, 200),
+]  # fmt: skip
+
+
+def tile_of(shape: tuple[int, int, bool], parts: int, cluster: tuple[int, int]) -> HopperTile:
+    rows, width, pingpong = shape
+    return HopperTile(rows, max(width // parts // 16, 1) * 16, pingpong, *cluster)
+
+
+def cases() -> Iterator[HopperCase]:
+    """Every shape with every number of parts; orders, dtypes, clusters and operand kinds take turns."""
+    turn = 0
+    for shape in SHAPES:
+        for parts in (1, 2, 3, 4):
+            for cluster in CLUSTERS:
+                turn += 1
+                order, math = ("nk", "kn")[turn % 2], ("f16", "bf16")[turn // 2 % 2]
+                kind = ("plain", "residual", "plain", "mixed")[turn % 4]
+                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 8 == 3]  # noqa: PLR2004
+                sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(5))
+                if turn % 6 == 0:
+                    sizes = (Size(65, 72, 40, batch=3, pad=8, broadcast_rhs=turn % 12 == 0), *sizes[1:])
+                spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs)
+                tile = tile_of(shape, parts, cluster)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                    yield HopperCase(f"{math}-{order}-{parts}x-{tile}-{kind}-{turn}".replace(" ", "-"), spec, tile, sizes)

@@ -1,0 +1,68 @@
+"""The sm_90a kernel without a GPU: it compiles for its architecture, keeps to its registers, and its tables agree."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from onnxfuse.dtypes import F16
+from onnxfuse.hopper_tile import BLOCK_K, HopperTile, footprint, map_rules, why_not
+from onnxfuse.kernels.hopper import emit
+from onnxfuse.runtime.compile import compile_source
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases
+from tests.kernel_problem import Size, make_spec
+
+SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
+CASES = list(cases())
+SAMPLE = CASES[:: max(len(CASES) // 16, 1)]
+ALIGNED = Size(504, 136, 248)
+
+
+def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
+    def compiled(case: HopperCase):
+        return compile_source(emit(case.spec, case.tile, DEVICE.shared_bytes), DEVICE)
+
+    with ThreadPoolExecutor(2) as pool:
+        images = list(pool.map(compiled, SAMPLE))
+    for case, image in zip(SAMPLE, images, strict=True):
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), case.name
+        assert not [code for code in SERIALISED if code in image.log], case.name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
+    layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
+    assert layout.total <= DEVICE.shared_bytes
+    assert layout.stages >= 2  # noqa: PLR2004
+    lhs, *rhs = map_rules(case.spec, case.tile)
+    assert len(rhs) == case.spec.parts
+    assert lhs.box_inner * lhs.box_outer * case.tile.cluster_n == case.tile.block_m * BLOCK_K
+    for rule in (lhs, *rhs):
+        assert rule.box_inner * 2 == rule.swizzle
+        assert max(rule.box_inner, rule.box_outer) <= 256  # noqa: PLR2004
+        assert rule.box_inner * rule.box_outer * 2 % 1024 == 0 or rule.swizzle < 128  # noqa: PLR2004
+
+
+def test_refusals_name_their_reason() -> None:
+    spec = make_spec("f16", 2, "nk", PORTABLE, ALIGNED)
+    tile = HopperTile(128, 80, True)
+
+    def reason(spec=spec, **changes):
+        return why_not(spec, replace(tile, **changes), DEVICE.shared_bytes) or ""
+
+    assert reason() == ""
+    assert "16-byte" in reason(replace(spec, lhs_width=4))
+    assert "wgmma" in reason(replace(spec, dtype=F16, math="tf32"))
+    assert "rows" in reason(block_m=96)
+    assert "columns" in reason(block_n=136)
+    assert "accumulators" in reason(block_n=112)
+    assert "clusters" in reason(cluster_m=2, cluster_n=2)
+    assert "stages" in reason(stages=9)
+
+
+def test_activations_are_the_fast_ones() -> None:
+    source = emit(make_spec("f16", 1, "kn", PORTABLE, ALIGNED), HopperTile(128, 128, True), DEVICE.shared_bytes)
+    assert "= pointwise::fast_gelu(" in source
+    assert "= pointwise::gelu(" not in source
