@@ -3,7 +3,7 @@
 Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
-    staging   for each of the eight consumer warps: a slab of every tile operand (twice) and of every output
+    staging   for each of the eight consumer warps: one or two slabs of every output, two of every tile operand
     vectors   for odd and for even tiles: the scalar, row and column operands in fp32
     barriers  two for each stage of the ring and for each of the vectors
 
@@ -29,7 +29,11 @@ MAX_WIDTH = 256  # columns of one wgmma
 MAX_ACCUMULATORS = 192  # fp32 registers of one thread, of 240
 MAX_BOX = 256  # rows of one TMA box
 MAX_STAGES = 8
+ENOUGH_STAGES = 5  # from here on, room for outputs is worth more than another stage
 MAX_SLAB_COLUMNS = 96
+BANK_WORDS = 32
+SLAB_ROWS = 16  # of one wgmma in a warp
+SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
 STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts
 SWIZZLE_ALIGNMENT = 1024  # bytes; the ring's tiles start on whole periods of the swizzle
 BARRIER_BYTES = 8
@@ -82,6 +86,8 @@ class HopperFootprint:
         vectors: vectors of one tile.
         load_offsets: of each load, in the vectors or, for a tile operand, in the warp's staging area.
         out_offsets: of each output in the warp's staging area.
+        out_buffers: slabs of one boxed output that can be on their way to global memory at once, that being computed
+            included.
     """
 
     stages: int
@@ -91,6 +97,7 @@ class HopperFootprint:
     vectors: int
     load_offsets: tuple[int, ...]
     out_offsets: tuple[int, ...]
+    out_buffers: int
 
     @property
     def vectors_offset(self) -> int:
@@ -149,34 +156,73 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
     return BLOCK_K, tile.block_n // halves
 
 
-def map_rules(spec: KernelSpec, tile: HopperTile) -> tuple[MapRule, ...]:
-    """The tensor maps of a launch, in the order of the kernel's second argument: lhs, then rhs of each part."""
+def boxed(out: Access) -> bool:
+    """Whether TMA stores an output: its rows start on 16-byte boundaries, and staging packs pairs of 16-bit elements."""
+    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES  # noqa: PLR2004
+
+
+def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
+    """The tensor maps of a launch, in the order of the kernel's second argument: lhs, rhs of each part, each output.
+
+    None is an output that needs no map: its 128 bytes are there and not looked at.
+    """
     inner, outer = rhs_box(spec, tile)
-    atom = rhs_atom(spec, tile)
+    columns = footprint(spec, tile, shared_limit).slab_columns
+    out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
     lhs = MapRule("lhs", 0, False, 2 * BLOCK_K, BLOCK_K, tile.block_m // tile.cluster_n)
-    rhs = (MapRule("rhs", part, spec.rhs_order == "nk", 2 * atom, inner, outer) for part in range(spec.parts))
-    return (lhs, *rhs)
+    rhs = (
+        MapRule("rhs", part, spec.rhs_order == "nk", 2 * rhs_atom(spec, tile), inner, outer)
+        for part in range(spec.parts)
+    )
+    outs = (
+        MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if boxed(out) else None
+        for index, out in enumerate(spec.outs)
+    )
+    return (lhs, *rhs, *outs)
 
 
 def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFootprint:
-    """Lay out the shared memory of one block."""
+    """Lay out the shared memory of one block: as many stages as fit, then as much room for outputs as is left."""
+    widest = _slab_columns(tile.block_n)
+    narrow = next((columns for columns in (48, 32) if columns < widest and tile.block_n % columns == 0), widest)
+    candidates = [
+        _layout(spec, tile, shared_limit, columns, buffers)
+        for columns, buffers in ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
+    ]
+    return max(candidates, key=lambda layout: min(layout.stages, ENOUGH_STAGES))
+
+
+def _slab_columns(block_n: int) -> int:
+    """Columns of a slab: swizzled rows, or rows whose length spreads 8 of them over the banks with few conflicts."""
+    if block_n % 64 == 0:
+        return 64
+    lengths = [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if block_n % columns == 0]
+    return max(columns for columns in lengths if columns in SWIZZLED_COLUMNS or _conflicts(columns) <= 2)  # noqa: PLR2004
+
+
+def _conflicts(columns: int) -> int:
+    """How many of 8 consecutive rows of 16-bit elements begin in one bank."""
+    banks = [row * columns // 2 % BANK_WORDS for row in range(8)]
+    return max(map(banks.count, banks))
+
+
+def _layout(spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int) -> HopperFootprint:
     stage = 2 * BLOCK_K * (tile.block_m + spec.parts * tile.block_n)
-    slab = max(
-        (columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if tile.block_n % columns == 0),
-        key=lambda columns: (columns % 64 == 0, columns),
-    )
-    loads, outs, staging, vectors = [], [], 0, 0
+    loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, 0
+    # Boxes first: they need the alignment of the swizzle.
+    for index, out in sorted(enumerate(spec.outs), key=lambda entry: not boxed(entry[1])):
+        outs[index] = staging
+        staging += buffers * SLAB_ROWS * columns * 2 if boxed(out) else _staged_bytes(out, columns)
     for load in spec.loads:
         loads.append(staging if load.kind == "tile" else vectors)
-        staging += 2 * _staged_bytes(load, slab) if load.kind == "tile" else 0
+        staging += 2 * _staged_bytes(load, columns) if load.kind == "tile" else 0
         vectors += _vector_bytes(load, tile)
-    for out in spec.outs:
-        outs.append(staging)
-        staging += _staged_bytes(out, slab)
-    fixed = WARPS * staging + VECTOR_BUFFERS * vectors + 2 * VECTOR_BUFFERS * BARRIER_BYTES
+    period = SWIZZLE_ALIGNMENT if columns == 64 else 128  # noqa: PLR2004
+    staging = -(-staging // period) * period
+    fixed = WARPS * staging + VECTOR_BUFFERS * (vectors + 2 * BARRIER_BYTES)
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
-    return HopperFootprint(stages, stage, slab, staging, vectors, tuple(loads), tuple(outs))
+    return HopperFootprint(stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers)
 
 
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
@@ -206,7 +252,7 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
 
 
 def _staged_bytes(access: Access, columns: int) -> int:
-    return 16 * (columns + STAGED_PADDING) * access.dtype.bytes
+    return SLAB_ROWS * (columns + STAGED_PADDING) * access.dtype.bytes
 
 
 def _vector_bytes(load: Access, tile: HopperTile) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -33,6 +34,28 @@ def test_the_table_of_settings_is_settings_py() -> None:
     table = README.split("## Settings")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \| ([^|]+) \|$", table, re.MULTILINE)
     assert rows == [(setting.name, setting.default, setting.meaning) for setting in SETTINGS]
+
+
+def test_the_figures_are_those_of_the_committed_result() -> None:
+    results = json.loads((PACKAGE.parent / "results" / "h200.json").read_text())
+    section = README.split("## What it is worth")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    sites = [
+        [
+            f"{row['m']}, {row['k']}, {row['n']}",
+            f"{row['stock_us']:.1f} us",
+            f"{row['fused_us']:.1f} us",
+            f"{row['ratio']:.2f}x",
+        ]
+        for row in results["sites"]
+    ]
+    assert all(site in rows for site in sites)
+    for model in results["models"]:
+        digits = 2 if "unet" in model["model"] else 3
+        times = [f"{model[which]['median']:.{digits}f} ms" for which in ("original", "optimized")]
+        assert [*times, f"{model['ratio']:.2f}x"] in [row[1:] for row in rows]
+        assert model["verify"]["passed"]
+    assert all(str(results[key]) in section for key in ("gpu", "driver", "onnxruntime", "date", "command"))
 
 
 def test_the_test_command_is_what_ci_runs() -> None:

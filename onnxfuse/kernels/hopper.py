@@ -6,7 +6,7 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
-from onnxfuse.hopper_tile import HopperFootprint, HopperTile, footprint, rhs_atom, rhs_box
+from onnxfuse.hopper_tile import HopperFootprint, HopperTile, boxed, footprint, rhs_atom, rhs_box
 from onnxfuse.kernels import emit as portable
 from onnxfuse.kernels.epilogue import functor
 from onnxfuse.plan import KernelSpec
@@ -39,8 +39,8 @@ namespace onnxfuse {{
 enum class Kind {{ scalar, row, column, tile }};
 
 using Element = {spec.dtype.cuda};
-constexpr bool RHS_K_CONTIGUOUS = {"true" if spec.rhs_order == "nk" else "false"};
-constexpr bool PINGPONG = {"true" if tile.pingpong else "false"};
+constexpr bool RHS_K_CONTIGUOUS = {_flag(spec.rhs_order == "nk")};
+constexpr bool PINGPONG = {_flag(tile.pingpong)};
 {_constants(spec, tile, layout)}
 
 {_tables(spec, layout)}
@@ -73,8 +73,15 @@ def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
         )
         for index, load in enumerate(spec.loads)
     ]
-    outs = [portable._access("Out", index, out, layout.out_offsets[index]) for index, out in enumerate(spec.outs)]
+    outs = [
+        portable._access("Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {_flag(boxed(out))}; ")
+        for index, out in enumerate(spec.outs)
+    ]
     return "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
@@ -83,6 +90,7 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
         "OUTS": len(spec.outs),
+        "BOXED_OUTS": sum(map(boxed, spec.outs)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "GROUP_M": tile.group_m,
@@ -93,6 +101,7 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "RHS_BOX": rhs_box(spec, tile)[1],
         "STAGES": layout.stages,
         "SLAB_COLUMNS": layout.slab_columns,
+        "OUT_BUFFERS": layout.out_buffers,
         "STAGING_BYTES": layout.staging,
         "VECTORS_OFFSET": layout.vectors_offset,
         "VECTORS_BYTES": layout.vectors,

@@ -4,7 +4,8 @@
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
 //   tile                   global -> staging area, one slab ahead of the computation
-//   out                    registers -> staging area -> global, as wide as the tensor allows
+//   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA cannot
+//                          address the tensor, by this warp, as wide as the tensor allows
 #pragma once
 #include "arguments.cuh"
 #include "hopper_ptx.cuh"
@@ -21,8 +22,26 @@ constexpr int ACCUMULATORS = WIDTH / 2;               // registers of one wgmma 
 constexpr int SLABS_N = BLOCK_N / SLAB_COLUMNS;
 constexpr int SLABS = SUBTILES * SLABS_N;
 
-// Staged rows are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
+// Rows that threads copy are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
 constexpr int STAGED_PITCH = SLAB_COLUMNS + 8;
+
+// Rows that TMA stores are as long as the box, and swizzled where their length is a span of TMA's swizzles; the other
+// lengths (48, 80, ...) spread the 8 rows over the banks well enough.
+constexpr int BOX_BYTES = SLAB_COLUMNS * 2;
+constexpr int BOX_CHUNKS = BOX_BYTES == 32 || BOX_BYTES == 64 || BOX_BYTES == 128 ? BOX_BYTES / 16 : 1;
+
+// Offset of 8 elements that begin at `column`, a multiple of 8.
+__device__ __forceinline__ int box_offset(int row, int column) {
+  const int chunk = column / 8;
+  return row * BOX_BYTES + (BOX_CHUNKS > 1 ? chunk ^ row / (8 / BOX_CHUNKS) % BOX_CHUNKS : chunk) * 16;
+}
+
+// The kernel's second argument. `outs` holds maps of the boxed outputs only.
+struct Maps {
+  TensorMap lhs;
+  TensorMap rhs[PARTS];
+  TensorMap outs[OUTS];
+};
 
 // Where a tile of the output, or a consumer group's part of it, begins.
 struct OutTile {
@@ -134,17 +153,31 @@ __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const Onnx
   copy_async_commit();  // also where no slab is left: the wait counts groups
 }
 
-// The staging area of every output -> global memory.
+// The staging area of every output that TMA cannot store -> global memory.
 __device__ __forceinline__ void store_slab(const unsigned char* staging, const OnnxfuseArguments& args, const Slab& slab) {
   static_for<0, OUTS>([&](auto number) {
     using Access = Out<decltype(number)::value>;
     using T = typename Access::Type;
-    const OnnxfuseTensor& tensor = args.outs[decltype(number)::value];
-    const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
-    SlabCopy<Access>::for_each(slab, staged, tensor, [](const T* shared, T* global, bool inside) {
-      if (inside) store_global(global, load_packed<Packed<T, Access::WIDTH>>(shared));
-    });
+    if constexpr (!Access::BOXED) {
+      const OnnxfuseTensor& tensor = args.outs[decltype(number)::value];
+      const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
+      SlabCopy<Access>::for_each(slab, staged, tensor, [](const T* shared, T* global, bool inside) {
+        if (inside) store_global(global, load_packed<Packed<T, Access::WIDTH>>(shared));
+      });
+    }
   });
+}
+
+// The staging areas of the other outputs -> global memory, by one thread.
+__device__ __forceinline__ void store_boxes(const unsigned char* staging, const Maps& maps, const Slab& slab, int buffer) {
+  static_for<0, OUTS>([&](auto number) {
+    using Access = Out<decltype(number)::value>;
+    if constexpr (Access::BOXED) {
+      const unsigned staged = shared_address(staging + Access::OFFSET + buffer * WARP_ROWS * BOX_BYTES);
+      store_box(maps.outs[decltype(number)::value], staged, slab.column, slab.row, slab.batch);
+    }
+  });
+  store_commit();
 }
 
 // What the functor needs for 16 rows x 16 columns: 4 pairs a thread, [fragment along n][half along m].
@@ -202,25 +235,30 @@ __device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const
 }
 
 // One output's pairs of a unit -> staging area: one instruction for 16-bit elements.
-template <typename T>
-__device__ __forceinline__ void stage_unit(T* staged, const float2 (&pairs)[2][2]) {
+template <typename Access>
+__device__ __forceinline__ void stage_unit(unsigned char* staged, int column, const float2 (&pairs)[2][2]) {
+  using T = typename Access::Type;
   const int lane = threadIdx.x % WARP_SIZE;
+  T* padded = reinterpret_cast<T*>(staged);
   if constexpr (sizeof(T) == 2) {
     unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = pack_pair(T(), pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
-    store_matrices(shared_address(staged + lane % 16 * STAGED_PITCH + lane / 16 * FRAGMENT_COLUMNS), words);
+    const int row = lane % 16;
+    const int first = column + lane / 16 * FRAGMENT_COLUMNS;
+    const void* target = Access::BOXED ? staged + box_offset(row, first) : static_cast<void*>(padded + row * STAGED_PITCH + first);
+    store_matrices(shared_address(target), words);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i % 2 * 8 + lane / 4;
-      store_pair(staged + row * STAGED_PITCH + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2, pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
+      store_pair(padded + row * STAGED_PITCH + column + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2, pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
     }
   }
 }
 
 // The functor on one unit, and the results into the staging area.
-__device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const UnitOperands& operands, unsigned char* staging, int first_column, int column) {
+__device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const UnitOperands& operands, unsigned char* staging, int first_column, int column, int buffer) {
   float2 results[2][2][OUTS];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -235,7 +273,7 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   static_for<0, OUTS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     const float2 pairs[2][2] = {{results[0][0][INDEX], results[0][1][INDEX]}, {results[1][0][INDEX], results[1][1][INDEX]}};
-    stage_unit(reinterpret_cast<typename Out<INDEX>::Type*>(staging + Out<INDEX>::OFFSET) + column, pairs);
+    stage_unit<Out<INDEX>>(staging + Out<INDEX>::OFFSET + (Out<INDEX>::BOXED ? buffer * WARP_ROWS * BOX_BYTES : 0), column, pairs);
   });
 }
 
@@ -244,15 +282,23 @@ constexpr bool AHEAD = SUBTILES * ACCUMULATORS + 16 * TILE_LOADS + 8 * LOADS < 1
 
 // Accumulators -> outputs. The first slab of the tile operands is on its way already. `first_row` is the group's place in
 // the block's tile.
-__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const OutTile& tile, int first_row, const unsigned char* vectors, unsigned char* staging) {
+__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int first_row, const unsigned char* vectors, unsigned char* staging) {
   const int warp_row = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
+  const bool leader = threadIdx.x % WARP_SIZE == 0;
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {
     const int subtile = index / SLABS_N;
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
+    const int buffer = index % OUT_BUFFERS;
     prefetch_slab(staging, args, tile, index + 1);
     if constexpr (TILE_LOADS > 0) copy_async_wait<1>();
+    if constexpr (BOXED_OUTS > 0) {
+      // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
+      const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
+      if (leader && follows) store_wait<1>();
+      if (leader && !follows) store_wait<0>();
+    }
     __syncwarp();
     // One unit's operands are read before the last one's results are written: the compiler would not swap them, because
     // it cannot tell that they do not overlap.
@@ -264,10 +310,15 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
       const int next = column + UNIT_COLUMNS;
       if (!AHEAD && column > 0) read_operands(operands[0], vectors, staging, row, slab_column + column, column, index % 2);
       if (AHEAD && next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % 2);
-      run_unit(acc[subtile], operands[current], staging, slab_column + column, column);
+      run_unit(acc[subtile], operands[current], staging, slab_column + column, column, buffer);
     }
+    if constexpr (BOXED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
-    store_slab(staging, args, Slab(args, tile, index));
+    const Slab slab(args, tile, index);
+    if constexpr (BOXED_OUTS < OUTS) store_slab(staging, args, slab);
+    if constexpr (BOXED_OUTS > 0) {
+      if (leader) store_boxes(staging, maps, slab, buffer);
+    }
   }
 }
 

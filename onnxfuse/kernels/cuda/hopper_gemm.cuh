@@ -9,7 +9,7 @@
 //                       |  empty[stage]: every reader is done       parts and leaves them in the same thread
 //   warps 0..3, 4..7 consumer groups 0 and 1
 //                       |  wgmma m64 x (PARTS * BLOCK_N) x k16, fp32 accumulators in registers
-//                    hopper_epilogue.cuh: functor, staging area of the warp, global memory
+//                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
 //
 //   ping-pong        each group owns every other tile; its epilogue runs behind the other group's main loop
 //                      group 0   [main loop 0]  epilogue 0   [main loop 2]  epilogue 2 ...
@@ -18,8 +18,8 @@
 //   cooperative      both groups share each tile, half of its rows each: larger tiles, the epilogue is exposed
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks that
-// is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps: lhs, then rhs of
-// each part, as `hopper_tile.map_rules` describes them.
+// is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps that
+// `hopper_tile.map_rules` describes.
 //
 // Contract: k > 0; rows of lhs and rhs start on 16-byte boundaries; the WIDTH of a load or output divides n, its strides
 // and its pointer.
@@ -61,6 +61,7 @@ constexpr int READERS = TILE_WARPS * CLUSTER;
 static_assert(SHARED_BYTES == VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8, "footprint and kernel agree");
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == (PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS), "footprint and kernel agree");
+static_assert(STAGING_BYTES % (BOX_CHUNKS == 8 ? 1024 : 128) == 0, "boxes start on whole periods of the swizzle");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
 // ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
@@ -126,11 +127,6 @@ struct Walk {
 };
 
 // ---- producer
-
-struct Maps {
-  TensorMap lhs;
-  TensorMap rhs[PARTS];
-};
 
 // A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster.
 template <bool SHARED>
@@ -249,7 +245,7 @@ __device__ __forceinline__ OutTile group_tile(const Walk& walk, int number, int 
 
 constexpr int TURN_BARRIER = 1;  // named barrier of group 0; the next is that of group 1
 
-__device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared, int rank, int group) {
+__device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory, unsigned shared, int rank, int group) {
   const Walk walk(args);
   const int steps = (args.k - 1) / BLOCK_K + 1;
   const int first_row = PINGPONG ? 0 : group * GROUP_M;
@@ -270,7 +266,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
     finish_main_loop(acc, ring, shared);
     const int buffer = count % VECTOR_BUFFERS;
     if constexpr (HAS_VECTORS) barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
-    run_epilogue(acc, args, tile, first_row, memory + VECTORS_OFFSET + buffer * VECTORS_BYTES, staging);
+    run_epilogue(acc, args, maps, tile, first_row, memory + VECTORS_OFFSET + buffer * VECTORS_BYTES, staging);
     if constexpr (HAS_VECTORS) {
       __syncwarp();
       if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
@@ -278,6 +274,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
     count += PINGPONG ? CONSUMERS : 1;
     if (PINGPONG) ring.skip(steps);
   }
+  if (BOXED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // the block's memory lives as long as it does
 }
 
 }  // namespace onnxfuse
@@ -316,7 +313,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    consume(args, onnxfuse_shared, shared, rank, group);
+    consume(args, maps, onnxfuse_shared, shared, rank, group);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // the other block may still send to this one, or wait for its arrivals
 }
