@@ -3,11 +3,18 @@
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   176 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
+    records   256 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
-              no such tensor), 6 zero bytes, u64 image offset from the start of the archive, u64 image bytes
+              no such tensor), 6 zero bytes, u32 cluster, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8
+              tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from the start of
+              the archive, u64 image bytes
     images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
               image that several records share is stored once
+
+A record with cluster 0 gets one block for each tile of block_m x block_n, and grid.z counts the batch. With cluster c
+its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
+multiple of c. Tensor maps are rank 3 (contiguous axis, other axis, batch), encoded at launch and passed as the kernel's
+second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, and 3 a place that the kernel does not look at.
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
@@ -46,17 +53,50 @@ from onnxfuse.errors import ModelError
 
 MAX_LOADS = 12
 MAX_OUTS = 4
+MAX_MAPS = 9
+MAX_BOX = 256  # elements of one side of a TMA box
 MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 _MAGIC = b"onnxfuse"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6xQQ")
+_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6xII72sQQ")
+_MAP = struct.Struct("<BBBBHH")
 _TABLE_START = _HEADER.size + _CHECKSUM.size
 _IMAGE_BOUNDARY = 64
 _REMEDY = "the model's kernels are damaged or from another version; optimize the original again"
+
+
+class Mapped(IntEnum):
+    """Which tensor a tensor map describes."""
+
+    LHS = 0
+    RHS = 1
+    OUT = 2
+    NOTHING = 3  # a place in the kernel's parameter that it does not look at
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """How a launch describes one tensor to TMA.
+
+    Attributes:
+        tensor: which one.
+        index: which part of rhs, or which output.
+        rows_contiguous: the contiguous axis is the tensor's rows, not its columns.
+        swizzle: bytes of the swizzle's span: 0, 32, 64 or 128.
+        box_inner: elements of the box along the contiguous axis.
+        box_outer: elements of the box along the other axis.
+    """
+
+    tensor: int
+    index: int = 0
+    rows_contiguous: bool = False
+    swizzle: int = 0
+    box_inner: int = 1
+    box_outer: int = 1
 
 
 class Flavour(IntEnum):
@@ -87,6 +127,8 @@ class Record:
         load_alignments: the same of each load.
         out_alignments: the same of each output.
         image: cubin, or PTX without its final zero byte.
+        cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
+        maps: tensor maps of the kernel's second parameter; none for a kernel without one.
     """
 
     kernel: str
@@ -104,6 +146,8 @@ class Record:
     load_alignments: tuple[int, ...]
     out_alignments: tuple[int, ...]
     image: bytes
+    cluster: int = 0
+    maps: tuple[TensorMap, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -145,10 +189,22 @@ def _check(record: Record) -> None:
         (len(record.load_alignments) <= MAX_LOADS and len(record.out_alignments) <= MAX_OUTS, "count of alignments"),
         (all(alignment in ALIGNMENTS for alignment in _given_alignments(record)), "alignment"),
         (len(record.image) > 0, "image"),
+        (0 <= record.cluster <= 16, "cluster"),
+        (len(record.maps) <= MAX_MAPS and all(map(_is_possible, record.maps)), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
     if wrong:
         raise ModelError(f"kernel {record.kernel!r} has an impossible {', '.join(wrong)}; {_REMEDY}")
+
+
+def _is_possible(tensor_map: TensorMap) -> bool:
+    boxes = (tensor_map.box_inner, tensor_map.box_outer)
+    return (
+        tensor_map.tensor in tuple(Mapped)
+        and 0 <= tensor_map.index < MAX_OUTS
+        and tensor_map.swizzle in (0, 32, 64, 128)
+        and all(1 <= box <= MAX_BOX for box in boxes)
+    )
 
 
 def _given_alignments(record: Record) -> tuple[int, ...]:
@@ -178,7 +234,12 @@ def _pack_record(record: Record, offset: int) -> bytes:
     names = (record.kernel.encode(), record.entry.encode())
     numbers = (record.capability, record.flavour, record.min_m, record.max_m)
     launch = (record.block_m, record.block_n, record.threads, record.shared_bytes)
-    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), offset, len(record.image))
+    maps = b"".join(
+        _MAP.pack(entry.tensor, entry.index, entry.rows_contiguous, entry.swizzle, entry.box_inner, entry.box_outer)
+        for entry in record.maps
+    )
+    tail = (record.cluster, len(record.maps), maps, offset, len(record.image))
+    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), *tail)
 
 
 def _check_header(data: bytes) -> int:
@@ -200,7 +261,7 @@ def _check_header(data: bytes) -> int:
 
 def _unpack_record(data: bytes, index: int, count: int) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    alignments, (offset, size) = fields[10:28], fields[28:]
+    alignments, (cluster, map_count, maps, offset, size) = fields[10:28], fields[28:]
     if offset < _TABLE_START + count * _RECORD.size or offset + size >= len(data) or data[offset + size] != 0:
         raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
@@ -220,6 +281,18 @@ def _unpack_record(data: bytes, index: int, count: int) -> Record:
         load_alignments=_without_padding(alignments[2 : 2 + MAX_LOADS]),
         out_alignments=_without_padding(alignments[2 + MAX_LOADS :]),
         image=data[offset : offset + size],
+        cluster=cluster,
+        maps=_unpack_maps(maps, map_count),
+    )
+
+
+def _unpack_maps(field: bytes, count: int) -> tuple[TensorMap, ...]:
+    if count > MAX_MAPS:
+        raise ModelError(f"a record has {count} tensor maps; {_REMEDY}")
+    entries = list(_MAP.iter_unpack(field))[:count]
+    return tuple(
+        TensorMap(tensor, index, bool(rows_contiguous), swizzle, box_inner, box_outer)
+        for tensor, index, rows_contiguous, swizzle, box_inner, box_outer in entries
     )
 
 

@@ -3,7 +3,7 @@
 Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
-    staging   for each of the eight consumer warps: one or two slabs of every output, two of every tile operand
+    staging   for each of the eight consumer warps: one or two slabs of every output, two or all of every tile operand
     vectors   for odd and for even tiles: the scalar, row and column operands in fp32
     barriers  two for each stage of the ring and for each of the vectors
 
@@ -26,16 +26,17 @@ THREADS = 128 * (CONSUMER_GROUPS + 1)
 BLOCK_K = 64  # 128 bytes of 16-bit elements: the widest swizzle
 FRAGMENT_ROWS = 64  # of one wgmma
 MAX_WIDTH = 256  # columns of one wgmma
-MAX_ACCUMULATORS = 192  # fp32 registers of one thread, of 240
+MAX_ACCUMULATORS = 192  # fp32 registers of one thread
+TILE_LOAD_REGISTERS = 32
 MAX_BOX = 256  # rows of one TMA box
 MAX_STAGES = 8
-ENOUGH_STAGES = 5  # from here on, room for outputs is worth more than another stage
+ENOUGH_STAGES = 4  # from here on, room for outputs and operands is worth more than another stage
 MAX_SLAB_COLUMNS = 96
 BANK_WORDS = 32
 SLAB_ROWS = 16  # of one wgmma in a warp
 SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
 STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts
-SWIZZLE_ALIGNMENT = 1024  # bytes; the ring's tiles start on whole periods of the swizzle
+BOX_ALIGNMENT = 128  # bytes, of a box without a swizzle
 BARRIER_BYTES = 8
 FP32_BYTES = 4
 WARPS = 4 * CONSUMER_GROUPS
@@ -52,6 +53,7 @@ class HopperTile:
         pingpong: each of the two consumer groups owns every other tile; otherwise both share each tile.
         cluster_m: 2 where two blocks with neighbouring rows share what they load of rhs, else 1.
         cluster_n: 2 where two blocks with neighbouring columns share what they load of lhs, else 1.
+        operands_ahead: the epilogue reads operands before it needs them: faster where it outlasts the main loop.
         group_rows: row tiles that run together, for reuse in L2.
         stages: depth of the ring; 0 for as many as fit.
     """
@@ -61,6 +63,7 @@ class HopperTile:
     pingpong: bool
     cluster_m: int = 1
     cluster_n: int = 1
+    operands_ahead: bool = False
     group_rows: int = 8
     stages: int = 0
 
@@ -88,6 +91,7 @@ class HopperFootprint:
         out_offsets: of each output in the warp's staging area.
         out_buffers: slabs of one boxed output that can be on their way to global memory at once, that being computed
             included.
+        load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two.
     """
 
     stages: int
@@ -98,6 +102,7 @@ class HopperFootprint:
     load_offsets: tuple[int, ...]
     out_offsets: tuple[int, ...]
     out_buffers: int
+    load_buffers: int
 
     @property
     def vectors_offset(self) -> int:
@@ -148,12 +153,10 @@ def rhs_atom(spec: KernelSpec, tile: HopperTile) -> int:
 def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
     """Elements of one box of rhs along its contiguous and its other axis.
 
-    In a cluster that shares rhs each block loads every other box of a stage, so there is an even number of them.
+    In a cluster that shares rhs each block loads half of every box and sends it to both.
     """
-    if spec.rhs_order == "kn":
-        return rhs_atom(spec, tile), BLOCK_K
-    halves = 2 if tile.cluster_m == 2 and spec.parts % 2 else 1
-    return BLOCK_K, tile.block_n // halves
+    rows = BLOCK_K if spec.rhs_order == "kn" else tile.block_n
+    return rhs_atom(spec, tile), rows // tile.cluster_m
 
 
 def boxed(out: Access) -> bool:
@@ -182,11 +185,12 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
 
 
 def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFootprint:
-    """Lay out the shared memory of one block: as many stages as fit, then as much room for outputs as is left."""
+    """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left."""
     widest = _slab_columns(tile.block_n)
     narrow = next((columns for columns in (48, 32) if columns < widest and tile.block_n % columns == 0), widest)
     candidates = [
-        _layout(spec, tile, shared_limit, columns, buffers)
+        _layout(spec, tile, shared_limit, columns, buffers, whole)
+        for whole in (True, False)
         for columns, buffers in ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
     ]
     return max(candidates, key=lambda layout: min(layout.stages, ENOUGH_STAGES))
@@ -206,8 +210,10 @@ def _conflicts(columns: int) -> int:
     return max(map(banks.count, banks))
 
 
-def _layout(spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int) -> HopperFootprint:
+def _layout(spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int, whole: bool) -> HopperFootprint:
     stage = 2 * BLOCK_K * (tile.block_m + spec.parts * tile.block_n)
+    slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
+    load_buffers = slabs if whole else min(slabs, 2)
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, 0
     # Boxes first: they need the alignment of the swizzle.
     for index, out in sorted(enumerate(spec.outs), key=lambda entry: not boxed(entry[1])):
@@ -215,14 +221,14 @@ def _layout(spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int,
         staging += buffers * SLAB_ROWS * columns * 2 if boxed(out) else _staged_bytes(out, columns)
     for load in spec.loads:
         loads.append(staging if load.kind == "tile" else vectors)
-        staging += 2 * _staged_bytes(load, columns) if load.kind == "tile" else 0
+        staging += load_buffers * _staged_bytes(load, columns) if load.kind == "tile" else 0
         vectors += _vector_bytes(load, tile)
-    period = SWIZZLE_ALIGNMENT if columns == 64 else 128  # noqa: PLR2004
+    period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
     fixed = WARPS * staging + VECTOR_BUFFERS * (vectors + 2 * BARRIER_BYTES)
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
-    return HopperFootprint(stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers)
+    return HopperFootprint(stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers)
 
 
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
@@ -236,19 +242,22 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
     if tile.block_n % 16 or width > MAX_WIDTH:
         return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
-    if tile.group_m * width // 128 > MAX_ACCUMULATORS:
-        return f"{tile.group_m * width // 128} accumulators in a thread, of {MAX_ACCUMULATORS} at most"
+    accumulators, most = tile.group_m * width // 128, max_accumulators(spec)
+    if accumulators > most:
+        return f"{accumulators} accumulators in a thread, of {most} at most"
+    if tile.operands_ahead and any(load.kind == "tile" for load in spec.loads):
+        return "no registers are left to read tile operands ahead"
     if tile.cluster_m * tile.cluster_n > 2:
         return "clusters have two blocks at most"
-    inner, outer = rhs_box(spec, tile)
-    if tile.cluster_m == 2 and (spec.parts * tile.block_n * BLOCK_K // (inner * outer)) % 2:
-        return "a cluster shares an even number of boxes of rhs"
-    if inner == BLOCK_K and spec.rhs_order == "nk" and outer % 8:
-        return "a box of rhs holds whole periods of the swizzle"
     layout = footprint(spec, replace(tile, stages=0), shared_limit)
     if layout.stages < max(tile.stages, 2):
         return f"{layout.stages} stages fit into shared memory"
     return None
+
+
+def max_accumulators(spec: KernelSpec) -> int:
+    """How many of a thread's 232 registers can hold sums: addresses and pairs of tile operands need some more."""
+    return MAX_ACCUMULATORS - TILE_LOAD_REGISTERS * sum(load.kind == "tile" for load in spec.loads)
 
 
 def _staged_bytes(access: Access, columns: int) -> int:

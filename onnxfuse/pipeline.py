@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from onnxfuse.artifact import Record, pack
+from onnxfuse import hopper_tile
+from onnxfuse.artifact import Mapped, Record, TensorMap, pack
 from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, ModelProto, load_model, node_label
 from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.patterns import Match, is_anchor, match_site
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_site, skipped_site
@@ -123,7 +126,7 @@ def _variants(sites: Iterable[Site]) -> Iterator[tuple[DeviceSpec, Variant]]:
 
 def _compile(sites: Sequence[Site], progress: Progress | None) -> Kernels:
     """Compile each distinct kernel once."""
-    wanted = {(emit(variant.spec), device.arch): device for device, variant in _variants(sites)}
+    wanted = {(kernel_source(variant, device), device.arch): device for device, variant in _variants(sites)}
     images: dict[tuple[str, str], CompiledImage] = {}
     folder = cache_dir()
     with ThreadPoolExecutor(compile_jobs()) as pool:
@@ -141,21 +144,26 @@ def _pack(sites: Sequence[Site], kernels: Kernels) -> tuple[bytes, list[str]]:
     records: dict[str, list[Record]] = {}
     for site, name in zip(sites, names, strict=True):
         if name not in records:
-            records[name] = [
-                _record(name, site.mapping, device, variant, kernels) for device, variant in _variants([site])
-            ]
+            records[name] = [_record(name, device, variant, kernels) for device, variant in _variants([site])]
     return pack([record for group in records.values() for record in group]), names
 
 
 def _kernel_name(site: Site) -> str:
     parts = [
-        (device.arch, emit(variant.spec), str(variant.min_m), str(variant.max_m))
+        (device.arch, kernel_source(variant, device), str(variant.min_m), str(variant.max_m))
         for device, variant in _variants([site])
     ]
     return hashlib.sha256("\0".join(text for part in parts for text in part).encode()).hexdigest()[:16]
 
 
-def _record(name: str, mapping: AxisMapping, device: DeviceSpec, variant: Variant, kernels: Kernels) -> Record:
+def kernel_source(variant: Variant, device: DeviceSpec) -> str:
+    """The CUDA source of a variant."""
+    if variant.hopper is None:
+        return emit(variant.spec)
+    return emit_hopper(variant.spec, variant.hopper, device.shared_bytes)
+
+
+def _record(name: str, device: DeviceSpec, variant: Variant, kernels: Kernels) -> Record:
     spec = variant.spec
     element = spec.dtype.bytes
     return Record(
@@ -165,16 +173,37 @@ def _record(name: str, mapping: AxisMapping, device: DeviceSpec, variant: Varian
         flavour=device.flavour,
         min_m=variant.min_m,
         max_m=variant.max_m,
-        block_m=spec.tile.block_m,
-        block_n=spec.tile.block_n,
-        threads=spec.tile.threads,
-        shared_bytes=shared_bytes(spec),
         lhs_alignment=spec.lhs_width * element,
         rhs_alignment=spec.rhs_width * element,
         load_alignments=tuple(load.width * load.dtype.bytes for load in spec.loads),
         out_alignments=tuple(out.width * out.dtype.bytes for out in spec.outs),
-        image=kernels.images[emit(spec), device.arch].data,
+        image=kernels.images[kernel_source(variant, device), device.arch].data,
+        **_launch(variant, device),
     )
+
+
+def _launch(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
+    """The part of a record that depends on which kernel a variant is of."""
+    spec, hopper = variant.spec, variant.hopper
+    if hopper is None:
+        tile = spec.tile
+        sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "threads": tile.threads}
+        return {**sizes, "shared_bytes": shared_bytes(spec)}
+    return {
+        "block_m": hopper.block_m * hopper.cluster_m,
+        "block_n": hopper.block_n * hopper.cluster_n,
+        "threads": hopper_tile.THREADS,
+        "shared_bytes": hopper_tile.footprint(spec, hopper, device.shared_bytes).total,
+        "cluster": hopper.cluster_m * hopper.cluster_n,
+        "maps": tuple(map(_tensor_map, hopper_tile.map_rules(spec, hopper, device.shared_bytes))),
+    }
+
+
+def _tensor_map(rule: hopper_tile.MapRule | None) -> TensorMap:
+    if rule is None:
+        return TensorMap(Mapped.NOTHING)
+    tensor = Mapped[rule.tensor.upper()]
+    return TensorMap(tensor, rule.index, rule.rows_contiguous, rule.swizzle, rule.box_inner, rule.box_outer)
 
 
 def _replacement(site: Site, kernel: str) -> Replacement:
@@ -237,7 +266,7 @@ def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
         }
         for file, text in files.items():
             (place / file).write_text(text + "\n")
-        sources = dict.fromkeys(emit(variant.spec) for _, variant in _variants([site]))
+        sources = dict.fromkeys(kernel_source(variant, device) for device, variant in _variants([site]))
         for index, source in enumerate(sources):
             suffix = f"-{index}" if index else ""
             (place / f"6-kernel{suffix}.cu").write_text(source)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Step
+from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.tile_footprint import why_not
 from onnxfuse.vector_width import Width, Widths
 
@@ -25,7 +28,9 @@ class Tile:
         block_k: depth of one pipeline stage, in elements.
         warps_m: warps along m; each owns block_m / warps_m rows.
         warps_n: warps along n; each owns block_n / warps_n columns of every part.
-        stages: depth of the shared-memory pipeline.
+        stages: depth of the pipeline: in shared memory, or in the registers of `small_m`.
+        warps_k: warps that share k, each with sums of its own; more than 1 for `small_m` only.
+        kernel: `portable`, or `small_m` for few rows.
     """
 
     block_m: int
@@ -34,11 +39,13 @@ class Tile:
     warps_m: int
     warps_n: int
     stages: int
+    warps_k: int = 1
+    kernel: str = "portable"
 
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        return 32 * self.warps_m * self.warps_n
+        return 32 * self.warps_m * self.warps_n * self.warps_k
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,28 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel and the rows that it is for, `min_m <= m <= max_m`."""
+    """A kernel and the rows that it is for, `min_m <= m <= max_m`.
+
+    Attributes:
+        hopper: the tile of the sm_90a kernel; None for the portable kernel, whose tile is the spec's own.
+    """
 
     spec: KernelSpec
     min_m: int
     max_m: int
+    hopper: HopperTile | None = None
+
+    @property
+    def tile(self) -> Tile | HopperTile:
+        """The tile that the kernel computes with."""
+        return self.hopper or self.spec.tile
 
 
 @dataclass(frozen=True)
 class Rejected:
     """A candidate that was not taken, and why."""
 
-    tile: Tile
+    tile: Tile | HopperTile
     reason: str
 
 
@@ -115,7 +132,7 @@ class Plan:
     def __str__(self) -> str:
         rows = [
             f"{self.device.arch:<7} m {variant.min_m}..{variant.max_m if variant.max_m < MAX_M else ''}  "
-            f"{tile_text(variant.spec.tile)}  lhs x{variant.spec.lhs_width} rhs x{variant.spec.rhs_width}"
+            f"{tile_text(variant.tile)}  lhs x{variant.spec.lhs_width} rhs x{variant.spec.rhs_width}"
             for variant in self.variants
         ]
         rows += [f"{'':<7} not {tile_text(entry.tile)}: {entry.reason}" for entry in self.rejected]
@@ -126,18 +143,23 @@ MAX_M = 2**31 - 1
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
 
 
+AnyTile = TypeVar("AnyTile", bound=Tile | HopperTile, covariant=True)
+
+
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Generic[AnyTile]):
     """A tile that a plan may take.
 
     Attributes:
         tile: its block_n is the width of all parts together.
-        pace: products that a multiprocessor makes in a unit of time with it, relative to the fastest tile; measured on
-            an H200 with tests/gpu/time_portable.py.
+        pace: products that a multiprocessor makes in a unit of time with it, relative to the portable kernel's fastest
+            tile; measured on an H200.
+        orders: the layouts of rhs that it is for.
     """
 
-    tile: Tile
+    tile: AnyTile
     pace: float
+    orders: tuple[str, ...] = ("kn", "nk")
 
 
 # Larger tiles load less for each product; smaller ones fill the chip when m or n is small.
@@ -159,26 +181,28 @@ _EXACT = (
     Candidate(Tile(64, 64, 32, 2, 2, 3), 0.9),
     Candidate(Tile(32, 64, 32, 1, 4, 3), 0.7),
 )
+# The sm_90a kernel. A part of 80 columns is read in narrow swizzles where n is contiguous, so it is for [n, k] only.
+_HOPPER = (
+    Candidate(HopperTile(128, 256, pingpong=False), 1.75),
+    Candidate(HopperTile(128, 192, pingpong=True), 1.85),
+    Candidate(HopperTile(128, 160, pingpong=True), 1.85, ("nk",)),
+    Candidate(HopperTile(128, 128, pingpong=True), 1.7),
+    Candidate(HopperTile(64, 128, pingpong=True), 1.2),
+)
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "fp32": _EXACT}
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
 
 
-def tile_text(tile: Tile) -> str:
-    """`128x64x32 warps 2x4 stages 4`."""
+def tile_text(tile: Tile | HopperTile) -> str:
+    """`128x64x32 warps 2x4 stages 4`, or `128x96 ping-pong`."""
+    if isinstance(tile, HopperTile):
+        return str(tile)
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
 
 
-def candidates_for(math: str, parts: int) -> tuple[Candidate, ...]:
-    """The candidate tiles of a product, with block_n the columns of one part."""
-    return tuple(
-        replace(candidate, tile=replace(candidate.tile, block_n=_columns(candidate.tile, parts)))
-        for candidate in CANDIDATES[math]
-    )
-
-
 def tiles_for(math: str, parts: int) -> tuple[Tile, ...]:
-    """The candidate tiles alone."""
-    return tuple(candidate.tile for candidate in candidates_for(math, parts))
+    """The portable kernel's candidate tiles, with block_n the columns of one part."""
+    return tuple(replace(entry.tile, block_n=_columns(entry.tile, parts)) for entry in CANDIDATES[math])
 
 
 def _columns(tile: Tile, parts: int) -> int:
@@ -187,7 +211,22 @@ def _columns(tile: Tile, parts: int) -> int:
     return max(tile.block_n // parts // step, 1) * step
 
 
-def cost(candidate: Candidate, parts: int, m: int, n: int, k: int, device: DeviceSpec) -> float:
+def candidates_for(spec: KernelSpec, device: DeviceSpec) -> tuple[Candidate[Tile | HopperTile], ...]:
+    """Every tile that a plan considers, with block_n the columns of one part; those of the faster kernel first."""
+    portable = zip(CANDIDATES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
+    hopper = [entry for entry in _HOPPER if device.arch == "sm_90a" and spec.rhs_order in entry.orders]
+    return (
+        *(replace(entry, tile=_share(entry.tile, spec.parts)) for entry in hopper),
+        *(replace(entry, tile=tile) for entry, tile in portable),
+    )
+
+
+def _share(tile: HopperTile, parts: int) -> HopperTile:
+    """The tile's width shared among the parts, in whole steps of wgmma's transposed operand."""
+    return replace(tile, block_n=max(tile.block_n // parts // 16, 1) * 16)
+
+
+def cost(candidate: Candidate[Tile | HopperTile], parts: int, m: int, n: int, k: int, device: DeviceSpec) -> float:
     """Estimated time in products of one multiprocessor: how many tiles the busiest one computes, times a tile."""
     tile = candidate.tile
     tiles = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
@@ -208,17 +247,23 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     m = _static_product(fusion, mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
 
-    def best(size: int) -> KernelSpec:
-        taken = min(fitting, key=lambda candidate: cost(candidate, base.parts, size, columns, depth, device))
-        return replace(base, tile=taken.tile)
+    def best(size: int) -> Tile | HopperTile:
+        return min(fitting, key=lambda entry: cost(entry, base.parts, size, columns, depth, device)).tile
 
-    variants = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
-    taken = {variant.spec.tile for variant in variants}
+    ranges = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
+    variants = [_variant(base, tile, low, high) for tile, low, high in ranges]
+    taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
-    narrow = _narrow(replace(base, tile=fitting[-1].tile))
-    if all(variant.spec != narrow for variant in variants):
-        variants.append(Variant(narrow, 0, MAX_M))
+    narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
+    if all(variant.spec != narrow.spec for variant in variants):
+        variants.append(narrow)
     return Plan(device, tuple(variants), tuple(rejected))
+
+
+def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) -> Variant:
+    if isinstance(tile, HopperTile):
+        return Variant(base, min_m, max_m, tile)
+    return Variant(replace(base, tile=tile), min_m, max_m)
 
 
 def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool) -> KernelSpec:
@@ -240,7 +285,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         ),
         steps=fusion.steps,
         out_values=tuple(out.value for out in fusion.outs),
-        tile=CANDIDATES["f16"][0].tile,  # stands in until a candidate is chosen
+        tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
     )
 
 
@@ -259,10 +304,11 @@ def _narrow(spec: KernelSpec) -> KernelSpec:
     )
 
 
-def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[Candidate], list[Rejected]]:
-    fitting, rejected = [], []
-    for candidate in candidates_for(base.math, base.parts):
-        obstacle = why_not(replace(base, tile=candidate.tile), device.shared_bytes)
+def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[Candidate[Tile | HopperTile]], list[Rejected]]:
+    fitting: list[Candidate[Tile | HopperTile]] = []
+    rejected: list[Rejected] = []
+    for candidate in candidates_for(base, device):
+        obstacle = _obstacle(base, candidate.tile, device)
         if obstacle is None:
             fitting.append(candidate)
         else:
@@ -270,19 +316,25 @@ def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[Candidate], lis
     return fitting, rejected
 
 
+def _obstacle(base: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> str | None:
+    if isinstance(tile, HopperTile):
+        return hopper_why_not(base, tile, device.shared_bytes)
+    return why_not(replace(base, tile=tile), device.shared_bytes)
+
+
 def _static_product(fusion: Fusion, axes: Iterable[str]) -> int | None:
     sizes = [fusion.size(axis) for axis in axes]
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
-def _ranges(best: list[tuple[int, KernelSpec]]) -> list[Variant]:
+def _ranges(best: list[tuple[int, Tile | HopperTile]]) -> list[tuple[Tile | HopperTile, int, int]]:
     """Neighbouring sizes with the same choice become one range; the last one has no end."""
-    variants: list[Variant] = []
-    for index, (size, spec) in enumerate(best):
+    ranges: list[tuple[Tile | HopperTile, int, int]] = []
+    for index, (size, tile) in enumerate(best):
         low = 0 if index == 0 else best[index - 1][0] + 1
         high = MAX_M if index == len(best) - 1 else size
-        if variants and variants[-1].spec == spec:
-            variants[-1] = replace(variants[-1], max_m=high)
+        if ranges and ranges[-1][0] == tile:
+            ranges[-1] = (tile, ranges[-1][1], high)
         else:
-            variants.append(Variant(spec, low, high))
-    return variants
+            ranges.append((tile, low, high))
+    return ranges

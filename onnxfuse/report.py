@@ -8,7 +8,7 @@ from typing import Any
 from onnxfuse.axes import AxisMapping
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion
-from onnxfuse.plan import Plan
+from onnxfuse.plan import Plan, tile_text
 from onnxfuse.vector_width import Widths
 
 
@@ -127,8 +127,5 @@ def _operands(fusion: Fusion, mapping: AxisMapping, widths: Widths) -> tuple[Ope
 
 
 def _one_line(plan: Plan) -> str:
-    tiles = dict.fromkeys(
-        f"{variant.spec.math} {variant.spec.tile.block_m}x{variant.spec.tile.block_n}x{variant.spec.tile.block_k}"
-        for variant in plan.variants
-    )
-    return f"{plan.device.arch}: {', '.join(tiles)}"
+    tiles = dict.fromkeys(tile_text(variant.tile) for variant in plan.variants)
+    return f"{plan.device.arch}: {plan.variants[0].spec.math} {', '.join(tiles)}"

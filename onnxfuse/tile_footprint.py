@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from onnxfuse import small_m_tile
+
 if TYPE_CHECKING:  # plan imports this module
     from onnxfuse.plan import Access, KernelSpec, Tile
 
@@ -57,11 +59,11 @@ class Footprint:
 
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of one block, in bytes."""
-    return footprint(spec).total
+    return small_m_tile.shared_bytes(spec) if spec.tile.kernel == "small_m" else footprint(spec).total
 
 
 def footprint(spec: KernelSpec) -> Footprint:
-    """Lay out the shared memory of one block of a legal spec."""
+    """Lay out the shared memory of one block of a legal spec of the portable kernel."""
     tile = spec.tile
     ring = tile.stages * _stage_bytes(spec)
     slabs = _slabs(spec, ring)
@@ -78,7 +80,9 @@ def footprint(spec: KernelSpec) -> Footprint:
 
 
 def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
-    """Why the portable kernel cannot run a spec in `shared_limit` bytes of shared memory, or None if it can."""
+    """Why the spec's kernel cannot run it in `shared_limit` bytes of shared memory, or None if it can."""
+    if spec.tile.kernel == "small_m":
+        return small_m_tile.why_not(spec, shared_limit)
     tile = spec.tile
     step_k = EXACT_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
     if tile.block_m % (tile.warps_m * FRAGMENT_ROWS) or tile.block_n % (tile.warps_n * FRAGMENT_COLUMNS):

@@ -19,7 +19,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxfuse.artifact import Flavour, Record, pack
+from onnxfuse.artifact import Flavour, Mapped, Record, TensorMap, pack
 
 K, N = 8, 12
 RECORD = Record(
@@ -172,6 +172,46 @@ def launch_contract() -> None:
     check(made, 70_000, 1, K)
     driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
     assert (grid[2], arguments.batch) == (65535, 70_000)
+
+
+class EncodedMap(ctypes.Structure):
+    _align_ = 64
+    _fields_ = (
+        ("pointer", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 3), ("strides", ctypes.c_uint64 * 2),
+        ("box", ctypes.c_uint32 * 3), ("type", ctypes.c_int), ("swizzle", ctypes.c_int), ("rest", ctypes.c_char * 60),
+    )  # fmt: skip
+
+
+def tensor_maps() -> None:
+    """A persistent kernel's grid and maps; each map reaches, element by element, what the arguments reach."""
+    from tests.bridge_hooks import Arguments
+
+    on_cpu()
+    maps = (
+        TensorMap(Mapped.LHS, 0, False, 128, 32, 64),
+        TensorMap(Mapped.RHS, 0, False, 64, 16, 32),
+        TensorMap(Mapped.RHS, 1, False, 32, 8, 32),
+        TensorMap(Mapped.OUT, 0, False, 0, 4, 16),
+    )
+    archive = pack([Record(**(vars(RECORD) | {"cluster": 2, "maps": maps}))])
+    for problem, rows, batch in (("m=b*m n=n k=k", 3 * 33, 1), ("batch=b m=m n=n k=k", 33, 3)):
+        check(session(model(archive=archive, problem=problem)), 3, 33, K)
+        grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
+        driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+        tiles = -(-rows // 16) * -(-N // 8) * batch
+        assert list(grid) == [2 * min(tiles, 66), 1, 1, 128, 1, 1]
+        encoded = (EncodedMap * 9)()
+        assert driver().fake_last_maps(encoded)
+        tensors = (arguments.lhs, arguments.rhs[0], arguments.rhs[1], arguments.outs[0])
+        extents = ((K, rows), (N, K), (N, K), (N, rows))
+        for rule, found, tensor, (inner, outer) in zip(maps, encoded, tensors, extents, strict=False):
+            stacked = batch if tensor.batch_stride else 1
+            assert (found.pointer, list(found.extents)) == (tensor.pointer, [inner, outer, stacked])
+            assert found.strides[0] == 4 * tensor.row_stride
+            assert stacked == 1 or found.strides[1] == 4 * tensor.batch_stride
+            assert (list(found.box), found.type) == ([rule.box_inner, rule.box_outer, 1], 2)
+            assert found.swizzle == {0: 0, 32: 1, 64: 2, 128: 3}[rule.swizzle]
+    check(session(model(archive=archive)), 1, 1, K)  # strides that are never stepped along are still strides
 
 
 def unknown_shapes() -> None:

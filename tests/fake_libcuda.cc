@@ -2,6 +2,7 @@
 // product on the CPU from the same argument struct that a kernel gets. An entry is called `fake_pP_lL`: P parts that
 // are multiplied with each other, then L loads that are added. All tensors are float.
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,16 @@
 using Arguments = OnnxfuseArguments;
 using Tensor = OnnxfuseTensor;
 
+// What a real driver packs into 128 bytes is kept as it was given.
+struct alignas(64) TensorMap {
+  const void* pointer;
+  uint64_t extents[3], strides[2];
+  uint32_t box[3];
+  int type, swizzle;
+  char rest[40];
+};
+static_assert(sizeof(TensorMap) == 128, "as large as the real one");
+
 struct Function {
   int parts, loads, shared;
 };
@@ -20,6 +31,8 @@ static std::atomic<int> loads, unloads, launches;
 static std::mutex last_mutex;
 static unsigned last_grid[6], last_shared;
 static Arguments last_arguments;
+static TensorMap last_maps[9];
+static int map_count;
 static thread_local void* current = reinterpret_cast<void*>(0x1000);
 
 extern "C" {
@@ -32,6 +45,24 @@ void fake_last_launch(unsigned* grid, unsigned* shared, Arguments* arguments) {
   memcpy(grid, last_grid, sizeof last_grid);
   *shared = last_shared;
   *arguments = last_arguments;
+}
+
+int fake_last_maps(TensorMap* maps) {
+  memcpy(maps, last_maps, sizeof last_maps);
+  return map_count;
+}
+int cuTensorMapEncodeTiled(TensorMap* map, int type, uint32_t rank, void* pointer, const uint64_t* extents,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+  const bool aligned = reinterpret_cast<uintptr_t>(map) % 64 == 0 && reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+  if (rank != 3 || !aligned || interleave != 0 || promotion != 3 || fill != 0) return 1;
+  if (strides[0] % 16 != 0 || strides[1] % 16 != 0 || strides[0] == 0 || strides[1] == 0) return 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    if (extents[axis] == 0 || box[axis] == 0 || box[axis] > 256 || steps[axis] != 1) return 1;
+  }
+  *map = {pointer, {extents[0], extents[1], extents[2]}, {strides[0], strides[1]}, {box[0], box[1], box[2]},
+          type, swizzle, {}};
+  return 0;
 }
 
 static int setting(const char* name, int otherwise) {
@@ -54,7 +85,10 @@ int cuCtxPushCurrent_v2(void* context) { current = context; return 0; }
 int cuCtxPopCurrent_v2(void** context) { *context = current; current = reinterpret_cast<void*>(0x1000); return 0; }
 int cuCtxGetDevice(int* device) { *device = 0; return 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? setting("FAKE_MAJOR", 9) : attribute == 76 ? setting("FAKE_MINOR", 0) : 227 * 1024;
+  *value = attribute == 75   ? setting("FAKE_MAJOR", 9)
+           : attribute == 76 ? setting("FAKE_MINOR", 0)
+           : attribute == 16 ? 132
+                             : 227 * 1024;
   return 0;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -108,6 +142,8 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     memcpy(last_grid, grid, sizeof grid);
     last_shared = shared;
     last_arguments = *a;
+    map_count = parameters[1] != nullptr;
+    if (map_count) memcpy(last_maps, parameters[1], sizeof last_maps);
   }
   for (int b = 0; b < a->batch; ++b)
     for (int m = 0; m < a->m; ++m)

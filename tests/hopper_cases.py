@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F32, DType
@@ -40,9 +40,9 @@ WIDE = [
 ]  # fmt: skip
 
 
-def tile_of(shape: tuple[int, int, bool], parts: int, cluster: tuple[int, int]) -> HopperTile:
+def tile_of(shape: tuple[int, int, bool], parts: int, cluster: tuple[int, int], ahead: bool) -> HopperTile:
     rows, width, pingpong = shape
-    return HopperTile(rows, max(width // parts // 16, 1) * 16, pingpong, *cluster)
+    return HopperTile(rows, max(width // parts // 16, 1) * 16, pingpong, *cluster, operands_ahead=ahead)
 
 
 def cases() -> Iterator[HopperCase]:
@@ -58,7 +58,9 @@ def cases() -> Iterator[HopperCase]:
                 sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(5))
                 if turn % 6 == 0:
                     sizes = (Size(65, 72, 40, batch=3, pad=8, broadcast_rhs=turn % 12 == 0), *sizes[1:])
+                if order == "nk" and turn % 3 == 0:  # n is then free: no output or row operand has wide accesses
+                    sizes = (Size(67, 45, 72), *(replace(size, n=size.n + 1 + index) for index, size in enumerate(sizes)))
                 spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs)
-                tile = tile_of(shape, parts, cluster)
+                tile = tile_of(shape, parts, cluster, turn % 5 == 0 and kind == "plain")
                 if why_not(spec, tile, DEVICE.shared_bytes) is None:
                     yield HopperCase(f"{math}-{order}-{parts}x-{tile}-{kind}-{turn}".replace(" ", "-"), spec, tile, sizes)

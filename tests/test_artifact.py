@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.artifact import ALIGNMENTS, Flavour, Record, pack, unpack
+from onnxfuse.artifact import ALIGNMENTS, Flavour, Mapped, Record, TensorMap, pack, unpack
 from onnxfuse.errors import ModelError
 
 RECORD = Record(
@@ -33,6 +33,12 @@ alignments = st.sampled_from(ALIGNMENTS)
 low_and_high = st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(sorted)
 
 
+sides = st.integers(1, 256)
+tensor_maps = st.builds(
+    TensorMap, st.sampled_from(list(Mapped)), st.just(0), st.booleans(), st.sampled_from((0, 32, 64, 128)), sides, sides
+)
+
+
 @st.composite
 def records(draw: st.DrawFn) -> Record:
     min_m, max_m = draw(low_and_high)
@@ -52,6 +58,8 @@ def records(draw: st.DrawFn) -> Record:
         load_alignments=tuple(draw(st.lists(alignments, max_size=12))),
         out_alignments=tuple(draw(st.lists(alignments, min_size=1, max_size=4))),
         image=draw(st.binary(min_size=1, max_size=200)),
+        cluster=draw(st.integers(0, 16)),
+        maps=tuple(draw(st.lists(tensor_maps, max_size=9))),
     )
 
 

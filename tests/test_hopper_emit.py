@@ -36,8 +36,9 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
     assert layout.stages >= 2  # noqa: PLR2004
-    lhs, *rhs = map_rules(case.spec, case.tile)
-    assert len(rhs) == case.spec.parts
+    lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
+    rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
+    assert len(outs) == len(case.spec.outs)
     assert lhs.box_inner * lhs.box_outer * case.tile.cluster_n == case.tile.block_m * BLOCK_K
     for rule in (lhs, *rhs):
         assert rule.box_inner * 2 == rule.swizzle

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from onnxfuse import hopper_tile
 from onnxfuse.axes import map_axes
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
-from onnxfuse.plan import MAX_M, make_plan, tiles_for
+from onnxfuse.plan import MAX_M, candidates_for, make_plan, tiles_for
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
@@ -31,9 +32,15 @@ def test_every_architecture_has_a_legal_kernel_for_every_m(arch: str, parts: int
     for m in (0, 1, 7, 16, 17, 100, 1000, 12345, MAX_M):
         assert any(variant.min_m <= m <= variant.max_m for variant in plan.variants)
     for variant in plan.variants:
-        assert why_not(variant.spec, device.shared_bytes) is None
-        assert shared_bytes(variant.spec) <= device.shared_bytes
-    assert len({variant.spec for variant in plan.variants}) <= len(tiles_for(plan.variants[0].spec.math, parts)) + 1
+        if variant.hopper is None:
+            assert why_not(variant.spec, device.shared_bytes) is None
+            assert shared_bytes(variant.spec) <= device.shared_bytes
+        else:
+            assert arch == "sm_90a"
+            assert hopper_tile.why_not(variant.spec, variant.hopper, device.shared_bytes) is None
+            assert hopper_tile.footprint(variant.spec, variant.hopper, device.shared_bytes).total <= device.shared_bytes
+    candidates = candidates_for(plan.variants[0].spec, device)
+    assert len({(variant.spec, variant.tile) for variant in plan.variants}) <= len(candidates) + 1
 
 
 def test_the_last_variant_takes_any_pointer_and_pitch() -> None:
@@ -47,7 +54,7 @@ def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:
     wide = plan.variants[:-1]
     assert [variant.min_m for variant in wide] == [0, *(variant.max_m + 1 for variant in wide[:-1])]
     assert wide[-1].max_m == MAX_M
-    assert wide[0].spec.tile.block_m < wide[-1].spec.tile.block_m
+    assert wide[0].tile.block_m < wide[-1].tile.block_m
 
 
 def test_every_candidate_that_was_not_taken_says_why() -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from onnxfuse.kernels.epilogue import functor
 from onnxfuse.plan import Access, KernelSpec
-from onnxfuse.tile_footprint import Footprint, copy_width, footprint
+from onnxfuse.small_m_tile import resident_blocks, sums_pitch
+from onnxfuse.tile_footprint import copy_width, footprint, shared_bytes
 
 ENTRY = "onnxfuse_gemm"
 TEMPLATES = Path(__file__).parent / "cuda"
 
 # What the generated text uses, and what uses the generated text.
 _BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh")
-_AFTER = ("epilogue.cuh", "portable_gemm.cuh")
+_AFTER = {"portable": ("epilogue.cuh", "portable_gemm.cuh"), "small_m": ("small_m_gemm.cuh",)}
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "fp32": "fp32"}
 _OWN_INCLUDE = re.compile(r'^#(?:pragma once|include ".*")\n', re.MULTILINE)
 
@@ -30,7 +31,7 @@ def emit(spec: KernelSpec) -> str:
         spec: a legal spec: `tile_footprint.why_not(spec, ...)` is None.
     """
     before = "\n".join(_template(name) for name in _BEFORE)
-    after = "\n".join(_template(name) for name in _AFTER)
+    after = "\n".join(_template(name) for name in _AFTER[spec.tile.kernel])
     return f"{before}\n{_generated(spec)}\n{after}"
 
 
@@ -41,12 +42,12 @@ def _template(name: str) -> str:
 
 
 def _generated(spec: KernelSpec) -> str:
-    layout = footprint(spec)
+    load_offsets, out_offsets = _offsets(spec)
     loads = [
-        _access("Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
+        _access("Load", index, load, load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
         for index, load in enumerate(spec.loads)
     ]
-    outs = [_access("Out", index, out, layout.out_offsets[index]) for index, out in enumerate(spec.outs)]
+    outs = [_access("Out", index, out, out_offsets[index]) for index, out in enumerate(spec.outs)]
     tables = "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
     return f"""\
 // ---- generated
@@ -58,7 +59,7 @@ enum class Math {{ half, tf32, fp32 }};
 using Element = {spec.dtype.cuda};
 constexpr Math MATH = Math::{_MATH[spec.math]};
 constexpr bool RHS_K_CONTIGUOUS = {"true" if spec.rhs_order == "nk" else "false"};
-{_constants(spec, layout)}
+{_constants(spec)}
 
 {tables}
 
@@ -67,7 +68,15 @@ constexpr bool RHS_K_CONTIGUOUS = {"true" if spec.rhs_order == "nk" else "false"
 """
 
 
-def _constants(spec: KernelSpec, layout: Footprint) -> str:
+def _offsets(spec: KernelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where loads and outputs lie in shared memory; the kernel for few rows stages none of them."""
+    if spec.tile.kernel == "small_m":
+        return (0,) * len(spec.loads), (0,) * len(spec.outs)
+    layout = footprint(spec)
+    return layout.load_offsets, layout.out_offsets
+
+
+def _constants(spec: KernelSpec) -> str:
     tile = spec.tile
     constants = {
         "PARTS": spec.parts,
@@ -76,19 +85,37 @@ def _constants(spec: KernelSpec, layout: Footprint) -> str:
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
-        "WARPS_M": tile.warps_m,
-        "WARPS_N": tile.warps_n,
         "THREADS": tile.threads,
         "STAGES": tile.stages,
+        "SHARED_BYTES": shared_bytes(spec),
+        **_OWN_CONSTANTS[tile.kernel](spec),
+    }
+    return "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
+
+
+def _portable_constants(spec: KernelSpec) -> dict[str, int]:
+    layout = footprint(spec)
+    return {
+        "WARPS_M": spec.tile.warps_m,
+        "WARPS_N": spec.tile.warps_n,
         "LHS_WIDTH": copy_width(spec.lhs_width, spec.dtype.bytes),
         "RHS_WIDTH": copy_width(spec.rhs_width, spec.dtype.bytes),
         "SLABS": layout.slabs,
         "STAGING_BYTES": layout.staging,
         "VECTORS_OFFSET": layout.vectors_offset,
         "VECTORS_BYTES": layout.vectors,
-        "SHARED_BYTES": layout.total,
     }
-    return "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
+
+
+def _small_m_constants(spec: KernelSpec) -> dict[str, int]:
+    return {
+        "WARPS_K": spec.tile.warps_k,
+        "SUMS_PITCH": sums_pitch(spec),
+        "RESIDENT_BLOCKS": resident_blocks(spec),
+    }
+
+
+_OWN_CONSTANTS = {"portable": _portable_constants, "small_m": _small_m_constants}
 
 
 def _access(table: str, index: int, access: Access, offset: int, extra: str = "") -> str:

@@ -41,6 +41,7 @@ enum class Kind {{ scalar, row, column, tile }};
 using Element = {spec.dtype.cuda};
 constexpr bool RHS_K_CONTIGUOUS = {_flag(spec.rhs_order == "nk")};
 constexpr bool PINGPONG = {_flag(tile.pingpong)};
+constexpr bool OPERANDS_AHEAD = {_flag(tile.operands_ahead)};
 {_constants(spec, tile, layout)}
 
 {_tables(spec, layout)}
@@ -56,7 +57,6 @@ _FAST = {
     "pointwise::gelu(": "pointwise::fast_gelu(",
     "pointwise::gelu_tanh(": "pointwise::fast_gelu_tanh(",
     "pointwise::sigmoid(": "pointwise::fast_sigmoid(",
-    "erff(": "pointwise::fast_erf(",
 }
 
 
@@ -98,10 +98,11 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "CLUSTER_N": tile.cluster_n,
         "GROUP_ROWS": tile.group_rows,
         "RHS_ATOM": rhs_atom(spec, tile),
-        "RHS_BOX": rhs_box(spec, tile)[1],
+        "RHS_BOX_ROWS": rhs_box(spec, tile)[1],
         "STAGES": layout.stages,
         "SLAB_COLUMNS": layout.slab_columns,
         "OUT_BUFFERS": layout.out_buffers,
+        "LOAD_BUFFERS": layout.load_buffers,
         "STAGING_BYTES": layout.staging,
         "VECTORS_OFFSET": layout.vectors_offset,
         "VECTORS_BYTES": layout.vectors,

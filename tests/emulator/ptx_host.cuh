@@ -41,6 +41,19 @@ Vector load_global(const typename Vector::Type* global) {
 }
 
 template <typename Vector>
+Vector load_streamed(const typename Vector::Type* global, bool inside) {
+  Vector packed = {};
+  if (!inside) return packed;
+  emulator::check_global(global, sizeof(Vector), false);
+  memcpy(static_cast<void*>(&packed), global, sizeof(Vector));
+  return packed;
+}
+template <typename Vector>
+Vector load_cached(const typename Vector::Type* global, bool inside) {
+  return load_streamed<Vector>(global, inside);
+}
+
+template <typename Vector>
 void store_global(typename Vector::Type* global, const Vector& packed) {
   emulator::check_global(global, sizeof(Vector), true);
   memcpy(static_cast<void*>(global), &packed, sizeof(Vector));

@@ -3,7 +3,7 @@
 // SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
-//   tile                   global -> staging area, one slab ahead of the computation
+//   tile                   global -> staging area, all of it before the main loop, or one slab ahead of the computation
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA cannot
 //                          address the tensor, by this warp, as wide as the tensor allows
 #pragma once
@@ -133,7 +133,7 @@ struct SlabCopy {
   }
 };
 
-// One slab of every tile operand -> this warp's staging area, asynchronously; odd and even slabs lie apart.
+// One slab of every tile operand -> this warp's staging area, asynchronously.
 __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile, int index) {
   if constexpr (TILE_LOADS == 0) return;
   if (index < SLABS) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const Onnx
       using T = typename Access::Type;
       if constexpr (Access::KIND == Kind::tile) {
         const OnnxfuseTensor& tensor = args.loads[decltype(number)::value];
-        T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % 2 * WARP_ROWS * STAGED_PITCH;
+        T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % LOAD_BUFFERS * WARP_ROWS * STAGED_PITCH;
         SlabCopy<Access>::for_each(slab, staged, tensor, [](T* shared, const T* global, bool inside) {
           if (inside) copy_async<Access::WIDTH * sizeof(T)>(shared_address(shared), global, true);
         });
@@ -151,6 +151,13 @@ __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const Onnx
     });
   }
   copy_async_commit();  // also where no slab is left: the wait counts groups
+}
+
+// What the epilogue expects to be on its way before the main loop.
+__device__ __forceinline__ void prefetch_tile(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile) {
+  constexpr int COUNT = LOAD_BUFFERS < SLABS ? 1 : SLABS;
+#pragma unroll
+  for (int index = 0; index < COUNT; ++index) prefetch_slab(staging, args, tile, index);
 }
 
 // The staging area of every output that TMA cannot store -> global memory.
@@ -277,10 +284,7 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   });
 }
 
-// Whether there are registers for a second unit's operands.
-constexpr bool AHEAD = SUBTILES * ACCUMULATORS + 16 * TILE_LOADS + 8 * LOADS < 192;
-
-// Accumulators -> outputs. The first slab of the tile operands is on its way already. `first_row` is the group's place in
+// Accumulators -> outputs, after prefetch_tile. `first_row` is the group's place in
 // the block's tile.
 __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int first_row, const unsigned char* vectors, unsigned char* staging) {
   const int warp_row = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
@@ -291,8 +295,12 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
     const int buffer = index % OUT_BUFFERS;
-    prefetch_slab(staging, args, tile, index + 1);
-    if constexpr (TILE_LOADS > 0) copy_async_wait<1>();
+    if constexpr (LOAD_BUFFERS < SLABS) {
+      prefetch_slab(staging, args, tile, index + 1);
+      copy_async_wait<1>();
+    } else if constexpr (TILE_LOADS > 0) {
+      if (index == 0) copy_async_wait<0>();
+    }
     if constexpr (BOXED_OUTS > 0) {
       // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
       const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
@@ -300,16 +308,16 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
       if (leader && !follows) store_wait<0>();
     }
     __syncwarp();
-    // One unit's operands are read before the last one's results are written: the compiler would not swap them, because
-    // it cannot tell that they do not overlap.
+    // With OPERANDS_AHEAD, a unit's operands are read before the last one's results are written; the compiler would not
+    // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
     UnitOperands operands[2];
-    read_operands(operands[0], vectors, staging, row, slab_column, 0, index % 2);
+    read_operands(operands[0], vectors, staging, row, slab_column, 0, index % LOAD_BUFFERS);
 #pragma unroll
     for (int column = 0; column < SLAB_COLUMNS; column += UNIT_COLUMNS) {
-      const int current = AHEAD ? column / UNIT_COLUMNS % 2 : 0;
+      const int current = OPERANDS_AHEAD ? column / UNIT_COLUMNS % 2 : 0;
       const int next = column + UNIT_COLUMNS;
-      if (!AHEAD && column > 0) read_operands(operands[0], vectors, staging, row, slab_column + column, column, index % 2);
-      if (AHEAD && next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % 2);
+      if (!OPERANDS_AHEAD && column > 0) read_operands(operands[0], vectors, staging, row, slab_column + column, column, index % LOAD_BUFFERS);
+      if (OPERANDS_AHEAD && next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % LOAD_BUFFERS);
       run_unit(acc[subtile], operands[current], staging, slab_column + column, column, buffer);
     }
     if constexpr (BOXED_OUTS > 0) shared_to_tma_fence();

@@ -14,7 +14,8 @@
 //   ping-pong        each group owns every other tile; its epilogue runs behind the other group's main loop
 //                      group 0   [main loop 0]  epilogue 0   [main loop 2]  epilogue 2 ...
 //                      group 1                [main loop 1]  epilogue 1   [main loop 3] ...
-//                    (`turn` hands the tensor cores over as soon as the last wgmma is issued)
+//                    `turn` hands the tensor cores over as soon as the last wgmma is issued. It also keeps a group from
+//                    waiting for a stage's phase after next, whose parity is that of the last one.
 //   cooperative      both groups share each tile, half of its rows each: larger tiles, the epilogue is exposed
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks that
@@ -61,7 +62,7 @@ constexpr int READERS = TILE_WARPS * CLUSTER;
 static_assert(SHARED_BYTES == VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8, "footprint and kernel agree");
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == (PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS), "footprint and kernel agree");
-static_assert(STAGING_BYTES % (BOX_CHUNKS == 8 ? 1024 : 128) == 0, "boxes start on whole periods of the swizzle");
+static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
 // ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
@@ -142,17 +143,18 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
   constexpr int LHS_BOX = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_BOX : 0;
   load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, k, tile.row + lhs_row, args.lhs.batch_stride ? tile.batch : 0);
-  constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? RHS_BOX : RHS_ATOM;
-  constexpr int BOXES = WIDTH / BOX_COLUMNS;
+  // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of a
+  // cluster that shares rhs loads its half of the rows in shared memory.
+  constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? BLOCK_N : RHS_ATOM;
+  constexpr int BOX_ROW_BYTES = RHS_K_CONTIGUOUS ? ROW_BYTES : ATOM_BYTES;
+  const int row = CLUSTER_M > 1 ? rank * RHS_BOX_ROWS : 0;
 #pragma unroll
-  for (int box = 0; box < BOXES; box += CLUSTER_M) {
-    // Each box's part is known at compile time only without a cluster; with one, two boxes differ by the rank.
-    const int own = box + (CLUSTER_M > 1 ? rank : 0);
-    const int part = own / (BLOCK_N / BOX_COLUMNS);
-    const int column = tile.column + own % (BLOCK_N / BOX_COLUMNS) * BOX_COLUMNS;
-    const int batch = args.rhs[part].batch_stride ? tile.batch : 0;
-    load<(CLUSTER_M > 1)>(stage + LHS_BYTES + own * BOX_COLUMNS * ROW_BYTES, maps.rhs[part], full,
-                          RHS_K_CONTIGUOUS ? k : column, RHS_K_CONTIGUOUS ? column : k, batch);
+  for (int first = 0; first < WIDTH; first += BOX_COLUMNS) {
+    const int part = first / BLOCK_N;
+    const int column = tile.column + first % BLOCK_N;
+    const unsigned target = stage + LHS_BYTES + first * ROW_BYTES + row * BOX_ROW_BYTES;
+    load<(CLUSTER_M > 1)>(target, maps.rhs[part], full, RHS_K_CONTIGUOUS ? k : column, (RHS_K_CONTIGUOUS ? column : k) + row,
+                          args.rhs[part].batch_stride ? tile.batch : 0);
   }
 }
 
@@ -256,7 +258,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   int count = PINGPONG ? group : 0;
 #pragma unroll 1
   for (int number = walk.first + count * walk.clusters; number < walk.tiles; number += (PINGPONG ? CONSUMERS : 1) * walk.clusters) {
-    if constexpr (TILE_LOADS > 0) prefetch_slab(staging, args, group_tile(walk, number, rank, first_row), 0);
+    if constexpr (TILE_LOADS > 0) prefetch_tile(staging, args, group_tile(walk, number, rank, first_row));
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
     run_main_loop(acc, ring, shared, first_row, steps);
     if (PINGPONG && number + walk.clusters < walk.tiles) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
@@ -277,6 +279,20 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   if (BOXED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // the block's memory lives as long as it does
 }
 
+__device__ __forceinline__ void init_barriers(unsigned shared) {
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage) {
+    barrier_init(shared + FULL_OFFSET + stage * 8, 1);
+    barrier_init(shared + EMPTY_OFFSET + stage * 8, READERS);
+  }
+#pragma unroll
+  for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
+    barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, 1);
+    barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS);
+  }
+  barrier_init_fence();
+}
+
 }  // namespace onnxfuse
 
 extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1) ONNXFUSE_CLUSTER
@@ -285,16 +301,10 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
   const unsigned shared = shared_address(onnxfuse_shared);
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared + FULL_OFFSET + stage * 8, 1);
-      barrier_init(shared + EMPTY_OFFSET + stage * 8, READERS);
-    }
-    for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
-      barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, 1);
-      barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS);
-    }
-    barrier_init_fence();
+  if (threadIdx.x == CONSUMERS * WARP_GROUP) {
+    init_barriers(shared);
+  } else if (threadIdx.x < sizeof(Maps) / sizeof(TensorMap)) {
+    prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
   }
   if constexpr (CLUSTER > 1) {
     cluster_sync();

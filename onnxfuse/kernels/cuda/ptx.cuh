@@ -48,6 +48,35 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
   return packed;
 }
 
+// 16 bytes that are read once, past L1, or that other blocks of the multiprocessor read as well, through it; zeros where
+// not `inside`. Volatile, so that loads stay as far ahead of their use as they are written.
+template <typename Vector>
+__device__ __forceinline__ Vector load_streamed(const typename Vector::Type* global, bool inside) {
+  static_assert(sizeof(Vector) == 16, "one load");
+  uint4 bits;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
+      : "l"(global), "r"(static_cast<int>(inside)));
+  Vector packed;
+  *reinterpret_cast<uint4*>(&packed) = bits;
+  return packed;
+}
+template <typename Vector>
+__device__ __forceinline__ Vector load_cached(const typename Vector::Type* global, bool inside) {
+  static_assert(sizeof(Vector) == 16, "one load");
+  uint4 bits;
+  asm volatile(
+      "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
+      : "l"(global), "r"(static_cast<int>(inside)));
+  Vector packed;
+  *reinterpret_cast<uint4*>(&packed) = bits;
+  return packed;
+}
+
 template <typename Vector>
 __device__ __forceinline__ void store_global(typename Vector::Type* global, const Vector& packed) {
   using Bits = typename Word<sizeof(Vector)>::Type;

@@ -10,14 +10,16 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 176;
+constexpr uint64_t kRecordBytes = 256;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
 constexpr uint32_t kMaxThreads = 1024;
+constexpr uint32_t kMaxCluster = 16;
+constexpr uint32_t kMaxBox = 256;
 constexpr uint32_t kMaxSharedBytes = 1 << 20;
 constexpr char kRemedy[] = "; the model's kernels are damaged or from another version, optimize the original again";
 
@@ -125,6 +127,36 @@ Alignments parse_alignments(Cursor& cursor) {
   return alignments;
 }
 
+MapRule parse_map(Cursor& cursor) {
+  MapRule rule;
+  rule.tensor = Mapped{cursor.number<uint8_t>()};
+  rule.index = cursor.number<uint8_t>();
+  rule.rows_contiguous = cursor.number<uint8_t>() != 0;
+  rule.swizzle = cursor.number<uint8_t>();
+  rule.box_inner = cursor.number<uint16_t>();
+  rule.box_outer = cursor.number<uint16_t>();
+  return rule;
+}
+
+bool is_possible(const MapRule& rule, const Alignments& alignments) {
+  const bool swizzle = rule.swizzle == 0 || rule.swizzle == 32 || rule.swizzle == 64 || rule.swizzle == 128;
+  const bool box = rule.box_inner >= 1 && rule.box_inner <= kMaxBox && rule.box_outer >= 1 && rule.box_outer <= kMaxBox;
+  const bool index = rule.tensor == Mapped::kOut ? rule.index < alignments.out_count : rule.index < ONNXFUSE_MAX_PARTS;
+  return rule.tensor <= Mapped::kNothing && swizzle && box && (index || rule.tensor == Mapped::kNothing);
+}
+
+void parse_maps(Cursor& cursor, Record& record) {
+  record.cluster = cursor.number<uint32_t>();
+  const auto count = cursor.number<uint32_t>();
+  if (count > kMaxMaps || record.cluster > kMaxCluster) fail("a record holds impossible numbers", kRemedy);
+  for (size_t i = 0; i < kMaxMaps; ++i) {
+    const MapRule rule = parse_map(cursor);
+    if (i >= count) continue;
+    if (!is_possible(rule, record.alignments)) fail("a record has an impossible tensor map", kRemedy);
+    record.maps.push_back(rule);
+  }
+}
+
 void check_record(const Record& record) {
   const bool sane = record.flavour <= Flavour::kPtx && record.capability >= 10 && record.capability < 1000 &&
                     0 <= record.min_m && record.min_m <= record.max_m && record.block_m >= 1 &&
@@ -217,6 +249,11 @@ std::string misaligned(const Record& record, const Contract& contract, const Ele
 // A kernel with more tensors than the node names would follow a null pointer on the device.
 void check_counts(const Record& record, const Contract& contract) {
   const Alignments& has = record.alignments;
+  for (const MapRule& rule : record.maps) {
+    if (rule.tensor == Mapped::kRhs && rule.index >= contract.rhs.size()) {
+      fail("kernel ", record.kernel, " maps part ", int{rule.index}, " of ", contract.rhs.size(), kRemedy);
+    }
+  }
   if (has.load_count == contract.loads.size() && has.out_count == contract.outs.size()) return;
   fail("kernel ", record.kernel, " has ", has.load_count, " loads and ", has.out_count, " outputs, the node ",
        contract.loads.size(), " and ", contract.outs.size(), kRemedy);
@@ -259,6 +296,7 @@ Records parse_archive(const uint8_t* data, uint64_t size) {
     record.threads = cursor.number<uint32_t>();
     record.shared_bytes = cursor.number<uint32_t>();
     record.alignments = parse_alignments(cursor);
+    parse_maps(cursor, record);
     check_record(record);
     parse_image(cursor, data, size, table_end, record);
   }
@@ -266,7 +304,7 @@ Records parse_archive(const uint8_t* data, uint64_t size) {
 }
 
 bool runs_on(const Record& record, const Device& device) {
-  if (record.shared_bytes > device.shared_bytes) return false;
+  if (record.shared_bytes > device.shared_bytes || (!record.maps.empty() && !device.has_tensor_maps)) return false;
   switch (record.flavour) {
     case Flavour::kCubin:
       return record.capability / 10 == device.capability / 10 && record.capability <= device.capability;

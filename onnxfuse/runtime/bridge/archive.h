@@ -20,6 +20,8 @@ enum class Flavour : uint32_t {
 struct Device {
   uint32_t capability = 0;     // as one number: 90 for 9.0, 120 for 12.0
   uint32_t shared_bytes = 0;   // that one block may use
+  uint32_t multiprocessors = 0;
+  bool has_tensor_maps = false;   // the driver knows TMA
 };
 
 // Bytes that the address and all pitches of an argument must be a multiple of.
@@ -28,6 +30,19 @@ struct Alignments {
   size_t load_count = 0, out_count = 0;
 };
 
+enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3 };
+
+// How a launch describes one tensor to TMA, in elements; `swizzle` in bytes.
+struct MapRule {
+  Mapped tensor = Mapped::kNothing;
+  uint8_t index = 0;
+  bool rows_contiguous = false;
+  uint8_t swizzle = 0;
+  uint16_t box_inner = 0, box_outer = 0;
+};
+
+constexpr size_t kMaxMaps = 9;
+
 struct Record {
   std::string kernel, entry;
   uint32_t capability = 0;
@@ -35,6 +50,8 @@ struct Record {
   int64_t min_m = 0, max_m = 0;   // inclusive
   uint32_t block_m = 0, block_n = 0, threads = 0, shared_bytes = 0;
   Alignments alignments;
+  uint32_t cluster = 0;        // 0: one block a tile; else a persistent grid of clusters of so many blocks
+  std::vector<MapRule> maps;   // of the kernel's second parameter
   const uint8_t* image = nullptr;   // into the archive; followed by a zero byte
   uint64_t image_bytes = 0;
 };

@@ -15,6 +15,11 @@ namespace {
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
 constexpr int kSharedBytesOptIn = 97;
+constexpr int kMultiprocessors = 16;
+constexpr int kMapUint16 = 1, kMapUint32 = 2;   // only their size matters: boxes are copied, and filled with zeros
+constexpr int kMapNoInterleave = 0;
+constexpr int kMapPromoteTo256Bytes = 3;
+constexpr int kMapFillZero = 0;
 constexpr int kMaxDynamicSharedBytes = 8;
 constexpr int kCaptureRelaxed = 2;
 
@@ -58,6 +63,7 @@ bool Driver::open() {
                         find(module_unload_, "cuModuleUnload") && find(module_function_, "cuModuleGetFunction") &&
                         find(function_attribute_, "cuFuncSetAttribute") && find(launch_, "cuLaunchKernel");
   find(capture_mode_, "cuThreadExchangeStreamCaptureMode");
+  find(encode_, "cuTensorMapEncodeTiled");
   int count = 0;
   return complete && init_(0) == 0 && device_count_(&count) == 0 && count > 0;
 }
@@ -88,14 +94,24 @@ Device Driver::device() const {
   int device = 0;
   check(context_device_(&device), "tell the context's device");
   const int capability = attribute(kCapabilityMajor, device) * 10 + attribute(kCapabilityMinor, device);
-  return {static_cast<uint32_t>(capability), static_cast<uint32_t>(attribute(kSharedBytesOptIn, device))};
+  return {static_cast<uint32_t>(capability), static_cast<uint32_t>(attribute(kSharedBytesOptIn, device)),
+          static_cast<uint32_t>(attribute(kMultiprocessors, device)), encode_ != nullptr};
 }
 
 void Driver::launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, Stream stream,
-                    OnnxfuseArguments* arguments) const {
-  void* parameters[] = {arguments};
+                    OnnxfuseArguments* arguments, TensorMap* maps) const {
+  void* parameters[] = {arguments, maps};
   check(launch_(function, grid.x, 1, grid.z, threads, 1, 1, shared_bytes, stream, parameters, nullptr),
         "launch the kernel");
+}
+
+void Driver::encode(const TensorBox& box, TensorMap* map) const {
+  constexpr uint32_t kRank = 3, kSteps[kRank] = {1, 1, 1};
+  const int swizzle = box.swizzle == 128 ? 3 : box.swizzle / 32;
+  const int type = box.element_bytes == 4 ? kMapUint32 : kMapUint16;
+  check(encode_(map, type, kRank, box.pointer, box.extents, box.strides, box.box, kSteps, kMapNoInterleave, swizzle,
+                kMapPromoteTo256Bytes, kMapFillZero),
+        "describe a tensor to the copy engine");
 }
 
 std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, const Record& record) {

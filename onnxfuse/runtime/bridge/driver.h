@@ -14,6 +14,21 @@ using Context = void*;    // CUcontext
 using Function = void*;   // CUfunction
 using Stream = void*;     // CUstream
 
+// CUtensorMap
+struct alignas(64) TensorMap {
+  uint64_t words[16];
+};
+
+// What a tensor map says. The contiguous axis comes first; sizes in elements, strides and the swizzle in bytes.
+struct TensorBox {
+  void* pointer;
+  int64_t element_bytes;
+  uint64_t extents[3];
+  uint64_t strides[2];   // of the second and the third axis
+  uint32_t box[3];
+  uint8_t swizzle;
+};
+
 // nullptr when no CUDA device is usable. Opened once per process.
 class Driver;
 const Driver* cuda_driver();
@@ -29,8 +44,12 @@ class Driver {
   struct Grid {
     unsigned x, z;
   };
+  // `maps` is the kernel's second parameter, or nullptr where it has none.
   void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, Stream stream,
-              OnnxfuseArguments* arguments) const;
+              OnnxfuseArguments* arguments, TensorMap* maps) const;
+
+  // Describes one tensor to TMA: rank 3, element strides 1, zeros outside.
+  void encode(const TensorBox& box, TensorMap* map) const;
 
  private:
   friend const Driver* cuda_driver();
@@ -54,6 +73,8 @@ class Driver {
   int (*module_function_)(Function*, void*, const char*) = nullptr;
   int (*function_attribute_)(Function, int, int) = nullptr;
   int (*capture_mode_)(int*) = nullptr;   // optional
+  int (*encode_)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*, const uint32_t*,
+                 int, int, int, int) = nullptr;   // optional: drivers before 12.0 know no TMA
   int (*launch_)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                  void**) = nullptr;
 };

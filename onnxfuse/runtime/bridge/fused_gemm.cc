@@ -136,6 +136,7 @@ void check_type(const ElementType* found, const ElementType* expected, const cha
 // The code of one node in one context.
 struct Loaded {
   Context context = nullptr;
+  Device device;
   std::vector<const Record*> records;
   std::vector<Function> functions;   // one for each record
   std::vector<std::shared_ptr<Module>> modules;
@@ -203,7 +204,8 @@ std::unique_ptr<const Loaded> Kernel::load(Context context) const {
   const Driver& driver = *cuda_driver();
   auto result = std::make_unique<Loaded>();
   result->context = context;
-  result->records = records_for(*archive_, contract_, driver.device());
+  result->device = driver.device();
+  result->records = records_for(*archive_, contract_, result->device);
   for (const Record* record : result->records) {
     result->modules.push_back(Module::acquire(driver, context, *record));
     result->functions.push_back(result->modules.back()->function(*record));
@@ -243,13 +245,45 @@ Stream Kernel::stream_of(OrtKernelContext* context) const {
   return stream;
 }
 
-Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments) {
+constexpr uint64_t kTmaBoundary = 16;   // bytes that every stride of a tensor map is a multiple of
+
+// A stride that is never stepped along may be anything, but must still be a stride.
+uint64_t usable_stride(int64_t stride, int64_t bytes, uint64_t extent, uint64_t inside) {
+  const uint64_t given = static_cast<uint64_t>(stride * bytes);
+  return extent > 1 ? given : (inside + kTmaBoundary - 1) / kTmaBoundary * kTmaBoundary;
+}
+
+TensorBox tensor_box(const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
+  const auto box = [&](const OnnxfuseTensor& tensor, int rows, int columns, int64_t size) {
+    const bool turned = rule.rows_contiguous;
+    const uint64_t inner = turned ? rows : columns, outer = turned ? columns : rows;
+    const uint64_t batch = tensor.batch_stride == 0 ? 1 : arguments.batch;
+    const uint64_t row_bytes =
+        usable_stride(turned ? tensor.column_stride : tensor.row_stride, size, outer, inner * size);
+    const uint64_t batch_bytes = usable_stride(tensor.batch_stride, size, batch, row_bytes * outer);
+    return TensorBox{tensor.pointer, size, {inner, outer, batch}, {row_bytes, batch_bytes},
+                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle};
+  };
+  switch (rule.tensor) {
+    case Mapped::kLhs:
+      return box(arguments.lhs, arguments.m, arguments.k, bytes.lhs);
+    case Mapped::kRhs:
+      return box(arguments.rhs[rule.index], arguments.k, arguments.n, bytes.rhs[rule.index]);
+    default:
+      return box(arguments.outs[rule.index], arguments.m, arguments.n, bytes.outs[rule.index]);
+  }
+}
+
+Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, const Device& device) {
   const int64_t rows = (int64_t{arguments.m} + record.block_m - 1) / record.block_m;
   const int64_t columns = (int64_t{arguments.n} + record.block_n - 1) / record.block_n;
-  if (rows * columns > kMaxGridX) {
-    fail("m=", arguments.m, " and n=", arguments.n, " need ", rows * columns, " blocks, more than a grid has");
+  const int64_t tiles = rows * columns * (record.cluster == 0 ? 1 : arguments.batch);
+  if (tiles > kMaxGridX) {
+    fail("m=", arguments.m, " and n=", arguments.n, " need ", tiles, " tiles, more than a grid has");
   }
-  return {static_cast<unsigned>(rows * columns), static_cast<unsigned>(std::min(arguments.batch, kMaxGridZ))};
+  if (record.cluster == 0) return {static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(arguments.batch, kMaxGridZ))};
+  const int64_t clusters = std::max<int64_t>(device.multiprocessors / record.cluster, 1);
+  return {static_cast<unsigned>(std::min(tiles, clusters) * record.cluster), 1};
 }
 
 void Kernel::compute(OrtKernelContext* context) const {
@@ -271,8 +305,13 @@ void Kernel::compute(OrtKernelContext* context) const {
   const Loaded& code = loaded();
   const size_t chosen = choose(code.records, contract_, bytes_, arguments);
   const Record& record = *code.records[chosen];
-  cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments), record.threads, record.shared_bytes,
-                        stream_of(context), &arguments);
+  TensorMap maps[kMaxMaps];
+  for (size_t i = 0; i < record.maps.size(); ++i) {
+    const MapRule& rule = record.maps[i];
+    if (rule.tensor != Mapped::kNothing) cuda_driver()->encode(tensor_box(rule, bytes_, arguments), &maps[i]);
+  }
+  cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
+                        record.shared_bytes, stream_of(context), &arguments, record.maps.empty() ? nullptr : maps);
 }
 
 // ---- What the runtime calls ----------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Tiles of the kernel for few rows: which are legal, and what they need of shared memory.
+
+Shared memory of one block holds the sums of its warps, each of another share of k: [warps_k, 16, all parts] in fp32.
+
+`kernels/cuda/small_m_gemm.cuh` asserts the same numbers, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # plan imports this module
+    from onnxfuse.plan import KernelSpec
+
+ROWS = 16  # of one mma
+CHUNK = 8  # elements of one 16-byte load
+STEP_K = 32  # a row's four lanes, one chunk each
+GROUP_COLUMNS = 64  # of rhs[k, n]: the chunks of eight lanes
+MAX_THREADS = 1024
+MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
+OTHER_REGISTERS = 16  # addresses, counters and fragments
+REGISTERS = 65536  # of one multiprocessor
+FP32_BYTES = 4
+
+
+def columns(spec: KernelSpec) -> int:
+    """Columns that a warp multiplies: of all parts, in whole groups where n is contiguous."""
+    width = spec.parts * spec.tile.block_n
+    return width if spec.rhs_order == "nk" else -(-width // GROUP_COLUMNS) * GROUP_COLUMNS
+
+
+def sums_pitch(spec: KernelSpec) -> int:
+    """Elements from row to row of a warp's sums: padded such that the rows of a fragment begin in different banks."""
+    return columns(spec) + (8 if spec.rhs_order == "nk" else 2)
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of one block, in bytes."""
+    return spec.tile.warps_k * ROWS * sums_pitch(spec) * FP32_BYTES
+
+
+def registers(spec: KernelSpec) -> int:
+    """Registers of one thread that hold accumulators and stages."""
+    fragments = columns(spec) // CHUNK
+    return 4 * fragments + spec.tile.stages * spec.tile.block_k // STEP_K * 4 * (fragments + 2)
+
+
+def resident_blocks(spec: KernelSpec) -> int:
+    """Blocks that the compiler leaves registers for on one multiprocessor."""
+    return max(REGISTERS // (spec.tile.threads * (registers(spec) + OTHER_REGISTERS)), 1)
+
+
+def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec in `shared_limit` bytes of shared memory, or None if it can."""
+    tile = spec.tile
+    if spec.math not in ("f16", "bf16"):
+        return f"few rows: no kernel for {spec.math}"
+    if spec.lhs_width < CHUNK or spec.rhs_width < CHUNK:
+        return "few rows: rows of lhs and rhs begin on 16-byte boundaries"
+    if tile.block_m != ROWS or tile.warps_m * tile.warps_n != 1:
+        return f"few rows: a tile has {ROWS} rows, and warps share k only"
+    if tile.block_n % CHUNK or tile.block_k % STEP_K:
+        return f"few rows: block_n is a multiple of {CHUNK}, block_k of {STEP_K}"
+    if tile.stages < 2:  # noqa: PLR2004
+        return "a pipeline has two stages at least"
+    if tile.threads > MAX_THREADS:
+        return f"{tile.threads} threads, of {MAX_THREADS} at most"
+    if registers(spec) > MAX_REGISTERS:
+        return f"{registers(spec)} registers for accumulators and stages, of {MAX_REGISTERS} at most"
+    if shared_bytes(spec) > shared_limit:
+        return f"{shared_bytes(spec)} bytes of shared memory, of {shared_limit} at most"
+    return None

@@ -1,0 +1,125 @@
+"""The kernel for few rows on the GPU: both orders, all parts, operand kinds, tails, and the same bits in every run.
+
+Launches, poisoned outputs and bounds are those of the portable kernel's tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.plan import KernelSpec, Tile, small_m_tiles
+from onnxfuse.runtime.compile import compile_source
+from onnxfuse.tile_footprint import shared_bytes, why_not
+from tests.gpu.test_portable_kernel import Case, device_spec, launch
+from tests.kernel_problem import Size, make_problem, make_spec
+
+pytestmark = pytest.mark.gpu
+
+RUNS = 20
+CHUNK = 8
+
+# (m, n, k): every m up to 16, two block rows and more; k and n short of, at and beyond whole blocks.
+WIDE = [
+    (1, 8, 8), (2, 16, 2560), (3, 72, 24), (4, 64, 512), (5, 136, 520), (6, 1032, 48), (7, 328, 520), (8, 128, 4096),
+    (9, 200, 264), (10, 40, 40), (11, 248, 1000), (12, 320, 1280), (13, 24, 16), (14, 504, 136), (15, 96, 768),
+    (16, 256, 128), (16, 1280, 320), (17, 264, 136), (31, 1032, 48), (48, 400, 112), (1, 5120, 1280),
+]  # fmt: skip
+NARROW_N = [(1, 1, 8), (2, 3, 40), (5, 13, 520), (16, 67, 136), (17, 33, 1032), (9, 129, 4096)]  # for rhs[n, k] only
+
+
+def aligned(spec: KernelSpec) -> KernelSpec:
+    """What the kernel asks of lhs and rhs; the epilogue's accesses stay those of the first size."""
+    return replace(spec, lhs_width=CHUNK, rhs_width=CHUNK)
+
+
+def product_cases() -> Iterator[Case]:
+    turn = 0
+    for math in ("f16", "bf16"):
+        for order in ("kn", "nk"):
+            for parts in (1, 2, 3, 4):
+                for tile in small_m_tiles(parts):
+                    turn += 1
+                    sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(8))
+                    sizes += tuple(Size(*shape) for shape in NARROW_N) if order == "nk" else ()
+                    kind = ("plain", "residual")[turn % 2]
+                    spec = aligned(make_spec(math, parts, order, tile, sizes[0], kind, narrow=True))
+                    yield Case(f"{math}-{order}-{parts}-block{tile.block_n}-{turn}", spec, sizes)
+
+
+def operand_cases() -> Iterator[Case]:
+    outs: dict[str, tuple[DType | None, ...]] = {"f16": (F16,), "f32-bf16": (F32, BF16), "own-f32": (None, F32)}
+    for math in ("f16", "bf16"):
+        for name, out in outs.items():
+            for order in ("kn", "nk"):
+                size = Size(13, 152, 104, pad=8)
+                spec = aligned(make_spec(math, 2, order, small_m_tiles(2)[0], size, "mixed", out))
+                yield Case(f"{math}-{order}-out-{name}", spec, (size, replace(size, m=35, pad=24)))
+        batch = Size(9, 72, 40, batch=5, broadcast_rhs=False)
+        yield Case(
+            f"{math}-batch", aligned(make_spec(math, 1, "kn", small_m_tiles(1)[0], batch, "mixed")), (batch,), grid_z=2
+        )
+        swapped = Size(13, 40, 48, batch=2, pad=8, transposed=True)
+        spec = aligned(make_spec(math, 1, "kn", small_m_tiles(1)[0], swapped, "mixed", narrow=True))
+        yield Case(f"{math}-transposed", spec, (swapped,))
+
+
+CASES = [*product_cases(), *operand_cases()]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Every case's kernel, compiled in parallel first and loaded."""
+    import cupy
+
+    folder, device = tmp_path_factory.mktemp("kernels"), device_spec()
+
+    def compiled(case: Case) -> Path:
+        path = folder / f"{case.name}.{'ptx' if device.arch == 'ptx' else 'cubin'}"
+        path.write_bytes(compile_source(emit(case.spec), device).data)
+        return path
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        paths = list(pool.map(compiled, CASES))
+    loaded = {}
+    for case, path in zip(CASES, paths, strict=True):
+        function = cupy.RawModule(path=str(path)).get_function(ENTRY)
+        function.max_dynamic_shared_size_bytes = shared_bytes(case.spec)
+        loaded[case.name] = function
+    return loaded
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: Case, kernels: dict[str, object]) -> None:
+    assert why_not(case.spec, device_spec().shared_bytes) is None
+    for size in case.sizes:
+        problem = make_problem(case.spec, size)
+        problem.check(launch(kernels[case.name], problem, case.grid_z))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
+def test_every_run_gives_the_same_bits(case: Case, kernels: dict[str, object]) -> None:
+    problem = make_problem(case.spec, case.sizes[0])
+    first, *others = ([out.tobytes() for out in launch(kernels[case.name], problem, None)] for _ in range(RUNS))
+    assert all(run == first for run in others)
+
+
+def test_infinities_stay_in_their_row_and_column(kernels: dict[str, object]) -> None:
+    """What lies beyond k, or in another row, must not meet an infinity: 0 * inf is NaN."""
+    case = next(case for case in CASES if case.name.startswith("f16-nk-1-"))
+    problem = make_problem(case.spec, Size(5, 24, 40))
+    clean = launch(kernels[case.name], problem, None)[0].reshape(5, 24)
+    problem.lhs.view[0, 2, 39] = np.inf
+    problem.rhs[0].view[0, 39, 7] = np.inf
+    dirty = launch(kernels[case.name], problem, None)[0].reshape(5, 24)
+    untouched = np.ones((5, 24), bool)
+    untouched[2], untouched[:, 7] = False, False
+    np.testing.assert_array_equal(clean[untouched], dirty[untouched])
