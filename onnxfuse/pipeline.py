@@ -1,4 +1,4 @@
-"""The way of a model, a line a stage: load, match, lower, map axes, find widths, plan, emit, compile, pack, rewrite."""
+"""The way of a model, a line a stage: load, match, simplify, map axes, find widths, plan, emit, compile, pack, rewrite."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_sit
 from onnxfuse.rewrite import Replacement, rewrite
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
 from onnxfuse.settings import cache_dir, compile_jobs
+from onnxfuse.simplify import simplify
 from onnxfuse.tile_footprint import shared_bytes
 from onnxfuse.vector_width import Widths, analyse
 
@@ -75,7 +76,8 @@ def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec]
     skipped: list[SkippedSite] = []
     for node in filter(is_anchor, graph.nodes):
         try:
-            sites.append(_plan_site(graph, *match_site(graph, node), devices, exact_fp32))
+            match, fusion = match_site(graph, node)
+            sites.append(_plan_site(match, simplify(fusion), devices, exact_fp32))
         except NotFusable as refusal:
             skipped.append(skipped_site(node_label(node), refusal))
     return Analysis(graph, tuple(sites), tuple(skipped))
@@ -105,7 +107,7 @@ def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Repo
     return Report(fused, analysis.skipped, nodes_before, nodes_after)
 
 
-def _plan_site(graph: Graph, match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool) -> Site:
+def _plan_site(match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool) -> Site:
     mapping = map_axes(fusion)
     widths = analyse(fusion, mapping)
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)

@@ -15,10 +15,11 @@ if TYPE_CHECKING:  # plan imports this module
 ROWS = 16  # of one mma
 CHUNK = 8  # elements of one 16-byte load
 STEP_K = 32  # a row's four lanes, one chunk each
-GROUP_COLUMNS = 64  # of rhs[k, n]: the chunks of eight lanes
+NARROW_GROUP = 32  # columns of rhs[k, n] that eight lanes load, 8 bytes each
+WIDE_GROUP = 64  # 16 bytes each
 MAX_THREADS = 1024
 MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
-OTHER_REGISTERS = 16  # addresses, counters and fragments
+OTHER_REGISTERS = 40  # addresses, counters and fragments
 REGISTERS = 65536  # of one multiprocessor
 FP32_BYTES = 4
 
@@ -26,7 +27,8 @@ FP32_BYTES = 4
 def columns(spec: KernelSpec) -> int:
     """Columns that a warp multiplies: of all parts, in whole groups where n is contiguous."""
     width = spec.parts * spec.tile.block_n
-    return width if spec.rhs_order == "nk" else -(-width // GROUP_COLUMNS) * GROUP_COLUMNS
+    group = WIDE_GROUP if width > NARROW_GROUP else NARROW_GROUP
+    return width if spec.rhs_order == "nk" else -(-width // group) * group
 
 
 def sums_pitch(spec: KernelSpec) -> int:
@@ -61,8 +63,6 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
         return f"few rows: a tile has {ROWS} rows, and warps share k only"
     if tile.block_n % CHUNK or tile.block_k % STEP_K:
         return f"few rows: block_n is a multiple of {CHUNK}, block_k of {STEP_K}"
-    if tile.stages < 2:  # noqa: PLR2004
-        return "a pipeline has two stages at least"
     if tile.threads > MAX_THREADS:
         return f"{tile.threads} threads, of {MAX_THREADS} at most"
     if registers(spec) > MAX_REGISTERS:

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 import onnxfuse
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.settings import SETTINGS
 
 PACKAGE = Path(onnxfuse.__file__).parent
@@ -56,6 +58,11 @@ def test_the_figures_are_those_of_the_committed_result() -> None:
         assert [*times, f"{model['ratio']:.2f}x"] in [row[1:] for row in rows]
         assert model["verify"]["passed"]
     assert all(str(results[key]) in section for key in ("gpu", "driver", "onnxruntime", "date", "command"))
+
+
+def test_the_fusion_is_what_explain_prints() -> None:
+    analysis = analyse_model(PACKAGE.parent / "models" / "unet_block.onnx", resolve("sm_80", list))
+    assert f"```\n{analysis.sites[0].fusion}\n```" in README
 
 
 def test_the_test_command_is_what_ci_runs() -> None:

@@ -29,6 +29,8 @@ CASES = [
     Case("f16 kn gate", "f16", 2, "kn", tile(32), (Size(5, 48, 64, pad=8), Size(9, 200, 168)), "mixed", (None, F32)),
     Case("bf16 nk gate", "bf16", 2, "nk", tile(16, 64), (Size(16, 40, 200), Size(17, 19, 72)), "mixed", (F32, F16)),
     Case("bf16 kn wide", "bf16", 1, "kn", tile(128), (Size(8, 136, 40),)),
+    Case("bf16 kn narrow", "bf16", 1, "kn", tile(32), (Size(8, 136, 40), Size(9, 24, 200)), "residual"),
+    Case("f16 kn narrow gate", "f16", 2, "kn", tile(16, 32, 1), (Size(11, 136, 296),), "mixed"),
     Case("f16 three", "f16", 3, "kn", tile(16, 32, 3, 4), (Size(7, 40, 520),)),
     Case("f16 four", "f16", 4, "nk", tile(8, 128, 2, 1), (Size(3, 21, 328),), "residual"),
     Case("f16 batch", "f16", 1, "kn", tile(64), (Size(6, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),

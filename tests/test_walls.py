@@ -20,7 +20,7 @@ WALLS = {
     "cupy": ("runtime",),
     "onnxruntime": ("runtime/session", "runtime/verify", "runtime/bench"),
 }
-PURE = ("fusion", "axes", "vector_width", "plan", "tile_footprint")
+PURE = ("fusion", "simplify", "axes", "vector_width", "plan", "tile_footprint")
 LEAVES = ("errors", "settings", "dtypes", "device")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
 FORBIDDEN = {

@@ -38,7 +38,7 @@ REPLAYS = 5  # of one timed batch
 
 
 def gates_model(m: int, k: int, n: int) -> onnx.ModelProto:
-    """INPUTS x WEIGHTS times `a * gelu(g)` as torch writes it at opset 17, fp16: each input with each weight [k, 2 n]."""
+    """INPUTS x WEIGHTS times `a * gelu(g)` as torch writes it, fp16: each input with each weight [k, 2 n]."""
     rng = np.random.default_rng([m, k, n])
     b = Builder(FLOAT16)
     inputs = [b.input(f"x{index}", (m, k)) for index in range(INPUTS)]

@@ -43,12 +43,11 @@ struct Maps {
   TensorMap outs[OUTS];
 };
 
-// Where a tile of the output, or a consumer group's part of it, begins.
-struct OutTile {
-  long long batch;
-  int row;
-  int column;
+// Where a tile of the output, or a consumer group's part of it, begins. In shared memory it precedes the vectors.
+struct alignas(16) OutTile {
+  int batch, row, column, unused;
 };
+static_assert(sizeof(OutTile) == TILE_BYTES, "footprint and kernel agree");
 
 // 16 rows x SLAB_COLUMNS of the output, and how much of the tensor is left from there on.
 struct Slab {
@@ -187,6 +186,28 @@ __device__ __forceinline__ void store_boxes(const unsigned char* staging, const 
   store_commit();
 }
 
+// A row operand that the epilogue only adds to a part's product may as well be in the accumulators from the start.
+__device__ __forceinline__ void preload(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* vectors) {
+  static_for<0, PARTS>([&](auto number) {
+    constexpr int PART = decltype(number)::value;
+    constexpr int LOAD = Part<PART>::PRELOAD;
+#pragma unroll
+    for (int column = 0; column < BLOCK_N; column += FRAGMENT_COLUMNS) {
+      float2 pair = make_float2(0.0f, 0.0f);
+      if constexpr (LOAD >= 0) {
+        const float* vector = reinterpret_cast<const float*>(vectors + Load<LOAD>::OFFSET);
+        pair = *reinterpret_cast<const float2*>(vector + column + threadIdx.x % 4 * 2);
+      }
+#pragma unroll
+      for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+        float* fragment = acc[subtile] + (PART * BLOCK_N + column) / 2;
+        fragment[0] = fragment[2] = pair.x;
+        fragment[1] = fragment[3] = pair.y;
+      }
+    }
+  });
+}
+
 // What the functor needs for 16 rows x 16 columns: 4 pairs a thread, [fragment along n][half along m].
 constexpr int UNIT_COLUMNS = 2 * FRAGMENT_COLUMNS;
 using UnitOperands = float2[2][2][LOADS + 1];
@@ -198,6 +219,7 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
   static_for<0, LOADS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     using Access = Load<INDEX>;
+    if constexpr (Access::PRELOADED) return;
     const float* vector = reinterpret_cast<const float*>(vectors + Access::OFFSET);
     const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
 #pragma unroll

@@ -2,7 +2,7 @@
 // sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
 //
 //   warps 8, 9       producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp brings
-//                    the row, column and scalar operands of the next tile
+//                    the row, column and scalar operands of the next tile, and its place
 //                       |  cp.async.bulk.tensor, 128-byte swizzle; in a cluster each block loads half and sends it to both
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: lhs[BLOCK_M, 64] and rhs[64, BLOCK_N] of
 //                       |  full[stage]: the bytes have landed       every part side by side, so that one wgmma covers all
@@ -38,7 +38,6 @@ constexpr int CONSUMERS = 2;                              // groups
 constexpr int THREADS = (CONSUMERS + 1) * WARP_GROUP;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr int VECTOR_BUFFERS = 2;                         // odd and even tiles
-constexpr bool HAS_VECTORS = LOADS > TILE_LOADS;
 constexpr int BLOCK_K = 64;                               // 128 bytes: the widest swizzle
 constexpr int STEP_K = 16;                                // of one wgmma
 constexpr int ROW_BYTES = BLOCK_K * sizeof(Element);
@@ -123,7 +122,7 @@ struct Walk {
     const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
     const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0);
     const int tile_n = in_group / height * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0);
-    return {batch, tile_m * BLOCK_M, tile_n * BLOCK_N};
+    return {batch, tile_m * BLOCK_M, tile_n * BLOCK_N, 0};
   }
 };
 
@@ -175,15 +174,19 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   }
 }
 
-// The vectors of tile after tile, by one warp: far enough ahead that no consumer waits for global memory.
+// What the epilogues of tile after tile need beside the product, by one warp: far enough ahead that no consumer waits for
+// global memory or divides tile numbers.
 __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared, int rank) {
   const Walk walk(args);
   int count = 0;
 #pragma unroll 1
   for (int number = walk.first; number < walk.tiles; number += walk.clusters, ++count) {
     const int buffer = count % VECTOR_BUFFERS;
+    const OutTile tile = walk.at(number, rank);
+    unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
     barrier_wait(shared + VECTORS_EMPTY_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2 ^ 1);
-    stage_vectors(memory + VECTORS_OFFSET + buffer * VECTORS_BYTES, args, walk.at(number, rank));
+    stage_vectors(vectors, args, tile);
+    if (threadIdx.x % WARP_SIZE == 0) *reinterpret_cast<OutTile*>(vectors) = tile;
     __syncwarp();
     if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_FULL_OFFSET + buffer * 8);
   }
@@ -202,7 +205,7 @@ __device__ __forceinline__ void release(unsigned shared, int stage) {
   }
 }
 
-// acc = lhs * rhs over all of k. One stage's wgmma are in flight while the next stage's are issued.
+// acc (+)= lhs * rhs over all of k. One stage's wgmma are in flight while the next stage's are issued.
 __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring, unsigned shared, int first_row, int steps) {
   int previous = 0;
 #pragma unroll 1
@@ -216,7 +219,7 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
     for (int i = 0; i < BLOCK_K / STEP_K; ++i) {
 #pragma unroll
       for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-        multiply(acc[subtile], lhs + i * LHS_STEP + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16, rhs + i * RHS_STEP, step + i > 0);
+        multiply(acc[subtile], lhs + i * LHS_STEP + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16, rhs + i * RHS_STEP, PRELOADED || step + i > 0);
       }
     }
     multiply_commit();
@@ -239,8 +242,8 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
   }
 }
 
-__device__ __forceinline__ OutTile group_tile(const Walk& walk, int number, int rank, int first_row) {
-  OutTile tile = walk.at(number, rank);
+__device__ __forceinline__ OutTile group_tile(const unsigned char* vectors, int first_row) {
+  OutTile tile = *reinterpret_cast<const OutTile*>(vectors);
   tile.row += first_row;
   return tile;
 }
@@ -258,21 +261,18 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   int count = PINGPONG ? group : 0;
 #pragma unroll 1
   for (int number = walk.first + count * walk.clusters; number < walk.tiles; number += (PINGPONG ? CONSUMERS : 1) * walk.clusters) {
-    if constexpr (TILE_LOADS > 0) prefetch_tile(staging, args, group_tile(walk, number, rank, first_row));
+    const int buffer = count % VECTOR_BUFFERS;
+    const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
+    barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
+    if constexpr (TILE_LOADS > 0) prefetch_tile(staging, args, group_tile(vectors, first_row));
+    if constexpr (PRELOADED) preload(acc, vectors);
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
     run_main_loop(acc, ring, shared, first_row, steps);
     if (PINGPONG && number + walk.clusters < walk.tiles) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
-    // Only now: its divisions run while the last wgmma does, and no registers hold it during the main loop.
-    hide(number);
-    const OutTile tile = group_tile(walk, number, rank, first_row);
     finish_main_loop(acc, ring, shared);
-    const int buffer = count % VECTOR_BUFFERS;
-    if constexpr (HAS_VECTORS) barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
-    run_epilogue(acc, args, maps, tile, first_row, memory + VECTORS_OFFSET + buffer * VECTORS_BYTES, staging);
-    if constexpr (HAS_VECTORS) {
-      __syncwarp();
-      if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
-    }
+    run_epilogue(acc, args, maps, group_tile(vectors, first_row), first_row, vectors, staging);
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
     count += PINGPONG ? CONSUMERS : 1;
     if (PINGPONG) ring.skip(steps);
   }
@@ -311,6 +311,10 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   } else {
     __syncthreads();
   }
+  // Under programmatic dependent launch everything up to here ran beside the end of the previous kernel, whose results
+  // this one may read and whose operands it may overwrite.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {
@@ -318,7 +322,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
     const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
     if (warp == 0) {
       if (threadIdx.x % WARP_SIZE == 0) produce(args, maps, shared, rank);
-    } else if (HAS_VECTORS && warp == 1) {
+    } else if (warp == 1) {
       produce_vectors(args, onnxfuse_shared, shared, rank);
     }
   } else {

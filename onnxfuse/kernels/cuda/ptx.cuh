@@ -48,32 +48,41 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
   return packed;
 }
 
-// 16 bytes that are read once, past L1, or that other blocks of the multiprocessor read as well, through it; zeros where
-// not `inside`. Volatile, so that loads stay as far ahead of their use as they are written.
+// Zeros where not `inside`. Volatile, so that loads stay as far ahead of their use as they are written. What is read only
+// once goes past L1, with the rest of its 128-byte line, which a neighbour reads next; what other blocks of the
+// multiprocessor read as well goes through it.
 template <typename Vector>
 __device__ __forceinline__ Vector load_streamed(const typename Vector::Type* global, bool inside) {
-  static_assert(sizeof(Vector) == 16, "one load");
-  uint4 bits;
-  asm volatile(
-      "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
-      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
-      : "l"(global), "r"(static_cast<int>(inside)));
+  static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8, "wide loads");
   Vector packed;
-  *reinterpret_cast<uint4*>(&packed) = bits;
+  const int valid = inside;
+  if constexpr (sizeof(Vector) == 16) {
+    auto& bits = reinterpret_cast<uint4&>(packed);
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+        "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
+        : "l"(global), "r"(valid));
+  } else {
+    auto& bits = reinterpret_cast<uint2&>(packed);
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
+        "@p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2]; }"
+        : "=&r"(bits.x), "=&r"(bits.y)
+        : "l"(global), "r"(valid));
+  }
   return packed;
 }
 template <typename Vector>
 __device__ __forceinline__ Vector load_cached(const typename Vector::Type* global, bool inside) {
-  static_assert(sizeof(Vector) == 16, "one load");
-  uint4 bits;
+  static_assert(sizeof(Vector) == 16, "wide loads");
+  Vector packed;
+  auto& bits = reinterpret_cast<uint4&>(packed);
   asm volatile(
       "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
       "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
       : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
       : "l"(global), "r"(static_cast<int>(inside)));
-  Vector packed;
-  *reinterpret_cast<uint4*>(&packed) = bits;
   return packed;
 }
 

@@ -32,17 +32,22 @@
 namespace onnxfuse {
 
 constexpr int WARP_SIZE = 32;
-constexpr int CHUNK = 8;           // elements of one 16-byte load
-constexpr int MULTIPLICATIONS = 2; // mma that one chunk of each operand feeds
-constexpr int STEP_K = 4 * CHUNK;  // a row's four lanes, one chunk each
+constexpr int CHUNK = 8;            // elements of one 16-byte load
+constexpr int MULTIPLICATIONS = 2;  // mma that eight k of each lane feed
+constexpr int STEP_K = 4 * CHUNK;   // a row's four lanes, a chunk of lhs each
 constexpr int STEPS = BLOCK_K / STEP_K;
 constexpr int FRAGMENT_COLUMNS = 8;
-constexpr int PART_CHUNKS = BLOCK_N / CHUNK;
-constexpr int GROUP_CHUNKS = 8;  // of rhs[k, n]: the chunks of eight lanes side by side, columns of eight fragments
+constexpr int LANE_GROUPS = 8;  // lanes that differ in g
 
-// Columns of all parts side by side; of rhs[k, n] in whole groups, whose surplus columns repeat the last chunk.
-constexpr int GROUPS = (PARTS * PART_CHUNKS + GROUP_CHUNKS - 1) / GROUP_CHUNKS;
-constexpr int FRAGMENTS = RHS_K_CONTIGUOUS ? PARTS * PART_CHUNKS : GROUPS * GROUP_CHUNKS;
+// All parts lie side by side: of rhs[n, k] in fragments, of rhs[k, n] in groups of eight lanes' columns. Columns that
+// the last group has too many repeat the last ones. Narrow tiles take 8-byte loads, which make narrow groups.
+constexpr int WIDTH = PARTS * BLOCK_N;
+constexpr int LANE_COLUMNS = WIDTH > LANE_GROUPS * CHUNK / 2 ? CHUNK : CHUNK / 2;
+constexpr int GROUPS = (WIDTH - 1) / (LANE_GROUPS * LANE_COLUMNS) + 1;
+constexpr int FRAGMENTS = RHS_K_CONTIGUOUS ? WIDTH / FRAGMENT_COLUMNS : GROUPS * LANE_COLUMNS;
+constexpr int SETS = RHS_K_CONTIGUOUS ? FRAGMENTS : GROUPS;  // loads that are multiplied, and done again, together
+constexpr int SET_LOADS = RHS_K_CONTIGUOUS ? 1 : CHUNK;
+constexpr int SET_FRAGMENTS = FRAGMENTS / SETS;
 constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
 
 static_assert(BLOCK_M == 16, "the rows of one mma");
@@ -50,11 +55,14 @@ static_assert(BLOCK_N % CHUNK == 0 && BLOCK_K % STEP_K == 0, "whole chunks");
 static_assert(SUMS_PITCH >= FRAGMENTS * FRAGMENT_COLUMNS && SUMS_PITCH % 2 == 0, "footprint and kernel agree");
 static_assert(SHARED_BYTES == WARPS_K * WARP_SUMS * sizeof(float), "footprint and kernel agree");
 
-// Eight neighbours, as the four registers that they are.
-struct alignas(16) Chunk {
+// Neighbours of one tensor, as the registers that they are.
+template <int WIDTH>
+struct alignas(2 * WIDTH) Chunk {
   using Type = Element;
-  unsigned pairs[CHUNK / 2];
+  unsigned pairs[WIDTH / 2];
 };
+using LhsChunk = Chunk<CHUNK>;
+using RhsChunk = Chunk<RHS_K_CONTIGUOUS ? CHUNK : LANE_COLUMNS>;
 
 template <typename T>
 __device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
@@ -81,22 +89,23 @@ struct LhsStream {
 };
 
 template <bool K_CONTIGUOUS>
-struct RhsStream {  // rhs[n, k]
-  const Element* columns[FRAGMENTS];
+struct RhsStream {  // rhs[n, k]: a set is a fragment
+  const Element* columns[SETS];
 
   __device__ __forceinline__ RhsStream(const OnnxfuseArguments& args, int batch, int column) {
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f) {
-      const int inside = min(column + f % PART_CHUNKS * CHUNK + lane_group(), args.n - 1);
-      columns[f] = element_pointer<const Element>(args.rhs[f / PART_CHUNKS], batch, lane_depth(), inside);
+    for (int set = 0; set < SETS; ++set) {
+      const int at = set * FRAGMENT_COLUMNS;
+      const int inside = min(column + at % BLOCK_N + lane_group(), args.n - 1);
+      columns[set] = element_pointer<const Element>(args.rhs[at / BLOCK_N], batch, lane_depth(), inside);
     }
   }
-  __device__ __forceinline__ const Element* chunk(int f, int k) const { return columns[f] + k; }
+  __device__ __forceinline__ const Element* chunk(int set, int, int k) const { return columns[set] + k; }
 
-  static __device__ __forceinline__ void fragment(unsigned (&pairs)[2], const Chunk (&chunks)[FRAGMENTS], int f,
+  static __device__ __forceinline__ void fragment(unsigned (&pairs)[2], const RhsChunk (&chunks)[SET_LOADS], int,
                                                   int half) {
-    pairs[0] = chunks[f].pairs[2 * half];
-    pairs[1] = chunks[f].pairs[2 * half + 1];
+    pairs[0] = chunks[0].pairs[2 * half];
+    pairs[1] = chunks[0].pairs[2 * half + 1];
   }
   static __device__ __forceinline__ void store(float* row, const float (&acc)[FRAGMENTS][4], int half) {
 #pragma unroll
@@ -107,75 +116,75 @@ struct RhsStream {  // rhs[n, k]
 };
 
 template <>
-struct RhsStream<false> {  // rhs[k, n]
-  const Element* columns[GROUPS];
-  long long row_stride[GROUPS];
+struct RhsStream<false> {  // rhs[k, n]: a set is a group, and its loads are rows
+  const Element* columns[SETS];
+  long long row_stride[SETS];
 
   __device__ __forceinline__ RhsStream(const OnnxfuseArguments& args, int batch, int column) {
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-      const int chunk = min(group * GROUP_CHUNKS + lane_group(), PARTS * PART_CHUNKS - 1);
-      const OnnxfuseTensor& tensor = args.rhs[chunk / PART_CHUNKS];
-      const int inside = min(column + chunk % PART_CHUNKS * CHUNK, args.n - CHUNK);
-      columns[group] = element_pointer<const Element>(tensor, batch, lane_depth(), inside);
-      row_stride[group] = tensor.row_stride;
+    for (int set = 0; set < SETS; ++set) {
+      const int at = min((set * LANE_GROUPS + lane_group()) * LANE_COLUMNS, WIDTH - LANE_COLUMNS);
+      const OnnxfuseTensor& tensor = args.rhs[at / BLOCK_N];
+      const int inside = min(column + at % BLOCK_N, args.n - LANE_COLUMNS);
+      columns[set] = element_pointer<const Element>(tensor, batch, lane_depth(), inside);
+      row_stride[set] = tensor.row_stride;
     }
   }
-  __device__ __forceinline__ const Element* chunk(int f, int k) const {
-    const long long stride = row_stride[f / GROUP_CHUNKS];
-    return columns[f / GROUP_CHUNKS] + k * stride + f % GROUP_CHUNKS * stride;
+  __device__ __forceinline__ const Element* chunk(int set, int row, int k) const {
+    return columns[set] + k * row_stride[set] + row * row_stride[set];
   }
 
   // Element j of two chunks, neighbours along k, side by side.
-  static __device__ __forceinline__ unsigned pair(const Chunk& first, const Chunk& second, int j) {
+  static __device__ __forceinline__ unsigned pair(const RhsChunk& first, const RhsChunk& second, int j) {
     const unsigned low = first.pairs[j / 2], high = second.pairs[j / 2];
     return j % 2 == 0 ? (low & 0xffff) | high << 16 : low >> 16 | (high & 0xffff0000);
   }
-  static __device__ __forceinline__ void fragment(unsigned (&pairs)[2], const Chunk (&chunks)[FRAGMENTS], int f,
+  static __device__ __forceinline__ void fragment(unsigned (&pairs)[2], const RhsChunk (&rows)[SET_LOADS], int j,
                                                   int half) {
-    const Chunk* rows = chunks + f / GROUP_CHUNKS * GROUP_CHUNKS + 4 * half;
-    pairs[0] = pair(rows[0], rows[1], f % GROUP_CHUNKS);
-    pairs[1] = pair(rows[2], rows[3], f % GROUP_CHUNKS);
+    pairs[0] = pair(rows[4 * half], rows[4 * half + 1], j);
+    pairs[1] = pair(rows[4 * half + 2], rows[4 * half + 3], j);
   }
   static __device__ __forceinline__ void store(float* row, const float (&acc)[FRAGMENTS][4], int half) {
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f += 2) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int chunk = f / GROUP_CHUNKS * GROUP_CHUNKS + threadIdx.x % 4 * 2 + side;
-        store_pair(row + chunk * CHUNK + f % GROUP_CHUNKS, acc[f][2 * half + side], acc[f + 1][2 * half + side]);
+        const int lane = f / LANE_COLUMNS * LANE_GROUPS + threadIdx.x % 4 * 2 + side;
+        store_pair(row + lane * LANE_COLUMNS + f % LANE_COLUMNS, acc[f][2 * half + side], acc[f + 1][2 * half + side]);
       }
     }
   }
 };
+using Rhs = RhsStream<RHS_K_CONTIGUOUS>;
 
 // BLOCK_K of both operands in one lane's registers.
 struct Stage {
-  Chunk lhs[STEPS][2];
-  Chunk rhs[STEPS][FRAGMENTS];
+  LhsChunk lhs[STEPS][2];
+  RhsChunk rhs[SETS][STEPS][SET_LOADS];
 
-  __device__ __forceinline__ void load(const LhsStream& lhs_stream, const RhsStream<RHS_K_CONTIGUOUS>& rhs_stream, int k,
-                                       int depth) {
-    // Fragment by fragment: the steps of one column of rhs[n, k] share a 128-byte line.
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f) {
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const int at = k + step * STEP_K;
-        rhs[step][f] = load_streamed<Chunk>(rhs_stream.chunk(f, at), at + lane_depth() < depth);
-      }
-    }
+  __device__ __forceinline__ void load_lhs(const LhsStream& stream, int k, int depth) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = k + step * STEP_K;
-        lhs[step][half] = load_cached<Chunk>(lhs_stream.chunk(half, at), at + lane_depth() < depth);
+        lhs[step][half] = load_cached<LhsChunk>(stream.chunk(half, at), at + lane_depth() < depth);
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[FRAGMENTS][4]) const {
+  __device__ __forceinline__ void load_rhs(const Rhs& stream, int set, int k, int depth) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (int load = 0; load < SET_LOADS; ++load) {
+        const int at = k + step * STEP_K;
+        rhs[set][step][load] = load_streamed<RhsChunk>(stream.chunk(set, load, at), at + lane_depth() < depth);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&acc)[FRAGMENTS][4], int set) const {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -184,29 +193,39 @@ struct Stage {
         const unsigned* second = lhs[step][1].pairs + 2 * half;
         const unsigned rows[4] = {first[0], second[0], first[1], second[1]};
 #pragma unroll
-        for (int f = 0; f < FRAGMENTS; ++f) {
+        for (int j = 0; j < SET_FRAGMENTS; ++j) {
           unsigned columns[2];
-          RhsStream<RHS_K_CONTIGUOUS>::fragment(columns, rhs[step], f, half);
-          multiply_fragment(Element(), acc[f], rows, columns);
+          Rhs::fragment(columns, rhs[set][step], j, half);
+          multiply_fragment(Element(), acc[set * SET_FRAGMENTS + j], rows, columns);
         }
       }
     }
   }
 };
 
-// acc += lhs * rhs over this warp's blocks of k; blocks beyond k are zeros.
-__device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const LhsStream& lhs,
-                                              const RhsStream<RHS_K_CONTIGUOUS>& rhs, int depth) {
+// acc += lhs * rhs over this warp's blocks of k; what lies beyond k is zero. Registers are loaded again as soon as they
+// have been multiplied, so nearly all of them are on their way at any time.
+__device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const LhsStream& lhs, const Rhs& rhs,
+                                              int depth) {
   constexpr int STRIDE = WARPS_K * BLOCK_K;
+  constexpr int AHEAD = STAGES * STRIDE;
   Stage stages[STAGES];
   int k = static_cast<int>(threadIdx.x) / WARP_SIZE * BLOCK_K;
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) stages[stage].load(lhs, rhs, k + stage * STRIDE, depth);
+  for (int i = 0; i < STAGES; ++i) {
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) stages[i].load_rhs(rhs, set, k + i * STRIDE, depth);
+    stages[i].load_lhs(lhs, k + i * STRIDE, depth);
+  }
   while (k < depth) {
 #pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      stages[(stage + STAGES - 1) % STAGES].load(lhs, rhs, k + (STAGES - 1) * STRIDE, depth);
-      stages[stage].multiply(acc);
+    for (int i = 0; i < STAGES; ++i) {
+#pragma unroll
+      for (int set = 0; set < SETS; ++set) {
+        stages[i].multiply(acc, set);
+        stages[i].load_rhs(rhs, set, k + AHEAD, depth);
+      }
+      stages[i].load_lhs(lhs, k + AHEAD, depth);
       k += STRIDE;
     }
   }
@@ -271,13 +290,13 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
   const int column = static_cast<int>(blockIdx.x) / tiles_m * BLOCK_N;
 
   float acc[FRAGMENTS][4] = {};
-  run_main_loop(acc, LhsStream(args, batch, row), RhsStream<RHS_K_CONTIGUOUS>(args, batch, column), args.k);
+  run_main_loop(acc, LhsStream(args, batch, row), Rhs(args, batch, column), args.k);
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int own_row = lane_group() + half * 8;
     float* target = sums + threadIdx.x / WARP_SIZE * WARP_SUMS + own_row * SUMS_PITCH;
-    if (row + own_row < args.m) RhsStream<RHS_K_CONTIGUOUS>::store(target, acc, half);
+    if (row + own_row < args.m) Rhs::store(target, acc, half);
   }
   __syncthreads();
   finish(sums, args, batch, row, column);
