@@ -134,8 +134,8 @@ def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
                 escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
             )
         console.print(escape("\n".join(str(plan) for plan in site.plans)) + "\n", soft_wrap=True)
-    for entry in outcome.skipped:
-        console.print(escape(f"{entry.anchor}: left alone, {entry.reason}: {entry.detail}"), soft_wrap=True)
+    for skipped in outcome.skipped:
+        console.print(escape(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}"), soft_wrap=True)
 
 
 def _print_report(console: Console, report: Report, analysis: Analysis) -> None:

@@ -4,7 +4,7 @@ Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
     staging   for each of the eight consumer warps: one or two slabs of every output, two or all of every tile operand
-    vectors   for odd and for even tiles: the scalar, row and column operands in fp32
+    vectors   for odd and for even tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring and for each of the vectors
 
 `kernels/cuda/hopper_gemm.cuh` asserts the same numbers, so the two cannot disagree.
@@ -40,6 +40,7 @@ BOX_ALIGNMENT = 128  # bytes, of a box without a swizzle
 BARRIER_BYTES = 8
 FP32_BYTES = 4
 WARPS = 4 * CONSUMER_GROUPS
+TILE_BYTES = 16  # place of a tile, before its vectors
 LDS_BYTES = 16  # the widest shared-memory access
 
 
@@ -214,7 +215,7 @@ def _layout(spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int,
     stage = 2 * BLOCK_K * (tile.block_m + spec.parts * tile.block_n)
     slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
     load_buffers = slabs if whole else min(slabs, 2)
-    loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, 0
+    loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
     # Boxes first: they need the alignment of the swizzle.
     for index, out in sorted(enumerate(spec.outs), key=lambda entry: not boxed(entry[1])):
         outs[index] = staging

@@ -1,4 +1,4 @@
-"""The way of a model, a line a stage: load, match, simplify, map axes, find widths, plan, emit, compile, pack, rewrite."""
+"""The way of a model, one line a stage, from a file to a fused model and its report."""
 
 from __future__ import annotations
 
@@ -180,12 +180,12 @@ def _record(name: str, device: DeviceSpec, variant: Variant, kernels: Kernels) -
         load_alignments=tuple(load.width * load.dtype.bytes for load in spec.loads),
         out_alignments=tuple(out.width * out.dtype.bytes for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
-        **_launch(variant, device),
+        **launch_rule(variant, device),
     )
 
 
-def _launch(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
-    """The part of a record that depends on which kernel a variant is of."""
+def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
+    """The fields of a record that depend on which kernel a variant is of."""
     spec, hopper = variant.spec, variant.hopper
     if hopper is None:
         tile = spec.tile

@@ -1,0 +1,322 @@
+"""The planned kernels against cuBLAS's plain product of the full width: `python -m tests.perf.kernels --out FILE`.
+
+One process, random data, buffers that rotate through more than the L2 cache, CUDA graphs, medians, the peer and ours in
+turn. Every timed output is checked against float64 on some of its rows. A committed result is compared with
+`--against results/h200-kernels.json`: a ratio that grew by more than 5 % fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from onnx import ModelProto
+
+from onnxfuse import hopper_tile
+from onnxfuse.axes import map_axes
+from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.fusion import Fusion
+from onnxfuse.graph import Graph, load_model
+from onnxfuse.kernels.emit import ENTRY
+from onnxfuse.patterns import is_anchor, match_site
+from onnxfuse.pipeline import kernel_source, launch_rule
+from onnxfuse.plan import Variant, make_plan, tile_text
+from onnxfuse.runtime import driver
+from onnxfuse.runtime.compile import compile_source
+from onnxfuse.simplify import simplify
+from onnxfuse.vector_width import analyse
+from tests.kernel_problem import ARGUMENTS
+from tests.onnx_build import FLOAT16, Builder
+from tests.reference_fusion import evaluate
+
+ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
+LAUNCHES = 20  # of one graph
+REPLAYS = 9
+CHECKED_ROWS = 16
+SLOWER = 1.05  # a ratio may grow by so much before a comparison fails
+MAP_BYTES = 128
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A problem and the bar: time over cuBLAS's plain product of the full width. n counts the columns of one part."""
+
+    m: int
+    k: int
+    n: int
+    epilogue: str
+    bar: float
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.epilogue in ("geglu", "geglu_tanh", "swiglu") else 1
+
+    def __str__(self) -> str:
+        return f"{self.m}, {self.k}, {self.n} {self.epilogue}"
+
+
+ROWS = [
+    Row(8192, 320, 1280, "geglu", 0.78), Row(2048, 640, 2560, "geglu", 0.85), Row(512, 1280, 5120, "geglu", 0.97),
+    Row(128, 1280, 5120, "geglu", 1.00), Row(8192, 640, 2560, "geglu", 0.81), Row(2048, 1280, 5120, "geglu", 0.90),
+    Row(8192, 1024, 2624, "geglu_tanh", 0.90),
+    Row(1, 4096, 14336, "swiglu", 1.00), Row(16, 4096, 14336, "swiglu", 1.00), Row(128, 4096, 14336, "swiglu", 0.94),
+    Row(2048, 4096, 14336, "swiglu", 0.97), Row(8192, 4096, 14336, "swiglu", 0.96),
+    Row(4096, 768, 3072, "gelu", 1.00), Row(6304, 1024, 4096, "gelu", 1.00), Row(12000, 1280, 5120, "gelu", 1.00),
+]  # fmt: skip
+
+
+def site_model(row: Row, order: str) -> ModelProto:
+    """The problem as an exporter writes it, with weights [k, n] (MatMul) or [n, k] (Gemm with transB)."""
+    b = Builder(FLOAT16)
+    x, width = b.input("x", ("m", row.k)), row.n * row.parts
+    rng = np.random.default_rng(row.k)
+    weight = (rng.standard_normal((row.k, width), np.float32) / np.sqrt(row.k)).astype(np.float16)
+    bias = () if row.epilogue in ("swiglu", "geglu_tanh") else (b.array(rng.standard_normal(width), "bias"),)
+    if order == "nk":
+        t = b("Gemm", x, b.array(np.ascontiguousarray(weight.T), "weight"), *bias, transB=1)
+    else:
+        t = b("MatMul", x, b.array(weight, "weight"))
+        t = b("Add", t, *bias) if bias else t
+    if row.epilogue == "gelu":
+        return b.model(b("Gelu", t))
+    value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    if row.epilogue == "swiglu":
+        return b.model(b("Mul", value, b("Mul", gate, b("Sigmoid", gate))))
+    return b.model(b("Mul", value, b("Gelu", gate, approximate="tanh" if row.epilogue == "geglu_tanh" else "none")))
+
+
+class Buffers:
+    """As many copies of a problem's tensors as it takes to miss the L2 cache."""
+
+    def __init__(self, row: Row, fusion: Fusion, stored: dict[str, np.ndarray]) -> None:
+        each = 2 * (row.m * row.k + row.k * row.n * row.parts + row.m * row.n)
+        self.copies = max(2, int(ROTATED_BYTES / each) + 1)
+        self.row, self.fusion = row, fusion
+        x = np.random.default_rng(row.m).standard_normal((row.m, row.k), np.float32).astype(np.float16)
+        self.x = [cupy.asarray(x) for _ in range(self.copies)]
+        self.weight = [cupy.asarray(stored["weight"]) for _ in range(self.copies)]
+        self.bias = cupy.asarray(stored["bias"]) if "bias" in stored else None
+        self.out = [cupy.full((row.m, row.n), np.nan, np.float16) for _ in range(self.copies)]
+        self.product = [cupy.empty((row.m, row.n * row.parts), np.float16) for _ in range(min(self.copies, 4))]
+
+    def arguments(self, copy: int) -> np.ndarray:
+        row, arguments = self.row, np.zeros(1, ARGUMENTS)
+        arguments["lhs"][0] = (self.x[copy].data.ptr, 0, row.k, 1)
+        transposed = self.fusion.rhs[0].axes[-1] == "k"
+        width = row.n * row.parts
+        for part in range(row.parts):
+            offset = 2 * part * row.n * (row.k if transposed else 1)
+            strides = (1, row.k) if transposed else (width, 1)
+            arguments["rhs"][0, part] = (self.weight[copy].data.ptr + offset, 0, *strides)
+        for index, load in enumerate(self.fusion.loads):
+            assert self.bias is not None
+            arguments["loads"][0, index] = (self.bias.data.ptr + 2 * (load.part or 0) * row.n, 0, 0, 1)
+        arguments["outs"][0, 0] = (self.out[copy].data.ptr, 0, row.n, 1)
+        for name, value in (("m", row.m), ("n", row.n), ("k", row.k), ("batch", 1)):
+            arguments[name] = value
+        return arguments
+
+
+def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | None]) -> tuple[np.ndarray, int]:
+    """The tensor maps of a launch and their address; the memory must outlive the launch."""
+    memory = np.zeros(MAP_BYTES * len(rules) + 64, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 64
+    m, n, k = (int(arguments[name][0]) for name in "mnk")
+    extents = {"lhs": (m, k), "rhs": (k, n), "out": (m, n)}
+    for place, rule in enumerate(rules):
+        if rule is None:
+            continue
+        field = arguments[{"out": "outs"}.get(rule.tensor, rule.tensor)][0]
+        tensor = field if rule.tensor == "lhs" else field[rule.index]
+        rows, columns = extents[rule.tensor]
+        turned = rule.rows_contiguous
+        inner, outer = (rows, columns) if turned else (columns, rows)
+        pitch = 2 * int(tensor["column_stride" if turned else "row_stride"])
+        done = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+            ctypes.c_void_p(start + place * MAP_BYTES), 1, 3, ctypes.c_uint64(int(tensor["pointer"])),
+            (ctypes.c_uint64 * 3)(inner, outer, 1), (ctypes.c_uint64 * 2)(pitch, pitch * outer),
+            (ctypes.c_uint32 * 3)(rule.box_inner, rule.box_outer, 1), (ctypes.c_uint32 * 3)(1, 1, 1),
+            0, SWIZZLES[rule.swizzle], 3, 0,
+        )  # fmt: skip
+        assert done == 0, (rule, inner, outer, pitch)
+    return memory, start
+
+
+def launcher(variant: Variant, device: DeviceSpec, buffers: Buffers, folder: Path) -> Callable[[int], None]:
+    """Launches the variant on one copy of the buffers."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compile_source(kernel_source(variant, device), device).data)
+    function = cupy.RawModule(path=str(path)).get_function(ENTRY)
+    rule = launch_rule(variant, device)
+    function.max_dynamic_shared_size_bytes = rule["shared_bytes"]
+    row = buffers.row
+    tiles = -(-row.m // rule["block_m"]) * -(-row.n // rule["block_n"])
+    cluster = rule.get("cluster", 0)
+    grid = min(tiles, device.multiprocessors // cluster) * cluster if cluster else tiles
+    prepared: list[tuple[Any, ...]] = []
+    kept: list[np.ndarray] = []
+    for copy in range(buffers.copies):
+        arguments = buffers.arguments(copy)
+        if variant.hopper is None:
+            prepared.append((arguments,))
+            continue
+        rules = hopper_tile.map_rules(variant.spec, variant.hopper, device.shared_bytes)
+        memory, start = tensor_maps(arguments, rules)
+        kept.append(memory)
+        offset = start - memory.ctypes.data
+        maps = memory[offset : offset + MAP_BYTES * len(rules)].view(f"V{MAP_BYTES * len(rules)}")
+        prepared.append((arguments, maps))
+
+    def launch(copy: int) -> None:
+        function((grid, 1, 1), (rule["threads"], 1, 1), prepared[copy], shared_mem=rule["shared_bytes"])
+
+    return launch
+
+
+def graph_of(launch: Callable[[int], None], copies: int, stream: cupy.cuda.Stream) -> Callable[[], None]:
+    with stream:
+        launch(0)
+        stream.synchronize()
+        stream.begin_capture()
+        for index in range(LAUNCHES):
+            launch(index % copies)
+        graph = stream.end_capture()
+    return lambda: graph.launch(stream)
+
+
+def cublas_graph(buffers: Buffers, transposed: bool) -> tuple[Callable[[], None], Callable[[], float]]:
+    """The peer through torch, which can capture cuBLAS: to time with, where it is installed, and no dependency."""
+    import torch
+
+    lhs = [torch.as_tensor(x, device="cuda") for x in buffers.x]
+    rhs = [torch.as_tensor(w, device="cuda") for w in buffers.weight]
+    out = [torch.as_tensor(p, device="cuda") for p in buffers.product]
+
+    def product(copy: int) -> None:
+        torch.mm(lhs[copy], rhs[copy].T if transposed else rhs[copy], out=out[copy % len(out)])
+
+    product(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(LAUNCHES):
+            product(index % buffers.copies)
+
+    def timed() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1000 / LAUNCHES
+
+    return graph.replay, timed
+
+
+def timed_replay(replay: Callable[[], None], stream: cupy.cuda.Stream) -> float:
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    start.record(stream)
+    replay()
+    end.record(stream)
+    end.synchronize()
+    return float(cupy.cuda.get_elapsed_time(start, end)) * 1000 / LAUNCHES
+
+
+def check(buffers: Buffers, stored: dict[str, np.ndarray]) -> float:
+    """The largest error on some rows, in units of the last place of fp16 at the output's magnitude."""
+    rows = np.unique(np.linspace(0, buffers.row.m - 1, CHECKED_ROWS).astype(int))
+    x = buffers.x[0].get()[rows]
+    (expected,) = evaluate(buffers.fusion, stored | {"x": x})
+    actual = buffers.out[0].get()[rows].astype(np.float64)
+    error = np.abs(actual - expected).max() / (2.0**-10 * max(1.0, np.abs(expected).max()))
+    assert error <= 2.0, f"{buffers.row}: off by {error} units in the last place"
+    assert not any(cupy.isnan(out).any() for out in buffers.out), f"{buffers.row}: outputs were not written"
+    return float(error)
+
+
+def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str, Any]:
+    from onnx import numpy_helper
+
+    model = site_model(row, order)
+    graph = Graph(load_model(model))
+    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(node)))
+    fusion = simplify(fusion)
+    mapping = map_axes(fusion)
+    plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=False)
+    variant = next(variant for variant in plan.variants if variant.min_m <= row.m <= variant.max_m)
+    names = ("weight", "bias")
+    stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name in names}
+    buffers = Buffers(row, fusion, stored)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    ours = graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream)
+    peer, peer_time = cublas_graph(buffers, order == "nk")
+    for replay in (ours, peer):
+        replay()
+    cupy.cuda.Device().synchronize()
+    pairs = [(peer_time(), timed_replay(ours, stream)) for _ in range(REPLAYS)]
+    cublas, fused = (statistics.median(times) for times in zip(*pairs, strict=True))
+    error = check(buffers, stored)
+    return {
+        "problem": str(row), "order": order, "bar": row.bar, "cublas_us": cublas, "fused_us": fused,
+        "ratio": fused / cublas, "tile": tile_text(variant.tile), "error_ulp": error,
+    }  # fmt: skip
+
+
+def worse_rows(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows whose ratio grew by more than SLOWER since a committed result."""
+    old = {(row["problem"], row["order"]): row["ratio"] for row in before}
+    return [
+        f"{row['problem']} {row['order']}: {old[key]:.3f} -> {row['ratio']:.3f}"
+        for row in rows
+        if (key := (row["problem"], row["order"])) in old and row["ratio"] > SLOWER * old[key]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
+    parser.add_argument("--against", type=Path, help="a committed result to compare with")
+    parser.add_argument("--only", default="", help="only problems whose text contains this")
+    options = parser.parse_args()
+    device = spec_of(driver.local_architectures()[0])
+    rows = []
+    print(f"{'problem':30} order  cuBLAS us  ours us  ratio   bar  tile", flush=True)
+    for row in ROWS:
+        for order in ("kn", "nk"):
+            if options.only not in str(row):
+                continue
+            made = time_row(row, order, device, options.out.parent)
+            rows.append(made)
+            print(
+                f"{made['problem']:30} {order:5} {made['cublas_us']:10.1f} {made['fused_us']:8.1f} "
+                f"{made['ratio']:6.3f} {row.bar:5.2f}  {made['tile']}",
+                flush=True,
+            )
+            cupy.get_default_memory_pool().free_all_blocks()
+    result = {
+        "command": "python -m tests.perf.kernels --out results/h200-kernels.json",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": driver.device_name(),
+        "driver": driver.driver_version(),
+        "rows": rows,
+    }
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    if options.against is not None:
+        worse = worse_rows(rows, json.loads(options.against.read_text())["rows"])
+        print("\n".join(["slower than the committed result:", *worse]) if worse else "no ratio fell")
+        sys.exit(bool(worse))
+
+
+if __name__ == "__main__":
+    main()
