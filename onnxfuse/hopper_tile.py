@@ -4,7 +4,7 @@ Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
     staging   for each of the eight consumer warps: one or two slabs of every output, two or all of every tile operand
-    vectors   for odd and for even tiles: the tile's place, the scalar, row and column operands in fp32
+    vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring and for each of the vectors
 
 `kernels/cuda/hopper_gemm.cuh` asserts the same numbers, so the two cannot disagree.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # plan imports this module
     from onnxfuse.plan import Access, KernelSpec
 
 CONSUMER_GROUPS = 2
-VECTOR_BUFFERS = 2
+VECTOR_BUFFERS = 4
 THREADS = 128 * (CONSUMER_GROUPS + 1)
 BLOCK_K = 64  # 128 bytes of 16-bit elements: the widest swizzle
 FRAGMENT_ROWS = 64  # of one wgmma
@@ -161,8 +161,8 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
 
 
 def boxed(out: Access) -> bool:
-    """Whether TMA stores an output: its rows start on 16-byte boundaries, and staging packs pairs of 16-bit elements."""
-    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES  # noqa: PLR2004
+    """Whether TMA stores an output: 16-bit elements, and rows that start on 16-byte boundaries."""
+    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES
 
 
 def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
@@ -202,7 +202,7 @@ def _slab_columns(block_n: int) -> int:
     if block_n % 64 == 0:
         return 64
     lengths = [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if block_n % columns == 0]
-    return max(columns for columns in lengths if columns in SWIZZLED_COLUMNS or _conflicts(columns) <= 2)  # noqa: PLR2004
+    return max(columns for columns in lengths if columns in SWIZZLED_COLUMNS or _conflicts(columns) <= 2)
 
 
 def _conflicts(columns: int) -> int:
@@ -211,7 +211,9 @@ def _conflicts(columns: int) -> int:
     return max(map(banks.count, banks))
 
 
-def _layout(spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int, whole: bool) -> HopperFootprint:
+def _layout(
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int, whole: bool
+) -> HopperFootprint:
     stage = 2 * BLOCK_K * (tile.block_m + spec.parts * tile.block_n)
     slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
     load_buffers = slabs if whole else min(slabs, 2)

@@ -1,4 +1,4 @@
-"""Kernels of the sm_90a kernel for tests: tiles in both schedules, clusters, orders, parts, operand kinds, several outputs."""
+"""Kernels for tests of sm_90a: tiles in both schedules, clusters, orders, parts, operand kinds, several outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class HopperCase:
 
 
 WIDE = [
-    (1, 8, 8), (2, 16, 2560), (7, 328, 520), (16, 256, 128), (17, 264, 136), (31, 1032, 48), (48, 400, 112), (63, 8, 96),
+    (1, 8, 8), (2, 16, 2560), (7, 328, 520), (16, 256, 128), (17, 264, 136), (31, 1032, 48), (48, 400, 112),
+    (63, 8, 96),
     (64, 64, 64), (65, 200, 160), (96, 96, 96), (127, 120, 56), (128, 128, 64), (129, 136, 72), (130, 24, 1024),
     (200, 160, 80), (255, 512, 40), (256, 248, 1280), (300, 72, 24), (333, 64, 8), (504, 136, 248), (505, 136, 248),
     (512, 1280, 64), (1, 640, 320), (1000, 320, 640), (77, 768, 16), (128, 8, 8), (8, 128, 4096), (129, 1288, 200),
@@ -54,13 +55,15 @@ def cases() -> Iterator[HopperCase]:
                 turn += 1
                 order, math = ("nk", "kn")[turn % 2], ("f16", "bf16")[turn // 2 % 2]
                 kind = ("plain", "residual", "plain", "mixed")[turn % 4]
-                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 8 == 3]  # noqa: PLR2004
+                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 8 == 3]
                 sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(5))
                 if turn % 6 == 0:
                     sizes = (Size(65, 72, 40, batch=3, pad=8, broadcast_rhs=turn % 12 == 0), *sizes[1:])
                 if order == "nk" and turn % 3 == 0:  # n is then free: no output or row operand has wide accesses
-                    sizes = (Size(67, 45, 72), *(replace(size, n=size.n + 1 + index) for index, size in enumerate(sizes)))
+                    odd = (replace(size, n=size.n + 1 + index) for index, size in enumerate(sizes))
+                    sizes = (Size(67, 45, 72), *odd)
                 spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs)
                 tile = tile_of(shape, parts, cluster, turn % 5 == 0 and kind == "plain")
                 if why_not(spec, tile, DEVICE.shared_bytes) is None:
-                    yield HopperCase(f"{math}-{order}-{parts}x-{tile}-{kind}-{turn}".replace(" ", "-"), spec, tile, sizes)
+                    name = f"{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)

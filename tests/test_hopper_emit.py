@@ -35,15 +35,15 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
-    assert layout.stages >= 2  # noqa: PLR2004
+    assert layout.stages >= 2
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
     rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
     assert len(outs) == len(case.spec.outs)
     assert lhs.box_inner * lhs.box_outer * case.tile.cluster_n == case.tile.block_m * BLOCK_K
     for rule in (lhs, *rhs):
         assert rule.box_inner * 2 == rule.swizzle
-        assert max(rule.box_inner, rule.box_outer) <= 256  # noqa: PLR2004
-        assert rule.box_inner * rule.box_outer * 2 % 1024 == 0 or rule.swizzle < 128  # noqa: PLR2004
+        assert max(rule.box_inner, rule.box_outer) <= 256
+        assert rule.box_inner * rule.box_outer * 2 % 1024 == 0 or rule.swizzle < 128
 
 
 def test_refusals_name_their_reason() -> None:

@@ -6,9 +6,6 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from onnxfuse.fusion import Value
 from onnxfuse.hopper_tile import TILE_BYTES, HopperFootprint, HopperTile, boxed, footprint, rhs_atom, rhs_box
 from onnxfuse.kernels import emit as portable
 from onnxfuse.kernels.epilogue import functor
@@ -32,7 +29,6 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
-    preloads = preloaded(spec)
     cluster = tile.cluster_m * tile.cluster_n
     attribute = f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else ""
     return f"""\
@@ -45,46 +41,15 @@ enum class Kind {{ scalar, row, column, tile }};
 using Element = {spec.dtype.cuda};
 constexpr bool RHS_K_CONTIGUOUS = {_flag(spec.rhs_order == "nk")};
 constexpr bool PINGPONG = {_flag(tile.pingpong)};
-constexpr bool PRELOADED = {_flag(bool(preloads))};
 constexpr bool OPERANDS_AHEAD = {_flag(tile.operands_ahead)};
 {_constants(spec, tile, layout)}
 
-{_tables(spec, layout, preloads)}
+{_tables(spec, layout)}
 
-{_fast(functor(_without_preloads(spec, preloads)))}
+{_fast(functor(spec))}
 {wgmma(spec, spec.parts * tile.block_n)}
 }}  // namespace onnxfuse
 """
-
-
-def preloaded(spec: KernelSpec) -> dict[int, int]:
-    """Part -> load of the row operand that is only ever added to that part's product: a bias.
-
-    It becomes the first value of the accumulators, which spares the epilogue an addition for each product.
-    """
-    uses = [value for step in spec.steps for value in step.inputs] + list(spec.out_values)
-    found = {}
-    for step in spec.steps:
-        names = sorted(map(str, step.inputs))
-        if step.op != "add" or not (names[0].startswith("acc") and names[1].startswith("op")):
-            continue
-        load = int(names[1][2:])
-        if spec.loads[load].kind == "row" and uses.count(names[0]) == uses.count(names[1]) == 1:
-            found[int(names[0][3:])] = load
-    return found
-
-
-def _without_preloads(spec: KernelSpec, preloads: dict[int, int]) -> KernelSpec:
-    """The spec whose accumulators come with their biases: `a0 = acc0 + op0` is then `acc0`."""
-    names: dict[Value, str] = {}
-    steps = []
-    for step in spec.steps:
-        biased = [part for part in preloads if f"acc{part}" in step.inputs]
-        if biased:
-            names[step.result] = f"acc{biased[0]}"
-        else:
-            steps.append(replace(step, inputs=tuple(names.get(value, value) for value in step.inputs)))
-    return replace(spec, steps=tuple(steps), out_values=tuple(names.get(value, value) for value in spec.out_values))
 
 
 # Accurate functions of the functor and those that are accurate enough for 16-bit operands.
@@ -101,26 +66,20 @@ def _fast(source: str) -> str:
     return source
 
 
-def _tables(spec: KernelSpec, layout: HopperFootprint, preloads: dict[int, int]) -> str:
+def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
     loads = [
-        portable._access("Load", index, load, layout.load_offsets[index], _load_members(load.kind, index in early))
-        for early in (preloads.values(),)
+        portable._access(
+            "Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; "
+        )
         for index, load in enumerate(spec.loads)
     ]
     outs = [
-        portable._access("Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {_flag(boxed(out))}; ")
+        portable._access(
+            "Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {_flag(boxed(out))}; "
+        )
         for index, out in enumerate(spec.outs)
     ]
-    parts = [
-        f"template <> struct Part<{part}> {{ static constexpr int PRELOAD = {preloads.get(part, -1)}; }};"
-        for part in range(spec.parts)
-    ]
-    heads = [f"template <int INDEX> struct {name};" for name in ("Load", "Out", "Part")]
-    return "\n".join([*heads, *loads, *outs, *parts])
-
-
-def _load_members(kind: str, is_preloaded: bool) -> str:
-    return f"static constexpr Kind KIND = Kind::{kind}; static constexpr bool PRELOADED = {_flag(is_preloaded)}; "
+    return "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
 
 
 def _flag(value: bool) -> str:

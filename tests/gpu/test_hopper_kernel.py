@@ -32,15 +32,24 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 CASES = list(cases())
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
+LARGE_SIZE = Size(2100, 2568, 584)
+LARGE_TILES = (
+    (2, HopperTile(128, 64, True)),
+    (2, HopperTile(128, 96, True, operands_ahead=True)),
+    (2, HopperTile(128, 128, False, 2)),
+    (1, HopperTile(128, 192, True, 1, 2)),
+    (1, HopperTile(256, 128, False)),
+)
 LARGE = [
-    HopperCase(f"large-{tile}-{order}".replace(" ", "-"), make_spec("f16", parts, order, PORTABLE, Size(2100, 2568, 584)),
-               tile, (Size(2100, 2568, 584),))
-    for order in ("kn", "nk")
-    for parts, tile in (
-        (2, HopperTile(128, 64, True)), (2, HopperTile(128, 96, True, operands_ahead=True)),
-        (2, HopperTile(128, 128, False, 2)), (1, HopperTile(128, 192, True, 1, 2)), (1, HopperTile(256, 128, False)),
+    HopperCase(
+        f"large-{tile}-{order}".replace(" ", "-"),
+        make_spec("f16", parts, order, PORTABLE, LARGE_SIZE),
+        tile,
+        (LARGE_SIZE,),
     )
-]  # fmt: skip
+    for order in ("kn", "nk")
+    for parts, tile in LARGE_TILES
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

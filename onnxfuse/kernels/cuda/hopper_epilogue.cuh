@@ -4,8 +4,8 @@
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
 //   tile                   global -> staging area, all of it before the main loop, or one slab ahead of the computation
-//   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA cannot
-//                          address the tensor, by this warp, as wide as the tensor allows
+//   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA
+//                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
 #include "arguments.cuh"
 #include "hopper_ptx.cuh"
@@ -64,7 +64,8 @@ struct Slab {
 };
 
 template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row, long long column) {
+__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
+                                              long long column) {
   return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
          column * tensor.column_stride;
 }
@@ -72,7 +73,8 @@ __device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long
 // One vector operand -> fp32 in shared memory, by one warp. Elements outside of the tensor become 0; what they give is
 // never stored.
 template <typename Access>
-__device__ __forceinline__ void stage_vector(float* vector, const typename Access::Type* global, long long stride, int length, int valid) {
+__device__ __forceinline__ void stage_vector(float* vector, const typename Access::Type* global, long long stride,
+                                             int length, int valid) {
   using Vector = Packed<typename Access::Type, Access::WIDTH>;
 #pragma unroll 1
   for (int element = threadIdx.x % WARP_SIZE * Access::WIDTH; element < length; element += WARP_SIZE * Access::WIDTH) {
@@ -84,7 +86,8 @@ __device__ __forceinline__ void stage_vector(float* vector, const typename Acces
 }
 
 // All scalar, row and column operands of a block's tile.
-__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, const OutTile& tile) {
+__device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args,
+                                              const OutTile& tile) {
   static_for<0, LOADS>([&](auto index) {
     using Access = Load<decltype(index)::value>;
     const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
@@ -101,8 +104,8 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
   });
 }
 
-// The copies of one lane between a slab in shared memory and a tensor: whole rows a pass where a row has at most as many
-// accesses as a warp has lanes, so that all passes differ by constants only.
+// The copies of one lane between a slab in shared memory and a tensor: whole rows a pass where a row has at most as
+// many accesses as a warp has lanes, so that all passes differ by constants only.
 template <typename Access>
 struct SlabCopy {
   using T = typename Access::Type;
@@ -114,26 +117,32 @@ struct SlabCopy {
   // body(staged, global, inside) for every access of the slab's rows, which begin at `staged` and `tensor`; `inside` is
   // false where the slab or the tensor ends.
   template <typename Staged, typename Body>
-  static __device__ __forceinline__ void for_each(const Slab& slab, Staged* staged, const OnnxfuseTensor& tensor, const Body& body) {
+  static __device__ __forceinline__ void for_each(const Slab& slab, Staged* staged, const OnnxfuseTensor& tensor,
+                                                  const Body& body) {
     int lane = threadIdx.x % WARP_SIZE;
-    if constexpr (TILE_LOADS > 0) hide(lane);  // else addresses of the first slab stay in registers during the main loop
+    // Else the addresses of the first slab stay in registers during the main loop.
+    if constexpr (TILE_LOADS > 0) hide(lane);
     const int first_row = lane / ROW_LANES;
     const int rows = (lane < ROWS * ROW_LANES ? min(slab.rows, WARP_ROWS) : 0) - first_row;
     const long long step = ROWS * tensor.row_stride;
 #pragma unroll 1
     for (int column = lane % ROW_LANES * Access::WIDTH; column < SLAB_COLUMNS; column += WARP_SIZE * Access::WIDTH) {
       const int limit = column < slab.columns ? rows : 0;
-      T* global = element_pointer<T>(tensor, slab.batch, slab.row + first_row, slab.column) + column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
+      T* global = element_pointer<T>(tensor, slab.batch, slab.row + first_row, slab.column);
+      global += column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
       Staged* shared = staged + first_row * STAGED_PITCH + column;
 #pragma unroll (TILE_LOADS == 0 && PASSES <= 8 ? PASSES : 2)
-      for (int pass = 0; pass < PASSES; ++pass, global += step) body(shared + pass * ROWS * STAGED_PITCH, global, pass * ROWS < limit);
+      for (int pass = 0; pass < PASSES; ++pass, global += step) {
+        body(shared + pass * ROWS * STAGED_PITCH, global, pass * ROWS < limit);
+      }
       if (PER_ROW <= WARP_SIZE) break;
     }
   }
 };
 
 // One slab of every tile operand -> this warp's staging area, asynchronously.
-__device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile, int index) {
+__device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args,
+                                              const OutTile& tile, int index) {
   if constexpr (TILE_LOADS == 0) return;
   if (index < SLABS) {
     const Slab slab(args, tile, index);
@@ -153,14 +162,16 @@ __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const Onnx
 }
 
 // What the epilogue expects to be on its way before the main loop.
-__device__ __forceinline__ void prefetch_tile(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile) {
+__device__ __forceinline__ void prefetch_tile(unsigned char* staging, const OnnxfuseArguments& args,
+                                              const OutTile& tile) {
   constexpr int COUNT = LOAD_BUFFERS < SLABS ? 1 : SLABS;
 #pragma unroll
   for (int index = 0; index < COUNT; ++index) prefetch_slab(staging, args, tile, index);
 }
 
 // The staging area of every output that TMA cannot store -> global memory.
-__device__ __forceinline__ void store_slab(const unsigned char* staging, const OnnxfuseArguments& args, const Slab& slab) {
+__device__ __forceinline__ void store_slab(const unsigned char* staging, const OnnxfuseArguments& args,
+                                           const Slab& slab) {
   static_for<0, OUTS>([&](auto number) {
     using Access = Out<decltype(number)::value>;
     using T = typename Access::Type;
@@ -175,7 +186,8 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
 }
 
 // The staging areas of the other outputs -> global memory, by one thread.
-__device__ __forceinline__ void store_boxes(const unsigned char* staging, const Maps& maps, const Slab& slab, int buffer) {
+__device__ __forceinline__ void store_boxes(const unsigned char* staging, const Maps& maps, const Slab& slab,
+                                            int buffer) {
   static_for<0, OUTS>([&](auto number) {
     using Access = Out<decltype(number)::value>;
     if constexpr (Access::BOXED) {
@@ -186,40 +198,19 @@ __device__ __forceinline__ void store_boxes(const unsigned char* staging, const 
   store_commit();
 }
 
-// A row operand that the epilogue only adds to a part's product may as well be in the accumulators from the start.
-__device__ __forceinline__ void preload(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* vectors) {
-  static_for<0, PARTS>([&](auto number) {
-    constexpr int PART = decltype(number)::value;
-    constexpr int LOAD = Part<PART>::PRELOAD;
-#pragma unroll
-    for (int column = 0; column < BLOCK_N; column += FRAGMENT_COLUMNS) {
-      float2 pair = make_float2(0.0f, 0.0f);
-      if constexpr (LOAD >= 0) {
-        const float* vector = reinterpret_cast<const float*>(vectors + Load<LOAD>::OFFSET);
-        pair = *reinterpret_cast<const float2*>(vector + column + threadIdx.x % 4 * 2);
-      }
-#pragma unroll
-      for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-        float* fragment = acc[subtile] + (PART * BLOCK_N + column) / 2;
-        fragment[0] = fragment[2] = pair.x;
-        fragment[1] = fragment[3] = pair.y;
-      }
-    }
-  });
-}
-
 // What the functor needs for 16 rows x 16 columns: 4 pairs a thread, [fragment along n][half along m].
 constexpr int UNIT_COLUMNS = 2 * FRAGMENT_COLUMNS;
 using UnitOperands = float2[2][2][LOADS + 1];
 
 // Operands of the unit whose first column, counted from the group's tile, is `first_column` and from the slab `column`.
-__device__ __forceinline__ void read_operands(UnitOperands& operands, const unsigned char* vectors, const unsigned char* staging, int first_row, int first_column, int column, int buffer) {
+__device__ __forceinline__ void read_operands(UnitOperands& operands, const unsigned char* vectors,
+                                              const unsigned char* staging, int first_row, int first_column,
+                                              int column, int buffer) {
   const int lane_row = threadIdx.x % WARP_SIZE / 4;
   const int lane_column = threadIdx.x % 4 * 2;
   static_for<0, LOADS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     using Access = Load<INDEX>;
-    if constexpr (Access::PRELOADED) return;
     const float* vector = reinterpret_cast<const float*>(vectors + Access::OFFSET);
     const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
 #pragma unroll
@@ -244,7 +235,8 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
   });
 }
 
-__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1], float2 (&results)[OUTS]) {
+__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1],
+                                               float2 (&results)[OUTS]) {
   float first_acc[PARTS], second_acc[PARTS], first_operands[LOADS + 1], second_operands[LOADS + 1];
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
@@ -275,19 +267,21 @@ __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, co
     for (int i = 0; i < 4; ++i) words[i] = pack_pair(T(), pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
     const int row = lane % 16;
     const int first = column + lane / 16 * FRAGMENT_COLUMNS;
-    const void* target = Access::BOXED ? staged + box_offset(row, first) : static_cast<void*>(padded + row * STAGED_PITCH + first);
-    store_matrices(shared_address(target), words);
+    const int offset = Access::BOXED ? box_offset(row, first) : (row * STAGED_PITCH + first) * 2;
+    store_matrices(shared_address(staged + offset), words);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i % 2 * 8 + lane / 4;
-      store_pair(padded + row * STAGED_PITCH + column + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2, pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
+      store_pair(padded + row * STAGED_PITCH + column + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2,
+          pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
     }
   }
 }
 
 // The functor on one unit, and the results into the staging area.
-__device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const UnitOperands& operands, unsigned char* staging, int first_column, int column, int buffer) {
+__device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const UnitOperands& operands,
+                                         unsigned char* staging, int first_column, int column, int buffer) {
   float2 results[2][2][OUTS];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -301,14 +295,18 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   }
   static_for<0, OUTS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
-    const float2 pairs[2][2] = {{results[0][0][INDEX], results[0][1][INDEX]}, {results[1][0][INDEX], results[1][1][INDEX]}};
-    stage_unit<Out<INDEX>>(staging + Out<INDEX>::OFFSET + (Out<INDEX>::BOXED ? buffer * WARP_ROWS * BOX_BYTES : 0), column, pairs);
+    const float2 pairs[2][2] = {{results[0][0][INDEX], results[0][1][INDEX]},
+                                {results[1][0][INDEX], results[1][1][INDEX]}};
+    const int offset = Out<INDEX>::OFFSET + (Out<INDEX>::BOXED ? buffer * WARP_ROWS * BOX_BYTES : 0);
+    stage_unit<Out<INDEX>>(staging + offset, column, pairs);
   });
 }
 
 // Accumulators -> outputs, after prefetch_tile. `first_row` is the group's place in
 // the block's tile.
-__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int first_row, const unsigned char* vectors, unsigned char* staging) {
+__device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS],
+                                             const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile,
+                                             int first_row, const unsigned char* vectors, unsigned char* staging) {
   const int warp_row = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
   const bool leader = threadIdx.x % WARP_SIZE == 0;
 #pragma unroll
@@ -333,13 +331,16 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     // With OPERANDS_AHEAD, a unit's operands are read before the last one's results are written; the compiler would not
     // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
     UnitOperands operands[2];
-    read_operands(operands[0], vectors, staging, row, slab_column, 0, index % LOAD_BUFFERS);
+    const auto read = [&](UnitOperands& target, int column) {
+      read_operands(target, vectors, staging, row, slab_column + column, column, index % LOAD_BUFFERS);
+    };
+    read(operands[0], 0);
 #pragma unroll
     for (int column = 0; column < SLAB_COLUMNS; column += UNIT_COLUMNS) {
       const int current = OPERANDS_AHEAD ? column / UNIT_COLUMNS % 2 : 0;
       const int next = column + UNIT_COLUMNS;
-      if (!OPERANDS_AHEAD && column > 0) read_operands(operands[0], vectors, staging, row, slab_column + column, column, index % LOAD_BUFFERS);
-      if (OPERANDS_AHEAD && next < SLAB_COLUMNS) read_operands(operands[current ^ 1], vectors, staging, row, slab_column + next, next, index % LOAD_BUFFERS);
+      if (!OPERANDS_AHEAD && column > 0) read(operands[0], column);
+      if (OPERANDS_AHEAD && next < SLAB_COLUMNS) read(operands[current ^ 1], next);
       run_unit(acc[subtile], operands[current], staging, slab_column + column, column, buffer);
     }
     if constexpr (BOXED_OUTS > 0) shared_to_tma_fence();

@@ -1,12 +1,12 @@
 // One block computes tile after tile of out[m, n] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[m, k] * rhs_p[k, n].
 // sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
 //
-//   warps 8, 9       producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp brings
-//                    the row, column and scalar operands of the next tile, and its place
-//                       |  cp.async.bulk.tensor, 128-byte swizzle; in a cluster each block loads half and sends it to both
+//   warps 8, 9       producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
+//                    brings the row, column and scalar operands of the next tile, and its place
+//                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: lhs[BLOCK_M, 64] and rhs[64, BLOCK_N] of
-//                       |  full[stage]: the bytes have landed       every part side by side, so that one wgmma covers all
-//                       |  empty[stage]: every reader is done       parts and leaves them in the same thread
+//                       |  full[stage]: the bytes have landed       every part side by side: one wgmma covers all parts
+//                       |  empty[stage]: every reader is done       and leaves them in the same thread
 //   warps 0..3, 4..7 consumer groups 0 and 1
 //                       |  wgmma m64 x (PARTS * BLOCK_N) x k16, fp32 accumulators in registers
 //                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
@@ -18,12 +18,12 @@
 //                    waiting for a stage's phase after next, whose parity is that of the last one.
 //   cooperative      both groups share each tile, half of its rows each: larger tiles, the epilogue is exposed
 //
-// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks that
-// is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps that
+// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks
+// that is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps that
 // `hopper_tile.map_rules` describes.
 //
-// Contract: k > 0; rows of lhs and rhs start on 16-byte boundaries; the WIDTH of a load or output divides n, its strides
-// and its pointer.
+// Contract: k > 0; rows of lhs and rhs start on 16-byte boundaries; the WIDTH of a load or output divides n, its
+// strides and its pointer.
 //
 // The generated text before this file defines Element, RHS_K_CONTIGUOUS, the constants, the tables Load<I> and Out<I>,
 // the struct Epilogue, and multiply(): one wgmma of the kernel's width.
@@ -37,7 +37,7 @@ namespace onnxfuse {
 constexpr int CONSUMERS = 2;                              // groups
 constexpr int THREADS = (CONSUMERS + 1) * WARP_GROUP;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
-constexpr int VECTOR_BUFFERS = 2;                         // odd and even tiles
+constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
 constexpr int BLOCK_K = 64;                               // 128 bytes: the widest swizzle
 constexpr int STEP_K = 16;                                // of one wgmma
 constexpr int ROW_BYTES = BLOCK_K * sizeof(Element);
@@ -138,12 +138,14 @@ __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsi
   }
 }
 
-__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile, int k, int rank) {
+__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                           const Maps& maps, const OutTile& tile, int k, int rank) {
   constexpr int LHS_BOX = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_BOX : 0;
-  load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, k, tile.row + lhs_row, args.lhs.batch_stride ? tile.batch : 0);
-  // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of a
-  // cluster that shares rhs loads its half of the rows in shared memory.
+  const int lhs_batch = args.lhs.batch_stride ? tile.batch : 0;
+  load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, k, tile.row + lhs_row, lhs_batch);
+  // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of
+  // a cluster that shares rhs loads its half of the rows in shared memory.
   constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? BLOCK_N : RHS_ATOM;
   constexpr int BOX_ROW_BYTES = RHS_K_CONTIGUOUS ? ROW_BYTES : ATOM_BYTES;
   const int row = CLUSTER_M > 1 ? rank * RHS_BOX_ROWS : 0;
@@ -152,8 +154,9 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
     const int part = first / BLOCK_N;
     const int column = tile.column + first % BLOCK_N;
     const unsigned target = stage + LHS_BYTES + first * ROW_BYTES + row * BOX_ROW_BYTES;
-    load<(CLUSTER_M > 1)>(target, maps.rhs[part], full, RHS_K_CONTIGUOUS ? k : column, (RHS_K_CONTIGUOUS ? column : k) + row,
-                          args.rhs[part].batch_stride ? tile.batch : 0);
+    const int x = RHS_K_CONTIGUOUS ? k : column;
+    const int y = (RHS_K_CONTIGUOUS ? column : k) + row;
+    load<(CLUSTER_M > 1)>(target, maps.rhs[part], full, x, y, args.rhs[part].batch_stride ? tile.batch : 0);
   }
 }
 
@@ -174,9 +177,10 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   }
 }
 
-// What the epilogues of tile after tile need beside the product, by one warp: far enough ahead that no consumer waits for
-// global memory or divides tile numbers.
-__device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared, int rank) {
+// What the epilogues of tile after tile need beside the product, by one warp: far enough ahead that no consumer waits
+// for global memory or divides tile numbers.
+__device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, unsigned char* memory,
+                                                unsigned shared, int rank) {
   const Walk walk(args);
   int count = 0;
 #pragma unroll 1
@@ -187,8 +191,7 @@ __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, u
     barrier_wait(shared + VECTORS_EMPTY_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2 ^ 1);
     stage_vectors(vectors, args, tile);
     if (threadIdx.x % WARP_SIZE == 0) *reinterpret_cast<OutTile*>(vectors) = tile;
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_FULL_OFFSET + buffer * 8);
+    barrier_arrive(shared + VECTORS_FULL_OFFSET + buffer * 8);
   }
 }
 
@@ -205,8 +208,9 @@ __device__ __forceinline__ void release(unsigned shared, int stage) {
   }
 }
 
-// acc (+)= lhs * rhs over all of k. One stage's wgmma are in flight while the next stage's are issued.
-__device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring, unsigned shared, int first_row, int steps) {
+// acc = lhs * rhs over all of k. One stage's wgmma are in flight while the next stage's are issued.
+__device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring,
+                                              unsigned shared, int first_row, int steps) {
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -219,7 +223,8 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
     for (int i = 0; i < BLOCK_K / STEP_K; ++i) {
 #pragma unroll
       for (int subtile = 0; subtile < SUBTILES; ++subtile) {
-        multiply(acc[subtile], lhs + i * LHS_STEP + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16, rhs + i * RHS_STEP, PRELOADED || step + i > 0);
+        const unsigned long long rows = lhs + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16;
+        multiply(acc[subtile], rows + i * LHS_STEP, rhs + i * RHS_STEP, step + i > 0);
       }
     }
     multiply_commit();
@@ -232,7 +237,8 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
   }
 }
 
-__device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], const RingPosition& ring, unsigned shared) {
+__device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], const RingPosition& ring,
+                                                 unsigned shared) {
   multiply_wait<0>();
   release(shared, ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
 #pragma unroll
@@ -242,15 +248,15 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
   }
 }
 
-__device__ __forceinline__ OutTile group_tile(const unsigned char* vectors, int first_row) {
-  OutTile tile = *reinterpret_cast<const OutTile*>(vectors);
+__device__ __forceinline__ OutTile group_tile(OutTile tile, int first_row) {
   tile.row += first_row;
   return tile;
 }
 
 constexpr int TURN_BARRIER = 1;  // named barrier of group 0; the next is that of group 1
 
-__device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory, unsigned shared, int rank, int group) {
+__device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
+                                        unsigned shared, int rank, int group) {
   const Walk walk(args);
   const int steps = (args.k - 1) / BLOCK_K + 1;
   const int first_row = PINGPONG ? 0 : group * GROUP_M;
@@ -260,19 +266,20 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   float acc[SUBTILES][ACCUMULATORS];
   int count = PINGPONG ? group : 0;
 #pragma unroll 1
-  for (int number = walk.first + count * walk.clusters; number < walk.tiles; number += (PINGPONG ? CONSUMERS : 1) * walk.clusters) {
+  const int stride = (PINGPONG ? CONSUMERS : 1) * walk.clusters;
+  for (int number = walk.first + count * walk.clusters; number < walk.tiles; number += stride) {
+    if constexpr (TILE_LOADS > 0) prefetch_tile(staging, args, group_tile(walk.at(number, rank), first_row));
+    if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
+    run_main_loop(acc, ring, shared, first_row, steps);
+    const bool is_last = number + walk.clusters >= walk.tiles;
+    if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
+    finish_main_loop(acc, ring, shared);
     const int buffer = count % VECTOR_BUFFERS;
     const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
     barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
-    if constexpr (TILE_LOADS > 0) prefetch_tile(staging, args, group_tile(vectors, first_row));
-    if constexpr (PRELOADED) preload(acc, vectors);
-    if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
-    run_main_loop(acc, ring, shared, first_row, steps);
-    if (PINGPONG && number + walk.clusters < walk.tiles) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
-    finish_main_loop(acc, ring, shared);
-    run_epilogue(acc, args, maps, group_tile(vectors, first_row), first_row, vectors, staging);
-    __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0) barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
+    const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), first_row);
+    run_epilogue(acc, args, maps, tile, first_row, vectors, staging);
+    barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
     count += PINGPONG ? CONSUMERS : 1;
     if (PINGPONG) ring.skip(steps);
   }
@@ -287,8 +294,8 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
   }
 #pragma unroll
   for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
-    barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, 1);
-    barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS);
+    barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, WARP_SIZE);
+    barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS * WARP_SIZE);
   }
   barrier_init_fence();
 }

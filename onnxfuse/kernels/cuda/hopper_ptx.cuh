@@ -20,7 +20,9 @@ __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
 }
 
 // After the init: visible to the other block of the cluster and to TMA.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -32,7 +34,8 @@ __device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, int byte
 
 // Arrives at the barrier with the same offset in block `rank` of the cluster, which may be this block.
 __device__ __forceinline__ void barrier_arrive_peer(unsigned barrier, int rank) {
-  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [peer]; }"
+  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; "
+               "mbarrier.arrive.shared::cluster.b64 _, [peer]; }"
                ::"r"(barrier), "r"(rank) : "memory");
 }
 
@@ -53,15 +56,18 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 }
 
 __device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
 // Into both blocks of a cluster of two, at the same offsets; each block's own barrier counts the bytes.
-__device__ __forceinline__ void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+__device__ __forceinline__ void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x,
+                                                 int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%3, %4, %5}], [%2], %6;"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<unsigned short>(3)) : "memory");
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<unsigned short>(3))
+                   : "memory");
 }
 
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned shared, int x, int y, int z) {

@@ -32,8 +32,9 @@ __device__ __forceinline__ float fast_gelu_tanh(float x) {
   return x * fast_reciprocal(1.0f + fast_exp2(x * (-2.3022081986f - 0.10294324f * square)));
 }
 
-// x / (1 + 2^(x s)), s = (s0 + s1 x^2 + ... + s6 x^12): Phi is the logistic function of an odd one, which the polynomial
-// fits so that Phi is off by 5e-7 at most, and by 3e-4 of itself down to x = -4, where 1 + erf() has lost as much.
+// x Phi(x) = x / (1 + 2^(x s)), s = s0 + s1 x^2 + ... + s6 x^12: Phi is the logistic function of an odd function, and
+// the polynomial fits that one. Phi is off by 5e-7 at most, and by 3e-4 of itself down to x = -4, where 1 + erf() in
+// fp32 has lost as much. Below x = -5 the result is small and only right to a few percent.
 __device__ __forceinline__ float fast_gelu(float x) {
   const float square = x * x;
   float sum = -5.129144220461512e-09f;

@@ -217,6 +217,7 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const 
     for (int set = 0; set < SETS; ++set) stages[i].load_rhs(rhs, set, k + i * STRIDE, depth);
     stages[i].load_lhs(lhs, k + i * STRIDE, depth);
   }
+#pragma unroll 1
   while (k < depth) {
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
