@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from onnxfuse import small_m_tile
 from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Step
+from onnxfuse.hopper_tile import BLOCK_K as HOPPER_BLOCK_K
 from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
-from onnxfuse.tile_footprint import why_not
+from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import Width, Widths
 
 
@@ -189,20 +192,44 @@ _HOPPER = (
     Candidate(HopperTile(128, 128, pingpong=True), 1.7),
     Candidate(HopperTile(64, 128, pingpong=True), 1.2),
 )
+# The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
+# of k a block has on its way, the fewer times it waits.
+_SMALL_M = (
+    Candidate(Tile(16, 64, 32, 1, 1, 1, 4, "small_m"), 0.5),
+    Candidate(Tile(16, 32, 32, 1, 1, 1, 8, "small_m"), 0.4),
+    Candidate(Tile(16, 32, 32, 1, 1, 1, 16, "small_m"), 0.4),
+    Candidate(Tile(16, 32, 64, 1, 1, 1, 8, "small_m"), 0.4),
+)
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "fp32": _EXACT}
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
 
+# One multiprocessor of an H200 in a microsecond: products at a pace of 1, its share of what memory delivers; and how
+# long a block waits, in microseconds, for the loads that it has on their way. Other chips have other units, but similar
+# relations between them.
+PRODUCTS = {"f16": 2.3e6, "bf16": 2.3e6, "tf32": 1.1e6, "fp32": 0.2e6}
+BYTES = 32.6e3
+ROUND_TRIP = 1.0
+OVERLAP = 16  # of computing and reading the shorter hides behind the longer, but for one part in 16
+
 
 def tile_text(tile: Tile | HopperTile) -> str:
-    """`128x64x32 warps 2x4 stages 4`, or `128x96 ping-pong`."""
+    """`128x64x32 warps 2x4 stages 4`, `16x32x32 few rows, k shared by 4 warps`, or `128x96 ping-pong`."""
     if isinstance(tile, HopperTile):
         return str(tile)
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
+    shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+    if tile.kernel == "small_m":
+        return f"{shape} few rows, k shared by {tile.warps_k} warps"
+    return f"{shape} warps {tile.warps_m}x{tile.warps_n} stages {tile.stages}"
 
 
 def tiles_for(math: str, parts: int) -> tuple[Tile, ...]:
     """The portable kernel's candidate tiles, with block_n the columns of one part."""
     return tuple(replace(entry.tile, block_n=_columns(entry.tile, parts)) for entry in CANDIDATES[math])
+
+
+def small_m_tiles(parts: int) -> tuple[Tile, ...]:
+    """The candidate tiles of the kernel for few rows, with block_n the columns of one part."""
+    return tuple(replace(entry.tile, block_n=max(entry.tile.block_n // parts // 8, 1) * 8) for entry in _SMALL_M)
 
 
 def _columns(tile: Tile, parts: int) -> int:
@@ -214,8 +241,10 @@ def _columns(tile: Tile, parts: int) -> int:
 def candidates_for(spec: KernelSpec, device: DeviceSpec) -> tuple[Candidate[Tile | HopperTile], ...]:
     """Every tile that a plan considers, with block_n the columns of one part; those of the faster kernel first."""
     portable = zip(CANDIDATES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
+    few_rows = zip(_SMALL_M if spec.math in ("f16", "bf16") else (), small_m_tiles(spec.parts), strict=False)
     hopper = [entry for entry in _HOPPER if device.arch == "sm_90a" and spec.rhs_order in entry.orders]
     return (
+        *(replace(entry, tile=tile) for entry, tile in few_rows),
         *(replace(entry, tile=_share(entry.tile, spec.parts)) for entry in hopper),
         *(replace(entry, tile=tile) for entry, tile in portable),
     )
@@ -226,12 +255,48 @@ def _share(tile: HopperTile, parts: int) -> HopperTile:
     return replace(tile, block_n=max(tile.block_n // parts // 16, 1) * 16)
 
 
-def cost(candidate: Candidate[Tile | HopperTile], parts: int, m: int, n: int, k: int, device: DeviceSpec) -> float:
-    """Estimated time in products of one multiprocessor: how many tiles the busiest one computes, times a tile."""
-    tile = candidate.tile
-    tiles = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
+@dataclass(frozen=True)
+class Flow:
+    """How a tile's blocks read rhs.
+
+    Attributes:
+        blocks: that run at once on the whole chip.
+        depth: of k, that a block has on its way at any time.
+        shared: row tiles with the same columns meet in L2, so that memory is read once for all of them.
+    """
+
+    blocks: int
+    depth: int
+    shared: bool
+
+
+def flow(spec: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> Flow:
+    """How a legal tile reads rhs."""
+    if isinstance(tile, HopperTile):
+        stages = hopper_footprint(spec, tile, device.shared_bytes).stages
+        return Flow(device.multiprocessors, stages * HOPPER_BLOCK_K, shared=True)
+    own = replace(spec, tile=tile)
+    if tile.kernel == "small_m":
+        resident = small_m_tile.resident_blocks(own)
+        return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages, shared=False)
+    resident = max(device.shared_bytes // shared_bytes(own), 1)
+    return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k, shared=True)
+
+
+def cost(
+    candidate: Candidate[Tile | HopperTile], reads: Flow, spec: KernelSpec, m: int, n: int, k: int, device: DeviceSpec
+) -> float:
+    """Estimated microseconds: the longer of computing and reading rhs, and a little of the shorter."""
+    tile, width = candidate.tile, n * spec.parts
+    rows = math.ceil(m / tile.block_m)
+    tiles = rows * math.ceil(n / tile.block_n)
     waves = math.ceil(tiles / device.multiprocessors)
-    return waves * tile.block_m * tile.block_n * parts * (k + PIPELINE_FILL) / candidate.pace
+    products = waves * tile.block_m * tile.block_n * spec.parts * (k + PIPELINE_FILL) / candidate.pace
+    computing = products / PRODUCTS[spec.math]
+    memory = (1 if reads.shared else rows) * k * width * spec.dtype.bytes / device.multiprocessors / BYTES
+    waiting = math.ceil(tiles / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
+    reading = max(memory, waiting)
+    return max(computing, reading) + min(computing, reading) / OVERLAP
 
 
 def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: DeviceSpec, exact_fp32: bool) -> Plan:
@@ -247,8 +312,10 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     m = _static_product(fusion, mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
 
+    priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
+
     def best(size: int) -> Tile | HopperTile:
-        return min(fitting, key=lambda entry: cost(entry, base.parts, size, columns, depth, device)).tile
+        return min(priced, key=lambda pair: cost(pair[0], pair[1], base, size, columns, depth, device))[0].tile
 
     ranges = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
     variants = [_variant(base, tile, low, high) for tile, low, high in ranges]

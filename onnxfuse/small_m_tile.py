@@ -18,8 +18,10 @@ STEP_K = 32  # a row's four lanes, one chunk each
 NARROW_GROUP = 32  # columns of rhs[k, n] that eight lanes load, 8 bytes each
 WIDE_GROUP = 64  # 16 bytes each
 MAX_THREADS = 1024
+MAX_GATED_THREADS = 384  # lanes of several parts of rhs[k, n] differ in where they read, which takes registers
 MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
-OTHER_REGISTERS = 40  # addresses, counters and fragments
+OTHER_REGISTERS = 32  # counters, addresses of lhs, what is being multiplied
+ADDRESS_REGISTERS = 3  # of each fragment: a pointer, and a part of what advances it
 REGISTERS = 65536  # of one multiprocessor
 FP32_BYTES = 4
 
@@ -49,7 +51,8 @@ def registers(spec: KernelSpec) -> int:
 
 def resident_blocks(spec: KernelSpec) -> int:
     """Blocks that the compiler leaves registers for on one multiprocessor."""
-    return max(REGISTERS // (spec.tile.threads * (registers(spec) + OTHER_REGISTERS)), 1)
+    needed = registers(spec) + OTHER_REGISTERS + ADDRESS_REGISTERS * columns(spec) // CHUNK
+    return max(REGISTERS // (spec.tile.threads * needed), 1)
 
 
 def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
@@ -63,8 +66,9 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
         return f"few rows: a tile has {ROWS} rows, and warps share k only"
     if tile.block_n % CHUNK or tile.block_k % STEP_K:
         return f"few rows: block_n is a multiple of {CHUNK}, block_k of {STEP_K}"
-    if tile.threads > MAX_THREADS:
-        return f"{tile.threads} threads, of {MAX_THREADS} at most"
+    limit = MAX_GATED_THREADS if spec.rhs_order == "kn" and spec.parts > 1 else MAX_THREADS
+    if tile.threads > limit:
+        return f"{tile.threads} threads, of {limit} at most"
     if registers(spec) > MAX_REGISTERS:
         return f"{registers(spec)} registers for accumulators and stages, of {MAX_REGISTERS} at most"
     if shared_bytes(spec) > shared_limit:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import F16, F32
+from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import KernelSpec, Tile
+from onnxfuse.plan import KernelSpec, Tile, small_m_tiles
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Size, make_problem, make_spec
 from tests.test_kernel_on_cpu import Case, build, launch
+from tests.test_plan import planned
 
 
 def tile(block_n: int, block_k: int = 32, stages: int = 2, warps_k: int = 2) -> Tile:
@@ -47,3 +48,60 @@ def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
         problem = make_problem(spec, size)
         problem.check(launch(library, problem, lazy=False))
         problem.check(launch(library, problem, lazy=False, grid_z=1))
+
+
+def small_kernels(arch: str) -> list[KernelSpec]:
+    """Every candidate tile with every order, number of parts and epilogue that one architecture runs."""
+    kinds = {1: ("plain", "residual", "mixed"), 2: ("plain", "residual", "mixed"), 3: ("plain",), 4: ("residual",)}
+    specs = [
+        make_spec(("f16", "bf16")[parts % 2], parts, order, tile, Size(16, 4096, 4096), kind)
+        for order in ("nk", "kn")
+        for parts in (1, 2, 3, 4)
+        for tile in small_m_tiles(parts)
+        for kind in kinds[parts]
+    ]
+    return [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_candidates_need_no_local_memory(arch: str) -> None:
+    specs = small_kernels(arch)
+    assert len(specs) > 50
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda spec: compile_source(emit(spec), ARCHITECTURES[arch]), specs))
+    for spec, image in zip(specs, images, strict=True):
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("rhs", ["n k", "k n"])
+@pytest.mark.parametrize(("parts", "n", "k"), [(2, 14336, 4096), (2, 5120, 1280), (2, 1280, 320), (1, 4096, 4096)])
+def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int) -> None:
+    plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs)
+    assert plan.variants[0].spec.tile.kernel == "small_m"
+    assert plan.variants[0].max_m >= 16
+    assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants if variant.max_m > 64)
+
+
+@pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4096, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
+def test_it_is_for_wide_accesses_of_16_bit_types(dtype, n: int, k: int) -> None:
+    plan = planned(ARCHITECTURES["sm_90a"], m=1, n=n, k=k, dtype=dtype)
+    assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"math": "tf32"}, "no kernel for tf32"),
+        ({"rhs_width": 4}, "16-byte boundaries"),
+        ({"tile": replace(tile(32), block_m=32)}, "16 rows"),
+        ({"tile": tile(20)}, "multiple of 8"),
+        ({"tile": tile(32, 32, 1, 64)}, "threads"),
+        ({"tile": tile(256)}, "registers"),
+        ({"tile": tile(64, 32, 1, 32)}, "shared memory"),
+    ],
+)
+def test_an_illegal_tile_has_a_reason(changed: dict, reason: str) -> None:
+    spec = make_spec("f16", 1, "nk", tile(32), Size(16, 64, 64))
+    assert why_not(spec, 99 * 1024) is None
+    assert reason in str(why_not(replace(spec, **changed), 99 * 1024))

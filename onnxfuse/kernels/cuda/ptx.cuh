@@ -48,8 +48,8 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
   return packed;
 }
 
-// Zeros where not `inside`. Volatile, so that loads stay as far ahead of their use as they are written. What is read only
-// once goes past L1, with the rest of its 128-byte line, which a neighbour reads next; what other blocks of the
+// Zeros where not `inside`. Volatile, so that loads stay as far ahead of their use as they are written. What is read
+// only once goes past L1, with the rest of its 128-byte line, which a neighbour reads next; what other blocks of the
 // multiprocessor read as well goes through it.
 template <typename Vector>
 __device__ __forceinline__ Vector load_streamed(const typename Vector::Type* global, bool inside) {

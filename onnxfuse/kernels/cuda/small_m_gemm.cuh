@@ -1,11 +1,11 @@
-// One block computes out[16, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[16, k] * rhs_p[k, BLOCK_N] for
-// few rows, as in decoding: the time is that of reading rhs once, so rhs goes straight from memory into the registers
-// that mma.sync wants, 16 bytes a lane and a load, and nothing waits for anybody else until k is done. For 16-bit types,
-// on sm_80 and later.
+// One block computes out[16, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[16, k] * rhs_p[k, BLOCK_N]
+// for few rows, as in decoding: the time is that of reading rhs once, so rhs goes straight from memory into the
+// registers that mma.sync wants, 16 bytes a lane and a load, and no warp waits for another until k is done. For 16-bit
+// types, on sm_80 and later.
 //
-//   global      rhs, BLOCK_K of all columns     lhs, BLOCK_K of 16 rows     each warp its own blocks of k, WARPS_K apart
+//   global      rhs, BLOCK_K of all columns     lhs, BLOCK_K of 16 rows     each warp every WARPS_K-th block of k
 //                  |  past L1                      |  through L1
-//   registers   [stage 0] .. [stage STAGES-1]                               loads run STAGES - 1 blocks of k ahead
+//   registers   [stage 0] .. [stage STAGES-1]                               loaded again as soon as they are multiplied
 //                  |  mma.sync
 //   registers   acc[fragment][4]                                            all columns, this warp's share of k
 //                  |
@@ -18,10 +18,11 @@
 //
 //   lhs[m, k]   lane 4g + t loads k 8t .. 8t+7 of rows g and g + 8: four k for a first mma and four for a second
 //   rhs[n, k]   lane 4g + t loads k 8t .. 8t+7 of column g: the same four and four, once for every fragment
-//   rhs[k, n]   lane 4g + t loads columns 8g .. 8g+7 of rows 8t .. 8t+7: column g of fragment j is column 8g + j
+//   rhs[k, n]   lane 4g + t loads columns 8g .. 8g+7 of rows 8t .. 8t+7: column g of fragment j is column 8g + j;
+//               in narrow tiles columns 4g .. 4g+3, and so on
 //
-// Launch and arguments: as the portable kernel's. Contract: pointers, strides and the extents of lhs and rhs along their
-// contiguous axes are multiples of 8 elements; loads and outputs are read and written element by element.
+// Launch and arguments: as the portable kernel's. Contract: pointers, strides and the extents of lhs and rhs along
+// their contiguous axes are multiples of 8 elements; loads and outputs are read and written element by element.
 //
 // The generated text before this file defines Element, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K, STAGES,
 // RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
@@ -56,10 +57,10 @@ static_assert(SUMS_PITCH >= FRAGMENTS * FRAGMENT_COLUMNS && SUMS_PITCH % 2 == 0,
 static_assert(SHARED_BYTES == WARPS_K * WARP_SUMS * sizeof(float), "footprint and kernel agree");
 
 // Neighbours of one tensor, as the registers that they are.
-template <int WIDTH>
-struct alignas(2 * WIDTH) Chunk {
+template <int ELEMENTS>
+struct alignas(2 * ELEMENTS) Chunk {
   using Type = Element;
-  unsigned pairs[WIDTH / 2];
+  unsigned pairs[ELEMENTS / 2];
 };
 using LhsChunk = Chunk<CHUNK>;
 using RhsChunk = Chunk<RHS_K_CONTIGUOUS ? CHUNK : LANE_COLUMNS>;
