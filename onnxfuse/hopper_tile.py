@@ -13,12 +13,9 @@ Shared memory of one block, in this order:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.tile_footprint import copy_width
-
-if TYPE_CHECKING:  # plan imports this module
-    from onnxfuse.plan import Access, KernelSpec
 
 CONSUMER_GROUPS = 2
 VECTOR_BUFFERS = 4

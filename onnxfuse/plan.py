@@ -12,86 +12,14 @@ from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Step
+from onnxfuse.fusion import Fusion
 from onnxfuse.hopper_tile import BLOCK_K as HOPPER_BLOCK_K
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
+from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import Width, Widths
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The shape of one thread block's work.
-
-    Attributes:
-        block_m: rows of the output tile.
-        block_n: columns of the output tile, of each part.
-        block_k: depth of one pipeline stage, in elements.
-        warps_m: warps along m; each owns block_m / warps_m rows.
-        warps_n: warps along n; each owns block_n / warps_n columns of every part.
-        stages: depth of the pipeline: in shared memory, or in the registers of `small_m`.
-        warps_k: warps that share k, each with sums of its own; more than 1 for `small_m` only.
-        kernel: `portable`, or `small_m` for few rows.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps_m: int
-    warps_n: int
-    stages: int
-    warps_k: int = 1
-    kernel: str = "portable"
-
-    @property
-    def threads(self) -> int:
-        """Threads of one block."""
-        return 32 * self.warps_m * self.warps_n * self.warps_k
-
-
-@dataclass(frozen=True)
-class Access:
-    """How the kernel reaches one tensor of the epilogue.
-
-    Attributes:
-        kind: `scalar` (one value), `row` (varies along n only), `column` (along m only) or `tile` (both); each may
-            also vary along the batch.
-        width: elements of one access along n; 1 for a scalar and a column.
-    """
-
-    kind: str
-    dtype: DType
-    width: int
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """Everything that the text of a kernel depends on; sizes and strides are run-time arguments.
-
-    Attributes:
-        dtype: element type of lhs and rhs.
-        math: `f16`, `bf16` and `tf32` use the tensor cores, `fp32` the ordinary fp32 units; all accumulate in fp32.
-        parts: products accumulated in one thread.
-        rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
-        lhs_width: elements of one copy of lhs along k.
-        rhs_width: elements of one copy of rhs along its contiguous axis.
-        loads: what the steps call `op0`, `op1`, ...
-        outs: the stored tensors; `out_values` names the value that each stores.
-    """
-
-    dtype: DType
-    math: str
-    parts: int
-    rhs_order: str
-    lhs_width: int
-    rhs_width: int
-    loads: tuple[Access, ...]
-    outs: tuple[Access, ...]
-    steps: tuple[Step, ...]
-    out_values: tuple[str, ...]
-    tile: Tile
 
 
 @dataclass(frozen=True)
@@ -186,12 +114,16 @@ _EXACT = (
 )
 # The sm_90a kernel. A part of 80 columns is read in narrow swizzles where n is contiguous, so it is for [n, k] only.
 _HOPPER = (
-    Candidate(HopperTile(128, 256, pingpong=False), 1.75),
     Candidate(HopperTile(128, 192, pingpong=True), 1.85),
-    Candidate(HopperTile(128, 160, pingpong=True), 1.85, ("nk",)),
-    Candidate(HopperTile(128, 128, pingpong=True), 1.7),
-    Candidate(HopperTile(64, 128, pingpong=True), 1.2),
+    Candidate(HopperTile(128, 160, pingpong=True), 1.9, ("nk",)),
+    Candidate(HopperTile(128, 160, pingpong=False), 1.75, ("nk",)),
+    Candidate(HopperTile(128, 128, pingpong=True), 1.75),
+    Candidate(HopperTile(128, 128, pingpong=False), 1.6),
+    Candidate(HopperTile(64, 160, pingpong=True), 1.4, ("nk",)),
+    Candidate(HopperTile(64, 128, pingpong=True), 1.35),
 )
+LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
+AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
 # The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
 # of k a block has on its way, the fewer times it waits.
 _SMALL_M = (
@@ -202,6 +134,7 @@ _SMALL_M = (
 )
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "fp32": _EXACT}
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
+EXPOSED_EPILOGUE = 128  # and that much longer where the groups of the sm_90a kernel share a tile
 
 # One multiprocessor of an H200 in a microsecond: products at a pace of 1, its share of what memory delivers; and how
 # long a block waits, in microseconds, for the loads that it has on their way. Other chips have other units, but similar
@@ -238,21 +171,22 @@ def _columns(tile: Tile, parts: int) -> int:
     return max(tile.block_n // parts // step, 1) * step
 
 
-def candidates_for(spec: KernelSpec, device: DeviceSpec) -> tuple[Candidate[Tile | HopperTile], ...]:
+def candidates_for(spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate[Tile | HopperTile], ...]:
     """Every tile that a plan considers, with block_n the columns of one part; those of the faster kernel first."""
     portable = zip(CANDIDATES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
     few_rows = zip(_SMALL_M if spec.math in ("f16", "bf16") else (), small_m_tiles(spec.parts), strict=False)
     hopper = [entry for entry in _HOPPER if device.arch == "sm_90a" and spec.rhs_order in entry.orders]
     return (
         *(replace(entry, tile=tile) for entry, tile in few_rows),
-        *(replace(entry, tile=_share(entry.tile, spec.parts)) for entry in hopper),
+        *(replace(entry, tile=_hopper_tile(entry.tile, spec, k)) for entry in hopper),
         *(replace(entry, tile=tile) for entry, tile in portable),
     )
 
 
-def _share(tile: HopperTile, parts: int) -> HopperTile:
+def _hopper_tile(tile: HopperTile, spec: KernelSpec, k: int) -> HopperTile:
     """The tile's width shared among the parts, in whole steps of wgmma's transposed operand."""
-    return replace(tile, block_n=max(tile.block_n // parts // 16, 1) * 16)
+    ahead = spec.parts * k <= AHEAD_DEPTH and all(load.kind != "tile" for load in spec.loads)
+    return replace(tile, block_n=max(tile.block_n // spec.parts // 16, 1) * 16, operands_ahead=ahead)
 
 
 @dataclass(frozen=True)
@@ -291,8 +225,11 @@ def cost(
     rows = math.ceil(m / tile.block_m)
     tiles = rows * math.ceil(n / tile.block_n)
     waves = math.ceil(tiles / device.multiprocessors)
-    products = waves * tile.block_m * tile.block_n * spec.parts * (k + PIPELINE_FILL) / candidate.pace
-    computing = products / PRODUCTS[spec.math]
+    depth, pace = k + PIPELINE_FILL, candidate.pace
+    if isinstance(tile, HopperTile):
+        depth += 0 if tile.pingpong else EXPOSED_EPILOGUE
+        pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
+    computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
     memory = (1 if reads.shared else rows) * k * width * spec.dtype.bytes / device.multiprocessors / BYTES
     waiting = math.ceil(tiles / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
     reading = max(memory, waiting)
@@ -306,11 +243,11 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
         NotFusable: no tile fits the architecture's shared memory.
     """
     base = _spec(fusion, mapping, widths, exact_fp32)
-    fitting, rejected = _fitting(base, device)
-    if not fitting:
-        raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     m = _static_product(fusion, mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
+    fitting, rejected = _fitting(base, device, depth)
+    if not fitting:
+        raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
 
     priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
 
@@ -371,10 +308,10 @@ def _narrow(spec: KernelSpec) -> KernelSpec:
     )
 
 
-def _fitting(base: KernelSpec, device: DeviceSpec) -> tuple[list[Candidate[Tile | HopperTile]], list[Rejected]]:
+def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate[Tile | HopperTile]], list[Rejected]]:
     fitting: list[Candidate[Tile | HopperTile]] = []
     rejected: list[Rejected] = []
-    for candidate in candidates_for(base, device):
+    for candidate in candidates_for(base, device, k):
         obstacle = _obstacle(base, candidate.tile, device)
         if obstacle is None:
             fitting.append(candidate)

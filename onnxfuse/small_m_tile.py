@@ -7,10 +7,7 @@ Shared memory of one block holds the sums of its warps, each of another share of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # plan imports this module
-    from onnxfuse.plan import KernelSpec
+from onnxfuse.kernel_spec import KernelSpec
 
 ROWS = 16  # of one mma
 CHUNK = 8  # elements of one 16-byte load

@@ -11,12 +11,9 @@ Shared memory of one block, in this order:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from onnxfuse import small_m_tile
-
-if TYPE_CHECKING:  # plan imports this module
-    from onnxfuse.plan import Access, KernelSpec, Tile
+from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments

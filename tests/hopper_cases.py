@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.hopper_tile import HopperTile, why_not
-from onnxfuse.plan import KernelSpec, Tile
+from onnxfuse.kernel_spec import KernelSpec, Tile
 from tests.kernel_problem import Size, make_spec
 
 DEVICE = ARCHITECTURES["sm_90a"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.fusion import Step
-from onnxfuse.plan import Access, KernelSpec, Tile
+from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from tests.reference_fusion import OPS
 
 TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])

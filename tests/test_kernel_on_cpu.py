@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from onnxfuse.dtypes import F16, F32
+from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import KernelSpec, Tile
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Problem, Size, make_problem, make_spec
 

@@ -10,8 +10,9 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import KernelSpec, Tile, small_m_tiles
+from onnxfuse.plan import small_m_tiles
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Size, make_problem, make_spec

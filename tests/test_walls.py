@@ -20,7 +20,17 @@ WALLS = {
     "cupy": ("runtime",),
     "onnxruntime": ("runtime/session", "runtime/verify", "runtime/bench"),
 }
-PURE = ("fusion", "simplify", "axes", "vector_width", "plan", "tile_footprint")
+PURE = (
+    "fusion",
+    "simplify",
+    "axes",
+    "vector_width",
+    "kernel_spec",
+    "plan",
+    "tile_footprint",
+    "hopper_tile",
+    "small_m_tile",
+)
 LEAVES = ("errors", "settings", "dtypes", "device")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
 FORBIDDEN = {
@@ -81,3 +91,12 @@ def test_the_pure_world_sees_no_library_no_file_and_no_environment() -> None:
                 if name.startswith(("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.graph"))
             ]
             assert not rooms, f"{path} is pure but imports {rooms}"
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    names = {"onnxfuse." + path.with_suffix("").as_posix().replace("/", "."): path for path in FILES}
+    edges = {name: {found for found in imports(path) if found in names} for name, path in names.items()}
+    while edges:
+        leaves = {name for name, targets in edges.items() if not targets & edges.keys()}
+        assert leaves, f"a circle among {sorted(edges)}"
+        edges = {name: targets for name, targets in edges.items() if name not in leaves}

@@ -9,8 +9,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.kernels.epilogue import functor
-from onnxfuse.plan import Access, KernelSpec
 from onnxfuse.small_m_tile import resident_blocks, sums_pitch
 from onnxfuse.tile_footprint import copy_width, footprint, shared_bytes
 

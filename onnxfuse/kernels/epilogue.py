@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 
 from onnxfuse.fusion import Value
-from onnxfuse.plan import KernelSpec
+from onnxfuse.kernel_spec import KernelSpec
 
 Expression = Callable[..., str]
 

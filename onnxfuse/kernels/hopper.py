@@ -7,9 +7,9 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 from __future__ import annotations
 
 from onnxfuse.hopper_tile import TILE_BYTES, HopperFootprint, HopperTile, boxed, footprint, rhs_atom, rhs_box
+from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels import emit as portable
 from onnxfuse.kernels.epilogue import functor
-from onnxfuse.plan import KernelSpec
 
 _BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
 _AFTER = ("hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")

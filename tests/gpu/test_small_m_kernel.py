@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.plan import KernelSpec, small_m_tiles
+from onnxfuse.plan import small_m_tiles
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.small_m_tile import CHUNK, MAX_GATED_THREADS
 from onnxfuse.tile_footprint import shared_bytes, why_not

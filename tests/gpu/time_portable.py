@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import F16
 from onnxfuse.fusion import Step
+from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.plan import Access, KernelSpec, Tile
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from tests.kernel_problem import ARGUMENTS

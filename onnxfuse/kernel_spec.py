@@ -1,0 +1,81 @@
+"""What a kernel is: everything that its text depends on. The plan chooses it, the emitter obeys it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.dtypes import DType
+from onnxfuse.fusion import Step
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        block_m: rows of the output tile.
+        block_n: columns of the output tile, of each part.
+        block_k: depth of one pipeline stage, in elements.
+        warps_m: warps along m; each owns block_m / warps_m rows.
+        warps_n: warps along n; each owns block_n / warps_n columns of every part.
+        stages: depth of the pipeline: in shared memory, or in the registers of `small_m`.
+        warps_k: warps that share k, each with sums of its own; more than 1 for `small_m` only.
+        kernel: `portable`, or `small_m` for few rows.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    warps_k: int = 1
+    kernel: str = "portable"
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps_m * self.warps_n * self.warps_k
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the kernel reaches one tensor of the epilogue.
+
+    Attributes:
+        kind: `scalar` (one value), `row` (varies along n only), `column` (along m only) or `tile` (both); each may
+            also vary along the batch.
+        width: elements of one access along n; 1 for a scalar and a column.
+    """
+
+    kind: str
+    dtype: DType
+    width: int
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything that the text of a kernel depends on; sizes and strides are run-time arguments.
+
+    Attributes:
+        dtype: element type of lhs and rhs.
+        math: `f16`, `bf16` and `tf32` use the tensor cores, `fp32` the ordinary fp32 units; all accumulate in fp32.
+        parts: products accumulated in one thread.
+        rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
+        lhs_width: elements of one copy of lhs along k.
+        rhs_width: elements of one copy of rhs along its contiguous axis.
+        loads: what the steps call `op0`, `op1`, ...
+        outs: the stored tensors; `out_values` names the value that each stores.
+    """
+
+    dtype: DType
+    math: str
+    parts: int
+    rhs_order: str
+    lhs_width: int
+    rhs_width: int
+    loads: tuple[Access, ...]
+    outs: tuple[Access, ...]
+    steps: tuple[Step, ...]
+    out_values: tuple[str, ...]
+    tile: Tile
