@@ -13,6 +13,7 @@ import datetime
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,8 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | Non
 
 def launcher(variant: Variant, device: DeviceSpec, buffers: Buffers, folder: Path) -> Callable[[int], None]:
     """Launches the variant on one copy of the buffers."""
-    path = folder / "kernel.cubin"
+    # A name of its own: CuPy remembers modules by their path.
+    path = folder / f"{buffers.row}.{variant.spec.rhs_order}.cubin".replace(" ", "")
     path.write_bytes(compile_source(kernel_source(variant, device), device).data)
     function = cupy.RawModule(path=str(path)).get_function(ENTRY)
     rule = launch_rule(variant, device)
@@ -292,11 +294,10 @@ def main() -> None:
     device = spec_of(driver.local_architectures()[0])
     rows = []
     print(f"{'problem':30} order  cuBLAS us  ours us  ratio   bar  tile", flush=True)
-    for row in ROWS:
-        for order in ("kn", "nk"):
-            if options.only not in str(row):
-                continue
-            made = time_row(row, order, device, options.out.parent)
+    problems = [(row, order) for row in ROWS for order in ("kn", "nk") if options.only in str(row)]
+    with tempfile.TemporaryDirectory() as folder:
+        for row, order in problems:
+            made = time_row(row, order, device, Path(folder))
             rows.append(made)
             print(
                 f"{made['problem']:30} {order:5} {made['cublas_us']:10.1f} {made['fused_us']:8.1f} "
