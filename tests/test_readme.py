@@ -29,7 +29,7 @@ def raised_reasons() -> set[str]:
 
 def test_the_table_of_reasons_is_complete_and_holds_no_other() -> None:
     table = README.split("## Why a product is left alone")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == raised_reasons() - {"unknown_pattern"}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == raised_reasons()
 
 
 def test_the_table_of_settings_is_settings_py() -> None:

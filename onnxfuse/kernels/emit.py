@@ -30,13 +30,14 @@ def emit(spec: KernelSpec) -> str:
     Args:
         spec: a legal spec: `tile_footprint.why_not(spec, ...)` is None.
     """
-    before = "\n".join(_template(name) for name in _BEFORE)
-    after = "\n".join(_template(name) for name in _AFTER[spec.tile.kernel])
+    before = "\n".join(template(name) for name in _BEFORE)
+    after = "\n".join(template(name) for name in _AFTER[spec.tile.kernel])
     return f"{before}\n{_generated(spec)}\n{after}"
 
 
 @cache
-def _template(name: str) -> str:
+def template(name: str) -> str:
+    """The text of a hand-written file, without its includes of our own files, which stand before it."""
     text = (TEMPLATES / name).read_text(encoding="utf-8")
     return f"// ---- {name}\n{_OWN_INCLUDE.sub('', text)}"
 
@@ -44,10 +45,10 @@ def _template(name: str) -> str:
 def _generated(spec: KernelSpec) -> str:
     load_offsets, out_offsets = _offsets(spec)
     loads = [
-        _access("Load", index, load, load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
+        access_table("Load", index, load, load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
         for index, load in enumerate(spec.loads)
     ]
-    outs = [_access("Out", index, out, out_offsets[index]) for index, out in enumerate(spec.outs)]
+    outs = [access_table("Out", index, out, out_offsets[index]) for index, out in enumerate(spec.outs)]
     tables = "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
     return f"""\
 // ---- generated
@@ -118,7 +119,8 @@ def _small_m_constants(spec: KernelSpec) -> dict[str, int]:
 _OWN_CONSTANTS = {"portable": _portable_constants, "small_m": _small_m_constants}
 
 
-def _access(table: str, index: int, access: Access, offset: int, extra: str = "") -> str:
+def access_table(table: str, index: int, access: Access, offset: int, extra: str = "") -> str:
+    """One row of `Load<I>` or `Out<I>`: type, width in elements, offset in bytes of shared memory."""
     width = copy_width(access.width, access.dtype.bytes)
     return (
         f"template <> struct {table}<{index}> {{ using Type = {access.dtype.cuda}; {extra}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from onnxfuse.hopper_tile import TILE_BYTES, HopperFootprint, HopperTile, boxed, footprint, rhs_atom, rhs_box
 from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.kernels import emit as portable
+from onnxfuse.kernels.emit import access_table, template
 from onnxfuse.kernels.epilogue import functor
 
 _BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
@@ -23,8 +23,8 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
         tile: a legal tile: `hopper_tile.why_not(spec, tile, shared_limit)` is None.
         shared_limit: shared memory of one block, in bytes.
     """
-    before = "\n".join(portable._template(name) for name in _BEFORE)
-    after = "\n".join(portable._template(name) for name in _AFTER)
+    before = "\n".join(template(name) for name in _BEFORE)
+    after = "\n".join(template(name) for name in _AFTER)
     return f"{before}\n{_generated(spec, tile, footprint(spec, tile, shared_limit))}\n{after}"
 
 
@@ -68,13 +68,13 @@ def _fast(source: str) -> str:
 
 def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
     loads = [
-        portable._access(
+        access_table(
             "Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; "
         )
         for index, load in enumerate(spec.loads)
     ]
     outs = [
-        portable._access(
+        access_table(
             "Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {_flag(boxed(out))}; "
         )
         for index, out in enumerate(spec.outs)

@@ -23,11 +23,9 @@ def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:
         NotFusable: with the reason and the node at fault.
     """
     match = cut(grow(graph, read_product(graph, node)))
-    for pattern in PATTERNS:
-        if pattern.looks_like(match):
-            try:
-                pattern.check(match)
-            except NotFusable as refusal:
-                raise match.hindrance or refusal from None  # the match is too small to pass because of it
-            return match, pattern.becomes(graph, match)
-    raise NotFusable("unknown_pattern", match.product.label, "no pattern describes what follows the product")
+    pattern = next(pattern for pattern in PATTERNS if pattern.looks_like(match))  # all columns, or some
+    try:
+        pattern.check(match)
+    except NotFusable as refusal:
+        raise match.hindrance or refusal from None  # the match is too small to pass because of it
+    return match, pattern.becomes(graph, match)
