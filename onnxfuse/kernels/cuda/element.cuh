@@ -1,10 +1,7 @@
-// Element types: how they are packed into one access and converted to and from the fp32 of the epilogue; and where an
-// element of a tensor lies.
+// Element types: how they are packed into one access and converted to and from the fp32 of the epilogue.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-
-#include "arguments.cuh"
 
 namespace onnxfuse {
 
@@ -70,13 +67,6 @@ __device__ __forceinline__ void static_for(const Body& body) {
     body(Index<BEGIN>{});
     static_for<BEGIN + 1, END>(body);
   }
-}
-
-template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
-                                              long long column) {
-  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
-         column * tensor.column_stride;
 }
 
 }  // namespace onnxfuse
