@@ -25,13 +25,25 @@ from onnxfuse.runtime.bench import bench, interleave
 from onnxfuse.runtime.verify import verify
 from tests import corpus
 from tests.onnx_build import FLOAT16, Builder
+from tests.perf.launches import launches
 
 # m, k, n of one half: the GEGLU sites of SD1.5 at 64x64, batch 2, and of SDXL.
 SITES = [
     (8192, 320, 1280), (2048, 640, 2560), (512, 1280, 5120), (128, 1280, 5120), (8192, 640, 2560), (2048, 1280, 5120),
 ]  # fmt: skip
-BLOCKS = {"btb_320": (2, 4096, 320), "btb_640": (2, 1024, 640), "btb_1280": (2, 256, 1280)}
-UNET_SHAPES = {"sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)}
+# True-width models with their shapes: what `python -m tests.perf` times as a whole.
+BLOCK = {"hidden_states": (2, 4096, 320), "encoder_hidden_states": (2, 77, 768)}
+MODELS: dict[str, dict[str, tuple[int, ...]]] = {
+    "btb_320.real.torchscript.op17.fp16.dynamic": BLOCK,
+    "btb_640.real.torchscript.op17.fp16.dynamic": BLOCK | {"hidden_states": (2, 1024, 640)},
+    "btb_1280.real.torchscript.op17.fp16.dynamic": BLOCK | {"hidden_states": (2, 256, 1280)},
+    "phi3.real.torchscript.op17.fp16.dynamic": {"input_ids": (1, 2048), "attention_mask": (1, 2048)},
+    "llama.real.torchscript.op17.fp16.dynamic": {"input_ids": (1, 2048), "attention_mask": (1, 2048)},
+    "bert.real.torchscript.op17.fp16.dynamic.eager": {"input_ids": (32, 128), "attention_mask": (32, 128)},
+    "sd15_unet.real.torchscript.op17.fp16.dynamic": {
+        "sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)
+    },
+}  # fmt: skip
 INPUTS, WEIGHTS = 4, 8  # gates of one model: what a run costs the host is shared among them
 GATES = INPUTS * WEIGHTS
 REPLAYS = 5  # of one timed batch
@@ -113,6 +125,7 @@ def time_model(folder: Path, key: str, shapes: dict[str, tuple[int, ...]]) -> di
         "optimize_seconds": seconds,
         "fused": len(report.fused),
         "nodes": [report.nodes_before, report.nodes_after],
+        "launches": [launches(path, shapes) for path in (original, fused)],
         "verify": checked.to_dict(),
         **result.to_dict(),
     }
@@ -121,7 +134,7 @@ def time_model(folder: Path, key: str, shapes: dict[str, tuple[int, ...]]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
-    parser.add_argument("--skip-unet", action="store_true")
+    parser.add_argument("--only", default="", help="only models whose name contains this, and no sites")
     options = parser.parse_args()
     import onnxruntime
 
@@ -136,26 +149,23 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for site in SITES:
+        for site in () if options.only else SITES:
             row = time_site(folder, *site)
             results["sites"].append(row)
             print(
                 f"{site}: stock {row['stock_us']:.1f} us, fused {row['fused_us']:.1f} us, {row['ratio']:.2f}x",
                 flush=True,
             )
-        models = {
-            f"real/{block}.real.torchscript.op17.fp16.dynamic.onnx": {
-                "hidden_states": shape, "encoder_hidden_states": (2, 77, 768)
-            }
-            for block, shape in BLOCKS.items()
-        }  # fmt: skip
-        if not options.skip_unet:
-            models["real/sd15_unet.real.torchscript.op17.fp16.dynamic.onnx"] = dict(UNET_SHAPES)
-        for key, shapes in models.items():
-            row = time_model(folder, key, shapes)
+        for model, shapes in MODELS.items():
+            if options.only not in model:
+                continue
+            row = time_model(folder, f"real/{model}.onnx", shapes)
             results["models"].append(row)
             text = f"stock {row['original']['median']:.3f} ms, fused {row['optimized']['median']:.3f} ms"
-            print(f"{key}: {text}, {row['ratio']:.2f}x, verified {row['verify']['passed']}", flush=True)
+            print(
+                f"{model}: {text}, {row['ratio']:.2f}x, launches {row['launches']}, verified {row['verify']['passed']}",
+                flush=True,
+            )
             options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
