@@ -1,4 +1,4 @@
-"""The command line: optimize, explain, verify, bench."""
+"""The command line: optimize, explain, verify, bench, and what deployment needs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_npz
+from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.store import check_target, save_model, write_text
+from onnxfuse.triton import MAX_BATCH
+from onnxfuse.triton import export_triton as write_triton
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
@@ -211,6 +214,24 @@ def bench(
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
         _console().print(escape(str(result)), soft_wrap=True)
+
+
+@commands.command()
+def library() -> None:
+    """Print the path of the shared library that runs the fused nodes."""
+    click.echo(library_path())
+
+
+@commands.command("export-triton")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--name", help="What clients call the model. Default: the file's name.")
+@click.option("--max-batch", default=MAX_BATCH, show_default=True, help="Rows that the server gathers into one run.")
+@click.option("--mount", default="", help="Where the server sees FOLDER. Default: the same path.")
+def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, mount: str) -> None:
+    """Write the fused MODEL into FOLDER, a model repository of Triton Inference Server."""
+    place = write_triton(model, folder, library_path(), name=name, max_batch=max_batch, mount=mount)
+    _console().print(f"wrote {escape(str(place))}", soft_wrap=True)
 
 
 def _feed_options(inputs: Path | None, shapes: tuple[str, ...]) -> Mapping[str, Any]:

@@ -241,6 +241,23 @@ def _all_reads(graph: onnx.GraphProto) -> Iterator[str]:
     yield from _names_read_by_subgraphs(graph)
 
 
+Signature = tuple[str, int, tuple[Size, ...] | None]
+"""Name, ONNX element type and dimensions; None where the rank is unknown."""
+
+
+def signature(model: Model) -> tuple[list[Signature], list[Signature]]:
+    """A model's inputs, without initializers that are listed among them, and its outputs."""
+    stored = {tensor.name for tensor in model.proto.graph.initializer}
+    inputs = [value for value in model.proto.graph.input if value.name not in stored]
+    return [_signature(value) for value in inputs], [_signature(value) for value in model.proto.graph.output]
+
+
+def _signature(value: onnx.ValueInfoProto) -> Signature:
+    tensor = value.type.tensor_type
+    dims = tuple(map(_size, tensor.shape.dim)) if tensor.HasField("shape") else None
+    return value.name, tensor.elem_type, dims
+
+
 def node_label(node: gs.Node) -> str:
     """A node's name, or its first output's where it has none."""
     return str(node.name or node.outputs[0].name)
