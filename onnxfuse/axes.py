@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Tensor
-
-PART_AXIS = "p"
+from onnxfuse.fusion import PART_AXIS, Fusion, Tensor
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     Raises:
         NotFusable: the row axes do not flatten into a batch and an m.
     """
-    out_axes = fusion.outs[0].tensor.axes
+    out_axes = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
     rhs_axes = {axis for rhs in fusion.rhs for axis in rhs.axes}
     rows = tuple(axis for axis in out_axes if axis not in rhs_axes)
     columns = tuple(axis for axis in out_axes if axis not in fusion.lhs.axes)

@@ -14,6 +14,7 @@ from onnxfuse.dtypes import DType
 MAX_PARTS = 4
 MAX_LOADS = 12
 MAX_OUTS = 4
+PART_AXIS = "p"  # along which equal column ranges of one tensor lie side by side
 
 # IR op -> number of arguments. Attributes of ONNX ops (alpha, lo, hi) are trailing constant arguments.
 OPS = {
@@ -91,10 +92,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Out:
-    """An output of the kernel and the epilogue value that it stores."""
+    """A tensor that the kernel stores, or one part (column range) of it, and the epilogue value that goes there."""
 
     tensor: Tensor
     value: str
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Fusion:
 
     Attributes:
         anchor: name of the MatMul or Gemm.
-        pattern: `split_gemm` or `gemm_epilogue`.
+        pattern: a name in `patterns.parts.PATTERNS`.
         features: what the kernel does beside the product, sorted.
         axes: every axis with its size.
         lhs: `[..., m, k]`.
@@ -112,7 +114,7 @@ class Fusion:
         operands: what the epilogue reads beside the product.
         loads: what the steps call `op0`, `op1`, ...
         steps: the epilogue, in order.
-        outs: what is stored.
+        outs: what is stored; parts of one tensor stand one behind the other.
     """
 
     anchor: str
@@ -140,13 +142,18 @@ class Fusion:
         """Every tensor that the kernel reads, in the order of the fused node's inputs."""
         return (self.lhs, *self.rhs, *self.operands)
 
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Every tensor that the kernel writes, in the order of the fused node's outputs."""
+        return tuple(dict.fromkeys(out.tensor for out in self.outs))
+
     def __str__(self) -> str:
         sizes = "  ".join(f"{axis.name}={'?' if axis.size is None else axis.size}" for axis in self.axes)
         rows = [("fusion", self.anchor), ("axes", sizes), ("lhs", str(self.lhs))]
         rows += [("rhs", f"{rhs}  parts {len(self.parts)}") for rhs in self.rhs]
         rows += [(f"in{index}", f"{operand}  {operand.name}") for index, operand in enumerate(self.operands)]
         rows += [("", f"{step.result} = {step_text(step, self)}") for step in self.steps]
-        rows += [("out", f"{out.tensor} <- {value_text(out.value, self)}") for out in self.outs]
+        rows += [("out", f"{out.tensor}{part_text(out.part)} <- {value_text(out.value, self)}") for out in self.outs]
         return "\n".join(f"{label:<7} {text}".rstrip() for label, text in rows)
 
 
@@ -163,7 +170,12 @@ def value_text(value: Value, fusion: Fusion) -> str:
     if not value.startswith("op"):
         return value
     load = fusion.loads[int(value[2:])]
-    return f"in{load.operand}" + ("" if load.part is None else f"[p={load.part}]")
+    return f"in{load.operand}{part_text(load.part)}"
+
+
+def part_text(part: int | None) -> str:
+    """`[p=1]` for a column range, nothing for a whole tensor."""
+    return "" if part is None else f"[{PART_AXIS}={part}]"
 
 
 def step_text(step: Step, fusion: Fusion) -> str:

@@ -200,6 +200,10 @@ class Graph:
         """Whether a value is read by more than the main graph's nodes: a graph output, or read in a branch or loop."""
         return name in self._outputs or name in self._read_by_subgraphs
 
+    def is_read_by_subgraphs(self, name: str) -> bool:
+        """Whether a branch or a loop body reads a value of the main graph."""
+        return name in self._read_by_subgraphs
+
     def is_initializer(self, name: str) -> bool:
         """Whether the value is stored in the model."""
         return name in self._initializers

@@ -13,12 +13,12 @@ from onnxfuse import hopper_tile
 from onnxfuse.artifact import Mapped, Record, TensorMap, pack
 from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import DeviceSpec
-from onnxfuse.errors import NotFusable, SettingError
-from onnxfuse.fusion import Fusion
+from onnxfuse.errors import SettingError
+from onnxfuse.fusion import Fusion, part_text
 from onnxfuse.graph import Graph, ModelProto, load_model, node_label
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.kernels.hopper import emit as emit_hopper
-from onnxfuse.patterns import Match, is_anchor, match_site
+from onnxfuse.patterns import Match, match_sites
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_site, skipped_site
 from onnxfuse.rewrite import Replacement, rewrite
@@ -72,15 +72,9 @@ def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec]
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
     exact_fp32 = fp32 == "exact"
     graph = Graph(load_model(source))
-    sites: list[Site] = []
-    skipped: list[SkippedSite] = []
-    for node in filter(is_anchor, graph.nodes):
-        try:
-            match, fusion = match_site(graph, node)
-            sites.append(_plan_site(match, simplify(fusion), devices, exact_fp32))
-        except NotFusable as refusal:
-            skipped.append(skipped_site(node_label(node), refusal))
-    return Analysis(graph, tuple(sites), tuple(skipped))
+    found = match_sites(graph, lambda match, fusion: _plan_site(match, simplify(fusion), devices, exact_fp32))
+    skipped = tuple(skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
+    return Analysis(graph, found.fused, skipped)
 
 
 def optimize_model(
@@ -212,8 +206,9 @@ def _replacement(site: Site, kernel: str) -> Replacement:
     fusion = site.fusion
     return Replacement(
         nodes=site.match.nodes,
+        place=site.match.place,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
-        outputs=tuple(out.tensor.name for out in fusion.outs),
+        outputs=tuple(tensor.name for tensor in fusion.outputs),
         name=f"{fusion.anchor}/FusedGemm",
         attributes=node_attributes(fusion, site.mapping, kernel),
     )
@@ -228,7 +223,7 @@ def node_attributes(fusion: Fusion, mapping: AxisMapping, kernel: str) -> dict[s
         "problem": str(mapping),
         "arguments": _arguments(fusion),
         "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
-        "out_types": ",".join(out.tensor.dtype.name for out in fusion.outs),
+        "out_types": ",".join(tensor.dtype.name for tensor in fusion.outputs),
         "fusion": str(fusion),
     }
 
@@ -240,13 +235,13 @@ def _arguments(fusion: Fusion) -> str:
         "lhs": ["0"],
         "rhs": [_indexed(1 + part.tensor, part.part) for part in fusion.parts],
         "loads": [_indexed(first_operand + load.operand, load.part) for load in fusion.loads],
-        "outs": [str(index) for index in range(len(fusion.outs))],
+        "outs": [_indexed(fusion.outputs.index(out.tensor), out.part) for out in fusion.outs],
     }
     return " ".join(f"{name}={','.join(entries)}" for name, entries in groups.items() if entries)
 
 
 def _indexed(index: int, part: int | None) -> str:
-    return str(index) if part is None else f"{index}[p={part}]"
+    return f"{index}{part_text(part)}"
 
 
 def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
@@ -257,7 +252,7 @@ def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
         report = _report_site(analysis.graph, site)
         widths = "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands)
         files = {
-            "0-match.txt": "\n".join((*report.nodes, f"-> {site.match.out}")),
+            "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),
             "1-fusion.txt": str(site.fusion),
             "2-axes.txt": f"{report.axes}\n{site.mapping}",
             "3-widths.txt": widths,

@@ -112,7 +112,7 @@ def fused_site(
 def axes_text(fusion: Fusion) -> str:
     """The fusion as an einops equation, `b m k, k (p n), (p n) -> b m n`."""
     inputs = ", ".join(tensor.einops for tensor in fusion.inputs)
-    return f"{inputs} -> {', '.join(out.tensor.einops for out in fusion.outs)}"
+    return f"{inputs} -> {', '.join(tensor.einops for tensor in fusion.outputs)}"
 
 
 def _operands(fusion: Fusion, mapping: AxisMapping, widths: Widths) -> tuple[OperandReport, ...]:

@@ -28,7 +28,8 @@ class Replacement:
     """One match and the node that takes its place.
 
     Attributes:
-        nodes: indices of the matched nodes in the main graph, ascending; the fused node goes where the last one was.
+        nodes: indices of the matched nodes in the main graph, ascending.
+        place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
         inputs: values that the kernel reads, in order.
         outputs: values that it makes.
         name: name of the fused node.
@@ -36,6 +37,7 @@ class Replacement:
     """
 
     nodes: tuple[int, ...]
+    place: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     name: str
@@ -62,7 +64,7 @@ def rewrite(graph: Graph, replacements: Iterable[Replacement], kernels: bytes) -
         if body.overload not in known:
             known.add(body.overload)
             proto.functions.append(body)
-        fused[replacement.nodes[-1]] = _fused_node(replacement, kernels_name, body.overload)
+        fused[replacement.place] = _fused_node(replacement, kernels_name, body.overload)
     matched = {index for replacement in replacements for index in replacement.nodes}
     _replace_nodes(proto.graph, matched, fused)
     proto.graph.initializer.append(

@@ -82,4 +82,8 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
             inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
             names[step.result] = OPS[step.op](*inputs)
     shape = [sizes[axis] for axis in (*rows, "n")]
-    return [np.broadcast_to(names[out.value], shape) for out in fusion.outs]
+    stored: dict[Tensor, list[np.ndarray]] = {}
+    for out in fusion.outs:
+        assert out.part is None or out.part == len(stored.get(out.tensor, [])), "parts stand in order"
+        stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], shape))
+    return [np.concatenate(parts, axis=-1) for parts in stored.values()]

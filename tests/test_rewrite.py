@@ -8,23 +8,23 @@ import pytest
 from onnx import helper, numpy_helper
 
 from onnxfuse.graph import Graph, load_model
-from onnxfuse.patterns import is_anchor, match_site
+from onnxfuse.patterns import is_anchor, match_sites
 from onnxfuse.rewrite import DOMAIN, Replacement, rewrite
 from tests.onnx_build import FLOAT16, Builder, run
 
 
 def fuse(model) -> onnx.ModelProto:
     graph = Graph(load_model(model))
-    sites = [match_site(graph, node) for node in graph.nodes if is_anchor(node)]
     replacements = [
         Replacement(
             match.nodes,
+            match.place,
             tuple(tensor.name for tensor in fusion.inputs),
-            tuple(out.tensor.name for out in fusion.outs),
+            tuple(tensor.name for tensor in fusion.outputs),
             f"{fusion.anchor}/FusedGemm",
             {"kernel": "k", "axes": "text"},
         )
-        for match, fusion in sites
+        for match, fusion in match_sites(graph, lambda match, fusion: (match, fusion)).fused
     ]
     return rewrite(graph, replacements, b"archive")
 

@@ -1,6 +1,6 @@
 """Epilogue values while a match grows: a graph of IR ops in which equal expressions are one node.
 
-Leaves are `acc` (a column of the product, `offset` columns to the right of the value's own), `load` (an operand,
+Leaves are `acc` (a column of a product, `offset` columns to the right of the value's own), `load` (an operand,
 likewise) and `constant`. A slice of a value moves every leaf by the slice's start: that is all that Split and Slice do
 to an epilogue.
 """
@@ -24,7 +24,7 @@ class Expression:
     Attributes:
         op: IR op, `acc`, `load` or `constant`.
         inputs: the expressions that it reads, all of them earlier ones.
-        operand: for `load`, the value's name.
+        operand: for `load`, the value's name; for `acc`, that of the product.
         offset: for a leaf with columns, the first column; None for an operand without columns.
         hexadecimal: for `constant`, the value as `float.hex` writes it, so that 0.0 and -0.0 stay apart.
     """
@@ -49,9 +49,9 @@ class EpilogueGraph:
             self.expressions.append(expression)
         return self._refs[expression]
 
-    def acc(self) -> Ref:
-        """A column of the product."""
-        return self._intern(Expression(ACC, offset=0))
+    def acc(self, product: str) -> Ref:
+        """A column of a product."""
+        return self._intern(Expression(ACC, operand=product, offset=0))
 
     def load(self, operand: str, has_columns: bool) -> Ref:
         """An operand's value."""

@@ -6,90 +6,49 @@ from dataclasses import dataclass
 
 from onnxfuse.dtypes import BY_ONNX
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import (
-    MAX_LOADS,
-    NONLINEAR,
-    Axis,
-    Dim,
-    Fusion,
-    Load,
-    Out,
-    RhsPart,
-    Step,
-    Tensor,
-    Value,
-)
+from onnxfuse.fusion import MAX_LOADS, PART_AXIS, Axis, Dim, Fusion, Load, Out, RhsPart, Step, Tensor, Value
 from onnxfuse.graph import Graph, Size
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
-from onnxfuse.patterns.matcher import Match, Operand
+from onnxfuse.patterns.features import features_of
+from onnxfuse.patterns.match import Match, Operand
+from onnxfuse.patterns.product import Product
 
 LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more
 
 
-def leaves(match: Match, op: str) -> list[Expression]:
-    """The leaves of one kind that a match's value depends on, each once."""
-    graph = match.epilogue
-    return [graph.expressions[ref] for ref in graph.reachable((match.root,)) if graph.expressions[ref].op == op]
-
-
-def acc_offsets(match: Match) -> list[int]:
-    """First columns of the ranges of the product that meet in the match's value, ascending."""
-    return sorted({leaf.offset for leaf in leaves(match, ACC) if leaf.offset is not None})
-
-
-def is_nonlinear(match: Match) -> bool:
-    """Whether the epilogue has an activation, not only sums and scales."""
-    graph = match.epilogue
-    return any(graph.expressions[ref].op in NONLINEAR for ref in graph.reachable((match.root,)))
-
-
 @dataclass(frozen=True)
 class _Line:
-    """The epilogue written out: steps over loads."""
+    """The epilogue written out: steps over loads, and the name of every expression."""
 
     steps: tuple[Step, ...]
     loads: tuple[Load, ...]
-    value: str
     operands: tuple[Operand, ...]
+    names: dict[Ref, Value]
 
 
 def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
-    """The fusion that computes a match whose parts are equal column ranges.
+    """The fusion that computes a match whose ranges are equal parts.
 
     Raises:
         NotFusable: more operands than a kernel takes, or an operand that the axes cannot name.
     """
-    product = match.product
-    rows = _row_axes(product.rows)
-    packed = product.n // match.columns
+    first = match.products[0]
+    rows = _row_axes(first.rows)
     line = _straight_line(match)
-    columns: Dim = ("n",) if packed == 1 else ("p", "n")
-    rhs_dims: tuple[Dim, ...] = (("k",), columns) if product.rhs_order == "kn" else (columns, ("k",))
-    row_dims = tuple((axis.name,) for axis in rows)
-    inputs = [
-        Tensor(
-            operand.name,
-            BY_ONNX[graph.dtype(operand.name) or 0],
-            _operand_dims(operand, rows, _columns_of(operand, match)),
-        )
-        for operand in line.operands
-    ]
-    out = Tensor(match.out, BY_ONNX[graph.dtype(match.out) or 0], (*row_dims, ("n",)))
-    parts = tuple(RhsPart(0, None if packed == 1 else offset // match.columns) for offset in acc_offsets(match))
-    packed_axes = () if packed == 1 else (Axis("p", packed),)
-    return Fusion(
-        anchor=product.label,
+    fusion = Fusion(
+        anchor=match.label,
         pattern=pattern,
-        features=_features(match, line, len(parts), inputs, graph),
-        axes=(*rows, Axis("n", match.columns), Axis("k", product.k), *packed_axes),
-        lhs=Tensor(product.lhs, product.dtype, (*row_dims, ("k",))),
-        rhs=(Tensor(product.rhs, product.dtype, rhs_dims),),
-        parts=parts,
-        operands=tuple(inputs),
+        features=(),
+        axes=(*rows, Axis("n", match.columns), Axis("k", first.k), *_part_axis(match)),
+        lhs=Tensor(first.lhs, first.dtype, (*_dims(rows), ("k",))),
+        rhs=_weights(match),
+        parts=_parts(match),
+        operands=tuple(_operand(graph, operand, rows, match) for operand in line.operands),
         loads=line.loads,
         steps=line.steps,
-        outs=(Out(out, line.value),),
+        outs=tuple(_outs(graph, match, rows, line)),
     )
+    return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes))
 
 
 def _row_axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
@@ -100,14 +59,60 @@ def _row_axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
     return tuple(Axis(name, size if isinstance(size, int) else None) for name, size in zip(names, sizes, strict=True))
 
 
-def _columns_of(operand: Operand, match: Match) -> Dim:
-    return ("p", "n") if operand.columns > match.columns else ("n",)
+def _dims(axes: tuple[Axis, ...]) -> tuple[Dim, ...]:
+    return tuple((axis.name,) for axis in axes)
 
 
-def _operand_dims(operand: Operand, rows: tuple[Axis, ...], columns: Dim) -> tuple[Dim, ...]:
-    names: tuple[Dim, ...] = (*((axis.name,) for axis in rows), columns)
+def _columns(width: int, match: Match) -> Dim:
+    """The columns of a tensor: one part, or all of them side by side."""
+    return ("n",) if width == match.columns else (PART_AXIS, "n")
+
+
+def _part_axis(match: Match) -> tuple[Axis, ...]:
+    packed = {product.n for product, _ in match.ranges} - {match.columns}
+    return tuple(Axis(PART_AXIS, width // match.columns) for width in packed)
+
+
+def _weights(match: Match) -> tuple[Tensor, ...]:
+    """The right-hand sides, each once."""
+    products = {product.rhs: product for product, _ in match.ranges}
+    return tuple(_weight(product, match) for product in products.values())
+
+
+def _weight(product: Product, match: Match) -> Tensor:
+    columns = _columns(product.n, match)
+    dims: tuple[Dim, ...] = (("k",), columns) if product.rhs_order == "kn" else (columns, ("k",))
+    return Tensor(product.rhs, product.dtype, dims)
+
+
+def _parts(match: Match) -> tuple[RhsPart, ...]:
+    weights = list(dict.fromkeys(product.rhs for product, _ in match.ranges))
+    return tuple(
+        RhsPart(weights.index(product.rhs), None if product.n == match.columns else start // match.columns)
+        for product, start in match.ranges
+    )
+
+
+def _operand(graph: Graph, operand: Operand, rows: tuple[Axis, ...], match: Match) -> Tensor:
+    columns = _columns(operand.columns, match) if operand.columns > 1 else ("n",)
+    names = (*_dims(rows), columns)
     dims = tuple(name if varies else () for name, varies in zip(names, operand.varies, strict=True))
-    return dims[len(dims) - operand.rank :]
+    return Tensor(operand.name, BY_ONNX[graph.dtype(operand.name) or 0], dims[len(dims) - operand.rank :])
+
+
+def _outs(graph: Graph, match: Match, rows: tuple[Axis, ...], line: _Line) -> list[Out]:
+    """A store of each range of each exit."""
+    outs = []
+    for out in match.exits:
+        packed = len(out.refs) > 1
+        columns = _columns(match.columns * len(out.refs), match)
+        tensor = Tensor(out.name, BY_ONNX[graph.dtype(out.name) or 0], (*_dims(rows), columns))
+        for index, ref in enumerate(out.refs):
+            value = line.names[ref]
+            if not isinstance(value, str):
+                raise NotFusable("constant_result", match.label, f"{out.name!r} does not depend on the product")
+            outs.append(Out(tensor, value, index if packed else None))
+    return outs
 
 
 def _straight_line(match: Match) -> _Line:
@@ -116,13 +121,13 @@ def _straight_line(match: Match) -> _Line:
     steps: list[Step] = []
     loads: dict[Load, str] = {}
     operands: dict[str, int] = {}
-    offsets = acc_offsets(match)
-    for ref in graph.reachable((match.root,)):
+    parts = [(product.out, start) for product, start in match.ranges]
+    for ref in graph.reachable(match.roots):
         expression = graph.expressions[ref]
         if expression.op == CONSTANT:
             names[ref] = float.fromhex(expression.hexadecimal)
         elif expression.op == ACC:
-            names[ref] = f"acc{offsets.index(expression.offset or 0)}"
+            names[ref] = f"acc{parts.index((expression.operand, expression.offset or 0))}"
         elif expression.op == LOAD:
             index = operands.setdefault(expression.operand, len(operands))
             load = Load(index, _load_part(match, expression))
@@ -131,11 +136,8 @@ def _straight_line(match: Match) -> _Line:
             names[ref] = f"t{len(steps)}"
             steps.append(Step(f"t{len(steps)}", expression.op, tuple(names[i] for i in expression.inputs)))
     if len(loads) > MAX_LOADS:
-        raise NotFusable("too_many_operands", match.product.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
-    value = names[match.root]
-    if not isinstance(value, str):
-        raise NotFusable("constant_result", match.product.label, "the result does not depend on the product")
-    return _Line(tuple(steps), tuple(loads), value, tuple(match.operands[name] for name in operands))
+        raise NotFusable("too_many_operands", match.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
+    return _Line(tuple(steps), tuple(loads), tuple(match.operands[name] for name in operands), names)
 
 
 def _load_part(match: Match, load: Expression) -> int | None:
@@ -144,31 +146,3 @@ def _load_part(match: Match, load: Expression) -> int | None:
     if load.offset is None or operand.columns == match.columns:
         return None
     return load.offset // match.columns
-
-
-def _features(match: Match, line: _Line, parts: int, operands: list[Tensor], graph: Graph) -> tuple[str, ...]:
-    """What the kernel does beside the product, in the report's words."""
-    found = set()
-    kinds = {f"op{index}": _kind(operands[load.operand]) for index, load in enumerate(line.loads)}
-    for step in line.steps:
-        read = {kinds[value] for value in step.inputs if isinstance(value, str) and value in kinds}
-        if step.op in ("add", "sub"):
-            found |= {"bias"} if "row" in read else set()
-            found |= {"residual"} if "tile" in read else set()
-        elif step.op in ("mul", "div") and read:
-            found.add("scale")
-    if is_nonlinear(match):
-        found.add("activation")
-    if parts > 1:
-        found.add("gate")
-    if any(graph.nodes[index].op == "Cast" for index in match.nodes if graph.nodes[index].outputs[0].name != ""):
-        found.add("cast")
-    return tuple(sorted(found))
-
-
-def _kind(tensor: Tensor) -> str:
-    columns = "n" in tensor.axes
-    rows = any(axis not in ("n", "p") for axis in tensor.axes)
-    return {(True, True): "tile", (False, True): "row", (True, False): "column", (False, False): "scalar"}[
-        rows, columns
-    ]

@@ -1,0 +1,188 @@
+"""Cut a match out of a growth: the piece that one kernel computes, and the values that leave it.
+
+A value that is read outside the match, or is an output of the graph, leaves it: the one rule for intermediates. The
+furthest value that can be closed gives the match; intermediates that leave as well become outputs of the kernel, which
+costs a store that the model makes anyway, and saves what follows a launch and its reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.fusion import MAX_OUTS
+from onnxfuse.graph import node_label
+from onnxfuse.patterns.growth import Growth
+from onnxfuse.patterns.match import Columns, Exit, Match
+from onnxfuse.patterns.places import Places
+from onnxfuse.patterns.pointwise import POINTWISE
+from onnxfuse.patterns.product import Product
+
+REGROUPING = frozenset({"Cast", "Identity"})  # with these alone behind it, an intermediate is not worth an output
+
+Region = int  # nodes of a growth, as bits by their position
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One value of a growth: who makes it, and who reads it."""
+
+    name: str
+    columns: Columns | None
+    maker: gs.Node
+    readers: Region
+    outside: tuple[gs.Node, ...]
+    escapes: bool
+
+
+class Cut:
+    """The matches that a growth allows, the largest first, and what is in the way of larger ones."""
+
+    def __init__(self, growth: Growth, places: Places) -> None:
+        self.growth = growth
+        self.places = places
+        self.refusals: list[tuple[Region, NotFusable]] = []
+        self._positions = {id(node): position for position, node in enumerate(growth.nodes)}
+        self._values = [[self._value(node, tensor) for tensor in node.outputs] for node in growth.nodes]
+
+    def matches(self) -> Iterator[Match]:
+        """Every piece that ends at a pointwise node, the furthest first; a caller that takes one grows again."""
+        for position in reversed(range(len(self.growth.nodes))):
+            region = self.growth.needs[position]
+            if not self._may_end(position, region):
+                continue
+            try:
+                yield self._widened(region, self._match(region, position), position)
+            except NotFusable as refusal:
+                self.refuse(region, refusal)
+
+    def _may_end(self, position: int, region: Region) -> bool:
+        """Whether a node is pointwise and its value is read behind the region."""
+        node, value = self.growth.nodes[position], self._values[position][0]
+        pointwise = node.op in POINTWISE and node.op != "Identity" and value.columns is not None
+        return pointwise and value in self._leaving(region)
+
+    def refuse(self, region: Region, refusal: NotFusable) -> None:
+        """Remember why a piece was not taken."""
+        self.refusals.append((region, refusal))
+
+    def reason(self, product: Product) -> NotFusable:
+        """Why no piece with this product was taken: the largest one's reason, or the first thing in the way."""
+        bit = 1 << self._positions[id(product.node)]
+        found = [refusal for region, refusal in self.refusals if region & bit]
+        found += [stop.refusal for stop in self.growth.stops if stop.needs & bit]
+        return (
+            found[0] if found else NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
+        )
+
+    def region_of(self, match: Match) -> Region:
+        """The match's nodes as bits."""
+        nodes = self.growth.graph.nodes
+        return sum(1 << self._positions[id(nodes[index])] for index in match.nodes)
+
+    def _value(self, maker: gs.Node, tensor: gs.Tensor) -> _Value:
+        inside = [reader for reader in tensor.outputs if id(reader) in self._positions]
+        outside = tuple(reader for reader in tensor.outputs if id(reader) not in self._positions)
+        readers = 0
+        for reader in inside:
+            readers |= 1 << self._positions[id(reader)]
+        columns = self.growth.values[tensor.name]
+        return _Value(tensor.name, columns, maker, readers, outside, self.growth.graph.is_escaping(tensor.name))
+
+    def _widened(self, region: Region, match: Match, root: int) -> Match:
+        """Take in what else reads the match's values, as long as that stores no more ranges."""
+        for position in reversed(range(len(self.growth.nodes))):
+            needs = self.growth.needs[position]
+            wider = region | needs
+            if wider == region or not needs & region or self._values[position][0].columns is None:
+                continue
+            try:
+                candidate = self._match(wider, root)
+            except NotFusable:
+                continue
+            if len(candidate.roots) <= len(match.roots):
+                region, match = wider, candidate
+        return match
+
+    def _match(self, region: Region, root: int) -> Match:
+        """The match of a region whose furthest value is that of `root`.
+
+        Raises:
+            NotFusable: an intermediate leaves it that cannot become an output, or no place in the model is right.
+        """
+        last = self._values[root][0]
+        columns = last.columns
+        assert columns is not None
+        leaving = [value for value in self._leaving(region) if value is not last]
+        exits = (*(self._exit(value, columns.length) for value in leaving), Exit(last.name, (columns.ref,)))
+        growth = self.growth
+        nodes = [growth.nodes[position] for position in _bits(region)]
+        anchors = {id(node) for node in nodes}
+        match = Match(
+            products=tuple(product for product in growth.products if id(product.node) in anchors),
+            nodes=tuple(sorted(growth.graph.index(node) for node in nodes)),
+            place=-1,
+            columns=columns.length,
+            exits=exits,
+            epilogue=growth.epilogue,
+            operands=growth.operands,
+            stop=self._stop_behind(region),
+        )
+        if leaving:
+            self._check_worth(match, leaving, region)
+        return self.places.placed(match)
+
+    def _leaving(self, region: Region) -> Iterator[_Value]:
+        for position in _bits(region):
+            for value in self._values[position]:
+                if value.escapes or value.outside or value.readers & ~region:
+                    yield value
+
+    def _exit(self, value: _Value, width: int) -> Exit:
+        if value.columns is None or value.columns.length % width:
+            raise self._leak(value, "and is not as wide as the result")
+        starts = range(0, value.columns.length, width)
+        return Exit(value.name, tuple(self.growth.epilogue.moved(value.columns.ref, start) for start in starts))
+
+    def _check_worth(self, match: Match, leaving: list[_Value], region: Region) -> None:
+        """An intermediate becomes an output when arithmetic behind it is saved, and the kernel has an output left.
+
+        A value that a reduction reads stays outside: it is the first step of a normalisation, which the runtime
+        computes in one kernel if it finds it whole.
+        """
+        first = leaving[0]
+        if len(match.roots) > MAX_OUTS:
+            raise self._leak(first, f"and the fusion has {len(match.roots)} outputs already")
+        tensor = self.growth.graph.nodes[match.nodes[-1]].outputs[0]
+        if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
+            raise self._leak(first, "and a reduction follows")
+        without = 0
+        for value in leaving:
+            without |= self.growth.needs[self._positions[id(value.maker)]]
+        gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
+        if all(node.op not in POINTWISE or node.op in REGROUPING for node in gained):
+            raise self._leak(first, "and no arithmetic would be saved")
+
+    def _leak(self, value: _Value, why: str) -> NotFusable:
+        if value.escapes and not value.outside:
+            return NotFusable("graph_output", node_label(value.maker), f"{value.name!r} is a graph output, {why}")
+        nodes = self.growth.nodes
+        reader = (*value.outside, *(nodes[position] for position in _bits(value.readers)))[0]
+        detail = f"{value.name!r} is also read by {node_label(reader)!r} ({reader.op}) outside the fusion, {why}"
+        return NotFusable("several_readers", node_label(value.maker), detail)
+
+    def _stop_behind(self, region: Region) -> NotFusable | None:
+        """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue."""
+        found = [refusal for larger, refusal in self.refusals if larger & region == region]
+        found += [stop.refusal for stop in self.growth.stops if stop.needs and stop.needs & ~region == 0]
+        return found[0] if found else None
+
+
+def _bits(region: Region) -> Iterator[int]:
+    while region:
+        low = region & -region
+        yield low.bit_length() - 1
+        region ^= low

@@ -1,0 +1,60 @@
+"""What a kernel does beside its product, in the report's words: read from the fusion, not from the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from onnxfuse.fusion import NONLINEAR, Fusion, Tensor
+
+
+def features_of(fusion: Fusion, has_cast: bool) -> Fusion:
+    """The fusion with its features."""
+    found = {name for name, holds in _FEATURES.items() if holds(fusion)}
+    return replace(fusion, features=tuple(sorted(found | ({"cast"} if has_cast else set()))))
+
+
+def _read_by(fusion: Fusion, ops: tuple[str, ...]) -> list[Tensor]:
+    """Operands that a step of one of these ops reads directly."""
+    values = {value for step in fusion.steps if step.op in ops for value in step.inputs}
+    return [fusion.operands[load.operand] for index, load in enumerate(fusion.loads) if f"op{index}" in values]
+
+
+def _is_tile(fusion: Fusion, tensor: Tensor) -> bool:
+    """Whether a tensor has every axis of the product's output that is longer than 1."""
+    needed = {axis for axis in (*fusion.lhs.axes, "n") if axis != "k" and fusion.size(axis) != 1}
+    rows = needed - {"n"}
+    return needed <= set(tensor.axes) and bool(rows & set(tensor.axes))
+
+
+def _is_row(fusion: Fusion, tensor: Tensor) -> bool:
+    return "n" in tensor.axes and not _is_tile(fusion, tensor)
+
+
+def _has_activation(fusion: Fusion) -> bool:
+    return any(step.op in NONLINEAR for step in fusion.steps)
+
+
+def _accumulators(fusion: Fusion, value: str) -> int:
+    """How many accumulators a value depends on."""
+    steps = {step.result: step for step in fusion.steps}
+    seen, stack = {value}, [value]
+    while stack:
+        step = steps.get(stack.pop())
+        new = {text for text in step.inputs if isinstance(text, str)} - seen if step is not None else set()
+        seen |= new
+        stack += new
+    return sum(text.startswith("acc") for text in seen)
+
+
+_SUMS, _PRODUCTS = ("add", "sub"), ("mul", "div")
+_FEATURES: dict[str, Callable[[Fusion], bool]] = {
+    "activation": _has_activation,
+    "bias": lambda fusion: any(_is_row(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
+    "extra_output": lambda fusion: len(fusion.outputs) > 1,
+    "gate": lambda fusion: len(fusion.parts) == 2 and any(_accumulators(fusion, out.value) == 2 for out in fusion.outs),
+    "mask": lambda fusion: any(step.op == "where" for step in fusion.steps),
+    "residual": lambda fusion: any(_is_tile(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
+    "scale": lambda fusion: bool(_read_by(fusion, _PRODUCTS)),
+}
+"""Feature -> whether a fusion has it."""

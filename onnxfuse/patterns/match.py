@@ -1,0 +1,104 @@
+"""What growth and cutting speak about: columns of a value, operands of an epilogue, a closed piece of the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
+from onnxfuse.patterns.product import Product
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A value with the product's rows and `length` columns."""
+
+    ref: Ref
+    length: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that the epilogue reads.
+
+    Attributes:
+        name: the value's name.
+        varies: for each dimension of the product's output, whether the operand has it; the last is the columns.
+        columns: size along the columns, 1 where it has none.
+        rank: the operand's own rank.
+    """
+
+    name: str
+    varies: tuple[bool, ...]
+    columns: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A value that leaves a match.
+
+    Attributes:
+        name: the value's name.
+        refs: its column ranges, each as wide as the match; more than one where it is wider.
+    """
+
+    name: str
+    refs: tuple[Ref, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A closed piece of the graph that one kernel can compute.
+
+    Attributes:
+        products: the anchors, which multiply the same lhs; those of the epilogue's accumulators.
+        nodes: indices of the matched nodes in the main graph, ascending.
+        place: the index among them at which the fused node stands.
+        columns: columns of one part, and of every range of an exit.
+        exits: what leaves the match, the furthest value last.
+        epilogue: expressions; the exits are values of it.
+        operands: what the epilogue may read, by name.
+        stop: what kept the match from growing further, if anything did.
+    """
+
+    products: tuple[Product, ...]
+    nodes: tuple[int, ...]
+    place: int
+    columns: int
+    exits: tuple[Exit, ...]
+    epilogue: EpilogueGraph
+    operands: dict[str, Operand] = field(default_factory=dict)
+    stop: NotFusable | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of the first anchor."""
+        return self.products[0].label
+
+    @property
+    def out(self) -> str:
+        """The furthest value."""
+        return self.exits[-1].name
+
+    @property
+    def roots(self) -> tuple[Ref, ...]:
+        """Every stored range."""
+        return tuple(ref for out in self.exits for ref in out.refs)
+
+    def leaves(self, op: str) -> list[Expression]:
+        """The leaves of one kind that the exits depend on, each once."""
+        expressions = self.epilogue.expressions
+        return [expressions[ref] for ref in self.epilogue.reachable(self.roots) if expressions[ref].op == op]
+
+    @property
+    def ranges(self) -> list[tuple[Product, int]]:
+        """Product and first column of each part, in the order of the parts."""
+        order = {product.out: index for index, product in enumerate(self.products)}
+        found = {(order[leaf.operand], leaf.offset or 0) for leaf in self.leaves(ACC)}
+        return [(self.products[index], start) for index, start in sorted(found)]
+
+    @property
+    def reads(self) -> list[Expression]:
+        """The operands' ranges that the exits depend on."""
+        return self.leaves(LOAD)

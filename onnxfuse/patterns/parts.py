@@ -1,0 +1,65 @@
+"""Which column ranges of which products a match combines: what the pattern is called, and when a kernel can do it.
+
+split_gemm     the two halves of one product (GEGLU, SwiGLU, GLU, ReGLU)
+dual_gemm      products of one input by several weights (Llama's gate and up)
+gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
+column_ranges  other equal ranges of one product: three or four, or some of its columns; the rest is not computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.fusion import MAX_PARTS
+from onnxfuse.patterns.match import Match
+
+
+def _two_halves(match: Match) -> bool:
+    first = match.ranges[0][0]
+    return match.ranges == [(first, 0), (first, match.columns)] and first.n == 2 * match.columns
+
+
+def _several_products(match: Match) -> bool:
+    return len({product.out for product, _ in match.ranges}) > 1
+
+
+def _all_columns(match: Match) -> bool:
+    return len(match.ranges) == 1 and match.ranges[0][0].n == match.columns
+
+
+PATTERNS: dict[str, Callable[[Match], bool]] = {
+    "split_gemm": _two_halves,
+    "dual_gemm": _several_products,
+    "gemm_epilogue": _all_columns,
+    "column_ranges": lambda match: True,
+}
+"""What a match looks like, by the name of the pattern; the first that holds."""
+
+
+def pattern_of(match: Match) -> str:
+    """The pattern's name, for a match whose ranges are legal."""
+    return next(name for name, looks_like in PATTERNS.items() if looks_like(match))
+
+
+def check_parts(match: Match) -> None:
+    """The ranges of all products are whole parts, and the operands are split as the products are.
+
+    Raises:
+        NotFusable: the first range that is not.
+    """
+    ranges, columns = match.ranges, match.columns
+    if not ranges:
+        raise NotFusable("constant_result", match.label, "the result does not depend on the product")
+    if len(ranges) > MAX_PARTS:
+        raise NotFusable("too_many_parts", match.label, f"{len(ranges)} column ranges; a kernel takes {MAX_PARTS}")
+    packed = {product.n for product, _ in ranges if product.n != columns}
+    if len(packed) > 1 or any(product.n % columns or start % columns for product, start in ranges):
+        texts = ", ".join(f"[{start}:{start + columns}] of {product.n}" for product, start in ranges)
+        raise NotFusable("not_equal_parts", match.label, f"the columns {texts} are not equal parts")
+    if any(columns * len(out.refs) not in (columns, *packed) for out in match.exits):
+        raise NotFusable("not_equal_parts", match.label, "stores a value that is neither a part nor all of the product")
+    for leaf in match.reads:
+        split_alike = match.operands[leaf.operand].columns in (columns, *packed)
+        if leaf.offset is not None and (leaf.offset % columns or not split_alike):
+            raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
