@@ -132,6 +132,31 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def inside(wrap: str) -> bytes:
+    """A fused node in a branch, a loop's body or a function; the archive and the weights stay in the main graph."""
+    made = onnx.load_from_string(model())
+    (node,) = made.graph.node
+    inner = helper.make_graph([node], "inner", [], [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)])
+    if wrap == "If":  # a condition that only the run knows: a constant one would be folded away
+        made.graph.input.append(helper.make_tensor_value_info("yes", TensorProto.BOOL, []))
+        outer = helper.make_node("If", ["yes"], ["z"], then_branch=inner, else_branch=inner)
+    elif wrap == "Loop":
+        for name, kind in (("i", TensorProto.INT64), ("going", TensorProto.BOOL)):
+            inner.input.append(helper.make_tensor_value_info(name, kind, []))
+        inner.node.append(helper.make_node("Identity", ["going"], ["going_on"]))
+        inner.output.insert(0, helper.make_tensor_value_info("going_on", TensorProto.BOOL, []))
+        made.graph.initializer.append(numpy_helper.from_array(np.array(1), "once"))
+        outer = helper.make_node("Loop", ["once", ""], ["z"], body=inner)
+    else:
+        opsets = [helper.make_opsetid("onnxfuse", 1)]
+        made.functions.append(helper.make_function("own", "Block", list(node.input), ["y0"], [node], opsets))
+        made.opset_import.append(helper.make_opsetid("own", 1))
+        outer = helper.make_node("Block", list(node.input), ["z"], domain="own")
+    made.graph.node[0].CopyFrom(outer)
+    made.graph.output[0].name = "z"
+    return made.SerializeToString()
+
+
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +181,16 @@ def runs() -> None:
     for dims in ((0, 3), (3, 0)):
         assert [y.shape for y in made.run(None, {"x": sample(*dims, K)})] == [(*dims, N)] * 3
     assert driver().fake_launches() == 12, "nothing is launched for an empty output"
+
+
+def scopes() -> None:
+    """The archive is found from wherever a fused node stands, and its code is loaded once."""
+    on_cpu()
+    for wrap in ("function", "If", "Loop"):
+        made = session(inside(wrap))
+        x = sample(2, 3, K)
+        (y,) = made.run(None, {"x": x} | ({"yes": np.array(True)} if wrap == "If" else {}))
+        np.testing.assert_allclose(y.reshape(2, 3, N), reference(x), rtol=1e-4, atol=1e-4)
 
 
 def launch_contract() -> None:

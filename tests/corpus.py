@@ -40,7 +40,11 @@ def families(*names: str, size: str = "") -> list[str]:
 
 def materialize(key: str) -> ModelProto:
     """A graph with weights: seeded normal draws with the recorded mean and standard deviation."""
-    model = onnx.load(folder() / key)
+    return with_weights(onnx.load(folder() / key))
+
+
+def with_weights(model: ModelProto) -> ModelProto:
+    """Fill in, in place, the weights that a model was stored without; others stay."""
     stats = json.loads({entry.key: entry.value for entry in model.metadata_props}.get("synthetic_weights", "{}"))
     for tensor in model.graph.initializer:
         if tensor.name in stats:

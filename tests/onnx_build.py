@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import ModelProto, helper, numpy_helper
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 FLOAT = onnx.TensorProto.FLOAT
 FLOAT16 = onnx.TensorProto.FLOAT16
@@ -61,12 +65,17 @@ class Builder:
         return model
 
 
-def run(model: ModelProto, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def cpu_session(model: ModelProto) -> onnxruntime.InferenceSession:
     """Plain ONNX Runtime on the CPU, graph optimisation off, no library registered."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(model: ModelProto, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs of one run in a `cpu_session`."""
+    session = cpu_session(model)
     return session.run(None, {entry.name: feed[entry.name] for entry in session.get_inputs()})

@@ -485,6 +485,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("nothing_registered", {"FAKE_DEVICES": "0"}),
         ("registered_for_cuda", {}),
         ("runs", {}),
+        ("scopes", {}),
         ("launch_contract", {}),
         ("tensor_maps", {}),
         ("unknown_shapes", {}),

@@ -461,7 +461,7 @@ def test_two_products_of_one_input_are_a_dual_gate(op: str, bias: bool) -> None:
             halves[-1] = b("Add", b.array(draw(N, seed=index), f"bias{index}"), halves[-1])
     model = b.model(b("Mul", silu(b, halves[0]), halves[1]))
     match, fusion = only(model)
-    assert (fusion.pattern, len(fusion.rhs), len(match.products)) == ("dual_gemm", 2, 2)
+    assert (fusion.pattern, len(fusion.rhs), len(match.products)) == ("split_gemm", 2, 2)
     assert "gate" in fusion.features
     check_meaning(model, fusion, {"x": draw(5, K, seed=2).astype(np.float32)})
 

@@ -1,7 +1,7 @@
 """Which column ranges of which products a match combines: what the pattern is called, and when a kernel can do it.
 
-split_gemm     the two halves of one product (GEGLU, SwiGLU, GLU, ReGLU)
-dual_gemm      products of one input by several weights (Llama's gate and up)
+split_gemm     the two halves of one product (GEGLU, SwiGLU, GLU, ReGLU), or products of one input by several weights
+               (Llama's gate and up)
 gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
 column_ranges  other equal ranges of one product: three or four, or some of its columns; the rest is not computed
 """
@@ -29,8 +29,7 @@ def _all_columns(match: Match) -> bool:
 
 
 PATTERNS: dict[str, Callable[[Match], bool]] = {
-    "split_gemm": _two_halves,
-    "dual_gemm": _several_products,
+    "split_gemm": lambda match: _two_halves(match) or _several_products(match),
     "gemm_epilogue": _all_columns,
     "column_ranges": lambda match: True,
 }
