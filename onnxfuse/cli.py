@@ -24,7 +24,7 @@ from onnxfuse.pipeline import FP32_MODES, Analysis, Progress, analyse_model, mak
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
-from onnxfuse.runtime.feeds import load_npz
+from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.store import check_target, save_model, write_text
@@ -66,7 +66,9 @@ _arch = click.option("--arch", help="Architectures: sm_90a,sm_80,ptx or native. 
 _fp32 = click.option(
     "--fp32", type=click.Choice(FP32_MODES), default="tf32", show_default=True, help="How fp32 products are computed."
 )
-_inputs = click.option("--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input.")
+_inputs = click.option(
+    "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."
+)
 _shapes = click.option(
     "--shape", "shapes", multiple=True, metavar="NAME=2,77,768", help="Shape of a random input. May be repeated."
 )
@@ -175,14 +177,40 @@ def _print_skipped(console: Console, report: Report) -> None:
 @_inputs
 @_shapes
 @_seed
+@click.option("--runs", default=1, show_default=True, help="Random runs, each with the next seed.")
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    metavar="SYMBOL=1,2,7",
+    help="Sizes of a dynamic axis, one a run; may be repeated.",
+)
+@click.option("--per-site", is_flag=True, help="Compare what each fused node makes as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def verify(
-    original: Path, optimized: Path, inputs: Path | None, shapes: tuple[str, ...], seed: int, as_json: bool
+    original: Path,
+    optimized: Path,
+    inputs: Path | None,
+    shapes: tuple[str, ...],
+    seed: int,
+    runs: int,
+    sizes: tuple[str, ...],
+    per_site: bool,
+    as_json: bool,
 ) -> None:
     """Run both models and compare each with a float64 reference."""
     for path in (original, optimized):
         load_model(path)
-    result = run_verify(original, optimized, **_feed_options(inputs, shapes), seed=seed)
+    result = run_verify(
+        original,
+        optimized,
+        inputs=load_inputs(inputs) if inputs is not None else None,
+        shapes=_shapes_of(shapes),
+        sizes=dict(_shape(text, "--size", "SYMBOL=1,2,7") for text in sizes),
+        seed=seed,
+        runs=runs,
+        per_site=per_site,
+    )
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -235,11 +263,15 @@ def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, m
 
 
 def _feed_options(inputs: Path | None, shapes: tuple[str, ...]) -> Mapping[str, Any]:
-    return {"inputs": load_npz(inputs) if inputs is not None else None, "shapes": dict(map(_shape, shapes)) or None}
+    return {"inputs": load_npz(inputs) if inputs is not None else None, "shapes": _shapes_of(shapes)}
 
 
-def _shape(text: str) -> tuple[str, list[int]]:
+def _shapes_of(shapes: tuple[str, ...]) -> dict[str, list[int]] | None:
+    return dict(_shape(text, "--shape", "NAME=2,77,768") for text in shapes) or None
+
+
+def _shape(text: str, option: str, form: str) -> tuple[str, list[int]]:
     name, separator, sizes = text.rpartition("=")
     if not separator or not all(size.strip().isdigit() for size in sizes.split(",")):
-        raise SettingError(f"--shape {text!r}: expected NAME=2,77,768")
+        raise SettingError(f"{option} {text!r}: expected {form}")
     return name, [int(size) for size in sizes.split(",")]
