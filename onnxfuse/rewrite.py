@@ -15,7 +15,6 @@ import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph import Graph
-from onnxfuse.patterns.known_values import known_value
 
 DOMAIN = "onnxfuse"
 OP_TYPE = "FusedGemm"
@@ -128,7 +127,7 @@ def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> 
     read = dict.fromkeys(value for node in nodes for value in node.input if value)
     for name in read:
         if name not in made and name not in inputs:
-            value = known_value(graph, graph.tensor(name))
+            value = graph.known_value(graph.tensor(name))
             assert value is not None, f"{name} is neither an input of the fusion nor known"
             array = np.asarray(value, np.int64) if value.dtype == object else value
             yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array))
