@@ -28,6 +28,7 @@ class Replacement:
 
     Attributes:
         nodes: indices of the matched nodes in the main graph, ascending.
+        copied: indices of nodes that the matched ones need too, and that stay as long as others need them.
         place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
         inputs: values that the kernel reads, in order.
         outputs: values that it makes.
@@ -36,6 +37,7 @@ class Replacement:
     """
 
     nodes: tuple[int, ...]
+    copied: tuple[int, ...]
     place: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -101,7 +103,7 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
 
 def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
     """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
-    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes]
+    nodes = [graph.model.proto.graph.node[index] for index in (*replacement.copied, *replacement.nodes)]
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
     constants = list(_constants(graph, nodes, names))
     body = [*constants, *nodes]
