@@ -20,11 +20,12 @@ from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the O
 from onnx import TensorProto, helper
 
 from onnxfuse.errors import ModelError
+from onnxfuse.facts import Facts
+from onnxfuse.known_values import Array, integers
+from onnxfuse.symbolic import Size as Size  # re-exported: what a dimension of the graph is
 
 LARGE_BYTES = 1024  # above this an initializer is a weight: its values are never looked at
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before; nobody exports these any more
-
-Size = int | str | None
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class Graph:
             if value.type.HasField("tensor_type")
         }
         self._small = {tensor.name: tensor for tensor in inferred.graph.initializer}
+        self._facts = Facts(self.nodes, dict(self._inferred_shapes()))
         self._read_by_subgraphs = set(_names_read_by_subgraphs(inferred.graph))
 
     @cached_property
@@ -210,12 +212,22 @@ class Graph:
 
     def shape(self, name: str) -> tuple[Size, ...] | None:
         """Dimensions: an int, a symbol, or None where nothing is known; None for an unknown rank."""
-        if name in self._small:
-            return tuple(self._small[name].dims)
-        tensor_type = self._types.get(name)
-        if tensor_type is None or not tensor_type.HasField("shape"):
-            return None
-        return tuple(_size(dim) for dim in tensor_type.shape.dim)
+        return self._facts.shape(name)
+
+    def known_value(self, tensor: gs.Tensor) -> Array | None:
+        """The tensor's value, its entries symbols or None where only the run knows; None where nothing is known."""
+        return self._facts.value(tensor)
+
+    def known_integers(self, tensor: gs.Tensor) -> list[int] | None:
+        """A fully known integer tensor, flattened."""
+        return integers(self._facts.value(tensor))
+
+    def _inferred_shapes(self) -> Iterator[tuple[str, tuple[Size, ...]]]:
+        for name, tensor_type in self._types.items():
+            if tensor_type.HasField("shape"):
+                yield name, tuple(_size(dim) for dim in tensor_type.shape.dim)
+        for name, tensor in self._small.items():
+            yield name, tuple(tensor.dims)
 
     def dtype(self, name: str) -> int | None:
         """TensorProto.DataType number of a value, None where unknown."""

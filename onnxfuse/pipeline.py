@@ -206,6 +206,7 @@ def _replacement(site: Site, kernel: str) -> Replacement:
     fusion = site.fusion
     return Replacement(
         nodes=site.match.nodes,
+        copied=site.match.copied,
         place=site.match.place,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
         outputs=tuple(tensor.name for tensor in fusion.outputs),

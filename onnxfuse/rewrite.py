@@ -15,7 +15,6 @@ import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph import Graph
-from onnxfuse.patterns.known_values import known_value
 
 DOMAIN = "onnxfuse"
 OP_TYPE = "FusedGemm"
@@ -29,6 +28,7 @@ class Replacement:
 
     Attributes:
         nodes: indices of the matched nodes in the main graph, ascending.
+        copied: indices of nodes that the matched ones need too, and that stay as long as others need them.
         place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
         inputs: values that the kernel reads, in order.
         outputs: values that it makes.
@@ -37,6 +37,7 @@ class Replacement:
     """
 
     nodes: tuple[int, ...]
+    copied: tuple[int, ...]
     place: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -102,7 +103,7 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
 
 def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
     """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
-    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes]
+    nodes = [graph.model.proto.graph.node[index] for index in (*replacement.copied, *replacement.nodes)]
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
     constants = list(_constants(graph, nodes, names))
     body = [*constants, *nodes]
@@ -128,7 +129,7 @@ def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> 
     read = dict.fromkeys(value for node in nodes for value in node.input if value)
     for name in read:
         if name not in made and name not in inputs:
-            value = known_value(graph, graph.tensor(name))
+            value = graph.known_value(graph.tensor(name))
             assert value is not None, f"{name} is neither an input of the fusion nor known"
             array = np.asarray(value, np.int64) if value.dtype == object else value
             yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array))

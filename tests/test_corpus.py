@@ -13,6 +13,9 @@ from tests import corpus, sweep
 
 # Reshapes stand between its products and what follows.
 BEHIND_VIEWS = ("gpt2",)
+# Residuals of the manifest that no kernel adds: a time embedding [b, n] that broadcasts over an image [b, n, h, w], and
+# an add of two products, which the manifest counts for both.
+LEFT = {"sd15_unet": 22, "sd15_unet_mini": 8, "glu_last_used_twice": 1}
 
 
 def count(fusions: list[Fusion]) -> Counter[str]:
@@ -27,8 +30,10 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
     if expected["model"] in BEHIND_VIEWS:
         assert all(found[kind] <= expected[kind] for kind in sweep.KINDS)
     else:
-        assert {kind: found[kind] for kind in sweep.KINDS[:3]} == {kind: expected[kind] for kind in sweep.KINDS[:3]}
-        assert found["residuals"] <= expected["residuals"]
+        left = {"residuals": LEFT.get(expected["model"], 0)}
+        assert {kind: found[kind] for kind in sweep.KINDS} == {
+            kind: expected[kind] - left.get(kind, 0) for kind in sweep.KINDS
+        }
 
 
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))

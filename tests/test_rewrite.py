@@ -10,6 +10,8 @@ from onnx import helper, numpy_helper
 from onnxfuse.graph import Graph, load_model
 from onnxfuse.patterns import is_anchor, match_sites
 from onnxfuse.rewrite import DOMAIN, Replacement, rewrite
+from tests.matching import FEED, K, N, draw, linear, split_num_outputs, split_to_sequence
+from tests.matching import gate as gated
 from tests.onnx_build import FLOAT16, Builder, run
 
 
@@ -18,6 +20,7 @@ def fuse(model) -> onnx.ModelProto:
     replacements = [
         Replacement(
             match.nodes,
+            match.copied,
             match.place,
             tuple(tensor.name for tensor in fusion.inputs),
             tuple(tensor.name for tensor in fusion.outputs),
@@ -44,6 +47,63 @@ def two_gates(dtype: int = 1) -> onnx.ModelProto:
     b = Builder(dtype)
     x = b.input("x", ("batch", "rows", 6))
     return b.model(b("Concat", gate(b, x, 1), gate(b, x, 2), axis=-1))
+
+
+def packed_and_halves_read_elsewhere(b: Builder) -> str:
+    t = linear(b)
+    first, second = split_num_outputs(b, t)
+    return b("Concat", gated(b, first, second), first, t, axis=2)
+
+
+def early_reader_of_an_intermediate(b: Builder) -> str:
+    """The reader of the half stands before the gate's last node, so the fused node must stand before both."""
+    first, second = split_num_outputs(b, linear(b))
+    softmax = b("Softmax", first)
+    return b("Concat", softmax, gated(b, first, second), axis=0)
+
+
+def shared_transposed_weight(b: Builder) -> str:
+    weight = b("Transpose", b.array(draw(N, K), "weight"))
+    x = b.input("x", ("batch", "rows", K))
+    return b("Concat", b("Tanh", b("MatMul", x, weight)), b("Softmax", b("MatMul", b("Softmax", x), weight)), axis=0)
+
+
+def sequence_of_halves(b: Builder) -> str:
+    return gated(b, *split_to_sequence(b, linear(b)))
+
+
+def dual(b: Builder) -> str:
+    x = b.input("x", ("batch", "rows", K))
+    first, second = (b("MatMul", x, b.array(draw(K, N, seed=seed), f"weight{seed}")) for seed in range(2))
+    return gated(b, first, second)
+
+
+def add_of_two_products(b: Builder) -> str:
+    x = b.input("x", ("batch", "rows", K))
+    first = b("MatMul", x, b.array(draw(K, N), "weight0"))
+    second = b("MatMul", b("Softmax", x), b.array(draw(K, N, seed=1), "weight1"))
+    return b("Add", b("Tanh", first), second)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        packed_and_halves_read_elsewhere,
+        early_reader_of_an_intermediate,
+        shared_transposed_weight,
+        sequence_of_halves,
+        dual,
+        add_of_two_products,
+    ],
+)
+def test_every_shape_of_a_match_falls_back_to_the_same_bits(build) -> None:
+    b = Builder()
+    original = b.model(build(b))
+    fused = fuse(original)
+    onnx.checker.check_model(fused, full_check=True)
+    assert any(node.domain == DOMAIN for node in fused.graph.node)
+    for expected, actual in zip(run(original, FEED), run(fused, FEED), strict=True):
+        assert expected.tobytes() == actual.tobytes()
 
 
 FEEDS = [np.random.default_rng(0).standard_normal(shape) for shape in ((2, 5, 6), (1, 1, 6), (3, 7, 6))]
