@@ -92,7 +92,7 @@ def optimize(
     analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
     with _progress_bar() as progress:
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
-    save_model(proto, analysis.graph.model, output)
+    save_model(proto, analysis.model, output)
     if report is not None:
         write_text(report, json.dumps(outcome.to_dict(), indent=2) + "\n")
     _print_report(_console(), outcome, analysis)
@@ -125,9 +125,7 @@ def _progress_bar() -> Iterator[Progress]:
 def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
     analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
-    nodes = len(analysis.graph.nodes)
-    removed = sum(len(site.match.nodes) - 1 for site in analysis.sites)
-    outcome = make_report(analysis, nodes, nodes - removed)
+    outcome = make_report(analysis)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
         return

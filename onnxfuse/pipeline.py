@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import SettingError
 from onnxfuse.fusion import Fusion, part_text
-from onnxfuse.graph import Graph, ModelProto, load_model, node_label
+from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.patterns import Match, match_sites
@@ -23,6 +24,7 @@ from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_site, skipped_site
 from onnxfuse.rewrite import Replacement, rewrite
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
+from onnxfuse.scopes import count_nodes
 from onnxfuse.settings import cache_dir, compile_jobs
 from onnxfuse.simplify import simplify
 from onnxfuse.tile_footprint import shared_bytes
@@ -38,6 +40,7 @@ Progress = Callable[[str, int, int], None]
 class Site:
     """One fusion with every decision about it."""
 
+    graph: Graph
     match: Match
     fusion: Fusion
     mapping: AxisMapping
@@ -47,9 +50,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that is decided without a compiler: what `explain` shows."""
+    """Everything that is decided without a compiler: what `explain` shows.
 
-    graph: Graph
+    Attributes:
+        graphs: the model's scopes, the main graph first.
+    """
+
+    model: Model
+    graphs: tuple[Graph, ...]
     sites: tuple[Site, ...]
     skipped: tuple[SkippedSite, ...]
 
@@ -70,11 +78,27 @@ def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec]
     """
     if fp32 not in FP32_MODES:
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
-    exact_fp32 = fp32 == "exact"
-    graph = Graph(load_model(source))
-    found = match_sites(graph, lambda match, fusion: _plan_site(match, simplify(fusion), devices, exact_fp32))
-    skipped = tuple(skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
-    return Analysis(graph, found.fused, skipped)
+    model = load_model(source)
+    graphs = all_graphs(model)
+    sites, skipped = _find_sites(graphs, devices, fp32 == "exact")
+    reached = reached_functions((site.graph, site.match.nodes) for site in sites)
+    if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
+        graphs = all_graphs(model, reached)
+        sites, _ = _find_sites(graphs, devices, fp32 == "exact")
+    return Analysis(model, graphs, sites, skipped)
+
+
+def _find_sites(
+    graphs: Iterable[Graph], devices: Sequence[DeviceSpec], exact_fp32: bool
+) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
+    sites: list[Site] = []
+    skipped: list[SkippedSite] = []
+    for graph in graphs:
+        plan_site = functools.partial(_plan_site, graph, devices, exact_fp32)
+        found = match_sites(graph, plan_site)
+        sites += found.fused
+        skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
+    return tuple(sites), tuple(skipped)
 
 
 def optimize_model(
@@ -85,31 +109,36 @@ def optimize_model(
     Raises:
         CompileError: NVRTC refused a kernel.
     """
-    before = len(analysis.graph.nodes)
     kernels = _compile(analysis.sites, progress)
     archive, names = _pack(analysis.sites, kernels)
     if dump is not None:
         _dump(analysis, names, dump)
     replacements = [_replacement(site, name) for site, name in zip(analysis.sites, names, strict=True)]
-    proto = rewrite(analysis.graph, replacements, archive)
-    return proto, make_report(analysis, before, len(proto.graph.node))
+    before = count_nodes(analysis.model.proto)
+    proto = rewrite(analysis.model.proto, replacements, archive)
+    return proto, _report(analysis, before, count_nodes(proto))
 
 
-def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
-    """The report of an analysis."""
-    fused = tuple(_report_site(analysis.graph, site) for site in analysis.sites)
-    return Report(fused, analysis.skipped, nodes_before, nodes_after)
+def make_report(analysis: Analysis) -> Report:
+    """The report of an analysis alone; a rewrite also drops nodes that only fed what it fused, such as constants."""
+    nodes = count_nodes(analysis.model.proto)
+    return _report(analysis, nodes, nodes - sum(len(site.match.nodes) - 1 for site in analysis.sites))
 
 
-def _plan_site(match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool) -> Site:
+def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
+    return Report(tuple(map(_report_site, analysis.sites)), analysis.skipped, nodes_before, nodes_after)
+
+
+def _plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, match: Match, fusion: Fusion) -> Site:
+    fusion = simplify(fusion)
     mapping = map_axes(fusion)
     widths = analyse(fusion, mapping)
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
-    return Site(match, fusion, mapping, widths, plans)
+    return Site(graph, match, fusion, mapping, widths, plans)
 
 
-def _report_site(graph: Graph, site: Site) -> FusedSite:
-    nodes = tuple(node_label(graph.nodes[index]) for index in site.match.nodes)
+def _report_site(site: Site) -> FusedSite:
+    nodes = tuple(node_label(site.graph.nodes[index]) for index in site.match.nodes)
     return fused_site(site.fusion, site.mapping, site.widths, site.plans, nodes)
 
 
@@ -205,6 +234,7 @@ def _tensor_map(rule: hopper_tile.MapRule | None) -> TensorMap:
 def _replacement(site: Site, kernel: str) -> Replacement:
     fusion = site.fusion
     return Replacement(
+        graph=site.graph,
         nodes=site.match.nodes,
         copied=site.match.copied,
         place=site.match.place,
@@ -250,7 +280,7 @@ def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
     for number, (site, name) in enumerate(zip(analysis.sites, names, strict=True)):
         place = folder / f"{number:03d}-{name}"
         place.mkdir(parents=True, exist_ok=True)
-        report = _report_site(analysis.graph, site)
+        report = _report_site(site)
         widths = "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands)
         files = {
             "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph import Graph, load_model, skeleton_of
+from onnxfuse.graph import Graph, load_model
+from onnxfuse.scopes import skeleton_of
 from tests.onnx_build import Builder, run
 
 

@@ -14,7 +14,8 @@ ROOT = Path(onnxfuse.__file__).parent
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 ONNX_WORLD = (
-    "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "store", "reference", "probe"
+    "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "store",
+    "reference", "probe",
 )  # fmt: skip
 WALLS = {
     "onnx": ONNX_WORLD,
