@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from onnxfuse import hopper_tile
-from onnxfuse.artifact import Mapped, Record, TensorMap, pack
+from onnxfuse.artifact import MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import SettingError
 from onnxfuse.fusion import Fusion, part_text
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
+from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.patterns import Match, match_sites
@@ -203,8 +204,18 @@ def _record(name: str, device: DeviceSpec, variant: Variant, kernels: Kernels) -
         load_alignments=tuple(load.width * load.dtype.bytes for load in spec.loads),
         out_alignments=tuple(out.width * out.dtype.bytes for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
+        two_levels=_two_levels(spec),
         **launch_rule(variant, device),
     )
+
+
+def _two_levels(spec: KernelSpec) -> int:
+    """The record's bits: which loops of which tensors the kernel walks in two levels."""
+    lhs = {0: ("n",) if spec.lhs_two_levels else ()}  # its columns are k
+    loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
+    outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
+    walked = (lhs | loads | outs).items()
+    return sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops)
 
 
 def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from onnxfuse import small_m_tile
-from onnxfuse.axes import AxisMapping
+from onnxfuse.axes import AxisMapping, levels
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dtypes import F32, DType
+from onnxfuse.dtypes import F32
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
+from onnxfuse.fusion import Fusion, Tensor
 from onnxfuse.hopper_tile import BLOCK_K as HOPPER_BLOCK_K
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from onnxfuse.vector_width import Width, Widths
+from onnxfuse.vector_width import Width, Widths, is_turned
 
 
 @dataclass(frozen=True)
@@ -245,23 +245,37 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     base = _spec(fusion, mapping, widths, exact_fp32)
     m = _static_product(fusion, mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
+    problem = (m, columns, depth)
     fitting, rejected = _fitting(base, device, depth)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
+    variants = _best(base, fitting, problem, device)
+    taken = {variant.tile for variant in variants}
+    rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
+    unguarded = _unguarded(base, widths, fusion)
+    if unguarded != base:
+        variants += _best(unguarded, _fitting(unguarded, device, depth)[0], problem, device)
+    narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
+    if all(variant.spec != narrow.spec for variant in variants):
+        variants.append(narrow)
+    return Plan(device, tuple(variants), tuple(rejected))
 
+
+def _best(
+    base: KernelSpec,
+    fitting: list[Candidate[Tile | HopperTile]],
+    problem: tuple[int | None, int, int],
+    device: DeviceSpec,
+) -> list[Variant]:
+    """The fastest tile for each range of m."""
+    m, columns, depth = problem
     priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
 
     def best(size: int) -> Tile | HopperTile:
         return min(priced, key=lambda pair: cost(pair[0], pair[1], base, size, columns, depth, device))[0].tile
 
     ranges = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
-    variants = [_variant(base, tile, low, high) for tile, low, high in ranges]
-    taken = {variant.tile for variant in variants}
-    rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
-    narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
-    if all(variant.spec != narrow.spec for variant in variants):
-        variants.append(narrow)
-    return Plan(device, tuple(variants), tuple(rejected))
+    return [_variant(base, tile, low, high) for tile, low, high in ranges]
 
 
 def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) -> Variant:
@@ -272,7 +286,11 @@ def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) 
 
 def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool) -> KernelSpec:
     """The kernel of a fusion but for its tile."""
-    operands = fusion.operands
+    operands = [
+        _access(fusion, operand, mapping, width)
+        for operand, width in zip(fusion.operands, widths.operands, strict=True)
+    ]
+    outs = [_access(fusion, out.tensor, mapping, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
     return KernelSpec(
         dtype=fusion.lhs.dtype,
         math=("fp32" if exact_fp32 else "tf32") if fusion.lhs.dtype == F32 else fusion.lhs.dtype.name,
@@ -280,21 +298,31 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         rhs_order="kn" if fusion.rhs[0].axes[-1] in mapping.n else "nk",
         lhs_width=widths.lhs.elements,
         rhs_width=widths.rhs.elements,
-        loads=tuple(
-            _access(mapping.kind(operands[load.operand]), operands[load.operand].dtype, widths.operands[load.operand])
-            for load in fusion.loads
-        ),
-        outs=tuple(
-            _access("tile", out.tensor.dtype, width) for out, width in zip(fusion.outs, widths.outs, strict=True)
-        ),
+        loads=tuple(operands[load.operand] for load in fusion.loads),
+        outs=tuple(replace(out, kind="tile") for out in outs),
         steps=fusion.steps,
         out_values=tuple(out.value for out in fusion.outs),
         tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
+        lhs_two_levels=levels(fusion, fusion.lhs, mapping.k) > 1,
     )
 
 
-def _access(kind: str, dtype: DType, width: Width) -> Access:
-    return Access(kind, dtype, width.elements if kind in ("row", "tile") else 1)
+def _access(fusion: Fusion, tensor: Tensor, mapping: AxisMapping, width: Width) -> Access:
+    kind = mapping.kind(tensor)
+    loops = (("m", mapping.m), ("n", mapping.n))
+    two_levels = tuple(name for name, loop in loops if levels(fusion, tensor, loop) > 1)
+    elements = width.elements if kind in ("row", "tile") else 1
+    return Access(kind, tensor.dtype, elements, kind == "tile" and is_turned(fusion, tensor, mapping), two_levels)
+
+
+def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
+    """The same kernel with single elements where only the run knows whether a wider access is legal."""
+    loads = (
+        replace(load, width=1) if widths.operands[index.operand].guarded else load
+        for load, index in zip(spec.loads, fusion.loads, strict=True)
+    )
+    outs = (replace(out, width=1) if width.guarded else out for out, width in zip(spec.outs, widths.outs, strict=True))
+    return replace(spec, loads=tuple(loads), outs=tuple(outs))
 
 
 def _narrow(spec: KernelSpec) -> KernelSpec:
