@@ -9,7 +9,7 @@ from pathlib import Path
 from onnx import helper
 
 from onnxfuse.graph import Graph, load_model
-from onnxfuse.rewrite import DOMAIN
+from onnxfuse.inline import DOMAIN
 from onnxfuse.store import save_model
 
 
