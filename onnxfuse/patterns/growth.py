@@ -25,7 +25,6 @@ from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_s
 
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
-KNOWN_OPS = frozenset({"Shape", "Gather", "Add", "Sub", "Mul", "Div", "Cast", "Unsqueeze", "Squeeze", "Concat"})
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,9 @@ class Growth:
             raise NotFusable("taken", "", "belongs to the fusion of a later product")
         inputs = node.inputs[:MAX_INPUTS]
         columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
-        if node.op in KNOWN_OPS and (node.op == "Shape" or not columns):
+        if node.op == "SequenceAt":
+            self._absorb_sequence_at(node)
+        elif node.op == "Shape" or not columns:
             self._absorb_known(node)
         elif node.op in _COLUMN_OPS:
             _COLUMN_OPS[node.op](self, node)
@@ -139,7 +140,8 @@ class Growth:
         if len(node.inputs) > MAX_INPUTS:
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} of {len(node.inputs)} inputs")
         others = [tensor for tensor in node.inputs if tensor.name not in self.values]
-        if node.op != "Shape" and not all(is_complete(self.graph.known_value(tensor)) for tensor in others):
+        known = all(is_complete(self.graph.known_value(tensor)) for tensor in others)
+        if not known or any(self.graph.known_value(tensor) is None for tensor in node.outputs):
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
         self._take(node, None)
 
@@ -249,5 +251,4 @@ _COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "Split": Growth._absorb_split,
     "Slice": Growth._absorb_slice,
     "SplitToSequence": Growth._absorb_split_to_sequence,
-    "SequenceAt": Growth._absorb_sequence_at,
 }
