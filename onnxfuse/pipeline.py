@@ -249,6 +249,8 @@ def _replacement(site: Site, kernel: str) -> Replacement:
         nodes=site.match.nodes,
         copied=site.match.copied,
         place=site.match.place,
+        folded=site.match.folded,
+        constants=site.match.constants,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
         outputs=tuple(tensor.name for tensor in fusion.outputs),
         name=f"{fusion.anchor}/FusedGemm",
