@@ -37,7 +37,7 @@ def _tool() -> str:
     for folder in (spec.submodule_search_locations if spec else None) or []:
         for found in Path(folder).glob(f"*/bin/{TOOL}"):
             return str(found)
-    found = shutil.which(TOOL)
-    if found is None:
+    on_path = shutil.which(TOOL)
+    if on_path is None:
         raise CompileError(f"{TOOL} is not installed; it comes with the pip package {PACKAGE}")
-    return found
+    return on_path
