@@ -16,14 +16,16 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_OUTS
 from onnxfuse.graph import node_label
 from onnxfuse.known_values import is_complete
+from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.growth import Growth
 from onnxfuse.patterns.match import Columns, Exit, Match
 from onnxfuse.patterns.places import Places
-from onnxfuse.patterns.pointwise import POINTWISE
+from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
 
 REGROUPING = frozenset({"Cast", "Identity"})  # with these alone behind it, an intermediate is not worth an output
 
+COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
 Region = int  # nodes of a growth, as bits by their position
 
 
@@ -62,10 +64,15 @@ class Cut:
                 self.refuse(region, refusal)
 
     def _may_end(self, position: int, region: Region) -> bool:
-        """Whether a node is pointwise and its value is read behind the region."""
+        """Whether a node computes something and its value is read behind the region."""
         node, value = self.growth.nodes[position], self._values[position][0]
-        pointwise = node.op in POINTWISE and node.op != "Identity" and value.columns is not None
-        return pointwise and value in self._leaving(region)
+        return self._is_computed(node) and value.columns is not None and value in self._leaving(region)
+
+    def _is_computed(self, node: gs.Node) -> bool:
+        """Whether a node does arithmetic beside a plain product."""
+        if any(product.node is node and product.activation is not None for product in self.growth.products):
+            return True
+        return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op != "Identity")
 
     def refuse(self, region: Region, refusal: NotFusable) -> None:
         """Remember why a piece was not taken."""
@@ -193,7 +200,7 @@ class Cut:
         for value in leaving:
             without |= self.growth.needs[self._positions[id(value.maker)]]
         gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
-        if all(node.op not in POINTWISE or node.op in REGROUPING for node in gained):
+        if all(pointwise_row(node) is None or node.op in REGROUPING for node in gained):
             raise self._leak(first, "and no arithmetic would be saved")
 
     def _leak(self, value: _Value, why: str) -> NotFusable:

@@ -17,9 +17,10 @@ from onnxfuse.dtypes import BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
+from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
-from onnxfuse.patterns.pointwise import POINTWISE
+from onnxfuse.patterns.pointwise import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 
@@ -99,6 +100,8 @@ class Growth:
             if product.beta != 1.0:
                 bias = self.epilogue.apply("mul", bias, self.epilogue.constant(product.beta))
             ref = self.epilogue.apply("add", ref, bias)
+        if product.activation is not None:
+            ref = product.activation(self.epilogue, ref)
         self._take(product.node, Columns(ref, product.n))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
@@ -118,22 +121,21 @@ class Growth:
 
     def _absorb(self, node: gs.Node) -> None:
         """Absorb one reader; NotFusable says why not."""
-        if node.domain not in (None, "", "ai.onnx"):
-            raise NotFusable("unknown_op", "", f"{node.domain}::{node.op} is not in the pointwise table")
         if self._is_taken(node):
             raise NotFusable("taken", "", "belongs to the fusion of a later product")
         inputs = node.inputs[:MAX_INPUTS]
         columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
-        if node.op == "SequenceAt":
+        op = qualified_op(node)
+        if op == "SequenceAt":
             self._absorb_sequence_at(node)
-        elif node.op == "Shape" or not columns:
+        elif op == "Shape" or not columns:
             self._absorb_known(node)
-        elif node.op in _COLUMN_OPS:
-            _COLUMN_OPS[node.op](self, node)
-        elif node.op in POINTWISE:
-            self._absorb_pointwise(node, columns)
+        elif op in _COLUMN_OPS:
+            _COLUMN_OPS[op](self, node)
+        elif (lower := pointwise_row(node)) is not None:
+            self._absorb_pointwise(node, columns, lower)
         else:
-            raise NotFusable("unknown_op", "", f"{node.op} is not pointwise")
+            raise NotFusable("unknown_op", "", f"{op} is not pointwise")
 
     def _absorb_known(self, node: gs.Node) -> None:
         """Shape arithmetic on the product's own shape belongs to the match when all that it feeds does."""
@@ -145,7 +147,7 @@ class Growth:
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
         self._take(node, None)
 
-    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns]) -> None:
+    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
         if len(node.inputs) > MAX_INPUTS:
             raise NotFusable("too_many_operands", "", f"{node.op} of {len(node.inputs)} inputs")
         if len({value.length for value in columns}) != 1:
@@ -153,7 +155,7 @@ class Growth:
         length = columns[0].length
         inputs = [self._argument(tensor, length) for tensor in node.inputs]
         self._check_keeps_shape(node)
-        self._take(node, Columns(POINTWISE[node.op](self.epilogue, inputs, node.attrs), length))
+        self._take(node, Columns(lower(self.epilogue, inputs, node.attrs), length))
 
     def _check_keeps_shape(self, node: gs.Node) -> None:
         number = self.graph.dtype(node.outputs[0].name)
@@ -235,6 +237,15 @@ class Growth:
             raise NotFusable("empty_slice", "", "slices no column")
         self._take(node, self._range(value, start, stop))
 
+    def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
+        """The left half of the biased columns times the gelu of the right half."""
+        value = self._single(node)
+        biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value.length))
+        half = value.length // 2
+        first, second = self._ranges(Columns(biased, value.length), [half, half])
+        gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
+        self._take(node, Columns(gated, first.length))
+
     def _ranges(self, value: Columns, sizes: list[int]) -> list[Columns]:
         starts = [0]
         for size in sizes:
@@ -251,4 +262,5 @@ _COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "Split": Growth._absorb_split,
     "Slice": Growth._absorb_slice,
     "SplitToSequence": Growth._absorb_split_to_sequence,
+    "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
 }
