@@ -1,4 +1,4 @@
-"""Several outputs, several weights and residuals inside an ONNX Runtime CUDA session, on every kernel that a plan takes."""
+"""Several outputs, several weights and residuals in an ONNX Runtime CUDA session, on every kernel that a plan takes."""
 
 from __future__ import annotations
 
