@@ -152,7 +152,7 @@ class Cut:
 
     def _split_span(self, node: gs.Node) -> Iterator[tuple[str, int, int]]:
         """The columns of one product that a node takes apart."""
-        value = self.growth.values.get(node.inputs[0].name) if node.op in COLUMN_OPS else None
+        value = self.growth.values.get(node.inputs[0].name) if qualified_op(node) in COLUMN_OPS else None
         leaves = [] if value is None else self.growth.epilogue.leaves(ACC, (value.ref,))
         if value is not None and len(leaves) == 1:
             yield leaves[0].operand, leaves[0].offset or 0, value.length
