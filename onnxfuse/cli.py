@@ -132,6 +132,8 @@ def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
     console = _console()
     for site, entry in zip(analysis.sites, outcome.fused, strict=True):
         console.print(escape(entry.text), soft_wrap=True)
+        if site.match.stop is not None:
+            console.print(escape(f"ends    at {site.match.stop}"), soft_wrap=True)
         for operand in entry.operands:
             console.print(
                 escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
