@@ -14,24 +14,26 @@ from onnxfuse import hopper_tile
 from onnxfuse.artifact import MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import DeviceSpec
-from onnxfuse.errors import SettingError
+from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.fusion import Fusion, part_text
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.kernels.hopper import emit as emit_hopper
-from onnxfuse.patterns import Match, match_sites
+from onnxfuse.patterns import PATTERNS, Match, match_sites
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_site, skipped_site
 from onnxfuse.rewrite import Replacement, rewrite
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
 from onnxfuse.scopes import count_nodes
+from onnxfuse.selection import Candidate, Selection
 from onnxfuse.settings import cache_dir, compile_jobs
 from onnxfuse.simplify import simplify
 from onnxfuse.tile_footprint import shared_bytes
 from onnxfuse.vector_width import Widths, analyse
 
 FP32_MODES = ("tf32", "exact")
+EVERYTHING = Selection()
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -70,22 +72,27 @@ class Kernels:
     images: dict[tuple[str, str], CompiledImage]
 
 
-def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec], fp32: str = "tf32") -> Analysis:
-    """Find and plan every fusion of a model; nothing is compiled or changed.
+def analyse_model(
+    source: str | Path | ModelProto,
+    devices: Sequence[DeviceSpec],
+    fp32: str = "tf32",
+    selection: Selection = EVERYTHING,
+) -> Analysis:
+    """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown fp32 mode.
+        SettingError: an unknown fp32 mode, or a selection that means nothing in this model.
     """
     if fp32 not in FP32_MODES:
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
     model = load_model(source)
     graphs = all_graphs(model)
-    sites, skipped = _find_sites(graphs, devices, fp32 == "exact")
+    sites, skipped = _selected(*_find_sites(graphs, devices, fp32 == "exact"), selection)
     reached = reached_functions((site.graph, site.match.nodes) for site in sites)
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
-        sites, _ = _find_sites(graphs, devices, fp32 == "exact")
+        sites, _ = _selected(*_find_sites(graphs, devices, fp32 == "exact"), selection)
     return Analysis(model, graphs, sites, skipped)
 
 
@@ -100,6 +107,22 @@ def _find_sites(
         sites += found.fused
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
     return tuple(sites), tuple(skipped)
+
+
+def _selected(
+    sites: tuple[Site, ...], skipped: tuple[SkippedSite, ...], selection: Selection
+) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
+    """The sites that the user wants; the others are left alone like those that no kernel computes."""
+    candidates = [Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site)) for site in sites]
+    selection.check(candidates, PATTERNS)
+    refusals = [selection.refusal(candidate) for candidate in candidates]
+    left = tuple(
+        skipped_site(product.label, NotFusable("not_selected", product.label, refusal))
+        for site, refusal in zip(sites, refusals, strict=True)
+        for product in site.match.products
+        if refusal
+    )
+    return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left
 
 
 def optimize_model(
@@ -138,8 +161,12 @@ def _plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, ma
     return Site(graph, match, fusion, mapping, widths, plans)
 
 
+def _node_names(site: Site) -> tuple[str, ...]:
+    return tuple(node_label(site.graph.nodes[index]) for index in site.match.nodes)
+
+
 def _report_site(site: Site) -> FusedSite:
-    nodes = tuple(node_label(site.graph.nodes[index]) for index in site.match.nodes)
+    nodes = _node_names(site)
     return fused_site(site.fusion, site.mapping, site.widths, site.plans, nodes)
 
 
