@@ -13,7 +13,8 @@ from pathlib import Path
 from onnxfuse.device import resolve
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.graph import ModelProto
-from onnxfuse.pipeline import Progress, analyse_model, optimize_model
+from onnxfuse.packing import Progress
+from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import PART_AXIS, Fusion, Tensor
+from onnxfuse.fusion import PART_AXIS, Fusion, Pointwise, Tensor
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,28 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     rows = tuple(axis for axis in out_axes if axis not in rhs_axes)
     columns = tuple(axis for axis in out_axes if axis not in fusion.lhs.axes)
     contracted = tuple(axis for axis in fusion.lhs.axes if axis not in out_axes)
+    return AxisMapping(*_row_loops(fusion, rows), columns, contracted)
+
+
+def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
+    """The mapping of what is left of a fusion without its product: no k, and lhs has no say in how rows flatten.
+
+    Raises:
+        NotFusable: the row axes do not flatten into a batch and an m.
+    """
+    return AxisMapping(*_row_loops(pointwise, (*mapping.batch, *mapping.m)), mapping.n, ())
+
+
+def _row_loops(fusion: Pointwise, rows: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The row axes as a batch, which may have none, and an m."""
     groups = _flatten(fusion, rows)
     if len(groups) > 2:
         detail = f"the row axes ({' '.join(rows)}) form {len(groups)} groups; the kernel has a batch and an m"
         raise NotFusable("axes_do_not_flatten", fusion.anchor, detail)
-    return AxisMapping(groups[0] if len(groups) == 2 else (), groups[-1], columns, contracted)
+    return groups[0] if len(groups) == 2 else (), groups[-1]
 
 
-def _flatten(fusion: Fusion, rows: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _flatten(fusion: Pointwise, rows: tuple[str, ...]) -> list[tuple[str, ...]]:
     tensors = (*fusion.inputs, *(out.tensor for out in fusion.outs))
     groups = [rows[:1]]
     for outer, inner in pairwise(rows):
@@ -63,7 +77,7 @@ def _flatten(fusion: Fusion, rows: tuple[str, ...]) -> list[tuple[str, ...]]:
     return groups
 
 
-def _adjacent(fusion: Fusion, tensor: Tensor, outer: str, inner: str) -> bool:
+def _adjacent(fusion: Pointwise, tensor: Tensor, outer: str, inner: str) -> bool:
     """Whether one stride steps through both axes of a tensor; an axis of size 1 is never stepped along."""
     axes = tensor.axes
     if 1 in (fusion.size(outer), fusion.size(inner)):

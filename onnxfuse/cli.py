@@ -20,7 +20,8 @@ from onnxfuse import __version__
 from onnxfuse.device import resolve
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
-from onnxfuse.pipeline import FP32_MODES, Analysis, Progress, analyse_model, make_report, optimize_model
+from onnxfuse.packing import Progress
+from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
@@ -124,7 +125,7 @@ def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
     analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
     nodes = len(analysis.graph.nodes)
-    removed = sum(len(site.match.nodes) - 1 for site in analysis.sites)
+    removed = sum(len(site.form.replaced) - 1 for site in analysis.sites)
     outcome = make_report(analysis, nodes, nodes - removed)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
@@ -136,7 +137,7 @@ def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
             console.print(
                 escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
             )
-        console.print(escape("\n".join(str(plan) for plan in site.plans)) + "\n", soft_wrap=True)
+        console.print(escape("\n".join((f"tier    {entry.tier}", *map(str, site.form.plans)))) + "\n", soft_wrap=True)
     for skipped in outcome.skipped:
         console.print(escape(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}"), soft_wrap=True)
 

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from onnxfuse import hopper_tile
-from onnxfuse.artifact import Mapped, Record, TensorMap, pack
-from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import SettingError
-from onnxfuse.fusion import Fusion, part_text
 from onnxfuse.graph import Graph, ModelProto, load_model, node_label
-from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.kernels.hopper import emit as emit_hopper
-from onnxfuse.patterns import Match, match_sites
-from onnxfuse.plan import Plan, Variant, make_plan
-from onnxfuse.report import FusedSite, Report, SkippedSite, axes_text, fused_site, skipped_site
+from onnxfuse.packing import Progress, compile_forms, kernel_source, node_attributes, pack_forms
+from onnxfuse.patterns import match_sites
+from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import Replacement, rewrite
-from onnxfuse.runtime.compile import CompiledImage, compile_cached
-from onnxfuse.settings import cache_dir, compile_jobs
-from onnxfuse.simplify import simplify
-from onnxfuse.tile_footprint import shared_bytes
-from onnxfuse.vector_width import Widths, analyse
+from onnxfuse.site import Form, Site, plan_site
 
 FP32_MODES = ("tf32", "exact")
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """One fusion with every decision about it."""
-
-    match: Match
-    fusion: Fusion
-    mapping: AxisMapping
-    widths: Widths
-    plans: tuple[Plan, ...]
 
 
 @dataclass(frozen=True)
@@ -52,13 +25,6 @@ class Analysis:
     graph: Graph
     sites: tuple[Site, ...]
     skipped: tuple[SkippedSite, ...]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Compiled kernels by source and architecture."""
-
-    images: dict[tuple[str, str], CompiledImage]
 
 
 def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec], fp32: str = "tf32") -> Analysis:
@@ -72,7 +38,7 @@ def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec]
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
     exact_fp32 = fp32 == "exact"
     graph = Graph(load_model(source))
-    found = match_sites(graph, lambda match, fusion: _plan_site(match, simplify(fusion), devices, exact_fp32))
+    found = match_sites(graph, lambda match, fusion: plan_site(graph, match, fusion, devices, exact_fp32))
     skipped = tuple(skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
     return Analysis(graph, found.fused, skipped)
 
@@ -86,11 +52,11 @@ def optimize_model(
         CompileError: NVRTC refused a kernel.
     """
     before = len(analysis.graph.nodes)
-    kernels = _compile(analysis.sites, progress)
-    archive, names = _pack(analysis.sites, kernels)
+    forms = [site.form for site in analysis.sites]
+    archive, names = pack_forms(forms, compile_forms(forms, progress))
     if dump is not None:
         _dump(analysis, names, dump)
-    replacements = [_replacement(site, name) for site, name in zip(analysis.sites, names, strict=True)]
+    replacements = [_replacement(form, name) for form, name in zip(forms, names, strict=True)]
     proto = rewrite(analysis.graph, replacements, archive)
     return proto, make_report(analysis, before, len(proto.graph.node))
 
@@ -101,147 +67,24 @@ def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Repo
     return Report(fused, analysis.skipped, nodes_before, nodes_after)
 
 
-def _plan_site(match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool) -> Site:
-    mapping = map_axes(fusion)
-    widths = analyse(fusion, mapping)
-    plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
-    return Site(match, fusion, mapping, widths, plans)
-
-
 def _report_site(graph: Graph, site: Site) -> FusedSite:
-    nodes = tuple(node_label(graph.nodes[index]) for index in site.match.nodes)
-    return fused_site(site.fusion, site.mapping, site.widths, site.plans, nodes)
+    form = site.form
+    nodes = tuple(node_label(graph.nodes[index]) for index in form.replaced)
+    return fused_site(site.fusion, site.mapping, site.widths, site.tier, form.plans, nodes)
 
 
-def _variants(sites: Iterable[Site]) -> Iterator[tuple[DeviceSpec, Variant]]:
-    for site in sites:
-        for plan in site.plans:
-            for variant in plan.variants:
-                yield plan.device, variant
-
-
-def _compile(sites: Sequence[Site], progress: Progress | None) -> Kernels:
-    """Compile each distinct kernel once."""
-    wanted = {(kernel_source(variant, device), device.arch): device for device, variant in _variants(sites)}
-    images: dict[tuple[str, str], CompiledImage] = {}
-    folder = cache_dir()
-    with ThreadPoolExecutor(compile_jobs()) as pool:
-        jobs = [pool.submit(compile_cached, source, device, folder) for (source, _), device in wanted.items()]
-        for key, job in zip(wanted, jobs, strict=True):
-            images[key] = job.result()
-            if progress is not None:
-                progress("compiling kernels", len(images), len(wanted))
-    return Kernels(images)
-
-
-def _pack(sites: Sequence[Site], kernels: Kernels) -> tuple[bytes, list[str]]:
-    """The archive, and each site's kernel id: sites with equal launch rules share one."""
-    names = [_kernel_name(site) for site in sites]
-    records: dict[str, list[Record]] = {}
-    for site, name in zip(sites, names, strict=True):
-        if name not in records:
-            records[name] = [_record(name, device, variant, kernels) for device, variant in _variants([site])]
-    return pack([record for group in records.values() for record in group]), names
-
-
-def _kernel_name(site: Site) -> str:
-    parts = [
-        (device.arch, kernel_source(variant, device), str(variant.min_m), str(variant.max_m))
-        for device, variant in _variants([site])
-    ]
-    return hashlib.sha256("\0".join(text for part in parts for text in part).encode()).hexdigest()[:16]
-
-
-def kernel_source(variant: Variant, device: DeviceSpec) -> str:
-    """The CUDA source of a variant."""
-    if variant.hopper is None:
-        return emit(variant.spec)
-    return emit_hopper(variant.spec, variant.hopper, device.shared_bytes)
-
-
-def _record(name: str, device: DeviceSpec, variant: Variant, kernels: Kernels) -> Record:
-    spec = variant.spec
-    element = spec.dtype.bytes
-    return Record(
-        kernel=name,
-        entry=ENTRY,
-        capability=device.capability,
-        flavour=device.flavour,
-        min_m=variant.min_m,
-        max_m=variant.max_m,
-        lhs_alignment=spec.lhs_width * element,
-        rhs_alignment=spec.rhs_width * element,
-        load_alignments=tuple(load.width * load.dtype.bytes for load in spec.loads),
-        out_alignments=tuple(out.width * out.dtype.bytes for out in spec.outs),
-        image=kernels.images[kernel_source(variant, device), device.arch].data,
-        **launch_rule(variant, device),
-    )
-
-
-def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
-    """The fields of a record that depend on which kernel a variant is of."""
-    spec, hopper = variant.spec, variant.hopper
-    if hopper is None:
-        tile = spec.tile
-        sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "threads": tile.threads}
-        return {**sizes, "shared_bytes": shared_bytes(spec)}
-    return {
-        "block_m": hopper.block_m * hopper.cluster_m,
-        "block_n": hopper.block_n * hopper.cluster_n,
-        "threads": hopper_tile.THREADS,
-        "shared_bytes": hopper_tile.footprint(spec, hopper, device.shared_bytes).total,
-        "cluster": hopper.cluster_m * hopper.cluster_n,
-        "maps": tuple(map(_tensor_map, hopper_tile.map_rules(spec, hopper, device.shared_bytes))),
-    }
-
-
-def _tensor_map(rule: hopper_tile.MapRule | None) -> TensorMap:
-    if rule is None:
-        return TensorMap(Mapped.NOTHING)
-    tensor = Mapped[rule.tensor.upper()]
-    return TensorMap(tensor, rule.index, rule.rows_contiguous, rule.swizzle, rule.box_inner, rule.box_outer)
-
-
-def _replacement(site: Site, kernel: str) -> Replacement:
-    fusion = site.fusion
+def _replacement(form: Form, kernel: str) -> Replacement:
+    fusion = form.fusion
     return Replacement(
-        nodes=site.match.nodes,
-        place=site.match.place,
+        nodes=form.nodes,
+        place=form.place,
+        kept=form.kept,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
         outputs=tuple(tensor.name for tensor in fusion.outputs),
-        name=f"{fusion.anchor}/FusedGemm",
-        attributes=node_attributes(fusion, site.mapping, kernel),
+        name=f"{fusion.anchor}/{form.op_type}",
+        attributes=node_attributes(form, kernel),
+        op_type=form.op_type,
     )
-
-
-def node_attributes(fusion: Fusion, mapping: AxisMapping, kernel: str) -> dict[str, str]:
-    """The fused node's attributes; their grammar is in artifact.py."""
-    return {
-        "kernel": kernel,
-        "axes": axes_text(fusion),
-        "sizes": " ".join(f"{axis.name}={axis.size}" for axis in fusion.axes if axis.size is not None),
-        "problem": str(mapping),
-        "arguments": _arguments(fusion),
-        "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
-        "out_types": ",".join(tensor.dtype.name for tensor in fusion.outputs),
-        "fusion": str(fusion),
-    }
-
-
-def _arguments(fusion: Fusion) -> str:
-    """Which input is what: `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`."""
-    first_operand = 1 + len(fusion.rhs)
-    groups = {
-        "lhs": ["0"],
-        "rhs": [_indexed(1 + part.tensor, part.part) for part in fusion.parts],
-        "loads": [_indexed(first_operand + load.operand, load.part) for load in fusion.loads],
-        "outs": [_indexed(fusion.outputs.index(out.tensor), out.part) for out in fusion.outs],
-    }
-    return " ".join(f"{name}={','.join(entries)}" for name, entries in groups.items() if entries)
-
-
-def _indexed(index: int, part: int | None) -> str:
-    return f"{index}{part_text(part)}"
 
 
 def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
@@ -256,14 +99,12 @@ def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
             "1-fusion.txt": str(site.fusion),
             "2-axes.txt": f"{report.axes}\n{site.mapping}",
             "3-widths.txt": widths,
-            "4-plan.txt": "\n".join(str(plan) for plan in site.plans),
-            "5-node.txt": "\n".join(
-                f"{key}: {value}" for key, value in node_attributes(site.fusion, site.mapping, name).items()
-            ),
+            "4-plan.txt": "\n".join((site.tier.value, *(str(plan) for plan in site.form.plans))),
+            "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.form, name).items()),
         }
         for file, text in files.items():
             (place / file).write_text(text + "\n")
-        sources = dict.fromkeys(kernel_source(variant, device) for device, variant in _variants([site]))
+        sources = dict.fromkeys(kernel_source(variant, device) for device, variant in site.form.variants)
         for index, source in enumerate(sources):
             suffix = f"-{index}" if index else ""
             (place / f"6-kernel{suffix}.cu").write_text(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -50,15 +50,27 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """Every legal tile at one number of rows with its estimated microseconds, the fastest first."""
+
+    m: int
+    tiles: tuple[tuple[float, Tile | HopperTile], ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The kernels of one fusion on one architecture, in the order in which a launch tries them.
 
     The first variants use the widest accesses; the last uses single elements and fits any pointer.
+
+    Attributes:
+        ranked: at each number of rows that the plan was made for.
     """
 
     device: DeviceSpec
     variants: tuple[Variant, ...]
     rejected: tuple[Rejected, ...]
+    ranked: tuple[Ranked, ...]
 
     def __str__(self) -> str:
         rows = [
@@ -251,17 +263,31 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
 
     priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
 
-    def best(size: int) -> Tile | HopperTile:
-        return min(priced, key=lambda pair: cost(pair[0], pair[1], base, size, columns, depth, device))[0].tile
+    def rank(size: int) -> Ranked:
+        costs = [(cost(entry, reads, base, size, columns, depth, device), entry.tile) for entry, reads in priced]
+        return Ranked(size, tuple(sorted(costs, key=lambda pair: pair[0])))
 
-    ranges = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
-    variants = [_variant(base, tile, low, high) for tile, low, high in ranges]
+    ranked = tuple(rank(size) for size in ([m] if m else SAMPLED_M))
+    variants = _variants(base, [(entry.m, entry.tiles[0][1]) for entry in ranked])
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
     narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
     if all(variant.spec != narrow.spec for variant in variants):
         variants.append(narrow)
-    return Plan(device, tuple(variants), tuple(rejected))
+    return Plan(device, tuple(variants), tuple(rejected), ranked)
+
+
+def replan(plan: Plan, best: Sequence[tuple[int, Tile | HopperTile]]) -> Plan:
+    """The plan with other tiles, at some numbers of rows in ascending order; what fits any pointer stays."""
+    last = plan.variants[-1]
+    variants = _variants(plan.variants[0].spec, best)
+    if all(variant.spec != last.spec for variant in variants):
+        variants.append(replace(last, min_m=0, max_m=MAX_M))
+    return replace(plan, variants=tuple(variants))
+
+
+def _variants(base: KernelSpec, best: Sequence[tuple[int, Tile | HopperTile]]) -> list[Variant]:
+    return [_variant(base, tile, low, high) for tile, low, high in _ranges(best)]
 
 
 def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) -> Variant:
@@ -281,11 +307,11 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         lhs_width=widths.lhs.elements,
         rhs_width=widths.rhs.elements,
         loads=tuple(
-            _access(mapping.kind(operands[load.operand]), operands[load.operand].dtype, widths.operands[load.operand])
+            access(mapping.kind(operands[load.operand]), operands[load.operand].dtype, widths.operands[load.operand])
             for load in fusion.loads
         ),
         outs=tuple(
-            _access("tile", out.tensor.dtype, width) for out, width in zip(fusion.outs, widths.outs, strict=True)
+            access("tile", out.tensor.dtype, width) for out, width in zip(fusion.outs, widths.outs, strict=True)
         ),
         steps=fusion.steps,
         out_values=tuple(out.value for out in fusion.outs),
@@ -293,7 +319,8 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
     )
 
 
-def _access(kind: str, dtype: DType, width: Width) -> Access:
+def access(kind: str, dtype: DType, width: Width) -> Access:
+    """How a kernel reaches a tensor of one kind and width."""
     return Access(kind, dtype, width.elements if kind in ("row", "tile") else 1)
 
 
@@ -331,7 +358,7 @@ def _static_product(fusion: Fusion, axes: Iterable[str]) -> int | None:
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
-def _ranges(best: list[tuple[int, Tile | HopperTile]]) -> list[tuple[Tile | HopperTile, int, int]]:
+def _ranges(best: Sequence[tuple[int, Tile | HopperTile]]) -> list[tuple[Tile | HopperTile, int, int]]:
     """Neighbouring sizes with the same choice become one range; the last one has no end."""
     ranges: list[tuple[Tile | HopperTile, int, int]] = []
     for index, (size, tile) in enumerate(best):

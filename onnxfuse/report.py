@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse.axes import AxisMapping
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
+from onnxfuse.fusion import Fusion, Pointwise
 from onnxfuse.plan import Plan, tile_text
+from onnxfuse.pointwise_plan import PointwisePlan
+from onnxfuse.tier import Tier
 from onnxfuse.vector_width import Widths
 
 
@@ -29,6 +32,7 @@ class FusedSite:
     Attributes:
         nodes: names of the original nodes that the kernel replaces.
         axes: the axis mapping in einops notation.
+        tier: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
         text: the fusion as the IR prints it.
     """
@@ -39,6 +43,7 @@ class FusedSite:
     nodes: tuple[str, ...]
     axes: str
     operands: tuple[OperandReport, ...]
+    tier: str
     kernel: str
     text: str
 
@@ -51,6 +56,7 @@ class FusedSite:
             "nodes": list(self.nodes),
             "axes": self.axes,
             "operands": [vars(operand) for operand in self.operands],
+            "tier": self.tier,
             "kernel": self.kernel,
         }
 
@@ -94,7 +100,12 @@ def skipped_site(anchor: str, refusal: NotFusable) -> SkippedSite:
 
 
 def fused_site(
-    fusion: Fusion, mapping: AxisMapping, widths: Widths, plans: tuple[Plan, ...], nodes: tuple[str, ...]
+    fusion: Fusion,
+    mapping: AxisMapping,
+    widths: Widths,
+    tier: Tier,
+    plans: Sequence[Plan | PointwisePlan],
+    nodes: tuple[str, ...],
 ) -> FusedSite:
     """The report's entry for a fusion."""
     return FusedSite(
@@ -104,12 +115,13 @@ def fused_site(
         nodes=nodes,
         axes=axes_text(fusion),
         operands=_operands(fusion, mapping, widths),
+        tier=tier.value,
         kernel="; ".join(_one_line(plan) for plan in plans),
         text=str(fusion),
     )
 
 
-def axes_text(fusion: Fusion) -> str:
+def axes_text(fusion: Pointwise) -> str:
     """The fusion as an einops equation, `b m k, k (p n), (p n) -> b m n`."""
     inputs = ", ".join(tensor.einops for tensor in fusion.inputs)
     return f"{inputs} -> {', '.join(tensor.einops for tensor in fusion.outputs)}"
@@ -126,6 +138,8 @@ def _operands(fusion: Fusion, mapping: AxisMapping, widths: Widths) -> tuple[Ope
     return tuple(OperandReport(name, kind, width.elements, width.reason) for kind, name, width in rows)
 
 
-def _one_line(plan: Plan) -> str:
+def _one_line(plan: Plan | PointwisePlan) -> str:
+    if isinstance(plan, PointwisePlan):
+        return f"{plan.device.arch}: {', '.join(dict.fromkeys(str(variant.tile) for variant in plan.variants))}"
     tiles = dict.fromkeys(tile_text(variant.tile) for variant in plan.variants)
     return f"{plan.device.arch}: {plan.variants[0].spec.math} {', '.join(tiles)}"

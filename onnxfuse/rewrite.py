@@ -1,7 +1,8 @@
 """Put fused nodes in place of matches, in the ModelProto itself: what is not fused stays as it was, byte for byte.
 
-A fused node is `onnxfuse::FusedGemm`, and a model-local function of the same name whose body is the matched subgraph,
-node for node. Matches with equal bodies share one function; different bodies differ in `overload`.
+A fused node is `onnxfuse::FusedGemm`, or `onnxfuse::FusedPointwise` where the product stays an ordinary node, and a
+model-local function of the same name whose body is the matched subgraph, node for node. Matches with equal bodies share
+one function; different bodies differ in `overload`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from onnxfuse.graph import Graph
 from onnxfuse.patterns.known_values import known_value
 
 DOMAIN = "onnxfuse"
-OP_TYPE = "FusedGemm"
+FUSED_GEMM = "FusedGemm"
+FUSED_POINTWISE = "FusedPointwise"
 KERNELS = "onnxfuse.kernels"
 OVERLOAD_IR_VERSION = 10  # the first that has NodeProto.overload
 
@@ -34,6 +36,8 @@ class Replacement:
         outputs: values that it makes.
         name: name of the fused node.
         attributes: the fused node's attributes, all strings.
+        op_type: `FusedGemm`, or `FusedPointwise` where the products are kept.
+        kept: indices of matched nodes that stay as they are, right before the fused node.
     """
 
     nodes: tuple[int, ...]
@@ -42,6 +46,8 @@ class Replacement:
     outputs: tuple[str, ...]
     name: str
     attributes: dict[str, str]
+    op_type: str = FUSED_GEMM
+    kept: tuple[int, ...] = ()
 
 
 def rewrite(graph: Graph, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
@@ -57,14 +63,15 @@ def rewrite(graph: Graph, replacements: Iterable[Replacement], kernels: bytes) -
     if not replacements:
         return proto
     kernels_name = _unused_name(proto.graph, KERNELS)
-    fused: dict[int, NodeProto] = {}
+    fused: dict[int, list[NodeProto]] = {}
     known = {function.overload for function in proto.functions if function.domain == DOMAIN}
     for replacement in replacements:
         body = _body(graph, replacement)
         if body.overload not in known:
             known.add(body.overload)
             proto.functions.append(body)
-        fused[replacement.place] = _fused_node(replacement, kernels_name, body.overload)
+        kept = [proto.graph.node[index] for index in replacement.kept]
+        fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
     matched = {index for replacement in replacements for index in replacement.nodes}
     _replace_nodes(proto.graph, matched, fused)
     proto.graph.initializer.append(
@@ -89,7 +96,7 @@ def _declare_domain(proto: ModelProto) -> None:
 
 def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> NodeProto:
     node = helper.make_node(
-        OP_TYPE,
+        replacement.op_type,
         [kernels_name, *replacement.inputs],
         list(replacement.outputs),
         name=replacement.name,
@@ -102,7 +109,7 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
 
 def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
     """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
-    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes]
+    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes if index not in replacement.kept]
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
     constants = list(_constants(graph, nodes, names))
     body = [*constants, *nodes]
@@ -111,7 +118,7 @@ def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
     names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
     function = FunctionProto(
         domain=DOMAIN,
-        name=OP_TYPE,
+        name=replacement.op_type,
         input=["kernels", *(f"x{index}" for index in range(len(replacement.inputs)))],
         output=[names[name] for name in replacement.outputs],
         attribute=sorted(replacement.attributes),
@@ -141,14 +148,14 @@ def _renamed(node: NodeProto, names: dict[str, str]) -> NodeProto:
     return renamed
 
 
-def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, NodeProto]) -> None:
-    """Drop the matched nodes and what only fed them, and insert the fused ones."""
+def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]]) -> None:
+    """Drop the matched nodes and what only fed them, and insert those that take their place."""
     nodes = list(graph.node)
-    kept = [fused.get(index, node) for index, node in enumerate(nodes) if index not in matched or index in fused]
+    kept = [new for index, node in enumerate(nodes) for new in (fused.get(index, []) if index in matched else [node])]
     candidates = {value for index in matched for value in nodes[index].input}
     dead = _dead_values(graph, kept, candidates)
     removed = {value for index in matched for value in nodes[index].output} | dead
-    removed -= {value for node in fused.values() for value in node.output}
+    removed -= {value for new in fused.values() for node in new for value in node.output}
     del graph.node[:]
     graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
     _drop(graph.value_info, removed)

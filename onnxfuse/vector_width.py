@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxfuse.axes import AxisMapping
-from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
 
 WIDEST_BYTES = 16  # ld.global.v4, cp.async 16
 
@@ -42,16 +42,25 @@ class Widths:
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
     """Widths of lhs along k, rhs along its contiguous axis, operands and outputs along n."""
     rhs = [widest(fusion, tensor, tensor.axes[-1]) for tensor in fusion.rhs]
-    along = mapping.n[-1]
     return Widths(
         lhs=widest(fusion, fusion.lhs, mapping.k[-1]),
         rhs=min(rhs, key=lambda width: width.elements),
-        operands=tuple(widest(fusion, operand, along) for operand in fusion.operands),
-        outs=tuple(widest(fusion, out.tensor, along) for out in fusion.outs),
+        operands=operand_widths(fusion, mapping),
+        outs=out_widths(fusion, mapping),
     )
 
 
-def widest(fusion: Fusion, tensor: Tensor, along: str) -> Width:
+def operand_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
+    """Widths of the operands along n."""
+    return tuple(widest(fusion, operand, mapping.n[-1]) for operand in fusion.operands)
+
+
+def out_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
+    """Widths of the outputs along n."""
+    return tuple(widest(fusion, out.tensor, mapping.n[-1]) for out in fusion.outs)
+
+
+def widest(fusion: Pointwise, tensor: Tensor, along: str) -> Width:
     """The widest legal access of a tensor along one axis."""
     limit = WIDEST_BYTES // tensor.dtype.bytes
     if along not in tensor.axes:
@@ -68,7 +77,7 @@ def widest(fusion: Fusion, tensor: Tensor, along: str) -> Width:
     return Width(width, reason)
 
 
-def _strides(fusion: Fusion, tensor: Tensor) -> list[tuple[str, int]]:
+def _strides(fusion: Pointwise, tensor: Tensor) -> list[tuple[str, int]]:
     """Each axis with the known factor of its stride, outermost first."""
     strides, stride = [], 1
     for axis in reversed(tensor.axes):

@@ -185,8 +185,8 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     swap = spec.rhs_order == "nk"
     rhs_shape = (rhs_batch, size.n, size.k) if swap else (rhs_batch, size.k, size.n)
     packed = _buffer(rng, spec.dtype, rhs_shape, size.pad, scale, spec.parts)
-    loads = [_operand(rng, load, size) for load in spec.loads]
-    outs = [_output(out.dtype, size) for out in spec.outs]
+    loads = [make_operand(rng, load, size) for load in spec.loads]
+    outs = [make_output(out.dtype, size) for out in spec.outs]
     return Problem(
         spec,
         size,
@@ -217,7 +217,7 @@ def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
     return replace(part, shape=(size.batch, size.k, size.n), strides=strides)
 
 
-def _operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
+def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
     rows = size.m if load.kind in ("column", "tile") else 1
     columns = size.n if load.kind in ("row", "tile") else 1
     batch = size.batch if load.kind == "tile" else 1
@@ -228,7 +228,7 @@ def _operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
     return replace(buffer, shape=(size.batch, size.m, size.n), strides=strides)
 
 
-def _output(dtype: DType, size: Size) -> Buffer:
+def make_output(dtype: DType, size: Size) -> Buffer:
     rows, columns = (size.n, size.m) if size.transposed else (size.m, size.n)
     pitch = columns + size.pad
     data = np.full(size.batch * rows * pitch + 2 * size.pad, np.nan, np.float32).astype(NUMPY[dtype])

@@ -29,8 +29,8 @@ from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, load_model
 from onnxfuse.kernels.emit import ENTRY
+from onnxfuse.packing import kernel_source, launch_rule
 from onnxfuse.patterns import is_anchor, match_site
-from onnxfuse.pipeline import kernel_source, launch_rule
 from onnxfuse.plan import Variant, make_plan, tile_text
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_source

@@ -24,10 +24,13 @@ struct Device {
   bool has_tensor_maps = false;   // the driver knows TMA
 };
 
-// Bytes that the address and all pitches of an argument must be a multiple of.
+// Bytes that the address and all pitches of an argument must be a multiple of; 0 for what the kernel does not have: lhs
+// and rhs together, for a kernel without a product.
 struct Alignments {
   uint8_t lhs = 1, rhs = 1, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
   size_t load_count = 0, out_count = 0;
+
+  bool has_product() const { return lhs != 0; }
 };
 
 enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3 };

@@ -267,7 +267,7 @@ Shape output_shape(const Contract& contract, const Sizes& sizes, size_t output) 
 
 ElementBytes element_bytes(const Contract& contract, const std::vector<int64_t>& input_bytes) {
   ElementBytes bytes;
-  bytes.lhs = input_bytes[contract.lhs.tensor];
+  if (contract.has_product()) bytes.lhs = input_bytes[contract.lhs.tensor];
   for (size_t i = 0; i < contract.rhs.size(); ++i) bytes.rhs[i] = input_bytes[contract.rhs[i].tensor];
   for (size_t i = 0; i < contract.loads.size(); ++i) bytes.loads[i] = input_bytes[contract.loads[i].tensor];
   for (size_t i = 0; i < contract.outs.size(); ++i) bytes.outs[i] = contract.out_types[contract.outs[i].tensor]->bytes;
@@ -287,7 +287,7 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
     return make_tensor(contract, sizes, contract.inputs[reference.tensor], reference, rows, columns,
                        inputs[reference.tensor], size, Place{"input", static_cast<size_t>(reference.tensor)});
   };
-  arguments->lhs = read(contract.lhs, contract.m, contract.k, bytes.lhs);
+  if (contract.has_product()) arguments->lhs = read(contract.lhs, contract.m, contract.k, bytes.lhs);
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
     arguments->rhs[i] = read(contract.rhs[i], contract.k, contract.n, bytes.rhs[i]);
   }
