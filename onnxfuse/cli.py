@@ -17,11 +17,11 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from onnxfuse import __version__
-from onnxfuse.device import resolve
+from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
 from onnxfuse.packing import Progress
-from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model
+from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model, tune_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
@@ -81,15 +81,31 @@ _seed = click.option("--seed", default=0, show_default=True, help="Seed of the r
 @_fp32
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
+@click.option("--tune", is_flag=True, help="Choose kernels by measuring on the GPU at hand.")
+@click.option("--budget", type=click.FloatRange(min=0), metavar="SECONDS", help="How long --tune may measure.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 def optimize(
-    model: Path, output: Path, arch: str | None, fp32: str, report: Path | None, dump: Path | None, force: bool
+    model: Path,
+    output: Path,
+    arch: str | None,
+    fp32: str,
+    report: Path | None,
+    dump: Path | None,
+    tune: bool,
+    budget: float | None,
+    force: bool,
 ) -> None:
     """Fuse MODEL and write the result."""
     _check_report(report, force)
     check_target(model, output, force)
-    analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
+    if budget is not None and not tune:
+        raise SettingError("--budget is how long --tune may measure; give both")
+    devices = resolve(arch, local_architectures)
+    local = tuning_device(devices, local_architectures()) if tune else None
+    analysis = analyse_model(model, devices, fp32)
     with _progress_bar() as progress:
+        if local is not None:
+            analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
     save_model(proto, analysis.graph.model, output)
     if report is not None:

@@ -19,6 +19,7 @@ from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.plan import Variant
 from onnxfuse.pointwise_plan import PointwiseVariant
 from onnxfuse.report import axes_text
+from onnxfuse.rewrite import Replacement
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
 from onnxfuse.settings import cache_dir, compile_jobs
 from onnxfuse.site import AnyVariant, Form
@@ -134,6 +135,21 @@ def _tensor_map(rule: hopper_tile.MapRule | None) -> TensorMap:
         return TensorMap(Mapped.NOTHING)
     tensor = Mapped[rule.tensor.upper()]
     return TensorMap(tensor, rule.index, rule.rows_contiguous, rule.swizzle, rule.box_inner, rule.box_outer)
+
+
+def replacement(form: Form, kernel: str) -> Replacement:
+    """How a form is written into the model."""
+    fusion = form.fusion
+    return Replacement(
+        nodes=form.nodes,
+        place=form.place,
+        kept=form.kept,
+        inputs=tuple(tensor.name for tensor in fusion.inputs),
+        outputs=tuple(tensor.name for tensor in fusion.outputs),
+        name=f"{fusion.anchor}/{form.op_type}",
+        attributes=node_attributes(form, kernel),
+        op_type=form.op_type,
+    )
 
 
 def node_attributes(form: Form, kernel: str) -> dict[str, str]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.errors import SettingError
+from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph import Graph, ModelProto, load_model, node_label
-from onnxfuse.packing import Progress, compile_forms, kernel_source, node_attributes, pack_forms
+from onnxfuse.packing import Progress, compile_forms, kernel_source, node_attributes, pack_forms, replacement
 from onnxfuse.patterns import match_sites
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
-from onnxfuse.rewrite import Replacement, rewrite
-from onnxfuse.site import Form, Site, plan_site
+from onnxfuse.rewrite import rewrite
+from onnxfuse.runtime.tune import require_gpu
+from onnxfuse.settings import cache_dir
+from onnxfuse.site import Site, plan_site
+from onnxfuse.trial import SessionTimer, group_sites
+from onnxfuse.tuning import Timer, decide, measure
 
 FP32_MODES = ("tf32", "exact")
 
@@ -43,6 +47,44 @@ def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec]
     return Analysis(graph, found.fused, skipped)
 
 
+def tune_model(
+    analysis: Analysis,
+    device: DeviceSpec,
+    *,
+    timer: Timer | None = None,
+    budget: float | None = None,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Choose again by measuring on the GPU at hand.
+
+    Args:
+        analysis: with plans for the GPU's architecture among others.
+        device: that architecture.
+        timer: what measures; by default sessions of ONNX Runtime on the GPU.
+        budget: seconds of measuring; what does not fit stays as the cost model chose. None means no limit.
+        progress: called after each measurement.
+
+    Returns:
+        The analysis with measured plans; sites whose own nodes are faster are left alone.
+
+    Raises:
+        DeviceError: there is no GPU to measure on.
+    """
+    if timer is None:
+        require_gpu()
+        timer = SessionTimer(analysis.graph, cache_dir())
+    groups = group_sites(analysis.graph, analysis.sites)
+    measured = measure(groups, device, timer, budget, progress)
+    times = {id(site): each for group, each in zip(groups, measured, strict=True) for site in group}
+    sites, skipped = [], list(analysis.skipped)
+    for site in analysis.sites:
+        try:
+            sites.append(decide(site, device, times[id(site)]))
+        except NotFusable as refusal:
+            skipped.append(skipped_site(site.fusion.anchor, refusal))
+    return replace(analysis, sites=tuple(sites), skipped=tuple(skipped))
+
+
 def optimize_model(
     analysis: Analysis, *, dump: Path | None = None, progress: Progress | None = None
 ) -> tuple[ModelProto, Report]:
@@ -56,7 +98,7 @@ def optimize_model(
     archive, names = pack_forms(forms, compile_forms(forms, progress))
     if dump is not None:
         _dump(analysis, names, dump)
-    replacements = [_replacement(form, name) for form, name in zip(forms, names, strict=True)]
+    replacements = [replacement(form, name) for form, name in zip(forms, names, strict=True)]
     proto = rewrite(analysis.graph, replacements, archive)
     return proto, make_report(analysis, before, len(proto.graph.node))
 
@@ -68,23 +110,7 @@ def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Repo
 
 
 def _report_site(graph: Graph, site: Site) -> FusedSite:
-    form = site.form
-    nodes = tuple(node_label(graph.nodes[index]) for index in form.replaced)
-    return fused_site(site.fusion, site.mapping, site.widths, site.tier, form.plans, nodes)
-
-
-def _replacement(form: Form, kernel: str) -> Replacement:
-    fusion = form.fusion
-    return Replacement(
-        nodes=form.nodes,
-        place=form.place,
-        kept=form.kept,
-        inputs=tuple(tensor.name for tensor in fusion.inputs),
-        outputs=tuple(tensor.name for tensor in fusion.outputs),
-        name=f"{fusion.anchor}/{form.op_type}",
-        attributes=node_attributes(form, kernel),
-        op_type=form.op_type,
-    )
+    return fused_site(site, tuple(node_label(graph.nodes[index]) for index in site.form.replaced))
 
 
 def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:

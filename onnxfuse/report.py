@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse.axes import AxisMapping
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise
-from onnxfuse.plan import Plan, tile_text
+from onnxfuse.plan import tile_text
 from onnxfuse.pointwise_plan import PointwisePlan
-from onnxfuse.tier import Tier
+from onnxfuse.site import AnyPlan, Site
 from onnxfuse.vector_width import Widths
 
 
@@ -34,6 +33,7 @@ class FusedSite:
         axes: the axis mapping in einops notation.
         tier: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
+        timings: what `--tune` measured, in words; empty without it.
         text: the fusion as the IR prints it.
     """
 
@@ -45,6 +45,7 @@ class FusedSite:
     operands: tuple[OperandReport, ...]
     tier: str
     kernel: str
+    timings: str
     text: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,6 +59,7 @@ class FusedSite:
             "operands": [vars(operand) for operand in self.operands],
             "tier": self.tier,
             "kernel": self.kernel,
+            "timings": self.timings,
         }
 
 
@@ -99,24 +101,19 @@ def skipped_site(anchor: str, refusal: NotFusable) -> SkippedSite:
     return SkippedSite(anchor, refusal.reason, refusal.node or anchor, refusal.detail)
 
 
-def fused_site(
-    fusion: Fusion,
-    mapping: AxisMapping,
-    widths: Widths,
-    tier: Tier,
-    plans: Sequence[Plan | PointwisePlan],
-    nodes: tuple[str, ...],
-) -> FusedSite:
-    """The report's entry for a fusion."""
+def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
+    """The report's entry for a fusion; `nodes` are the names of those that its kernel replaces."""
+    fusion = site.fusion
     return FusedSite(
         anchor=fusion.anchor,
         pattern=fusion.pattern,
         features=fusion.features,
         nodes=nodes,
         axes=axes_text(fusion),
-        operands=_operands(fusion, mapping, widths),
-        tier=tier.value,
-        kernel="; ".join(_one_line(plan) for plan in plans),
+        operands=_operands(fusion, site.mapping, site.widths),
+        tier=site.tier.value,
+        kernel="; ".join(_one_line(plan) for plan in site.form.plans),
+        timings=site.timings,
         text=str(fusion),
     )
 
@@ -138,7 +135,7 @@ def _operands(fusion: Fusion, mapping: AxisMapping, widths: Widths) -> tuple[Ope
     return tuple(OperandReport(name, kind, width.elements, width.reason) for kind, name, width in rows)
 
 
-def _one_line(plan: Plan | PointwisePlan) -> str:
+def _one_line(plan: AnyPlan) -> str:
     if isinstance(plan, PointwisePlan):
         return f"{plan.device.arch}: {', '.join(dict.fromkeys(str(variant.tile) for variant in plan.variants))}"
     tiles = dict.fromkeys(tile_text(variant.tile) for variant in plan.variants)

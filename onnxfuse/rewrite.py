@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,25 +108,33 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
 
 
 def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
-    """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
-    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes if index not in replacement.kept]
-    names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    constants = list(_constants(graph, nodes, names))
-    body = [*constants, *nodes]
-    inner = (value for node in body for value in node.output if value)
-    names |= {value: f"v{index}" for index, value in enumerate(inner)}
-    names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
+    """The matched subgraph as a function."""
+    nodes, names = renamed_subgraph(graph, replacement)
     function = FunctionProto(
         domain=DOMAIN,
         name=replacement.op_type,
         input=["kernels", *(f"x{index}" for index in range(len(replacement.inputs)))],
         output=[names[name] for name in replacement.outputs],
         attribute=sorted(replacement.attributes),
-        node=[_renamed(node, names) for node in body],
+        node=nodes,
         opset_import=graph.model.proto.opset_import,
     )
     function.overload = hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()[:16]
     return function
+
+
+def renamed_subgraph(graph: Graph, replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
+    """The matched nodes but the kept ones, and what their values are called: by position, so that equal ones are equal.
+
+    Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
+    """
+    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes if index not in replacement.kept]
+    names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
+    body = [*_constants(graph, nodes, names), *nodes]
+    inner = (value for node in body for value in node.output if value)
+    names |= {value: f"v{index}" for index, value in enumerate(inner)}
+    names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
+    return [renamed(node, names) for node in body], names
 
 
 def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
@@ -141,11 +149,12 @@ def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> 
             yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array))
 
 
-def _renamed(node: NodeProto, names: dict[str, str]) -> NodeProto:
-    renamed = NodeProto(op_type=node.op_type, domain=node.domain, overload=node.overload, attribute=node.attribute)
-    renamed.input.extend(names.get(value, value) for value in node.input)
-    renamed.output.extend(names.get(value, value) for value in node.output)
-    return renamed
+def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
+    """A nameless copy of a node that reads and makes other values."""
+    copy = NodeProto(op_type=node.op_type, domain=node.domain, overload=node.overload, attribute=node.attribute)
+    copy.input.extend(names.get(value, value) for value in node.input)
+    copy.output.extend(names.get(value, value) for value in node.output)
+    return copy
 
 
 def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]]) -> None:

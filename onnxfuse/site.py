@@ -67,6 +67,8 @@ class Site:
     Attributes:
         behind: the form that leaves the product an ordinary node; None where there is no such form.
         tier: which form the model gets.
+        estimates: of each plan, the tiers' times at every number of rows that it was made for.
+        timings: the measured times, in words.
     """
 
     match: Match
@@ -76,6 +78,8 @@ class Site:
     plans: tuple[Plan, ...]
     behind: Form | None = None
     tier: Tier = Tier.ONE_KERNEL
+    estimates: tuple[tuple[Times, ...], ...] = ()
+    timings: str = ""
 
     @property
     def form(self) -> Form:
@@ -98,11 +102,12 @@ def plan_site(graph: Graph, match: Match, fusion: Fusion, devices: Sequence[Devi
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     behind = _behind(graph, match, mapping, devices) if library_will_do else None
-    tier = _tier(graph, fusion, plans, behind) if library_will_do else Tier.ONE_KERNEL
+    estimates = _estimates(graph, fusion, plans, behind)
+    tier = least_loss(estimates)
     if tier is Tier.LEFT_ALONE:
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
-    return Site(match, fusion, mapping, widths, plans, behind, tier)
+    return Site(match, fusion, mapping, widths, plans, behind, tier, estimates)
 
 
 def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
@@ -117,14 +122,15 @@ def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[
     return Form(FUSED_POINTWISE, match.nodes, match.place, kept, pointwise, own, plans)
 
 
-def _tier(graph: Graph, fusion: Fusion, plans: Sequence[Plan], behind: Form | None) -> Tier:
+def _estimates(
+    graph: Graph, fusion: Fusion, plans: Sequence[Plan], behind: Form | None
+) -> tuple[tuple[Times, ...], ...]:
     if behind is None:
-        return Tier.ONE_KERNEL
+        return tuple(tuple({Tier.ONE_KERNEL: entry.tiles[0][0]} for entry in plan.ranked) for plan in plans)
     traffic = _traffic(graph, fusion, behind)
-    times: list[Times] = [
-        estimate(plan.device, traffic, entry.m, entry.tiles[0][0]) for plan in plans for entry in plan.ranked
-    ]
-    return least_loss(times)
+    return tuple(
+        tuple(estimate(plan.device, traffic, entry.m, entry.tiles[0][0]) for entry in plan.ranked) for plan in plans
+    )
 
 
 def _traffic(graph: Graph, fusion: Fusion, behind: Form) -> Traffic:

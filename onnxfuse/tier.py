@@ -11,8 +11,8 @@ none of these numbers.
 
 A site is one node of the model, whatever the architectures and the number of rows at run time. So the tier is the one
 that loses the least: for every architecture and number of rows its time is divided by the best tier's, and the tier
-with the smallest product of these ratios is taken. An architecture that gains twice outweighs two that each lose a
-third.
+with the smallest geometric mean of these ratios is taken. An architecture that gains twice outweighs two that each lose
+a third.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.plan import BYTES
@@ -75,12 +76,18 @@ def estimate(device: DeviceSpec, traffic: Traffic, m: int, one_kernel: float) ->
     }
 
 
-def least_loss(times: Sequence[Times]) -> Tier:
+def least_loss(architectures: Sequence[Sequence[Times]]) -> Tier:
     """The tier whose times, each relative to the best tier's, have the smallest product; the first of equals.
 
     Args:
-        times: one mapping for each architecture and number of rows, all with the same tiers.
+        architectures: of each, the times at every number of rows; their mean counts, however many rows there are. A
+            tier that is missing somewhere is not taken.
     """
-    tiers = [tier for tier in times[0] if all(tier in each for each in times)]
-    loss = {tier: sum(math.log(each[tier] / min(each.values())) for each in times) for tier in tiers}
+    rows = [each for times in architectures for each in times]
+    tiers = [tier for tier in rows[0] if all(tier in each for each in rows)]
+    loss = {tier: sum(fmean(_loss(each, tier) for each in times) for times in architectures) for tier in tiers}
     return min(loss, key=lambda tier: loss[tier])
+
+
+def _loss(times: Times, tier: Tier) -> float:
+    return math.log(times[tier] / min(times.values()))
