@@ -26,7 +26,7 @@ from tests.reference_fusion import evaluate
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [(1, 1), (7, 5), (8, 8), (33, 41), (64, 24), (96, 136), (127, 129), (320, 1280), (640, 60)]
+SIZES = [(1, 1), (7, 5), (64, 24), (33, 41), (320, 1280), (640, 60)]
 ROWS = [1, 3, 17, 100, 505, 4100]
 
 
