@@ -5,9 +5,10 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
     records   256 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
-              no such tensor), 6 zero bytes, u32 cluster, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8
-              tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from the start of
-              the archive, u64 image bytes
+              no such tensor), u48 levels (bit 2 t: the kernel walks the rows of the t-th of these tensors in two
+              levels, bit 2 t + 1: its columns), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8 bytes each
+              (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from the start
+              of the archive, u64 image bytes
     images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
               image that several records share is stored once
 
@@ -40,7 +41,8 @@ The attributes of a fused node are strings that a person can read in any viewer:
 
 An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and
 outs as [batch, m, n]. The axes of a loop must lie one behind the other in a tensor, or all be missing: then it is
-broadcast along the loop.
+broadcast along the loop. Where a record says that its kernel walks a loop of a tensor in two levels, the axes may lie
+in two such groups.
 """
 
 from __future__ import annotations
@@ -60,13 +62,14 @@ MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 _MAGIC = b"onnxfuse"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6xII72sQQ")
+_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = _HEADER.size + _CHECKSUM.size
 _IMAGE_BOUNDARY = 64
+_LEVEL_BYTES = 6
 _REMEDY = "the model's kernels are damaged or from another version; optimize the original again"
 
 
@@ -131,6 +134,7 @@ class Record:
         image: cubin, or PTX without its final zero byte.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
+        two_levels: bit 2 t for the rows, 2 t + 1 for the columns of tensor t, as in the archive.
     """
 
     kernel: str
@@ -150,6 +154,7 @@ class Record:
     image: bytes
     cluster: int = 0
     maps: tuple[TensorMap, ...] = ()
+    two_levels: int = 0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -193,6 +198,7 @@ def _check(record: Record) -> None:
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (len(record.image) > 0, "image"),
         (0 <= record.cluster <= 16, "cluster"),
+        (0 <= record.two_levels < 1 << 2 * (2 + MAX_LOADS + MAX_OUTS), "levels"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
@@ -245,7 +251,8 @@ def _pack_record(record: Record, offset: int) -> bytes:
         for entry in record.maps
     )
     tail = (record.cluster, len(record.maps), maps, offset, len(record.image))
-    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), *tail)
+    two_levels = record.two_levels.to_bytes(_LEVEL_BYTES, "little")
+    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), two_levels, *tail)
 
 
 def _check_header(data: bytes) -> int:
@@ -267,7 +274,7 @@ def _check_header(data: bytes) -> int:
 
 def _unpack_record(data: bytes, index: int, count: int) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    alignments, (cluster, map_count, maps, offset, size) = fields[10:28], fields[28:]
+    alignments, (two_levels, cluster, map_count, maps, offset, size) = fields[10:28], fields[28:]
     if offset < _TABLE_START + count * _RECORD.size or offset + size >= len(data) or data[offset + size] != 0:
         raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
@@ -289,6 +296,7 @@ def _unpack_record(data: bytes, index: int, count: int) -> Record:
         image=data[offset : offset + size],
         cluster=cluster,
         maps=_unpack_maps(maps, map_count),
+        two_levels=int.from_bytes(two_levels, "little"),
     )
 
 

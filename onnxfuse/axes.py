@@ -3,25 +3,33 @@
 A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
 and one that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every
 tensor has both, one behind the other, or neither; what does not flatten into `m` becomes the batch.
+
+A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
+`[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
+another from run to run. Of lhs that may be k, of operands and outputs m and n, of rhs nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import PART_AXIS, Fusion, Pointwise, Tensor
+
+MOST_LEVELS = 2
+
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class AxisMapping:
     """The axes of each loop of the kernel, outermost first; they flatten into one index."""
 
-    batch: tuple[str, ...]
-    m: tuple[str, ...]
-    n: tuple[str, ...]
-    k: tuple[str, ...]
+    batch: Axes
+    m: Axes
+    n: Axes
+    k: Axes
 
     def __str__(self) -> str:
         groups = (("batch", self.batch), ("m", self.m), ("n", self.n), ("k", self.k))
@@ -38,50 +46,97 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     """Give every axis its loop.
 
     Raises:
-        NotFusable: the row axes do not flatten into a batch and an m.
+        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks, or k is not the
+            contiguous axis of lhs.
     """
-    out_axes = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
-    rhs_axes = {axis for rhs in fusion.rhs for axis in rhs.axes}
-    rows = tuple(axis for axis in out_axes if axis not in rhs_axes)
-    columns = tuple(axis for axis in out_axes if axis not in fusion.lhs.axes)
-    contracted = tuple(axis for axis in fusion.lhs.axes if axis not in out_axes)
-    return AxisMapping(*_row_loops(fusion, rows), columns, contracted)
+    out = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
+    lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
+    shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
+    rows = flatten(fusion, _tensors(fusion), tuple(axis for axis in lhs if axis in out and axis not in rhs))
+    columns = tuple(axis for axis in rhs if axis in out and axis not in lhs)
+    contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
+    first_m = 1 if len(rows) > 1 and not shared else 0
+    batch = shared or tuple(axis for group in rows[:first_m] for axis in group)
+    mapping = AxisMapping(batch, tuple(axis for group in rows[first_m:] for axis in group), columns, contracted)
+    _check_contiguous(fusion, mapping)
+    for loop, tensors, most in _walks(fusion, mapping):
+        for tensor in tensors:
+            _check_levels(fusion, tensor, loop, most)
+    return mapping
 
 
 def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
-    """The mapping of what is left of a fusion without its product: no k, and lhs has no say in how rows flatten.
+    """The mapping of what is left of a fusion without its product: no k, and lhs has no say in what a kernel walks.
 
     Raises:
-        NotFusable: the row axes do not flatten into a batch and an m.
+        NotFusable: as for a whole fusion.
     """
-    return AxisMapping(*_row_loops(pointwise, (*mapping.batch, *mapping.m)), mapping.n, ())
+    rows = flatten(pointwise, _tensors(pointwise), (*mapping.batch, *mapping.m))
+    batch = mapping.batch if len(rows) > 1 else ()
+    own = AxisMapping(batch, tuple(axis for axis in (*mapping.batch, *mapping.m) if axis not in batch), mapping.n, ())
+    for tensor in _tensors(pointwise):
+        for loop, most in ((own.batch, 1), (own.m, MOST_LEVELS), (own.n, MOST_LEVELS)):
+            _check_levels(pointwise, tensor, loop, most)
+    return own
 
 
-def _row_loops(fusion: Pointwise, rows: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The row axes as a batch, which may have none, and an m."""
-    groups = _flatten(fusion, rows)
-    if len(groups) > 2:
-        detail = f"the row axes ({' '.join(rows)}) form {len(groups)} groups; the kernel has a batch and an m"
-        raise NotFusable("axes_do_not_flatten", fusion.anchor, detail)
-    return groups[0] if len(groups) == 2 else (), groups[-1]
+def levels(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int:
+    """How many strides walk a loop's axes in a tensor."""
+    return len(flatten(fusion, (tensor,), loop))
 
 
-def _flatten(fusion: Pointwise, rows: tuple[str, ...]) -> list[tuple[str, ...]]:
-    tensors = (*fusion.inputs, *(out.tensor for out in fusion.outs))
-    groups = [rows[:1]]
-    for outer, inner in pairwise(rows):
-        if all(_adjacent(fusion, tensor, outer, inner) for tensor in tensors):
-            groups[-1] = (*groups[-1], inner)
-        else:
-            groups.append((inner,))
+def flatten(fusion: Pointwise, tensors: Iterable[Tensor], loop: Axes) -> list[Axes]:
+    """Groups of neighbouring axes that one stride walks in every tensor; an axis of size 1 is never stepped along."""
+    tensors = tuple(tensors)
+    groups: list[Axes] = [()]
+    outer = ""
+    for axis in loop:
+        if fusion.size(axis) != 1:
+            if outer and not all(_adjacent(fusion, tensor, outer, axis) for tensor in tensors):
+                groups.append(())
+            outer = axis
+        groups[-1] = (*groups[-1], axis)
     return groups
 
 
+def stepped(fusion: Pointwise, axes: Iterable[str]) -> Axes:
+    """The axes that are ever stepped along: those not of size 1."""
+    return tuple(axis for axis in axes if fusion.size(axis) != 1)
+
+
+def _tensors(fusion: Pointwise) -> tuple[Tensor, ...]:
+    return (*fusion.inputs, *(out.tensor for out in fusion.outs))
+
+
+def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[Tensor, ...], int]]:
+    """Each loop, tensors that are walked along it, and in how many levels a kernel can."""
+    epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
+    yield mapping.batch, _tensors(fusion), 1
+    yield mapping.m, (fusion.lhs,), 1
+    yield mapping.k, (fusion.lhs,), MOST_LEVELS
+    yield mapping.k, fusion.rhs, 1
+    yield mapping.n, fusion.rhs, 1
+    yield mapping.m, epilogue, MOST_LEVELS
+    yield mapping.n, epilogue, MOST_LEVELS
+
+
+def _check_contiguous(fusion: Fusion, mapping: AxisMapping) -> None:
+    lhs, k = stepped(fusion, fusion.lhs.axes), stepped(fusion, mapping.k)
+    if k and lhs[-1] != k[-1]:
+        detail = f"{fusion.lhs.name!r} lies as ({' '.join(fusion.lhs.axes)}), not with {k[-1]} contiguous"
+        raise NotFusable("lhs_transposed", fusion.anchor, detail)
+
+
+def _check_levels(fusion: Pointwise, tensor: Tensor, loop: Axes, most: int) -> None:
+    found = levels(fusion, tensor, loop)
+    if found > most:
+        detail = f"{tensor.name!r} has the axes ({' '.join(loop)}) in {found} groups; a kernel walks {most}"
+        raise NotFusable("axes_do_not_flatten", fusion.anchor, detail)
+
+
 def _adjacent(fusion: Pointwise, tensor: Tensor, outer: str, inner: str) -> bool:
-    """Whether one stride steps through both axes of a tensor; an axis of size 1 is never stepped along."""
-    axes = tensor.axes
-    if 1 in (fusion.size(outer), fusion.size(inner)):
-        return True
+    """Whether one stride steps through both axes of a tensor."""
+    axes = stepped(fusion, tensor.axes)
     if outer not in axes or inner not in axes:
         return outer not in axes and inner not in axes
     return axes.index(inner) == axes.index(outer) + 1

@@ -25,7 +25,7 @@ from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, 
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
-from onnxfuse.runtime.feeds import load_npz
+from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.store import check_target, save_model, write_text
@@ -67,7 +67,9 @@ _arch = click.option("--arch", help="Architectures: sm_90a,sm_80,ptx or native. 
 _fp32 = click.option(
     "--fp32", type=click.Choice(FP32_MODES), default="tf32", show_default=True, help="How fp32 products are computed."
 )
-_inputs = click.option("--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input.")
+_inputs = click.option(
+    "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."
+)
 _shapes = click.option(
     "--shape", "shapes", multiple=True, metavar="NAME=2,77,768", help="Shape of a random input. May be repeated."
 )
@@ -107,7 +109,7 @@ def optimize(
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
-    save_model(proto, analysis.graph.model, output)
+    save_model(proto, analysis.model, output)
     if report is not None:
         write_text(report, json.dumps(outcome.to_dict(), indent=2) + "\n")
     _print_report(_console(), outcome, analysis)
@@ -140,9 +142,7 @@ def _progress_bar() -> Iterator[Progress]:
 def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
     analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
-    nodes = len(analysis.graph.nodes)
-    removed = sum(len(site.form.replaced) - 1 for site in analysis.sites)
-    outcome = make_report(analysis, nodes, nodes - removed)
+    outcome = make_report(analysis)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
         return
@@ -192,14 +192,40 @@ def _print_skipped(console: Console, report: Report) -> None:
 @_inputs
 @_shapes
 @_seed
+@click.option("--runs", default=1, show_default=True, help="Random runs, each with the next seed.")
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    metavar="SYMBOL=1,2,7",
+    help="Sizes of a dynamic axis, one a run; may be repeated.",
+)
+@click.option("--per-site", is_flag=True, help="Compare what each fused node makes as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def verify(
-    original: Path, optimized: Path, inputs: Path | None, shapes: tuple[str, ...], seed: int, as_json: bool
+    original: Path,
+    optimized: Path,
+    inputs: Path | None,
+    shapes: tuple[str, ...],
+    seed: int,
+    runs: int,
+    sizes: tuple[str, ...],
+    per_site: bool,
+    as_json: bool,
 ) -> None:
     """Run both models and compare each with a float64 reference."""
     for path in (original, optimized):
         load_model(path)
-    result = run_verify(original, optimized, **_feed_options(inputs, shapes), seed=seed)
+    result = run_verify(
+        original,
+        optimized,
+        inputs=load_inputs(inputs) if inputs is not None else None,
+        shapes=_shapes_of(shapes),
+        sizes=dict(_shape(text, "--size", "SYMBOL=1,2,7") for text in sizes),
+        seed=seed,
+        runs=runs,
+        per_site=per_site,
+    )
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -252,11 +278,15 @@ def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, m
 
 
 def _feed_options(inputs: Path | None, shapes: tuple[str, ...]) -> Mapping[str, Any]:
-    return {"inputs": load_npz(inputs) if inputs is not None else None, "shapes": dict(map(_shape, shapes)) or None}
+    return {"inputs": load_npz(inputs) if inputs is not None else None, "shapes": _shapes_of(shapes)}
 
 
-def _shape(text: str) -> tuple[str, list[int]]:
+def _shapes_of(shapes: tuple[str, ...]) -> dict[str, list[int]] | None:
+    return dict(_shape(text, "--shape", "NAME=2,77,768") for text in shapes) or None
+
+
+def _shape(text: str, option: str, form: str) -> tuple[str, list[int]]:
     name, separator, sizes = text.rpartition("=")
     if not separator or not all(size.strip().isdigit() for size in sizes.split(",")):
-        raise SettingError(f"--shape {text!r}: expected NAME=2,77,768")
+        raise SettingError(f"{option} {text!r}: expected {form}")
     return name, [int(size) for size in sizes.split(",")]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxfuse.graph import Graph
-from onnxfuse.rewrite import DOMAIN, OVERLOAD_IR_VERSION, Replacement, renamed, renamed_subgraph
+from onnxfuse.inline import DOMAIN
+from onnxfuse.rewrite import OVERLOAD_IR_VERSION, Replacement, opsets_of, renamed, renamed_subgraph
 
 Ports = Sequence[tuple[str, int, Sequence[int]]]
 """Name, ONNX element type and shape of what one copy reads or makes."""
@@ -19,22 +20,21 @@ Ports = Sequence[tuple[str, int, Sequence[int]]]
 KERNELS = "kernels"
 
 
-def subgraph_id(graph: Graph, whole: Replacement) -> str:
+def subgraph_id(whole: Replacement) -> str:
     """Equal for sites whose nodes compute the same in the same way, whatever their values are called."""
-    nodes, _ = renamed_subgraph(graph, whole)
-    text = b"\0".join(node.SerializeToString(deterministic=True) for node in nodes)
+    text = b"\0".join(node.SerializeToString(deterministic=True) for node in stock_nodes(whole))
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def stock_nodes(graph: Graph, whole: Replacement) -> list[NodeProto]:
+def stock_nodes(whole: Replacement) -> list[NodeProto]:
     """The site's own nodes."""
-    return renamed_subgraph(graph, whole)[0]
+    return renamed_subgraph(whole)[0]
 
 
-def fused_nodes(graph: Graph, whole: Replacement, form: Replacement) -> list[NodeProto]:
+def fused_nodes(whole: Replacement, form: Replacement) -> list[NodeProto]:
     """The site's nodes with those of one form replaced by its fused node."""
-    nodes, names = renamed_subgraph(graph, whole)
-    stay = [renamed(graph.model.proto.graph.node[index], names) for index in form.kept]
+    nodes, names = renamed_subgraph(whole)
+    stay = [renamed(whole.graph.scope.nodes[index], names) for index in form.kept and (*whole.copied, *form.kept)]
     makers = {value: node for node in nodes for value in node.output}
     constants = [makers[value] for node in stay for value in node.input if _is_constant(makers.get(value))]
     inputs = [KERNELS, *(names[name] for name in form.inputs)]
@@ -53,9 +53,7 @@ def site_model(
     """A serialised model of `copies` copies of some nodes, with every copy's inputs and outputs."""
     nodes = list(nodes)
     values = {value for node in nodes for value in (*node.input, *node.output) if value} - {KERNELS}
-    model = ModelProto(ir_version=max(graph.model.proto.ir_version, OVERLOAD_IR_VERSION))
-    model.opset_import.extend(entry for entry in graph.model.proto.opset_import if entry.domain != DOMAIN)
-    model.opset_import.append(OperatorSetIdProto(domain=DOMAIN, version=1))
+    model = ModelProto(ir_version=OVERLOAD_IR_VERSION, opset_import=opsets_of(graph, nodes))
     model.graph.name = "site"
     for copy in range(copies):
         names = {value: f"{value}_{copy}" for value in values}

@@ -238,6 +238,8 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return f"no wgmma of this kernel for {spec.math}"
     if copy_width(spec.lhs_width, 2) * 2 < LDS_BYTES or copy_width(spec.rhs_width, 2) * 2 < LDS_BYTES:
         return "TMA needs rows of lhs and rhs on 16-byte boundaries"
+    if spec.lhs_two_levels or any(access.turned or access.two_levels for access in (*spec.loads, *spec.outs)):
+        return "one stride walks each loop of every tensor, and n is the contiguous axis of tiles and outputs"
     if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
     if tile.block_n % 16 or width > MAX_WIDTH:

@@ -45,12 +45,16 @@ class Access:
     Attributes:
         kind: `scalar` (one value), `row` (varies along n only), `column` (along m only) or `tile` (both); each may
             also vary along the batch.
-        width: elements of one access along n; 1 for a scalar and a column.
+        width: elements of one access along the contiguous axis; 1 for a scalar and a column.
+        turned: a tile's contiguous axis is m, not n: accesses go down the columns.
+        two_levels: the loops, `m` or `n`, that no single stride walks: the kernel steps through runs of them.
     """
 
     kind: str
     dtype: DType
     width: int
+    turned: bool = False
+    two_levels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class KernelSpec:
         rhs_width: elements of one copy of rhs along its contiguous axis.
         loads: what the steps call `op0`, `op1`, ...
         outs: the stored tensors; `out_values` names the value that each stores.
+        lhs_two_levels: no single stride walks the k of lhs, as after heads were merged.
     """
 
     dtype: DType
@@ -79,3 +84,4 @@ class KernelSpec:
     steps: tuple[Step, ...]
     out_values: tuple[str, ...]
     tile: Tile
+    lhs_two_levels: bool = False

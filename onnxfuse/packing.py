@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse import hopper_tile
-from onnxfuse.artifact import Mapped, Record, TensorMap, pack
+from onnxfuse.artifact import MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.device import DeviceSpec
 from onnxfuse.fusion import Fusion, Pointwise, part_text
-from onnxfuse.kernel_spec import Access
+from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.kernels import pointwise
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.plan import Variant
 from onnxfuse.pointwise_plan import PointwiseVariant
+from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.report import axes_text
 from onnxfuse.rewrite import Replacement
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
@@ -93,12 +94,22 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
         load_alignments=tuple(map(_alignment, spec.loads)),
         out_alignments=tuple(map(_alignment, spec.outs)),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
+        two_levels=_two_levels(spec),
         **(_behind(variant) if isinstance(variant, PointwiseVariant) else _product(variant, device)),
     )
 
 
 def _alignment(access: Access) -> int:
     return access.width * access.dtype.bytes
+
+
+def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
+    """The record's bits: which loops of which tensors the kernel walks in two levels."""
+    lhs = {0: ("n",) if isinstance(spec, KernelSpec) and spec.lhs_two_levels else ()}  # its columns are k
+    loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
+    outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
+    walked = (lhs | loads | outs).items()
+    return sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops)
 
 
 def _behind(variant: PointwiseVariant) -> dict[str, Any]:
@@ -141,7 +152,9 @@ def replacement(form: Form, kernel: str) -> Replacement:
     """How a form is written into the model."""
     fusion = form.fusion
     return Replacement(
+        graph=form.graph,
         nodes=form.nodes,
+        copied=form.copied,
         place=form.place,
         kept=form.kept,
         inputs=tuple(tensor.name for tensor in fusion.inputs),

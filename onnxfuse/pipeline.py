@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
-from onnxfuse.graph import Graph, ModelProto, load_model, node_label
+from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.packing import Progress, compile_forms, kernel_source, node_attributes, pack_forms, replacement
 from onnxfuse.patterns import match_sites
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import rewrite
 from onnxfuse.runtime.tune import require_gpu
+from onnxfuse.scopes import count_nodes
 from onnxfuse.settings import cache_dir
 from onnxfuse.site import Site, plan_site
 from onnxfuse.trial import SessionTimer, group_sites
@@ -24,9 +26,14 @@ FP32_MODES = ("tf32", "exact")
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that is decided without a compiler: what `explain` shows."""
+    """Everything that is decided without a compiler: what `explain` shows.
 
-    graph: Graph
+    Attributes:
+        graphs: the model's scopes, the main graph first.
+    """
+
+    model: Model
+    graphs: tuple[Graph, ...]
     sites: tuple[Site, ...]
     skipped: tuple[SkippedSite, ...]
 
@@ -40,11 +47,26 @@ def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec]
     """
     if fp32 not in FP32_MODES:
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
-    exact_fp32 = fp32 == "exact"
-    graph = Graph(load_model(source))
-    found = match_sites(graph, lambda match, fusion: plan_site(graph, match, fusion, devices, exact_fp32))
-    skipped = tuple(skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
-    return Analysis(graph, found.fused, skipped)
+    model = load_model(source)
+    graphs = all_graphs(model)
+    sites, skipped = _find_sites(graphs, devices, fp32 == "exact")
+    reached = reached_functions((site.graph, site.match.nodes) for site in sites)
+    if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
+        graphs = all_graphs(model, reached)
+        sites, _ = _find_sites(graphs, devices, fp32 == "exact")
+    return Analysis(model, graphs, sites, skipped)
+
+
+def _find_sites(
+    graphs: Iterable[Graph], devices: Sequence[DeviceSpec], exact_fp32: bool
+) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
+    sites: list[Site] = []
+    skipped: list[SkippedSite] = []
+    for graph in graphs:
+        found = match_sites(graph, functools.partial(plan_site, graph, devices, exact_fp32))
+        sites += found.fused
+        skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
+    return tuple(sites), tuple(skipped)
 
 
 def tune_model(
@@ -72,8 +94,8 @@ def tune_model(
     """
     if timer is None:
         require_gpu()
-        timer = SessionTimer(analysis.graph, cache_dir())
-    groups = group_sites(analysis.graph, analysis.sites)
+        timer = SessionTimer(cache_dir())
+    groups = group_sites(analysis.sites)
     measured = measure(groups, device, timer, budget, progress)
     times = {id(site): each for group, each in zip(groups, measured, strict=True) for site in group}
     sites, skipped = [], list(analysis.skipped)
@@ -93,24 +115,28 @@ def optimize_model(
     Raises:
         CompileError: NVRTC refused a kernel.
     """
-    before = len(analysis.graph.nodes)
     forms = [site.form for site in analysis.sites]
     archive, names = pack_forms(forms, compile_forms(forms, progress))
     if dump is not None:
         _dump(analysis, names, dump)
     replacements = [replacement(form, name) for form, name in zip(forms, names, strict=True)]
-    proto = rewrite(analysis.graph, replacements, archive)
-    return proto, make_report(analysis, before, len(proto.graph.node))
+    before = count_nodes(analysis.model.proto)
+    proto = rewrite(analysis.model.proto, replacements, archive)
+    return proto, _report(analysis, before, count_nodes(proto))
 
 
-def make_report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
-    """The report of an analysis."""
-    fused = tuple(_report_site(analysis.graph, site) for site in analysis.sites)
-    return Report(fused, analysis.skipped, nodes_before, nodes_after)
+def make_report(analysis: Analysis) -> Report:
+    """The report of an analysis alone; a rewrite also drops nodes that only fed what it fused, such as constants."""
+    nodes = count_nodes(analysis.model.proto)
+    return _report(analysis, nodes, nodes - sum(len(site.form.replaced) - 1 for site in analysis.sites))
 
 
-def _report_site(graph: Graph, site: Site) -> FusedSite:
-    return fused_site(site, tuple(node_label(graph.nodes[index]) for index in site.form.replaced))
+def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
+    return Report(tuple(map(_report_site, analysis.sites)), analysis.skipped, nodes_before, nodes_after)
+
+
+def _report_site(site: Site) -> FusedSite:
+    return fused_site(site, tuple(node_label(site.graph.nodes[index]) for index in site.form.replaced))
 
 
 def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
@@ -118,7 +144,7 @@ def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
     for number, (site, name) in enumerate(zip(analysis.sites, names, strict=True)):
         place = folder / f"{number:03d}-{name}"
         place.mkdir(parents=True, exist_ok=True)
-        report = _report_site(analysis.graph, site)
+        report = _report_site(site)
         widths = "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands)
         files = {
             "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from onnxfuse import small_m_tile
-from onnxfuse.axes import AxisMapping
+from onnxfuse.axes import AxisMapping, levels
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dtypes import F32, DType
+from onnxfuse.dtypes import F32
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.hopper_tile import BLOCK_K as HOPPER_BLOCK_K
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from onnxfuse.vector_width import Width, Widths
+from onnxfuse.vector_width import Width, Widths, is_turned
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,6 @@ class Plan:
     """The kernels of one fusion on one architecture, in the order in which a launch tries them.
 
     The first variants use the widest accesses; the last uses single elements and fits any pointer.
-
-    Attributes:
-        ranked: at each number of rows that the plan was made for.
     """
 
     device: DeviceSpec
@@ -257,20 +254,17 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     base = _spec(fusion, mapping, widths, exact_fp32)
     m = _static_product(fusion, mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
+    problem = (m, columns, depth)
     fitting, rejected = _fitting(base, device, depth)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
-
-    priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
-
-    def rank(size: int) -> Ranked:
-        costs = [(cost(entry, reads, base, size, columns, depth, device), entry.tile) for entry, reads in priced]
-        return Ranked(size, tuple(sorted(costs, key=lambda pair: pair[0])))
-
-    ranked = tuple(rank(size) for size in ([m] if m else SAMPLED_M))
-    variants = _variants(base, [(entry.m, entry.tiles[0][1]) for entry in ranked])
+    ranked = _rank(base, fitting, problem, device)
+    variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
+    unguarded = _unguarded(base, widths, fusion)
+    if unguarded != base:
+        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, depth)[0], problem, device))
     narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
     if all(variant.spec != narrow.spec for variant in variants):
         variants.append(narrow)
@@ -278,12 +272,32 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
 
 
 def replan(plan: Plan, best: Sequence[tuple[int, Tile | HopperTile]]) -> Plan:
-    """The plan with other tiles, at some numbers of rows in ascending order; what fits any pointer stays."""
-    last = plan.variants[-1]
-    variants = _variants(plan.variants[0].spec, best)
-    if all(variant.spec != last.spec for variant in variants):
-        variants.append(replace(last, min_m=0, max_m=MAX_M))
-    return replace(plan, variants=tuple(variants))
+    """The plan with other tiles, at some numbers of rows in ascending order; what takes over from them stays."""
+    base = plan.variants[0].spec
+    rest = [variant for variant in plan.variants if replace(variant.spec, tile=base.tile) != base]
+    return replace(plan, variants=(*_variants(base, best), *rest))
+
+
+def _rank(
+    base: KernelSpec,
+    fitting: list[Candidate[Tile | HopperTile]],
+    problem: tuple[int | None, int, int],
+    device: DeviceSpec,
+) -> tuple[Ranked, ...]:
+    """The tiles by their estimated time, at m or else where a dynamic m is planned for."""
+    m, columns, depth = problem
+    priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
+
+    def rank(size: int) -> Ranked:
+        costs = [(cost(entry, reads, base, size, columns, depth, device), entry.tile) for entry, reads in priced]
+        return Ranked(size, tuple(sorted(costs, key=lambda pair: pair[0])))
+
+    return tuple(rank(size) for size in ([m] if m else SAMPLED_M))
+
+
+def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[Variant]:
+    """The fastest tile for each range of m."""
+    return _variants(base, [(entry.m, entry.tiles[0][1]) for entry in ranked])
 
 
 def _variants(base: KernelSpec, best: Sequence[tuple[int, Tile | HopperTile]]) -> list[Variant]:
@@ -298,7 +312,10 @@ def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) 
 
 def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool) -> KernelSpec:
     """The kernel of a fusion but for its tile."""
-    operands = fusion.operands
+    operands = [
+        access(fusion, operand, mapping, width) for operand, width in zip(fusion.operands, widths.operands, strict=True)
+    ]
+    outs = [access(fusion, out.tensor, mapping, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
     return KernelSpec(
         dtype=fusion.lhs.dtype,
         math=("fp32" if exact_fp32 else "tf32") if fusion.lhs.dtype == F32 else fusion.lhs.dtype.name,
@@ -306,22 +323,32 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         rhs_order="kn" if fusion.rhs[0].axes[-1] in mapping.n else "nk",
         lhs_width=widths.lhs.elements,
         rhs_width=widths.rhs.elements,
-        loads=tuple(
-            access(mapping.kind(operands[load.operand]), operands[load.operand].dtype, widths.operands[load.operand])
-            for load in fusion.loads
-        ),
-        outs=tuple(
-            access("tile", out.tensor.dtype, width) for out, width in zip(fusion.outs, widths.outs, strict=True)
-        ),
+        loads=tuple(operands[load.operand] for load in fusion.loads),
+        outs=tuple(replace(out, kind="tile") for out in outs),
         steps=fusion.steps,
         out_values=tuple(out.value for out in fusion.outs),
         tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
+        lhs_two_levels=levels(fusion, fusion.lhs, mapping.k) > 1,
     )
 
 
-def access(kind: str, dtype: DType, width: Width) -> Access:
-    """How a kernel reaches a tensor of one kind and width."""
-    return Access(kind, dtype, width.elements if kind in ("row", "tile") else 1)
+def access(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping, width: Width) -> Access:
+    """How a kernel reaches a tensor of the epilogue."""
+    kind = mapping.kind(tensor)
+    loops = (("m", mapping.m), ("n", mapping.n))
+    two_levels = tuple(name for name, loop in loops if levels(fusion, tensor, loop) > 1)
+    elements = width.elements if kind in ("row", "tile") else 1
+    return Access(kind, tensor.dtype, elements, kind == "tile" and is_turned(fusion, tensor, mapping), two_levels)
+
+
+def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
+    """The same kernel with single elements where only the run knows whether a wider access is legal."""
+    loads = (
+        replace(load, width=1) if widths.operands[index.operand].guarded else load
+        for load, index in zip(spec.loads, fusion.loads, strict=True)
+    )
+    outs = (replace(out, width=1) if width.guarded else out for out, width in zip(spec.outs, widths.outs, strict=True))
+    return replace(spec, loads=tuple(loads), outs=tuple(outs))
 
 
 def _narrow(spec: KernelSpec) -> KernelSpec:

@@ -63,13 +63,16 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
 
 
 def _accesses(pointwise: Pointwise, mapping: AxisMapping) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-    operands, widths = pointwise.operands, operand_widths(pointwise, mapping)
-    loads = tuple(
-        access(mapping.kind(operands[load.operand]), operands[load.operand].dtype, widths[load.operand])
-        for load in pointwise.loads
-    )
+    widths = zip(pointwise.operands, operand_widths(pointwise, mapping), strict=True)
+    operands = [_along_n(access(pointwise, operand, mapping, width)) for operand, width in widths]
     outs = zip(pointwise.outs, out_widths(pointwise, mapping), strict=True)
-    return loads, tuple(access("tile", out.tensor.dtype, width) for out, width in outs)
+    stored = (replace(access(pointwise, out.tensor, mapping, width), kind="tile") for out, width in outs)
+    return tuple(operands[load.operand] for load in pointwise.loads), tuple(map(_along_n, stored))
+
+
+def _along_n(way: Access) -> Access:
+    """The kernel goes along the rows only: where m is contiguous it takes one element at a time."""
+    return replace(way, width=1, turned=False) if way.turned else way
 
 
 def _narrow(spec: PointwiseSpec, columns: int) -> PointwiseSpec:

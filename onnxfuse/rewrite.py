@@ -1,8 +1,9 @@
 """Put fused nodes in place of matches, in the ModelProto itself: what is not fused stays as it was, byte for byte.
 
-A fused node is `onnxfuse::FusedGemm`, or `onnxfuse::FusedPointwise` where the product stays an ordinary node, and a
+A fused node is `onnxfuse::FusedGemm`, or `onnxfuse::FusedPointwise` where the products stay ordinary nodes, and a
 model-local function of the same name whose body is the matched subgraph, node for node. Matches with equal bodies share
-one function; different bodies differ in `overload`.
+one function; different bodies differ in `overload`. Fused nodes inside branches and loop bodies read the main graph's
+kernels, as these may.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph import Graph
-from onnxfuse.patterns.known_values import known_value
+from onnxfuse.inline import DOMAIN, functions_of, inline, subgraphs, walk
+from onnxfuse.scopes import graph_at
 
-DOMAIN = "onnxfuse"
 FUSED_GEMM = "FusedGemm"
 FUSED_POINTWISE = "FusedPointwise"
 KERNELS = "onnxfuse.kernels"
@@ -30,7 +31,9 @@ class Replacement:
     """One match and the node that takes its place.
 
     Attributes:
-        nodes: indices of the matched nodes in the main graph, ascending.
+        graph: the facts of the scope that the match lies in; stale after the edit.
+        nodes: indices of the matched nodes in the scope, ascending.
+        copied: indices of nodes that the matched ones need too, and that stay as long as others need them.
         place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
         inputs: values that the kernel reads, in order.
         outputs: values that it makes.
@@ -40,7 +43,9 @@ class Replacement:
         kept: indices of matched nodes that stay as they are, right before the fused node.
     """
 
+    graph: Graph
     nodes: tuple[int, ...]
+    copied: tuple[int, ...]
     place: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -50,30 +55,33 @@ class Replacement:
     kept: tuple[int, ...] = ()
 
 
-def rewrite(graph: Graph, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
-    """Edit the graph's model in place and return it.
+def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
+    """Edit a model in place and return it; functions that are inlined in the replacements' graphs are inlined.
 
     Args:
-        graph: the facts of the model before the edit; stale afterwards.
-        replacements: disjoint matches.
+        proto: the model that the replacements' graphs are of.
+        replacements: disjoint matches, those of outer scopes before those of the scopes inside.
         kernels: the archive that every fused node reads, uint8 `[bytes]`.
     """
     replacements = tuple(replacements)
-    proto = graph.model.proto
     if not replacements:
         return proto
+    inlined = replacements[0].graph.scope.inlined
+    inline(proto, {key: function for key, function in functions_of(proto).items() if key in inlined})
     kernels_name = _unused_name(proto.graph, KERNELS)
-    fused: dict[int, list[NodeProto]] = {}
     known = {function.overload for function in proto.functions if function.domain == DOMAIN}
-    for replacement in replacements:
-        body = _body(graph, replacement)
-        if body.overload not in known:
-            known.add(body.overload)
-            proto.functions.append(body)
-        kept = [proto.graph.node[index] for index in replacement.kept]
-        fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
-    matched = {index for replacement in replacements for index in replacement.nodes}
-    _replace_nodes(proto.graph, matched, fused)
+    for graph, group in reversed(_by_graph(replacements)):  # an edit of the outer scope replaces those inside
+        scope = graph_at(proto.graph, graph.scope.path)
+        fused: dict[int, list[NodeProto]] = {}
+        for replacement in group:
+            body = _body(replacement)
+            if body.overload not in known:
+                known.add(body.overload)
+                proto.functions.append(body)
+            kept = [scope.node[index] for index in replacement.kept]
+            fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
+        matched = {index for replacement in group for index in replacement.nodes}
+        _replace_nodes(scope, matched, fused)
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
@@ -81,9 +89,17 @@ def rewrite(graph: Graph, replacements: Iterable[Replacement], kernels: bytes) -
     return proto
 
 
+def _by_graph(replacements: tuple[Replacement, ...]) -> list[tuple[Graph, list[Replacement]]]:
+    groups: dict[int, tuple[Graph, list[Replacement]]] = {}
+    for replacement in replacements:
+        groups.setdefault(id(replacement.graph), (replacement.graph, []))[1].append(replacement)
+    return list(groups.values())
+
+
 def _unused_name(graph: GraphProto, name: str) -> str:
-    taken = {tensor.name for tensor in graph.initializer} | {value for node in graph.node for value in node.output}
-    taken |= {value.name for value in graph.input}
+    """A name that no value has at any depth: the kernels are read from inside branches and bodies as well."""
+    taken = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+    taken.update(value for node in walk(graph.node) for value in (*node.input, *node.output))
     numbered = (f"{name}.{number}" for number in range(2, len(taken) + 3))
     return name if name not in taken else next(candidate for candidate in numbered if candidate not in taken)
 
@@ -107,9 +123,9 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
     return node
 
 
-def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
+def _body(replacement: Replacement) -> FunctionProto:
     """The matched subgraph as a function."""
-    nodes, names = renamed_subgraph(graph, replacement)
+    nodes, names = renamed_subgraph(replacement)
     function = FunctionProto(
         domain=DOMAIN,
         name=replacement.op_type,
@@ -117,18 +133,19 @@ def _body(graph: Graph, replacement: Replacement) -> FunctionProto:
         output=[names[name] for name in replacement.outputs],
         attribute=sorted(replacement.attributes),
         node=nodes,
-        opset_import=graph.model.proto.opset_import,
+        opset_import=opsets_of(replacement.graph, nodes),
     )
     function.overload = hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()[:16]
     return function
 
 
-def renamed_subgraph(graph: Graph, replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
+def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
     """The matched nodes but the kept ones, and what their values are called: by position, so that equal ones are equal.
 
     Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
     """
-    nodes = [graph.model.proto.graph.node[index] for index in replacement.nodes if index not in replacement.kept]
+    graph, kept = replacement.graph, replacement.kept
+    nodes = [graph.scope.nodes[index] for index in (*replacement.copied, *replacement.nodes) if index not in kept]
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
     body = [*_constants(graph, nodes, names), *nodes]
     inner = (value for node in body for value in node.output if value)
@@ -137,13 +154,19 @@ def renamed_subgraph(graph: Graph, replacement: Replacement) -> tuple[list[NodeP
     return [renamed(node, names) for node in body], names
 
 
+def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdProto]:
+    """The operator sets that nodes of a graph need: ONNX's own, for Constant nodes, and those of its nodes."""
+    used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes} | {""}
+    return [OperatorSetIdProto(domain=domain, version=graph.scope.opsets.get(domain, 1)) for domain in sorted(used)]
+
+
 def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
     """Constant nodes for what the matched nodes read beside the fused node's inputs: numbers, bounds, sizes."""
     made = {value for node in nodes for value in node.output}
     read = dict.fromkeys(value for node in nodes for value in node.input if value)
     for name in read:
         if name not in made and name not in inputs:
-            value = known_value(graph, graph.tensor(name))
+            value = graph.known_value(graph.tensor(name))
             assert value is not None, f"{name} is neither an input of the fusion nor known"
             array = np.asarray(value, np.int64) if value.dtype == object else value
             yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array))
@@ -196,11 +219,10 @@ def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]
 def _reads(node: NodeProto) -> Iterator[str]:
     """Every value that a node reads, also from inside its branches and loop bodies."""
     yield from node.input
-    for attribute in node.attribute:
-        for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
-            yield from (value.name for value in inner.output)
-            for child in inner.node:
-                yield from _reads(child)
+    for _, inner in subgraphs(node):
+        yield from (value.name for value in inner.output)
+        for child in inner.node:
+            yield from _reads(child)
 
 
 def _drop(entries: object, names: set[str]) -> None:

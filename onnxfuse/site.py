@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from onnxfuse.axes import AxisMapping, map_axes, map_pointwise
 from onnxfuse.behind_product import behind_product
@@ -13,12 +13,12 @@ from onnxfuse.dtypes import BY_ONNX, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
-from onnxfuse.patterns import Match, is_anchor, match_behind
+from onnxfuse.patterns import Match, match_behind
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
 from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.simplify import simplify
-from onnxfuse.tier import Tier, Times, Traffic, estimate, least_loss
+from onnxfuse.tier import Tier, Times, Traffic, choose, estimate
 from onnxfuse.vector_width import Widths, analyse
 
 AnyPlan = Plan | PointwisePlan
@@ -30,8 +30,10 @@ class Form:
     """One way to write a site into the model.
 
     Attributes:
+        graph: the scope that it lies in.
         op_type: of the fused node.
         nodes: indices of the matched nodes.
+        copied: indices of nodes that the fused node's function needs too.
         place: the index among them where the fused node goes.
         kept: those that stay, right before the fused node: the products that it is behind.
         fusion: what it computes.
@@ -39,8 +41,10 @@ class Form:
         plans: of each architecture.
     """
 
+    graph: Graph
     op_type: str
     nodes: tuple[int, ...]
+    copied: tuple[int, ...]
     place: int
     kept: tuple[int, ...]
     fusion: Pointwise
@@ -67,10 +71,11 @@ class Site:
     Attributes:
         behind: the form that leaves the product an ordinary node; None where there is no such form.
         tier: which form the model gets.
-        estimates: of each plan, the tiers' times at every number of rows that it was made for.
+        estimates: the tiers' times on each architecture, at every number of rows that its plan was made for.
         timings: the measured times, in words.
     """
 
+    graph: Graph
     match: Match
     fusion: Fusion
     mapping: AxisMapping
@@ -78,18 +83,23 @@ class Site:
     plans: tuple[Plan, ...]
     behind: Form | None = None
     tier: Tier = Tier.ONE_KERNEL
-    estimates: tuple[tuple[Times, ...], ...] = ()
+    estimates: Mapping[DeviceSpec, tuple[Times, ...]] = field(default_factory=dict)
     timings: str = ""
 
     @property
     def form(self) -> Form:
         """What the model gets."""
-        if self.tier is Tier.BEHIND and self.behind is not None:
-            return self.behind
-        return Form(FUSED_GEMM, self.match.nodes, self.match.place, (), self.fusion, self.mapping, self.plans)
+        return self.behind if self.tier is Tier.BEHIND and self.behind is not None else self.whole
+
+    @property
+    def whole(self) -> Form:
+        """The form with the product in the kernel."""
+        match = self.match
+        places = (match.nodes, match.copied, match.place, ())
+        return Form(self.graph, FUSED_GEMM, *places, self.fusion, self.mapping, self.plans)
 
 
-def plan_site(graph: Graph, match: Match, fusion: Fusion, devices: Sequence[DeviceSpec], exact_fp32: bool) -> Site:
+def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, match: Match, fusion: Fusion) -> Site:
     """Decide everything about a match that can be decided without a measurement.
 
     Raises:
@@ -103,11 +113,11 @@ def plan_site(graph: Graph, match: Match, fusion: Fusion, devices: Sequence[Devi
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     behind = _behind(graph, match, mapping, devices) if library_will_do else None
     estimates = _estimates(graph, fusion, plans, behind)
-    tier = least_loss(estimates)
+    tier = choose(estimates) if estimates else Tier.ONE_KERNEL
     if tier is Tier.LEFT_ALONE:
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
-    return Site(match, fusion, mapping, widths, plans, behind, tier, estimates)
+    return Site(graph, match, fusion, mapping, widths, plans, behind, tier, estimates)
 
 
 def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
@@ -117,20 +127,18 @@ def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[
         own = map_pointwise(pointwise, mapping)
     except NotFusable:
         return None
-    kept = tuple(index for index in match.nodes if is_anchor(graph.nodes[index]))
+    kept = tuple(sorted(graph.index(product.node) for product in match.products))
     plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
-    return Form(FUSED_POINTWISE, match.nodes, match.place, kept, pointwise, own, plans)
+    return Form(graph, FUSED_POINTWISE, match.nodes, (), match.place, kept, pointwise, own, plans)
 
 
 def _estimates(
     graph: Graph, fusion: Fusion, plans: Sequence[Plan], behind: Form | None
-) -> tuple[tuple[Times, ...], ...]:
+) -> dict[DeviceSpec, tuple[Times, ...]]:
     if behind is None:
-        return tuple(tuple({Tier.ONE_KERNEL: entry.tiles[0][0]} for entry in plan.ranked) for plan in plans)
+        return {plan.device: tuple({Tier.ONE_KERNEL: each.tiles[0][0]} for each in plan.ranked) for plan in plans}
     traffic = _traffic(graph, fusion, behind)
-    return tuple(
-        tuple(estimate(plan.device, traffic, entry.m, entry.tiles[0][0]) for entry in plan.ranked) for plan in plans
-    )
+    return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
 
 
 def _traffic(graph: Graph, fusion: Fusion, behind: Form) -> Traffic:

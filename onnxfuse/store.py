@@ -12,7 +12,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
 from onnxfuse.errors import ModelError, OutputError
-from onnxfuse.graph import Model, is_large
+from onnxfuse.model import Model, is_large
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
 ALIGNMENT = 64  # of a tensor in the external file, so that it can be mapped

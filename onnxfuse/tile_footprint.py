@@ -122,7 +122,10 @@ def _slabs(spec: KernelSpec, ring: int) -> int:
 
 
 def _staged_bytes(access: Access, tile: Tile, slabs: int) -> int:
-    return slabs * FRAGMENT_ROWS * (tile.block_n // tile.warps_n + STAGED_PADDING) * access.dtype.bytes
+    rows, columns = slabs * FRAGMENT_ROWS, tile.block_n // tile.warps_n
+    if access.turned:
+        return columns * (rows * access.dtype.bytes + CHUNK_BYTES)
+    return rows * (columns + STAGED_PADDING) * access.dtype.bytes
 
 
 def _vector_bytes(load: Access, tile: Tile) -> int:

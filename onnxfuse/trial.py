@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,34 +13,31 @@ from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.fusion import Fusion, Tensor
-from onnxfuse.graph import Graph
 from onnxfuse.packing import compile_forms, kernel_source, pack_forms, replacement
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.session import onnxruntime
 from onnxfuse.runtime.timing_cache import Key, read_times, write_times
 from onnxfuse.runtime.tune import Port, copies_for, time_models
 from onnxfuse.site import AnyVariant, Form, Site
-from onnxfuse.tier import Tier
 from onnxfuse.tuning import Trial
 
 WEIGHT_SCALE = 0.05  # of random weights: sums stay in the range where activations bend
 
 
-def problem_of(graph: Graph, site: Site) -> str:
+def problem_of(site: Site) -> str:
     """Equal for sites that have equal times: the same nodes, axes, sizes and types, whatever they are called."""
-    whole = _whole(site)
-    attributes = replacement(whole, "").attributes
-    return "\n".join([subgraph_id(graph, replacement(whole, "")), *(attributes[name] for name in _OF_THE_PROBLEM)])
+    whole = replacement(site.whole, "")
+    return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _OF_THE_PROBLEM)])
 
 
 _OF_THE_PROBLEM = ("axes", "sizes", "problem", "in_types", "out_types")
 
 
-def group_sites(graph: Graph, sites: Iterable[Site]) -> list[list[Site]]:
+def group_sites(sites: Iterable[Site]) -> list[list[Site]]:
     """Sites with equal times, together."""
     groups: dict[str, list[Site]] = {}
     for site in sites:
-        groups.setdefault(problem_of(graph, site), []).append(site)
+        groups.setdefault(problem_of(site), []).append(site)
     return list(groups.values())
 
 
@@ -57,7 +54,6 @@ def sizes_at(fusion: Fusion, mapping: AxisMapping, m: int) -> dict[str, int]:
 class SessionTimer:
     """Times trials in sessions of ONNX Runtime on the GPU; what was timed before comes from the cache."""
 
-    graph: Graph
     cache: Path | None
 
     def __call__(self, trial: Trial) -> Mapping[str, float]:
@@ -85,7 +81,7 @@ class SessionTimer:
             "driver": driver.driver_version(),
             "onnxruntime": onnxruntime().__version__,
             "onnxfuse": version("onnxfuse"),
-            "problem": problem_of(self.graph, trial.site),
+            "problem": problem_of(trial.site),
             "m": trial.m,
             "kernels": {name: [_digest(*pair) for pair in form.variants] for name, form in forms.items()},
         }
@@ -93,15 +89,15 @@ class SessionTimer:
     def _model(
         self, trial: Trial, form: Form | None, inputs: Sequence[Port], outputs: Sequence[Port], copies: int
     ) -> bytes:
-        whole = replacement(_whole(trial.site), "")
+        whole = replacement(trial.site.whole, "")
         archive = b""
         if form is None:
-            nodes = stock_nodes(self.graph, whole)
+            nodes = stock_nodes(whole)
         else:
             archive, (name,) = pack_forms([form], compile_forms([form]))
-            nodes = fused_nodes(self.graph, whole, replacement(form, name))
+            nodes = fused_nodes(whole, replacement(form, name))
         made, read = ([(port.name, port.element, port.shape) for port in each] for each in (outputs, inputs))
-        return site_model(self.graph, nodes, read, made, copies, archive)
+        return site_model(trial.site.graph, nodes, read, made, copies, archive)
 
 
 def _digest(device: DeviceSpec, variant: AnyVariant) -> str:
@@ -124,7 +120,3 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis] for axis in dim) for dim in tensor.dims)
-
-
-def _whole(site: Site) -> Form:
-    return replace(site, tier=Tier.ONE_KERNEL).form

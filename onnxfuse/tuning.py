@@ -1,8 +1,8 @@
 """Choosing by measurement: which forms of a site are worth timing, and what the times decide. Sees no GPU.
 
 For each distinct site and number of rows the plan's best few tiles, the form behind the product and the nodes as they
-were are timed side by side. The tier is the one that loses the least over all rows, and over the estimates of
-architectures that are not at hand; within one kernel, each number of rows gets its fastest tile.
+were are timed side by side. The tier is the one that loses the least over all rows, if the estimates of architectures
+that are not at hand agree; within one kernel, each number of rows gets its fastest tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnxfuse.kernel_spec import Tile
 from onnxfuse.packing import Progress
 from onnxfuse.plan import Plan, Ranked, replan, tile_text
 from onnxfuse.site import Form, Site
-from onnxfuse.tier import Tier, Times, least_loss
+from onnxfuse.tier import Tier, Times, choose
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
 TUNED_M = (16, 64, 256, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M
@@ -98,9 +98,9 @@ def _plan_of(site: Site, device: DeviceSpec) -> Plan:
 
 def _forms(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Form | None]:
     plan = _plan_of(site, device)
-    whole = replace(site, tier=Tier.ONE_KERNEL).form
     forms: dict[str, Form | None] = {
-        tile_text(tile): replace(whole, plans=(replan(plan, [(ranked.m, tile)]),)) for _, tile in ranked.tiles[:FEW]
+        tile_text(tile): replace(site.whole, plans=(replan(plan, [(ranked.m, tile)]),))
+        for _, tile in ranked.tiles[:FEW]
     }
     if site.behind is not None:
         plans = tuple(each for each in site.behind.plans if each.device == device)
@@ -134,8 +134,7 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     measured = [(m, each) for m, each in sorted(times.items()) if each]
     if not measured:
         return site
-    elsewhere = [each for plan, each in zip(site.plans, site.estimates, strict=True) if plan.device != device]
-    tier = least_loss([[tier_times(each) for _, each in measured], *elsewhere])
+    tier = choose({**site.estimates, device: [tier_times(each) for _, each in measured]})
     figures = "; ".join(f"m={m}: {times_text(each)}" for m, each in measured)
     if tier is Tier.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")

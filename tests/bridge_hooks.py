@@ -24,6 +24,15 @@ class Tensor(ctypes.Structure):
     )
 
 
+class Outer(ctypes.Structure):
+    _fields_ = (
+        ("row_stride", ctypes.c_int64),
+        ("column_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+    )
+
+
 class Arguments(ctypes.Structure):
     """kernels/cuda/arguments.cuh."""
 
@@ -36,6 +45,9 @@ class Arguments(ctypes.Structure):
         ("n", ctypes.c_int),
         ("k", ctypes.c_int),
         ("batch", ctypes.c_int),
+        ("lhs_outer", Outer),
+        ("loads_outer", Outer * MAX_LOADS),
+        ("outs_outer", Outer * MAX_OUTS),
     )
 
 

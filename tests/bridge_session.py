@@ -234,6 +234,23 @@ def launch_contract() -> None:
     assert (grid[2], arguments.batch) == (65535, 70_000)
 
 
+def head_split() -> None:
+    """[b, m, k] -> [b, n1, m, n2]: the output's columns in two levels, and its shape as a session infers it."""
+    on_cpu()
+    split = {
+        "axes": "b m k, k (p n1 n2), (p n1 n2) -> b n1 m n2", "sizes": f"p=2 n1=3 n2=4 k={K}",
+        "problem": "batch=b m=m n=n1*n2 k=k",
+    }  # fmt: skip
+    columns_of_out = 1 << 2 * (2 + 12) + 1
+    archive = pack([Record(**(vars(RECORD) | {"two_levels": columns_of_out}))])
+    made = session(model(archive=archive, **split))
+    assert made.get_outputs()[0].shape == ["B", 3, "M", 4]
+    x = sample(2, 5, K)
+    (y,) = made.run(None, {"x": x})
+    np.testing.assert_allclose(y, reference(x).reshape(2, 5, 3, 4).transpose(0, 2, 1, 3), rtol=1e-4, atol=1e-4)
+    expect(error_of(model(**split), 2, 5, K), "node 'site0'", "out 0")
+
+
 class EncodedMap(ctypes.Structure):
     _align_ = 64
     _fields_ = (

@@ -113,19 +113,21 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
   return 0;
 }
 
-static float at(const Tensor* t, long long batch, long long row, long long column) {
-  const long long offset = batch * t->batch_stride + row * t->row_stride + column * t->column_stride;
-  return static_cast<const float*>(t->pointer)[offset];
+static float* at(const Tensor& t, const OnnxfuseOuter& o, long long batch, long long row, long long column) {
+  const long long rows = row / o.rows * o.row_stride + row % o.rows * t.row_stride;
+  const long long columns = column / o.columns * o.column_stride + column % o.columns * t.column_stride;
+  return static_cast<float*>(t.pointer) + batch * t.batch_stride + rows + columns;
 }
 
 static float element(const Function* f, const Arguments* a, int b, int m, int n) {
+  const OnnxfuseOuter whole{0, 0, a->k, a->n};
   float result = 1;
   for (int part = 0; part < f->parts; ++part) {
     float sum = 0;
-    for (int k = 0; k < a->k; ++k) sum += at(&a->lhs, b, m, k) * at(&a->rhs[part], b, k, n);
+    for (int k = 0; k < a->k; ++k) sum += *at(a->lhs, a->lhs_outer, b, m, k) * *at(a->rhs[part], whole, b, k, n);
     result *= sum;
   }
-  for (int load = 0; load < f->loads; ++load) result += at(&a->loads[load], b, m, n);
+  for (int load = 0; load < f->loads; ++load) result += *at(a->loads[load], a->loads_outer[load], b, m, n);
   return result;
 }
 
@@ -147,11 +149,7 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
   }
   for (int b = 0; b < a->batch; ++b)
     for (int m = 0; m < a->m; ++m)
-      for (int n = 0; n < a->n; ++n) {
-        const Tensor* out = &a->outs[0];
-        static_cast<float*>(out->pointer)[b * out->batch_stride + m * out->row_stride + n * out->column_stride] =
-            element(f, a, b, m, n);
-      }
+      for (int n = 0; n < a->n; ++n) *at(a->outs[0], a->outs_outer[0], b, m, n) = element(f, a, b, m, n);
   return 0;
 }
 

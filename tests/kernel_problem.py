@@ -19,10 +19,24 @@ from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from tests.reference_fusion import OPS
 
 TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])
+OUTER = np.dtype([("row_stride", "<i8"), ("column_stride", "<i8"), ("rows", "<i4"), ("columns", "<i4")])
 ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
+    + [("lhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
 )
+
+# How tile operands and outputs lie in memory, outermost dimension first: `m` and `n` whole, or in runs: `M` counts the
+# runs of `Size.m_run` rows, `N` those of `Size.n_run` columns.
+LAYOUTS = {
+    "plain": "mn",
+    "turned": "nm",
+    "heads": "Nmn",  # [b, s, (h d)] stored as [b, h, s, d]
+    "images": "Mnm",  # [(b s), c] stored as [b, c, s]
+    "turned heads": "Nnm",  # two levels that one stride would walk as well
+    "swapped rows": "mMn",
+    "both": "NmMn",
+}
 
 NUMPY = {F16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16), F32: np.dtype(np.float32)}
 ROUNDING = {F16: 2.0**-11, BF16: 2.0**-8, F32: 2.0**-24}  # half a unit in the last place, relative
@@ -42,6 +56,9 @@ class Size:
     pad: int = 0
     broadcast_rhs: bool = True  # one rhs for the whole batch, as a Linear's weight
     transposed: bool = False  # tile operands and outputs lie with m contiguous; only for single-element accesses
+    m_run: int = 1
+    n_run: int = 1
+    k_run: int = 0  # lhs lies as [batch, k / k_run, m, k_run]; 0: as [batch, m, k]
 
 
 @dataclass
@@ -75,13 +92,33 @@ class Buffer:
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     writable: bool = False
+    outer: tuple[int, int, int, int] = (0, 0, 1, 1)  # as the struct: strides of runs of rows and columns, their lengths
+
+    @property
+    def index(self) -> np.ndarray:
+        """Flat element at every [batch, row, column]."""
+        batch, row, column = np.ogrid[tuple(slice(extent) for extent in self.shape)]
+        row_stride, column_stride, rows, columns = self.outer
+        at_row = _steps(row, self.strides[1], rows, row_stride)
+        at_column = _steps(column, self.strides[2], columns, column_stride)
+        return self.offset + batch * self.strides[0] + at_row + at_column
+
+    @property
+    def values(self) -> np.ndarray:
+        """A copy, [batch, rows, columns]."""
+        return self.data[self.index]
 
     @property
     def view(self) -> np.ndarray:
+        """The memory itself; only where one stride walks each loop."""
         bytes_each = self.data.itemsize
         return np.lib.stride_tricks.as_strided(
             self.data[self.offset :], self.shape, [stride * bytes_each for stride in self.strides]
         )
+
+
+def _steps(index: np.ndarray, stride: int, run: int, outer_stride: int) -> np.ndarray:
+    return index // run * outer_stride + index % run * stride if outer_stride else index * stride
 
 
 @dataclass
@@ -122,15 +159,19 @@ class Problem:
                 arguments[name][0, index] = tensor
         for name in ("m", "n", "k", "batch"):
             arguments[name] = getattr(self.size, name)
+        arguments["lhs_outer"] = self.lhs.outer
+        for name, buffers in (("loads_outer", self.loads), ("outs_outer", self.outs)):
+            for index, buffer in enumerate(buffers):
+                arguments[name][0, index] = buffer.outer
         return arguments
 
     def expected(self) -> list[Bounded]:
         """Every output with its bound, before and after rounding to its type."""
         names: dict[str, Bounded] = {}
         for part, rhs in enumerate(self.rhs):
-            names[f"acc{part}"] = _product(self.spec.math, self.lhs.view, rhs.view, self.size.k)
+            names[f"acc{part}"] = _product(self.spec.math, self.lhs.values, rhs.values, self.size.k)
         for index, load in enumerate(self.loads):
-            value = load.view.astype(np.float64)
+            value = load.values.astype(np.float64)
             names[f"op{index}"] = Bounded(value, np.zeros_like(value))
         for step in self.spec.steps:
             inputs = [_bounded(value) if isinstance(value, float) else names[value] for value in step.inputs]
@@ -145,7 +186,7 @@ class Problem:
     def check(self, outs: Sequence[np.ndarray]) -> None:
         """Compare the flat memory of the outputs after a launch with what was expected, padding included."""
         for number, (buffer, data, expected) in enumerate(zip(self.outs, outs, self.expected(), strict=True)):
-            got = replace_data(buffer, data).view.astype(np.float64)
+            got = replace_data(buffer, data).values.astype(np.float64)
             wrong = ~(np.abs(got - expected.value) <= expected.error)
             where = [tuple(int(axis) for axis in index) for index in np.argwhere(wrong)[:4]]
             detail = [(at, float(got[at]), float(expected.value[at]), float(expected.error[at])) for at in where]
@@ -153,7 +194,7 @@ class Problem:
                 f"out {number}: {wrong.sum()} of {wrong.size} wrong, (index, got, want, bound): {detail}"
             )
             outside = np.ones(data.size, bool)
-            replace_data(buffer, outside).view[...] = False
+            outside[buffer.index] = False
             assert np.isnan(data[outside].astype(np.float32)).all(), f"out {number}: wrote outside of its elements"
 
 
@@ -186,11 +227,11 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     rhs_shape = (rhs_batch, size.n, size.k) if swap else (rhs_batch, size.k, size.n)
     packed = _buffer(rng, spec.dtype, rhs_shape, size.pad, scale, spec.parts)
     loads = [make_operand(rng, load, size) for load in spec.loads]
-    outs = [make_output(out.dtype, size) for out in spec.outs]
+    outs = [make_output(out, size) for out in spec.outs]
     return Problem(
         spec,
         size,
-        _buffer(rng, spec.dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0],
+        _lhs(rng, spec.dtype, size),
         [_rhs_view(part, size, swap) for part in packed],
         loads,
         outs,
@@ -211,6 +252,35 @@ def _buffer(
     return buffers
 
 
+def _laid(dtype: DType, size: Size, layout: str, writable: bool = False) -> Buffer:
+    """An empty [batch, m, n] tensor that lies as `LAYOUTS` says, with padding behind its innermost dimension."""
+    extents = {"m": size.m, "n": size.n}
+    for loop, runs, run in (("m", "M", size.m_run), ("n", "N", size.n_run)):
+        if runs in layout:
+            assert extents[loop] % run == 0, "runs are whole"
+            extents |= {loop: run, runs: extents[loop] // run}
+    strides, stride = {}, 1
+    for dim in reversed(layout):
+        strides[dim] = stride
+        stride *= extents[dim] + (size.pad if stride == 1 else 0)
+    data = np.full(size.batch * stride + 2 * size.pad, np.nan, np.float32).astype(NUMPY[dtype])
+    outer = (strides.get("M", 0), strides.get("N", 0), extents["m"], extents["n"])
+    shape = (size.batch, size.m, size.n)
+    return Buffer(data, size.pad, shape, (stride, strides["m"], strides["n"]), writable, outer)
+
+
+def _filled(rng: np.random.Generator, buffer: Buffer) -> Buffer:
+    buffer.data[buffer.index] = rng.standard_normal(buffer.shape).astype(buffer.data.dtype)
+    return buffer
+
+
+def _lhs(rng: np.random.Generator, dtype: DType, size: Size) -> Buffer:
+    if not size.k_run:
+        return _buffer(rng, dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
+    as_columns = replace(size, n=size.k, n_run=size.k_run)
+    return _filled(rng, _laid(dtype, as_columns, LAYOUTS["heads"]))
+
+
 def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
     batch_stride, row, column = part.strides
     strides = (0 if part.shape[0] == 1 else batch_stride, *((column, row) if swap else (row, column)))
@@ -218,6 +288,8 @@ def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
 
 
 def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
+    if load.kind == "tile" and (load.turned or load.two_levels):
+        return _filled(rng, _laid(load.dtype, size, _layout(load)))
     rows = size.m if load.kind in ("column", "tile") else 1
     columns = size.n if load.kind in ("row", "tile") else 1
     batch = size.batch if load.kind == "tile" else 1
@@ -228,7 +300,16 @@ def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
     return replace(buffer, shape=(size.batch, size.m, size.n), strides=strides)
 
 
-def make_output(dtype: DType, size: Size) -> Buffer:
+def _layout(access: Access) -> str:
+    """The first layout that needs what an access can do."""
+    wanted = (access.turned, "m" in access.two_levels, "n" in access.two_levels)
+    return next(dims for dims in LAYOUTS.values() if (dims[-1] == "m", "M" in dims, "N" in dims) == wanted)
+
+
+def make_output(out: Access, size: Size) -> Buffer:
+    if out.turned or out.two_levels:
+        return _laid(out.dtype, size, _layout(out), writable=True)
+    dtype = out.dtype
     rows, columns = (size.n, size.m) if size.transposed else (size.m, size.n)
     pitch = columns + size.pad
     data = np.full(size.batch * rows * pitch + 2 * size.pad, np.nan, np.float32).astype(NUMPY[dtype])
@@ -266,6 +347,7 @@ def make_spec(
     kind: str = "plain",
     outs: Sequence[DType | None] = (None,),
     narrow: bool = False,
+    layout: str = "plain",
 ) -> KernelSpec:
     """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then every further operand is added."""
     dtype = {"f16": F16, "bf16": BF16}.get(math_mode, F32)
@@ -274,7 +356,17 @@ def make_spec(
         return 1 if narrow else widest(size, of.bytes, extent)
 
     operands = [("row", dtype)] * parts + [(name, of or dtype) for name, of in KINDS[kind]]
-    loads = tuple(Access(name, of, width(of, size.n) if name in ("row", "tile") else 1) for name, of in operands)
+
+    def tile_access(of: DType) -> Access:
+        dims = LAYOUTS[layout]
+        runs = size.m_run if "M" in dims else size.m, size.n_run if "N" in dims else size.n
+        two_levels = tuple(loop for loop, name in (("m", "M"), ("n", "N")) if name in dims)
+        return Access("tile", of, width(of, runs[dims[-1] == "n"]), dims[-1] == "m", two_levels)
+
+    def access(name: str, of: DType) -> Access:
+        return tile_access(of) if name == "tile" else Access(name, of, width(of, size.n) if name == "row" else 1)
+
+    loads = tuple(access(name, of) for name, of in operands)
     steps = [Step(f"a{part}", "add", (f"acc{part}", f"op{part}")) for part in range(parts)]
     steps.append(Step("g0", "gelu", (f"a{parts - 1}",)))
     steps += [Step(f"g{part + 1}", "mul", (f"g{part}", f"a{part}")) for part in range(parts - 1)]
@@ -289,11 +381,12 @@ def make_spec(
         math=math_mode,
         parts=parts,
         rhs_order=rhs_order,
-        lhs_width=width(dtype, size.k),
+        lhs_width=width(dtype, size.k_run or size.k),
         rhs_width=width(dtype, rhs_extent),
         loads=loads,
-        outs=tuple(Access("tile", of or dtype, width(of or dtype, size.n)) for of in outs),
+        outs=tuple(tile_access(of or dtype) for of in outs),
         steps=tuple(steps),
         out_values=tuple(values),
         tile=tile,
+        lhs_two_levels=size.k_run > 0,
     )

@@ -42,6 +42,9 @@ class Builder:
     def integers(self, *values: int) -> str:
         return self.array(np.array(values), integer=True)
 
+    def scalar(self, value: int) -> str:
+        return self.array(np.array(value), integer=True)
+
     def __call__(
         self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object
     ) -> str | list[str]:

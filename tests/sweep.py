@@ -61,7 +61,7 @@ def kinds_of(fusion: Fusion) -> Iterator[str]:
     """What the manifest would count a fusion as."""
     if len(fusion.rhs) > 1:
         yield "dual_gates"
-    elif len(fusion.parts) == 2:
+    elif fusion.pattern == "split_gemm":
         yield "packed_gates"
     elif len(fusion.parts) == 1 and "activation" in fusion.features:
         yield "activations"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnxfuse.axes import map_axes
+from onnxfuse.axes import levels, map_axes
 from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
 from tests.fusions import fusion
@@ -29,12 +29,71 @@ def test_row_axes_flatten_where_every_tensor_steps_through_them_alike(lhs, out, 
     assert str(map_axes(built)) == mapping
 
 
-def test_what_needs_three_groups_is_refused_with_its_axes() -> None:
-    sizes = {"b": None, "h": None, "m": None, "n": 8, "k": 8}
-    operands = [("b 1 1 n", F16), ("m n", F16)]
-    with pytest.raises(NotFusable, match="b h m") as caught:
-        map_axes(fusion(sizes, lhs="b h m k", out="b h m n", operands=operands))
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "operand", "out", "mapping", "two_levels"),
+    [
+        # What two levels of a tensor walk: heads split, merged, split and turned; images; two kinds of broadcast.
+        ("b m k", "k (n1 n2)", "(n1 n2)", "b n1 m n2", "batch=b m=m n=n1*n2 k=k", {"out": "n"}),
+        ("b m k", "k (n1 n2)", "b n1 m n2", "b n1 m n2", "batch=b m=m n=n1*n2 k=k", {"operand0": "n", "out": "n"}),
+        ("b k1 m k2", "(k1 k2) n", "n", "b m n", "batch=b m=m n=n k=k1*k2", {"lhs": "k"}),
+        ("b m k", "(n1 n2) k", "(n1 n2)", "b n1 n2 m", "batch=b m=m n=n1*n2 k=k", {}),
+        ("b (m1 m2) k", "k n", "b n m1 m2", "b n m1 m2", "batch=b m=m1*m2 n=n k=k", {}),
+        ("b m k", "k (n1 n2)", "n1 1 n2", "(b m) (n1 n2)", "m=b*m n=n1*n2 k=k", {}),
+        ("b h m k", "k n", "m n", "b h m n", "batch=b*h m=m n=n k=k", {}),
+        ("(b m) k", "k n", "n", "m b n", "batch=b m=m n=n k=k", {}),
+        ("b h m k", "k n", "b 1 m n", "m h b n", "batch=b m=h*m n=n k=k", {"operand0": "m", "out": "m"}),
+        ("b h m k", "b h k n", "b 1 m n", "b h m n", None, {}),
+        ("b h m k", "b h k n", "n", "b h m n", "batch=b*h m=m n=n k=k", {}),
+    ],
+)
+def test_what_lies_apart_is_walked_in_two_levels(lhs, rhs, operand, out, mapping, two_levels) -> None:
+    names = {"b": 2, "h": 4, "m": 3, "m1": 3, "m2": 5, "n": 8, "n1": 2, "n2": 8, "k": 8, "k1": 2, "k2": 8}
+    text = " ".join((lhs, rhs, out)).replace("(", "").replace(")", "").split()
+    sizes = {axis: size for axis, size in names.items() if axis in text}
+    built = fusion(sizes, lhs=lhs, rhs=rhs, out=out, operands=[(operand, F16)])
+    if mapping is None:
+        with pytest.raises(NotFusable):
+            map_axes(built)
+        return
+    found = map_axes(built)
+    assert str(found) == mapping
+    tensors = (*built.inputs, built.outs[0].tensor)
+    walked = {
+        tensor.name: "".join(name for name in "mnk" if levels(built, tensor, getattr(found, name)) == 2)
+        for tensor in tensors
+    }
+    assert {name: loops for name, loops in walked.items() if loops} == two_levels
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "operand", "out"),
+    [
+        ("b c h m k", "k n", "b h n", "b c h m n"),  # m in three groups of an operand
+        ("b c h m k", "k n", "n", "b m h c n"),  # and of the output
+        ("b m k", "k (n1 n2 n3)", "n1 n2 n3", "b n3 n2 n1 m"),
+    ],
+)
+def test_what_needs_three_groups_is_refused_with_its_axes(lhs, rhs, operand, out) -> None:
+    text = " ".join((lhs, rhs, out)).replace("(", "").replace(")", "").split()
+    with pytest.raises(NotFusable, match="groups") as caught:
+        map_axes(fusion(dict.fromkeys(text, 4), lhs=lhs, rhs=rhs, out=out, operands=[(operand, F16)]))
     assert caught.value.reason == "axes_do_not_flatten"
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs"), [("k m", "k n"), ("b k1 m k2", "(k2 k1) n"), ("m k1 b k2", "n k2 k1"), ("k b m", "n k")]
+)
+def test_the_kernels_read_lhs_along_k(lhs, rhs) -> None:
+    text = f"{lhs} {rhs} b m".replace("(", "").replace(")", "").split()
+    with pytest.raises(NotFusable) as caught:
+        map_axes(fusion(dict.fromkeys(text, 4), lhs=lhs, rhs=rhs, out="b m n" if "b" in lhs else "m n"))
+    assert caught.value.reason == "lhs_transposed"
+
+
+def test_an_axis_of_size_one_does_not_join_axes_that_lie_apart() -> None:
+    sizes = {"b": 2, "h": 1, "m": 3, "n": 8, "k": 8}
+    built = fusion(sizes, lhs="b h m k", out="m h b n")
+    assert str(map_axes(built)) == "batch=b*h m=m n=n k=k"
 
 
 def test_an_axis_of_size_one_flattens_with_anything() -> None:

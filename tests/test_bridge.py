@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from onnxfuse.artifact import Flavour, Record, pack
 from tests.bridge_build import ROOT, bridge_library, fake_driver_folder, sanitized_library
-from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, Arguments, BridgeError, Node, Tensor, bridge
+from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, Arguments, BridgeError, Node, Outer, Tensor, bridge
 from tests.conftest import has_gpu
 from tests.test_artifact import RECORD, records
 
@@ -100,14 +100,21 @@ def cases(draw: st.DrawFn) -> Case:
     axes = [axis for group in loops.values() for axis in group]
     sizes = {axis: draw(st.integers(1, 4)) for axis in axes} | {"p": draw(st.integers(2, 4))}
 
-    def tensor(*blocks: str, optional: bool = False) -> tuple[tuple[str, ...], ...]:
-        chosen = [block for block in draw(st.permutations(blocks)) if not optional or draw(st.booleans())]
-        return draw(grouped([axis for block in chosen for axis in loops.get(block, ("p",))]))
+    def tensor(*blocks: str, apart: Sequence[str] = (), optional: bool = False) -> tuple[tuple[str, ...], ...]:
+        """The loops' axes in any order; those of the loops `apart` need not be neighbours."""
+        chosen = [
+            block
+            for name in blocks
+            for block in ([(axis,) for axis in loops[name]] if name in apart else [loops.get(name, ("p",))])
+            if not optional or draw(st.booleans())
+        ]
+        return draw(grouped([axis for block in draw(st.permutations(chosen)) for axis in block]))
 
-    tensors = {"lhs": tensor("batch", "m", "k"), "rhs0": tensor(*draw(st.sampled_from([("p", "n", "k"), ("k", "n")])))}
+    tensors = {"lhs": tensor("batch", "m", "k", apart="k")}
+    tensors["rhs0"] = tensor(*draw(st.sampled_from([("p", "n", "k"), ("k", "n")])))
     for index in range(draw(st.integers(0, 2))):
-        tensors[f"load{index}"] = tensor("batch", "m", "n", "p", optional=True)
-    tensors["out0"] = tensor("batch", "m", "n")
+        tensors[f"load{index}"] = tensor("batch", "m", "n", "p", apart="mn", optional=True)
+    tensors["out0"] = tensor("batch", "m", "n", apart="mn")
     inputs = [dim for name, dims in tensors.items() if name != "out0" for dim in dims]
     used = {axis for dims in tensors.values() for dim in dims for axis in dim}
     unknown: list[str] = []
@@ -132,16 +139,22 @@ def elements(case: Case, name: str, part: int, loops: tuple[str, str, str]) -> n
     return flat.reshape([math.prod(case.sizes[axis] for axis in case.loops[loop]) for loop in loops])
 
 
-def touched(tensor: Tensor, shape: Sequence[int]) -> np.ndarray:
+def touched(tensor: Tensor, outer: Outer, shape: Sequence[int]) -> np.ndarray:
     batch, row, column = np.indices(shape)
-    return tensor.pointer + batch * tensor.batch_stride + row * tensor.row_stride + column * tensor.column_stride
+    rows = row // outer.rows * outer.row_stride + row % outer.rows * tensor.row_stride
+    columns = column // outer.columns * outer.column_stride + column % outer.columns * tensor.column_stride
+    return tensor.pointer + batch * tensor.batch_stride + rows + columns
 
 
-def assert_same(case: Case, name: str, tensors: Sequence[Tensor], loops: tuple[str, str, str]) -> int:
+def assert_same(
+    case: Case, name: str, tensors: Sequence[Tensor], loops: tuple[str, str, str], outers: Sequence[Outer] = ()
+) -> int:
     parts = case.sizes["p"] if any("p" in dim for dim in case.tensors[name]) else 1
     for part in range(min(parts, len(tensors))):
         expected = elements(case, name, part, loops)
-        np.testing.assert_array_equal(touched(tensors[part], expected.shape), expected, err_msg=f"{name} part {part}")
+        outer = outers[part] if outers else Outer(0, 0, *expected.shape[1:])
+        found = touched(tensors[part], outer, expected.shape)
+        np.testing.assert_array_equal(found, expected, err_msg=f"{name} part {part}")
     return parts
 
 
@@ -153,12 +166,13 @@ def test_every_index_reaches_the_element_that_numpy_reaches(case: Case) -> None:
     sizes = {loop: math.prod(case.sizes[axis] for axis in axes) for loop, axes in case.loops.items()}
     assert (arguments.batch, arguments.m, arguments.n, arguments.k) == tuple(sizes.values())
     assert out_shapes == [case.shape("out0")]
-    assert_same(case, "lhs", [arguments.lhs], ("batch", "m", "k"))
+    assert_same(case, "lhs", [arguments.lhs], ("batch", "m", "k"), [arguments.lhs_outer])
     assert_same(case, "rhs0", arguments.rhs, ("batch", "k", "n"))
     first = 0
     for name in inputs[2:]:
-        first += assert_same(case, name, arguments.loads[first:MAX_LOADS], ("batch", "m", "n"))
-    assert_same(case, "out0", arguments.outs, ("batch", "m", "n"))
+        loads, outers = arguments.loads[first:MAX_LOADS], arguments.loads_outer[first:MAX_LOADS]
+        first += assert_same(case, name, loads, ("batch", "m", "n"), outers)
+    assert_same(case, "out0", arguments.outs, ("batch", "m", "n"), arguments.outs_outer)
 
 
 @settings(max_examples=100, deadline=None)
@@ -255,9 +269,9 @@ def changed(**changes: str) -> Node:
         (changed(problem="m=m n=n k=k"), GATE_SHAPES, ("axis b=2", "input 0", "walks")),
         (changed(problem="m=m*b n=n k=k"), GATE_SHAPES, ("(m b)", "one stride", "input 0", "m=77, b=2")),
         (
-            Node("b m k, k n, b n -> b m n", "m=b*m n=n k=k", "lhs=0 rhs=1 loads=2 outs=0"),
-            ((2, 3, 4), (4, 5), (2, 5)),
-            ("(b m)", "input 2", "b=2, m=3"),
+            Node("b c m k, k n, c n -> b c m n", "m=b*c*m n=n k=k", "lhs=0 rhs=1 loads=2 outs=0"),
+            ((2, 3, 4, 5), (5, 6), (3, 6)),
+            ("(b c m)", "input 2", "two strides", "b=2, c=3, m=4"),
         ),
         (
             Node("b m k, k n -> b m n", "m=b*m n=n k=k", "lhs=0 rhs=1 outs=0"),
@@ -358,7 +372,7 @@ def fields(record: Record) -> list[str]:
     numbers = (record.capability, int(record.flavour), record.min_m, record.max_m, record.block_m, record.block_n)
     launch = (record.threads, record.shared_bytes, record.lhs_alignment, record.rhs_alignment, *loads, *outs)
     maps = [int(value) for entry in record.maps for value in dataclasses.astuple(entry)]
-    tail = (record.cluster, len(record.maps), *maps, len(record.image), fnv1a(record.image))
+    tail = (record.two_levels, record.cluster, len(record.maps), *maps, len(record.image), fnv1a(record.image))
     return [record.kernel, record.entry, *map(str, (*numbers, *launch, *tail))]
 
 
@@ -398,7 +412,7 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
     with contextlib.suppress(BridgeError):
-        assert all((len(record) - 32) == 6 * int(record[29]) for record in bridge().archive(resealed(archive)))
+        assert all((len(record) - 33) == 6 * int(record[30]) for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------
@@ -468,11 +482,34 @@ WIDE = dataclasses.replace(ANY, lhs_alignment=16, rhs_alignment=16, load_alignme
         ({"pointers": (1024, 2048, 4100)}, 1),
         ({"k": 36}, 1),  # rows of lhs are 72 bytes apart
         ({"n": 36}, 1),
-        ({"k": 36, "m": 1}, 0),  # one row: its pitch is never used
+        ({"k": 36, "m": 1}, 1),  # one row, whose last access would end behind it
     ],
 )
 def test_alignment_decides(arguments: Mapping[str, object], expected: int) -> None:
     assert choose([WIDE, ANY], plain_arguments(**arguments)) == expected
+
+
+@pytest.mark.parametrize(
+    ("outer", "levels", "expected"),
+    [
+        ({"columns": 8, "column_stride": 320}, 1 << 2 * 14 + 1, 0),
+        ({"columns": 8, "column_stride": 321}, 1 << 2 * 14 + 1, 1),  # the second run is misaligned
+        ({"columns": 4, "column_stride": 320}, 1 << 2 * 14 + 1, 1),  # an access would end behind its run
+        ({"columns": 8, "column_stride": 320}, 1 << 2 * 14, None),  # the kernel walks rows in two levels, not columns
+        ({"columns": 8, "column_stride": 320}, 1 << 2 * 2 + 1, None),  # another tensor's columns
+        ({"rows": 5, "row_stride": 320}, 1 << 2 * 14, 0),
+    ],
+)
+def test_levels_decide(outer: Mapping[str, int], levels: int, expected: int | None) -> None:
+    arguments = plain_arguments(m=10)
+    for name, value in outer.items():
+        setattr(arguments.outs_outer[0], name, value)
+    carried = [dataclasses.replace(record, two_levels=levels) for record in (WIDE, ANY)]
+    if expected is None:
+        with pytest.raises(BridgeError, match="out 0"):
+            choose(carried, arguments)
+    else:
+        assert choose(carried, arguments) == expected
 
 
 def test_no_alignment_fits() -> None:
@@ -493,7 +530,7 @@ def test_unknown_kernel_and_wrong_counts() -> None:
 def test_the_argument_struct_is_the_one_of_the_kernels() -> None:
     import ctypes
 
-    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16
+    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 17 * 24
 
 
 def test_only_the_entry_point_and_the_hooks_are_exported() -> None:
@@ -523,6 +560,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("runs_behind_a_product", {}),
         ("launch_contract", {}),
         ("tensor_maps", {}),
+        ("head_split", {}),
         ("unknown_shapes", {}),
         ("lifetimes", {}),
         ("contexts", {}),

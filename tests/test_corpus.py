@@ -13,6 +13,9 @@ from tests import corpus, sweep
 
 # Reshapes stand between its products and what follows.
 BEHIND_VIEWS = ("gpt2",)
+# Residuals of the manifest that no kernel adds: a time embedding [b, n] that broadcasts over an image [b, n, h, w], and
+# an add of two products, which the manifest counts for both.
+LEFT = {"sd15_unet": 22, "sd15_unet_mini": 8, "glu_last_used_twice": 1}
 
 
 def count(fusions: list[Fusion]) -> Counter[str]:
@@ -27,16 +30,18 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
     if expected["model"] in BEHIND_VIEWS:
         assert all(found[kind] <= expected[kind] for kind in sweep.KINDS)
     else:
-        assert {kind: found[kind] for kind in sweep.KINDS[:3]} == {kind: expected[kind] for kind in sweep.KINDS[:3]}
-        assert found["residuals"] <= expected["residuals"]
+        left = {"residuals": LEFT.get(expected["model"], 0)}
+        assert {kind: found[kind] for kind in sweep.KINDS} == {
+            kind: expected[kind] - left.get(kind, 0) for kind in sweep.KINDS
+        }
 
 
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))
 def test_every_product_is_fused_once_or_listed(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list))
-    anchors = sum(node.op in ("MatMul", "Gemm") for node in analysis.graph.nodes)
+    anchors = sum(node.op in ("MatMul", "Gemm") for graph in analysis.graphs for node in graph.nodes)
     assert sum(len(site.match.products) for site in analysis.sites) + len(analysis.skipped) == anchors
-    taken = [index for site in analysis.sites for index in site.match.nodes]
+    taken = [(site.graph.scope.path, index) for site in analysis.sites for index in site.match.nodes]
     assert len(taken) == len(set(taken))
 
 

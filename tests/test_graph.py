@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph import Graph, load_model, skeleton_of
-from onnxfuse.patterns.known_values import known_integers
+from onnxfuse.graph import Graph, load_model
+from onnxfuse.scopes import skeleton_of
 from tests.onnx_build import Builder, run
 
 
@@ -122,7 +122,7 @@ def test_shape_arithmetic_is_what_the_run_computes(last: int, steps) -> None:
     model = b.model(b("Identity", value))
     graph = Graph(load_model(model))
     (expected,) = run(model, {"x": np.zeros((2, last), np.float32)})
-    assert known_integers(graph, graph.tensor(str(value))) == expected.tolist()
+    assert graph.known_integers(graph.tensor(str(value))) == expected.tolist()
 
 
 def test_a_dynamic_dimension_is_not_known() -> None:
@@ -130,4 +130,4 @@ def test_a_dynamic_dimension_is_not_known() -> None:
     x = b.input("x", ("batch", 4))
     value = b("Gather", b("Shape", x), b.integers(0), axis=0)
     graph = Graph(load_model(b.model(b("Add", b("Cast", value, to=1), b.array([1.0])))))
-    assert known_integers(graph, graph.tensor(value)) is None
+    assert graph.known_integers(graph.tensor(value)) is None

@@ -40,6 +40,14 @@ class Case:
     kind: str = "plain"
     outs: tuple = (None,)
     narrow: bool = False
+    layout: str = "plain"
+
+    @property
+    def spec(self) -> KernelSpec:
+        first = self.sizes[0]
+        return make_spec(
+            self.math, self.parts, self.order, self.tile, first, self.kind, self.outs, self.narrow, self.layout
+        )
 
 
 CASES = [
@@ -85,6 +93,29 @@ CASES = [
     Case("fp32 kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52),), "mixed"),
     Case("fp32 nk", "fp32", 2, "nk", Tile(32, 32, 16, 1, 2, 3), (Size(35, 37, 29, pad=1),)),
     Case("fp32 odd", "fp32", 2, "kn", Tile(16, 48, 8, 1, 1, 2), (Size(17, 53, 23, pad=1),), "residual", (F16,)),
+]
+
+
+SMALL = Tile(32, 32, 32, 2, 1, 3)
+HEADS = (Size(40, 72, 104, n_run=24, pad=8), Size(33, 48, 40, batch=3, n_run=16), Size(1, 8, 8, n_run=8))
+IMAGES = (Size(48, 40, 64, m_run=24), Size(80, 24, 72, batch=2, m_run=8, pad=8))
+CASES += [
+    Case("f16 head split", "f16", 1, "kn", SMALL, HEADS, "residual", layout="heads"),
+    Case(
+        "bf16 head split gate", "bf16", 2, "nk", Tile(32, 32, 32, 1, 2, 3), HEADS, "mixed", (F32, None), layout="heads"
+    ),
+    Case("f16 odd heads", "f16", 1, "nk", SMALL, (Size(37, 45, 64, n_run=15),), "residual", layout="heads"),
+    Case("f16 turned", "f16", 1, "kn", SMALL, (Size(48, 72, 40), Size(8, 40, 48, 2, 8)), "residual", layout="turned"),
+    Case("f16 odd turned", "f16", 1, "kn", SMALL, (Size(37, 41, 53),), "mixed", (None, F32), True, "turned"),
+    Case("tf32 turned", "tf32", 1, "kn", Tile(64, 32, 16, 2, 1, 2), (Size(44, 40, 56),), "mixed", layout="turned"),
+    Case("f16 turned x2", "f16", 2, "nk", Tile(64, 16, 32, 2, 1, 2), (Size(70, 24, 40),), "residual", layout="turned"),
+    Case("f16 images", "f16", 1, "kn", SMALL, IMAGES, "residual", layout="images"),
+    Case("f16 turned heads", "f16", 1, "kn", SMALL, (Size(40, 48, 32, n_run=12),), layout="turned heads"),
+    Case("fp32 swapped rows", "fp32", 1, "nk", Tile(32, 32, 16, 1, 2, 3), IMAGES, "residual", layout="swapped rows"),
+    Case("f16 both", "f16", 1, "kn", SMALL, (Size(48, 48, 40, m_run=12, n_run=16),), "mixed", layout="both"),
+    Case("f16 merged heads", "f16", 1, "kn", SMALL, (Size(40, 72, 120, k_run=24), Size(33, 8, 80, 3, k_run=40, pad=8))),
+    Case("f16 odd merged heads", "f16", 2, "nk", SMALL, (Size(35, 67, 45, k_run=9),), narrow=True),
+    Case("tf32 merged heads", "tf32", 1, "kn", Tile(32, 48, 16, 2, 1, 3), (Size(35, 44, 60, k_run=20),)),
 ]
 
 
@@ -137,7 +168,7 @@ def launch(library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | Non
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
-    spec = make_spec(case.math, case.parts, case.order, case.tile, case.sizes[0], case.kind, case.outs, case.narrow)
+    spec = case.spec
     assert why_not(spec, 227 * 1024) is None
     library = build(spec, tmp_path)
     for size in case.sizes:

@@ -36,13 +36,14 @@ CASES = [
     Case("f16 three", "f16", 3, "kn", tile(16, 32, 3, 4), (Size(7, 40, 520),)),
     Case("f16 four", "f16", 4, "nk", tile(8, 128, 2, 1), (Size(3, 21, 328),), "residual"),
     Case("f16 batch", "f16", 1, "kn", tile(64), (Size(6, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
+    Case("f16 head split", "f16", 1, "kn", tile(64), (Size(6, 48, 40, 2, n_run=16),), "residual", layout="heads"),
+    Case("bf16 turned", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="turned"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
-    spec = make_spec(case.math, case.parts, case.order, case.tile, case.sizes[0], case.kind, case.outs)
-    spec = replace(spec, lhs_width=8, rhs_width=8, outs=tuple(replace(out, width=1) for out in spec.outs))
+    spec = replace(case.spec, lhs_width=8, rhs_width=8, outs=tuple(replace(out, width=1) for out in case.spec.outs))
     assert why_not(spec, 99 * 1024) is None
     library = build(spec, tmp_path)
     for size in case.sizes:

@@ -9,11 +9,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import onnxfuse
 from onnxfuse.errors import ModelError
 from onnxfuse.runtime import feeds, verify
+from onnxfuse.runtime.accuracy import Value, check_output, ulp
 from onnxfuse.runtime.feeds import InputSpec, load_npz, make_feeds
 from onnxfuse.runtime.session import CPU
-from onnxfuse.runtime.verify import Value, check_output, ulp
 from tests.onnx_build import Builder
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -170,6 +171,60 @@ def test_ulp_is_numpys_spacing(dtype: str) -> None:
     for magnitude in (0.0, 1e-7, 0.3, 1.0, 1.999, 1000.0):
         assert ulp(float(np.dtype(dtype).type(magnitude)), dtype) == float(np.spacing(np.dtype(dtype).type(magnitude)))
     assert ulp(1.0, "bfloat16") == 2**-7
+
+
+def test_the_errors_are_those_of_an_enumeration() -> None:
+    rng = np.random.default_rng(0)
+    exact = rng.standard_normal((7, 11, 13))
+    original, optimized = (exact + rng.standard_normal(exact.shape) * 1e-3 for _ in range(2))
+    check = check_output("y", *(Value(array.astype(np.float16), "float16") for array in (original, optimized)),
+                         Value(exact, "float64"))  # fmt: skip
+    for errors, values in ((check.original, original), (check.optimized, optimized)):
+        found = {index: abs(float(np.float16(values[index])) - exact[index]) for index in np.ndindex(exact.shape)}
+        sizes = sorted(found.values())
+        assert errors.max == pytest.approx(sizes[-1])
+        assert found[errors.worst] == sizes[-1]
+        assert errors.mean == pytest.approx(sum(sizes) / len(sizes))
+        assert errors.rms == pytest.approx((sum(size**2 for size in sizes) / len(sizes)) ** 0.5)
+        assert sizes[-3] <= errors.p999 <= sizes[-1]
+        assert errors.ulp == pytest.approx(sizes[-1] / 2.0**-11)
+
+
+def test_each_run_has_its_sizes_and_its_seed(tmp_path: Path) -> None:
+    path = save(product(TensorProto.FLOAT), tmp_path / "model.onnx")
+    result = verify.verify(path, path, sizes={"m": [1, 5, 300]})
+    assert [run.shapes["x"] for run in result.runs] == [(1, 8), (5, 8), (300, 8)]
+    result = verify.verify(path, path, runs=3)
+    assert len({check.original.max for check in result.outputs}) == 3
+    with pytest.raises(ModelError, match="the model has no dynamic axis 'b'; it has m"):
+        verify.verify(path, path, sizes={"b": [1]})
+
+
+def test_a_folder_of_inputs_is_a_run_a_file(tmp_path: Path) -> None:
+    path = save(product(TensorProto.FLOAT), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"no \.npz file"):
+        feeds.load_inputs(tmp_path)
+    for rows in (1, 2):
+        np.savez(tmp_path / f"{rows}.npz", x=np.ones((rows, 8), np.float32))
+    result = verify.verify(path, path, inputs=feeds.load_inputs(tmp_path))
+    assert [run.shapes["x"][0] for run in result.runs] == [1, 2]
+
+
+def test_per_site_tells_which_fusion_is_wrong(tmp_path: Path) -> None:
+    source = MODELS / "bert.onnx"
+    fused, report = onnxfuse.optimize(source, arch="sm_80")
+    good = save(fused, tmp_path / "fused.onnx")
+    result = verify.verify(source, good, per_site=True)
+    made = [name for node in fused.graph.node if node.domain == "onnxfuse" for name in node.output]
+    assert {check.name for check in result.runs[0].sites} == set(made)
+    assert len(made) >= len(report.fused)
+    assert result.passed
+    broken = next(node for node in fused.graph.node if node.domain == "onnxfuse")
+    weight = next(tensor for tensor in fused.graph.initializer if tensor.name in broken.input and len(tensor.dims) == 2)
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.1), weight.name))
+    sites = verify.verify(source, save(fused, tmp_path / "bad.onnx"), per_site=True).runs[0].sites
+    wrong = next(check for check in sites if not check.passed)
+    assert wrong.name in broken.output, "the first wrong site is the one with the scaled weight"
 
 
 def test_random_inputs_share_their_symbols() -> None:

@@ -13,7 +13,10 @@ import onnxfuse
 ROOT = Path(onnxfuse.__file__).parent
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
-ONNX_WORLD = ("graph", "patterns", "rewrite", "extract", "store", "reference")
+ONNX_WORLD = (
+    "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "extract",
+    "store", "reference", "probe",
+)  # fmt: skip
 WALLS = {
     "onnx": ONNX_WORLD,
     "onnx_graphsurgeon": ONNX_WORLD,

@@ -18,7 +18,7 @@ ENTRY = "onnxfuse_gemm"
 TEMPLATES = Path(__file__).parent / "cuda"
 
 # What the generated text uses, and what uses the generated text.
-_BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh")
+_BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
 _AFTER = {"portable": ("epilogue.cuh", "portable_gemm.cuh"), "small_m": ("small_m_gemm.cuh",)}
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "fp32": "fp32"}
 _OWN_INCLUDE = re.compile(r'^#(?:pragma once|include ".*")\n', re.MULTILINE)
@@ -59,7 +59,8 @@ enum class Math {{ half, tf32, fp32 }};
 
 using Element = {spec.dtype.cuda};
 constexpr Math MATH = Math::{_MATH[spec.math]};
-constexpr bool RHS_K_CONTIGUOUS = {"true" if spec.rhs_order == "nk" else "false"};
+constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
+constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_two_levels)};
 {_constants(spec)}
 
 {tables}
@@ -120,9 +121,19 @@ _OWN_CONSTANTS = {"portable": _portable_constants, "small_m": _small_m_constants
 
 
 def access_table(table: str, index: int, access: Access, offset: int, extra: str = "") -> str:
-    """One row of `Load<I>` or `Out<I>`: type, width in elements, offset in bytes of shared memory."""
-    width = copy_width(access.width, access.dtype.bytes)
-    return (
-        f"template <> struct {table}<{index}> {{ using Type = {access.dtype.cuda}; {extra}"
-        f"static constexpr int WIDTH = {width}; static constexpr int OFFSET = {offset}; }};"
-    )
+    """One row of `Load<I>` or `Out<I>`: type, how it is walked, width in elements, offset in bytes of shared memory."""
+    flags = {
+        "TURNED": access.turned,
+        "OUTER_ROWS": "m" in access.two_levels,
+        "OUTER_COLUMNS": "n" in access.two_levels,
+    }
+    numbers = {"WIDTH": copy_width(access.width, access.dtype.bytes), "OFFSET": offset}
+    members = [f"static constexpr bool {name} = {flag(value)};" for name, value in flags.items()]
+    members += [f"static constexpr int {name} = {value};" for name, value in numbers.items()]
+    head = f"template <> struct {table}<{index}> {{ using Type = {access.dtype.cuda}; {extra}"
+    return f"{head}{' '.join(members)} }};"
+
+
+def flag(value: bool) -> str:
+    """A C++ literal."""
+    return "true" if value else "false"

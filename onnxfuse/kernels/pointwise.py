@@ -8,7 +8,7 @@ from onnxfuse.pointwise_tile import PointwiseSpec
 
 ENTRY = "onnxfuse_pointwise"
 
-_BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh")
+_BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
 
 
 def emit(spec: PointwiseSpec) -> str:

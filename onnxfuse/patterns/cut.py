@@ -121,9 +121,11 @@ class Cut:
         growth = self.growth
         nodes = [growth.nodes[position] for position in _bits(region)]
         anchors = {id(node) for node in nodes}
+        products = tuple(product for product in growth.products if id(product.node) in anchors)
         match = Match(
-            products=tuple(product for product in growth.products if id(product.node) in anchors),
-            nodes=tuple(sorted(growth.graph.index(node) for node in nodes)),
+            products=products,
+            nodes=tuple(sorted(map(growth.graph.index, nodes))),
+            copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.weight_nodes})),
             place=-1,
             columns=columns.length,
             exits=exits,

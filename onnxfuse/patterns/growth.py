@@ -16,8 +16,8 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
+from onnxfuse.known_values import is_complete
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
-from onnxfuse.patterns.known_values import known_integers, known_value
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise import POINTWISE
 from onnxfuse.patterns.product import Product
@@ -122,8 +122,9 @@ class Growth:
 
     def _absorb_known(self, node: gs.Node) -> None:
         """Shape arithmetic on the product's own shape belongs to the match when all that it feeds does."""
-        if node.op != "Shape" and known_value(self.graph, node.outputs[0]) is None:
-            raise NotFusable("unknown_shape_arithmetic", "", f"the value of {node.op} is not known before the run")
+        others = [tensor for tensor in node.inputs if tensor.name not in self.values]
+        if node.op != "Shape" and not all(is_complete(self.graph.known_value(tensor)) for tensor in others):
+            raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
         self._take(node, None)
 
     def _absorb_pointwise(self, node: gs.Node, columns: list[Columns]) -> None:
@@ -149,7 +150,7 @@ class Growth:
         value = self.values.get(tensor.name)
         if value is not None:
             return value.ref
-        known = known_value(self.graph, tensor)
+        known = self.graph.known_value(tensor)
         if known is not None and known.size == 1 and known.ndim <= 1 and known.dtype != object:
             return self.epilogue.constant(float(known.reshape(()).item()))
         return self._operand(tensor, length)
@@ -197,7 +198,7 @@ class Growth:
         self._sequences[str(node.outputs[0].name)] = ranges
 
     def _absorb_sequence_at(self, node: gs.Node) -> None:
-        position = known_integers(self.graph, node.inputs[1])
+        position = self.graph.known_integers(node.inputs[1])
         ranges = self._sequences.get(node.inputs[0].name, [])
         if position is None or not -len(ranges) <= position[0] < len(ranges):
             raise NotFusable("bounds_not_constant", "", "which element of the sequence is not known before the run")

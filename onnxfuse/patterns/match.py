@@ -54,6 +54,7 @@ class Match:
     Attributes:
         products: the anchors, which multiply the same lhs; those of the epilogue's accumulators.
         nodes: indices of the matched nodes in the main graph, ascending.
+        copied: indices of nodes that make a weight of the match; others may need them as well.
         place: the index among them at which the fused node stands.
         columns: columns of one part, and of every range of an exit.
         exits: what leaves the match, the furthest value last.
@@ -64,6 +65,7 @@ class Match:
 
     products: tuple[Product, ...]
     nodes: tuple[int, ...]
+    copied: tuple[int, ...]
     place: int
     columns: int
     exits: tuple[Exit, ...]

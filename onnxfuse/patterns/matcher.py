@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion
-from onnxfuse.graph import Graph
+from onnxfuse.graph import Graph, node_label
 from onnxfuse.patterns.cut import Cut
 from onnxfuse.patterns.growth import Growth
 from onnxfuse.patterns.lowering import lower
@@ -23,6 +23,7 @@ from onnxfuse.patterns.parts import check_parts, pattern_of
 from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 
+OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; more of them never meet in one value
 
 Site = TypeVar("Site")
@@ -52,6 +53,7 @@ def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site]) -> Sites[
     skipped: list[tuple[gs.Node, NotFusable]] = []
     for node in filter(is_anchor, graph.nodes):
         try:
+            _check_scope(graph, node)
             products.append(read_product(graph, node))
         except NotFusable as refusal:
             skipped.append((node, refusal))
@@ -61,6 +63,15 @@ def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site]) -> Sites[
         skipped += _match_group(graph, group, places, accept, fused)
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(fused[index] for index in sorted(fused)), tuple(skipped))
+
+
+def _check_scope(graph: Graph, node: gs.Node) -> None:
+    """Nothing is fused where nothing is known."""
+    if graph.scope.fault:
+        raise NotFusable("function_differs", node_label(node), f"inside a function: {graph.scope.fault}")
+    if graph.opset < OLDEST_OPSET:
+        detail = f"operator set {graph.opset} spells broadcasting otherwise than those from {OLDEST_OPSET} on"
+        raise NotFusable("opset_too_old", node_label(node), detail)
 
 
 def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:

@@ -65,6 +65,26 @@ def _pow(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref
     return graph.apply("pow", *inputs)
 
 
+def _swish(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    scaled = graph.apply("mul", inputs[0], graph.constant(float(attributes.get("alpha", 1.0))))
+    return graph.apply("mul", inputs[0], graph.apply("sigmoid", scaled))
+
+
+def _selu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    alpha, gamma = attributes.get("alpha", 1.6732632423543772), attributes.get("gamma", 1.0507009873554805)
+    return graph.apply("mul", graph.apply("elu", inputs[0], graph.constant(float(alpha))), graph.constant(float(gamma)))
+
+
+def _celu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    alpha = graph.constant(float(attributes.get("alpha", 1.0)))
+    scaled = graph.apply("elu", graph.apply("div", inputs[0], alpha), graph.constant(1.0))
+    return graph.apply("mul", scaled, alpha)
+
+
+def _softsign(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    return graph.apply("div", inputs[0], graph.apply("add", graph.apply("abs", inputs[0]), graph.constant(1.0)))
+
+
 def _identity(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
     return inputs[0]
 
@@ -99,6 +119,10 @@ POINTWISE: dict[str, Lower] = {
     "HardSwish": _op("hard_swish"),
     "Mish": _op("mish"),
     "Gelu": _gelu,
+    "Swish": _swish,
+    "Selu": _selu,
+    "Celu": _celu,
+    "Softsign": _softsign,
     "Clip": _clip,
     "Min": _fold("min"),
     "Max": _fold("max"),

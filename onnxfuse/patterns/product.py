@@ -11,6 +11,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 
 ANCHORS = ("MatMul", "Gemm")
+MAX_WEIGHT_NODES = 8
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Product:
         lhs: name of the activation, `[..., m, k]`.
         rhs: name of the weight, `[k, n]` or `[n, k]`.
         rhs_order: `kn` or `nk`.
+        weight_nodes: what stands between the weight and the product: Identity and Transpose, which is the other order.
         rows: sizes of the output's dimensions but the last.
         k, n: sizes.
         bias: name of Gemm's third input, if it has one.
@@ -36,6 +38,7 @@ class Product:
     rows: tuple[Size, ...]
     k: int
     n: int
+    weight_nodes: tuple[gs.Node, ...] = ()
     bias: str | None = None
     alpha: float = 1.0
     beta: float = 1.0
@@ -62,8 +65,10 @@ def read_product(graph: Graph, node: gs.Node) -> Product:
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
-    lhs, rhs = (tensor.name for tensor in node.inputs[:2])
-    if not graph.is_initializer(rhs):
+    lhs, weight_nodes = node.inputs[0].name, _weight_nodes(node.inputs[1])
+    weight = weight_nodes[-1].inputs[0] if weight_nodes else node.inputs[1]
+    rhs = str(weight.name)
+    if not graph.is_initializer(rhs) and not (weight.inputs and weight.inputs[0].op == "Constant"):
         raise NotFusable("weight_not_constant", node_label(node), f"the right-hand side {rhs!r} is not an initializer")
     dtype = _common_dtype(graph, node, lhs, rhs)
     lhs_shape, rhs_shape = graph.shape(lhs), graph.shape(rhs)
@@ -73,17 +78,27 @@ def read_product(graph: Graph, node: gs.Node) -> Product:
         raise NotFusable("unknown_rank", node_label(node), f"the input {lhs!r} has shape {_text(lhs_shape)}")
     if node.op == "Gemm" and node.attrs.get("transA", 0):
         raise NotFusable("lhs_transposed", node_label(node), "Gemm with transA=1: k is not contiguous in the input")
-    transposed = node.op == "Gemm" and bool(node.attrs.get("transB", 0))
+    turns = sum(view.op == "Transpose" for view in weight_nodes) + bool(node.attrs.get("transB", 0))
+    transposed = turns % 2 == 1
     first, second = (int(size) for size in rhs_shape if isinstance(size, int))
     k, n = (second, first) if transposed else (first, second)
     if isinstance(lhs_shape[-1], int) and lhs_shape[-1] != k:
         raise NotFusable("invalid_model", node_label(node), f"k is {lhs_shape[-1]} in {lhs!r} and {k} in {rhs!r}")
     has_bias = len(node.inputs) > 2 and not node.inputs[2].is_empty()
     return Product(
-        node, dtype, lhs, rhs, "nk" if transposed else "kn", lhs_shape[:-1], k, n,
+        node, dtype, lhs, rhs, "nk" if transposed else "kn", lhs_shape[:-1], k, n, weight_nodes,
         bias=str(node.inputs[2].name) if has_bias else None,
         alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
     )  # fmt: skip
+
+
+def _weight_nodes(tensor: gs.Tensor) -> tuple[gs.Node, ...]:
+    """The views of a weight, from the product backwards."""
+    nodes: list[gs.Node] = []
+    while tensor.inputs and tensor.inputs[0].op in ("Identity", "Transpose") and len(nodes) < MAX_WEIGHT_NODES:
+        nodes.append(tensor.inputs[0])
+        tensor = tensor.inputs[0].inputs[0]
+    return tuple(nodes)
 
 
 def _common_dtype(graph: Graph, node: gs.Node, lhs: str, rhs: str) -> DType:

@@ -6,7 +6,6 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph
-from onnxfuse.patterns.known_values import known_integers
 
 
 def split_sizes(graph: Graph, node: gs.Node, length: int) -> list[int]:
@@ -18,7 +17,7 @@ def split_sizes(graph: Graph, node: gs.Node, length: int) -> list[int]:
     if "split" in node.attrs:
         return list(node.attrs["split"])
     if len(node.inputs) > 1 and not node.inputs[1].is_empty():
-        sizes = known_integers(graph, node.inputs[1])
+        sizes = graph.known_integers(node.inputs[1])
         if sizes is None or len(sizes) != len(node.outputs):
             raise NotFusable("bounds_not_constant", "", "the sizes of the split are not known before the run")
         return sizes
@@ -34,7 +33,7 @@ def sequence_sizes(graph: Graph, node: gs.Node, length: int) -> list[int]:
     """
     if len(node.inputs) < 2 or node.inputs[1].is_empty():
         raise NotFusable("not_equal_parts", "", "splits into single columns")
-    sizes = known_integers(graph, node.inputs[1])
+    sizes = graph.known_integers(node.inputs[1])
     if sizes is None or any(size <= 0 for size in sizes):
         raise NotFusable("bounds_not_constant", "", "the sizes of the split are not known before the run")
     if graph.shape(node.inputs[1].name) != ():
@@ -53,7 +52,7 @@ def slice_bounds(graph: Graph, node: gs.Node) -> tuple[list[int], list[int], lis
         return starts, ends, list(node.attrs.get("axes", range(len(starts)))), [1] * len(starts)
     given = [None if tensor.is_empty() else tensor for tensor in node.inputs[1:5]]
     given += [None] * (4 - len(given))
-    bounds = [None if tensor is None else known_integers(graph, tensor) for tensor in given]
+    bounds = [None if tensor is None else graph.known_integers(tensor) for tensor in given]
     if any(tensor is not None and bound is None for tensor, bound in zip(given, bounds, strict=True)):
         raise NotFusable("bounds_not_constant", "", "the bounds of the slice are not known before the run")
     starts = bounds[0] or []

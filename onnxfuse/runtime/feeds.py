@@ -83,23 +83,39 @@ def load_npz(path: Path) -> dict[str, Array]:
         raise ModelError(f"{path}: cannot be read as an .npz file: {error}") from error
 
 
+def load_inputs(path: Path) -> list[dict[str, Array]]:
+    """The runs of an .npz file, or of every .npz file of a folder, by name.
+
+    Raises:
+        ModelError: no such file, a folder without one, or one that cannot be read.
+    """
+    if not path.is_dir():
+        return [load_npz(path)]
+    files = sorted(path.glob("*.npz"))
+    if not files:
+        raise ModelError(f"{path}: no .npz file in this folder")
+    return [load_npz(file) for file in files]
+
+
 def make_feeds(
     specs: Sequence[InputSpec],
     inputs: Mapping[str, Array] | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
+    symbols: Mapping[str, int] | None = None,
 ) -> dict[str, Array]:
     """One array for each input: those given, checked, or else random ones.
 
-    A symbol has one size in all inputs: that of the shape given for one of them, or a small default. Random floats are
+    A symbol has one size in all inputs: that given for it, that of the shape given for an input, or a small default.
+    Random floats are
     standard normal, integers are ids of 0 and 1, an input with `mask` in its name is all ones, and booleans are True.
 
     Raises:
         ModelError: a name, type or shape that the model does not have; the message names the input.
     """
     if inputs is None:
-        return _random_feeds(specs, shapes or {}, seed)
-    if shapes:
+        return _random_feeds(specs, shapes or {}, seed, symbols or {})
+    if shapes or symbols:
         raise ModelError("shapes are for random inputs, and inputs were given")
     _check_names(specs, inputs, "inputs")
     missing = [spec for spec in specs if spec.name not in inputs]
@@ -111,9 +127,14 @@ def make_feeds(
     return {spec.name: _converted(spec, np.asarray(inputs[spec.name])) for spec in specs}
 
 
-def _random_feeds(specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Array]:
+def _random_feeds(
+    specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int]], seed: int, symbols: Mapping[str, int]
+) -> dict[str, Array]:
     _check_names(specs, shapes, "shapes")
-    sizes: dict[str, int] = {}
+    known = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    for symbol in symbols.keys() - known:
+        raise ModelError(f"the model has no dynamic axis {symbol!r}; it has {', '.join(sorted(known)) or 'none'}")
+    sizes = dict(symbols)
     for spec in specs:
         if spec.name in shapes:
             _bind(spec, shapes[spec.name], sizes)

@@ -14,6 +14,16 @@ struct OnnxfuseTensor {
   long long column_stride;
 };
 
+// The outer level of a tensor whose rows or columns no single stride walks, as those of a head-split output: `rows` rows
+// lie row_stride of the tensor apart, and the next `rows` begin row_stride of this struct behind them. A kernel looks
+// at it only for the tensors that it was compiled to walk in two levels.
+struct OnnxfuseOuter {
+  long long row_stride;
+  long long column_stride;
+  int rows;
+  int columns;
+};
+
 struct OnnxfuseArguments {
   OnnxfuseTensor lhs;                         // [batch, m, k]
   OnnxfuseTensor rhs[ONNXFUSE_MAX_PARTS];     // [batch, k, n]
@@ -23,4 +33,7 @@ struct OnnxfuseArguments {
   int n;                                      // columns of one part
   int k;
   int batch;
+  OnnxfuseOuter lhs_outer;                        // of the same tensors
+  OnnxfuseOuter loads_outer[ONNXFUSE_MAX_LOADS];
+  OnnxfuseOuter outs_outer[ONNXFUSE_MAX_OUTS];
 };

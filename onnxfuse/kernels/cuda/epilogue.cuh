@@ -3,6 +3,8 @@
 //   scalar, row, column    global -> fp32 vector in shared memory, once a block, while the pipeline fills
 //   tile                   global -> this warp's staging area, as wide as the tensor allows -> 2 elements a read
 //   out                    2 elements a write -> this warp's staging area -> global, as wide as the tensor allows
+//   turned                 a tile or out whose contiguous axis is m: accesses go down the columns, and the staging area
+//                          holds columns, so that they are wide as well
 //
 // The unit of work is what one thread holds of an mma fragment: 2 adjacent columns of 2 rows that lie 8 apart. From
 // there, accesses of global memory would be 4 or 8 bytes long; the detour through shared memory makes them 16.
@@ -10,6 +12,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "ptx.cuh"
+#include "walk.cuh"
 
 namespace onnxfuse {
 
@@ -25,6 +28,22 @@ constexpr int WARP_COLUMNS = FRAGMENTS_N * FRAGMENT_COLUMNS;
 // (32-bit) apart, and a warp's 2-element accesses meet no bank conflict.
 constexpr int STAGED_PITCH = WARP_COLUMNS + 8;
 constexpr int STAGED_ROWS = SLABS * FRAGMENT_ROWS;
+
+// The staging area of one tile or output. Turned columns are 16 bytes longer than the data: then the columns that a
+// warp's lanes write at once start in different banks.
+template <typename Access>
+struct Staged {
+  using T = typename Access::Type;
+  static constexpr int LINE = Access::TURNED ? STAGED_ROWS : WARP_COLUMNS;  // elements along the contiguous axis
+  static constexpr int LINES = Access::TURNED ? WARP_COLUMNS : STAGED_ROWS;
+  static constexpr int PER_LINE = LINE / Access::WIDTH;
+  static constexpr int PITCH = Access::TURNED ? STAGED_ROWS + 16 / int(sizeof(T)) : STAGED_PITCH;
+
+  static __device__ __forceinline__ T* at(const unsigned char* staging, int row, int column) {
+    T* staged = reinterpret_cast<T*>(const_cast<unsigned char*>(staging) + Access::OFFSET);
+    return staged + (Access::TURNED ? column * PITCH + row : row * PITCH + column);
+  }
+};
 
 // Where a warp's part of the output tile lies, and how much of the tensor is left from there on.
 struct WarpTile {
@@ -43,14 +62,13 @@ __device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long
 }
 
 // One vector operand -> fp32 in shared memory. Elements outside of the tensor become 0; what they give is never stored.
-template <typename Access>
-__device__ __forceinline__ void stage_vector(float* vector, const typename Access::Type* global, long long stride,
-                                             int length, int valid) {
+template <typename Access, typename Address>
+__device__ __forceinline__ void stage_vector(float* vector, const Address& address, int length, int valid) {
   using Vector = Packed<typename Access::Type, Access::WIDTH>;
 #pragma unroll 1
   for (int element = threadIdx.x * Access::WIDTH; element < length; element += THREADS * Access::WIDTH) {
     Vector packed = {};
-    if (element < valid) packed = load_global<Vector>(global + element * (Access::WIDTH > 1 ? 1 : stride));
+    if (element < valid) packed = load_global<Vector>(address(element));
 #pragma unroll
     for (int i = 0; i < Access::WIDTH; ++i) vector[element + i] = to_float(packed.values[i]);
   }
@@ -60,55 +78,79 @@ __device__ __forceinline__ void stage_vector(float* vector, const typename Acces
 __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const OnnxfuseArguments& args, int batch, int row,
                                               int column) {
   static_for<0, LOADS>([&](auto index) {
-    using Access = Load<decltype(index)::value>;
-    const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Load<INDEX>;
     float* vector = reinterpret_cast<float*>(vectors + Access::OFFSET);
+    const auto at = [&](int row, int column) {
+      return element_of<Access>(args.loads[INDEX], args.loads_outer[INDEX], batch, row, column);
+    };
     if constexpr (Access::KIND == Kind::scalar) {
-      stage_vector<Access>(vector, element_pointer<typename Access::Type>(tensor, batch, 0, 0), 0, 1, 1);
+      stage_vector<Access>(vector, [&](int) { return at(0, 0); }, 1, 1);
     } else if constexpr (Access::KIND == Kind::row) {
-      const auto* global = element_pointer<typename Access::Type>(tensor, batch, 0, column);
-      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - column);
+      stage_vector<Access>(vector, [&](int element) { return at(0, column + element); }, BLOCK_N, args.n - column);
     } else if constexpr (Access::KIND == Kind::column) {
-      const auto* global = element_pointer<typename Access::Type>(tensor, batch, row, 0);
-      stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - row);
+      stage_vector<Access>(vector, [&](int element) { return at(row + element, 0); }, BLOCK_M, args.m - row);
     }
   });
 }
 
-// STAGED_ROWS rows of one tile operand -> this warp's staging area, asynchronously.
-template <typename Access>
-__device__ __forceinline__ void stage_tile(typename Access::Type* staged, const OnnxfuseTensor& tensor,
-                                           const WarpTile& tile, int first_row) {
+// body(row, column, global, inside) for every access of this lane to STAGED_ROWS rows of a tile or an output, counted
+// from the warp's tile and its row `first_row`; `inside` is false where the tensor ends.
+template <typename Access, typename Body>
+__device__ __forceinline__ void for_each_access(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
+                                                const WarpTile& tile, int first_row, const Body& body) {
+  using Area = Staged<Access>;
   using T = typename Access::Type;
-  constexpr int WIDTH = Access::WIDTH;
-  constexpr int PER_ROW = WARP_COLUMNS / WIDTH;
-  const T* global = element_pointer<T>(tensor, tile.batch, tile.row + first_row, tile.column);
+  constexpr bool ONE_LEVEL = !Access::OUTER_ROWS && !Access::OUTER_COLUMNS;
+  T* origin = element_of<Access>(tensor, outer, tile.batch, tile.row + first_row, tile.column);
 #pragma unroll 8
-  for (int copy = threadIdx.x % WARP_SIZE; copy < STAGED_ROWS * PER_ROW; copy += WARP_SIZE) {
-    const int row = copy / PER_ROW;
-    const int column = copy % PER_ROW * WIDTH;
+  for (int access = threadIdx.x % WARP_SIZE; access < Area::LINES * Area::PER_LINE; access += WARP_SIZE) {
+    const int line = access / Area::PER_LINE;
+    const int along = access % Area::PER_LINE * Access::WIDTH;
+    const int row = Access::TURNED ? along : line;
+    const int column = Access::TURNED ? line : along;
     const bool inside = first_row + row < tile.rows && column < tile.columns;
-    const T* source = global + row * tensor.row_stride + column * (WIDTH > 1 ? 1 : tensor.column_stride);
-    copy_async<WIDTH * sizeof(T)>(shared_address(staged + row * STAGED_PITCH + column), source, inside);
+    T* global = origin;
+    if constexpr (ONE_LEVEL) {
+      global += row * (Access::TURNED && Access::WIDTH > 1 ? 1 : tensor.row_stride);
+      global += column * (!Access::TURNED && Access::WIDTH > 1 ? 1 : tensor.column_stride);
+    } else {
+      global = element_of<Access>(tensor, outer, tile.batch, tile.row + first_row + row, tile.column + column);
+    }
+    body(row, column, global, inside);
   }
 }
 
-// The staging area of one output -> STAGED_ROWS rows of global memory.
-template <typename Access>
-__device__ __forceinline__ void store_tile(const typename Access::Type* staged, const OnnxfuseTensor& tensor,
-                                           const WarpTile& tile, int first_row) {
-  using T = typename Access::Type;
-  constexpr int WIDTH = Access::WIDTH;
-  constexpr int PER_ROW = WARP_COLUMNS / WIDTH;
-  T* global = element_pointer<T>(tensor, tile.batch, tile.row + first_row, tile.column);
-#pragma unroll 8
-  for (int copy = threadIdx.x % WARP_SIZE; copy < STAGED_ROWS * PER_ROW; copy += WARP_SIZE) {
-    const int row = copy / PER_ROW;
-    const int column = copy % PER_ROW * WIDTH;
-    if (first_row + row >= tile.rows || column >= tile.columns) continue;
-    T* target = global + row * tensor.row_stride + column * (WIDTH > 1 ? 1 : tensor.column_stride);
-    store_global(target, load_packed<Packed<T, WIDTH>>(staged + row * STAGED_PITCH + column));
-  }
+// STAGED_ROWS rows of every tile operand -> this warp's staging area, asynchronously.
+__device__ __forceinline__ void stage_tiles(unsigned char* staging, const OnnxfuseArguments& args, const WarpTile& tile,
+                                            int first_row) {
+  static_for<0, LOADS>([&](auto index) {
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Load<INDEX>;
+    using T = typename Access::Type;
+    if constexpr (Access::KIND == Kind::tile) {
+      const auto copy = [&](int row, int column, const T* global, bool inside) {
+        T* staged = Staged<Access>::at(staging, row, column);
+        copy_async<Access::WIDTH * sizeof(T)>(shared_address(staged), global, inside);
+      };
+      for_each_access<Access>(args.loads[INDEX], args.loads_outer[INDEX], tile, first_row, copy);
+    }
+  });
+}
+
+// The staging area of every output -> STAGED_ROWS rows of global memory.
+__device__ __forceinline__ void store_tiles(const unsigned char* staging, const OnnxfuseArguments& args,
+                                            const WarpTile& tile, int first_row) {
+  static_for<0, OUTS>([&](auto index) {
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Out<INDEX>;
+    using T = typename Access::Type;
+    const auto store = [&](int row, int column, T* global, bool inside) {
+      if (!inside) return;
+      store_global(global, load_packed<Packed<T, Access::WIDTH>>(Staged<Access>::at(staging, row, column)));
+    };
+    for_each_access<Access>(args.outs[INDEX], args.outs_outer[INDEX], tile, first_row, store);
+  });
 }
 
 // Fills operands[I] for the operands of one kind, 2 adjacent columns each. `column` counts from the warp's tile, and so
@@ -120,9 +162,13 @@ __device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], con
     using Access = Load<decltype(index)::value>;
     float2& operand = operands[decltype(index)::value];
     if constexpr (Access::KIND == KIND && KIND == Kind::tile) {
-      const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
-      const auto pair = load_packed<Packed<typename Access::Type, 2>>(staged + row * STAGED_PITCH + column);
-      operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+      if constexpr (Access::TURNED) {
+        operand = make_float2(to_float(*Staged<Access>::at(staging, row, column)),
+                              to_float(*Staged<Access>::at(staging, row, column + 1)));
+      } else {
+        const auto pair = load_packed<Packed<typename Access::Type, 2>>(Staged<Access>::at(staging, row, column));
+        operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+      }
     } else if constexpr (Access::KIND == KIND) {
       const float* vector = reinterpret_cast<const float*>(vectors + Access::OFFSET);
       const int warp = threadIdx.x / WARP_SIZE;
@@ -154,10 +200,16 @@ __device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const
   Epilogue::apply(first_acc, first_operands, first_results);
   Epilogue::apply(second_acc, second_operands, second_results);
   static_for<0, OUTS>([&](auto index) {
-    using Access = Out<decltype(index)::value>;
-    auto* staged = reinterpret_cast<typename Access::Type*>(staging + Access::OFFSET);
-    store_pair(staged + row * STAGED_PITCH + column, first_results[decltype(index)::value],
-               second_results[decltype(index)::value]);
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Out<INDEX>;
+    if constexpr (Access::TURNED) {
+      Packed<typename Access::Type, 2> pair;
+      store_pair(pair.values, first_results[INDEX], second_results[INDEX]);
+      *Staged<Access>::at(staging, row, column) = pair.values[0];
+      *Staged<Access>::at(staging, row, column + 1) = pair.values[1];
+    } else {
+      store_pair(Staged<Access>::at(staging, row, column), first_results[INDEX], second_results[INDEX]);
+    }
   });
 }
 
@@ -173,13 +225,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[PARTS][FRAGMENTS
 #pragma unroll
   for (int slab = 0; slab < FRAGMENTS_M; slab += SLABS) {
     const int first_row = slab * FRAGMENT_ROWS;
-    static_for<0, LOADS>([&](auto index) {
-      using Access = Load<decltype(index)::value>;
-      if constexpr (Access::KIND == Kind::tile) {
-        auto* staged = reinterpret_cast<typename Access::Type*>(staging + Access::OFFSET);
-        stage_tile<Access>(staged, args.loads[decltype(index)::value], tile, first_row);
-      }
-    });
+    stage_tiles(staging, args, tile, first_row);
     copy_async_commit();
     copy_async_wait<0>();
     __syncwarp();
@@ -202,11 +248,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[PARTS][FRAGMENTS
       }
     }
     __syncwarp();
-    static_for<0, OUTS>([&](auto index) {
-      using Access = Out<decltype(index)::value>;
-      const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
-      store_tile<Access>(staged, args.outs[decltype(index)::value], tile, first_row);
-    });
+    store_tiles(staging, args, tile, first_row);
     __syncwarp();
   }
 }

@@ -12,6 +12,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "ptx.cuh"
+#include "walk.cuh"
 
 namespace onnxfuse {
 
@@ -20,13 +21,6 @@ constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 constexpr int ROWS = BLOCK_M / ROW_THREADS;
 static_assert(COLUMN_THREADS * ROW_THREADS == THREADS && ROWS * ROW_THREADS == BLOCK_M && ROWS > 0,
               "threads tile the block");
-
-template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
-                                              long long column) {
-  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
-         column * tensor.column_stride;
-}
 
 // SPAN neighbours of one row of a tensor, in accesses of WIDTH elements.
 template <typename Access>
@@ -56,19 +50,17 @@ constexpr bool varies_along_columns(Kind kind) { return kind == Kind::row || kin
 
 // `left` columns of the tensor begin at the span's first; a chunk lies inside or outside as a whole.
 template <typename Access>
-__device__ __forceinline__ void read_span(Span<Access>& span, const OnnxfuseTensor& tensor, int batch, int row,
-                                          int column, int left) {
-  using T = typename Access::Type;
-  constexpr int WIDTH = Access::WIDTH;
+__device__ __forceinline__ void read_span(Span<Access>& span, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
+                                          int batch, int row, int column, int left) {
+  using Chunk = Packed<typename Access::Type, Access::WIDTH>;
   if constexpr (varies_along_columns(Access::KIND)) {
-    const T* first = element_pointer<const T>(tensor, batch, row, column);
-    const long long stride = WIDTH > 1 ? 1 : tensor.column_stride;
 #pragma unroll
-    for (int i = 0; i < SPAN; i += WIDTH) {
-      if (i < left) span.chunks[i / WIDTH] = load_global<Packed<T, WIDTH>>(first + i * stride);
+    for (int i = 0; i < SPAN; i += Access::WIDTH) {
+      const auto* element = element_of<Access>(tensor, outer, batch, row, column + i);
+      if (i < left) span.chunks[i / Access::WIDTH] = load_global<Chunk>(element);
     }
   } else {
-    span.chunks[0] = load_global<Packed<T, WIDTH>>(element_pointer<const T>(tensor, batch, row, 0));
+    span.chunks[0] = load_global<Chunk>(element_of<Access>(tensor, outer, batch, row, 0));
   }
 }
 
@@ -79,7 +71,8 @@ __device__ __forceinline__ void read_operands(Operands<LOADS>& operands, const O
   static_for<0, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
     if constexpr (varies_along_rows(Load<I>::KIND) == ALONG_ROWS) {
-      read_span(own_span<I>(operands), args.loads[I], batch, ALONG_ROWS ? row : 0, column, args.n - column);
+      auto& span = own_span<I>(operands);
+      read_span(span, args.loads[I], args.loads_outer[I], batch, ALONG_ROWS ? row : 0, column, args.n - column);
     }
   });
 }
@@ -113,16 +106,11 @@ __device__ __forceinline__ void store_results(const Results<OUTS>& results, cons
                                               int row, int column) {
   static_for<0, OUTS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    using T = typename Out<I>::Type;
     constexpr int WIDTH = Out<I>::WIDTH;
-    const OnnxfuseTensor& tensor = args.outs[I];
-    T* first = element_pointer<T>(tensor, batch, row, column);
-    const long long stride = WIDTH > 1 ? 1 : tensor.column_stride;
 #pragma unroll
     for (int i = 0; i < SPAN; i += WIDTH) {
-      if (column + i < args.n) {
-        store_global(first + i * stride, static_cast<const Results<I + 1>&>(results).own.chunks[i / WIDTH]);
-      }
+      auto* element = element_of<Out<I>>(args.outs[I], args.outs_outer[I], batch, row, column + i);
+      if (column + i < args.n) store_global(element, static_cast<const Results<I + 1>&>(results).own.chunks[i / WIDTH]);
     }
   });
 }
@@ -152,7 +140,7 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
 
 }  // namespace onnxfuse
 
-extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS)
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 2)
     onnxfuse_pointwise(const __grid_constant__ OnnxfuseArguments args) {
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) onnxfuse::compute_tile(args, batch);
 }

@@ -27,6 +27,7 @@
 #include "arguments.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
+#include "walk.cuh"
 
 namespace onnxfuse {
 
@@ -101,8 +102,9 @@ struct BlockTile {
   }
 };
 
-// The copies that one thread makes of an operand's tiles, k tile after k tile.
-template <typename Tile, int WIDTH>
+// The copies that one thread makes of an operand's tiles, k tile after k tile. OUTER_COLUMNS: the tensor's contiguous
+// axis is walked in two levels, as the k of a merged-heads lhs.
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS = false>
 struct TileCopy {
   static constexpr int PER_ROW = Tile::COLUMNS / WIDTH;
   static constexpr int COUNT = Tile::ROWS * PER_ROW;
@@ -112,8 +114,10 @@ struct TileCopy {
   // Narrow copies are many, and each holds registers while it is under way.
   static constexpr int UNROLL = WIDTH * sizeof(Element) == CHUNK_BYTES ? PASSES : 2;
 
-  const Element* source;  // this thread's first element of the next tile
+  const Element* source;  // this thread's first element of the next tile; with OUTER_COLUMNS, of its row
   long long row_stride;
+  const OnnxfuseOuter* outer;
+  int passed;  // columns before the next tile; only with OUTER_COLUMNS
 
   static __device__ __forceinline__ int row(int pass) {
     return STRAIGHT ? threadIdx.x / PER_ROW + pass * (THREADS / PER_ROW) : (threadIdx.x + pass * THREADS) / PER_ROW;
@@ -122,9 +126,25 @@ struct TileCopy {
     return (STRAIGHT ? threadIdx.x : threadIdx.x + pass * THREADS) % PER_ROW * WIDTH;
   }
 
-  __device__ __forceinline__ void start(const Element* tile, long long stride) {
-    source = tile + row(0) * stride + column(0);
+  __device__ __forceinline__ void start(const Element* tile, long long stride, const OnnxfuseOuter* levels = nullptr) {
+    source = tile + row(0) * stride + (OUTER_COLUMNS ? 0 : column(0));
     row_stride = stride;
+    outer = levels;
+    passed = 0;
+  }
+
+  __device__ __forceinline__ void advance(long long elements) {
+    if constexpr (OUTER_COLUMNS) {
+      passed += elements;
+    } else {
+      source += elements;
+    }
+  }
+
+  __device__ __forceinline__ const Element* element(int pass) const {
+    const Element* line = source + (row(pass) - row(0)) * row_stride;
+    if constexpr (OUTER_COLUMNS) return line + steps<true>(passed + column(pass), 1, outer->columns, outer->column_stride);
+    return line + (column(pass) - column(0));
   }
 
   // Copies the next tile, of which `rows` and `columns` lie inside the tensor; zeros elsewhere.
@@ -133,18 +153,17 @@ struct TileCopy {
     for (int pass = 0; pass < PASSES; ++pass) {
       if (COUNT % THREADS != 0 && static_cast<int>(threadIdx.x) + pass * THREADS >= COUNT) break;
       const bool inside = row(pass) < rows && column(pass) < columns;
-      const Element* element = source + (row(pass) - row(0)) * row_stride + (column(pass) - column(0));
       // A step of whole swizzle periods leaves the phase alone: then all but the first address are constants away.
       const int phase = STRAIGHT && THREADS / PER_ROW % 8 == 0 ? row(0) % 8 : row(pass) % 8;
       const unsigned target = shared + Tile::offset(row(pass), column(pass), phase);
-      copy_async<WIDTH * sizeof(Element)>(target, element, inside);
+      copy_async<WIDTH * sizeof(Element)>(target, element(pass), inside);
     }
   }
 };
 
 // Everything that fills the ring: lhs and the rhs of every part, advancing along k.
 struct Producer {
-  TileCopy<LhsTile, LHS_WIDTH> lhs;
+  TileCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
   TileCopy<RhsTile, RHS_WIDTH> rhs[PARTS];
   int rows;     // of lhs, from the block's first on
   int columns;  // of rhs
@@ -152,7 +171,7 @@ struct Producer {
 
   __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, int batch)
       : rows(args.m - block.row), columns(args.n - block.column), depth(args.k) {
-    lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0), args.lhs.row_stride);
+    lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0), args.lhs.row_stride, &args.lhs_outer);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const OnnxfuseTensor& tensor = args.rhs[part];
@@ -164,12 +183,12 @@ struct Producer {
   __device__ __forceinline__ void issue(unsigned stage) {
     if (depth > 0) {
       lhs.issue(stage, rows, depth);
-      lhs.source += BLOCK_K;
+      lhs.advance(BLOCK_K);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const unsigned tile = stage + LhsTile::BYTES + part * RhsTile::BYTES;
         rhs[part].issue(tile, RHS_K_CONTIGUOUS ? columns : depth, RHS_K_CONTIGUOUS ? depth : columns);
-        rhs[part].source += RHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_K * rhs[part].row_stride;
+        rhs[part].advance(RHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_K * rhs[part].row_stride);
       }
       depth -= BLOCK_K;
     }

@@ -29,6 +29,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "ptx.cuh"
+#include "walk.cuh"
 
 namespace onnxfuse {
 
@@ -234,11 +235,11 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const 
 }
 
 template <typename Access>
-__device__ __forceinline__ float read_operand(const OnnxfuseTensor& tensor, int batch, int row, int column) {
+__device__ __forceinline__ float read_operand(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
+                                              int row, int column) {
   const bool by_row = Access::KIND == Kind::column || Access::KIND == Kind::tile;
   const bool by_column = Access::KIND == Kind::row || Access::KIND == Kind::tile;
-  const auto* element =
-      element_pointer<typename Access::Type>(tensor, batch, by_row ? row : 0, by_column ? column : 0);
+  const auto* element = element_of<Access>(tensor, outer, batch, by_row ? row : 0, by_column ? column : 0);
   return to_float(load_global<Packed<typename Access::Type, 1>>(element).values[0]);
 }
 
@@ -255,13 +256,14 @@ __device__ __forceinline__ void store_outputs(const float (&acc)[PARTS], const O
   float operands[LOADS + 1], results[OUTS];
   static_for<0, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    operands[I] = read_operand<Load<I>>(args.loads[I], batch, row, column);
+    operands[I] = read_operand<Load<I>>(args.loads[I], args.loads_outer[I], batch, row, column);
   });
   Epilogue::apply(acc, operands, results);
   static_for<0, OUTS>([&](auto index) {
     constexpr int I = decltype(index)::value;
     using T = typename Out<I>::Type;
-    store_global(element_pointer<T>(args.outs[I], batch, row, column), from_float<T>(results[I]));
+    T* element = element_of<Out<I>>(args.outs[I], args.outs_outer[I], batch, row, column);
+    store_global(element, from_float<T>(results[I]));
   });
 }
 

@@ -10,7 +10,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -123,7 +123,7 @@ Alignments parse_alignments(Cursor& cursor) {
   if ((alignments.lhs == 0) != (alignments.rhs == 0)) fail("a record has half a product", kRemedy);
   alignments.load_count = parse_alignments(cursor, alignments.loads);
   alignments.out_count = parse_alignments(cursor, alignments.outs);
-  cursor.bytes(6);   // padding to a multiple of 8
+  for (int byte = 0; byte < 6; ++byte) alignments.two_levels |= uint64_t{cursor.number<uint8_t>()} << 8 * byte;
   return alignments;
 }
 
@@ -205,6 +205,7 @@ std::string remedy_for(uint32_t device) {
 bool shadows(const Record& earlier, const Record& later) {
   const Alignments &a = earlier.alignments, &b = later.alignments;
   return earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
+         (~a.two_levels & b.two_levels) == 0 &&
          std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
          std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
 }
@@ -213,37 +214,57 @@ struct Extents {
   int batch, rows, columns;
 };
 
-bool is_aligned(const OnnxfuseTensor& tensor, const Extents& extents, int64_t bytes, uint8_t alignment) {
-  // The contiguous axis has stride 1: the kernel was compiled for an access width that its size divides.
-  const auto pitch = [&](int extent, int64_t stride) {
-    return extent <= 1 || stride == 1 || stride * bytes % alignment == 0;
-  };
-  return reinterpret_cast<uintptr_t>(tensor.pointer) % alignment == 0 && pitch(extents.batch, tensor.batch_stride) &&
-         pitch(extents.rows, tensor.row_stride) && pitch(extents.columns, tensor.column_stride);
+// What a record asks of one tensor.
+struct Need {
+  uint8_t alignment;
+  uint64_t two_levels;   // bit 0: its rows, bit 1: its columns
+};
+
+// A pitch is a multiple of the alignment, but for the contiguous axis: there, accesses end where a run does.
+bool is_walkable(int extent, int64_t stride, int run, int64_t outer_stride, int64_t bytes, const Need& need, int loop) {
+  const auto fits = [&](int64_t elements) { return elements * bytes % need.alignment == 0; };
+  if (run < extent && !((need.two_levels >> loop & 1) && fits(outer_stride))) return false;
+  return run <= 1 || fits(stride == 1 ? run : stride);
 }
 
-// The first argument whose address or pitches break the record's alignments; empty when all fit.
-std::string misaligned(const Record& record, const Contract& contract, const ElementBytes& bytes,
-                       const OnnxfuseArguments& arguments) {
-  const Alignments& need = record.alignments;
+bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extents& extents, int64_t bytes,
+          const Need& need) {
+  return reinterpret_cast<uintptr_t>(tensor.pointer) % need.alignment == 0 &&
+         is_walkable(extents.batch, tensor.batch_stride, extents.batch, 0, bytes, need, 0) &&
+         is_walkable(extents.rows, tensor.row_stride, outer.rows, outer.row_stride, bytes, need, 0) &&
+         is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1);
+}
+
+constexpr size_t kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;   // in two_levels
+
+// The first argument whose address, pitches or levels the record's kernel cannot read; empty when all fit.
+std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                   const OnnxfuseArguments& arguments) {
+  const Alignments& all = record.alignments;
   const Extents lhs{arguments.batch, arguments.m, arguments.k}, rhs{arguments.batch, arguments.k, arguments.n},
       tile{arguments.batch, arguments.m, arguments.n};
-  if (contract.has_product() && !is_aligned(arguments.lhs, lhs, bytes.lhs, need.lhs)) {
-    return text("lhs needs ", int{need.lhs});
+  const auto need = [&](uint8_t alignment, size_t tensor) { return Need{alignment, all.two_levels >> 2 * tensor & 3}; };
+  const auto words = [](uint8_t alignment) { return text(" needs ", int{alignment}); };
+  const bool multiplies = contract.has_product();
+  if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
+    return text("lhs", words(all.lhs));
   }
+  const OnnxfuseOuter one_run{0, 0, rhs.rows, rhs.columns};
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    if (!is_aligned(arguments.rhs[i], rhs, bytes.rhs[i], need.rhs)) return text("rhs ", i, " needs ", int{need.rhs});
+    if (!fits(arguments.rhs[i], one_run, rhs, bytes.rhs[i], need(all.rhs, kRhsIndex))) {
+      return text("rhs ", i, words(all.rhs));
+    }
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
-    const uint8_t alignment = need.loads[i];
-    if (!is_aligned(arguments.loads[i], tile, bytes.loads[i], alignment)) {
-      return text("load ", i, " needs ", int{alignment});
+    const Need wanted = need(all.loads[i], kFirstLoad + i);
+    if (!fits(arguments.loads[i], arguments.loads_outer[i], tile, bytes.loads[i], wanted)) {
+      return text("load ", i, words(wanted.alignment));
     }
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
-    const uint8_t alignment = need.outs[i];
-    if (!is_aligned(arguments.outs[i], tile, bytes.outs[i], alignment)) {
-      return text("out ", i, " needs ", int{alignment});
+    const Need wanted = need(all.outs[i], kFirstOut + i);
+    if (!fits(arguments.outs[i], arguments.outs_outer[i], tile, bytes.outs[i], wanted)) {
+      return text("out ", i, words(wanted.alignment));
     }
   }
   return "";
@@ -273,14 +294,14 @@ bool covers(const Record& record, int m) { return record.min_m <= m && m <= reco
   std::string ranges, alignment;
   for (const Record* record : candidates) {
     ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
-    if (covers(*record, arguments.m) && alignment.empty()) alignment = misaligned(*record, contract, bytes, arguments);
+    if (covers(*record, arguments.m) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
   }
   if (alignment.empty()) {
     fail("no kernel ", contract.kernel, " for m=", arguments.m, " (the model's are for m=", ranges,
          "); optimize the original again for this range");
   }
   fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
-       "-byte alignment of its address and pitches (m=", arguments.m,
+       "-byte alignment of its address and pitches, each loop in one stride or as it was compiled (m=", arguments.m,
        "); optimize the original again with these shapes");
 }
 
@@ -345,7 +366,7 @@ size_t choose(const std::vector<const Record*>& candidates, const Contract& cont
               const OnnxfuseArguments& arguments) {
   for (size_t i = 0; i < candidates.size(); ++i) {
     const Record& record = *candidates[i];
-    if (covers(record, arguments.m) && misaligned(record, contract, bytes, arguments).empty()) return i;
+    if (covers(record, arguments.m) && misfit(record, contract, bytes, arguments).empty()) return i;
   }
   nothing_fits(candidates, contract, bytes, arguments);
 }

@@ -29,6 +29,7 @@ struct Device {
 struct Alignments {
   uint8_t lhs = 1, rhs = 1, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
   size_t load_count = 0, out_count = 0;
+  uint64_t two_levels = 0;   // bit 2 t: the kernel walks the rows of tensor t in two levels; 2 t + 1: its columns
 
   bool has_product() const { return lhs != 0; }
 };

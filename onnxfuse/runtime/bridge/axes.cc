@@ -10,6 +10,8 @@
 namespace onnxfuse {
 namespace {
 
+constexpr int kMostLevels = 2;   // in which a kernel walks a loop: runs, and within a run
+
 // A tensor, or one dimension of it, for messages. Its text is made only when something is wrong: Compute passes these.
 struct Place {
   const char* kind;
@@ -118,27 +120,41 @@ Sizes strides_of(const Contract& contract, const std::vector<Group>& dims, const
   return strides;
 }
 
-// The one stride that walks a whole group of axes, outermost first; 0 where the tensor is broadcast along it.
-int64_t group_stride(const Contract& contract, const Group& group, const Sizes& sizes, const Sizes& strides,
-                     const Place& tensor) {
-  int inner = kNone;       // the last axis passed on the way out
-  int64_t innermost = kUnknown;
+// How a loop walks a tensor: `run` steps with one stride, and the next run begins outer_stride behind it.
+struct Walk {
+  int64_t stride = 0, run = 1, outer_stride = 0;
+};
+
+// Whether the stride that walks `inner` walks the axis outside of it as well.
+bool continues(const Sizes& sizes, const Sizes& strides, int axis, int inner) {
+  if (strides[axis] == kUnknown || strides[inner] == kUnknown) return strides[axis] == strides[inner];
+  return strides[axis] == strides[inner] * sizes[inner];
+}
+
+// The strides of a group of axes, outermost first; 0 where the tensor is broadcast along them. A group that one stride
+// walks is one run.
+Walk walk_of(const Contract& contract, const Group& group, const Sizes& sizes, const Sizes& strides, int most_levels,
+             const Place& tensor) {
+  Walk walk;
+  int inner = kNone;   // the last axis passed on the way out
+  int levels = 1;
   for (auto axis = group.rbegin(); axis != group.rend(); ++axis) {
     if (sizes[*axis] <= 1) continue;
+    const int64_t stride = strides[*axis] == kUnknown ? 0 : strides[*axis];
     if (inner == kNone) {
-      innermost = strides[*axis];
-    } else {
-      const bool absent = strides[*axis] == kUnknown && strides[inner] == kUnknown;
-      const bool present = strides[*axis] != kUnknown && strides[inner] != kUnknown;
-      if (!absent && !(present && strides[*axis] == strides[inner] * sizes[inner])) {
-        fail("axes ", dimension_text(contract, group), " of ", tensor, " cannot be walked with one stride: axis ",
-             contract.axes[*axis].name, " is not directly outside ", contract.axes[inner].name, " (",
-             sizes_text(contract, group, sizes), ")");
+      walk.stride = stride;
+    } else if (!continues(sizes, strides, *axis, inner)) {
+      if (++levels > most_levels) {
+        fail("axes ", dimension_text(contract, group), " of ", tensor, " cannot be walked with ",
+             most_levels == 1 ? "one stride" : "two strides", ": axis ", contract.axes[*axis].name,
+             " is not directly outside ", contract.axes[inner].name, " (", sizes_text(contract, group, sizes), ")");
       }
+      walk.outer_stride = stride;
     }
+    if (levels == 1) walk.run = multiply(walk.run, sizes[*axis], "the size of a dimension");
     inner = *axis;
   }
-  return innermost == kUnknown ? 0 : innermost;
+  return walk;
 }
 
 // Every axis that the kernel does not walk must have size 1 or be fixed by the part.
@@ -166,19 +182,34 @@ int64_t part_offset(const Contract& contract, const Sizes& sizes, const Sizes& s
   return reference.part * strides[reference.part_axis];
 }
 
-OnnxfuseTensor make_tensor(const Contract& contract, const Sizes& sizes, const std::vector<Group>& dims,
-                           const Reference& reference, const Group& rows, const Group& columns, void* base,
+struct LevelledTensor {
+  OnnxfuseTensor tensor;
+  OnnxfuseOuter outer;
+};
+
+// A loop of a tensor, and how many levels a kernel can walk it in.
+struct Loop {
+  const Group& axes;
+  int most_levels;
+};
+
+LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const std::vector<Group>& dims,
+                           const Reference& reference, const Loop& row_loop, const Loop& column_loop, void* base,
                            int64_t bytes, const Place& tensor) {
+  const Group &rows = row_loop.axes, &columns = column_loop.axes;
   const Sizes strides = strides_of(contract, dims, sizes);
   check_walked(contract, dims, sizes, reference, {&contract.batch, &rows, &columns}, tensor);
   const int64_t offset = part_offset(contract, sizes, strides, reference, tensor);
   OnnxfuseTensor result;
   // Integer arithmetic: the base of an empty tensor may be null.
   result.pointer = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base) + offset * bytes);
-  result.batch_stride = group_stride(contract, contract.batch, sizes, strides, tensor);
-  result.row_stride = group_stride(contract, rows, sizes, strides, tensor);
-  result.column_stride = group_stride(contract, columns, sizes, strides, tensor);
-  return result;
+  const Walk row = walk_of(contract, rows, sizes, strides, row_loop.most_levels, tensor);
+  const Walk column = walk_of(contract, columns, sizes, strides, column_loop.most_levels, tensor);
+  result.batch_stride = walk_of(contract, contract.batch, sizes, strides, 1, tensor).stride;
+  result.row_stride = row.stride;
+  result.column_stride = column.stride;
+  // Runs are no longer than their loop, which set_problem found to fit.
+  return {result, {row.outer_stride, column.outer_stride, static_cast<int>(row.run), static_cast<int>(column.run)}};
 }
 
 int extent(const Group& group, const Sizes& sizes, const char* name) {
@@ -283,22 +314,31 @@ void set_problem(const Contract& contract, const Sizes& sizes, OnnxfuseArguments
 
 void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector<void*>& inputs,
                  const std::vector<void*>& outputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
-  const auto read = [&](const Reference& reference, const Group& rows, const Group& columns, int64_t size) {
+  const auto read = [&](const Reference& reference, const Loop& rows, const Loop& columns, int64_t size) {
     return make_tensor(contract, sizes, contract.inputs[reference.tensor], reference, rows, columns,
                        inputs[reference.tensor], size, Place{"input", static_cast<size_t>(reference.tensor)});
   };
-  if (contract.has_product()) arguments->lhs = read(contract.lhs, contract.m, contract.k, bytes.lhs);
+  const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
+  if (contract.has_product()) {
+    const LevelledTensor lhs = read(contract.lhs, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
+    arguments->lhs = lhs.tensor;
+    arguments->lhs_outer = lhs.outer;
+  }
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    arguments->rhs[i] = read(contract.rhs[i], contract.k, contract.n, bytes.rhs[i]);
+    arguments->rhs[i] = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]).tensor;
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
-    arguments->loads[i] = read(contract.loads[i], contract.m, contract.n, bytes.loads[i]);
+    const LevelledTensor load = read(contract.loads[i], m, n, bytes.loads[i]);
+    arguments->loads[i] = load.tensor;
+    arguments->loads_outer[i] = load.outer;
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
-    const Reference& out = contract.outs[i];
-    arguments->outs[i] = make_tensor(contract, sizes, contract.outputs[out.tensor], out, contract.m, contract.n,
-                                     outputs[out.tensor], bytes.outs[i],
-                                     Place{"output", static_cast<size_t>(out.tensor)});
+    const Reference& reference = contract.outs[i];
+    const Place place{"output", static_cast<size_t>(reference.tensor)};
+    const LevelledTensor out = make_tensor(contract, sizes, contract.outputs[reference.tensor], reference, m, n,
+                                           outputs[reference.tensor], bytes.outs[i], place);
+    arguments->outs[i] = out.tensor;
+    arguments->outs_outer[i] = out.outer;
   }
 }
 

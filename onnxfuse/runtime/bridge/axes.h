@@ -36,7 +36,7 @@ struct ElementBytes {
 void set_problem(const Contract& contract, const Sizes& sizes, OnnxfuseArguments* arguments);
 
 // Strides and part offsets of every tensor over the given base pointers. Throws Error when a group of axes cannot be
-// walked with one stride.
+// walked with one stride or, where a kernel may know how, with two.
 void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector<void*>& inputs,
                  const std::vector<void*>& outputs, const ElementBytes& bytes, OnnxfuseArguments* arguments);
 

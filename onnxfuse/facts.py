@@ -1,0 +1,56 @@
+"""What is known of a graph's values before any run: shapes with symbols, and the values of shape arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxfuse.known_values import Array, known_value
+from onnxfuse.symbolic import Size, canonical
+from onnxfuse.symbolic_shapes import Known, Shape, output_shapes, refined
+
+
+class Facts:
+    """Shapes and known values by name, learnt node by node in graph order.
+
+    Args:
+        nodes: in an order in which every node follows those that it reads.
+        inferred: what ONNX's own shape inference tells.
+    """
+
+    def __init__(self, nodes: Iterable[gs.Node], inferred: Mapping[str, Shape]) -> None:
+        self._shapes: dict[str, Shape] = {name: _canonical(shape) for name, shape in inferred.items()}
+        self._values: dict[str, Array] = {}
+        for node in nodes:
+            self._learn(node)
+
+    def shape(self, name: str) -> Shape | None:
+        """Dimensions: an int, a symbol, or None where nothing is known; None for an unknown rank."""
+        return self._shapes.get(name)
+
+    def value(self, tensor: gs.Tensor) -> Array | None:
+        """The tensor's value, its entries symbols or None where only the run knows; None where nothing is known."""
+        if isinstance(tensor, gs.Constant):
+            return np.asarray(tensor.values)
+        return self._values.get(tensor.name)
+
+    def _learn(self, node: gs.Node) -> None:
+        values = [None if tensor.is_empty() else self.value(tensor) for tensor in node.inputs]
+        shapes = [None if tensor.is_empty() else self.shape(tensor.name) for tensor in node.inputs]
+        for tensor, derived in zip(node.outputs, output_shapes(Known(node, shapes, values)), strict=True):
+            shape = refined(self.shape(tensor.name), derived)
+            if shape is not None:
+                self._shapes[tensor.name] = shape
+        value = known_value(node, values, shapes) if len(node.outputs) == 1 else None
+        if value is not None:
+            self._values[node.outputs[0].name] = value
+
+
+def _canonical(shape: Shape) -> Shape:
+    return tuple(_size(size) for size in shape)
+
+
+def _size(size: Size) -> Size:
+    return canonical(size) if isinstance(size, str) else size

@@ -1,0 +1,29 @@
+// Where an element of a tensor lies. A loop whose axes lie apart in the tensor, as the columns (h d) of an output stored
+// as [b, h, s, d], is walked in two levels; which, the kernel's text says, so that all others pay nothing for it.
+#pragma once
+#include "arguments.cuh"
+
+namespace onnxfuse {
+
+// How many elements lie before step `index` of a loop: `run` steps have one stride, and the next `run` begin
+// `outer_stride` behind the first of them.
+template <bool TWO_LEVELS>
+__device__ __forceinline__ long long steps(int index, long long stride, int run, long long outer_stride) {
+  if constexpr (TWO_LEVELS) {
+    const int runs = index / run;
+    return runs * outer_stride + (index - runs * run) * stride;
+  } else {
+    return index * stride;
+  }
+}
+
+// One element of a load or an output; `rows` and `columns` may be walked in two levels, the batch never is.
+template <typename Access>
+__device__ __forceinline__ typename Access::Type* element_of(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
+                                                             int batch, int row, int column) {
+  return static_cast<typename Access::Type*>(tensor.pointer) + batch * tensor.batch_stride +
+         steps<Access::OUTER_ROWS>(row, tensor.row_stride, outer.rows, outer.row_stride) +
+         steps<Access::OUTER_COLUMNS>(column, tensor.column_stride, outer.columns, outer.column_stride);
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,203 @@
+"""The values of small tensors that the model fixes, also through shape arithmetic: what a Slice bound or a scalar is.
+
+`Shape(t)` is known entry by entry: a dimension that only the run knows is a symbol or `None`, and arithmetic carries
+both on. So `Div(Add(Gather(Shape(t), -1), 1), 2)` is known as soon as the last dimension of `t` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxfuse import symbolic
+from onnxfuse.symbolic import Size
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Values = Sequence[Array | None]  # of a node's inputs
+Shapes = Sequence[tuple[Size, ...] | None]
+MAX_ENTRIES = 64  # what a shape or a bound has at most; larger tensors are data
+
+
+def known_value(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    """The value of a node's only output from what is known of its inputs; entries are None where only the run knows."""
+    evaluate = _EVALUATE.get(node.op)
+    if evaluate is None or node.domain not in (None, "", "ai.onnx"):
+        return None
+    value = evaluate(node, values, shapes)
+    return value if value is not None and value.size <= MAX_ENTRIES else None
+
+
+def integers(value: Array | None) -> list[int] | None:
+    """A fully known integer tensor, flattened."""
+    if value is None or not all(isinstance(entry, int | bool) for entry in value.ravel().tolist()):
+        return None
+    return [int(entry) for entry in value.ravel()]
+
+
+def is_complete(value: Array | None) -> bool:
+    """Whether every entry is a number."""
+    return value is not None and not any(entry is None or isinstance(entry, str) for entry in value.ravel().tolist())
+
+
+def _constant(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    for name in ("value", "value_float", "value_int", "value_floats", "value_ints"):
+        if name in node.attrs:
+            value = node.attrs[name]
+            return np.asarray(value.values if isinstance(value, gs.Tensor) else value)
+    return None
+
+
+def _shape(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    sizes = shapes[0]
+    if sizes is None:
+        return None
+    return _objects(sizes[node.attrs.get("start", 0) : node.attrs.get("end", len(sizes))])
+
+
+def _objects(entries: Sequence[object]) -> Array:
+    out = np.empty(len(entries), dtype=object)
+    out[:] = entries
+    return out
+
+
+def _gather(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    data, positions = values[:2]
+    indices = integers(positions)
+    if data is None or data.ndim != 1 or positions is None or indices is None:
+        return None
+    if any(not -data.size <= index < data.size for index in indices):
+        return None
+    return np.asarray(data[np.reshape(indices, positions.shape).astype(np.int64)], dtype=data.dtype)
+
+
+def _slice(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    data, bounds = values[0], [integers(value) for value in values[1:]]
+    if data is None or data.ndim != 1 or len(bounds) < 2 or any(bound is None or len(bound) != 1 for bound in bounds):
+        return None
+    start, stop, step = (bound[0] for bound in (*bounds[:2], bounds[3] if len(bounds) > 3 else [1]) if bound)
+    return data[start:stop:step] if step > 0 else None
+
+
+def _elementwise(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values, Shapes], Array | None]:
+    def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+        if values[0] is None or values[1] is None or max(values[0].size, values[1].size) > MAX_ENTRIES:
+            return None
+        lhs, rhs = np.broadcast_arrays(values[0].astype(object), values[1].astype(object))
+        entries = [None if a is None or b is None else apply(a, b) for a, b in zip(lhs.flat, rhs.flat, strict=True)]
+        return _objects(entries).reshape(lhs.shape)
+
+    return evaluate
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return symbolic.add(a, b) if isinstance(a, str) or isinstance(b, str) else a + b
+
+
+def _difference(a: Any, b: Any) -> Any:
+    if isinstance(a, str) or isinstance(b, str):
+        return a if b == 0 else 0 if a == b else symbolic.function("-", a, b)
+    return a - b
+
+
+def _product(a: Any, b: Any) -> Any:
+    return symbolic.multiply((a, b)) if isinstance(a, str) or isinstance(b, str) else a * b
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """ONNX integer division truncates toward zero; a division by zero has no known value."""
+    if isinstance(a, str) or isinstance(b, str):
+        exact = symbolic.divide(a, b) if isinstance(a, int | str) and isinstance(b, int | str) else None
+        return symbolic.function("/", a, b) if exact is None else exact
+    if b == 0:
+        return None
+    if isinstance(a, int) and isinstance(b, int):
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    return a / b
+
+
+def _equality(a: Any, b: Any) -> bool | None:
+    """Whether two entries are equal; sizes that only the run knows are at least not negative."""
+    if not isinstance(a, str) and not isinstance(b, str):
+        return bool(a == b)
+    if a == b:
+        return True
+    return False if any(isinstance(entry, int) and entry < 0 for entry in (a, b)) else None
+
+
+def _where(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    known = [value.astype(object) for value in values if value is not None and value.size <= MAX_ENTRIES]
+    if len(known) != 3:
+        return None
+    condition, yes, no = np.broadcast_arrays(*known)
+    triples = zip(condition.flat, yes.flat, no.flat, strict=True)
+    return _objects([None if c is None else a if c else b for c, a, b in triples]).reshape(condition.shape)
+
+
+def _constant_of_shape(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    sizes = integers(values[0])
+    if sizes is None or len(sizes) != 1 or sizes[0] > MAX_ENTRIES:
+        return None
+    value = node.attrs.get("value")
+    return np.full(sizes, 0.0 if value is None else np.asarray(value.values).item())
+
+
+def _same(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    return values[0]
+
+
+def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    value, to = values[0], int(node.attrs["to"])
+    if value is None or value.dtype != object:
+        return None if value is None else _cast_plain(value, to)
+    return value if to in (6, 7) else None
+
+
+def _cast_plain(value: Array, to: int) -> Array | None:
+    dtypes = {1: np.float32, 6: np.int32, 7: np.int64, 10: np.float16, 11: np.float64}
+    return value.astype(dtypes[to]) if to in dtypes else None
+
+
+def _flatten_to_vector(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    value = values[0]
+    return value.reshape(1) if value is not None and value.size == 1 else None
+
+
+def _squeeze(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    value = values[0]
+    return value.reshape(()) if value is not None and value.size == 1 else None
+
+
+def _reshape(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    value, target = values[0], integers(values[1])
+    if value is None or target is None or len(target) > 1 or (value.size != 1 and target != [-1]):
+        return None
+    return value.reshape([-1] * len(target))
+
+
+def _concat(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    known = [value for value in values if value is not None and value.ndim == 1]
+    return np.concatenate([value.astype(object) for value in known]) if len(known) == len(values) else None
+
+
+_EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
+    "Constant": _constant,
+    "Shape": _shape,
+    "Gather": _gather,
+    "Slice": _slice,
+    "Add": _elementwise(_sum),
+    "Sub": _elementwise(_difference),
+    "Mul": _elementwise(_product),
+    "Div": _elementwise(_quotient),
+    "Identity": _same,
+    "Cast": _cast,
+    "Equal": _elementwise(_equality),
+    "Where": _where,
+    "ConstantOfShape": _constant_of_shape,
+    "Unsqueeze": _flatten_to_vector,
+    "Squeeze": _squeeze,
+    "Reshape": _reshape,
+    "Concat": _concat,
+}

@@ -1,0 +1,90 @@
+"""Sizes that only the run knows, as text: products of named atoms. Equal sizes have equal text, as far as it is known.
+
+A size is an int, a symbol such as `4*B*S`, or None where nothing is known. Products and exact quotients of symbols stay
+symbols; any other function of sizes is an atom of its own, `(S + 1)`, which equals itself and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+Size = int | str | None
+
+_PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
+
+
+def canonical(name: str) -> str:
+    """A model's own name of a dimension as a symbol; exporters write products as `s1*s2`."""
+    if _PRODUCT.fullmatch(name):
+        return _text(*_factors(name))
+    return _atom(name)
+
+
+def function(name: str, *arguments: object) -> Size:
+    """A size that is some other function of sizes and numbers; None where one of them is unknown."""
+    if any(argument is None for argument in arguments):
+        return None
+    return _atom(f"{name} {' '.join(map(str, arguments))}")
+
+
+def multiply(sizes: Iterable[Size]) -> Size:
+    """The product of sizes."""
+    factor, atoms = 1, Counter[str]()
+    for size in sizes:
+        if size is None:
+            return None
+        number, names = _factors(size)
+        factor, atoms = factor * number, atoms + names
+    return _simplest(factor, atoms)
+
+
+def divide(size: Size, divisor: Size) -> Size:
+    """The quotient of sizes where it is exact for all values of the atoms, None where it is not."""
+    if size is None or divisor is None:
+        return None
+    (factor, atoms), (number, names) = _factors(size), _factors(divisor)
+    if number == 0 or factor % number or names - atoms:
+        return None
+    return _simplest(factor // number, atoms - names)
+
+
+def add(first: Size, second: Size) -> Size:
+    """The sum of sizes."""
+    if isinstance(first, int) and isinstance(second, int):
+        return first + second
+    return second if first == 0 else first if second == 0 else function("+", first, second)
+
+
+def broadcast(first: Size, second: Size) -> Size:
+    """The size that two dimensions broadcast to; None where it depends on which of them is 1."""
+    if first == second or second == 1:
+        return first
+    if first == 1:
+        return second
+    return next((size for size in (first, second) if isinstance(size, int) and size > 1), None)
+
+
+def _atom(text: str) -> str:
+    return f"({text.replace('*', '·')})"
+
+
+def _factors(size: int | str) -> tuple[int, Counter[str]]:
+    if isinstance(size, int):
+        return size, Counter()
+    factor, atoms = 1, Counter[str]()
+    for text in size.split("*"):
+        if text.isdecimal():
+            factor *= int(text)
+        else:
+            atoms[text] += 1
+    return factor, atoms
+
+
+def _simplest(factor: int, atoms: Counter[str]) -> Size:
+    return _text(factor, atoms) if atoms and factor else factor
+
+
+def _text(factor: int, atoms: Counter[str]) -> str:
+    return "*".join(([] if factor == 1 else [str(factor)]) + sorted(atoms.elements()))

@@ -1,0 +1,136 @@
+"""From a graph to the numbers, without a GPU: match, plan and emit; the bridge's arguments; the kernel on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import ModelProto, numpy_helper
+
+from onnxfuse.device import resolve
+from onnxfuse.kernel_spec import KernelSpec, Tile
+from onnxfuse.pipeline import Site, analyse_model, node_attributes
+from onnxfuse.tile_footprint import why_not
+from tests.bridge_hooks import Arguments, Node, bridge
+from tests.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
+from tests.onnx_build import Builder
+from tests.test_kernel_on_cpu import Range, build
+
+TILE = Tile(16, 16, 8, 1, 1, 2)
+
+
+def packed_gate_read_elsewhere(b: Builder) -> list[str]:
+    """Stores the gate, its first half and, range by range, the whole product."""
+    t = linear(b)
+    first, second = split_num_outputs(b, t)
+    return [b("Concat", gate(b, first, second), first, t, axis=2)]
+
+
+def dual_gate(b: Builder) -> list[str]:
+    x = b.input("x", ("batch", "rows", K))
+    halves = [b("MatMul", x, b.array(draw(K, N, seed=seed), f"weight{seed}")) for seed in range(2)]
+    return [b("Mul", silu(b, halves[0]), halves[1])]
+
+
+def dual_gate_of_gemms(b: Builder) -> list[str]:
+    x = b.input("x", ("rows", K))
+    halves = [
+        b("Gemm", x, b.array(draw(N, K, seed=seed), f"w{seed}"), b.array(draw(N, seed=seed), f"b{seed}"), transB=1)
+        for seed in range(2)
+    ]
+    return [b("Mul", b("Gelu", halves[0]), halves[1]), halves[1]]
+
+
+def two_residuals(b: Builder) -> list[str]:
+    t = b("Mul", linear(b), b.array(draw(N, seed=3), "scale"))
+    first, second = b.input("first", ("batch", "rows", N)), b.input("second", ("rows", N))
+    return [b("Add", second, b("Add", t, first))]
+
+
+def adaptive_scale(b: Builder) -> list[str]:
+    t, scale = linear(b), b.input("scale", ("batch", 1, N))
+    return [b("Add", b("Mul", scale, t), b.input("residual", ("batch", "rows", N)))]
+
+
+def third_of_a_wider_split(b: Builder) -> list[str]:
+    qkv, packed = b("Split", linear(b, n=12), b.integers(4, 8), outputs=2, axis=-1)
+    return [b("Softmax", qkv), gate(b, *b("Split", packed, outputs=2, axis=-1, num_outputs=2))]
+
+
+def four_outputs(b: Builder) -> list[str]:
+    values = [linear(b)]
+    for _ in range(3):
+        values.append(b("Tanh", values[-1]))
+    return values
+
+
+GRAPHS = [
+    packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
+    four_outputs,
+]  # fmt: skip
+
+
+def feeds(model: ModelProto) -> dict[str, np.ndarray]:
+    sizes = {"batch": 2, "rows": 5}
+    shapes = {
+        value.name: [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
+        for value in model.graph.input
+    }
+    return {name: draw(*shape, seed=len(name)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def small(spec: KernelSpec) -> KernelSpec:
+    """The planned kernel with a tile that these sizes fill more than once."""
+    spec = replace(spec, tile=TILE)
+    assert why_not(spec, 227 * 1024) is None
+    return spec
+
+
+def launch(spec: KernelSpec, arguments: Arguments, arrays: list[np.ndarray], inputs: int, folder: Path) -> None:
+    ranges = (Range * len(arrays))(
+        *(Range(array.ctypes.data, array.nbytes, index >= inputs) for index, array in enumerate(arrays))
+    )
+    tiles = math.ceil(arguments.m / TILE.block_m) * math.ceil(arguments.n / TILE.block_n)
+    conflicts = ctypes.c_int()
+    library = build(spec, folder)
+    failure = library.emulate(
+        ctypes.byref(arguments), tiles, arguments.batch, TILE.threads, 0, ranges, len(arrays), ctypes.byref(conflicts)
+    )
+    assert failure == b""
+
+
+def compute(site: Site, values: dict[str, np.ndarray], folder: Path) -> list[np.ndarray]:
+    """What the bridge and the kernel make of a site's inputs."""
+    attributes = node_attributes(site.fusion, site.mapping, "ab12")
+    fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
+    node = Node(**{name: attributes[name] for name in fields})
+    arrays = [np.ascontiguousarray(values[tensor.name]) for tensor in site.fusion.inputs]
+    shapes = [array.shape for array in arrays]
+    outs = [np.full(shape, np.nan, np.float32) for shape in bridge().arguments(node, shapes)[1]]
+    arguments, _ = bridge().arguments(
+        node,
+        shapes,
+        element_bytes=4,
+        inputs=[array.ctypes.data for array in arrays],
+        outputs=[out.ctypes.data for out in outs],
+    )
+    launch(small(site.plans[0].variants[-1].spec), arguments, [*arrays, *outs], len(arrays), folder)
+    return outs
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_kernel_computes_what_the_graph_computes(graph, tmp_path: Path) -> None:
+    b = Builder()
+    model = b.model(*graph(b))
+    (site,) = analyse_model(model, resolve("sm_80", list), fp32="exact").sites
+    feed = feeds(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    values = stored | feed | run_inputs(model, site.fusion, feed)
+    actual = compute(site, values, tmp_path)
+    expected = run_values(model, [tensor.name for tensor in site.fusion.outputs], feed)
+    for wanted, found in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
