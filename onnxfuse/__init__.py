@@ -11,10 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.device import resolve
+from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.graph import ModelProto
-from onnxfuse.pipeline import Progress, analyse_model, optimize_model
+from onnxfuse.packing import Progress
+from onnxfuse.pipeline import analyse_model, optimize_model, tune_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register
@@ -34,6 +35,8 @@ def optimize(
     plan: str | Path | Mapping[str, Any] | None = None,
     dump: str | Path | None = None,
     progress: Progress | None = None,
+    tune: bool = False,
+    budget: float | None = None,
 ) -> tuple[ModelProto, Report]:
     """Fuse a model.
 
@@ -48,15 +51,22 @@ def optimize(
             dictionary.
         dump: a folder that gets one numbered file a stage for each fusion.
         progress: called with what is being done, how much is done, and how much there is.
+        tune: choose by measuring on the GPU at hand instead of by the cost model.
+        budget: seconds of measuring; what does not fit stays as the cost model chose. None means no limit.
 
     Returns:
         The fused model, and what was fused, what was not, and why.
 
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown architecture or fp32 mode, or a selection that means nothing in this model.
+        SettingError: an unknown architecture or fp32 mode, a selection that means nothing in this model, or tuning
+            without the GPU's own architecture.
         CompileError: NVRTC refused a kernel.
+        DeviceError: tuning without a GPU.
     """
     devices = resolve(arch, local_architectures)
+    local = tuning_device(devices, local_architectures()) if tune else None
     analysis = analyse_model(model, devices, fp32, make_selection(only, skip, plan))
+    if local is not None:
+        analysis = tune_model(analysis, local, budget=budget, progress=progress)
     return optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)

@@ -32,7 +32,8 @@ The attributes of a fused node are strings that a person can read in any viewer:
                 axes has size 1 and may be missing
     arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the
                 inputs after the archive, outs the outputs. `[p=1]` is index 1 along axis p: an offset, nothing is
-                copied. `loads` is missing when there are none
+                copied. `loads` is missing when there are none; lhs and rhs are missing, and `problem` has no k, in a
+                node that follows a product and does not compute one
     out_types   `f16`, `f32` or `bf16` for each output, comma separated
     in_types    the same for each input (integers and `bool` as well: `i64`, `u8`); may be missing. With it, a tool that
                 changed the model's types afterwards is found when the session loads
@@ -125,7 +126,8 @@ class Record:
         block_n: columns of one thread block's tile.
         threads: threads of one block.
         shared_bytes: dynamic shared memory of one block, in bytes.
-        lhs_alignment: bytes that the address and pitches of lhs are a multiple of; 1, 2, 4, 8 or 16.
+        lhs_alignment: bytes that the address and pitches of lhs are a multiple of; 1, 2, 4, 8 or 16, and 0 for a kernel
+            without a product.
         rhs_alignment: the same of every part of rhs.
         load_alignments: the same of each load.
         out_alignments: the same of each output.
@@ -193,20 +195,23 @@ def _check(record: Record) -> None:
         (0 <= record.shared_bytes <= 2**20, "shared_bytes"),
         (len(record.load_alignments) <= MAX_LOADS and len(record.out_alignments) <= MAX_OUTS, "count of alignments"),
         (all(alignment in ALIGNMENTS for alignment in _given_alignments(record)), "alignment"),
+        ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (len(record.image) > 0, "image"),
         (0 <= record.cluster <= 16, "cluster"),
         (0 <= record.two_levels < 1 << 2 * (2 + MAX_LOADS + MAX_OUTS), "levels"),
-        (len(record.maps) <= MAX_MAPS and all(map(_is_possible, record.maps)), "tensor map"),
+        (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
     if wrong:
         raise ModelError(f"kernel {record.kernel!r} has an impossible {', '.join(wrong)}; {_REMEDY}")
 
 
-def _is_possible(tensor_map: TensorMap) -> bool:
+def _is_possible(tensor_map: TensorMap, record: Record) -> bool:
     boxes = (tensor_map.box_inner, tensor_map.box_outer)
+    of_product = tensor_map.tensor in (Mapped.LHS, Mapped.RHS)
     return (
         tensor_map.tensor in tuple(Mapped)
+        and not (of_product and record.lhs_alignment == 0)
         and 0 <= tensor_map.index < MAX_OUTS
         and tensor_map.swizzle in (0, 32, 64, 128)
         and all(1 <= box <= MAX_BOX for box in boxes)
@@ -214,7 +219,8 @@ def _is_possible(tensor_map: TensorMap) -> bool:
 
 
 def _given_alignments(record: Record) -> tuple[int, ...]:
-    return (record.lhs_alignment, record.rhs_alignment, *record.load_alignments, *record.out_alignments)
+    product = (record.lhs_alignment, record.rhs_alignment) if record.lhs_alignment else ()
+    return (*product, *record.load_alignments, *record.out_alignments)
 
 
 def _all_alignments(record: Record) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import PART_AXIS, Fusion, Tensor
+from onnxfuse.fusion import PART_AXIS, Fusion, Pointwise, Tensor
 
 MOST_LEVELS = 2
 
@@ -65,12 +65,27 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     return mapping
 
 
-def levels(fusion: Fusion, tensor: Tensor, loop: Axes) -> int:
+def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
+    """The mapping of what is left of a fusion without its product: no k, and lhs has no say in what a kernel walks.
+
+    Raises:
+        NotFusable: as for a whole fusion.
+    """
+    rows = flatten(pointwise, _tensors(pointwise), (*mapping.batch, *mapping.m))
+    batch = mapping.batch if len(rows) > 1 else ()
+    own = AxisMapping(batch, tuple(axis for axis in (*mapping.batch, *mapping.m) if axis not in batch), mapping.n, ())
+    for tensor in _tensors(pointwise):
+        for loop, most in ((own.batch, 1), (own.m, MOST_LEVELS), (own.n, MOST_LEVELS)):
+            _check_levels(pointwise, tensor, loop, most)
+    return own
+
+
+def levels(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int:
     """How many strides walk a loop's axes in a tensor."""
     return len(flatten(fusion, (tensor,), loop))
 
 
-def flatten(fusion: Fusion, tensors: Iterable[Tensor], loop: Axes) -> list[Axes]:
+def flatten(fusion: Pointwise, tensors: Iterable[Tensor], loop: Axes) -> list[Axes]:
     """Groups of neighbouring axes that one stride walks in every tensor; an axis of size 1 is never stepped along."""
     tensors = tuple(tensors)
     groups: list[Axes] = [()]
@@ -84,12 +99,12 @@ def flatten(fusion: Fusion, tensors: Iterable[Tensor], loop: Axes) -> list[Axes]
     return groups
 
 
-def stepped(fusion: Fusion, axes: Iterable[str]) -> Axes:
+def stepped(fusion: Pointwise, axes: Iterable[str]) -> Axes:
     """The axes that are ever stepped along: those not of size 1."""
     return tuple(axis for axis in axes if fusion.size(axis) != 1)
 
 
-def _tensors(fusion: Fusion) -> tuple[Tensor, ...]:
+def _tensors(fusion: Pointwise) -> tuple[Tensor, ...]:
     return (*fusion.inputs, *(out.tensor for out in fusion.outs))
 
 
@@ -112,14 +127,14 @@ def _check_contiguous(fusion: Fusion, mapping: AxisMapping) -> None:
         raise NotFusable("lhs_transposed", fusion.anchor, detail)
 
 
-def _check_levels(fusion: Fusion, tensor: Tensor, loop: Axes, most: int) -> None:
+def _check_levels(fusion: Pointwise, tensor: Tensor, loop: Axes, most: int) -> None:
     found = levels(fusion, tensor, loop)
     if found > most:
         detail = f"{tensor.name!r} has the axes ({' '.join(loop)}) in {found} groups; a kernel walks {most}"
         raise NotFusable("axes_do_not_flatten", fusion.anchor, detail)
 
 
-def _adjacent(fusion: Fusion, tensor: Tensor, outer: str, inner: str) -> bool:
+def _adjacent(fusion: Pointwise, tensor: Tensor, outer: str, inner: str) -> bool:
     """Whether one stride steps through both axes of a tensor."""
     axes = stepped(fusion, tensor.axes)
     if outer not in axes or inner not in axes:

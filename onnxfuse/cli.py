@@ -18,10 +18,11 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from onnxfuse import __version__
-from onnxfuse.device import resolve
+from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
-from onnxfuse.pipeline import FP32_MODES, Analysis, Progress, analyse_model, make_report, optimize_model
+from onnxfuse.packing import Progress
+from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model, tune_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
@@ -98,6 +99,8 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @_selecting
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
+@click.option("--tune", is_flag=True, help="Choose kernels by measuring on the GPU at hand.")
+@click.option("--budget", type=click.FloatRange(min=0), metavar="SECONDS", help="How long --tune may measure.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
 def optimize(
     model: Path,
@@ -107,13 +110,21 @@ def optimize(
     selection: Selection,
     report: Path | None,
     dump: Path | None,
+    tune: bool,
+    budget: float | None,
     force: bool,
 ) -> None:
     """Fuse MODEL and write the result."""
     _check_report(report, force)
     check_target(model, output, force)
-    analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection)
+    if budget is not None and not tune:
+        raise SettingError("--budget is how long --tune may measure; give both")
+    devices = resolve(arch, local_architectures)
+    local = tuning_device(devices, local_architectures()) if tune else None
+    analysis = analyse_model(model, devices, fp32, selection)
     with _progress_bar() as progress:
+        if local is not None:
+            analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
     save_model(proto, analysis.model, output)
     if report is not None:
@@ -162,7 +173,7 @@ def explain(model: Path, arch: str | None, fp32: str, selection: Selection, as_j
             console.print(
                 escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
             )
-        console.print(escape("\n".join(str(plan) for plan in site.plans)) + "\n", soft_wrap=True)
+        console.print(escape("\n".join((f"tier    {entry.tier}", *map(str, site.form.plans)))) + "\n", soft_wrap=True)
     for skipped in outcome.skipped:
         console.print(escape(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}"), soft_wrap=True)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onnxfuse.errors import SettingError
+from onnxfuse.errors import DeviceError, SettingError
 
 PTX = "ptx"
 
@@ -87,3 +87,18 @@ def resolve(arch: str | Sequence[str] | None, at_hand: Callable[[], Sequence[str
             raise SettingError("no GPU at hand: name the architectures, for example --arch sm_90a")
         resolved += found or WITHOUT_GPU
     return tuple(spec_of(name) for name in dict.fromkeys(resolved))
+
+
+def tuning_device(devices: Sequence[DeviceSpec], at_hand: Sequence[str]) -> DeviceSpec:
+    """The architecture that can be measured: that of the machine's first GPU.
+
+    Raises:
+        DeviceError: there is no GPU.
+        SettingError: it is not among the architectures to compile for.
+    """
+    if not at_hand:
+        raise DeviceError("tuning measures on a GPU, and there is none; leave out --tune and the cost model decides")
+    local = spec_of(at_hand[0])
+    if local not in devices:
+        raise SettingError(f"tuning measures on this machine's {local.arch}, which is not among the architectures")
+    return local

@@ -100,18 +100,15 @@ class Out:
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """A product of parts with its epilogue.
+class Pointwise:
+    """Pointwise steps over operands; by itself, what is fused behind a product that another kernel computes.
 
     Attributes:
         anchor: name of the MatMul or Gemm.
         pattern: a name in `patterns.parts.PATTERNS`.
         features: what the kernel does beside the product, sorted.
         axes: every axis with its size.
-        lhs: `[..., m, k]`.
-        rhs: `[k, n]`, `[n, k]`, or with the parts packed along an axis `p`: `[k, (p n)]`, `[(p n), k]`.
-        parts: the right-hand side of each part.
-        operands: what the epilogue reads beside the product.
+        operands: what the steps read, beside the product of a `Fusion`.
         loads: what the steps call `op0`, `op1`, ...
         steps: the epilogue, in order.
         outs: what is stored; parts of one tensor stand one behind the other.
@@ -121,9 +118,6 @@ class Fusion:
     pattern: str
     features: tuple[str, ...]
     axes: tuple[Axis, ...]
-    lhs: Tensor
-    rhs: tuple[Tensor, ...]
-    parts: tuple[RhsPart, ...]
     operands: tuple[Tensor, ...]
     loads: tuple[Load, ...]
     steps: tuple[Step, ...]
@@ -140,7 +134,10 @@ class Fusion:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor that the kernel reads, in the order of the fused node's inputs."""
-        return (self.lhs, *self.rhs, *self.operands)
+        return self.operands
+
+    def _product_rows(self) -> list[tuple[str, str]]:
+        return []
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -149,12 +146,34 @@ class Fusion:
 
     def __str__(self) -> str:
         sizes = "  ".join(f"{axis.name}={'?' if axis.size is None else axis.size}" for axis in self.axes)
-        rows = [("fusion", self.anchor), ("axes", sizes), ("lhs", str(self.lhs))]
-        rows += [("rhs", f"{rhs}  parts {len(self.parts)}") for rhs in self.rhs]
+        rows = [("fusion", self.anchor), ("axes", sizes), *self._product_rows()]
         rows += [(f"in{index}", f"{operand}  {operand.name}") for index, operand in enumerate(self.operands)]
         rows += [("", f"{step.result} = {step_text(step, self)}") for step in self.steps]
         rows += [("out", f"{out.tensor}{part_text(out.part)} <- {value_text(out.value, self)}") for out in self.outs]
         return "\n".join(f"{label:<7} {text}".rstrip() for label, text in rows)
+
+
+@dataclass(frozen=True)
+class Fusion(Pointwise):
+    """A product of parts with its epilogue.
+
+    Attributes:
+        lhs: `[..., m, k]`.
+        rhs: `[k, n]`, `[n, k]`, or with the parts packed along an axis `p`: `[k, (p n)]`, `[(p n), k]`.
+        parts: the right-hand side of each part.
+    """
+
+    lhs: Tensor
+    rhs: tuple[Tensor, ...]
+    parts: tuple[RhsPart, ...]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Every tensor that the kernel reads, in the order of the fused node's inputs."""
+        return (self.lhs, *self.rhs, *self.operands)
+
+    def _product_rows(self) -> list[tuple[str, str]]:
+        return [("lhs", str(self.lhs)), *(("rhs", f"{rhs}  parts {len(self.parts)}") for rhs in self.rhs)]
 
 
 def _dim_text(dim: Dim) -> str:
@@ -163,7 +182,7 @@ def _dim_text(dim: Dim) -> str:
     return dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
 
 
-def value_text(value: Value, fusion: Fusion) -> str:
+def value_text(value: Value, fusion: Pointwise) -> str:
     """A value as the IR prints it: `in0[p=1]` for a load, six digits for a constant."""
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -178,7 +197,7 @@ def part_text(part: int | None) -> str:
     return "" if part is None else f"[{PART_AXIS}={part}]"
 
 
-def step_text(step: Step, fusion: Fusion) -> str:
+def step_text(step: Step, fusion: Pointwise) -> str:
     """The right-hand side of one step, infix where a reader expects it."""
     inputs = [value_text(value, fusion) for value in step.inputs]
     if step.op in INFIX:

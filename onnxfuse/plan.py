@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -12,7 +12,7 @@ from onnxfuse.axes import AxisMapping, levels
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.hopper_tile import HopperTile, block_k
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
@@ -49,6 +49,14 @@ class Rejected:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """Every legal tile at one number of rows with its estimated microseconds, the fastest first."""
+
+    m: int
+    tiles: tuple[tuple[float, Tile | HopperTile], ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The kernels of one fusion on one architecture, in the order in which a launch tries them.
 
@@ -58,6 +66,7 @@ class Plan:
     device: DeviceSpec
     variants: tuple[Variant, ...]
     rejected: tuple[Rejected, ...]
+    ranked: tuple[Ranked, ...]
 
     def __str__(self) -> str:
         rows = [
@@ -248,33 +257,50 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     fitting, rejected = _fitting(base, device, depth)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
-    variants = _best(base, fitting, problem, device)
+    ranked = _rank(base, fitting, problem, device)
+    variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
-        variants += _best(unguarded, _fitting(unguarded, device, depth)[0], problem, device)
+        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, depth)[0], problem, device))
     narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
     if all(variant.spec != narrow.spec for variant in variants):
         variants.append(narrow)
-    return Plan(device, tuple(variants), tuple(rejected))
+    return Plan(device, tuple(variants), tuple(rejected), ranked)
 
 
-def _best(
+def replan(plan: Plan, best: Sequence[tuple[int, Tile | HopperTile]]) -> Plan:
+    """The plan with other tiles, at some numbers of rows in ascending order; what takes over from them stays."""
+    base = plan.variants[0].spec
+    rest = [variant for variant in plan.variants if replace(variant.spec, tile=base.tile) != base]
+    return replace(plan, variants=(*_variants(base, best), *rest))
+
+
+def _rank(
     base: KernelSpec,
     fitting: list[Candidate[Tile | HopperTile]],
     problem: tuple[int | None, int, int],
     device: DeviceSpec,
-) -> list[Variant]:
-    """The fastest tile for each range of m."""
+) -> tuple[Ranked, ...]:
+    """The tiles by their estimated time, at m or else where a dynamic m is planned for."""
     m, columns, depth = problem
     priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
 
-    def best(size: int) -> Tile | HopperTile:
-        return min(priced, key=lambda pair: cost(pair[0], pair[1], base, size, columns, depth, device))[0].tile
+    def rank(size: int) -> Ranked:
+        costs = [(cost(entry, reads, base, size, columns, depth, device), entry.tile) for entry, reads in priced]
+        return Ranked(size, tuple(sorted(costs, key=lambda pair: pair[0])))
 
-    ranges = _ranges([(size, best(size)) for size in ([m] if m else SAMPLED_M)])
-    return [_variant(base, tile, low, high) for tile, low, high in ranges]
+    return tuple(rank(size) for size in ([m] if m else SAMPLED_M))
+
+
+def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[Variant]:
+    """The fastest tile for each range of m."""
+    return _variants(base, [(entry.m, entry.tiles[0][1]) for entry in ranked])
+
+
+def _variants(base: KernelSpec, best: Sequence[tuple[int, Tile | HopperTile]]) -> list[Variant]:
+    return [_variant(base, tile, low, high) for tile, low, high in _ranges(best)]
 
 
 def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) -> Variant:
@@ -286,10 +312,9 @@ def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) 
 def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool) -> KernelSpec:
     """The kernel of a fusion but for its tile."""
     operands = [
-        _access(fusion, operand, mapping, width)
-        for operand, width in zip(fusion.operands, widths.operands, strict=True)
+        access(fusion, operand, mapping, width) for operand, width in zip(fusion.operands, widths.operands, strict=True)
     ]
-    outs = [_access(fusion, out.tensor, mapping, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
+    outs = [access(fusion, out.tensor, mapping, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
     return KernelSpec(
         dtype=fusion.lhs.dtype,
         math=("fp32" if exact_fp32 else "tf32") if fusion.lhs.dtype == F32 else fusion.lhs.dtype.name,
@@ -306,7 +331,8 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
     )
 
 
-def _access(fusion: Fusion, tensor: Tensor, mapping: AxisMapping, width: Width) -> Access:
+def access(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping, width: Width) -> Access:
+    """How a kernel reaches a tensor of the epilogue."""
     kind = mapping.kind(tensor)
     loops = (("m", mapping.m), ("n", mapping.n))
     two_levels = tuple(name for name, loop in loops if levels(fusion, tensor, loop) > 1)
@@ -358,7 +384,7 @@ def _static_product(fusion: Fusion, axes: Iterable[str]) -> int | None:
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
-def _ranges(best: list[tuple[int, Tile | HopperTile]]) -> list[tuple[Tile | HopperTile, int, int]]:
+def _ranges(best: Sequence[tuple[int, Tile | HopperTile]]) -> list[tuple[Tile | HopperTile, int, int]]:
     """Neighbouring sizes with the same choice become one range; the last one has no end."""
     ranges: list[tuple[Tile | HopperTile, int, int]] = []
     for index, (size, tile) in enumerate(best):

@@ -7,8 +7,10 @@ from typing import Any
 
 from onnxfuse.axes import AxisMapping
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
-from onnxfuse.plan import Plan, tile_text
+from onnxfuse.fusion import Fusion, Pointwise
+from onnxfuse.plan import tile_text
+from onnxfuse.pointwise_plan import PointwisePlan
+from onnxfuse.site import AnyPlan, Site
 from onnxfuse.vector_width import Widths
 
 
@@ -29,7 +31,9 @@ class FusedSite:
     Attributes:
         nodes: names of the original nodes that the kernel replaces.
         axes: the axis mapping in einops notation.
+        tier: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
+        timings: what `--tune` measured, in words; empty without it.
         text: the fusion as the IR prints it.
     """
 
@@ -39,7 +43,9 @@ class FusedSite:
     nodes: tuple[str, ...]
     axes: str
     operands: tuple[OperandReport, ...]
+    tier: str
     kernel: str
+    timings: str
     text: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,7 +57,9 @@ class FusedSite:
             "nodes": list(self.nodes),
             "axes": self.axes,
             "operands": [vars(operand) for operand in self.operands],
+            "tier": self.tier,
             "kernel": self.kernel,
+            "timings": self.timings,
         }
 
 
@@ -93,23 +101,24 @@ def skipped_site(anchor: str, refusal: NotFusable) -> SkippedSite:
     return SkippedSite(anchor, refusal.reason, refusal.node or anchor, refusal.detail)
 
 
-def fused_site(
-    fusion: Fusion, mapping: AxisMapping, widths: Widths, plans: tuple[Plan, ...], nodes: tuple[str, ...]
-) -> FusedSite:
-    """The report's entry for a fusion."""
+def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
+    """The report's entry for a fusion; `nodes` are the names of those that its kernel replaces."""
+    fusion = site.fusion
     return FusedSite(
         anchor=fusion.anchor,
         pattern=fusion.pattern,
         features=fusion.features,
         nodes=nodes,
         axes=axes_text(fusion),
-        operands=_operands(fusion, mapping, widths),
-        kernel="; ".join(_one_line(plan) for plan in plans),
+        operands=_operands(fusion, site.mapping, site.widths),
+        tier=site.tier.value,
+        kernel="; ".join(_one_line(plan) for plan in site.form.plans),
+        timings=site.timings,
         text=str(fusion),
     )
 
 
-def axes_text(fusion: Fusion) -> str:
+def axes_text(fusion: Pointwise) -> str:
     """The fusion as an einops equation, `b m k, k (p n), (p n) -> b m n`."""
     inputs = ", ".join(tensor.einops for tensor in fusion.inputs)
     return f"{inputs} -> {', '.join(tensor.einops for tensor in fusion.outputs)}"
@@ -126,6 +135,8 @@ def _operands(fusion: Fusion, mapping: AxisMapping, widths: Widths) -> tuple[Ope
     return tuple(OperandReport(name, kind, width.elements, width.reason) for kind, name, width in rows)
 
 
-def _one_line(plan: Plan) -> str:
+def _one_line(plan: AnyPlan) -> str:
+    if isinstance(plan, PointwisePlan):
+        return f"{plan.device.arch}: {', '.join(dict.fromkeys(str(variant.tile) for variant in plan.variants))}"
     tiles = dict.fromkeys(tile_text(variant.tile) for variant in plan.variants)
     return f"{plan.device.arch}: {plan.variants[0].spec.math} {', '.join(tiles)}"

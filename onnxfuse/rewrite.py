@@ -1,15 +1,16 @@
 """Put fused nodes in place of matches, in the ModelProto itself: what is not fused stays as it was, byte for byte.
 
-A fused node is `onnxfuse::FusedGemm`, and a model-local function of the same name whose body is the matched subgraph,
-node for node. Matches with equal bodies share one function; different bodies differ in `overload`. Fused nodes
-inside branches and loop bodies read the main graph's kernels, as these may.
+A fused node is `onnxfuse::FusedGemm`, or `onnxfuse::FusedPointwise` where the products stay ordinary nodes, and a
+model-local function of the same name whose body is the matched subgraph, node for node. Matches with equal bodies share
+one function; different bodies differ in `overload`. Fused nodes inside branches and loop bodies read the main graph's
+kernels, as these may.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN, functions_of, inline, subgraphs, walk
 from onnxfuse.scopes import graph_at
 
-OP_TYPE = "FusedGemm"
+FUSED_GEMM = "FusedGemm"
+FUSED_POINTWISE = "FusedPointwise"
 KERNELS = "onnxfuse.kernels"
 OVERLOAD_IR_VERSION = 10  # the first that has NodeProto.overload
 
@@ -40,6 +42,8 @@ class Replacement:
         outputs: values that it makes.
         name: name of the fused node.
         attributes: the fused node's attributes, all strings.
+        op_type: `FusedGemm`, or `FusedPointwise` where the products are kept.
+        kept: indices of matched nodes that stay as they are, right before the fused node.
     """
 
     graph: Graph
@@ -52,6 +56,8 @@ class Replacement:
     outputs: tuple[str, ...]
     name: str
     attributes: dict[str, str]
+    op_type: str = FUSED_GEMM
+    kept: tuple[int, ...] = ()
 
 
 def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
@@ -70,15 +76,16 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
     kernels_name = _unused_name(proto.graph, KERNELS)
     known = {function.overload for function in proto.functions if function.domain == DOMAIN}
     for graph, group in reversed(_by_graph(replacements)):  # an edit of the outer scope replaces those inside
-        fused: dict[int, NodeProto] = {}
+        scope = graph_at(proto.graph, graph.scope.path)
+        fused: dict[int, list[NodeProto]] = {}
         for replacement in group:
             body = _body(replacement)
             if body.overload not in known:
                 known.add(body.overload)
                 proto.functions.append(body)
-            fused[replacement.place] = _fused_node(replacement, kernels_name, body.overload)
+            kept = [scope.node[index] for index in replacement.kept]
+            fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
-        scope = graph_at(proto.graph, graph.scope.path)
         _replace_nodes(scope, matched, fused)
         constants = dict.fromkeys(name for replacement in group for name in replacement.constants)
         scope.initializer.extend(numpy_helper.from_array(_known_array(graph, name), name) for name in constants)
@@ -112,7 +119,7 @@ def _declare_domain(proto: ModelProto) -> None:
 
 def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> NodeProto:
     node = helper.make_node(
-        OP_TYPE,
+        replacement.op_type,
         [kernels_name, *replacement.inputs],
         list(replacement.outputs),
         name=replacement.name,
@@ -124,32 +131,40 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
 
 
 def _body(replacement: Replacement) -> FunctionProto:
-    """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
-    graph = replacement.graph
-    nodes = [graph.scope.nodes[index] for index in (*replacement.copied, *replacement.nodes)]
-    names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    constants = list(_constants(graph, nodes, names))
-    body = [*constants, *nodes]
-    inner = (value for node in body for value in node.output if value)
-    names |= {value: f"v{index}" for index, value in enumerate(inner)}
-    names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
+    """The matched subgraph as a function."""
+    nodes, names = renamed_subgraph(replacement)
     function = FunctionProto(
         domain=DOMAIN,
-        name=OP_TYPE,
+        name=replacement.op_type,
         input=["kernels", *(f"x{index}" for index in range(len(replacement.inputs)))],
         output=[names[name] for name in replacement.outputs],
         attribute=sorted(replacement.attributes),
-        node=[_renamed(node, names) for node in body],
-        opset_import=[OperatorSetIdProto(domain=domain, version=version) for domain, version in _opsets(graph, nodes)],
+        node=nodes,
+        opset_import=opsets_of(replacement.graph, nodes),
     )
     function.overload = hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()[:16]
     return function
 
 
-def _opsets(graph: Graph, nodes: list[NodeProto]) -> Iterator[tuple[str, int]]:
-    """The operator sets that a body needs: ONNX's own, for Constant nodes, and those of its nodes."""
+def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
+    """The matched nodes but the kept ones, and what their values are called: by position, so that equal ones are equal.
+
+    Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
+    """
+    graph, kept = replacement.graph, replacement.kept
+    nodes = [graph.scope.nodes[index] for index in (*replacement.copied, *replacement.nodes) if index not in kept]
+    names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
+    body = [*_constants(graph, nodes, names), *nodes]
+    inner = (value for node in body for value in node.output if value)
+    names |= {value: f"v{index}" for index, value in enumerate(inner)}
+    names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
+    return [renamed(node, names) for node in body], names
+
+
+def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdProto]:
+    """The operator sets that nodes of a graph need: ONNX's own, for Constant nodes, and those of its nodes."""
     used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes} | {""}
-    return ((domain, graph.scope.opsets.get(domain, 1)) for domain in sorted(used))
+    return [OperatorSetIdProto(domain=domain, version=graph.scope.opsets.get(domain, 1)) for domain in sorted(used)]
 
 
 def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
@@ -168,21 +183,22 @@ def _known_array(graph: Graph, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     return value.astype(helper.tensor_dtype_to_np_dtype(dtype or TensorProto.INT64))
 
 
-def _renamed(node: NodeProto, names: dict[str, str]) -> NodeProto:
-    renamed = NodeProto(op_type=node.op_type, domain=node.domain, overload=node.overload, attribute=node.attribute)
-    renamed.input.extend(names.get(value, value) for value in node.input)
-    renamed.output.extend(names.get(value, value) for value in node.output)
-    return renamed
+def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
+    """A nameless copy of a node that reads and makes other values."""
+    copy = NodeProto(op_type=node.op_type, domain=node.domain, overload=node.overload, attribute=node.attribute)
+    copy.input.extend(names.get(value, value) for value in node.input)
+    copy.output.extend(names.get(value, value) for value in node.output)
+    return copy
 
 
-def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, NodeProto]) -> None:
-    """Drop the matched nodes and what only fed them, and insert the fused ones."""
+def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]]) -> None:
+    """Drop the matched nodes and what only fed them, and insert those that take their place."""
     nodes = list(graph.node)
-    kept = [fused.get(index, node) for index, node in enumerate(nodes) if index not in matched or index in fused]
+    kept = [new for index, node in enumerate(nodes) for new in (fused.get(index, []) if index in matched else [node])]
     candidates = {value for index in matched for value in nodes[index].input}
     dead = _dead_values(graph, kept, candidates)
     removed = {value for index in matched for value in nodes[index].output} | dead
-    removed -= {value for node in fused.values() for value in node.output}
+    removed -= {value for new in fused.values() for node in new for value in node.output}
     del graph.node[:]
     graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
     _drop(graph.value_info, removed)

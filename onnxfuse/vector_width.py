@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 
 from onnxfuse.axes import Axes, AxisMapping, stepped
-from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
 
 WIDEST_BYTES = 16  # ld.global.v4, cp.async 16
 
@@ -53,25 +53,35 @@ class Widths:
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
     """Widths of lhs along k, rhs, operands and outputs along their contiguous axis."""
     rhs = [widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.k, mapping.n)) for tensor in fusion.rhs]
-
-    def along(tensor: Tensor) -> Width:
-        return widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.m, mapping.n))
-
     return Widths(
         lhs=widest(fusion, fusion.lhs, mapping.k),
         rhs=min(rhs, key=lambda width: width.elements),
-        operands=tuple(along(operand) for operand in fusion.operands),
-        outs=tuple(along(out.tensor) for out in fusion.outs),
+        operands=operand_widths(fusion, mapping),
+        outs=out_widths(fusion, mapping),
     )
 
 
-def is_turned(fusion: Fusion, tensor: Tensor, mapping: AxisMapping) -> bool:
+def operand_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
+    """Widths of the operands along their contiguous axis."""
+    return tuple(_along(fusion, operand, mapping) for operand in fusion.operands)
+
+
+def out_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
+    """Widths of the outputs along their contiguous axis."""
+    return tuple(_along(fusion, out.tensor, mapping) for out in fusion.outs)
+
+
+def _along(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> Width:
+    return widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.m, mapping.n))
+
+
+def is_turned(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> bool:
     """Whether m is the contiguous axis of a tile."""
     columns = any(axis in tensor.axes for axis in mapping.n)
     return columns and _contiguous_loop(fusion, tensor, mapping.m, mapping.n) == mapping.m
 
 
-def widest(fusion: Fusion, tensor: Tensor, loop: Axes) -> Width:
+def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
     """The widest legal access of a tensor along one loop."""
     limit = WIDEST_BYTES // tensor.dtype.bytes
     name = " ".join(loop)
@@ -93,13 +103,13 @@ def widest(fusion: Fusion, tensor: Tensor, loop: Axes) -> Width:
     return Width(width, reason, guarded and width > 1)
 
 
-def _contiguous_loop(fusion: Fusion, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:
+def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:
     """The one of two loops that the tensor's contiguous axis belongs to; `columns` where it is neither's."""
     axes = stepped(fusion, tensor.axes)
     return rows if axes and axes[-1] in rows else columns
 
 
-def _run(fusion: Fusion, tensor: Tensor, loop: Axes) -> Axes:
+def _run(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Axes:
     """The innermost axes of a loop that are the tensor's innermost as well: one stride of 1 walks them."""
     run: Axes = ()
     own, inner = stepped(fusion, tensor.axes), stepped(fusion, loop)
@@ -112,7 +122,7 @@ def _run(fusion: Fusion, tensor: Tensor, loop: Axes) -> Axes:
     return run
 
 
-def _strides(fusion: Fusion, tensor: Tensor, run: Axes, assumed: int) -> list[tuple[str, int]]:
+def _strides(fusion: Pointwise, tensor: Tensor, run: Axes, assumed: int) -> list[tuple[str, int]]:
     """The axes outside of a run with the known factors of their strides, outermost first."""
     strides, stride = [], 1
     for axis in reversed(tensor.axes):

@@ -42,7 +42,7 @@ def altered_archive(source: random.Random, data: bytes) -> bytes:
     if source.random() < 0.3:
         del bytes_now[source.randrange(0, len(bytes_now)) :]
     if source.random() < 0.9 and len(bytes_now) >= 32:
-        bytes_now[:12] = b"onnxfuse\x01\0\0\0"
+        bytes_now[:12] = data[:12]
         bytes_now[16:24] = len(bytes_now).to_bytes(8, "little")
         checksum = zlib.crc32(bytes_now[32:], zlib.crc32(bytes_now[:24]))
         bytes_now[24:32] = checksum.to_bytes(8, "little")

@@ -193,6 +193,31 @@ def scopes() -> None:
         np.testing.assert_allclose(y.reshape(2, 3, N), reference(x), rtol=1e-4, atol=1e-4)
 
 
+def runs_behind_a_product() -> None:
+    """MatMul stays the runtime's; the kernel of the stand-in, without parts, adds its loads to 1."""
+    on_cpu()
+    record = Record(**(vars(RECORD) | {"entry": "fake_p0_l4", "lhs_alignment": 0, "rhs_alignment": 0,
+                                       "load_alignments": (4,) * 4}))  # fmt: skip
+    proto = onnx.load_from_string(model(archive=pack([record])))
+    (node,) = proto.graph.node
+    proto.graph.node.insert(0, helper.make_node("MatMul", ["x", "w"], ["h"]))
+    attributes = ATTRIBUTES | {
+        "axes": "b m (p n), (p n) -> b m n", "sizes": f"p=2 n={N}", "problem": "m=b*m n=n", "in_types": "f32,f32",
+        "arguments": "loads=0[p=0],0[p=1],1[p=0],1[p=1] outs=0",
+    }  # fmt: skip
+    inputs = ["kernels", "h", "bias"]
+    proto.graph.node[1].CopyFrom(
+        helper.make_node("FusedPointwise", inputs, node.output, "site0", domain="onnxfuse", **attributes)
+    )
+    made = session(proto.SerializeToString())
+    assert made.get_outputs()[0].shape == ["B", "M", N]
+    for dims in ((2, 3), (7, 70)):
+        x = sample(*dims, K)
+        h = x @ WEIGHT + BIAS
+        np.testing.assert_allclose(made.run(None, {"x": x})[0], 1 + h[..., :N] + h[..., N:], rtol=1e-4, atol=1e-4)
+    assert driver().fake_launches() == 2
+
+
 def launch_contract() -> None:
     from tests.bridge_hooks import Arguments
 

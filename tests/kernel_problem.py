@@ -226,8 +226,8 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     swap = spec.rhs_order == "nk"
     rhs_shape = (rhs_batch, size.n, size.k) if swap else (rhs_batch, size.k, size.n)
     packed = _buffer(rng, spec.dtype, rhs_shape, size.pad, scale, spec.parts)
-    loads = [_operand(rng, load, size) for load in spec.loads]
-    outs = [_output(out, size) for out in spec.outs]
+    loads = [make_operand(rng, load, size) for load in spec.loads]
+    outs = [make_output(out, size) for out in spec.outs]
     return Problem(
         spec,
         size,
@@ -287,7 +287,7 @@ def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
     return replace(part, shape=(size.batch, size.k, size.n), strides=strides)
 
 
-def _operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
+def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
     if load.kind == "tile" and (load.turned or load.two_levels):
         return _filled(rng, _laid(load.dtype, size, _layout(load)))
     rows = size.m if load.kind in ("column", "tile") else 1
@@ -306,7 +306,7 @@ def _layout(access: Access) -> str:
     return next(dims for dims in LAYOUTS.values() if (dims[-1] == "m", "M" in dims, "N" in dims) == wanted)
 
 
-def _output(out: Access, size: Size) -> Buffer:
+def make_output(out: Access, size: Size) -> Buffer:
     if out.turned or out.two_levels:
         return _laid(out.dtype, size, _layout(out), writable=True)
     dtype = out.dtype

@@ -42,6 +42,8 @@ tensor_maps = st.builds(
 @st.composite
 def records(draw: st.DrawFn) -> Record:
     min_m, max_m = draw(low_and_high)
+    product = draw(st.one_of(st.just((0, 0)), st.tuples(alignments, alignments)))
+    maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
         entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
@@ -53,13 +55,13 @@ def records(draw: st.DrawFn) -> Record:
         block_n=draw(st.integers(1, 2**16)),
         threads=draw(st.integers(1, 1024)),
         shared_bytes=draw(st.integers(0, 2**20)),
-        lhs_alignment=draw(alignments),
-        rhs_alignment=draw(alignments),
+        lhs_alignment=product[0],
+        rhs_alignment=product[1],
         load_alignments=tuple(draw(st.lists(alignments, max_size=12))),
         out_alignments=tuple(draw(st.lists(alignments, min_size=1, max_size=4))),
         image=draw(st.binary(min_size=1, max_size=200)),
         cluster=draw(st.integers(0, 16)),
-        maps=tuple(draw(st.lists(tensor_maps, max_size=9))),
+        maps=tuple(maps),
     )
 
 

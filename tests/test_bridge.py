@@ -190,6 +190,38 @@ def test_parts_are_offsets_in_bytes() -> None:
     assert (arguments.lhs.pointer, arguments.outs[0].pointer) == (4096, 2**40)
 
 
+BEHIND = Node(
+    axes="b m (p n), (p n) -> b m n",
+    sizes="p=2 n=1280",
+    problem="m=b*m n=n",
+    arguments="loads=0[p=0],0[p=1],1[p=0],1[p=1] outs=0",
+    out_types="f16",
+    kernel=RECORD.kernel,
+)
+
+
+def test_behind_a_product_its_parts_are_loads() -> None:
+    shapes = ((2, 77, 2560), (2560,))
+    arguments, out_shapes = bridge().arguments(BEHIND, shapes, element_bytes=2, inputs=(4096, 8192))
+    assert (arguments.batch, arguments.m, arguments.n, arguments.k) == (1, 154, 1280, 1)
+    assert [load.pointer for load in arguments.loads[:4]] == [4096, 4096 + 2560, 8192, 8192 + 2560]
+    assert [load.row_stride for load in arguments.loads[:4]] == [2560, 2560, 0, 0]
+    assert (arguments.lhs.pointer, arguments.rhs[0].pointer) == (0, 0)
+    assert out_shapes == [(2, 77, 1280)]
+    assert bridge().infer(BEHIND, ["B M 2560", "2560"]) == ["B M 1280"]
+
+
+def test_a_kernel_with_a_product_is_not_run_without_one() -> None:
+    arguments, _ = bridge().arguments(BEHIND, ((2, 77, 2560), (2560,)), element_bytes=2, inputs=(4096, 8192))
+    loads = dataclasses.replace(RECORD, min_m=0, load_alignments=(16, 16, 16, 16))
+    pointwise = dataclasses.replace(loads, lhs_alignment=0, rhs_alignment=0)
+    assert bridge().choose(pack([pointwise]), BEHIND, arguments) == 0
+    with pytest.raises(BridgeError, match="computes a product, the node none"):
+        bridge().choose(pack([loads]), BEHIND, arguments)
+    with pytest.raises(BridgeError, match="computes no product"):
+        choose([dataclasses.replace(ANY, lhs_alignment=0, rhs_alignment=0)])
+
+
 def test_many_outputs() -> None:
     node = dataclasses.replace(
         GATE, axes="m k, k n -> m n, m n", problem="m=m n=n k=k", sizes="", arguments="lhs=0 rhs=1 outs=1,0",
@@ -273,6 +305,8 @@ def test_what_does_not_fit_is_named(node: Node, shapes: Sequence[Sequence[int]],
         ({"problem": "m=b*m n=b k=k"}, ("problem=", "axis b is used twice")),
         ({"problem": "m=b m=m"}, ("problem=", "given twice")),
         ({"arguments": "lhs=0 rhs=1[p=0]"}, ("arguments=", "outs is missing")),
+        ({"arguments": "lhs=0 outs=0"}, ("arguments=", "lhs without rhs")),
+        ({"arguments": "loads=2[p=0] outs=0"}, ("arguments=", "a k and no product")),
         ({"arguments": "lhs=7 rhs=1[p=0] outs=0"}, ("arguments=", "no tensor 7")),
         ({"arguments": "lhs=0 rhs=1[b=0] outs=0"}, ("arguments=", "no axis b")),
         ({"arguments": "lhs=0 rhs=1,1,1,1,1 outs=0"}, ("arguments=", "more than 4")),
@@ -523,6 +557,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("registered_for_cuda", {}),
         ("runs", {}),
         ("scopes", {}),
+        ("runs_behind_a_product", {}),
         ("launch_contract", {}),
         ("tensor_maps", {}),
         ("head_split", {}),

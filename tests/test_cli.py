@@ -47,7 +47,7 @@ def test_the_report_is_the_documented_json(fused: Path) -> None:
     report = json.loads(fused.with_name("report.json").read_text())
     assert set(report) == {"fused", "skipped", "nodes_before", "nodes_after"}
     site, projection = report["fused"]
-    assert set(site) == {"anchor", "pattern", "features", "nodes", "axes", "operands", "kernel"}
+    assert set(site) == {"anchor", "pattern", "features", "nodes", "axes", "operands", "tier", "kernel", "timings"}
     assert (site["pattern"], site["features"]) == ("split_gemm", ["activation", "bias", "gate"])
     assert site["axes"] == "b m k, k (p n), (p n) -> b m n"
     assert {frozenset(operand) for operand in site["operands"]} == {frozenset({"name", "kind", "width", "reason"})}
@@ -121,6 +121,9 @@ def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
         "verify inputs": ("verify", gate, gate, "--inputs", tmp_path / "nothing.npz"),
         "verify missing": ("verify", gate, tmp_path / "nothing.onnx"),
         "bench": ("bench", gate, gate),
+        "tune": ("optimize", gate, "-o", out, "--tune"),
+        "tune for another": ("optimize", gate, "-o", out, "--tune", "--arch", "sm_80"),
+        "budget": ("optimize", gate, "-o", out, "--budget", "10"),
         "unknown command": ("optimise", gate),
         "no output": ("optimize", gate),
     }

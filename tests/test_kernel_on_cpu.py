@@ -16,7 +16,7 @@ import pytest
 
 from onnxfuse.dtypes import F16, F32
 from onnxfuse.kernel_spec import KernelSpec, Tile
-from onnxfuse.kernels.emit import emit
+from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Problem, Size, make_problem, make_spec
 
@@ -119,9 +119,8 @@ CASES += [
 ]
 
 
-def host_source(spec: KernelSpec) -> str:
-    """The emitted source with the PTX wrappers replaced by C++."""
-    source = emit(spec)
+def host_source(source: str) -> str:
+    """An emitted source with the PTX wrappers replaced by C++."""
     start = source.index("// ---- ptx.cuh")
     end = source.index("// ----", start + 1)
     ptx = (EMULATOR / "ptx_host.cuh").read_text()
@@ -130,8 +129,13 @@ def host_source(spec: KernelSpec) -> str:
 
 
 def build(spec: KernelSpec, folder: Path) -> ctypes.CDLL:
-    (folder / "kernel.cpp").write_text(host_source(spec))
+    return build_source(emit(spec), ENTRY, folder)
+
+
+def build_source(source: str, entry: str, folder: Path) -> ctypes.CDLL:
+    (folder / "kernel.cpp").write_text(host_source(source))
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{EMULATOR}"]
+    command.append(f"-DONNXFUSE_ENTRY={entry}")
     subprocess.run([*command, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "kernel.so"))
     library.emulate.restype = ctypes.c_char_p

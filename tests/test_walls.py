@@ -14,14 +14,14 @@ ROOT = Path(onnxfuse.__file__).parent
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 ONNX_WORLD = (
-    "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "store",
-    "reference", "probe", "operators",
+    "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "extract",
+    "store", "reference", "probe", "operators",
 )  # fmt: skip
 WALLS = {
     "onnx": ONNX_WORLD,
     "onnx_graphsurgeon": ONNX_WORLD,
     "cupy": ("runtime",),
-    "onnxruntime": ("runtime/session", "runtime/verify", "runtime/bench"),
+    "onnxruntime": ("runtime/session", "runtime/verify", "runtime/bench", "runtime/tune"),
 }
 PURE = (
     "fusion",
@@ -33,6 +33,10 @@ PURE = (
     "tile_footprint",
     "hopper_tile",
     "small_m_tile",
+    "behind_product",
+    "pointwise_tile",
+    "pointwise_plan",
+    "tier",
 )
 LEAVES = ("errors", "settings", "dtypes", "device", "selection")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
@@ -84,6 +88,7 @@ def test_leaves_import_nothing_of_the_project() -> None:
 
 def test_the_pure_world_sees_no_library_no_file_and_no_environment() -> None:
     allowed = {"onnxfuse", "__future__", "dataclasses", "collections", "math", "functools", "itertools", "typing"}
+    allowed |= {"enum", "statistics"}
     for path in FILES:
         if inside(path, PURE):
             foreign = {name.split(".")[0] for name in imports(path)} - allowed

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from onnxfuse.fusion import Value
 from onnxfuse.kernel_spec import KernelSpec
+from onnxfuse.pointwise_tile import PointwiseSpec
 
 Expression = Callable[..., str]
 
@@ -80,14 +81,26 @@ EXPRESSIONS: dict[str, Expression] = {
 
 def functor(spec: KernelSpec) -> str:
     """The CUDA source of `struct Epilogue`: accumulators and operands of one output element in, results out."""
-    lines = [f"    const float acc{part} = accumulators[{part}];" for part in range(spec.parts)]
-    lines += [f"    const float op{index} = operands[{index}];" for index in range(len(spec.loads))]
+    accumulators = [f"    const float acc{part} = accumulators[{part}];" for part in range(spec.parts)]
+    return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec)])
+
+
+def pointwise_functor(spec: PointwiseSpec) -> str:
+    """The same behind a product: operands of one output element in, results out."""
+    return _struct("", _body(spec))
+
+
+def _body(spec: KernelSpec | PointwiseSpec) -> list[str]:
+    lines = [f"    const float op{index} = operands[{index}];" for index in range(len(spec.loads))]
     lines += [f"    const float {step.result} = {EXPRESSIONS[step.op](*step.inputs)};" for step in spec.steps]
-    lines += [f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values)]
+    return [*lines, *(f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values))]
+
+
+def _struct(accumulators: str, lines: list[str]) -> str:
     body = "\n".join(lines)
     return f"""\
 struct Epilogue {{
-  static __device__ __forceinline__ void apply(const float (&accumulators)[PARTS], const float (&operands)[LOADS + 1],
+  static __device__ __forceinline__ void apply({accumulators}const float (&operands)[LOADS + 1],
                                                float (&results)[OUTS]) {{
 {body}
   }}

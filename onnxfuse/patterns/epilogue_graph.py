@@ -7,7 +7,7 @@ to an epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 ACC = "acc"
@@ -64,6 +64,10 @@ class EpilogueGraph:
     def apply(self, op: str, *inputs: Ref) -> Ref:
         """An IR op."""
         return self._intern(Expression(op, inputs))
+
+    def copied(self, expression: Expression, names: Mapping[Ref, Ref]) -> Ref:
+        """An expression of another graph, over what its inputs are called here."""
+        return self._intern(replace(expression, inputs=tuple(names[argument] for argument in expression.inputs)))
 
     def moved(self, ref: Ref, start: int) -> Ref:
         """The same value, `start` columns further right."""

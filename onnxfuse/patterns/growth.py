@@ -7,7 +7,7 @@ arithmetic of a computed chunk. It stops at everything else, and remembers why.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -92,17 +92,9 @@ class Growth:
         return self.products[0].rows
 
     def _absorb_product(self, product: Product) -> None:
-        ref = self.epilogue.acc(product.out)
-        if product.alpha != 1.0:
-            ref = self.epilogue.apply("mul", ref, self.epilogue.constant(product.alpha))
         if product.bias is not None and product.beta != 0.0:
-            bias = self._operand(product.node.inputs[2], product.n)
-            if product.beta != 1.0:
-                bias = self.epilogue.apply("mul", bias, self.epilogue.constant(product.beta))
-            ref = self.epilogue.apply("add", ref, bias)
-        if product.activation is not None:
-            ref = product.activation(self.epilogue, ref)
-        self._take(product.node, Columns(ref, product.n))
+            self._operand(product.node.inputs[2], product.n)
+        self._take(product.node, Columns(made_value(self.epilogue, product, self.operands), product.n))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
         index = len(self.nodes)
@@ -264,3 +256,16 @@ COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "SplitToSequence": Growth._absorb_split_to_sequence,
     "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
 }
+
+
+def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:
+    """What a product's node makes: the sums with Gemm's factors and bias, and FusedGemm's activation."""
+    ref = epilogue.acc(product.out)
+    if product.alpha != 1.0:
+        ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
+    if product.bias is not None and product.beta != 0.0:
+        bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns > 1)
+        if product.beta != 1.0:
+            bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
+        ref = epilogue.apply("add", ref, bias)
+    return ref if product.activation is None else product.activation(epilogue, ref)

@@ -51,6 +51,11 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
     return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes))
 
 
+def product_tensor(match: Match, product: Product) -> Tensor:
+    """What a product's node makes, `[..., m, n]` or with its parts packed, `[..., m, (p n)]`."""
+    return Tensor(product.out, product.dtype, (*_dims(_row_axes(product.rows)), _columns(product.n, match)))
+
+
 def _row_axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
     """`m`; `b, m`; `b, h, m`; ... for the output's dimensions but the last."""
     names = (*("b", *LEADING_AXES)[: len(sizes) - 1], "m")

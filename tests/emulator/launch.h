@@ -1,4 +1,7 @@
 // Included after the emitted source: runs its kernel over a grid.
+#ifndef ONNXFUSE_ENTRY
+#define ONNXFUSE_ENTRY onnxfuse_gemm
+#endif
 struct EmulatedRange {
   unsigned char* begin;
   size_t bytes;
@@ -21,7 +24,7 @@ extern "C" const char* emulate(const OnnxfuseArguments* args, int grid_x, int gr
   for (int z = 0; z < grid_z; ++z) {
     for (int x = 0; x < grid_x && emulator::failure.empty(); ++x) {
       blockIdx = {static_cast<unsigned>(x), 0, static_cast<unsigned>(z)};
-      emulator::run_block(threads, [&] { onnxfuse_gemm(*args); });
+      emulator::run_block(threads, [&] { ONNXFUSE_ENTRY(*args); });
     }
   }
   for (const auto& range : emulator::ranges) {

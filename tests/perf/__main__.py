@@ -2,7 +2,8 @@
 
 A site is timed in a model of several equal gates, captured in a CUDA graph by both sessions, so that kernels are timed
 and not the host. Blocks and the UNet are timed as `onnxfuse bench` does, run by run, and verified against the float64
-reference first.
+reference first. A committed result is compared with `--against results/h200.json`: a ratio that fell by more than 5 %
+fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from onnxfuse.runtime.bench import bench, interleave
 from onnxfuse.runtime.verify import verify
 from tests import corpus
 from tests.onnx_build import FLOAT16, Builder
+from tests.perf.compare import add_option, compare, model_costs
 from tests.perf.launches import launches
 
 # m, k, n of one half: the GEGLU sites of SD1.5 at 64x64, batch 2, and of SDXL.
@@ -135,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
     parser.add_argument("--only", default="", help="only models whose name contains this, and no sites")
+    add_option(parser)
     options = parser.parse_args()
     import onnxruntime
 
@@ -167,6 +171,7 @@ def main() -> None:
                 flush=True,
             )
             options.out.write_text(json.dumps(results, indent=2) + "\n")
+    sys.exit(compare(results, options.against, model_costs))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, load_model
 from onnxfuse.kernels.emit import ENTRY
+from onnxfuse.packing import kernel_source, launch_rule
 from onnxfuse.patterns import is_anchor, match_site
-from onnxfuse.pipeline import kernel_source, launch_rule
 from onnxfuse.plan import Variant, make_plan, tile_text
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_source
@@ -38,13 +38,13 @@ from onnxfuse.simplify import simplify
 from onnxfuse.vector_width import analyse
 from tests.kernel_problem import ARGUMENTS
 from tests.onnx_build import FLOAT16, Builder
+from tests.perf.compare import add_option, compare, kernel_costs
 from tests.reference_fusion import evaluate
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 LAUNCHES = 20  # of one graph
 REPLAYS = 9
 CHECKED_ROWS = 16
-SLOWER = 1.05  # a ratio may grow by so much before a comparison fails
 MAP_BYTES = 128
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
@@ -275,20 +275,10 @@ def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str
     }  # fmt: skip
 
 
-def worse_rows(rows: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows whose ratio grew by more than SLOWER since a committed result."""
-    old = {(row["problem"], row["order"]): row["ratio"] for row in before}
-    return [
-        f"{row['problem']} {row['order']}: {old[key]:.3f} -> {row['ratio']:.3f}"
-        for row in rows
-        if (key := (row["problem"], row["order"])) in old and row["ratio"] > SLOWER * old[key]
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
-    parser.add_argument("--against", type=Path, help="a committed result to compare with")
+    add_option(parser)
     parser.add_argument("--only", default="", help="only problems whose text contains this")
     options = parser.parse_args()
     device = spec_of(driver.local_architectures()[0])
@@ -313,10 +303,7 @@ def main() -> None:
         "rows": rows,
     }
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-    if options.against is not None:
-        worse = worse_rows(rows, json.loads(options.against.read_text())["rows"])
-        print("\n".join(["slower than the committed result:", *worse]) if worse else "no ratio fell")
-        sys.exit(bool(worse))
+    sys.exit(compare(result, options.against, kernel_costs))
 
 
 if __name__ == "__main__":

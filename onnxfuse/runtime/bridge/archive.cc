@@ -120,7 +120,7 @@ Alignments parse_alignments(Cursor& cursor) {
   Alignments alignments;
   alignments.lhs = parse_alignment(cursor);
   alignments.rhs = parse_alignment(cursor);
-  if (alignments.lhs == 0 || alignments.rhs == 0) fail("a record has alignment 0", kRemedy);
+  if ((alignments.lhs == 0) != (alignments.rhs == 0)) fail("a record has half a product", kRemedy);
   alignments.load_count = parse_alignments(cursor, alignments.loads);
   alignments.out_count = parse_alignments(cursor, alignments.outs);
   for (int byte = 0; byte < 6; ++byte) alignments.two_levels |= uint64_t{cursor.number<uint8_t>()} << 8 * byte;
@@ -142,7 +142,8 @@ bool is_possible(const MapRule& rule, const Alignments& alignments) {
   const bool swizzle = rule.swizzle == 0 || rule.swizzle == 32 || rule.swizzle == 64 || rule.swizzle == 128;
   const bool box = rule.box_inner >= 1 && rule.box_inner <= kMaxBox && rule.box_outer >= 1 && rule.box_outer <= kMaxBox;
   const bool index = rule.tensor == Mapped::kOut ? rule.index < alignments.out_count : rule.index < ONNXFUSE_MAX_PARTS;
-  return rule.tensor <= Mapped::kNothing && swizzle && box && (index || rule.tensor == Mapped::kNothing);
+  const bool there = rule.tensor >= Mapped::kOut || alignments.has_product();
+  return rule.tensor <= Mapped::kNothing && swizzle && box && there && (index || rule.tensor == Mapped::kNothing);
 }
 
 void parse_maps(Cursor& cursor, Record& record) {
@@ -244,7 +245,10 @@ std::string misfit(const Record& record, const Contract& contract, const Element
       tile{arguments.batch, arguments.m, arguments.n};
   const auto need = [&](uint8_t alignment, size_t tensor) { return Need{alignment, all.two_levels >> 2 * tensor & 3}; };
   const auto words = [](uint8_t alignment) { return text(" needs ", int{alignment}); };
-  if (!fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) return text("lhs", words(all.lhs));
+  const bool multiplies = contract.has_product();
+  if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
+    return text("lhs", words(all.lhs));
+  }
   const OnnxfuseOuter one_run{0, 0, rhs.rows, rhs.columns};
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
     if (!fits(arguments.rhs[i], one_run, rhs, bytes.rhs[i], need(all.rhs, kRhsIndex))) {
@@ -269,6 +273,10 @@ std::string misfit(const Record& record, const Contract& contract, const Element
 // A kernel with more tensors than the node names would follow a null pointer on the device.
 void check_counts(const Record& record, const Contract& contract) {
   const Alignments& has = record.alignments;
+  if (has.has_product() != contract.has_product()) {
+    fail("kernel ", record.kernel, has.has_product() ? " computes a product, the node none" : " computes no product",
+         kRemedy);
+  }
   for (const MapRule& rule : record.maps) {
     if (rule.tensor == Mapped::kRhs && rule.index >= contract.rhs.size()) {
       fail("kernel ", record.kernel, " maps part ", int{rule.index}, " of ", contract.rhs.size(), kRemedy);

@@ -24,11 +24,14 @@ struct Device {
   bool has_tensor_maps = false;   // the driver knows TMA
 };
 
-// Bytes that the address and all pitches of an argument must be a multiple of.
+// Bytes that the address and all pitches of an argument must be a multiple of; 0 for what the kernel does not have: lhs
+// and rhs together, for a kernel without a product.
 struct Alignments {
   uint8_t lhs = 1, rhs = 1, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
   size_t load_count = 0, out_count = 0;
   uint64_t two_levels = 0;   // bit 2 t: the kernel walks the rows of tensor t in two levels; 2 t + 1: its columns
+
+  bool has_product() const { return lhs != 0; }
 };
 
 enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3 };

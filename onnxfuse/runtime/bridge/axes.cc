@@ -298,7 +298,7 @@ Shape output_shape(const Contract& contract, const Sizes& sizes, size_t output) 
 
 ElementBytes element_bytes(const Contract& contract, const std::vector<int64_t>& input_bytes) {
   ElementBytes bytes;
-  bytes.lhs = input_bytes[contract.lhs.tensor];
+  if (contract.has_product()) bytes.lhs = input_bytes[contract.lhs.tensor];
   for (size_t i = 0; i < contract.rhs.size(); ++i) bytes.rhs[i] = input_bytes[contract.rhs[i].tensor];
   for (size_t i = 0; i < contract.loads.size(); ++i) bytes.loads[i] = input_bytes[contract.loads[i].tensor];
   for (size_t i = 0; i < contract.outs.size(); ++i) bytes.outs[i] = contract.out_types[contract.outs[i].tensor]->bytes;
@@ -319,9 +319,11 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
                        inputs[reference.tensor], size, Place{"input", static_cast<size_t>(reference.tensor)});
   };
   const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
-  const LevelledTensor lhs = read(contract.lhs, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
-  arguments->lhs = lhs.tensor;
-  arguments->lhs_outer = lhs.outer;
+  if (contract.has_product()) {
+    const LevelledTensor lhs = read(contract.lhs, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
+    arguments->lhs = lhs.tensor;
+    arguments->lhs_outer = lhs.outer;
+  }
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
     arguments->rhs[i] = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]).tensor;
   }

@@ -237,7 +237,9 @@ void parse_arguments(const NodeText& node, Contract& contract) {
       reader.wrong(text(name, " is unknown or given twice"));
     }
   }
-  if (!has_lhs || contract.rhs.empty() || contract.outs.empty()) reader.wrong("lhs, rhs or outs is missing");
+  if (contract.outs.empty()) reader.wrong("outs is missing");
+  if (has_lhs != contract.has_product()) reader.wrong("lhs without rhs, or rhs without lhs");
+  if (!contract.has_product() && !contract.k.empty()) reader.wrong("a k and no product");
 }
 
 std::vector<const ElementType*> parse_types(const char* attribute, const std::string& source) {

@@ -47,9 +47,12 @@ struct Contract {
   std::vector<std::vector<Group>> inputs;    // [tensor][dimension]
   std::vector<std::vector<Group>> outputs;
   Group batch, m, n, k;
-  Reference lhs;
+  Reference lhs;   // means nothing without a product
   std::vector<Reference> rhs, loads, outs;
   std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
+
+  // Whether the kernel multiplies; otherwise it only does what follows a product, and there is neither lhs nor rhs.
+  bool has_product() const { return !rhs.empty(); }
 };
 
 // Throws Error naming the attribute and the text at fault.

@@ -28,6 +28,7 @@ std::atomic<bool> g_run_on_cpu{false};
 
 struct Op : OrtCustomOp {
   const OrtApi* api;
+  const char* name;
 };
 
 // ---- What a node says ----------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ std::string node_name(const OrtApi* api, const OrtKernelInfo* info) {
   std::string name(size, '\0');
   check(api, api->KernelInfo_GetNodeName(info, name.data(), &size));
   name.resize(size == 0 ? 0 : size - 1);
-  return name.empty() ? "a FusedGemm node without a name" : "node '" + name + "'";
+  return name.empty() ? "a fused node without a name" : "node '" + name + "'";
 }
 
 std::string attribute(const OrtApi* api, const OrtKernelInfo* info, const char* name, bool required) {
@@ -369,7 +370,7 @@ void tell_shape(const OrtApi* api, OrtShapeInferContext* context, size_t index, 
 OrtStatus* infer(const OrtCustomOp* op, OrtShapeInferContext* context) noexcept {
   const OrtApi* api = static_cast<const Op*>(op)->api;
   // The context does not know the node's name; the runtime adds it.
-  OrtStatus* status = guarded(api, [] { return std::string("shape inference of a FusedGemm node"); }, [&] {
+  OrtStatus* status = guarded(api, [] { return std::string("shape inference of a fused node"); }, [&] {
     const Contract contract = parse_contract(node_text(api, static_cast<const OrtShapeInferContext*>(context)));
     size_t count = 0;
     check(api, api->ShapeInferContext_GetInputCount(context, &count));
@@ -394,7 +395,7 @@ void describe_inputs(Op& op) {
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t i) noexcept {
     return i == kArchiveInput ? kOrtCpuInput : kOrtDefaultMemory;
   };
-  op.GetVariadicInputMinArity = [](const OrtCustomOp*) noexcept { return 2; };
+  op.GetVariadicInputMinArity = [](const OrtCustomOp*) noexcept { return 1; };
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) noexcept { return 0; };
 }
 
@@ -406,11 +407,12 @@ void describe_outputs(Op& op) {
   op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) noexcept { return 0; };
 }
 
-Op make_op(const OrtApi* api, uint32_t api_version) {
+Op make_op(const OrtApi* api, uint32_t api_version, const char* name) {
   Op op{};
   op.api = api;
+  op.name = name;
   op.version = api_version;
-  op.GetName = [](const OrtCustomOp*) noexcept { return "FusedGemm"; };
+  op.GetName = [](const OrtCustomOp* self) noexcept { return static_cast<const Op*>(self)->name; };
   op.GetExecutionProviderType = [](const OrtCustomOp*) noexcept {
     return g_run_on_cpu ? "CPUExecutionProvider" : "CUDAExecutionProvider";
   };
@@ -429,8 +431,10 @@ Op make_op(const OrtApi* api, uint32_t api_version) {
 
 bool run_on_cpu(bool value) { return g_run_on_cpu.exchange(value); }
 
-const OrtCustomOp* fused_gemm_op(const OrtApi* api, uint32_t api_version) {
-  return new Op(make_op(api, api_version));
+std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version) {
+  std::vector<const OrtCustomOp*> ops;
+  for (const char* name : kOps) ops.push_back(new Op(make_op(api, api_version, name)));
+  return ops;
 }
 
 }  // namespace onnxfuse

@@ -1,5 +1,8 @@
-// The custom op `FusedGemm` of domain `onnxfuse`.
+// The custom ops of domain `onnxfuse`: `FusedGemm`, and `FusedPointwise` for what follows a product that stayed an
+// ordinary node. A node's attributes tell which kernel runs; the two differ in nothing else.
 #pragma once
+
+#include <vector>
 
 #include "ort_abi.h"
 
@@ -7,10 +10,12 @@ namespace onnxfuse {
 
 constexpr char kDomain[] = "onnxfuse";
 
-// The op for one version of the runtime's API; it lives as long as the process.
-const OrtCustomOp* fused_gemm_op(const OrtApi* api, uint32_t api_version);
+constexpr const char* kOps[] = {"FusedGemm", "FusedPointwise"};
 
-// For tests on a machine without a GPU: the op belongs to the CPU provider, which has no stream. Returns the old value.
+// The ops for one version of the runtime's API; they live as long as the process.
+std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version);
+
+// For tests on a machine without a GPU: the ops belong to the CPU provider, which has no stream. Returns the old value.
 bool run_on_cpu(bool value);
 
 }  // namespace onnxfuse

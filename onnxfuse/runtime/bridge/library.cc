@@ -35,7 +35,9 @@ OrtCustomOpDomain* domain_of(const Api& api) {
   if (domain != nullptr) return domain;
   OrtCustomOpDomain* created = nullptr;
   check(api.table, api.table->CreateCustomOpDomain(kDomain, &created));
-  check(api.table, api.table->CustomOpDomain_Add(created, fused_gemm_op(api.table, api.version)));
+  for (const OrtCustomOp* op : fused_ops(api.table, api.version)) {
+    check(api.table, api.table->CustomOpDomain_Add(created, op));
+  }
   return domain = created;
 }
 

@@ -1,0 +1,48 @@
+"""A pointwise spec -> the full text of the CUDA source of the kernel behind a product."""
+
+from __future__ import annotations
+
+from onnxfuse.kernels.emit import access_table, template
+from onnxfuse.kernels.epilogue import pointwise_functor
+from onnxfuse.pointwise_tile import PointwiseSpec
+
+ENTRY = "onnxfuse_pointwise"
+
+_BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
+
+
+def emit(spec: PointwiseSpec) -> str:
+    """The CUDA source of a kernel."""
+    before = "\n".join(template(name) for name in _BEFORE)
+    return f"{before}\n{_generated(spec)}\n{template('fused_pointwise.cuh')}"
+
+
+def _generated(spec: PointwiseSpec) -> str:
+    constants = {
+        "LOADS": len(spec.loads),
+        "OUTS": len(spec.outs),
+        "BLOCK_M": spec.tile.block_m,
+        "BLOCK_N": spec.tile.block_n,
+        "SPAN": spec.tile.span,
+        "THREADS": spec.tile.threads,
+    }
+    loads = [
+        access_table("Load", index, load, 0, f"static constexpr Kind KIND = Kind::{load.kind}; ")
+        for index, load in enumerate(spec.loads)
+    ]
+    outs = [access_table("Out", index, out, 0) for index, out in enumerate(spec.outs)]
+    tables = "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
+    numbers = "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
+    return f"""\
+// ---- generated
+namespace onnxfuse {{
+
+enum class Kind {{ scalar, row, column, tile }};
+
+{numbers}
+
+{tables}
+
+{pointwise_functor(spec)}
+}}  // namespace onnxfuse
+"""

@@ -1,0 +1,199 @@
+"""Plans -> what ships: the source and launch rule of every kernel, the archive of machine code, a node's attributes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from onnxfuse import hopper_tile
+from onnxfuse.artifact import MAX_LOADS, Mapped, Record, TensorMap, pack
+from onnxfuse.device import DeviceSpec
+from onnxfuse.fusion import Fusion, Pointwise, part_text
+from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.kernels import pointwise
+from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.kernels.hopper import emit as emit_hopper
+from onnxfuse.plan import Variant
+from onnxfuse.pointwise_plan import PointwiseVariant
+from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.report import axes_text
+from onnxfuse.rewrite import Replacement
+from onnxfuse.runtime.compile import CompiledImage, compile_cached
+from onnxfuse.settings import cache_dir, compile_jobs
+from onnxfuse.site import AnyVariant, Form
+from onnxfuse.tile_footprint import shared_bytes
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Compiled kernels by source and architecture."""
+
+    images: dict[tuple[str, str], CompiledImage]
+
+
+def compile_forms(forms: Iterable[Form], progress: Progress | None = None) -> Kernels:
+    """Compile each distinct kernel once.
+
+    Raises:
+        CompileError: NVRTC refused a kernel.
+    """
+    variants = [pair for form in forms for pair in form.variants]
+    wanted = {(kernel_source(variant, device), device.arch): device for device, variant in variants}
+    images: dict[tuple[str, str], CompiledImage] = {}
+    folder = cache_dir()
+    with ThreadPoolExecutor(compile_jobs()) as pool:
+        jobs = [pool.submit(compile_cached, source, device, folder) for (source, _), device in wanted.items()]
+        for key, job in zip(wanted, jobs, strict=True):
+            images[key] = job.result()
+            if progress is not None:
+                progress("compiling kernels", len(images), len(wanted))
+    return Kernels(images)
+
+
+def pack_forms(forms: Sequence[Form], kernels: Kernels) -> tuple[bytes, list[str]]:
+    """The archive, and the kernel id of each form: those with equal launch rules share one."""
+    names = [_kernel_name(form) for form in forms]
+    records: dict[str, list[Record]] = {}
+    for form, name in zip(forms, names, strict=True):
+        if name not in records:
+            records[name] = [_record(name, device, variant, kernels) for device, variant in form.variants]
+    return pack([record for group in records.values() for record in group]), names
+
+
+def _kernel_name(form: Form) -> str:
+    parts = [
+        (device.arch, kernel_source(variant, device), str(variant.min_m), str(variant.max_m))
+        for device, variant in form.variants
+    ]
+    return hashlib.sha256("\0".join(text for part in parts for text in part).encode()).hexdigest()[:16]
+
+
+def kernel_source(variant: AnyVariant, device: DeviceSpec) -> str:
+    """The CUDA source of a variant."""
+    if isinstance(variant, PointwiseVariant):
+        return pointwise.emit(variant.spec)
+    if variant.hopper is None:
+        return emit(variant.spec)
+    return emit_hopper(variant.spec, variant.hopper, device.shared_bytes)
+
+
+def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels) -> Record:
+    spec = variant.spec
+    return Record(
+        kernel=name,
+        capability=device.capability,
+        flavour=device.flavour,
+        min_m=variant.min_m,
+        max_m=variant.max_m,
+        load_alignments=tuple(map(_alignment, spec.loads)),
+        out_alignments=tuple(map(_alignment, spec.outs)),
+        image=kernels.images[kernel_source(variant, device), device.arch].data,
+        two_levels=_two_levels(spec),
+        **(_behind(variant) if isinstance(variant, PointwiseVariant) else _product(variant, device)),
+    )
+
+
+def _alignment(access: Access) -> int:
+    return access.width * access.dtype.bytes
+
+
+def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
+    """The record's bits: which loops of which tensors the kernel walks in two levels."""
+    lhs = {0: ("n",) if isinstance(spec, KernelSpec) and spec.lhs_two_levels else ()}  # its columns are k
+    loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
+    outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
+    walked = (lhs | loads | outs).items()
+    return sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops)
+
+
+def _behind(variant: PointwiseVariant) -> dict[str, Any]:
+    tile = variant.tile
+    sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "threads": tile.threads, "shared_bytes": 0}
+    return {"entry": pointwise.ENTRY, "lhs_alignment": 0, "rhs_alignment": 0, **sizes}
+
+
+def _product(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
+    spec, element = variant.spec, variant.spec.dtype.bytes
+    alignments = {"lhs_alignment": spec.lhs_width * element, "rhs_alignment": spec.rhs_width * element}
+    return {"entry": ENTRY, **alignments, **launch_rule(variant, device)}
+
+
+def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
+    """The fields of a record that depend on which kernel a variant is of."""
+    spec, hopper = variant.spec, variant.hopper
+    if hopper is None:
+        tile = spec.tile
+        sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "threads": tile.threads}
+        return {**sizes, "shared_bytes": shared_bytes(spec)}
+    return {
+        "block_m": hopper.block_m * hopper.cluster_m,
+        "block_n": hopper.block_n * hopper.cluster_n,
+        "threads": hopper_tile.THREADS,
+        "shared_bytes": hopper_tile.footprint(spec, hopper, device.shared_bytes).total,
+        "cluster": hopper.cluster_m * hopper.cluster_n,
+        "maps": tuple(map(_tensor_map, hopper_tile.map_rules(spec, hopper, device.shared_bytes))),
+    }
+
+
+def _tensor_map(rule: hopper_tile.MapRule | None) -> TensorMap:
+    if rule is None:
+        return TensorMap(Mapped.NOTHING)
+    tensor = Mapped[rule.tensor.upper()]
+    return TensorMap(tensor, rule.index, rule.rows_contiguous, rule.swizzle, rule.box_inner, rule.box_outer)
+
+
+def replacement(form: Form, kernel: str) -> Replacement:
+    """How a form is written into the model."""
+    fusion = form.fusion
+    return Replacement(
+        graph=form.graph,
+        nodes=form.nodes,
+        copied=form.copied,
+        place=form.place,
+        folded=form.folded,
+        constants=form.constants,
+        kept=form.kept,
+        inputs=tuple(tensor.name for tensor in fusion.inputs),
+        outputs=tuple(tensor.name for tensor in fusion.outputs),
+        name=f"{fusion.anchor}/{form.op_type}",
+        attributes=node_attributes(form, kernel),
+        op_type=form.op_type,
+    )
+
+
+def node_attributes(form: Form, kernel: str) -> dict[str, str]:
+    """The fused node's attributes; their grammar is in artifact.py."""
+    fusion = form.fusion
+    return {
+        "kernel": kernel,
+        "axes": axes_text(fusion),
+        "sizes": " ".join(f"{axis.name}={axis.size}" for axis in fusion.axes if axis.size is not None),
+        "problem": str(form.mapping),
+        "arguments": _arguments(fusion),
+        "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
+        "out_types": ",".join(tensor.dtype.name for tensor in fusion.outputs),
+        "fusion": str(fusion),
+    }
+
+
+def _arguments(fusion: Pointwise) -> str:
+    """Which input is what: `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`."""
+    parts = fusion.parts if isinstance(fusion, Fusion) else ()
+    first_operand = len(fusion.inputs) - len(fusion.operands)
+    groups = {
+        "lhs": ["0"] if parts else [],
+        "rhs": [_indexed(1 + part.tensor, part.part) for part in parts],
+        "loads": [_indexed(first_operand + load.operand, load.part) for load in fusion.loads],
+        "outs": [_indexed(fusion.outputs.index(out.tensor), out.part) for out in fusion.outs],
+    }
+    return " ".join(f"{name}={','.join(entries)}" for name, entries in groups.items() if entries)
+
+
+def _indexed(index: int, part: int | None) -> str:
+    return f"{index}{part_text(part)}"

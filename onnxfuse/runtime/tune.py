@@ -1,0 +1,161 @@
+"""Models that compute the same, timed side by side on the GPU: what a site costs in each of its forms.
+
+All sessions read and write the same buffers: one set for each copy of the site in the models, so that copies together
+miss the L2 cache. Each session replays one CUDA graph, so that kernels are timed and not the host; the models take
+turns, so that a change of the clock rate meets all of them. The figure is the median.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxfuse.errors import DeviceError, OnnxfuseError
+from onnxfuse.runtime.feeds import to_bfloat16
+from onnxfuse.runtime.session import CPU, CUDA, InferenceSession, Provider, cuda_usable, onnxruntime
+
+ROTATED_BYTES = 200e6  # more than three times the largest L2 cache of a GPU today
+MAX_COPIES = 24
+BATCH_SECONDS = 2e-3  # of one timed batch of replays; shorter ones measure the clock
+MAX_REPLAYS = 200
+ROUNDS = 9
+RANDOM_ELEMENTS = 1 << 20  # drawn once and repeated: to draw a whole weight would take longer than to time it
+_FATAL = 4
+_FLOAT, _FLOAT16, _BFLOAT16 = 1, 10, 16
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of every copy of the site; copy i of it is called `name_i`.
+
+    Attributes:
+        element: ONNX element type: float, float16 or bfloat16.
+        scale: of the random values of an input, a standard deviation.
+    """
+
+    name: str
+    element: int
+    shape: tuple[int, ...]
+    scale: float = 1.0
+
+    @property
+    def bytes(self) -> int:
+        """Size of one copy."""
+        return math.prod(self.shape) * (4 if self.element == _FLOAT else 2)
+
+
+def require_gpu() -> None:
+    """Raises DeviceError where nothing can be measured."""
+    if not cuda_usable():
+        raise DeviceError("no CUDA device is usable by ONNX Runtime; tuning measures on one, with onnxruntime-gpu")
+
+
+def copies_for(ports: Sequence[Port]) -> int:
+    """How many copies of the site miss the cache."""
+    return min(max(2, math.ceil(ROTATED_BYTES / max(sum(port.bytes for port in ports), 1))), MAX_COPIES)
+
+
+def time_models(
+    models: Mapping[str, bytes], inputs: Sequence[Port], outputs: Sequence[Port], copies: int, device: str = "cuda"
+) -> dict[str, float]:
+    """Microseconds of one copy of the site in each model; a model that fails to run has none.
+
+    Args:
+        models: serialised models by name, with `copies` copies of the site each.
+        inputs: of one copy.
+        outputs: of one copy.
+        copies: `copies_for(...)`.
+        device: `cuda`; `cpu` runs the same without graphs.
+    """
+    buffers = _Buffers(inputs, outputs, copies, device)
+    runners: dict[str, Callable[[int], None]] = {}
+    for name, data in models.items():
+        try:
+            runners[name] = _runner(data, buffers, device)
+        except OnnxfuseError:
+            raise
+        except Exception:  # onnxruntime's exceptions share no base class; the others are still worth timing
+            continue
+    times = side_by_side(runners)
+    return {name: statistics.median(each) / copies * 1e6 for name, each in times.items()}
+
+
+def side_by_side(
+    runners: Mapping[str, Callable[[int], None]], clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of one replay of each runner, once a round, in turn."""
+
+    def seconds(run: Callable[[int], None], replays: int) -> float:
+        start = clock()
+        run(replays)
+        return (clock() - start) / replays
+
+    replays = {name: _replays(seconds(run, 3)) for name, run in runners.items()}
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(ROUNDS):
+        for name, run in runners.items():
+            times[name].append(seconds(run, replays[name]))
+    return times
+
+
+def _replays(seconds: float) -> int:
+    return min(max(2, math.ceil(BATCH_SECONDS / max(seconds, 1e-9))), MAX_REPLAYS)
+
+
+class _Buffers:
+    """Memory on the device for every copy of every port, as ONNX Runtime's values that own it."""
+
+    def __init__(self, inputs: Sequence[Port], outputs: Sequence[Port], copies: int, device: str) -> None:
+        runtime = onnxruntime()
+        drawn = np.random.default_rng(0).standard_normal(RANDOM_ELEMENTS, np.float32)
+        self.inputs: list[tuple[str, Port, Any]] = []
+        self.outputs: list[tuple[str, Port, Any]] = []
+        for port in inputs:
+            host = np.resize(_bits(drawn * port.scale, port.element), port.shape)
+            for name in _names(port, copies):
+                self.inputs.append((name, port, runtime.OrtValue.ortvalue_from_numpy(host, device, 0)))
+        for port in outputs:
+            for name in _names(port, copies):
+                memory = runtime.OrtValue.ortvalue_from_shape_and_type([port.bytes], np.uint8, device, 0)
+                self.outputs.append((name, port, memory))
+
+
+def _names(port: Port, copies: int) -> Iterator[str]:
+    return (f"{port.name}_{copy}" for copy in range(copies))
+
+
+def _bits(values: np.ndarray[Any, Any], element: int) -> np.ndarray[Any, Any]:
+    """The values rounded to an element type, as unsigned integers: not every type has a NumPy name."""
+    if element == _BFLOAT16:
+        return to_bfloat16(values)
+    return values.astype(np.float16).view(np.uint16) if element == _FLOAT16 else values.view(np.uint32)
+
+
+def _runner(data: bytes, buffers: _Buffers, device: str) -> Callable[[int], None]:
+    """A function that runs a model some times and waits for the last."""
+    runtime = onnxruntime()
+    options = runtime.SessionOptions()
+    options.log_severity_level = _FATAL
+    providers: list[Provider] = [(CUDA, {"enable_cuda_graph": "1"}), CPU] if device == "cuda" else [CPU]
+    session = InferenceSession(data, options, providers)
+    binding = session.io_binding()
+    for name, port, value in buffers.inputs:
+        binding.bind_input(name, device, 0, port.element, port.shape, value.data_ptr())
+    for name, port, value in buffers.outputs:
+        binding.bind_output(name, device, 0, port.element, port.shape, value.data_ptr())
+    quick = runtime.RunOptions()
+    quick.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def run(replays: int) -> None:
+        for _ in range(replays):
+            session.run_with_iobinding(binding, quick)
+        binding.synchronize_outputs()
+
+    session.run_with_iobinding(binding)  # captures the graph
+    return run

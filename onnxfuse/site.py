@@ -1,0 +1,162 @@
+"""One site with every decision about it: the fusion, its axes and widths, the plans of both tiers, and the tier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnxfuse.axes import AxisMapping, map_axes, map_pointwise
+from onnxfuse.behind_product import behind_product
+from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import BY_ONNX, F32
+from onnxfuse.errors import NotFusable
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
+from onnxfuse.graph import Graph
+from onnxfuse.patterns import Match, match_behind
+from onnxfuse.plan import Plan, Variant, make_plan
+from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
+from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
+from onnxfuse.simplify import simplify
+from onnxfuse.tier import Tier, Times, Traffic, choose, estimate
+from onnxfuse.vector_width import Widths, analyse
+
+AnyPlan = Plan | PointwisePlan
+AnyVariant = Variant | PointwiseVariant
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write a site into the model.
+
+    Attributes:
+        graph: the scope that it lies in.
+        op_type: of the fused node.
+        nodes: indices of the matched nodes.
+        copied: indices of nodes that the fused node's function needs too.
+        place: the index among them where the fused node goes.
+        folded: indices of nodes that are not needed any more: what others read of them are constants.
+        constants: the names of those.
+        kept: those that stay, right before the fused node: the products that it is behind.
+        fusion: what it computes.
+        mapping: the axes of its loops.
+        plans: of each architecture.
+    """
+
+    graph: Graph
+    op_type: str
+    nodes: tuple[int, ...]
+    copied: tuple[int, ...]
+    place: int
+    folded: tuple[int, ...]
+    constants: tuple[str, ...]
+    kept: tuple[int, ...]
+    fusion: Pointwise
+    mapping: AxisMapping
+    plans: tuple[AnyPlan, ...]
+
+    @property
+    def replaced(self) -> tuple[int, ...]:
+        """The nodes that the fused node stands for."""
+        return tuple(index for index in self.nodes if index not in self.kept)
+
+    @property
+    def variants(self) -> Iterator[tuple[DeviceSpec, AnyVariant]]:
+        """Every kernel, in the order in which a launch tries them."""
+        for plan in self.plans:
+            for variant in plan.variants:
+                yield plan.device, variant
+
+
+@dataclass(frozen=True)
+class Site:
+    """One fusion with every decision about it.
+
+    Attributes:
+        behind: the form that leaves the product an ordinary node; None where there is no such form.
+        tier: which form the model gets.
+        estimates: the tiers' times on each architecture, at every number of rows that its plan was made for.
+        timings: the measured times, in words.
+    """
+
+    graph: Graph
+    match: Match
+    fusion: Fusion
+    mapping: AxisMapping
+    widths: Widths
+    plans: tuple[Plan, ...]
+    behind: Form | None = None
+    tier: Tier = Tier.ONE_KERNEL
+    estimates: Mapping[DeviceSpec, tuple[Times, ...]] = field(default_factory=dict)
+    timings: str = ""
+
+    @property
+    def form(self) -> Form:
+        """What the model gets."""
+        return self.behind if self.tier is Tier.BEHIND and self.behind is not None else self.whole
+
+    @property
+    def whole(self) -> Form:
+        """The form with the product in the kernel."""
+        match = self.match
+        places = (match.nodes, match.copied, match.place, match.folded, match.constants, ())
+        return Form(self.graph, FUSED_GEMM, *places, self.fusion, self.mapping, self.plans)
+
+
+def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, match: Match, fusion: Fusion) -> Site:
+    """Decide everything about a match that can be decided without a measurement.
+
+    Raises:
+        NotFusable: no kernel computes it, or what it computes is faster without one.
+    """
+    fusion = simplify(fusion)
+    mapping = map_axes(fusion)
+    widths = analyse(fusion, mapping)
+    plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
+    # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
+    library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
+    behind = _behind(graph, match, mapping, devices) if library_will_do else None
+    estimates = _estimates(graph, fusion, plans, behind)
+    tier = choose(estimates) if estimates else Tier.ONE_KERNEL
+    if tier is Tier.LEFT_ALONE:
+        detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
+        raise NotFusable("slower", fusion.anchor, detail)
+    return Site(graph, match, fusion, mapping, widths, plans, behind, tier, estimates)
+
+
+def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
+    try:
+        fusion, products = match_behind(graph, match)
+        pointwise = behind_product(simplify(fusion), products)
+        own = map_pointwise(pointwise, mapping)
+    except NotFusable:
+        return None
+    kept = tuple(sorted(graph.index(product.node) for product in match.products))
+    plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
+    places = (match.nodes, (), match.place, match.folded, match.constants, kept)
+    return Form(graph, FUSED_POINTWISE, *places, pointwise, own, plans)
+
+
+def _estimates(
+    graph: Graph, fusion: Fusion, plans: Sequence[Plan], behind: Form | None
+) -> dict[DeviceSpec, tuple[Times, ...]]:
+    if behind is None:
+        return {plan.device: tuple({Tier.ONE_KERNEL: each.tiles[0][0]} for each in plan.ranked) for plan in plans}
+    traffic = _traffic(graph, fusion, behind)
+    return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
+
+
+def _traffic(graph: Graph, fusion: Fusion, behind: Form) -> Traffic:
+    products = behind.fusion.operands[: len(fusion.rhs)]
+    others = (*fusion.operands, *fusion.outputs)
+    return Traffic(
+        weights=sum(_row_bytes(fusion, rhs, ("n", "p", "k")) for rhs in fusion.rhs),
+        lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
+        product=sum(_row_bytes(fusion, product, ("n", "p")) for product in products),
+        rest=sum(_row_bytes(fusion, tensor, ("n", "p")) for tensor in others if behind.mapping.kind(tensor) == "tile"),
+        passes=sum(graph.dtype(graph.nodes[index].outputs[0].name) in BY_ONNX for index in behind.replaced),
+    )
+
+
+def _row_bytes(fusion: Fusion, tensor: Tensor, along: Sequence[str]) -> int:
+    return tensor.dtype.bytes * math.prod(fusion.size(axis) or 1 for axis in tensor.axes if axis in along)

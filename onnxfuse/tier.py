@@ -1,0 +1,110 @@
+"""The tiers of a site, and which of them a model gets where nothing was measured.
+
+    one kernel            the product and all that follows it; nothing but the result is written
+    behind the product    the product stays with ONNX Runtime's library; one kernel does all that follows
+    left alone            what the library does is faster than both
+
+One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
+kernels, and does so on architectures with matrix units that they do not reach yet: `LIBRARY_ADVANTAGE` says how much;
+it is 1 where a kernel was written for the architecture's own units. A measurement (`--tune`) needs no such number.
+
+A site is one node of the model, whatever the architectures and the number of rows at run time. On one architecture the
+tier is the one that loses the least: at every number of rows its time is divided by the best tier's, and the smallest
+geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is worth on
+one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say beside others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import log
+from statistics import fmean
+
+from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.kernel_spec import Tile
+from onnxfuse.plan import BYTES, Plan, Ranked
+
+
+class Tier(Enum):
+    """How a site is written into the model."""
+
+    ONE_KERNEL = "one kernel"
+    BEHIND = "behind the product"
+    LEFT_ALONE = "left alone"
+
+
+# How many times as fast as the portable kernel the library multiplies, by architecture and arithmetic. Measured on an
+# H200: fp32 products (1.8 to 2.2 times, four problems). The others are assumed.
+LIBRARY_ADVANTAGE = {("sm_90a", "tf32"): 2.0}
+LIBRARY_ADVANTAGE |= {("sm_100", math): 2.5 for math in ("f16", "bf16", "tf32")}
+LIBRARY_ADVANTAGE |= {("sm_120", math): 1.5 for math in ("f16", "bf16", "tf32")}
+LAUNCH = 2.0  # microseconds from one kernel's end to the next one's first result
+
+Times = Mapping[Tier, float]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a site moves.
+
+    Attributes:
+        weights: of rhs, read once.
+        lhs: of one row.
+        product: of one row of the product.
+        rest: of one row of everything else that is read or written behind the product.
+        passes: nodes behind the product, each of which reads and writes what one kernel keeps in registers.
+    """
+
+    weights: int
+    lhs: int
+    product: int
+    rest: int
+    passes: int
+
+
+def estimate(plan: Plan, traffic: Traffic, ranked: Ranked) -> Times:
+    """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
+    one_kernel, tile = ranked.tiles[0]
+    factor = advantage(plan.device, plan.variants[0].spec.math, tile)
+    return estimate_from(plan.device, factor, traffic, ranked.m, one_kernel)
+
+
+def advantage(device: DeviceSpec, math: str, tile: Tile | HopperTile) -> float:
+    """How many times as fast the library multiplies as a tile does."""
+    return 1.0 if isinstance(tile, HopperTile) else LIBRARY_ADVANTAGE.get((device.arch, math), 1.0)
+
+
+def estimate_from(device: DeviceSpec, advantage: float, traffic: Traffic, m: int, one_kernel: float) -> Times:
+    """The same, given how much faster the library multiplies and how long the one kernel takes."""
+
+    def moving(size: float) -> float:
+        return size / device.multiprocessors / BYTES
+
+    memory = moving(traffic.weights + m * (traffic.lhs + traffic.product))
+    library = max(one_kernel / advantage, memory)
+    return {
+        Tier.ONE_KERNEL: one_kernel,
+        Tier.LEFT_ALONE: library + traffic.passes * (LAUNCH + moving(m * (traffic.product + traffic.rest))),
+        Tier.BEHIND: library + LAUNCH + moving(m * (traffic.product + traffic.rest)),
+    }
+
+
+def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Tier:
+    """The tier that is best on every architecture, by its times at every number of rows."""
+    named = {device: times for device, times in architectures.items() if device.arch != PTX} or architectures
+    best = {least_loss(times) for times in named.values()}
+    return best.pop() if len(best) == 1 else Tier.ONE_KERNEL
+
+
+def least_loss(times: Sequence[Times]) -> Tier:
+    """The tier whose times, each relative to the best tier's, have the smallest mean; the first of equals.
+
+    Args:
+        times: at every number of rows; a tier that is missing somewhere is not taken.
+    """
+    tiers = [tier for tier in times[0] if all(tier in each for each in times)]
+    loss = {tier: fmean(log(each[tier] / min(each.values())) for each in times) for tier in tiers}
+    return min(loss, key=lambda tier: loss[tier])

@@ -1,0 +1,122 @@
+"""A trial on the GPU: every form of a site compiled, put into models of its own, timed side by side, and remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from onnxfuse.axes import AxisMapping
+from onnxfuse.device import DeviceSpec
+from onnxfuse.extract import fused_nodes, site_model, stock_nodes, subgraph_id
+from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.packing import compile_forms, kernel_source, pack_forms, replacement
+from onnxfuse.runtime import driver
+from onnxfuse.runtime.session import onnxruntime
+from onnxfuse.runtime.timing_cache import Key, read_times, write_times
+from onnxfuse.runtime.tune import Port, copies_for, time_models
+from onnxfuse.site import AnyVariant, Form, Site
+from onnxfuse.tuning import Trial
+
+WEIGHT_SCALE = 0.05  # of random weights: sums stay in the range where activations bend
+
+
+def problem_of(site: Site) -> str:
+    """Equal for sites that have equal times: the same nodes, axes, sizes and types, whatever they are called."""
+    whole = replacement(site.whole, "")
+    return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _OF_THE_PROBLEM)])
+
+
+_OF_THE_PROBLEM = ("axes", "sizes", "problem", "in_types", "out_types")
+
+
+def group_sites(sites: Iterable[Site]) -> list[list[Site]]:
+    """Sites with equal times, together."""
+    groups: dict[str, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(problem_of(site), []).append(site)
+    return list(groups.values())
+
+
+def sizes_at(fusion: Fusion, mapping: AxisMapping, m: int) -> dict[str, int]:
+    """A size for every axis such that there are about m rows: the innermost unknown one takes what the others leave."""
+    sizes = {axis.name: axis.size for axis in fusion.axes}
+    unknown = [axis for axis in mapping.m if sizes[axis] is None]
+    known = math.prod(sizes[axis] or 1 for axis in mapping.m)
+    chosen = {unknown[-1]: max(m // known, 1)} if unknown else {}
+    return {axis: chosen.get(axis, size or 1) for axis, size in sizes.items()}
+
+
+@dataclass(frozen=True)
+class SessionTimer:
+    """Times trials in sessions of ONNX Runtime on the GPU; what was timed before comes from the cache."""
+
+    cache: Path | None
+
+    def __call__(self, trial: Trial) -> Mapping[str, float]:
+        """Microseconds of each form of the trial.
+
+        Raises:
+            CompileError: NVRTC refused a kernel.
+            DeviceError: ONNX Runtime or the bridge does not load.
+        """
+        key = self._key(trial)
+        known = read_times(self.cache, key)
+        if known is not None:
+            return known
+        inputs, outputs = ports(trial)
+        copies = copies_for([*inputs, *outputs])
+        models = {name: self._model(trial, form, inputs, outputs, copies) for name, form in trial.forms.items()}
+        times = time_models(models, inputs, outputs, copies)
+        write_times(self.cache, key, times)
+        return times
+
+    def _key(self, trial: Trial) -> Key:
+        forms = {name: form for name, form in trial.forms.items() if form is not None}
+        return {
+            "gpu": driver.device_name(),
+            "driver": driver.driver_version(),
+            "onnxruntime": onnxruntime().__version__,
+            "onnxfuse": version("onnxfuse"),
+            "problem": problem_of(trial.site),
+            "m": trial.m,
+            "kernels": {name: [_digest(*pair) for pair in form.variants] for name, form in forms.items()},
+        }
+
+    def _model(
+        self, trial: Trial, form: Form | None, inputs: Sequence[Port], outputs: Sequence[Port], copies: int
+    ) -> bytes:
+        whole = replacement(trial.site.whole, "")
+        archive = b""
+        if form is None:
+            nodes = stock_nodes(whole)
+        else:
+            archive, (name,) = pack_forms([form], compile_forms([form]))
+            nodes = fused_nodes(whole, replacement(form, name))
+        made, read = ([(port.name, port.element, port.shape) for port in each] for each in (outputs, inputs))
+        return site_model(trial.site.graph, nodes, read, made, copies, archive)
+
+
+def _digest(device: DeviceSpec, variant: AnyVariant) -> str:
+    return hashlib.sha256(kernel_source(variant, device).encode()).hexdigest()
+
+
+def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
+    """What one copy of the trial's site reads and makes."""
+    fusion = trial.site.fusion
+    sizes = sizes_at(fusion, trial.site.mapping, trial.m)
+    weights = {rhs.name for rhs in fusion.rhs}
+    inputs = [
+        Port(f"x{index}", tensor.dtype.onnx, _shape(tensor, sizes), WEIGHT_SCALE if tensor.name in weights else 1.0)
+        for index, tensor in enumerate(fusion.inputs)
+    ]
+    return inputs, [
+        Port(f"y{index}", tensor.dtype.onnx, _shape(tensor, sizes)) for index, tensor in enumerate(fusion.outputs)
+    ]
+
+
+def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[axis] for axis in dim) for dim in tensor.dims)

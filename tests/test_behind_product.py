@@ -1,0 +1,191 @@
+"""The second tier: the product stays a node, and one kernel computes exactly what followed it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto
+
+from onnxfuse.axes import map_axes, map_pointwise
+from onnxfuse.behind_product import behind_product
+from onnxfuse.device import resolve
+from onnxfuse.dtypes import F16, F32
+from onnxfuse.errors import NotFusable
+from onnxfuse.fusion import MAX_LOADS, Fusion, Pointwise, Tensor
+from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
+from onnxfuse.pointwise_plan import make_pointwise_plan
+from onnxfuse.tier import Tier
+from tests import corpus
+from tests.fusions import dims, fusion
+from tests.onnx_build import FLOAT16, Builder, run
+from tests.reference_fusion import OPS, evaluate, spread
+
+SIZES = {"b": 2, "m": 3, "n": 4, "k": 5, "p": 2}
+
+
+def products_of(built: Fusion) -> tuple[Tensor, ...]:
+    columns = "(p n)" if "p" in built.rhs[0].axes else "n"
+    rows = " ".join(axis for axis in built.lhs.axes if axis != "k")
+    return tuple(Tensor(f"product{i}", built.lhs.dtype, dims(f"{rows} {columns}")) for i in range(len(built.rhs)))
+
+
+def evaluate_pointwise(pointwise: Pointwise, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs in float64, straight from the IR."""
+    sizes = {axis.name: axis.size for axis in pointwise.axes}
+    rows = pointwise.outs[0].tensor.axes
+    names: dict[str, np.ndarray] = {}
+    for index, load in enumerate(pointwise.loads):
+        tensor = pointwise.operands[load.operand]
+        array = spread(tensor, values[tensor.name], rows if load.part is None else ("p", *rows), sizes)
+        names[f"op{index}"] = array if load.part is None else array[load.part]
+    for step in pointwise.steps:
+        names[step.result] = OPS[step.op](*(v if isinstance(v, float) else names[v] for v in step.inputs))
+    return [np.broadcast_to(names[out.value], [sizes[axis] for axis in rows]) for out in pointwise.outs]
+
+
+def random_values(built: Pointwise) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        tensor.name: rng.standard_normal([int(np.prod([built.size(axis) or 1 for axis in dim])) for dim in tensor.dims])
+        for tensor in built.inputs
+    }
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("operands", [(), (("n", F16),), (("b m n", F32), ("m 1", F16)), (("(p n)", F16), ("1", F32))])
+def test_it_computes_what_the_fusion_computes(parts: int, operands) -> None:
+    if parts == 1 and any("p" in text for text, _ in operands):
+        pytest.skip("one part is not packed")
+    rhs = "k (p n)" if parts > 1 else "k n"
+    built = fusion(
+        {axis: size for axis, size in SIZES.items() if parts > 1 or axis != "p"},
+        lhs="b m k", out="b m n", rhs=rhs, operands=operands, parts=parts,
+    )  # fmt: skip
+    values = random_values(built)
+    product = values["lhs"] @ values["rhs"]
+    behind = behind_product(built, products_of(built))
+    (expected,) = evaluate(built, values)
+    (actual,) = evaluate_pointwise(behind, values | {"product0": product})
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+    assert "k" not in {axis.name for axis in behind.axes}
+
+
+def test_each_weights_product_is_an_operand_of_its_own() -> None:
+    built = fusion({"m": None, "n": 8, "k": 5}, parts=2)
+    parts = tuple(replace(part, tensor=index) for index, part in enumerate(built.parts))
+    built = replace(built, rhs=(built.rhs[0], replace(built.rhs[0], name="other")), parts=parts)
+    behind = behind_product(built, products_of(built))
+    assert [tensor.name for tensor in behind.inputs] == ["product0", "product1"]
+    assert [(load.operand, load.part) for load in behind.loads] == [(0, None), (1, None)]
+
+
+def test_the_products_parts_count_as_loads() -> None:
+    operands = [("n", F16)] * (MAX_LOADS - 1)
+    built = fusion({"m": None, "n": 8, "k": 5, "p": 2}, rhs="k (p n)", operands=operands, parts=2)
+    with pytest.raises(NotFusable, match="too_many_operands"):
+        behind_product(built, products_of(built))
+
+
+def test_rows_flatten_where_only_lhs_stood_in_the_way() -> None:
+    built = fusion({"b": None, "m": None, "n": 8, "k": 5}, lhs="b m k", out="b m n", operands=[("b m n", F16)])
+    mapping = replace(map_axes(built), batch=("b",), m=("m",))
+    behind = behind_product(built, (Tensor("product", F16, dims("b m n")),))
+    assert map_pointwise(behind, mapping).m == ("b", "m")
+    turned = replace(behind, operands=(Tensor("product", F16, dims("m b n")), *behind.operands[1:]))
+    assert (map_pointwise(turned, mapping).batch, map_pointwise(turned, mapping).m) == (("b",), ("m",))
+
+
+def test_few_rows_are_spread_over_more_blocks() -> None:
+    built = fusion({"m": None, "n": 1280, "k": 5, "p": 2}, rhs="k (p n)", parts=2)
+    behind = behind_product(built, products_of(built))
+    (device,) = resolve("sm_90a", list)
+    plan = make_pointwise_plan(behind, map_pointwise(behind, map_axes(built)), device)
+    flat, tall, narrow = plan.variants
+    assert flat.tile.block_m < tall.tile.block_m
+    assert (flat.min_m, flat.max_m + 1, tall.max_m) == (0, tall.min_m, narrow.max_m)
+    assert {access.width for access in (*narrow.spec.loads, *narrow.spec.outs)} == {1}
+
+
+# ---- In a model ------------------------------------------------------------------------------------------------------
+
+
+def behind_everywhere(model: ModelProto) -> tuple[Analysis, ModelProto]:
+    """The model with the second tier at every site."""
+    analysis = analyse_model(model, resolve("sm_80", list))
+    assert analysis.sites
+    assert all(site.behind is not None for site in analysis.sites)
+    analysis = replace(analysis, sites=tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites))
+    return analysis, optimize_model(analysis)[0]
+
+
+KEYS = corpus.families("ff_geglu", "ff_swiglu", "ff_gelu", "phi3", "bert", "sd15_unet_mini", size="tiny")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_bits_are_the_same_on_the_cpu(key: str) -> None:
+    original = corpus.materialize(key)
+    analysis, fused = behind_everywhere(original)
+    onnx.checker.check_model(fused)
+    made = [node.op_type for node in fused.graph.node]
+    assert made.count("FusedPointwise") == len(analysis.sites)
+    assert "FusedGemm" not in made
+    for index in (0, 1):
+        feed = corpus.feed(key, index)
+        for expected, actual in zip(run(original, feed), run(fused, feed), strict=True):
+            assert expected.tobytes() == actual.tobytes()
+
+
+def gemm_model() -> ModelProto:
+    b = Builder(FLOAT16)
+    rng = np.random.default_rng(3)
+    x = b.input("x", ("rows", 24))
+    weight, bias = b.array(rng.standard_normal((16, 24)), "weight"), b.array(rng.standard_normal(16), "bias")
+    t = b("Gemm", x, weight, bias, transB=1, alpha=0.5)
+    first, second = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    return b.model(b("Mul", first, b("Sigmoid", second)))
+
+
+def test_gemms_own_bias_and_factor_stay_with_it() -> None:
+    analysis, fused = behind_everywhere(gemm_model())
+    assert [node.op_type for node in fused.graph.node] == ["Gemm", "FusedPointwise"]
+    behind = analysis.sites[0].behind
+    assert behind is not None
+    assert [step.op for step in behind.fusion.steps] == ["sigmoid", "mul"]
+    assert len(behind.fusion.operands) == 1
+    x = np.random.default_rng(4).standard_normal((5, 24)).astype(np.float16)
+    assert run(gemm_model(), {"x": x})[0].tobytes() == run(fused, {"x": x})[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("arch", "tier"),
+    [
+        ("sm_100", Tier.BEHIND),
+        ("sm_120", Tier.BEHIND),
+        ("sm_80", Tier.ONE_KERNEL),
+        ("sm_80,sm_90a,ptx", Tier.ONE_KERNEL),
+    ],
+)
+def test_an_architecture_without_a_kernel_of_its_own_gets_the_second_tier(arch: str, tier: Tier) -> None:
+    key = "real/phi3.real.torchscript.op17.fp16.dynamic.onnx"
+    analysis = analyse_model(corpus.folder() / key, resolve(arch, list))
+    assert {site.tier for site in analysis.sites} == {tier}
+
+
+def test_a_lone_op_behind_a_fast_product_is_left_alone() -> None:
+    b = Builder(FLOAT16)
+    weight = b.array(np.zeros((4096, 4096)), "weight")
+    model = b.model(b("Relu", b("MatMul", b.input("x", (4096, 4096)), weight)))
+    (skipped,) = analyse_model(model, resolve("sm_100", list)).skipped
+    assert (skipped.reason, skipped.anchor) == ("slower", "MatMul_0")
+    assert not analyse_model(model, resolve("sm_90a", list)).skipped
+
+
+def test_exact_products_are_never_left_to_the_library() -> None:
+    b = Builder()
+    weight = b.array(np.zeros((4096, 4096)), "weight")
+    model = b.model(b("Relu", b("MatMul", b.input("x", (4096, 4096)), weight)))
+    (site,) = analyse_model(model, resolve("sm_100", list), "exact").sites
+    assert (site.tier, site.behind) == (Tier.ONE_KERNEL, None)

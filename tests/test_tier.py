@@ -1,0 +1,80 @@
+"""The tier that a site gets: by what it loses at every number of rows, and in agreement of all architectures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.kernel_spec import Tile
+from onnxfuse.tier import LIBRARY_ADVANTAGE, Tier, Times, Traffic, advantage, choose, estimate_from, least_loss
+
+ONE, BEHIND, ALONE = Tier.ONE_KERNEL, Tier.BEHIND, Tier.LEFT_ALONE
+MATH = ("f16", "bf16", "tf32", "fp32")
+TRAFFIC = Traffic(weights=2 * 4096 * 8192, lhs=2 * 4096, product=2 * 8192, rest=2 * 4096, passes=5)
+PORTABLE = Tile(64, 64, 32, 2, 2, 3)
+
+
+def times(one: float, behind: float, alone: float = 1000.0) -> dict[Tier, float]:
+    return {ONE: one, BEHIND: behind, ALONE: alone}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([times(1, 2)], ONE),
+        ([times(2, 1)], BEHIND),
+        ([times(2, 2, 2)], ONE),
+        ([times(3, 3, 2)], ALONE),
+        ([times(1, 1.3), times(1, 1.3), times(2, 1)], BEHIND),  # twice as fast there outweighs two small losses
+        ([times(1, 1.5), times(1, 1.5), times(2, 1)], ONE),
+        ([times(100, 130), times(1, 0.5)], BEHIND),  # a ratio counts the same for short and long kernels
+    ],
+)
+def test_the_tier_that_loses_least(rows: list[Times], expected: Tier) -> None:
+    assert least_loss(rows) is expected
+    assert least_loss(rows[::-1]) is expected
+
+
+def test_a_tier_that_was_not_timed_everywhere_is_not_taken() -> None:
+    assert least_loss([{ONE: 3.0, ALONE: 2.0}, times(3, 1, 2)]) is ALONE
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [
+        ({"sm_100": times(2, 1), "sm_120": times(2, 1)}, BEHIND),
+        ({"sm_100": times(9, 1), "sm_80": times(1, 2)}, ONE),
+        ({"sm_100": times(9, 1, 5), "sm_120": times(9, 5, 1)}, ONE),
+        ({"sm_100": times(2, 1), "ptx": times(1, 2)}, BEHIND),
+        ({"ptx": times(2, 1)}, BEHIND),
+    ],
+)
+def test_architectures_must_agree_and_ptx_has_no_say_beside_others(best: dict[str, Times], expected: Tier) -> None:
+    assert choose({ARCHITECTURES[arch]: [times] for arch, times in best.items()}) is expected
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("m", [1, 128, 8192])
+@pytest.mark.parametrize("microseconds", [1.0, 50.0, 2000.0])
+def test_a_kernel_as_fast_as_the_library_is_always_taken(arch: str, m: int, microseconds: float) -> None:
+    estimated = estimate_from(ARCHITECTURES[arch], 1.0, replace(TRAFFIC, passes=1), m, microseconds)
+    assert estimated[ONE] < min(estimated[BEHIND], estimated[ALONE])
+
+
+@pytest.mark.parametrize("math", MATH)
+def test_the_architectures_own_kernel_is_as_fast_as_the_library(math: str) -> None:
+    device = ARCHITECTURES["sm_90a"]
+    assert advantage(device, math, HopperTile(128, 128, pingpong=True)) == 1.0
+    assert advantage(device, math, PORTABLE) == LIBRARY_ADVANTAGE.get(("sm_90a", math), 1.0)
+    assert advantage(ARCHITECTURES["sm_80"], math, PORTABLE) == 1.0
+
+
+@pytest.mark.parametrize(("arch", "math"), LIBRARY_ADVANTAGE)
+def test_a_faster_library_is_taken_where_multiplying_takes_longest(arch: str, math: str) -> None:
+    device, factor = ARCHITECTURES[arch], advantage(ARCHITECTURES[arch], math, PORTABLE)
+    assert least_loss([estimate_from(device, factor, TRAFFIC, 8192, 2000.0)]) is BEHIND
+    assert least_loss([estimate_from(device, factor, TRAFFIC, 16, 14.0)]) is ONE  # bound by reading the weights
+    assert least_loss([estimate_from(device, factor, replace(TRAFFIC, passes=1), 8192, 2000.0)]) is ALONE
