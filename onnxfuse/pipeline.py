@@ -238,7 +238,7 @@ def _record(name: str, device: DeviceSpec, variant: Variant, kernels: Kernels) -
 
 def _two_levels(spec: KernelSpec) -> int:
     """The record's bits: which loops of which tensors the kernel walks in two levels."""
-    lhs = {0: ("n",) if spec.lhs_two_levels else ()}  # its columns are k
+    lhs = {0: ("n",) if spec.lhs_run else ()}  # its columns are k
     loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
     outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
     walked = (lhs | loads | outs).items()
@@ -282,6 +282,7 @@ def _replacement(site: Site, kernel: str) -> Replacement:
         outputs=tuple(tensor.name for tensor in fusion.outputs),
         name=f"{fusion.anchor}/FusedGemm",
         attributes=node_attributes(fusion, site.mapping, kernel),
+        shapes=site.match.shapes,
     )
 
 

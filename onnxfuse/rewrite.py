@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetId
 
 from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN, functions_of, inline, subgraphs, walk
+from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.scopes import graph_at
 
 OP_TYPE = "FusedGemm"
@@ -40,6 +41,7 @@ class Replacement:
         outputs: values that it makes.
         name: name of the fused node.
         attributes: the fused node's attributes, all strings.
+        shapes: by node, what takes the place of the shape that a Reshape reads from outside.
     """
 
     graph: Graph
@@ -52,6 +54,7 @@ class Replacement:
     outputs: tuple[str, ...]
     name: str
     attributes: dict[str, str]
+    shapes: dict[int, FallbackShape] = field(default_factory=dict)
 
 
 def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
@@ -126,9 +129,9 @@ def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> N
 def _body(replacement: Replacement) -> FunctionProto:
     """The matched subgraph as a function, its values renamed by position so that equal subgraphs are equal bodies."""
     graph = replacement.graph
-    nodes = [graph.scope.nodes[index] for index in (*replacement.copied, *replacement.nodes)]
+    nodes, shapes = _nodes(replacement)
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    constants = list(_constants(graph, nodes, names))
+    constants = [*shapes, *_constants(graph, [*shapes, *nodes], names)]
     body = [*constants, *nodes]
     inner = (value for node in body for value in node.output if value)
     names |= {value: f"v{index}" for index, value in enumerate(inner)}
@@ -152,13 +155,53 @@ def _opsets(graph: Graph, nodes: list[NodeProto]) -> Iterator[tuple[str, int]]:
     return ((domain, graph.scope.opsets.get(domain, 1)) for domain in sorted(used))
 
 
+def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
+    """The matched nodes, and before them what some of them read in place of a computed shape."""
+    nodes: list[NodeProto] = []
+    shapes: list[NodeProto] = []
+    for index in (*replacement.copied, *replacement.nodes):
+        node = replacement.graph.scope.nodes[index]
+        if index in replacement.shapes:
+            node = _renamed(node, {})
+            shapes += _shape(f"{node.output[0]}/shape", replacement.shapes[index], replacement.inputs[0])
+            node.input[1] = shapes[-1].output[0]
+            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 keeps a dimension
+            del node.attribute[:]
+            node.attribute.extend(kept)
+        nodes.append(node)
+    return nodes, shapes
+
+
+def _shape(name: str, shape: FallbackShape, lhs: str) -> list[NodeProto]:
+    """Nodes that make a shape; where it has sizes of lhs, they are gathered from its own and the constant entries."""
+    entries = _constant(name, np.array(shape.entries, np.int64))
+    if shape.is_constant:
+        return [entries]
+    rank = 1 + max(index for index in shape.of_lhs if index is not None)
+    places = [rank + position if index is None else index for position, index in enumerate(shape.of_lhs)]
+    own, known, first, chosen, made = (f"{name}/{part}" for part in ("own", "known", "first", "chosen", "made"))
+    return [
+        entries,
+        helper.make_node("Shape", [lhs], [own]),
+        _constant(first, np.arange(rank)),
+        helper.make_node("Gather", [own, first], [f"{own}/first"]),
+        helper.make_node("Concat", [f"{own}/first", name], [known], axis=0),
+        _constant(chosen, np.array(places, np.int64)),
+        helper.make_node("Gather", [known, chosen], [made]),
+    ]
+
+
+def _constant(name: str, value: np.ndarray[Any, Any]) -> NodeProto:
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value))
+
+
 def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
     """Constant nodes for what the matched nodes read beside the fused node's inputs: numbers, bounds, sizes."""
     made = {value for node in nodes for value in node.output}
     read = dict.fromkeys(value for node in nodes for value in node.input if value)
     for name in read:
         if name not in made and name not in inputs:
-            yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(_known_array(graph, name)))
+            yield _constant(name, _known_array(graph, name))
 
 
 def _known_array(graph: Graph, name: str) -> np.ndarray[Any, np.dtype[Any]]:
