@@ -14,6 +14,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
 from onnxfuse.patterns import Match, match_behind
+from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
 from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
@@ -37,6 +38,7 @@ class Form:
         place: the index among them where the fused node goes.
         folded: indices of nodes that are not needed any more: what others read of them are constants.
         constants: the names of those.
+        shapes: by node, what takes the place of the shape that a Reshape reads from outside.
         kept: those that stay, right before the fused node: the products that it is behind.
         fusion: what it computes.
         mapping: the axes of its loops.
@@ -50,6 +52,7 @@ class Form:
     place: int
     folded: tuple[int, ...]
     constants: tuple[str, ...]
+    shapes: dict[int, FallbackShape]
     kept: tuple[int, ...]
     fusion: Pointwise
     mapping: AxisMapping
@@ -99,7 +102,7 @@ class Site:
     def whole(self) -> Form:
         """The form with the product in the kernel."""
         match = self.match
-        places = (match.nodes, match.copied, match.place, match.folded, match.constants, ())
+        places = (match.nodes, match.copied, match.place, match.folded, match.constants, match.shapes, ())
         return Form(self.graph, FUSED_GEMM, *places, self.fusion, self.mapping, self.plans)
 
 
@@ -125,6 +128,9 @@ def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, mat
 
 
 def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
+    shapes = {index: shape for index, shape in match.shapes.items() if index in match.nodes}
+    if not all(shape.is_constant for shape in shapes.values()):  # the product's input is no input of the kernel
+        return None
     try:
         fusion, products = match_behind(graph, match)
         pointwise = behind_product(simplify(fusion), products)
@@ -133,7 +139,7 @@ def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[
         return None
     kept = tuple(sorted(graph.index(product.node) for product in match.products))
     plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
-    places = (match.nodes, (), match.place, match.folded, match.constants, kept)
+    places = (match.nodes, (), match.place, match.folded, match.constants, shapes, kept)
     return Form(graph, FUSED_POINTWISE, *places, pointwise, own, plans)
 
 

@@ -21,7 +21,7 @@ from onnxfuse.patterns.lowering import lower
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.parts import check_parts, pattern_of
 from onnxfuse.patterns.places import Places
-from onnxfuse.patterns.product import Product, is_anchor, read_product
+from onnxfuse.patterns.product import Product, is_anchor, read_product, without_views
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; more of them never meet in one value
@@ -91,7 +91,7 @@ def _siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]
     """Products that a kernel could compute together, the group with the last product first."""
     groups: dict[object, list[Product]] = {}
     for product in products:
-        key = (product.lhs, product.dtype, product.k, product.rhs_order, product.rows)
+        key = (product.lhs, product.dtype, product.k, product.rhs_order, product.row_view, product.k_view)
         groups.setdefault(key, []).append(product)
     chunks = [
         tuple(group[start : start + MAX_SIBLINGS])
@@ -109,6 +109,8 @@ def _match_group(
     fused: dict[int, Site],
 ) -> list[tuple[gs.Node, NotFusable]]:
     """Cut matches out of what a group grows into until none is left; `fused` takes them, by their first anchor."""
+    if any(places.is_taken(view.node) for product in group for view in product.views):
+        group = tuple(map(without_views, group))
     while group:
         cut = Cut(Growth(graph, group, places.is_taken), places)
         taken = _largest(graph, cut, accept)
