@@ -2,10 +2,11 @@
 
 Shared memory of one block, in this order:
 
-    ring      stages x (lhs[block_m, 64] + parts x rhs[64, block_n]), swizzled as wgmma wants it
+    ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it
     staging   for each of the eight consumer warps: one or two slabs of every output, two or all of every tile operand
     vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
-    barriers  two for each stage of the ring and for each of the vectors
+    barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
+              one for the start of the latter
 
 `kernels/cuda/hopper_gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -15,16 +16,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from onnxfuse.kernel_spec import Access, KernelSpec
-from onnxfuse.tile_footprint import copy_width
 
 CONSUMER_GROUPS = 2
 VECTOR_BUFFERS = 4
 THREADS = 128 * (CONSUMER_GROUPS + 1)
-BLOCK_K = 64  # 128 bytes of 16-bit elements: the widest swizzle
+STAGE_ROW_BYTES = 128  # of k in a stage: the widest swizzle
 FRAGMENT_ROWS = 64  # of one wgmma
+WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
 MAX_WIDTH = 256  # columns of one wgmma
 MAX_ACCUMULATORS = 192  # fp32 registers of one thread
 TILE_LOAD_REGISTERS = 32
+COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 MAX_BOX = 256  # rows of one TMA box
 MAX_STAGES = 8
 ENOUGH_STAGES = 4  # from here on, room for outputs and operands is worth more than another stage
@@ -89,7 +91,7 @@ class HopperFootprint:
         out_offsets: of each output in the warp's staging area.
         out_buffers: slabs of one boxed output that can be on their way to global memory at once, that being computed
             included.
-        load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two.
+        load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
     """
 
     stages: int
@@ -115,7 +117,7 @@ class HopperFootprint:
     @property
     def total(self) -> int:
         """Dynamic shared memory of the launch."""
-        return self.barriers_offset + 2 * (self.stages + VECTOR_BUFFERS) * BARRIER_BYTES
+        return self.barriers_offset + _barriers(self.stages, self.load_buffers) * BARRIER_BYTES
 
 
 @dataclass(frozen=True)
@@ -141,10 +143,15 @@ class MapRule:
     box_outer: int
 
 
+def block_k(spec: KernelSpec) -> int:
+    """Elements of k in one stage of the ring."""
+    return STAGE_ROW_BYTES // spec.dtype.bytes
+
+
 def rhs_atom(spec: KernelSpec, tile: HopperTile) -> int:
     """Elements of the swizzle's span along the contiguous axis of rhs: of k, or of n as far as it divides a part."""
     if spec.rhs_order == "nk":
-        return BLOCK_K
+        return block_k(spec)
     return next(atom for atom in (64, 32, 16) if tile.block_n % atom == 0)
 
 
@@ -153,7 +160,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
 
     In a cluster that shares rhs each block loads half of every box and sends it to both.
     """
-    rows = BLOCK_K if spec.rhs_order == "kn" else tile.block_n
+    rows = block_k(spec) if spec.rhs_order == "kn" else tile.block_n
     return rhs_atom(spec, tile), rows // tile.cluster_m
 
 
@@ -170,9 +177,9 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     inner, outer = rhs_box(spec, tile)
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
-    lhs = MapRule("lhs", 0, False, 2 * BLOCK_K, BLOCK_K, tile.block_m // tile.cluster_n)
+    lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, block_k(spec), tile.block_m // tile.cluster_n)
     rhs = (
-        MapRule("rhs", part, spec.rhs_order == "nk", 2 * rhs_atom(spec, tile), inner, outer)
+        MapRule("rhs", part, spec.rhs_order == "nk", spec.dtype.bytes * rhs_atom(spec, tile), inner, outer)
         for part in range(spec.parts)
     )
     outs = (
@@ -208,12 +215,16 @@ def _conflicts(columns: int) -> int:
     return max(map(banks.count, banks))
 
 
+def _barriers(stages: int, load_buffers: int) -> int:
+    return 2 * (stages + VECTOR_BUFFERS) + (1 + 2 * CONSUMER_GROUPS * load_buffers if load_buffers else 0)
+
+
 def _layout(
     spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int, whole: bool
 ) -> HopperFootprint:
-    stage = 2 * BLOCK_K * (tile.block_m + spec.parts * tile.block_n)
+    stage = STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
     slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
-    load_buffers = slabs if whole else min(slabs, 2)
+    load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
     # Boxes first: they need the alignment of the swizzle.
     for index, out in sorted(enumerate(spec.outs), key=lambda entry: not boxed(entry[1])):
@@ -225,7 +236,7 @@ def _layout(
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
-    fixed = WARPS * staging + VECTOR_BUFFERS * (vectors + 2 * BARRIER_BYTES)
+    fixed = WARPS * staging + VECTOR_BUFFERS * vectors + _barriers(0, load_buffers) * BARRIER_BYTES
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
     return HopperFootprint(stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers)
@@ -234,9 +245,11 @@ def _layout(
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec with a tile, or None if it can."""
     width = spec.parts * tile.block_n
-    if spec.math not in ("f16", "bf16"):
-        return f"no wgmma of this kernel for {spec.math}"
-    if copy_width(spec.lhs_width, 2) * 2 < LDS_BYTES or copy_width(spec.rhs_width, 2) * 2 < LDS_BYTES:
+    if spec.math not in WGMMA_STEPS:
+        return f"wgmma does not multiply {spec.math}"
+    if spec.math == "tf32" and spec.rhs_order == "kn":
+        return "wgmma reads 32-bit elements of rhs with k contiguous only"
+    if min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES:
         return "TMA needs rows of lhs and rhs on 16-byte boundaries"
     if spec.lhs_two_levels or any(access.turned or access.two_levels for access in (*spec.loads, *spec.outs)):
         return "one stride walks each loop of every tensor, and n is the contiguous axis of tiles and outputs"
@@ -259,7 +272,9 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
 
 def max_accumulators(spec: KernelSpec) -> int:
     """How many of a thread's 232 registers can hold sums: addresses and pairs of tile operands need some more."""
-    return MAX_ACCUMULATORS - TILE_LOAD_REGISTERS * sum(load.kind == "tile" for load in spec.loads)
+    copied = sum(not boxed(out) for out in spec.outs)
+    tiles = sum(load.kind == "tile" for load in spec.loads)
+    return MAX_ACCUMULATORS - TILE_LOAD_REGISTERS * tiles - COPIED_OUT_REGISTERS * copied
 
 
 def _staged_bytes(access: Access, columns: int) -> int:

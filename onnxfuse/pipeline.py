@@ -103,7 +103,7 @@ def tune_model(
         try:
             sites.append(decide(site, device, times[id(site)]))
         except NotFusable as refusal:
-            skipped.append(skipped_site(site.fusion.anchor, refusal))
+            skipped += (skipped_site(product.label, refusal) for product in site.match.products)
     return replace(analysis, sites=tuple(sites), skipped=tuple(skipped))
 
 

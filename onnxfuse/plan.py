@@ -13,8 +13,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
-from onnxfuse.hopper_tile import BLOCK_K as HOPPER_BLOCK_K
-from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.hopper_tile import HopperTile, block_k
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
@@ -217,7 +216,7 @@ def flow(spec: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> Flow:
     """How a legal tile reads rhs."""
     if isinstance(tile, HopperTile):
         stages = hopper_footprint(spec, tile, device.shared_bytes).stages
-        return Flow(device.multiprocessors, stages * HOPPER_BLOCK_K, shared=True)
+        return Flow(device.multiprocessors, stages * block_k(spec), shared=True)
     own = replace(spec, tile=tile)
     if tile.kernel == "small_m":
         resident = small_m_tile.resident_blocks(own)

@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
@@ -35,6 +36,8 @@ class Replacement:
         nodes: indices of the matched nodes in the scope, ascending.
         copied: indices of nodes that the matched ones need too, and that stay as long as others need them.
         place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
+        folded: indices of nodes that are not needed any more: what others read of them are constants.
+        constants: the names of those.
         inputs: values that the kernel reads, in order.
         outputs: values that it makes.
         name: name of the fused node.
@@ -47,6 +50,8 @@ class Replacement:
     nodes: tuple[int, ...]
     copied: tuple[int, ...]
     place: int
+    folded: tuple[int, ...]
+    constants: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     name: str
@@ -80,8 +85,10 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
                 proto.functions.append(body)
             kept = [scope.node[index] for index in replacement.kept]
             fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
-        matched = {index for replacement in group for index in replacement.nodes}
+        matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused)
+        constants = dict.fromkeys(name for replacement in group for name in replacement.constants)
+        scope.initializer.extend(numpy_helper.from_array(_known_array(graph, name), name) for name in constants)
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
@@ -166,10 +173,14 @@ def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> 
     read = dict.fromkeys(value for node in nodes for value in node.input if value)
     for name in read:
         if name not in made and name not in inputs:
-            value = graph.known_value(graph.tensor(name))
-            assert value is not None, f"{name} is neither an input of the fusion nor known"
-            array = np.asarray(value, np.int64) if value.dtype == object else value
-            yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(array))
+            yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(_known_array(graph, name)))
+
+
+def _known_array(graph: Graph, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """A value that is known before the run, of the type that the model gives it."""
+    value, dtype = graph.known_value(graph.tensor(name)), graph.dtype(name)
+    assert value is not None, f"{name} is neither an input of the fusion nor known"
+    return value.astype(helper.tensor_dtype_to_np_dtype(dtype or TensorProto.INT64))
 
 
 def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import onnx
@@ -17,6 +18,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, help
 from onnxfuse.errors import ModelError
 from onnxfuse.inline import DOMAIN, FunctionKey, functions_of, inline, subgraphs, versions, walk, why_not
 from onnxfuse.model import Model, is_large
+from onnxfuse.operators import known_operators
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,35 @@ def _main_scope(model: Model, inlined: Collection[FunctionKey]) -> Scope:
 
 def _infer(skeleton: ModelProto, label: str) -> ModelProto:
     try:
-        onnx.checker.check_model(skeleton)
-        return onnx.shape_inference.infer_shapes(skeleton, check_type=True, data_prop=True)
+        with known_operators(microsoft=False), _shaped(skeleton.graph):
+            onnx.checker.check_model(skeleton)
+        with known_operators(microsoft=True):
+            return onnx.shape_inference.infer_shapes(skeleton, check_type=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{label}: invalid model: {reason[:300]}") from None
+
+
+@contextmanager
+def _shaped(graph: GraphProto) -> Iterator[None]:
+    """Give values of unknown rank some shape: the checker asks for one, ONNX Runtime does not."""
+    bare = [kind for kind in _tensor_types(graph) if not kind.HasField("shape")]
+    for kind in bare:
+        kind.shape.SetInParent()
+    try:
+        yield
+    finally:
+        for kind in bare:
+            kind.ClearField("shape")
+
+
+def _tensor_types(graph: GraphProto) -> Iterator[TypeProto.Tensor]:
+    """Types of the inputs and outputs of a graph and of those inside."""
+    values = (*graph.input, *graph.output)
+    yield from (value.type.tensor_type for value in values if value.type.HasField("tensor_type"))
+    for node in graph.node:
+        for _, inner in subgraphs(node):
+            yield from _tensor_types(inner)
 
 
 def _scope(around: Scope, graph: GraphProto) -> Scope:

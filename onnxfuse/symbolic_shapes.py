@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse import symbolic
 from onnxfuse.known_values import Array, integers
+from onnxfuse.operators import qualified_op
 from onnxfuse.symbolic import Size
 
 Shape = tuple[Size, ...]
@@ -48,7 +49,7 @@ class Known:
 
 def output_shapes(known: Known) -> list[Shape | None]:
     """The shapes of a node's outputs; None for one that no rule tells."""
-    rule = _RULES.get(known.node.op)
+    rule = _RULES.get(qualified_op(known.node))
     shapes = list(rule(known)) if rule is not None else []
     return shapes + [None] * (len(known.node.outputs) - len(shapes))
 
@@ -259,9 +260,8 @@ def _scaled(size: Size, scale: float) -> Size:
 Rule = Callable[[Known], Sequence[Shape | None]]
 _KEEP_SHAPE = (
     "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "Dropout", "Elu", "Erf", "Exp",
-    "FastGelu", "Floor",
-    "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
-    "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "QuickGelu", "RMSNormalization",
+    "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
+    "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
     "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus",
     "Softsign", "Sqrt", "Swish", "Tanh", "Trilu",
 )  # fmt: skip
@@ -270,7 +270,59 @@ _BROADCAST = (
     "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
 )  # fmt: skip
 _REDUCE = ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare")
+
+
+def _skip(known: Known) -> list[Shape | None]:
+    """A normalisation that also returns the sum that it normalises."""
+    return [known.shape(0), None, None, known.shape(0)][: len(known.node.outputs)]
+
+
+def _fused_matmul(known: Known) -> list[Shape | None]:
+    lhs, rhs, attrs = known.shape(0), known.shape(1), known.node.attrs
+    if lhs is None or rhs is None or attrs.get("transBatchA") or attrs.get("transBatchB"):
+        return [None]
+    flags = (attrs.get("transA"), attrs.get("transB"))
+    shapes = [(*s[:-2], s[-1], s[-2]) if flag and len(s) > 1 else s for s, flag in zip((lhs, rhs), flags, strict=True)]
+    return _matmul(Known(known.node, shapes, known.values))
+
+
+def _half_columns(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    return [(*shape[:-1], shape[-1] // 2 if isinstance(shape[-1], int) else None) if shape else None]
+
+
+def _embedding(known: Known) -> list[Shape | None]:
+    ids, words = known.shape(0), known.shape(2)
+    return [(*ids, words[-1]) if ids and words else None]
+
+
+def _attention(known: Known) -> list[Shape | None]:
+    """`[b, s, hidden]`: a third of the columns of the packed weight."""
+    shape, weight = known.shape(0), known.shape(1)
+    if not shape or not weight or not isinstance(weight[-1], int) or "qkv_hidden_sizes" in known.node.attrs:
+        return [None]
+    return [(*shape[:-1], weight[-1] // 3)]
+
+
+def _heads(known: Known) -> list[Shape | None]:
+    """`[b, s, hidden]`: the query's rows and the value's columns."""
+    query, value = known.shape(0), known.shape(2)
+    return [(*query[:-1], value[-1]) if query and value and len(query) == len(value) == 3 else None]
+
+
+_MICROSOFT: dict[str, Rule] = {
+    **dict.fromkeys(("BiasAdd", "BiasGelu", "FastGelu", "Gelu", "GroupNorm", "QuickGelu", "RotaryEmbedding"), _same),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
+    "Attention": _attention,
+    "BiasSplitGelu": _half_columns,
+    "EmbedLayerNormalization": _embedding,
+    "FusedGemm": _gemm,
+    "FusedMatMul": _fused_matmul,
+    "MultiHeadAttention": _heads,
+}
+
 _RULES: dict[str, Rule] = {
+    **{f"com.microsoft::{op}": rule for op, rule in _MICROSOFT.items()},
     **dict.fromkeys(_KEEP_SHAPE, _same),
     **dict.fromkeys(_BROADCAST, _elementwise),
     **dict.fromkeys(_REDUCE, _reduce),

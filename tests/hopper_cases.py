@@ -53,13 +53,13 @@ def cases() -> Iterator[HopperCase]:
         for parts in (1, 2, 3, 4):
             for cluster in CLUSTERS:
                 turn += 1
-                order, math = ("nk", "kn")[turn % 2], ("f16", "bf16")[turn // 2 % 2]
-                kind = ("plain", "residual", "plain", "mixed")[turn % 4]
-                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 8 == 3]
+                order, math = ("nk", "kn")[turn % 2], ("f16", "bf16", "tf32")[turn // 5 % 3]
+                kind = ("plain", "residual", "plain", "mixed")[turn // 2 % 4]
+                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 7 == 3]
                 sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(5))
                 if turn % 6 == 0:
                     sizes = (Size(65, 72, 40, batch=3, pad=8, broadcast_rhs=turn % 12 == 0), *sizes[1:])
-                if order == "nk" and turn % 3 == 0:  # n is then free: no output or row operand has wide accesses
+                if order == "nk" and turn % 8 == 0:  # n is then free: no output or row operand has wide accesses
                     odd = (replace(size, n=size.n + 1 + index) for index, size in enumerate(sizes))
                     sizes = (Size(67, 45, 72), *odd)
                 spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from onnxfuse.dtypes import F16
-from onnxfuse.hopper_tile import BLOCK_K, HopperTile, footprint, map_rules, why_not
+from onnxfuse.dtypes import F32
+from onnxfuse.hopper_tile import STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
 from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases
@@ -39,11 +39,12 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
     rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
     assert len(outs) == len(case.spec.outs)
-    assert lhs.box_inner * lhs.box_outer * case.tile.cluster_n == case.tile.block_m * BLOCK_K
+    size = case.spec.dtype.bytes
+    assert lhs.box_inner * lhs.box_outer * case.tile.cluster_n * size == case.tile.block_m * STAGE_ROW_BYTES
     for rule in (lhs, *rhs):
-        assert rule.box_inner * 2 == rule.swizzle
+        assert rule.box_inner * size == rule.swizzle
         assert max(rule.box_inner, rule.box_outer) <= 256
-        assert rule.box_inner * rule.box_outer * 2 % 1024 == 0 or rule.swizzle < 128
+        assert rule.box_inner * rule.box_outer * size % 1024 == 0 or rule.swizzle < 128
 
 
 def test_refusals_name_their_reason() -> None:
@@ -55,7 +56,8 @@ def test_refusals_name_their_reason() -> None:
 
     assert reason() == ""
     assert "16-byte" in reason(replace(spec, lhs_width=4))
-    assert "wgmma" in reason(replace(spec, dtype=F16, math="tf32"))
+    assert "wgmma" in reason(replace(spec, dtype=F32, math="fp32"))
+    assert "k contiguous" in reason(make_spec("tf32", 2, "kn", PORTABLE, ALIGNED))
     assert "rows" in reason(block_m=96)
     assert "columns" in reason(block_n=136)
     assert "accumulators" in reason(block_n=112)

@@ -61,6 +61,14 @@ def sequence_of_halves(b: Builder) -> str:
     return gated(b, *split_to_sequence(b, linear(b)))
 
 
+def shape_read_elsewhere(b: Builder) -> str:
+    """As TorchScript splits heads: the number of columns is known, so its reader does not need the product's value."""
+    product = linear(b, bias=False)
+    columns = b("Div", b("Gather", b("Shape", product), b.integers(2), axis=0), b.integers(2))
+    sizes = b("Concat", b.integers(0, 0), columns, b.integers(-1), axis=0)
+    return b("Reshape", b("Softmax", b("Tanh", product)), sizes)
+
+
 def dual(b: Builder) -> str:
     x = b.input("x", ("batch", "rows", K))
     first, second = (b("MatMul", x, b.array(draw(K, N, seed=seed), f"weight{seed}")) for seed in range(2))
@@ -74,6 +82,13 @@ def add_of_two_products(b: Builder) -> str:
     return b("Add", b("Tanh", first), second)
 
 
+def test_shape_arithmetic_that_others_read_is_a_constant() -> None:
+    b = Builder()
+    fused = fuse(b.model(shape_read_elsewhere(b)))
+    assert [node.op_type for node in fused.graph.node] == ["FusedGemm", "Softmax", "Reshape"]
+    assert len(fused.graph.node[0].output) == 1
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -81,6 +96,7 @@ def add_of_two_products(b: Builder) -> str:
         early_reader_of_an_intermediate,
         shared_transposed_weight,
         sequence_of_halves,
+        shape_read_elsewhere,
         dual,
         add_of_two_products,
     ],

@@ -15,7 +15,7 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 ONNX_WORLD = (
     "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "extract",
-    "store", "reference", "probe",
+    "store", "reference", "probe", "operators",
 )  # fmt: skip
 WALLS = {
     "onnx": ONNX_WORLD,

@@ -6,7 +6,16 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
-from onnxfuse.hopper_tile import TILE_BYTES, HopperFootprint, HopperTile, boxed, footprint, rhs_atom, rhs_box
+from onnxfuse.hopper_tile import (
+    TILE_BYTES,
+    WGMMA_STEPS,
+    HopperFootprint,
+    HopperTile,
+    boxed,
+    footprint,
+    rhs_atom,
+    rhs_box,
+)
 from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import access_table, template
 from onnxfuse.kernels.epilogue import functor
@@ -52,7 +61,7 @@ constexpr bool OPERANDS_AHEAD = {_flag(tile.operands_ahead)};
 """
 
 
-# Accurate functions of the functor and those that are accurate enough for 16-bit operands.
+# Accurate functions of the functor and those that are accurate enough for 16-bit and TF32 operands.
 _FAST = {
     "pointwise::gelu(": "pointwise::fast_gelu(",
     "pointwise::gelu_tanh(": "pointwise::fast_gelu_tanh(",
@@ -104,7 +113,7 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "STAGES": layout.stages,
         "SLAB_COLUMNS": layout.slab_columns,
         "OUT_BUFFERS": layout.out_buffers,
-        "LOAD_BUFFERS": layout.load_buffers,
+        "LOAD_BUFFERS": max(layout.load_buffers, 1),
         "STAGING_BYTES": layout.staging,
         "VECTORS_OFFSET": layout.vectors_offset,
         "VECTORS_BYTES": layout.vectors,
@@ -115,13 +124,15 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
 
 
 def wgmma(spec: KernelSpec, width: int) -> str:
-    """The function `multiply`: acc[64, width] (+)= lhs[64, 16] * rhs[16, width], operands by descriptor."""
+    """The function `multiply`: acc[64, width] (+)= lhs[64, step] * rhs[step, width], operands by descriptor."""
     registers = width // 2
     names = ", ".join(f"%{index}" for index in range(registers))
     operands = ", ".join(f'"+f"(acc[{index}])' for index in range(registers))
     lhs, rhs, accumulate = (f"%{registers + index}" for index in range(3))
-    kind = f"m64n{width}k16.f32.{spec.dtype}.{spec.dtype}"
-    transposed = 0 if spec.rhs_order == "nk" else 1
+    kind = f"m64n{width}k{WGMMA_STEPS[spec.math]}.f32.{spec.math}.{spec.math}"
+    # Only 16-bit operands may be transposed: the last two immediates of their wgmma.
+    transposed = ", 0, 1" if spec.rhs_order == "kn" else ", 0, 0"
+    immediates = f"1, 1{transposed if spec.dtype.bytes == 2 else ''}"
     return f"""\
 // Where not `accumulate`, the old accumulators are not read.
 __device__ __forceinline__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs,
@@ -129,7 +140,7 @@ __device__ __forceinline__ void multiply(float (&acc)[{registers}], unsigned lon
   asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
                "wgmma.mma_async.sync.aligned.{kind} "
                "{{{names}}}, "
-               "{lhs}, {rhs}, p, 1, 1, 0, {transposed}; }}"
+               "{lhs}, {rhs}, p, {immediates}; }}"
                : {operands}
                : "l"(lhs), "l"(rhs), "r"(accumulate));
 }}

@@ -15,14 +15,17 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_OUTS
 from onnxfuse.graph import node_label
+from onnxfuse.known_values import is_complete
+from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.growth import Growth
 from onnxfuse.patterns.match import Columns, Exit, Match
 from onnxfuse.patterns.places import Places
-from onnxfuse.patterns.pointwise import POINTWISE
+from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
 
 REGROUPING = frozenset({"Cast", "Identity"})  # with these alone behind it, an intermediate is not worth an output
 
+COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
 Region = int  # nodes of a growth, as bits by their position
 
 
@@ -47,6 +50,7 @@ class Cut:
         self.refusals: list[tuple[Region, NotFusable]] = []
         self._positions = {id(node): position for position, node in enumerate(growth.nodes)}
         self._values = [[self._value(node, tensor) for tensor in node.outputs] for node in growth.nodes]
+        self._foldable = self._find_foldable()
 
     def matches(self) -> Iterator[Match]:
         """Every piece that ends at a pointwise node, the furthest first; a caller that takes one grows again."""
@@ -60,10 +64,15 @@ class Cut:
                 self.refuse(region, refusal)
 
     def _may_end(self, position: int, region: Region) -> bool:
-        """Whether a node is pointwise and its value is read behind the region."""
+        """Whether a node computes something and its value is read behind the region."""
         node, value = self.growth.nodes[position], self._values[position][0]
-        pointwise = node.op in POINTWISE and node.op != "Identity" and value.columns is not None
-        return pointwise and value in self._leaving(region)
+        return self._is_computed(node) and value.columns is not None and value in self._leaving(region)
+
+    def _is_computed(self, node: gs.Node) -> bool:
+        """Whether a node does arithmetic beside a plain product."""
+        if any(product.node is node and product.activation is not None for product in self.growth.products):
+            return True
+        return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op != "Identity")
 
     def refuse(self, region: Region, refusal: NotFusable) -> None:
         """Remember why a piece was not taken."""
@@ -127,6 +136,8 @@ class Cut:
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
             copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.weight_nodes})),
             place=-1,
+            folded=tuple(growth.graph.index(growth.nodes[position]) for position in self._folded(region)),
+            constants=tuple(self._constants(region)),
             columns=columns.length,
             exits=exits,
             epilogue=growth.epilogue,
@@ -137,10 +148,34 @@ class Cut:
             self._check_worth(match, leaving, region)
         return self.places.placed(match)
 
-    def _leaving(self, region: Region) -> Iterator[_Value]:
-        for position in _bits(region):
+    def _find_foldable(self) -> Region:
+        """Shape arithmetic that is a constant, or that only constants are computed from: no reader of the product."""
+        foldable = 0
+        for position in reversed(range(len(self._values))):
+            if all(self._is_foldable(value, foldable) for value in self._values[position]):
+                foldable |= 1 << position
+        return foldable
+
+    def _is_foldable(self, value: _Value, foldable: Region) -> bool:
+        graph = self.growth.graph
+        known = graph.known_value(value.maker.outputs[0]) if value.columns is None else None
+        if known is None or value.escapes:
+            return False
+        return is_complete(known) or not (value.outside or value.readers & ~foldable)
+
+    def _folded(self, region: Region) -> Iterator[int]:
+        return (position for position in _bits(self._foldable) if self.growth.needs[position] & region)
+
+    def _constants(self, region: Region) -> Iterator[str]:
+        for position in self._folded(region):
             for value in self._values[position]:
-                if value.escapes or value.outside or value.readers & ~region:
+                if value.outside or value.readers & ~region & ~self._foldable:
+                    yield value.name
+
+    def _leaving(self, region: Region) -> Iterator[_Value]:
+        for position in _bits(region & ~self._foldable):
+            for value in self._values[position]:
+                if value.escapes or value.outside or value.readers & ~region & ~self._foldable:
                     yield value
 
     def _exit(self, value: _Value, width: int) -> Exit:
@@ -165,7 +200,7 @@ class Cut:
         for value in leaving:
             without |= self.growth.needs[self._positions[id(value.maker)]]
         gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
-        if all(node.op not in POINTWISE or node.op in REGROUPING for node in gained):
+        if all(pointwise_row(node) is None or node.op in REGROUPING for node in gained):
             raise self._leak(first, "and no arithmetic would be saved")
 
     def _leak(self, value: _Value, why: str) -> NotFusable:

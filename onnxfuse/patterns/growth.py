@@ -7,7 +7,7 @@ arithmetic of a computed chunk. It stops at everything else, and remembers why.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,14 +17,15 @@ from onnxfuse.dtypes import BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
+from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
-from onnxfuse.patterns.pointwise import POINTWISE
+from onnxfuse.patterns.pointwise import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
-KNOWN_OPS = frozenset({"Shape", "Gather", "Add", "Sub", "Mul", "Div", "Cast", "Unsqueeze", "Squeeze", "Concat"})
+MAX_INPUTS = 64  # of a node; no shape and no sum has more
 
 
 @dataclass(frozen=True)
@@ -57,27 +58,33 @@ class Growth:
         self._is_taken = is_taken
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
+        self._queue: list[int] = []
+        self._reached: dict[int, int] = {}  # queued nodes, and the absorbed ones that led to each
         self._run()
 
     def _run(self) -> None:
-        for product in self.products:
+        for position, product in enumerate(self.products):
             self._absorb_product(product)
-        queue = [self.graph.index(reader) for product in self.products for reader in _readers(product.node)]
-        seen = set(queue)
-        heapq.heapify(queue)
-        while queue and len(self.nodes) < MAX_NODES * len(self.products):
-            node = self.graph.nodes[heapq.heappop(queue)]
+            self._offer(position)
+        while self._queue and len(self.nodes) < MAX_NODES * len(self.products):
+            index = heapq.heappop(self._queue)
+            node = self.graph.nodes[index]
             try:
                 self._absorb(node)
             except NotFusable as stop:
                 refusal = NotFusable(stop.reason, node_label(node), stop.detail)
-                self.stops.append(Stop(refusal, self._needs_of(node)))
-                continue
-            for reader in _readers(node):
+                self.stops.append(Stop(refusal, self._reached[index]))
+            else:
+                self._offer(len(self.nodes) - 1)
+
+    def _offer(self, position: int) -> None:
+        """Queue the readers of an absorbed node, each once."""
+        for tensor in self.nodes[position].outputs:
+            for reader in tensor.outputs:
                 index = self.graph.index(reader)
-                if index not in seen:
-                    seen.add(index)
-                    heapq.heappush(queue, index)
+                if index not in self._reached:
+                    heapq.heappush(self._queue, index)
+                self._reached[index] = self._reached.get(index, 0) | self.needs[position]
 
     @property
     def rows(self) -> tuple[Size, ...]:
@@ -106,34 +113,41 @@ class Growth:
 
     def _absorb(self, node: gs.Node) -> None:
         """Absorb one reader; NotFusable says why not."""
-        if node.domain not in (None, "", "ai.onnx"):
-            raise NotFusable("unknown_op", "", f"{node.domain}::{node.op} is not in the pointwise table")
         if self._is_taken(node):
             raise NotFusable("taken", "", "belongs to the fusion of a later product")
-        columns = [value for tensor in node.inputs if (value := self.values.get(tensor.name)) is not None]
-        if node.op in KNOWN_OPS and (node.op == "Shape" or not columns):
+        inputs = node.inputs[:MAX_INPUTS]
+        columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
+        op = qualified_op(node)
+        if op == "SequenceAt":
+            self._absorb_sequence_at(node)
+        elif op == "Shape" or not columns:
             self._absorb_known(node)
-        elif node.op in _COLUMN_OPS:
-            _COLUMN_OPS[node.op](self, node)
-        elif node.op in POINTWISE:
-            self._absorb_pointwise(node, columns)
+        elif op in _COLUMN_OPS:
+            _COLUMN_OPS[op](self, node)
+        elif (lower := pointwise_row(node)) is not None:
+            self._absorb_pointwise(node, columns, lower)
         else:
-            raise NotFusable("unknown_op", "", f"{node.op} is not pointwise")
+            raise NotFusable("unknown_op", "", f"{op} is not pointwise")
 
     def _absorb_known(self, node: gs.Node) -> None:
         """Shape arithmetic on the product's own shape belongs to the match when all that it feeds does."""
+        if len(node.inputs) > MAX_INPUTS:
+            raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} of {len(node.inputs)} inputs")
         others = [tensor for tensor in node.inputs if tensor.name not in self.values]
-        if node.op != "Shape" and not all(is_complete(self.graph.known_value(tensor)) for tensor in others):
+        known = all(is_complete(self.graph.known_value(tensor)) for tensor in others)
+        if not known or any(self.graph.known_value(tensor) is None for tensor in node.outputs):
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
         self._take(node, None)
 
-    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns]) -> None:
+    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
+        if len(node.inputs) > MAX_INPUTS:
+            raise NotFusable("too_many_operands", "", f"{node.op} of {len(node.inputs)} inputs")
         if len({value.length for value in columns}) != 1:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
         length = columns[0].length
         inputs = [self._argument(tensor, length) for tensor in node.inputs]
         self._check_keeps_shape(node)
-        self._take(node, Columns(POINTWISE[node.op](self.epilogue, inputs, node.attrs), length))
+        self._take(node, Columns(lower(self.epilogue, inputs, node.attrs), length))
 
     def _check_keeps_shape(self, node: gs.Node) -> None:
         number = self.graph.dtype(node.outputs[0].name)
@@ -215,6 +229,15 @@ class Growth:
             raise NotFusable("empty_slice", "", "slices no column")
         self._take(node, self._range(value, start, stop))
 
+    def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
+        """The left half of the biased columns times the gelu of the right half."""
+        value = self._single(node)
+        biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value.length))
+        half = value.length // 2
+        first, second = self._ranges(Columns(biased, value.length), [half, half])
+        gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
+        self._take(node, Columns(gated, first.length))
+
     def _ranges(self, value: Columns, sizes: list[int]) -> list[Columns]:
         starts = [0]
         for size in sizes:
@@ -231,23 +254,18 @@ _COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "Split": Growth._absorb_split,
     "Slice": Growth._absorb_slice,
     "SplitToSequence": Growth._absorb_split_to_sequence,
-    "SequenceAt": Growth._absorb_sequence_at,
+    "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
 }
 
 
 def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:
-    """What a product's node makes: the sums with Gemm's factors and bias."""
+    """What a product's node makes: the sums with the node's own factors, bias and activation."""
     ref = epilogue.acc(product.out)
     if product.alpha != 1.0:
         ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
-    if product.bias is None or product.beta == 0.0:
-        return ref
-    bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns > 1)
-    if product.beta != 1.0:
-        bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
-    return epilogue.apply("add", ref, bias)
-
-
-def _readers(node: gs.Node) -> Iterator[gs.Node]:
-    for tensor in node.outputs:
-        yield from tensor.outputs
+    if product.bias is not None and product.beta != 0.0:
+        bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns > 1)
+        if product.beta != 1.0:
+            bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
+        ref = epilogue.apply("add", ref, bias)
+    return ref if product.activation is None else product.activation(epilogue, ref)

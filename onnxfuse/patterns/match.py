@@ -56,6 +56,8 @@ class Match:
         nodes: indices of the matched nodes in the main graph, ascending.
         copied: indices of nodes that make a weight of the match; others may need them as well.
         place: the index among them at which the fused node stands.
+        folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
+        constants: what others read of the folded nodes; constants of the rewritten model.
         columns: columns of one part, and of every range of an exit.
         exits: what leaves the match, the furthest value last.
         epilogue: expressions; the exits are values of it.
@@ -67,6 +69,8 @@ class Match:
     nodes: tuple[int, ...]
     copied: tuple[int, ...]
     place: int
+    folded: tuple[int, ...]
+    constants: tuple[str, ...]
     columns: int
     exits: tuple[Exit, ...]
     epilogue: EpilogueGraph

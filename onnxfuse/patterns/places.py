@@ -29,7 +29,7 @@ class Places:
 
     def take(self, match: Match) -> None:
         """Give a match its nodes."""
-        self._places.update(dict.fromkeys(match.nodes, match.place))
+        self._places.update(dict.fromkeys((*match.nodes, *match.folded), match.place))
 
     def placed(self, match: Match) -> Match:
         """The match with the last place that is right for it.
@@ -54,7 +54,7 @@ class Places:
                 yield from (self._place(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
 
     def _readers(self, match: Match) -> Iterator[int]:
-        inside = set(match.nodes)
+        inside = {*match.nodes, *match.folded}
         names = {out.name for out in match.exits}
         for index in match.nodes:
             for tensor in self.graph.nodes[index].outputs:

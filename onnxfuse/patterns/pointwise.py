@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import onnx_graphsurgeon as gs
+
 from onnxfuse.errors import NotFusable
 from onnxfuse.patterns.epilogue_graph import CONSTANT, EpilogueGraph, Ref
 
@@ -85,6 +87,20 @@ def _softsign(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -
     return graph.apply("div", inputs[0], graph.apply("add", graph.apply("abs", inputs[0]), graph.constant(1.0)))
 
 
+def _biased(lower: Lower) -> Lower:
+    """An activation of the sum of its inputs; a bias that is left out is -1."""
+
+    def with_bias(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+        given = [ref for ref in inputs if ref >= 0]
+        return lower(graph, [_fold("add")(graph, given, attributes)], attributes)
+
+    return with_bias
+
+
+def _quick_gelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    return _swish(graph, inputs, {"alpha": attributes.get("alpha", 1.702)})
+
+
 def _identity(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
     return inputs[0]
 
@@ -131,3 +147,19 @@ POINTWISE: dict[str, Lower] = {
     "Identity": _identity,
 }
 """Rows by ONNX op of the default domain; a lowering takes the inputs' expressions and the node's attributes."""
+
+MICROSOFT: dict[str, Lower] = {
+    "Gelu": _op("gelu"),
+    "BiasGelu": _biased(_op("gelu")),
+    "FastGelu": _biased(_op("gelu_tanh")),
+    "QuickGelu": _quick_gelu,
+    "BiasAdd": _biased(_identity),
+}
+"""The same of the domain com.microsoft: what ONNX Runtime's optimiser writes."""
+
+_DOMAINS = {None: POINTWISE, "": POINTWISE, "ai.onnx": POINTWISE, "com.microsoft": MICROSOFT}
+
+
+def pointwise_row(node: gs.Node) -> Lower | None:
+    """The row of a node's op; None for one that is not pointwise."""
+    return _DOMAINS.get(node.domain, {}).get(node.op)

@@ -1,7 +1,8 @@
-"""Anchors: a MatMul or Gemm read as `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[k, n]`."""
+"""Anchors: a MatMul, Gemm, FusedMatMul or FusedGemm, `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[k, n]`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -9,9 +10,14 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
+from onnxfuse.operators import qualified_op
+from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
+from onnxfuse.patterns.pointwise import POINTWISE
 
-ANCHORS = ("MatMul", "Gemm")
+ANCHORS = frozenset({"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm"})
 MAX_WEIGHT_NODES = 8
+
+Activation = Callable[[EpilogueGraph, Ref], Ref]
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class Product:
         k, n: sizes.
         bias: name of Gemm's third input, if it has one.
         alpha, beta: Gemm's factors.
+        activation: what FusedGemm applies to its result.
     """
 
     node: gs.Node
@@ -42,6 +49,7 @@ class Product:
     bias: str | None = None
     alpha: float = 1.0
     beta: float = 1.0
+    activation: Activation | None = None
 
     @property
     def label(self) -> str:
@@ -56,7 +64,7 @@ class Product:
 
 def is_anchor(node: gs.Node) -> bool:
     """Whether a node is a product that a fusion may start at."""
-    return node.op in ANCHORS and node.domain in (None, "", "ai.onnx")
+    return qualified_op(node) in ANCHORS
 
 
 def read_product(graph: Graph, node: gs.Node) -> Product:
@@ -76,8 +84,10 @@ def read_product(graph: Graph, node: gs.Node) -> Product:
         raise NotFusable("weight_not_a_matrix", node_label(node), f"the weight {rhs!r} has shape {_text(rhs_shape)}")
     if lhs_shape is None or len(lhs_shape) < 2:
         raise NotFusable("unknown_rank", node_label(node), f"the input {lhs!r} has shape {_text(lhs_shape)}")
-    if node.op == "Gemm" and node.attrs.get("transA", 0):
-        raise NotFusable("lhs_transposed", node_label(node), "Gemm with transA=1: k is not contiguous in the input")
+    if node.attrs.get("transA", 0):
+        raise NotFusable("lhs_transposed", node_label(node), f"{node.op} with transA=1: k is not contiguous")
+    if node.attrs.get("transBatchA", 0) or node.attrs.get("transBatchB", 0):
+        raise NotFusable("batch_transposed", node_label(node), "FusedMatMul with its batch behind its rows")
     turns = sum(view.op == "Transpose" for view in weight_nodes) + bool(node.attrs.get("transB", 0))
     transposed = turns % 2 == 1
     first, second = (int(size) for size in rhs_shape if isinstance(size, int))
@@ -89,7 +99,21 @@ def read_product(graph: Graph, node: gs.Node) -> Product:
         node, dtype, lhs, rhs, "nk" if transposed else "kn", lhs_shape[:-1], k, n, weight_nodes,
         bias=str(node.inputs[2].name) if has_bias else None,
         alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
+        activation=_activation(node),
     )  # fmt: skip
+
+
+def _activation(node: gs.Node) -> Activation | None:
+    """FusedGemm's activation: the name of an ONNX op, and its attributes with a prefix."""
+    name = node.attrs.get("activation")
+    if not name:
+        return None
+    lower = POINTWISE.get(name)
+    if lower is None:
+        raise NotFusable("unknown_op", node_label(node), f"the activation {name} is not in the pointwise table")
+    prefix = "activation_"
+    attributes = {key.removeprefix(prefix): value for key, value in node.attrs.items() if key.startswith(prefix)}
+    return lambda graph, ref: lower(graph, [ref], attributes)
 
 
 def _weight_nodes(tensor: gs.Tensor) -> tuple[gs.Node, ...]:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 MAP_BYTES = 128
 # Values of cuda.h
-UINT16, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 0, 3, 0
+UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 CASES = list(cases())
@@ -90,12 +90,13 @@ def encode(buffer: Buffer, address: int, rule: MapRule, target: int) -> None:
     inner, outer, pitch = (rows, columns, column_stride) if rule.rows_contiguous else (columns, rows, row_stride)
     pitch = pitch or max(-(-inner // 8) * 8, 8)  # one row
     size = buffer.data.itemsize
+    element = TFLOAT32 if size == 4 else UINT16
     extents = (ctypes.c_uint64 * 3)(inner, outer, batch if batch_stride else 1)
     strides = (ctypes.c_uint64 * 2)(pitch * size, (batch_stride or pitch * outer) * size)
     box = (ctypes.c_uint32 * 3)(rule.box_inner, rule.box_outer, 1)
     steps = (ctypes.c_uint32 * 3)(1, 1, 1)
     result = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(target), UINT16, 3, ctypes.c_uint64(address + buffer.offset * size), extents, strides, box,
+        ctypes.c_void_p(target), element, 3, ctypes.c_uint64(address + buffer.offset * size), extents, strides, box,
         steps, INTERLEAVE_NONE, SWIZZLES[rule.swizzle], L2_256_BYTES, FILL_ZERO,
     )  # fmt: skip
     assert result == 0, (rule, list(extents), list(strides), list(box))

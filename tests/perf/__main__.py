@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, tuple[int, ...]]] = {
     "btb_1280.real.torchscript.op17.fp16.dynamic": BLOCK | {"hidden_states": (2, 256, 1280)},
     "phi3.real.torchscript.op17.fp16.dynamic": {"input_ids": (1, 2048), "attention_mask": (1, 2048)},
     "llama.real.torchscript.op17.fp16.dynamic": {"input_ids": (1, 2048), "attention_mask": (1, 2048)},
-    "bert.real.torchscript.op17.fp16.dynamic.eager": {"input_ids": (32, 128), "attention_mask": (32, 128)},
+    "bert.real.torchscript.op17.fp16.dynamic.eager": {"input_ids": (64, 64), "attention_mask": (64, 64)},
     "sd15_unet.real.torchscript.op17.fp16.dynamic": {
         "sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)
     },

@@ -3,7 +3,7 @@
 // SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
-//   tile                   global -> staging area, all of it before the main loop, or one slab ahead of the computation
+//   tile                   global -> staging areas of a group, by a warp of its own, a tile or two slabs ahead
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA
 //                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
@@ -54,8 +54,7 @@ struct Slab {
   long long batch, row, column;
   int rows, columns;
 
-  __device__ __forceinline__ Slab(const OnnxfuseArguments& args, const OutTile& tile, int index) {
-    const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
+  __device__ __forceinline__ Slab(const OnnxfuseArguments& args, const OutTile& tile, int index, int warp) {
     const int first_row = tile.row + index / SLABS_N * GROUP_WGMMA_ROWS + warp * WARP_ROWS;
     const int first_column = tile.column + index % SLABS_N * SLAB_COLUMNS;
     batch = tile.batch, row = first_row, column = first_column;
@@ -119,9 +118,7 @@ struct SlabCopy {
   template <typename Staged, typename Body>
   static __device__ __forceinline__ void for_each(const Slab& slab, Staged* staged, const OnnxfuseTensor& tensor,
                                                   const Body& body) {
-    int lane = threadIdx.x % WARP_SIZE;
-    // Else the addresses of the first slab stay in registers during the main loop.
-    if constexpr (TILE_LOADS > 0) hide(lane);
+    const int lane = threadIdx.x % WARP_SIZE;
     const int first_row = lane / ROW_LANES;
     const int rows = (lane < ROWS * ROW_LANES ? min(slab.rows, WARP_ROWS) : 0) - first_row;
     const long long step = ROWS * tensor.row_stride;
@@ -131,7 +128,7 @@ struct SlabCopy {
       T* global = element_pointer<T>(tensor, slab.batch, slab.row + first_row, slab.column);
       global += column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
       Staged* shared = staged + first_row * STAGED_PITCH + column;
-#pragma unroll (TILE_LOADS == 0 && PASSES <= 8 ? PASSES : 2)
+#pragma unroll (PASSES <= 8 ? PASSES : 2)
       for (int pass = 0; pass < PASSES; ++pass, global += step) {
         body(shared + pass * ROWS * STAGED_PITCH, global, pass * ROWS < limit);
       }
@@ -140,12 +137,12 @@ struct SlabCopy {
   }
 };
 
-// One slab of every tile operand -> this warp's staging area, asynchronously.
-__device__ __forceinline__ void prefetch_slab(unsigned char* staging, const OnnxfuseArguments& args,
-                                              const OutTile& tile, int index) {
-  if constexpr (TILE_LOADS == 0) return;
-  if (index < SLABS) {
-    const Slab slab(args, tile, index);
+// One slab of every tile operand -> the staging areas of a group's warps, which begin at `staging`, asynchronously.
+__device__ __forceinline__ void load_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile,
+                                          int index) {
+#pragma unroll 1
+  for (int warp = 0; warp < WARP_GROUP / WARP_SIZE; ++warp, staging += STAGING_BYTES) {
+    const Slab slab(args, tile, index, warp);
     static_for<0, LOADS>([&](auto number) {
       using Access = Load<decltype(number)::value>;
       using T = typename Access::Type;
@@ -158,15 +155,12 @@ __device__ __forceinline__ void prefetch_slab(unsigned char* staging, const Onnx
       }
     });
   }
-  copy_async_commit();  // also where no slab is left: the wait counts groups
 }
 
-// What the epilogue expects to be on its way before the main loop.
-__device__ __forceinline__ void prefetch_tile(unsigned char* staging, const OnnxfuseArguments& args,
-                                              const OutTile& tile) {
-  constexpr int COUNT = LOAD_BUFFERS < SLABS ? 1 : SLABS;
-#pragma unroll
-  for (int index = 0; index < COUNT; ++index) prefetch_slab(staging, args, tile, index);
+// The parity of a slab's barrier: how often its buffer was used before, in this group's tile number `count`.
+__device__ __forceinline__ int slab_parity(int count, int index) {
+  const int uses = (SLABS - 1 - index % LOAD_BUFFERS) / LOAD_BUFFERS + 1;
+  return count * uses + index / LOAD_BUFFERS & 1;
 }
 
 // The staging area of every output that TMA cannot store -> global memory.
@@ -302,12 +296,14 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   });
 }
 
-// Accumulators -> outputs, after prefetch_tile. `first_row` is the group's place in
-// the block's tile.
+// Accumulators -> outputs of the group's tile number `count`. `first_row` is the group's place in the block's tile,
+// `slabs_full` and `slabs_empty` are the barriers of the group's tile operands.
 __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS],
                                              const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile,
-                                             int first_row, const unsigned char* vectors, unsigned char* staging) {
-  const int warp_row = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS;
+                                             int first_row, const unsigned char* vectors, unsigned char* staging,
+                                             unsigned slabs_full, unsigned slabs_empty, int count) {
+  const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
+  const int warp_row = first_row + warp * WARP_ROWS;
   const bool leader = threadIdx.x % WARP_SIZE == 0;
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {
@@ -315,12 +311,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
     const int buffer = index % OUT_BUFFERS;
-    if constexpr (LOAD_BUFFERS < SLABS) {
-      prefetch_slab(staging, args, tile, index + 1);
-      copy_async_wait<1>();
-    } else if constexpr (TILE_LOADS > 0) {
-      if (index == 0) copy_async_wait<0>();
-    }
+    if constexpr (TILE_LOADS > 0) barrier_wait(slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
     if constexpr (BOXED_OUTS > 0) {
       // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
       const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
@@ -332,7 +323,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
     UnitOperands operands[2];
     const auto read = [&](UnitOperands& target, int column) {
-      read_operands(target, vectors, staging, row, slab_column + column, column, index % LOAD_BUFFERS);
+      read_operands(target, vectors, staging, row, slab_column + column, column, TILE_LOADS > 0 ? index % LOAD_BUFFERS : 0);
     };
     read(operands[0], 0);
 #pragma unroll
@@ -345,7 +336,8 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     }
     if constexpr (BOXED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
-    const Slab slab(args, tile, index);
+    if (TILE_LOADS > 0 && leader) barrier_arrive(slabs_empty + index % LOAD_BUFFERS * 8);
+    const Slab slab(args, tile, index, warp);
     if constexpr (BOXED_OUTS < OUTS) store_slab(staging, args, slab);
     if constexpr (BOXED_OUTS > 0) {
       if (leader) store_boxes(staging, maps, slab, buffer);

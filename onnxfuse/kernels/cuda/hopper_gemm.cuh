@@ -1,14 +1,15 @@
 // One block computes tile after tile of out[m, n] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[m, k] * rhs_p[k, n].
 // sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
 //
-//   warps 8, 9       producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
-//                    brings the row, column and scalar operands of the next tile, and its place
+//   warps 8 .. 11    producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
+//                    brings the row, column and scalar operands of the next tiles, and their places; for each consumer
+//                    group a warp brings its tile operands
 //                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both
-//   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: lhs[BLOCK_M, 64] and rhs[64, BLOCK_N] of
-//                       |  full[stage]: the bytes have landed       every part side by side: one wgmma covers all parts
-//                       |  empty[stage]: every reader is done       and leaves them in the same thread
+//   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: 128 bytes of k of BLOCK_M rows of lhs and of
+//                       |  full[stage]: the bytes have landed       BLOCK_N columns of every part of rhs, side by side:
+//                       |  empty[stage]: every reader is done       one wgmma leaves all parts in the same thread
 //   warps 0..3, 4..7 consumer groups 0 and 1
-//                       |  wgmma m64 x (PARTS * BLOCK_N) x k16, fp32 accumulators in registers
+//                       |  wgmma m64 x (PARTS * BLOCK_N) x 32 bytes of k, fp32 accumulators in registers
 //                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
 //
 //   ping-pong        each group owns every other tile; its epilogue runs behind the other group's main loop
@@ -38,9 +39,9 @@ constexpr int CONSUMERS = 2;                              // groups
 constexpr int THREADS = (CONSUMERS + 1) * WARP_GROUP;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
-constexpr int BLOCK_K = 64;                               // 128 bytes: the widest swizzle
-constexpr int STEP_K = 16;                                // of one wgmma
-constexpr int ROW_BYTES = BLOCK_K * sizeof(Element);
+constexpr int ROW_BYTES = 128;                            // of k in a stage: the widest swizzle
+constexpr int BLOCK_K = ROW_BYTES / sizeof(Element);
+constexpr int STEP_K = 32 / sizeof(Element);              // of one wgmma
 
 // 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512. The compiler allots 168 to every thread of the block.
 constexpr int PRODUCER_REGISTERS = 40;
@@ -54,11 +55,17 @@ constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int VECTORS_FULL_OFFSET = EMPTY_OFFSET + STAGES * 8;
 constexpr int VECTORS_EMPTY_OFFSET = VECTORS_FULL_OFFSET + VECTOR_BUFFERS * 8;
 
+// Tile operands, slab by slab: those of group 0, then those of group 1. The first wait until the ring is on its way.
+constexpr int GROUP_SLABS_BYTES = TILE_LOADS > 0 ? LOAD_BUFFERS * 8 : 0;
+constexpr int SLABS_FULL_OFFSET = VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8;
+constexpr int SLABS_EMPTY_OFFSET = SLABS_FULL_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
+constexpr int SLABS_START_OFFSET = SLABS_EMPTY_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
+
 // Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
 constexpr int TILE_WARPS = (PINGPONG ? 1 : CONSUMERS) * 4;
 constexpr int READERS = TILE_WARPS * CLUSTER;
 
-static_assert(SHARED_BYTES == VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8, "footprint and kernel agree");
+static_assert(SHARED_BYTES == SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0), "footprint and kernel agree");
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == (PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS), "footprint and kernel agree");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
@@ -163,6 +170,7 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
   const Walk walk(args);
   const int steps = (args.k - 1) / BLOCK_K + 1;
+  const int filled = min(steps, STAGES) - 1;
   RingPosition ring;
   for (int number = walk.first; number < walk.tiles; number += walk.clusters) {
     const OutTile tile = walk.at(number, rank);
@@ -172,6 +180,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
       barrier_arrive_expect(full, STAGE_BYTES);
       load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, step * BLOCK_K, rank);
+      if (TILE_LOADS > 0 && step == filled && number == walk.first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
     }
   }
@@ -192,6 +201,39 @@ __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, u
     stage_vectors(vectors, args, tile);
     if (threadIdx.x % WARP_SIZE == 0) *reinterpret_cast<OutTile*>(vectors) = tile;
     barrier_arrive(shared + VECTORS_FULL_OFFSET + buffer * 8);
+  }
+}
+
+__device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
+  if constexpr (!PINGPONG) tile.row += group * GROUP_M;
+  return tile;
+}
+
+// Numbers of the first tile of a group and between its tiles.
+__device__ __forceinline__ int first_number(const Walk& walk, int group) {
+  return walk.first + (PINGPONG ? group * walk.clusters : 0);
+}
+__device__ __forceinline__ int next_number(const Walk& walk) { return (PINGPONG ? CONSUMERS : 1) * walk.clusters; }
+
+// The tile operands of one consumer group, by one warp, as far ahead as there are buffers.
+__device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
+                                              int rank, int group) {
+  const Walk walk(args);
+  unsigned char* staging = memory + STAGES * STAGE_BYTES + group * WARP_GROUP / WARP_SIZE * STAGING_BYTES;
+  const unsigned full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
+  const unsigned empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
+  barrier_wait(shared + SLABS_START_OFFSET, 0);
+  int count = 0;
+#pragma unroll 1
+  for (int number = first_number(walk, group); number < walk.tiles; number += next_number(walk), ++count) {
+    const OutTile tile = group_tile(walk.at(number, rank), group);
+#pragma unroll 1
+    for (int index = 0; index < SLABS; ++index) {
+      const int buffer = index % LOAD_BUFFERS * 8;
+      barrier_wait(empty + buffer, slab_parity(count, index) ^ 1);
+      load_slab(staging, args, tile, index);
+      barrier_arrive_copied(full + buffer);
+    }
   }
 }
 
@@ -248,11 +290,6 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
   }
 }
 
-__device__ __forceinline__ OutTile group_tile(OutTile tile, int first_row) {
-  tile.row += first_row;
-  return tile;
-}
-
 constexpr int TURN_BARRIER = 1;  // named barrier of group 0; the next is that of group 1
 
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
@@ -264,11 +301,11 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   RingPosition ring;
   if (PINGPONG && group == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
+  const unsigned slabs_full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
+  const unsigned slabs_empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
   int count = PINGPONG ? group : 0;
 #pragma unroll 1
-  const int stride = (PINGPONG ? CONSUMERS : 1) * walk.clusters;
-  for (int number = walk.first + count * walk.clusters; number < walk.tiles; number += stride) {
-    if constexpr (TILE_LOADS > 0) prefetch_tile(staging, args, group_tile(walk.at(number, rank), first_row));
+  for (int number = first_number(walk, group); number < walk.tiles; number += next_number(walk)) {
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
     run_main_loop(acc, ring, shared, first_row, steps);
     const bool is_last = number + walk.clusters >= walk.tiles;
@@ -277,8 +314,9 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     const int buffer = count % VECTOR_BUFFERS;
     const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
     barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
-    const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), first_row);
-    run_epilogue(acc, args, maps, tile, first_row, vectors, staging);
+    const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
+    run_epilogue(acc, args, maps, tile, first_row, vectors, staging, slabs_full, slabs_empty,
+                 PINGPONG ? count / CONSUMERS : count);
     barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
     count += PINGPONG ? CONSUMERS : 1;
     if (PINGPONG) ring.skip(steps);
@@ -296,6 +334,14 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
   for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
     barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, WARP_SIZE);
     barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS * WARP_SIZE);
+  }
+  if constexpr (TILE_LOADS > 0) {
+#pragma unroll
+    for (int slab = 0; slab < CONSUMERS * LOAD_BUFFERS; ++slab) {
+      barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, 2 * WARP_SIZE);
+      barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, WARP_GROUP / WARP_SIZE);
+    }
+    barrier_init(shared + SLABS_START_OFFSET, 1);
   }
   barrier_init_fence();
 }
@@ -331,6 +377,8 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
       if (threadIdx.x % WARP_SIZE == 0) produce(args, maps, shared, rank);
     } else if (warp == 1) {
       produce_vectors(args, onnxfuse_shared, shared, rank);
+    } else if constexpr (TILE_LOADS > 0) {
+      produce_slabs(args, onnxfuse_shared, shared, rank, warp - 2);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();

@@ -32,6 +32,12 @@ __device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, int byte
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrives twice: now, and when all asynchronous copies that this thread has begun are done.
+__device__ __forceinline__ void barrier_arrive_copied(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+  barrier_arrive(barrier);
+}
+
 // Arrives at the barrier with the same offset in block `rank` of the cluster, which may be this block.
 __device__ __forceinline__ void barrier_arrive_peer(unsigned barrier, int rank) {
   asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; "
@@ -117,9 +123,6 @@ __device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float first, float 
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
 }
-
-// Makes the compiler forget where a value comes from.
-__device__ __forceinline__ void hide(int& value) { asm volatile("" : "+r"(value)); }
 
 // ---- warp groups and clusters
 

@@ -86,10 +86,20 @@ __device__ __forceinline__ Vector load_cached(const typename Vector::Type* globa
   return packed;
 }
 
+// In PTX where it is wide: the compiler takes a vector that it has seen as elements apart into stores of 4 bytes.
 template <typename Vector>
 __device__ __forceinline__ void store_global(typename Vector::Type* global, const Vector& packed) {
   using Bits = typename Word<sizeof(Vector)>::Type;
-  *reinterpret_cast<Bits*>(global) = *reinterpret_cast<const Bits*>(&packed);
+  const Bits& bits = reinterpret_cast<const Bits&>(packed);
+  if constexpr (sizeof(Vector) == 16) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(bits.x), "r"(bits.y), "r"(bits.z),
+                 "r"(bits.w)
+                 : "memory");
+  } else if constexpr (sizeof(Vector) == 8) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(bits.x), "r"(bits.y) : "memory");
+  } else {
+    *reinterpret_cast<Bits*>(global) = bits;
+  }
 }
 
 __device__ __forceinline__ void load_shared(float (&values)[2], unsigned shared) {

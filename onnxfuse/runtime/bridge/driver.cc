@@ -17,6 +17,7 @@ constexpr int kCapabilityMinor = 76;
 constexpr int kSharedBytesOptIn = 97;
 constexpr int kMultiprocessors = 16;
 constexpr int kMapUint16 = 1, kMapUint32 = 2;   // only their size matters: boxes are copied, and filled with zeros
+constexpr int kMapTfloat32 = 11;   // fp32 rounded to TF32 on the way: the tensor cores would cut the last 13 bits off
 constexpr int kMapNoInterleave = 0;
 constexpr int kMapPromoteTo256Bytes = 3;
 constexpr int kMapFillZero = 0;
@@ -108,7 +109,7 @@ void Driver::launch(Function function, Grid grid, unsigned threads, unsigned sha
 void Driver::encode(const TensorBox& box, TensorMap* map) const {
   constexpr uint32_t kRank = 3, kSteps[kRank] = {1, 1, 1};
   const int swizzle = box.swizzle == 128 ? 3 : box.swizzle / 32;
-  const int type = box.element_bytes == 4 ? kMapUint32 : kMapUint16;
+  const int type = box.element_bytes == 2 ? kMapUint16 : box.is_factor ? kMapTfloat32 : kMapUint32;
   check(encode_(map, type, kRank, box.pointer, box.extents, box.strides, box.box, kSteps, kMapNoInterleave, swizzle,
                 kMapPromoteTo256Bytes, kMapFillZero),
         "describe a tensor to the copy engine");

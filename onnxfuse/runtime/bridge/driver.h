@@ -27,6 +27,7 @@ struct TensorBox {
   uint64_t strides[2];   // of the second and the third axis
   uint32_t box[3];
   uint8_t swizzle;
+  bool is_factor;        // of the product: the tensor cores read it
 };
 
 // nullptr when no CUDA device is usable. Opened once per process.

@@ -263,7 +263,7 @@ TensorBox tensor_box(const MapRule& rule, const ElementBytes& bytes, const Onnxf
         usable_stride(turned ? tensor.column_stride : tensor.row_stride, size, outer, inner * size);
     const uint64_t batch_bytes = usable_stride(tensor.batch_stride, size, batch, row_bytes * outer);
     return TensorBox{tensor.pointer, size, {inner, outer, batch}, {row_bytes, batch_bytes},
-                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle};
+                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
   };
   switch (rule.tensor) {
     case Mapped::kLhs:

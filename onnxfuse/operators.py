@@ -1,0 +1,95 @@
+"""Operators by name, and those that ONNX Runtime's optimiser writes and ONNX does not define.
+
+ONNX's registry of operators is the process's own, so it knows them only as long as a `with known_operators()` lasts.
+There it learns their element types; their shapes are rows of symbolic_shapes.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx_graphsurgeon as gs
+from onnx import TypeProto, defs
+from onnx.shape_inference import InferenceContext
+
+# Operator -> outputs that have the element type of its first float input.
+MICROSOFT: dict[str, tuple[int, ...]] = {
+    "Attention": (0,),
+    "BiasAdd": (0,),
+    "BiasGelu": (0,),
+    "BiasSplitGelu": (0,),
+    "EmbedLayerNormalization": (0,),
+    "FastGelu": (0,),
+    "FusedGemm": (0,),
+    "FusedMatMul": (0,),
+    "Gelu": (0,),
+    "GroupNorm": (0,),
+    "MultiHeadAttention": (0,),
+    "QuickGelu": (0,),
+    "RotaryEmbedding": (0,),
+    "SkipLayerNormalization": (0, 3),
+    "SkipSimplifiedLayerNormalization": (0, 3),
+}
+# ONNX Runtime knows these in ONNX's own domain from version 1 on; ONNX defines the first from 17 on, the second never.
+UNVERSIONED: dict[str, tuple[int, ...]] = {"LayerNormalization": (0,), "SimplifiedLayerNormalization": (0,)}
+
+_LOCK = threading.RLock()
+_ANY = defs.OpSchema.FormalParameterOption.Variadic
+_FLOATS = {1: "float", 10: "float16", 11: "double", 16: "bfloat16"}
+_TENSORS = [f"tensor({name})" for name in (*_FLOATS.values(), "int32", "int64", "bool")]
+_ATTRIBUTES = {"axis": defs.OpSchema.AttrType.INT, "epsilon": defs.OpSchema.AttrType.FLOAT,
+               "stash_type": defs.OpSchema.AttrType.INT}  # fmt: skip
+
+
+def qualified_op(node: gs.Node) -> str:
+    """A node's op with its domain, `com.microsoft::BiasGelu`; without one for ONNX's own."""
+    return str(node.op) if node.domain in (None, "", "ai.onnx") else f"{node.domain}::{node.op}"
+
+
+@contextmanager
+def known_operators(*, microsoft: bool) -> Iterator[None]:
+    """ONNX's registry with the operators of this module.
+
+    Args:
+        microsoft: with those of `com.microsoft` too; the checker must not see these, since their attributes are not
+            registered.
+    """
+    wanted = [("", op, outputs) for op, outputs in UNVERSIONED.items()]
+    wanted += [("com.microsoft", op, outputs) for op, outputs in MICROSOFT.items()] if microsoft else []
+    with _LOCK:
+        made = [(op, domain) for domain, op, outputs in wanted if _register(domain, op, outputs)]
+        try:
+            yield
+        finally:
+            for op, domain in made:
+                defs.deregister_schema(op, 1, domain)
+
+
+def _register(domain: str, op: str, outputs: tuple[int, ...]) -> bool:
+    """Whether the operator is new; one that somebody else has registered is left alone."""
+    if defs.has(op, 1, domain):
+        return False
+    anything = [defs.OpSchema.FormalParameter(name, "T", param_option=_ANY, is_homogeneous=False) for name in "xy"]
+    attributes = [defs.OpSchema.Attribute(name, kind, required=False) for name, kind in _ATTRIBUTES.items()]
+    schema = defs.OpSchema(
+        op, domain, 1, inputs=anything[:1], outputs=anything[1:], type_constraints=[("T", _TENSORS, "")],
+        attributes=attributes,
+    )  # fmt: skip
+
+    def infer(context: InferenceContext) -> None:
+        kind = _first_float(context)
+        for output in outputs if kind else ():
+            if output < context.get_num_outputs():
+                context.set_output_type(output, TypeProto(tensor_type=TypeProto.Tensor(elem_type=kind)))
+
+    schema.set_type_and_shape_inference_function(infer)
+    defs.register_schema(schema)
+    return True
+
+
+def _first_float(context: InferenceContext) -> int:
+    types = (context.get_input_type(index) for index in range(context.get_num_inputs()))
+    kinds = (int(given.tensor_type.elem_type) for given in types if given is not None)
+    return next((kind for kind in kinds if kind in _FLOATS), 0)
