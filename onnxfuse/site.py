@@ -31,25 +31,17 @@ class Form:
 
     Attributes:
         graph: the scope that it lies in.
+        match: the nodes.
         op_type: of the fused node.
-        nodes: indices of the matched nodes.
-        copied: indices of nodes that the fused node's function needs too.
-        place: the index among them where the fused node goes.
-        folded: indices of nodes that are not needed any more: what others read of them are constants.
-        constants: the names of those.
-        kept: those that stay, right before the fused node: the products that it is behind.
+        kept: indices of the nodes that stay, right before the fused node: the products that it is behind.
         fusion: what it computes.
         mapping: the axes of its loops.
         plans: of each architecture.
     """
 
     graph: Graph
+    match: Match
     op_type: str
-    nodes: tuple[int, ...]
-    copied: tuple[int, ...]
-    place: int
-    folded: tuple[int, ...]
-    constants: tuple[str, ...]
     kept: tuple[int, ...]
     fusion: Pointwise
     mapping: AxisMapping
@@ -58,7 +50,7 @@ class Form:
     @property
     def replaced(self) -> tuple[int, ...]:
         """The nodes that the fused node stands for."""
-        return tuple(index for index in self.nodes if index not in self.kept)
+        return tuple(index for index in self.match.nodes if index not in self.kept)
 
     @property
     def variants(self) -> Iterator[tuple[DeviceSpec, AnyVariant]]:
@@ -98,9 +90,7 @@ class Site:
     @property
     def whole(self) -> Form:
         """The form with the product in the kernel."""
-        match = self.match
-        places = (match.nodes, match.copied, match.place, match.folded, match.constants, ())
-        return Form(self.graph, FUSED_GEMM, *places, self.fusion, self.mapping, self.plans)
+        return Form(self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans)
 
 
 def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, match: Match, fusion: Fusion) -> Site:
@@ -133,8 +123,7 @@ def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[
         return None
     kept = tuple(sorted(graph.index(product.node) for product in match.products))
     plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
-    places = (match.nodes, (), match.place, match.folded, match.constants, kept)
-    return Form(graph, FUSED_POINTWISE, *places, pointwise, own, plans)
+    return Form(graph, match, FUSED_POINTWISE, kept, pointwise, own, plans)
 
 
 def _estimates(

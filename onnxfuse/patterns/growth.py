@@ -122,8 +122,8 @@ class Growth:
             self._absorb_sequence_at(node)
         elif op == "Shape" or not columns:
             self._absorb_known(node)
-        elif op in COLUMN_OPS:
-            COLUMN_OPS[op](self, node)
+        elif op in _COLUMN_OPS:
+            _COLUMN_OPS[op](self, node)
         elif (lower := pointwise_row(node)) is not None:
             self._absorb_pointwise(node, columns, lower)
         else:
@@ -250,7 +250,7 @@ class Growth:
         return Columns(self.epilogue.moved(value.ref, start), stop - start)
 
 
-COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
+_COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "Split": Growth._absorb_split,
     "Slice": Growth._absorb_slice,
     "SplitToSequence": Growth._absorb_split_to_sequence,
@@ -259,7 +259,7 @@ COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
 
 
 def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:
-    """What a product's node makes: the sums with Gemm's factors and bias, and FusedGemm's activation."""
+    """What a product's node makes: the sums with the node's own factors, bias and activation."""
     ref = epilogue.acc(product.out)
     if product.alpha != 1.0:
         ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
