@@ -107,7 +107,8 @@ class Cut:
         for position in reversed(range(len(self.growth.nodes))):
             needs = self.growth.needs[position]
             wider = region | needs
-            if wider == region or not needs & region or self._values[position][0].columns is None:
+            value = self._values[position][0]
+            if wider == region or not needs & region or value.columns is None or not _is_read(value):
                 continue
             try:
                 candidate = self._match(wider, root)
@@ -225,6 +226,11 @@ class Cut:
         found = [refusal for larger, refusal in self.refusals if larger & region == region]
         found += [stop.refusal for stop in self.growth.stops if stop.needs and stop.needs & ~region == 0]
         return found[0] if found else None
+
+
+def _is_read(value: _Value) -> bool:
+    """Whether anybody wants a value; a model may hold nodes that nobody reads."""
+    return value.escapes or bool(value.outside or value.readers)
 
 
 def _bits(region: Region) -> Iterator[int]:
