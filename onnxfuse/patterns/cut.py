@@ -227,11 +227,6 @@ class Cut:
         return found[0] if found else None
 
 
-def _is_read(value: _Value) -> bool:
-    """Whether anybody wants a value; a model may hold nodes that nobody reads."""
-    return value.escapes or bool(value.outside or value.readers)
-
-
 def _bits(region: Region) -> Iterator[int]:
     while region:
         low = region & -region
