@@ -6,9 +6,10 @@ session = onnxfuse.InferenceSession("model.fused.onnx")
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError
@@ -18,6 +19,7 @@ from onnxfuse.pipeline import analyse_model, optimize_model, tune_model
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register
+from onnxfuse.selection import make_selection
 
 __version__ = version("onnxfuse")
 __all__ = ["InferenceSession", "OnnxfuseError", "Report", "library_path", "optimize", "register"]
@@ -28,6 +30,9 @@ def optimize(
     *,
     arch: str | Sequence[str] | None = None,
     fp32: str = "tf32",
+    only: str | Iterable[str] = (),
+    skip: str | Iterable[str] = (),
+    plan: str | Path | Mapping[str, Any] | None = None,
     dump: str | Path | None = None,
     progress: Progress | None = None,
     tune: bool = False,
@@ -40,6 +45,10 @@ def optimize(
         arch: architectures to compile for, as a list or comma-separated (`sm_90a,sm_80`); `native` means the GPUs at
             hand. By default the GPUs at hand, and with none sm_80, sm_90a and PTX.
         fp32: how fp32 products are computed: `tf32`, as ONNX Runtime's CUDA provider does by default, or `exact`.
+        only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
+        skip: leave out what fits one of these.
+        plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file or the parsed
+            dictionary.
         dump: a folder that gets one numbered file a stage for each fusion.
         progress: called with what is being done, how much is done, and how much there is.
         tune: choose by measuring on the GPU at hand instead of by the cost model.
@@ -50,13 +59,14 @@ def optimize(
 
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown architecture or fp32 mode, or tuning without the GPU's own architecture.
+        SettingError: an unknown architecture or fp32 mode, a selection that means nothing in this model, or tuning
+            without the GPU's own architecture.
         CompileError: NVRTC refused a kernel.
         DeviceError: tuning without a GPU.
     """
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    analysis = analyse_model(model, devices, fp32)
+    analysis = analyse_model(model, devices, fp32, make_selection(only, skip, plan))
     if local is not None:
         analysis = tune_model(analysis, local, budget=budget, progress=progress)
     return optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
+from onnxfuse.selection import Selection, make_selection
 from onnxfuse.store import check_target, save_model, write_text
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
@@ -76,11 +78,25 @@ _shapes = click.option(
 _seed = click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
 
 
+def _selecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Options --only, --skip and --plan, which reach the command as one selection."""
+
+    @click.option("--only", multiple=True, metavar="PATTERN|GLOB", help="Fuse only what fits. May be repeated.")
+    @click.option("--skip", multiple=True, metavar="PATTERN|GLOB", help="Leave out what fits. May be repeated.")
+    @click.option("--plan", type=click.Path(path_type=Path), help="What explain --json printed, edited.")
+    @functools.wraps(command)
+    def with_selection(*, only: tuple[str, ...], skip: tuple[str, ...], plan: Path | None, **rest: Any) -> None:
+        command(selection=make_selection(only, skip, plan), **rest)
+
+    return with_selection
+
+
 @commands.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Where the fused model goes.")
 @_arch
 @_fp32
+@_selecting
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
 @click.option("--tune", is_flag=True, help="Choose kernels by measuring on the GPU at hand.")
@@ -91,6 +107,7 @@ def optimize(
     output: Path,
     arch: str | None,
     fp32: str,
+    selection: Selection,
     report: Path | None,
     dump: Path | None,
     tune: bool,
@@ -104,7 +121,7 @@ def optimize(
         raise SettingError("--budget is how long --tune may measure; give both")
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    analysis = analyse_model(model, devices, fp32)
+    analysis = analyse_model(model, devices, fp32, selection)
     with _progress_bar() as progress:
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
@@ -138,10 +155,11 @@ def _progress_bar() -> Iterator[Progress]:
 @click.argument("model", type=click.Path(path_type=Path))
 @_arch
 @_fp32
+@_selecting
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
+def explain(model: Path, arch: str | None, fp32: str, selection: Selection, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
-    analysis = analyse_model(model, resolve(arch, local_architectures), fp32)
+    analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection)
     outcome = make_report(analysis)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
@@ -149,6 +167,8 @@ def explain(model: Path, arch: str | None, fp32: str, as_json: bool) -> None:
     console = _console()
     for site, entry in zip(analysis.sites, outcome.fused, strict=True):
         console.print(escape(entry.text), soft_wrap=True)
+        if site.match.stop is not None:
+            console.print(escape(f"ends    at {site.match.stop}"), soft_wrap=True)
         for operand in entry.operands:
             console.print(
                 escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True

@@ -11,17 +11,19 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.packing import Progress, compile_forms, kernel_source, node_attributes, pack_forms, replacement
-from onnxfuse.patterns import match_sites
+from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import rewrite
 from onnxfuse.runtime.tune import require_gpu
 from onnxfuse.scopes import count_nodes
+from onnxfuse.selection import Candidate, Selection
 from onnxfuse.settings import cache_dir
 from onnxfuse.site import Site, plan_site
 from onnxfuse.trial import SessionTimer, group_sites
 from onnxfuse.tuning import Timer, decide, measure
 
 FP32_MODES = ("tf32", "exact")
+EVERYTHING = Selection()
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,27 @@ class Analysis:
     skipped: tuple[SkippedSite, ...]
 
 
-def analyse_model(source: str | Path | ModelProto, devices: Sequence[DeviceSpec], fp32: str = "tf32") -> Analysis:
-    """Find and plan every fusion of a model; nothing is compiled or changed.
+def analyse_model(
+    source: str | Path | ModelProto,
+    devices: Sequence[DeviceSpec],
+    fp32: str = "tf32",
+    selection: Selection = EVERYTHING,
+) -> Analysis:
+    """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown fp32 mode.
+        SettingError: an unknown fp32 mode, or a selection that means nothing in this model.
     """
     if fp32 not in FP32_MODES:
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
     model = load_model(source)
     graphs = all_graphs(model)
-    sites, skipped = _find_sites(graphs, devices, fp32 == "exact")
+    sites, skipped = _selected(*_find_sites(graphs, devices, fp32 == "exact"), selection)
     reached = reached_functions((site.graph, site.match.nodes) for site in sites)
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
-        sites, _ = _find_sites(graphs, devices, fp32 == "exact")
+        sites, _ = _selected(*_find_sites(graphs, devices, fp32 == "exact"), selection)
     return Analysis(model, graphs, sites, skipped)
 
 
@@ -67,6 +74,24 @@ def _find_sites(
         sites += found.fused
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
     return tuple(sites), tuple(skipped)
+
+
+def _selected(
+    sites: tuple[Site, ...], skipped: tuple[SkippedSite, ...], selection: Selection
+) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
+    """The sites that the user wants; the others are left alone like those that no kernel computes."""
+    candidates = [
+        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, site.match.nodes)) for site in sites
+    ]
+    selection.check(candidates, PATTERNS)
+    refusals = [selection.refusal(candidate) for candidate in candidates]
+    left = tuple(
+        skipped_site(product.label, NotFusable("not_selected", product.label, refusal))
+        for site, refusal in zip(sites, refusals, strict=True)
+        for product in site.match.products
+        if refusal
+    )
+    return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left
 
 
 def tune_model(
@@ -135,8 +160,12 @@ def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
     return Report(tuple(map(_report_site, analysis.sites)), analysis.skipped, nodes_before, nodes_after)
 
 
+def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:
+    return tuple(node_label(site.graph.nodes[index]) for index in indices)
+
+
 def _report_site(site: Site) -> FusedSite:
-    return fused_site(site, tuple(node_label(site.graph.nodes[index]) for index in site.form.replaced))
+    return fused_site(site, _node_names(site, site.form.replaced))
 
 
 def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:

@@ -176,26 +176,27 @@ def _scope(around: Scope, graph: GraphProto) -> Scope:
     for tensor in graph.initializer:
         types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tuple(tensor.dims)).tensor_type
     small = {tensor.name: tensor for tensor in graph.initializer if not is_large(tensor)}
+    own = frozenset(tensor.name for tensor in graph.initializer)
     return replace(
         around,
         nodes=tuple(graph.node),
         types=ChainMap(types, around.types),  # type: ignore[arg-type]
         small=ChainMap(small, around.small),  # type: ignore[arg-type]
-        stored=around.stored.union(tensor.name for tensor in graph.initializer),
+        stored=around.stored | own if own else around.stored,
         outputs=frozenset(value.name for value in graph.output),
     )
 
 
 def _inner_scopes(scope: Scope) -> Iterator[Scope]:
     """The branches and bodies inside a scope, and those inside them."""
-    for index, node in enumerate(scope.nodes):
-        for name, graph in subgraphs(node) if node.attribute else ():
-            label = "/".join(filter(None, (scope.label, node.name or node.output[0], name)))
-            small = ChainMap(_small_constants(scope.nodes), scope.small)  # type: ignore[arg-type]
-            around = replace(scope, path=(*scope.path, (index, name)), label=label, small=small)
-            inner = _scope(around, graph)
-            yield inner
-            yield from _inner_scopes(inner)
+    places = [(index, node, *inner) for index, node in enumerate(scope.nodes) for inner in subgraphs(node)]
+    constants = _small_constants(scope.nodes) if places else {}
+    for index, node, name, graph in places:
+        label = "/".join(filter(None, (scope.label, node.name or node.output[0], name)))
+        small = ChainMap(constants, scope.small)  # type: ignore[arg-type]
+        inner = _scope(replace(scope, path=(*scope.path, (index, name)), label=label, small=small), graph)
+        yield inner
+        yield from _inner_scopes(inner)
 
 
 def _small_constants(nodes: Iterable[NodeProto]) -> dict[str, TensorProto]:

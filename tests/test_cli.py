@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_explain_tells_the_same_and_writes_nothing(gate: Path, fused: Path) -> N
     text = onnxfuse("explain", gate).stdout
     assert "rhs     f16[k, (p n)]  parts 2" in text
     assert "rhs     f16[k, n]  parts 1" in text
+    assert re.search(r"^ends    at \S+: .+ \(taken\)$", text, re.MULTILINE)
     assert sorted(gate.parent.iterdir()) == before
 
 

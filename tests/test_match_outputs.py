@@ -117,7 +117,7 @@ def test_a_gate_in_one_branch_of_a_wider_split() -> None:
     first, second = b("Split", packed, outputs=2, axis=-1, num_outputs=2)
     model = b.model(b("Softmax", qkv), gate(b, first, second))
     match, fusion = only(model)
-    assert (fusion.pattern, len(fusion.parts), len(match.exits)) == ("column_ranges", 3, 2)
+    assert (fusion.pattern, len(fusion.parts), len(match.exits)) == ("split_gemm", 3, 2)
     check_meaning(model, fusion, FEED)
 
 

@@ -121,6 +121,14 @@ def test_every_wider_row_of_the_pointwise_table(op: str, inputs: int) -> None:
     check_meaning(model, fusion, FEED, 1e-4)
 
 
+def test_prelu_with_a_slope_for_every_column() -> None:
+    b = Builder()
+    model = b.model(b("PRelu", linear(b), b.array(draw(N, seed=7), "slope")))
+    _, fusion = only(model)
+    assert "activation" in fusion.features
+    check_meaning(model, fusion, FEED)
+
+
 def test_casts_and_clip_bounds_left_out() -> None:
     b = Builder()
     half = b("Cast", linear(b), to=10)
@@ -185,6 +193,7 @@ def test_other_column_ranges_are_no_gate_of_two_halves(build, parts: int) -> Non
     model = b.model(build(b))
     _, fusion = only(model)
     assert (fusion.pattern, len(fusion.parts), fusion.size("p")) == ("column_ranges", parts, 4)
+    assert "gate" not in fusion.features
     check_meaning(model, fusion, FEED)
 
 

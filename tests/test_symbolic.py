@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from onnxfuse import symbolic
 from onnxfuse.graph import Graph, load_model
 from tests import corpus
-from tests.onnx_build import run
+from tests.onnx_build import Builder, run
 
 VALUES = {"B": 2, "S": 3, "T": 5}
 SIZES = st.lists(st.sampled_from([1, 2, 4, *VALUES]), max_size=4).map(symbolic.multiply)
@@ -73,25 +74,95 @@ def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
 FAMILIES = ("sd15_unet_mini", "llama", "phi3", "gpt2", "bert", "vit", "t5v11_encoder", "clip_vision", "btb")
 
 
+def check_shapes(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> None:
+    """Every number is the run's size, and equal symbols are equal sizes."""
+    graph, copy = Graph(load_model(model)), with_all_outputs(model)
+    atoms: dict[str, int] = {}
+    products: list[tuple[str, int]] = []
+    for output, array in zip(copy.graph.output, run(copy, feed), strict=True):
+        shape = graph.shape(output.name)
+        assert shape is None or len(shape) == array.ndim, output.name
+        for size, actual in zip(shape or (), array.shape, strict=False):
+            if isinstance(size, str) and "*" in size:
+                products.append((size, actual))
+            elif isinstance(size, str):
+                assert atoms.setdefault(size, actual) == actual, (output.name, size)
+            else:
+                assert size in (None, actual), (output.name, size)
+    for size, actual in products:
+        if all(text.isdecimal() or text in atoms for text in size.split("*")):
+            assert value(size, atoms) == actual, size
+
+
 @pytest.mark.parametrize("key", corpus.families(*FAMILIES, size="tiny"))
 def test_derived_shapes_are_those_of_a_run(key: str) -> None:
-    """Every number is the run's size, and equal symbols are equal sizes."""
     model = corpus.materialize(key)
-    graph, copy = Graph(load_model(model)), with_all_outputs(model)
     for index in (0, 1):
-        arrays = run(copy, corpus.feed(key, index))
-        atoms: dict[str, int] = {}
-        products: list[tuple[str, int]] = []
-        for output, array in zip(copy.graph.output, arrays, strict=True):
-            shape = graph.shape(output.name)
-            assert shape is None or len(shape) == array.ndim, output.name
-            for size, actual in zip(shape or (), array.shape, strict=False):
-                if isinstance(size, str) and "*" in size:
-                    products.append((size, actual))
-                elif isinstance(size, str):
-                    assert atoms.setdefault(size, actual) == actual, (output.name, size)
-                else:
-                    assert size in (None, actual), (output.name, size)
-        for size, actual in products:
-            if all(text.isdecimal() or text in atoms for text in size.split("*")):
-                assert value(size, atoms) == actual, size
+        check_shapes(model, corpus.feed(key, index))
+
+
+def shape_of(b: Builder, x: str, *axes: int) -> list[str]:
+    """Sizes of a value as vectors of one entry, as exporters make them."""
+    return [b("Gather", b("Shape", x), b.integers(axis), axis=0) for axis in axes]
+
+
+def merged(b: Builder, x: str) -> str:
+    batch, rows = shape_of(b, x, 0, 1)
+    return b("Reshape", x, b("Concat", b("Mul", batch, rows), b.integers(-1), axis=0))
+
+
+def split_heads_and_merged_again(b: Builder, x: str) -> str:
+    heads = b("Transpose", b("Reshape", x, b.integers(0, -1, 2, 4)), perm=[0, 2, 1, 3])
+    batch, rows = shape_of(b, x, 0, 1)
+    return b("Reshape", b("Transpose", heads, perm=[0, 2, 1, 3]), b("Concat", batch, rows, b.integers(8), axis=0))
+
+
+def expanded_as_torchscript_does(b: Builder, x: str) -> str:
+    target = b("Concat", *shape_of(b, x, 0, 1), b.integers(-1), axis=0)
+    minus_one = b("Mul", b("ConstantOfShape", b.integers(3), value=ONE), b.integers(-1))
+    sizes = b("Where", b("Equal", target, minus_one), b("ConstantOfShape", b.integers(3), value=ONE), target)
+    return b("Expand", b.array(np.ones((1, 1, 8))), sizes)
+
+
+ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
+CHAINS = {
+    "merged": merged,
+    "heads": split_heads_and_merged_again,
+    "expanded": expanded_as_torchscript_does,
+    "flattened": lambda b, x: b("Flatten", x, axis=2),
+    "squeezed": lambda b, x: b("Squeeze", b("Unsqueeze", x, b.integers(-1, 1)), b.integers(1)),
+    "token": lambda b, x: b("Concat", b("Slice", x, b.integers(0), b.integers(1), b.integers(1)), x, axis=1),
+    "rest": lambda b, x: b("Slice", x, b.integers(1), b.integers(2**63 - 1), b.integers(1)),
+    "every_second": lambda b, x: b("Slice", x, b.integers(0), b.integers(8), b.integers(2), b.integers(2)),
+    "row": lambda b, x: b("Gather", x, b.integers(0), axis=1),
+    "mean": lambda b, x: b("ReduceMean", x, b.integers(-1), keepdims=0),
+    "halves": lambda b, x: b("Split", b("Concat", x, x, axis=1), outputs=2, axis=1, num_outputs=2)[0],
+    "pooled": lambda b, x: b("MaxPool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[1, 2], strides=[1, 2]),
+    "padded": lambda b, x: b("AveragePool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+    "convolved": lambda b, x: b("Conv", b("Transpose", x, perm=[0, 2, 1]), b.array(np.ones((4, 8, 3))), strides=[2]),
+    "doubled": lambda b, x: b("Resize", b("Unsqueeze", x, b.integers(1)), "", b.array([1.0, 1.0, 2.0, 2.0])),
+    "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_rule_tells_what_a_run_makes(name: str) -> None:
+    b = Builder()
+    x = b.input("x", ("B", "S", 8))
+    out = CHAINS[name](b, x)
+    model = b.model(b("Add", out, out))
+    shape = Graph(load_model(model)).shape(out)
+    assert shape is not None
+    assert None not in shape
+    for sizes in ((2, 3, 8), (1, 5, 8), (4, 4, 8)):
+        check_shapes(model, {"x": np.ones(sizes, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("merged", ("B*S", 8)), ("heads", ("B", "S", 8)), ("expanded", ("B", "S", 8)), ("doubled", ("B", 1, "2*S", 16))],
+)
+def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:
+    b = Builder()
+    out = CHAINS[name](b, b.input("x", ("B", "S", 8)))
+    assert Graph(load_model(b.model(b("Add", out, out)))).shape(out) == expected

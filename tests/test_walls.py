@@ -38,7 +38,7 @@ PURE = (
     "pointwise_plan",
     "tier",
 )
-LEAVES = ("errors", "settings", "dtypes", "device")
+LEAVES = ("errors", "settings", "dtypes", "device", "selection")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
 FORBIDDEN = {
     "kernels": ("onnxfuse.runtime", "onnxfuse.graph", "onnxfuse.patterns", "onnxfuse.rewrite"),

@@ -17,7 +17,8 @@ from onnxfuse.fusion import MAX_OUTS
 from onnxfuse.graph import node_label
 from onnxfuse.known_values import is_complete
 from onnxfuse.operators import qualified_op
-from onnxfuse.patterns.growth import Growth
+from onnxfuse.patterns.epilogue_graph import ACC
+from onnxfuse.patterns.growth import COLUMN_OPS, Growth
 from onnxfuse.patterns.match import Columns, Exit, Match
 from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.pointwise import pointwise_row
@@ -140,6 +141,7 @@ class Cut:
             constants=tuple(self._constants(region)),
             columns=columns.length,
             exits=exits,
+            split=frozenset(span for node in nodes for span in self._split_span(node)),
             epilogue=growth.epilogue,
             operands=growth.operands,
             stop=self._stop_behind(region),
@@ -147,6 +149,13 @@ class Cut:
         if leaving:
             self._check_worth(match, leaving, region)
         return self.places.placed(match)
+
+    def _split_span(self, node: gs.Node) -> Iterator[tuple[str, int, int]]:
+        """The columns of one product that a node takes apart."""
+        value = self.growth.values.get(node.inputs[0].name) if qualified_op(node) in COLUMN_OPS else None
+        leaves = [] if value is None else self.growth.epilogue.leaves(ACC, (value.ref,))
+        if value is not None and len(leaves) == 1:
+            yield leaves[0].operand, leaves[0].offset or 0, value.length
 
     def _find_foldable(self) -> Region:
         """Shape arithmetic that is a constant, or that only constants are computed from: no reader of the product."""

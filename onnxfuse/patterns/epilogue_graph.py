@@ -79,6 +79,10 @@ class EpilogueGraph:
             moved[index] = self._intern(replace(expression, inputs=inputs, offset=offset))
         return moved[ref]
 
+    def leaves(self, op: str, roots: Iterable[Ref]) -> list[Expression]:
+        """The leaves of one kind that the roots need, each once."""
+        return [self.expressions[ref] for ref in self.reachable(roots) if self.expressions[ref].op == op]
+
     def reachable(self, roots: Iterable[Ref]) -> list[Ref]:
         """Every expression that the roots need, inputs before users."""
         seen: set[Ref] = set()

@@ -35,25 +35,12 @@ def _has_activation(fusion: Fusion) -> bool:
     return any(step.op in NONLINEAR for step in fusion.steps)
 
 
-def _accumulators(fusion: Fusion, value: str) -> int:
-    """How many accumulators a value depends on."""
-    steps = {step.result: step for step in fusion.steps}
-    seen, stack = {value}, [value]
-    while stack:
-        step = steps.get(stack.pop())
-        new = {text for text in step.inputs if isinstance(text, str)} - seen if step is not None else set()
-        seen |= new
-        stack += new
-    return sum(text.startswith("acc") for text in seen)
-
-
 _SUMS, _PRODUCTS = ("add", "sub"), ("mul", "div")
 _FEATURES: dict[str, Callable[[Fusion], bool]] = {
     "activation": _has_activation,
     "bias": lambda fusion: any(_is_row(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
     "extra_output": lambda fusion: len(fusion.outputs) > 1,
-    "gate": lambda fusion: len(fusion.parts) == 2 and any(_accumulators(fusion, out.value) == 2 for out in fusion.outs),
-    "mask": lambda fusion: any(step.op == "where" for step in fusion.steps),
+    "gate": lambda fusion: fusion.pattern == "split_gemm",
     "residual": lambda fusion: any(_is_tile(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
     "scale": lambda fusion: bool(_read_by(fusion, _PRODUCTS)),
 }

@@ -122,8 +122,8 @@ class Growth:
             self._absorb_sequence_at(node)
         elif op == "Shape" or not columns:
             self._absorb_known(node)
-        elif op in _COLUMN_OPS:
-            _COLUMN_OPS[op](self, node)
+        elif op in COLUMN_OPS:
+            COLUMN_OPS[op](self, node)
         elif (lower := pointwise_row(node)) is not None:
             self._absorb_pointwise(node, columns, lower)
         else:
@@ -250,7 +250,7 @@ class Growth:
         return Columns(self.epilogue.moved(value.ref, start), stop - start)
 
 
-_COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
+COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "Split": Growth._absorb_split,
     "Slice": Growth._absorb_slice,
     "SplitToSequence": Growth._absorb_split_to_sequence,

@@ -60,6 +60,7 @@ class Match:
         constants: what others read of the folded nodes; constants of the rewritten model.
         columns: columns of one part, and of every range of an exit.
         exits: what leaves the match, the furthest value last.
+        split: product, first column and length of every value of the match that a Split or Slice takes apart.
         epilogue: expressions; the exits are values of it.
         operands: what the epilogue may read, by name.
         stop: what kept the match from growing further, if anything did.
@@ -73,6 +74,7 @@ class Match:
     constants: tuple[str, ...]
     columns: int
     exits: tuple[Exit, ...]
+    split: frozenset[tuple[str, int, int]]
     epilogue: EpilogueGraph
     operands: dict[str, Operand] = field(default_factory=dict)
     stop: NotFusable | None = None
@@ -94,8 +96,7 @@ class Match:
 
     def leaves(self, op: str) -> list[Expression]:
         """The leaves of one kind that the exits depend on, each once."""
-        expressions = self.epilogue.expressions
-        return [expressions[ref] for ref in self.epilogue.reachable(self.roots) if expressions[ref].op == op]
+        return self.epilogue.leaves(op, self.roots)
 
     @property
     def ranges(self) -> list[tuple[Product, int]]:

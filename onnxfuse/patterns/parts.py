@@ -1,9 +1,9 @@
 """Which column ranges of which products a match combines: what the pattern is called, and when a kernel can do it.
 
-split_gemm     the two halves of one product (GEGLU, SwiGLU, GLU, ReGLU), or products of one input by several weights
-               (Llama's gate and up)
+split_gemm     two halves of one product, or of a range of it (GEGLU, SwiGLU, GLU, ReGLU; Flux2 has q, k and v
+beside them), or two products of one input (Llama's gate and up), meet in one value
 gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
-column_ranges  other equal ranges of one product: three or four, or some of its columns; the rest is not computed
+column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from collections.abc import Callable
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_PARTS
+from onnxfuse.patterns.epilogue_graph import ACC, Ref
 from onnxfuse.patterns.match import Match
 
 
-def _two_halves(match: Match) -> bool:
-    first = match.ranges[0][0]
-    return match.ranges == [(first, 0), (first, match.columns)] and first.n == 2 * match.columns
+def _is_gate(match: Match) -> bool:
+    """Whether two accumulators meet in one exit that are halves of one value, or of two products."""
+    return any(_are_two_halves(match, ref) for ref in match.roots)
 
 
-def _several_products(match: Match) -> bool:
-    return len({product.out for product, _ in match.ranges}) > 1
+def _are_two_halves(match: Match, ref: Ref) -> bool:
+    leaves = sorted((leaf.offset or 0, leaf.operand) for leaf in match.epilogue.leaves(ACC, (ref,)))
+    if len(leaves) != 2:
+        return False
+    (start, first), (end, second) = leaves
+    return first != second or (end == start + match.columns and (first, start, 2 * match.columns) in match.split)
 
 
 def _all_columns(match: Match) -> bool:
@@ -29,7 +34,7 @@ def _all_columns(match: Match) -> bool:
 
 
 PATTERNS: dict[str, Callable[[Match], bool]] = {
-    "split_gemm": lambda match: _two_halves(match) or _several_products(match),
+    "split_gemm": _is_gate,
     "gemm_epilogue": _all_columns,
     "column_ranges": lambda match: True,
 }

@@ -101,6 +101,11 @@ def _quick_gelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes)
     return _swish(graph, inputs, {"alpha": attributes.get("alpha", 1.702)})
 
 
+def _prelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    below = graph.apply("mul", inputs[1], graph.apply("min", inputs[0], graph.constant(0.0)))
+    return graph.apply("add", graph.apply("relu", inputs[0]), below)
+
+
 def _identity(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
     return inputs[0]
 
@@ -129,6 +134,7 @@ POINTWISE: dict[str, Lower] = {
     "Sigmoid": _op("sigmoid"),
     "Softplus": _op("softplus"),
     "Relu": _op("relu"),
+    "PRelu": _prelu,
     "LeakyRelu": _with_attributes("leaky_relu", alpha=0.01),
     "Elu": _with_attributes("elu", alpha=1.0),
     "HardSigmoid": _with_attributes("hard_sigmoid", alpha=0.2, beta=0.5),

@@ -1,0 +1,62 @@
+"""Several outputs, several weights and residuals in an ONNX Runtime CUDA session, on every kernel that a plan takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxfuse
+from onnxfuse.runtime.verify import verify
+from tests.matching import gate, silu, split_num_outputs
+from tests.onnx_build import FLOAT, FLOAT16, Builder
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(128, 256), (72, 40), (65, 34)]  # k, n: for TMA, for narrow copies, for single elements
+ROWS = [3, 40, 300]
+
+
+def linear(b: Builder, k: int, n: int, number: int = 0) -> str:
+    rng = np.random.default_rng([k, n, number])
+    weight = b.array(rng.standard_normal((k, n)) / np.sqrt(k), f"weight{number}")
+    return b("Add", b("MatMul", "x", weight), b.array(rng.standard_normal(n), f"bias{number}"))
+
+
+def packed_gate_read_elsewhere(b: Builder, k: int, n: int) -> list[str]:
+    t = linear(b, k, n)
+    first, second = split_num_outputs(b, t)
+    return [gate(b, first, second), first, t]
+
+
+def dual_gate(b: Builder, k: int, n: int) -> list[str]:
+    return [b("Mul", silu(b, linear(b, k, n)), linear(b, k, n, 1))]
+
+
+def residuals_and_their_sum(b: Builder, k: int, n: int) -> list[str]:
+    first = b("Add", b.input("residual", (2, "rows", n)), linear(b, k, n))
+    return [first, b("Mul", b("Tanh", first), b.input("scale", (2, 1, n)))]
+
+
+def gate_beside_other_columns(b: Builder, k: int, n: int) -> list[str]:
+    rest, packed = b("Split", linear(b, k, 3 * n), b.integers(n, 2 * n), outputs=2, axis=-1)
+    return [rest, gate(b, *b("Split", packed, outputs=2, axis=-1, num_outputs=2))]
+
+
+@pytest.mark.parametrize(("k", "n"), SIZES)
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
+@pytest.mark.parametrize(
+    "build", [packed_gate_read_elsewhere, dual_gate, residuals_and_their_sum, gate_beside_other_columns]
+)
+def test_every_output_in_a_session(build, dtype: int, k: int, n: int, tmp_path: Path) -> None:
+    b = Builder(dtype)
+    b.input("x", (2, "rows", k))
+    model = b.model(*build(b, k, n))
+    fused, report = onnxfuse.optimize(model, arch="native")
+    assert len(report.fused) == 1
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    onnx.save(model, before)
+    onnx.save(fused, after)
+    assert verify(before, after, sizes={"rows": ROWS}).passed
