@@ -1,4 +1,4 @@
-"""What `--tune` measures and chooses for the table's problems: `python -m tests.perf.tune --out results/h200-tune.json`.
+"""What `--tune` measures for the problems of the table: `python -m tests.perf.tune --out results/h200-tune.json`.
 
 Weights are [k, n], m is static. For fp16 the first tier is the sm_90a kernel; for fp32 it is the portable one.
 """
