@@ -153,18 +153,18 @@ def replacement(form: Form, kernel: str) -> Replacement:
     fusion = form.fusion
     return Replacement(
         graph=form.graph,
-        nodes=form.nodes,
-        copied=form.copied,
-        place=form.place,
-        folded=form.folded,
-        constants=form.constants,
+        nodes=form.match.nodes,
+        copied=() if form.kept else form.match.copied,
+        place=form.match.place,
+        folded=form.match.folded,
+        constants=form.match.constants,
         kept=form.kept,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
         outputs=tuple(tensor.name for tensor in fusion.outputs),
         name=f"{fusion.anchor}/{form.op_type}",
         attributes=node_attributes(form, kernel),
         op_type=form.op_type,
-        shapes=form.shapes,
+        shapes=form.match.shapes,
     )
 
 

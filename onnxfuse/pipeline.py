@@ -80,7 +80,9 @@ def _selected(
     sites: tuple[Site, ...], skipped: tuple[SkippedSite, ...], selection: Selection
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     """The sites that the user wants; the others are left alone like those that no kernel computes."""
-    candidates = [Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site)) for site in sites]
+    candidates = [
+        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, site.match.nodes)) for site in sites
+    ]
     selection.check(candidates, PATTERNS)
     refusals = [selection.refusal(candidate) for candidate in candidates]
     left = tuple(
@@ -158,12 +160,12 @@ def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
     return Report(tuple(map(_report_site, analysis.sites)), analysis.skipped, nodes_before, nodes_after)
 
 
-def _node_names(site: Site) -> tuple[str, ...]:
-    return tuple(node_label(site.graph.nodes[index]) for index in site.form.replaced)
+def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:
+    return tuple(node_label(site.graph.nodes[index]) for index in indices)
 
 
 def _report_site(site: Site) -> FusedSite:
-    return fused_site(site, _node_names(site))
+    return fused_site(site, _node_names(site, site.form.replaced))
 
 
 def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:

@@ -19,13 +19,15 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse", "folder of compiled kernels; empty: no cache"),
+    Setting(
+        "ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse", "folder of compiled kernels and measured times; empty: no cache"
+    ),
     Setting("ONNXFUSE_COMPILE_JOBS", "number of cores", "how many kernels are compiled at once"),
 )
 
 
 def cache_dir() -> Path | None:
-    """Folder of compiled kernels; None where the user wants no cache."""
+    """Folder of compiled kernels and measured times; None where the user wants no cache."""
     value = os.environ.get("ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse")
     return Path(value).expanduser() if value else None
 

@@ -14,7 +14,6 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
 from onnxfuse.patterns import Match, match_behind
-from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
 from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
@@ -32,27 +31,17 @@ class Form:
 
     Attributes:
         graph: the scope that it lies in.
+        match: the nodes.
         op_type: of the fused node.
-        nodes: indices of the matched nodes.
-        copied: indices of nodes that the fused node's function needs too.
-        place: the index among them where the fused node goes.
-        folded: indices of nodes that are not needed any more: what others read of them are constants.
-        constants: the names of those.
-        shapes: by node, what takes the place of the shape that a Reshape reads from outside.
-        kept: those that stay, right before the fused node: the products that it is behind.
+        kept: indices of the nodes that stay, right before the fused node: the products that it is behind.
         fusion: what it computes.
         mapping: the axes of its loops.
         plans: of each architecture.
     """
 
     graph: Graph
+    match: Match
     op_type: str
-    nodes: tuple[int, ...]
-    copied: tuple[int, ...]
-    place: int
-    folded: tuple[int, ...]
-    constants: tuple[str, ...]
-    shapes: dict[int, FallbackShape]
     kept: tuple[int, ...]
     fusion: Pointwise
     mapping: AxisMapping
@@ -61,7 +50,7 @@ class Form:
     @property
     def replaced(self) -> tuple[int, ...]:
         """The nodes that the fused node stands for."""
-        return tuple(index for index in self.nodes if index not in self.kept)
+        return tuple(index for index in self.match.nodes if index not in self.kept)
 
     @property
     def variants(self) -> Iterator[tuple[DeviceSpec, AnyVariant]]:
@@ -101,9 +90,7 @@ class Site:
     @property
     def whole(self) -> Form:
         """The form with the product in the kernel."""
-        match = self.match
-        places = (match.nodes, match.copied, match.place, match.folded, match.constants, match.shapes, ())
-        return Form(self.graph, FUSED_GEMM, *places, self.fusion, self.mapping, self.plans)
+        return Form(self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans)
 
 
 def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, match: Match, fusion: Fusion) -> Site:
@@ -128,8 +115,8 @@ def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, mat
 
 
 def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
-    shapes = {index: shape for index, shape in match.shapes.items() if index in match.nodes}
-    if not all(shape.is_constant for shape in shapes.values()):  # the product's input is no input of the kernel
+    shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
+    if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
         return None
     try:
         fusion, products = match_behind(graph, match)
@@ -139,8 +126,7 @@ def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[
         return None
     kept = tuple(sorted(graph.index(product.node) for product in match.products))
     plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
-    places = (match.nodes, (), match.place, match.folded, match.constants, shapes, kept)
-    return Form(graph, FUSED_POINTWISE, *places, pointwise, own, plans)
+    return Form(graph, match, FUSED_POINTWISE, kept, pointwise, own, plans)
 
 
 def _estimates(

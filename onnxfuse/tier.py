@@ -5,8 +5,9 @@
     left alone            what the library does is faster than both
 
 One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
-kernels, and does so on architectures with matrix units that they do not reach yet: `LIBRARY_ADVANTAGE` says how much;
-it is 1 where a kernel was written for the architecture's own units. A measurement (`--tune`) needs no such number.
+kernels, and does so on architectures with matrix units that they do not reach yet: `LIBRARY_ADVANTAGE` says how much.
+It is 1 where a kernel was written for the architecture's own units. A measurement (`--tune`) needs none of these
+numbers.
 
 A site is one node of the model, whatever the architectures and the number of rows at run time. On one architecture the
 tier is the one that loses the least: at every number of rows its time is divided by the best tier's, and the smallest

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Tile
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.tier import LIBRARY_ADVANTAGE, Tier, Times, Traffic, advantage, choose, estimate_from, least_loss
+from tests.onnx_build import FLOAT, FLOAT16, Builder
 
 ONE, BEHIND, ALONE = Tier.ONE_KERNEL, Tier.BEHIND, Tier.LEFT_ALONE
 MATH = ("f16", "bf16", "tf32", "fp32")
@@ -78,3 +83,44 @@ def test_a_faster_library_is_taken_where_multiplying_takes_longest(arch: str, ma
     assert least_loss([estimate_from(device, factor, TRAFFIC, 8192, 2000.0)]) is BEHIND
     assert least_loss([estimate_from(device, factor, TRAFFIC, 16, 14.0)]) is ONE  # bound by reading the weights
     assert least_loss([estimate_from(device, factor, replace(TRAFFIC, passes=1), 8192, 2000.0)]) is ALONE
+
+
+# ---- Against what was measured ---------------------------------------------------------------------------------------
+
+MEASURED = json.loads((Path(__file__).parent.parent / "results" / "h200-tune.json").read_text())
+LARGEST = 2e7  # columns times depth: larger weights take long to make and tell nothing new
+WORST = 1.25  # of the best form's time
+
+
+def planned(row: dict) -> Tier:
+    """The tier that the cost model gives a problem of the committed result."""
+    sizes, epilogue = row["problem"].rsplit(" ", 1)
+    m, k, n = map(int, sizes.split(","))
+    b = Builder({"fp16": FLOAT16, "fp32": FLOAT}[row["dtype"]])
+    parts = 1 if epilogue == "gelu" else 2
+    t = b("MatMul", b.input("x", (m, k)), b.array(np.zeros((k, parts * n), b.numpy), "weight"))
+    t = b("Add", t, b.array(np.zeros(parts * n), "bias"))
+    if parts == 1:
+        model = b.model(b("Gelu", t))
+    else:
+        value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+        model = b.model(b("Mul", value, b("Gelu", gate)))
+    return analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites[0].tier
+
+
+def weight_size(row: dict) -> int:
+    _, k, n = map(int, row["problem"].rsplit(" ", 1)[0].split(","))
+    return k * n
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in MEASURED["rows"] if weight_size(row) < LARGEST],
+    ids=lambda row: f"{row['dtype']} {row['problem']}",
+)
+def test_the_cost_model_loses_little_against_what_was_measured(row: dict) -> None:
+    times = row["microseconds"]
+    tiers = {"behind the product": BEHIND, "left alone": ALONE}
+    tier = planned(row)
+    own = min(time for name, time in times.items() if tiers.get(name, ONE) is tier)
+    assert own <= WORST * min(times.values()), f"{tier.value}: {times}"

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import ModelProto
 
-from onnxfuse.device import resolve, tuning_device
+from onnxfuse.device import ARCHITECTURES, resolve, tuning_device
 from onnxfuse.errors import DeviceError, SettingError
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes
 from onnxfuse.packing import replacement
@@ -122,6 +122,15 @@ def test_few_forms_are_timed_and_one_kernel_at_each_number_of_rows() -> None:
             if form is not None and name != BEHIND:
                 chosen = [variant for _, variant in form.variants if variant.min_m <= trial.m <= variant.max_m]
                 assert tile_text(chosen[0].tile) == name
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("dtype", [1, FLOAT16])
+def test_tiles_differ_in_their_names(arch: str, dtype: int) -> None:
+    for site in analysed(arch=arch, dtype=dtype).sites:
+        for entry in site.plans[0].ranked:
+            names = [tile_text(tile) for _, tile in entry.tiles]
+            assert len(set(names)) == len(names)
 
 
 def test_equal_sites_are_timed_once_and_differ_in_nothing() -> None:

@@ -105,7 +105,7 @@ def launch(spec: KernelSpec, arguments: Arguments, arrays: list[np.ndarray], inp
 
 def compute(site: Site, values: dict[str, np.ndarray], folder: Path) -> list[np.ndarray]:
     """What the bridge and the kernel make of a site's inputs."""
-    attributes = node_attributes(site.fusion, site.mapping, "ab12")
+    attributes = node_attributes(site.whole, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
     arrays = [np.ascontiguousarray(values[tensor.name]) for tensor in site.fusion.inputs]

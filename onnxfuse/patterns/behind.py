@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from onnxfuse.errors import NotFusable
@@ -27,7 +28,26 @@ def match_behind(graph: Graph, match: Match) -> tuple[Fusion, tuple[Tensor, ...]
     products = {product.rhs: product for product, _ in made.ranges}
     if made.ranges != match.ranges or len(products) != len({product.out for product, _ in made.ranges}):
         raise NotFusable("nothing_follows", match.label, "the product is not read as its node makes it")
-    return fusion, tuple(product_tensor(made, product) for product in products.values())
+    tensors = tuple(product_tensor(made, product) for product in products.values())
+    for tensor in tensors:
+        _check_shape(graph, fusion, tensor)
+    return fusion, tensors
+
+
+def _check_shape(graph: Graph, fusion: Fusion, product: Tensor) -> None:
+    """What the node makes must lie as the fusion's axes say."""
+    shape = graph.shape(product.name)
+    sizes = [None if None in known else math.prod(size or 0 for size in known) for known in _sizes(fusion, product)]
+    if shape is None or len(shape) != len(sizes):
+        raise NotFusable(
+            "unknown_rank", fusion.anchor, f"the product {product.name!r} has an unknown number of dimensions"
+        )
+    if any(isinstance(own, int) and size is not None and own != size for own, size in zip(shape, sizes, strict=True)):
+        raise NotFusable("invalid_model", fusion.anchor, f"the product {product.name!r} has shape {list(shape)}")
+
+
+def _sizes(fusion: Fusion, tensor: Tensor) -> list[list[int | None]]:
+    return [[fusion.size(axis) for axis in dim] for dim in tensor.dims]
 
 
 def _as_made(match: Match) -> Match:

@@ -299,7 +299,7 @@ COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
 
 
 def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:
-    """What a product's node makes: the sums with Gemm's factors and bias, and FusedGemm's activation."""
+    """What a product's node makes: the sums with the node's own factors, bias and activation."""
     ref = epilogue.acc(product.out)
     if product.alpha != 1.0:
         ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))

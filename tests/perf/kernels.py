@@ -77,12 +77,12 @@ ROWS = [
 ]  # fmt: skip
 
 
-def site_model(row: Row, order: str) -> ModelProto:
+def site_model(row: Row, order: str, dtype: int = FLOAT16) -> ModelProto:
     """The problem as an exporter writes it, with weights [k, n] (MatMul) or [n, k] (Gemm with transB)."""
-    b = Builder(FLOAT16)
+    b = Builder(dtype)
     x, width = b.input("x", ("m", row.k)), row.n * row.parts
     rng = np.random.default_rng(row.k)
-    weight = (rng.standard_normal((row.k, width), np.float32) / np.sqrt(row.k)).astype(np.float16)
+    weight = (rng.standard_normal((row.k, width), np.float32) / np.sqrt(row.k)).astype(b.numpy)
     bias = () if row.epilogue in ("swiglu", "geglu_tanh") else (b.array(rng.standard_normal(width), "bias"),)
     if order == "nk":
         t = b("Gemm", x, b.array(np.ascontiguousarray(weight.T), "weight"), *bias, transB=1)
