@@ -262,7 +262,7 @@ TensorBox tensor_box(const MapRule& rule, const ElementBytes& bytes, const Onnxf
     const uint64_t row_bytes = usable_stride(tensor.row_stride, size, rows, inner * size);
     const uint64_t run_bytes = usable_stride(outer.column_stride, size, stacked, row_bytes * rows);
     return TensorBox{tensor.pointer, size, {inner, static_cast<uint64_t>(rows), stacked}, {row_bytes, run_bytes},
-                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle};
+                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
   };
   const auto box = [&](const OnnxfuseTensor& tensor, int rows, int columns, int64_t size) {
     const bool turned = rule.rows_contiguous;
