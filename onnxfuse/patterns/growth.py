@@ -174,8 +174,10 @@ class Growth:
         shape = self.graph.shape(name)
         if self.graph.dtype(name) not in BY_ONNX:
             raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self.graph.dtype(name)}")
-        if shape is None or len(shape) > len(self.rows) + 1:
+        if shape is None:
             raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
+        if len(shape) > len(self.rows) + 1:
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
         varies, columns = self._varies(name, shape, length)
         self.operands[name] = Operand(name, varies, columns, len(shape))
         return self.epilogue.load(name, has_columns=columns > 1)

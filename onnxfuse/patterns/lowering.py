@@ -114,8 +114,7 @@ def _outs(graph: Graph, match: Match, rows: tuple[Axis, ...], line: _Line) -> li
         tensor = Tensor(out.name, BY_ONNX[graph.dtype(out.name) or 0], (*_dims(rows), columns))
         for index, ref in enumerate(out.refs):
             value = line.names[ref]
-            if not isinstance(value, str):
-                raise NotFusable("constant_result", match.label, f"{out.name!r} does not depend on the product")
+            assert isinstance(value, str), f"{out.name} is computed from a product"
             outs.append(Out(tensor, value, index if packed else None))
     return outs
 
