@@ -10,7 +10,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.facts import Facts
-from onnxfuse.inline import FunctionKey, subgraphs
+from onnxfuse.inline import FunctionKey, reads_inside, subgraphs
 from onnxfuse.known_values import Array, integers
 from onnxfuse.model import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.model import ModelProto as ModelProto
@@ -35,7 +35,7 @@ class Graph:
         self._tensors = {tensor.name: tensor for node in self.nodes for tensor in node.inputs}
         self._index = {id(node): index for index, node in enumerate(self.nodes)}
         self._facts = Facts(self.nodes, dict(_inferred_shapes(scope)))
-        self._read_by_subgraphs = {name for node in scope.nodes for name in _read_inside(node)}
+        self._read_by_subgraphs = {name for node in scope.nodes for name in reads_inside(node)}
 
     @property
     def opset(self) -> int:
@@ -115,7 +115,9 @@ def _without_subgraphs(node: NodeProto) -> NodeProto:
     if not any(subgraphs(node)):
         return node
     bare = NodeProto(op_type=node.op_type, domain=node.domain, name=node.name, input=node.input, output=node.output)
-    bare.attribute.extend(attribute for attribute in node.attribute if not attribute.HasField("g"))
+    bare.attribute.extend(
+        attribute for attribute in node.attribute if not attribute.HasField("g") and not attribute.graphs
+    )
     return bare
 
 
@@ -141,15 +143,6 @@ def _size(dim: onnx.TensorShapeProto.Dimension) -> Size:
     if dim.HasField("dim_value"):
         return int(dim.dim_value)
     return dim.dim_param or None
-
-
-def _read_inside(node: NodeProto) -> Iterator[str]:
-    """Every value that a node's branches and bodies read."""
-    for _, graph in subgraphs(node):
-        yield from (value.name for value in graph.output)
-        for child in graph.node:
-            yield from child.input
-            yield from _read_inside(child)
 
 
 Signature = tuple[str, int, tuple[Size, ...] | None]
