@@ -15,7 +15,7 @@ from onnxfuse.known_values import Array, integers
 from onnxfuse.model import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.model import ModelProto as ModelProto
 from onnxfuse.model import load_model as load_model
-from onnxfuse.scopes import Scope, all_scopes, main_scope
+from onnxfuse.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.symbolic import Size as Size  # re-exported: what a dimension of the graph is
 
 
@@ -28,13 +28,13 @@ class Graph:
         nodes: `nodes[i]` is `scope.nodes[i]`; inside a branch or body their names say where they stand.
     """
 
-    def __init__(self, model: Model, scope: Scope | None = None) -> None:
+    def __init__(self, model: Model, scope: Scope | None = None, around: Graph | None = None) -> None:
         self.model = model
         self.scope = scope = scope or main_scope(model)
         self.nodes: tuple[gs.Node, ...] = _import(scope)
         self._tensors = {tensor.name: tensor for node in self.nodes for tensor in node.inputs}
         self._index = {id(node): index for index, node in enumerate(self.nodes)}
-        self._facts = Facts(self.nodes, dict(_inferred_shapes(scope)))
+        self._facts = Facts(self.nodes, dict(_inferred_shapes(scope)) | dict(_shapes_around(scope, around)))
         self._read_by_subgraphs = {name for node in scope.nodes for name in reads_inside(node)}
 
     @property
@@ -86,7 +86,13 @@ def all_graphs(model: Model, functions: Collection[FunctionKey] | None = None) -
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    return tuple(Graph(model, scope) for scope in all_scopes(model, functions))
+    graphs: list[Graph] = []
+    places: dict[ScopePath, Graph] = {}
+    for scope in all_scopes(model, functions):
+        graphs.append(Graph(model, scope, places.get(scope.path[:-1]) if scope.path else None))
+        if not scope.fault:
+            places[scope.path] = graphs[-1]
+    return tuple(graphs)
 
 
 def reached_functions(places: Iterable[tuple[Graph, Iterable[int]]]) -> frozenset[FunctionKey]:
@@ -137,6 +143,17 @@ def _inferred_shapes(scope: Scope) -> Iterator[tuple[str, tuple[Size, ...]]]:
         tensor_type = scope.types.get(name)
         if tensor_type is not None and tensor_type.HasField("shape"):
             yield name, tuple(_size(dim) for dim in tensor_type.shape.dim)
+
+
+def _shapes_around(scope: Scope, around: Graph | None) -> Iterator[tuple[str, tuple[Size, ...]]]:
+    """What the graph around a branch or body has learnt of the values that are read inside."""
+    if around is None:
+        return
+    made = {name for node in scope.nodes for name in node.output} | scope.inputs
+    for name in {name for node in scope.nodes for name in node.input} - made:
+        shape = around.shape(name)
+        if shape is not None:
+            yield name, shape
 
 
 def _size(dim: onnx.TensorShapeProto.Dimension) -> Size:
