@@ -124,7 +124,10 @@ _HOPPER = (
     Candidate(HopperTile(64, 128, pingpong=True), 1.35),
     Candidate(HopperTile(64, 80, pingpong=True), 0.9),
 )
-WIDE_SWIZZLE = 32  # columns: with 16, bank conflicts make rhs[k, n] 1.2 to 2.4 times slower
+# Columns of a part of rhs[k, n] are read in swizzles of 64, 32 or 16: the narrower, the more bank conflicts.
+WIDEST_SWIZZLE = 64
+WIDE_SWIZZLE = 32
+NARROW_SWIZZLE = 0.83  # of the pace with 32 columns; with 16, it is 0.4 to 0.8
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
 AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
 # The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
@@ -192,6 +195,8 @@ def _hopper_candidate(entry: Candidate[HopperTile], spec: KernelSpec, k: int) ->
     ahead = tile.groups == 2 and spec.parts * k <= AHEAD_DEPTH and all(load.kind != "tile" for load in spec.loads)
     columns = max(tile.block_n // spec.parts // 16, 1) * 16
     pace = entry.pace * columns * spec.parts / tile.block_n
+    if spec.rhs_order == "kn" and columns % WIDEST_SWIZZLE:
+        pace *= NARROW_SWIZZLE
     return Candidate(replace(tile, block_n=columns, operands_ahead=ahead), pace)
 
 
