@@ -3,7 +3,7 @@
 Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it
-    staging   for each of the eight consumer warps: one or two slabs of every output, two or all of every tile operand
+    staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand
     vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
               one for the start of the latter
@@ -18,14 +18,12 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.kernel_spec import Access, KernelSpec
 
-CONSUMER_GROUPS = 2
 VECTOR_BUFFERS = 4
-THREADS = 128 * (CONSUMER_GROUPS + 1)
 STAGE_ROW_BYTES = 128  # of k in a stage: the widest swizzle
 FRAGMENT_ROWS = 64  # of one wgmma
 WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
 MAX_WIDTH = 256  # columns of one wgmma
-MAX_ACCUMULATORS = 192  # fp32 registers of one thread
+MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 MAX_BOX = 256  # rows of one TMA box
@@ -40,7 +38,7 @@ STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflict
 BOX_ALIGNMENT = 128  # bytes, of a box without a swizzle
 BARRIER_BYTES = 8
 FP32_BYTES = 4
-WARPS = 4 * CONSUMER_GROUPS
+GROUP_WARPS = 4
 TILE_BYTES = 16  # place of a tile, before its vectors
 LDS_BYTES = 16  # the widest shared-memory access
 
@@ -58,6 +56,7 @@ class HopperTile:
         operands_ahead: the epilogue reads operands before it needs them: faster where it outlasts the main loop.
         group_rows: row tiles that run together, for reuse in L2.
         stages: depth of the ring; 0 for as many as fit.
+        groups: consumer groups of four warps; half of them share a tile with `pingpong`, else all.
     """
 
     block_m: int
@@ -68,15 +67,22 @@ class HopperTile:
     operands_ahead: bool = False
     group_rows: int = 8
     stages: int = 0
+    groups: int = 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block: those of the consumer groups and four producer warps, or two with four groups."""
+        return 128 * self.groups + (128 if self.groups == 2 else 64)
 
     @property
     def group_m(self) -> int:
         """Rows of one consumer group."""
-        return self.block_m if self.pingpong else self.block_m // CONSUMER_GROUPS
+        return self.block_m // (self.groups // 2 if self.pingpong else self.groups)
 
     def __str__(self) -> str:
+        groups = f" {self.groups} groups" if self.groups > 2 else ""
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return f"{self.block_m}x{self.block_n} {'ping-pong' if self.pingpong else 'cooperative'}{cluster}"
+        return f"{self.block_m}x{self.block_n} {'ping-pong' if self.pingpong else 'cooperative'}{groups}{cluster}"
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class HopperFootprint:
         out_buffers: slabs of one boxed output that can be on their way to global memory at once, that being computed
             included.
         load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
+        groups: consumer groups.
     """
 
     stages: int
@@ -105,11 +112,12 @@ class HopperFootprint:
     out_offsets: tuple[int, ...]
     out_buffers: int
     load_buffers: int
+    groups: int
 
     @property
     def vectors_offset(self) -> int:
         """Where the vectors begin."""
-        return self.stages * self.stage + WARPS * self.staging
+        return self.stages * self.stage + GROUP_WARPS * self.groups * self.staging
 
     @property
     def barriers_offset(self) -> int:
@@ -119,7 +127,7 @@ class HopperFootprint:
     @property
     def total(self) -> int:
         """Dynamic shared memory of the launch."""
-        return self.barriers_offset + _barriers(self.stages, self.load_buffers) * BARRIER_BYTES
+        return self.barriers_offset + _barriers(self.stages, self.groups * self.load_buffers) * BARRIER_BYTES
 
 
 @dataclass(frozen=True)
@@ -224,8 +232,8 @@ def _conflicts(columns: int) -> int:
     return max(map(banks.count, banks))
 
 
-def _barriers(stages: int, load_buffers: int) -> int:
-    return 2 * (stages + VECTOR_BUFFERS) + (1 + 2 * CONSUMER_GROUPS * load_buffers if load_buffers else 0)
+def _barriers(stages: int, slabs: int) -> int:
+    return 2 * (stages + VECTOR_BUFFERS) + (1 + 2 * slabs if slabs else 0)
 
 
 def _layout(
@@ -245,10 +253,13 @@ def _layout(
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
-    fixed = WARPS * staging + VECTOR_BUFFERS * vectors + _barriers(0, load_buffers) * BARRIER_BYTES
+    staged = GROUP_WARPS * tile.groups * staging
+    fixed = staged + VECTOR_BUFFERS * vectors + _barriers(0, tile.groups * load_buffers) * BARRIER_BYTES
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
-    return HopperFootprint(stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers)
+    return HopperFootprint(
+        stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups
+    )
 
 
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
@@ -264,11 +275,13 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return f"a run of {spec.lhs_run} columns of lhs is no multiple of {block_k(spec)}"
     if any(load.two_levels for load in spec.loads if load.kind != "tile"):
         return "one stride walks each loop of a row or column"
+    if tile.groups not in MAX_ACCUMULATORS or (tile.groups > 2 and any(load.kind == "tile" for load in spec.loads)):
+        return "two groups, or four where no operand is a tile"
     if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
     if tile.block_n % 16 or width > MAX_WIDTH:
         return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
-    accumulators, most = tile.group_m * width // 128, max_accumulators(spec)
+    accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)
     if accumulators > most:
         return f"{accumulators} accumulators in a thread, of {most} at most"
     if tile.operands_ahead and any(load.kind == "tile" for load in spec.loads):
@@ -281,11 +294,11 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
     return None
 
 
-def max_accumulators(spec: KernelSpec) -> int:
-    """How many of a thread's 232 registers can hold sums: addresses and pairs of tile operands need some more."""
+def max_accumulators(spec: KernelSpec, groups: int) -> int:
+    """How many of a thread's registers can hold sums: addresses and pairs of tile operands need some more."""
     copied = sum(not boxed(out) for out in spec.outs)
     tiles = sum(load.kind == "tile" for load in spec.loads)
-    return MAX_ACCUMULATORS - TILE_LOAD_REGISTERS * tiles - COPIED_OUT_REGISTERS * copied
+    return MAX_ACCUMULATORS[groups] - TILE_LOAD_REGISTERS * tiles - COPIED_OUT_REGISTERS * copied
 
 
 def _staged_bytes(access: Access, columns: int) -> int:

@@ -134,7 +134,7 @@ def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
     return {
         "block_m": hopper.block_m * hopper.cluster_m,
         "block_n": hopper.block_n * hopper.cluster_n,
-        "threads": hopper_tile.THREADS,
+        "threads": hopper.threads,
         "shared_bytes": hopper_tile.footprint(spec, hopper, device.shared_bytes).total,
         "cluster": hopper.cluster_m * hopper.cluster_n,
         "maps": tuple(map(_tensor_map, hopper_tile.map_rules(spec, hopper, device.shared_bytes))),

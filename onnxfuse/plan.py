@@ -93,12 +93,10 @@ class Candidate(Generic[AnyTile]):
         tile: its block_n is the width of all parts together.
         pace: products that a multiprocessor makes in a unit of time with it, relative to the portable kernel's fastest
             tile; measured on an H200.
-        orders: the layouts of rhs that it is for.
     """
 
     tile: AnyTile
     pace: float
-    orders: tuple[str, ...] = ("kn", "nk")
 
 
 # Larger tiles load less for each product; smaller ones fill the chip when m or n is small.
@@ -120,16 +118,25 @@ _EXACT = (
     Candidate(Tile(64, 64, 32, 2, 2, 3), 0.9),
     Candidate(Tile(32, 64, 32, 1, 4, 3), 0.7),
 )
-# The sm_90a kernel. A part of 80 columns is read in narrow swizzles where n is contiguous, so it is for [n, k] only.
+# The sm_90a kernel.
 _HOPPER = (
-    Candidate(HopperTile(128, 192, pingpong=True), 1.85),
-    Candidate(HopperTile(128, 160, pingpong=True), 1.9, ("nk",)),
-    Candidate(HopperTile(128, 160, pingpong=False), 1.75, ("nk",)),
-    Candidate(HopperTile(128, 128, pingpong=True), 1.75),
+    Candidate(HopperTile(128, 192, pingpong=True), 1.75),
+    Candidate(HopperTile(128, 160, pingpong=True), 1.9),
+    Candidate(HopperTile(128, 160, pingpong=False), 1.75),
+    Candidate(HopperTile(128, 128, pingpong=True, groups=4), 1.88),
+    Candidate(HopperTile(128, 128, pingpong=True), 1.8),
     Candidate(HopperTile(128, 128, pingpong=False), 1.6),
-    Candidate(HopperTile(64, 160, pingpong=True), 1.4, ("nk",)),
+    Candidate(HopperTile(128, 224, pingpong=False), 1.6),
+    Candidate(HopperTile(128, 256, pingpong=False), 1.5),
+    Candidate(HopperTile(128, 80, pingpong=False), 1.4),
+    Candidate(HopperTile(64, 160, pingpong=True), 1.4),
     Candidate(HopperTile(64, 128, pingpong=True), 1.35),
+    Candidate(HopperTile(64, 80, pingpong=True), 0.9),
 )
+# Columns of a part of rhs[k, n] are read in swizzles of 64, 32 or 16: the narrower, the more bank conflicts.
+WIDEST_SWIZZLE = 64
+WIDE_SWIZZLE = 32
+NARROW_SWIZZLE = 0.83  # of the pace with 32 columns; with 16, it is 0.4 to 0.8
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
 AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
 # The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
@@ -142,7 +149,7 @@ _SMALL_M = (
 )
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "fp32": _EXACT}
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
-EXPOSED_EPILOGUE = 128  # and that much longer where the groups of the sm_90a kernel share a tile
+EXPOSED_EPILOGUE = 128  # and that much longer where no main loop of the sm_90a kernel runs beside it
 
 # One multiprocessor of an H200 in a microsecond: products at a pace of 1, its share of what memory delivers; and how
 # long a block waits, in microseconds, for the loads that it has on their way. Other chips have other units, but similar
@@ -183,18 +190,23 @@ def candidates_for(spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candid
     """Every tile that a plan considers, with block_n the columns of one part; those of the faster kernel first."""
     portable = zip(CANDIDATES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
     few_rows = zip(_SMALL_M if spec.math in ("f16", "bf16") else (), small_m_tiles(spec.parts), strict=False)
-    hopper = [entry for entry in _HOPPER if device.arch == "sm_90a" and spec.rhs_order in entry.orders]
+    hopper = _HOPPER if device.arch == "sm_90a" else ()
     return (
         *(replace(entry, tile=tile) for entry, tile in few_rows),
-        *(replace(entry, tile=_hopper_tile(entry.tile, spec, k)) for entry in hopper),
+        *(_hopper_candidate(entry, spec, k) for entry in hopper),
         *(replace(entry, tile=tile) for entry, tile in portable),
     )
 
 
-def _hopper_tile(tile: HopperTile, spec: KernelSpec, k: int) -> HopperTile:
-    """The tile's width shared among the parts, in whole steps of wgmma's transposed operand."""
-    ahead = spec.parts * k <= AHEAD_DEPTH and all(load.kind != "tile" for load in spec.loads)
-    return replace(tile, block_n=max(tile.block_n // spec.parts // 16, 1) * 16, operands_ahead=ahead)
+def _hopper_candidate(entry: Candidate[HopperTile], spec: KernelSpec, k: int) -> Candidate[HopperTile]:
+    """The tile's width shared among the parts, in whole steps of wgmma's transposed operand; narrower is slower."""
+    tile = entry.tile
+    ahead = tile.groups == 2 and spec.parts * k <= AHEAD_DEPTH and all(load.kind != "tile" for load in spec.loads)
+    columns = max(tile.block_n // spec.parts // 16, 1) * 16
+    pace = entry.pace * columns * spec.parts / tile.block_n
+    if spec.rhs_order == "kn" and columns % WIDEST_SWIZZLE:
+        pace *= NARROW_SWIZZLE
+    return Candidate(replace(tile, block_n=columns, operands_ahead=ahead), pace)
 
 
 @dataclass(frozen=True)
@@ -234,11 +246,14 @@ def cost(
     tiles = rows * math.ceil(n / tile.block_n)
     waves = math.ceil(tiles / device.multiprocessors)
     depth, pace = k + PIPELINE_FILL, candidate.pace
+    fetched = float(rows * width)  # columns of rhs
+    if reads.shared:  # blocks that have no tile in the last wave do not read either
+        fetched = math.ceil(tiles / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
     if isinstance(tile, HopperTile):
-        depth += 0 if tile.pingpong else EXPOSED_EPILOGUE
+        depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
         pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
     computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
-    memory = (1 if reads.shared else rows) * k * width * spec.dtype.bytes / device.multiprocessors / BYTES
+    memory = fetched * k * spec.dtype.bytes / device.multiprocessors / BYTES
     waiting = math.ceil(tiles / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
     reading = max(memory, waiting)
     return max(computing, reading) + min(computing, reading) / OVERLAP
@@ -383,6 +398,8 @@ def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candida
 
 def _obstacle(base: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> str | None:
     if isinstance(tile, HopperTile):
+        if base.rhs_order == "kn" and tile.block_n % WIDE_SWIZZLE:
+            return "rhs with n contiguous would be read in the narrowest swizzle, which is slow"
         return hopper_why_not(base, tile, device.shared_bytes)
     return why_not(replace(base, tile=tile), device.shared_bytes)
 

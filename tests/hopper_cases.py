@@ -41,9 +41,9 @@ WIDE = [
 ]  # fmt: skip
 
 
-def tile_of(shape: tuple[int, int, bool], parts: int, cluster: tuple[int, int], ahead: bool) -> HopperTile:
+def tile_of(shape: tuple[int, int, bool], parts: int, cluster: tuple[int, int], ahead: bool, groups: int) -> HopperTile:
     rows, width, pingpong = shape
-    return HopperTile(rows, max(width // parts // 16, 1) * 16, pingpong, *cluster, operands_ahead=ahead)
+    return HopperTile(rows, max(width // parts // 16, 1) * 16, pingpong, *cluster, operands_ahead=ahead, groups=groups)
 
 
 # Heads that TMA stores and that threads copy, m contiguous, merged heads, and both at once.
@@ -78,8 +78,9 @@ def walked_cases() -> Iterator[HopperCase]:
                 if not fitting:
                     continue
                 spec = make_spec(math, parts, order, PORTABLE, fitting[0], kind, outs, layout=layout)
-                tile = tile_of(shape, parts, (1, 1), False)
-                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                tiles = [tile_of(shape, parts, (1, 1), False, groups) for groups in (4, 2)]
+                legal = [tile for tile in tiles[turn // 2 % 2 :] if why_not(spec, tile, DEVICE.shared_bytes) is None]
+                for tile in legal[:1]:
                     name = f"{layout}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, tuple(fitting))
 
@@ -101,7 +102,8 @@ def cases() -> Iterator[HopperCase]:
                     odd = (replace(size, n=size.n + 1 + index) for index, size in enumerate(sizes))
                     sizes = (Size(67, 45, 72), *odd)
                 spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs)
-                tile = tile_of(shape, parts, cluster, turn % 5 == 0 and kind == "plain")
-                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                tiles = [tile_of(shape, parts, cluster, turn % 5 == 0 and kind == "plain", groups) for groups in (4, 2)]
+                legal = [tile for tile in tiles[turn // 3 % 2 :] if why_not(spec, tile, DEVICE.shared_bytes) is None]
+                for tile in legal[:1]:
                     name = f"{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)

@@ -105,6 +105,8 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "BOXED_OUTS": sum(map(boxed, spec.outs)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "THREADS": tile.threads,
+        "CONSUMERS": tile.groups,
         "GROUP_M": tile.group_m,
         "CLUSTER_M": tile.cluster_m,
         "CLUSTER_N": tile.cluster_n,

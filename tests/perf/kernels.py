@@ -74,6 +74,8 @@ ROWS = [
     Row(1, 4096, 14336, "swiglu", 1.00), Row(16, 4096, 14336, "swiglu", 1.00), Row(128, 4096, 14336, "swiglu", 0.94),
     Row(2048, 4096, 14336, "swiglu", 0.97), Row(8192, 4096, 14336, "swiglu", 0.96),
     Row(4096, 768, 3072, "gelu", 1.00), Row(6304, 1024, 4096, "gelu", 1.00), Row(12000, 1280, 5120, "gelu", 1.00),
+    Row(8192, 1280, 320, "residual", 1.00), Row(2048, 2560, 640, "residual", 1.00),
+    Row(512, 5120, 1280, "residual", 1.00), Row(4096, 4096, 4096, "residual", 1.02),
 ]  # fmt: skip
 
 
@@ -91,21 +93,31 @@ def site_model(row: Row, order: str, dtype: int = FLOAT16) -> ModelProto:
         t = b("Add", t, *bias) if bias else t
     if row.epilogue == "gelu":
         return b.model(b("Gelu", t))
+    if row.epilogue == "residual":
+        return b.model(b("Add", t, b.input("residual", ("m", row.n))))
     value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
     if row.epilogue == "swiglu":
         return b.model(b("Mul", value, b("Mul", gate, b("Sigmoid", gate))))
     return b.model(b("Mul", value, b("Gelu", gate, approximate="tanh" if row.epilogue == "geglu_tanh" else "none")))
 
 
+def _random(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(np.float16)
+
+
 class Buffers:
     """As many copies of a problem's tensors as it takes to miss the L2 cache."""
 
     def __init__(self, row: Row, fusion: Fusion, stored: dict[str, np.ndarray]) -> None:
-        each = 2 * (row.m * row.k + row.k * row.n * row.parts + row.m * row.n)
+        outputs = 2 if row.epilogue == "residual" else 1
+        each = 2 * (row.m * row.k + row.k * row.n * row.parts + outputs * row.m * row.n)
         self.copies = max(2, int(ROTATED_BYTES / each) + 1)
         self.row, self.fusion = row, fusion
-        x = np.random.default_rng(row.m).standard_normal((row.m, row.k), np.float32).astype(np.float16)
-        self.x = [cupy.asarray(x) for _ in range(self.copies)]
+        self.inputs = {"x": _random(row.m, row.m, row.k)}
+        if row.epilogue == "residual":
+            self.inputs["residual"] = _random(row.k, row.m, row.n)
+        self.x = [cupy.asarray(self.inputs["x"]) for _ in range(self.copies)]
+        self.residual = [cupy.asarray(self.inputs["residual"]) for _ in range(self.copies) if outputs == 2]
         self.weight = [cupy.asarray(stored["weight"]) for _ in range(self.copies)]
         self.bias = cupy.asarray(stored["bias"]) if "bias" in stored else None
         self.out = [cupy.full((row.m, row.n), np.nan, np.float16) for _ in range(self.copies)]
@@ -121,8 +133,11 @@ class Buffers:
             strides = (1, row.k) if transposed else (width, 1)
             arguments["rhs"][0, part] = (self.weight[copy].data.ptr + offset, 0, *strides)
         for index, load in enumerate(self.fusion.loads):
-            assert self.bias is not None
-            arguments["loads"][0, index] = (self.bias.data.ptr + 2 * (load.part or 0) * row.n, 0, 0, 1)
+            if "m" in self.fusion.operands[load.operand].axes:
+                arguments["loads"][0, index] = (self.residual[copy].data.ptr, 0, row.n, 1)
+            else:
+                assert self.bias is not None
+                arguments["loads"][0, index] = (self.bias.data.ptr + 2 * (load.part or 0) * row.n, 0, 0, 1)
         arguments["outs"][0, 0] = (self.out[copy].data.ptr, 0, row.n, 1)
         for name, value in (("m", row.m), ("n", row.n), ("k", row.k), ("batch", 1)):
             arguments[name] = value
@@ -238,8 +253,8 @@ def timed_replay(replay: Callable[[], None], stream: cupy.cuda.Stream) -> float:
 def check(buffers: Buffers, stored: dict[str, np.ndarray]) -> float:
     """The largest error on some rows, in units of the last place of fp16 at the output's magnitude."""
     rows = np.unique(np.linspace(0, buffers.row.m - 1, CHECKED_ROWS).astype(int))
-    x = buffers.x[0].get()[rows]
-    (expected,) = evaluate(buffers.fusion, stored | {"x": x})
+    inputs = {name: value[rows] for name, value in buffers.inputs.items()}
+    (expected,) = evaluate(buffers.fusion, stored | inputs)
     actual = buffers.out[0].get()[rows].astype(np.float64)
     error = np.abs(actual - expected).max() / (2.0**-10 * max(1.0, np.abs(expected).max()))
     assert error <= 2.0, f"{buffers.row}: off by {error} units in the last place"

@@ -1,23 +1,24 @@
 // One block computes tile after tile of out[m, n] = epilogue(acc_0 .. acc_{PARTS-1}), acc_p = lhs[m, k] * rhs_p[k, n].
 // sm_90a: TMA fills a ring of stages, wgmma reads it, and nobody waits for anybody who could still be working.
 //
-//   warps 8 .. 11    producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
+//   the last warps   producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
 //                    brings the row, column and scalar operands of the next tiles, and their places; for each consumer
 //                    group a warp brings its tile operands
 //                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: 128 bytes of k of BLOCK_M rows of lhs and of
 //                       |  full[stage]: the bytes have landed       BLOCK_N columns of every part of rhs, side by side:
 //                       |  empty[stage]: every reader is done       one wgmma leaves all parts in the same thread
-//   warps 0..3, 4..7 consumer groups 0 and 1
+//   4 warps each     consumer groups
 //                       |  wgmma m64 x (PARTS * BLOCK_N) x 32 bytes of k, fp32 accumulators in registers
 //                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
 //
-//   ping-pong        each group owns every other tile; its epilogue runs behind the other group's main loop
-//                      group 0   [main loop 0]  epilogue 0   [main loop 2]  epilogue 2 ...
-//                      group 1                [main loop 1]  epilogue 1   [main loop 3] ...
-//                    `turn` hands the tensor cores over as soon as the last wgmma is issued. It also keeps a group from
+//   ping-pong        a team, one group or two, owns every other tile; its epilogue runs behind the other's main loop
+//                      team 0   [main loop 0]  epilogue 0   [main loop 2]  epilogue 2 ...
+//                      team 1                [main loop 1]  epilogue 1   [main loop 3] ...
+//                    two groups have half the registers each, and hide each other's latencies in the epilogue
+//                    `turn` hands the tensor cores over as soon as the last wgmma is issued. It also keeps a team from
 //                    waiting for a stage's phase after next, whose parity is that of the last one.
-//   cooperative      both groups share each tile, half of its rows each: larger tiles, the epilogue is exposed
+//   cooperative      all groups are one team and share each tile: larger tiles, the epilogue is exposed
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks
 // that is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps that
@@ -35,15 +36,17 @@
 
 namespace onnxfuse {
 
-constexpr int CONSUMERS = 2;                              // groups
-constexpr int THREADS = (CONSUMERS + 1) * WARP_GROUP;
+constexpr int TEAMS = PINGPONG ? 2 : 1;
+constexpr int TEAM_GROUPS = CONSUMERS / TEAMS;
 constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
 constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
 constexpr int ROW_BYTES = 128;                            // of k in a stage: the widest swizzle
 constexpr int BLOCK_K = ROW_BYTES / sizeof(Element);
 constexpr int STEP_K = 32 / sizeof(Element);              // of one wgmma
 
-// 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512. The compiler allots 168 to every thread of the block.
+// 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512. The compiler allots 168 to every thread of the block. With four
+// groups a quarter of the multiprocessor has five warps, so each thread has 96, and there is nothing to give away.
+constexpr bool GIVE_REGISTERS = CONSUMERS == 2;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = 232;
 
@@ -62,12 +65,12 @@ constexpr int SLABS_EMPTY_OFFSET = SLABS_FULL_OFFSET + CONSUMERS * GROUP_SLABS_B
 constexpr int SLABS_START_OFFSET = SLABS_EMPTY_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
 
 // Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
-constexpr int TILE_WARPS = (PINGPONG ? 1 : CONSUMERS) * 4;
+constexpr int TILE_WARPS = TEAM_GROUPS * 4;
 constexpr int READERS = TILE_WARPS * CLUSTER;
 
 static_assert(SHARED_BYTES == SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0), "footprint and kernel agree");
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
-static_assert(GROUP_M == (PINGPONG ? BLOCK_M : BLOCK_M / CONSUMERS), "footprint and kernel agree");
+static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
@@ -210,15 +213,15 @@ __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, u
 }
 
 __device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
-  if constexpr (!PINGPONG) tile.row += group * GROUP_M;
+  tile.row += group % TEAM_GROUPS * GROUP_M;
   return tile;
 }
 
 // Numbers of the first tile of a group and between its tiles.
 __device__ __forceinline__ int first_number(const Walk& walk, int group) {
-  return walk.first + (PINGPONG ? group * walk.clusters : 0);
+  return walk.first + group / TEAM_GROUPS * walk.clusters;
 }
-__device__ __forceinline__ int next_number(const Walk& walk) { return (PINGPONG ? CONSUMERS : 1) * walk.clusters; }
+__device__ __forceinline__ int next_number(const Walk& walk) { return TEAMS * walk.clusters; }
 
 // The tile operands of one consumer group, by one warp, as far ahead as there are buffers.
 __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
@@ -295,35 +298,36 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
   }
 }
 
-constexpr int TURN_BARRIER = 1;  // named barrier of group 0; the next is that of group 1
+constexpr int TURN_BARRIER = 1;  // named barrier of team 0; the next is that of team 1
 
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
                                         unsigned shared, int rank, int group) {
   const Walk walk(args);
   const int steps = (args.k - 1) / BLOCK_K + 1;
-  const int first_row = PINGPONG ? 0 : group * GROUP_M;
+  const int team = group / TEAM_GROUPS;
+  const int first_row = group % TEAM_GROUPS * GROUP_M;
   unsigned char* staging = memory + STAGES * STAGE_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
   RingPosition ring;
-  if (PINGPONG && group == 1) ring.skip(steps);
+  if (team == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
   const unsigned slabs_full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
   const unsigned slabs_empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
-  int count = PINGPONG ? group : 0;
+  int count = team;
 #pragma unroll 1
   for (int number = first_number(walk, group); number < walk.tiles; number += next_number(walk)) {
-    if (PINGPONG && count > 0) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
+    if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
     run_main_loop(acc, ring, shared, first_row, steps);
     const bool is_last = number + walk.clusters >= walk.tiles;
-    if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS * WARP_GROUP);
+    if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
     finish_main_loop(acc, ring, shared);
     const int buffer = count % VECTOR_BUFFERS;
     const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
     barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
     const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
     run_epilogue(acc, args, maps, tile, first_row, vectors, staging, slabs_full, slabs_empty,
-                 PINGPONG ? count / CONSUMERS : count);
+                 count / TEAMS);
     barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
-    count += PINGPONG ? CONSUMERS : 1;
+    count += TEAMS;
     if (PINGPONG) ring.skip(steps);
   }
   if (BOXED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // the block's memory lives as long as it does
@@ -376,7 +380,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {
-    give_registers<PRODUCER_REGISTERS>();
+    if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
     if (warp == 0) {
       if (threadIdx.x % WARP_SIZE == 0) produce(args, maps, shared, rank);
@@ -386,7 +390,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
       produce_slabs(args, onnxfuse_shared, shared, rank, warp - 2);
     }
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(args, maps, onnxfuse_shared, shared, rank, group);
   }
   if constexpr (CLUSTER > 1) cluster_sync();  // the other block may still send to this one, or wait for its arrivals
