@@ -18,7 +18,7 @@ import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph import Graph
-from onnxfuse.inline import DOMAIN, functions_of, inline, subgraphs, walk
+from onnxfuse.inline import DOMAIN, functions_of, inline, reads, walk
 from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.scopes import graph_at
 
@@ -254,7 +254,7 @@ def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]
     """Of the candidates and of what feeds them, the values that nothing reads any more."""
     uses = Counter(value.name for value in graph.output)
     for node in nodes:
-        uses.update(_reads(node))
+        uses.update(reads(node))
     makers = {value: node for node in nodes for value in node.output}
     dead: set[str] = set()
     stack = sorted(candidates)
@@ -266,18 +266,9 @@ def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]
         maker = makers.get(value)
         if maker is not None and all(not uses[output] for output in maker.output):
             dead.update(maker.output)
-            uses.subtract(_reads(maker))
+            uses.subtract(reads(maker))
             stack.extend(maker.input)
     return dead
-
-
-def _reads(node: NodeProto) -> Iterator[str]:
-    """Every value that a node reads, also from inside its branches and loop bodies."""
-    yield from node.input
-    for _, inner in subgraphs(node):
-        yield from (value.name for value in inner.output)
-        for child in inner.node:
-            yield from _reads(child)
 
 
 def _drop(entries: object, names: set[str]) -> None:

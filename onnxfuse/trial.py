@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.fusion import Fusion, Tensor
-from onnxfuse.packing import compile_forms, kernel_source, pack_forms, replacement
+from onnxfuse.packing import Kernels, compile_forms, kernel_source, pack_forms, replacement
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.session import onnxruntime
 from onnxfuse.runtime.timing_cache import Key, read_times, write_times
@@ -69,8 +70,7 @@ class SessionTimer:
             return known
         inputs, outputs = ports(trial)
         copies = copies_for([*inputs, *outputs])
-        models = {name: self._model(trial, form, inputs, outputs, copies) for name, form in trial.forms.items()}
-        times = time_models(models, inputs, outputs, copies)
+        times = time_models(trial_models(trial, inputs, outputs, copies), inputs, outputs, copies)
         write_times(self.cache, key, times)
         return times
 
@@ -86,18 +86,25 @@ class SessionTimer:
             "kernels": {name: [_digest(*pair) for pair in form.variants] for name, form in forms.items()},
         }
 
-    def _model(
-        self, trial: Trial, form: Form | None, inputs: Sequence[Port], outputs: Sequence[Port], copies: int
-    ) -> bytes:
-        whole = replacement(trial.site.whole, "")
-        archive = b""
-        if form is None:
-            nodes = stock_nodes(whole)
-        else:
-            archive, (name,) = pack_forms([form], compile_forms([form]))
-            nodes = fused_nodes(whole, replacement(form, name))
-        made, read = ([(port.name, port.element, port.shape) for port in each] for each in (outputs, inputs))
-        return site_model(trial.site.graph, nodes, read, made, copies, archive)
+
+def trial_models(trial: Trial, inputs: Sequence[Port], outputs: Sequence[Port], copies: int) -> dict[str, bytes]:
+    """A model of each form, by its name."""
+    read, made = ([(port.name, port.element, port.shape) for port in each] for each in (inputs, outputs))
+    kernels = compile_forms(form for form in trial.forms.values() if form is not None)
+    models = {}
+    for name, form in trial.forms.items():
+        nodes, archive = _written(trial.site, form, kernels)
+        models[name] = site_model(trial.site.graph, nodes, read, made, copies, archive)
+    return models
+
+
+def _written(site: Site, form: Form | None, kernels: Kernels) -> tuple[list[Any], bytes]:
+    """The site's nodes in one form, and the kernels that they read."""
+    whole = replacement(site.whole, "")
+    if form is None:
+        return stock_nodes(whole), b""
+    archive, (kernel,) = pack_forms([form], kernels)
+    return fused_nodes(whole, replacement(form, kernel)), archive
 
 
 def _digest(device: DeviceSpec, variant: AnyVariant) -> str:

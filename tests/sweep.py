@@ -29,6 +29,8 @@ from onnxfuse.fusion import Fusion
 from onnxfuse.graph import ModelProto
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
 from onnxfuse.runtime.feeds import input_specs, make_feeds
+from onnxfuse.site import Site
+from onnxfuse.tier import Tier
 from tests import corpus
 from tests.onnx_build import cpu_session
 
@@ -69,10 +71,15 @@ def kinds_of(fusion: Fusion) -> Iterator[str]:
         yield "residuals"
 
 
-def rewritten(analysis: Analysis) -> ModelProto:
-    """The optimised model without machine code, which no CPU looks at."""
-    bare = replace(analysis, sites=tuple(replace(site, plans=()) for site in analysis.sites))
-    return optimize_model(bare)[0]
+def rewritten(analysis: Analysis, behind: bool = False) -> ModelProto:
+    """The optimised model without machine code, which no CPU looks at; `behind` its products, wherever that can be."""
+    sites = tuple(_bare(site, behind) for site in analysis.sites)
+    return optimize_model(replace(analysis, sites=sites))[0]
+
+
+def _bare(site: Site, behind: bool) -> Site:
+    second = site.behind and replace(site.behind, plans=())
+    return replace(site, plans=(), behind=second, tier=Tier.BEHIND if behind and second else Tier.ONE_KERNEL)
 
 
 def feeds_of(path: Path, model: ModelProto) -> Iterator[dict[str, np.ndarray]]:

@@ -59,6 +59,16 @@ def test_the_figures_are_those_of_the_committed_result() -> None:
     assert all(str(results[key]) in section for key in ("gpu", "driver", "onnxruntime", "date", "command"))
 
 
+def test_the_second_tiers_figures_are_those_of_the_committed_result() -> None:
+    rows = json.loads((PACKAGE.parent / "results" / "h200-tune.json").read_text())["rows"]
+    (row,) = (row for row in rows if (row["problem"], row["dtype"]) == ("2048, 640, 2560 geglu", "fp32"))
+    times = dict(row["microseconds"])
+    stock, behind = times.pop("left alone"), times.pop("behind the product")
+    words = " ".join(README.split())
+    assert f"takes {stock:.1f} us in stock ONNX Runtime, {min(times.values()):.1f} us in one kernel" in words
+    assert f"and {behind:.1f} us in two (`results/h200-tune.json`)" in words
+
+
 def test_the_fusion_is_what_explain_prints() -> None:
     analysis = analyse_model(PACKAGE.parent / "models" / "unet_block.onnx", resolve("sm_80", list))
     gate = next(site.fusion for site in analysis.sites if site.fusion.pattern == "split_gemm")

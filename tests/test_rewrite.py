@@ -17,8 +17,8 @@ from tests.onnx_build import FLOAT16, Builder, run
 from tests.sweep import rewritten
 
 
-def fuse(model) -> onnx.ModelProto:
-    return rewritten(analyse_model(model, []))
+def fuse(model, behind: bool = False) -> onnx.ModelProto:
+    return rewritten(analyse_model(model, []), behind)
 
 
 def gate(b: Builder, x: str, seed: int, k: int = 6, n: int = 8) -> str:
@@ -101,10 +101,12 @@ def test_shape_arithmetic_that_others_read_is_a_constant() -> None:
         add_of_two_products,
     ],
 )
-def test_every_shape_of_a_match_falls_back_to_the_same_bits(build) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_every_shape_of_a_match_falls_back_to_the_same_bits(build, behind: bool) -> None:
     b = Builder()
     original = b.model(build(b))
-    fused = fuse(original)
+    fused = fuse(original, behind)
+    assert ("FusedPointwise" in {node.op_type for node in fused.graph.node}) == behind
     onnx.checker.check_model(fused, full_check=True)
     assert any(node.domain == DOMAIN for node in fused.graph.node)
     for expected, actual in zip(run(original, FEED), run(fused, FEED), strict=True):

@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import ModelProto
 
+from onnxfuse.artifact import unpack
 from onnxfuse.device import ARCHITECTURES, resolve, tuning_device
 from onnxfuse.errors import DeviceError, SettingError
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes
@@ -21,7 +22,7 @@ from onnxfuse.plan import MAX_M, tile_text
 from onnxfuse.runtime.timing_cache import read_times, write_times
 from onnxfuse.runtime.tune import Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.tier import Tier
-from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at
+from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tuning import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial
 from tests.conftest import has_gpu
 from tests.onnx_build import FLOAT16, Builder, run
@@ -269,6 +270,25 @@ def test_forms_differ_in_their_nodes_only() -> None:
     assert (product.op_type, list(product.input)) == ("MatMul", ["x0", "x1"])
     assert list(pointwise.input) == ["kernels", product.output[0], "x2"]
     assert (pointwise.op_type, list(pointwise.output)) == ("FusedPointwise", ["y0"])
+
+
+def test_every_form_of_a_trial_is_a_model_with_its_kernels() -> None:
+    timer = Stopwatch()
+    tune_model(analysed(rows=32, k=64, n=64), DEVICE, timer=timer)
+    (trial,) = timer.trials
+    inputs, outputs = ports(trial)
+    models = trial_models(trial, inputs, outputs, copies=2)
+    assert list(models) == list(trial.forms)
+    for name, data in models.items():
+        model = onnx.load_from_string(data)
+        fused = [node for node in model.graph.node if node.domain == "onnxfuse"]
+        assert [entry.name for entry in model.graph.output] == ["y0_0", "y0_1"]
+        assert len(fused) == (0 if name == LEFT_ALONE else 2)
+        if fused:
+            (archive,) = model.graph.initializer
+            records = unpack(archive.raw_data)
+            kernel = next(a.s.decode() for a in fused[0].attribute if a.name == "kernel")
+            assert any(r.kernel == kernel and r.min_m <= trial.m <= r.max_m for r in records)
 
 
 @pytest.mark.parametrize(("m", "expected"), [(4096, (1, 4096)), (2, (1, 2))])

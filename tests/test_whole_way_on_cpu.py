@@ -11,15 +11,22 @@ import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper
 
-from onnxfuse.device import resolve
-from onnxfuse.kernel_spec import KernelSpec, Tile
-from onnxfuse.pipeline import Site, analyse_model, node_attributes
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.kernel_spec import Tile
+from onnxfuse.kernels.emit import ENTRY
+from onnxfuse.kernels.pointwise import ENTRY as POINTWISE_ENTRY
+from onnxfuse.packing import kernel_source, node_attributes
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.pointwise_plan import PointwiseVariant
+from onnxfuse.pointwise_tile import PointwiseTile
+from onnxfuse.site import AnyVariant, Form
 from onnxfuse.tile_footprint import why_not
 from tests.bridge_hooks import Arguments, Node, bridge
 from tests.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.onnx_build import Builder
-from tests.test_kernel_on_cpu import Range, build
+from tests.test_kernel_on_cpu import Range, build_source
 
+SM_80 = ARCHITECTURES["sm_80"]
 TILE = Tile(16, 16, 8, 1, 1, 2)
 
 
@@ -83,32 +90,36 @@ def feeds(model: ModelProto) -> dict[str, np.ndarray]:
     return {name: draw(*shape, seed=len(name)).astype(np.float32) for name, shape in shapes.items()}
 
 
-def small(spec: KernelSpec) -> KernelSpec:
+def small(variant: AnyVariant) -> AnyVariant:
     """The planned kernel with a tile that these sizes fill more than once."""
-    spec = replace(spec, tile=TILE)
-    assert why_not(spec, 227 * 1024) is None
-    return spec
+    if isinstance(variant, PointwiseVariant):
+        return replace(variant, spec=replace(variant.spec, tile=PointwiseTile(8, 32, 1)))
+    variant = replace(variant, spec=replace(variant.spec, tile=TILE))
+    assert why_not(variant.spec, 227 * 1024) is None
+    return variant
 
 
-def launch(spec: KernelSpec, arguments: Arguments, arrays: list[np.ndarray], inputs: int, folder: Path) -> None:
+def launch(variant: AnyVariant, arguments: Arguments, arrays: list[np.ndarray], inputs: int, folder: Path) -> None:
     ranges = (Range * len(arrays))(
         *(Range(array.ctypes.data, array.nbytes, index >= inputs) for index, array in enumerate(arrays))
     )
-    tiles = math.ceil(arguments.m / TILE.block_m) * math.ceil(arguments.n / TILE.block_n)
+    tile = variant.spec.tile
+    tiles = math.ceil(arguments.m / tile.block_m) * math.ceil(arguments.n / tile.block_n)
     conflicts = ctypes.c_int()
-    library = build(spec, folder)
+    entry = POINTWISE_ENTRY if isinstance(variant, PointwiseVariant) else ENTRY
+    library = build_source(kernel_source(variant, SM_80), entry, folder)
     failure = library.emulate(
-        ctypes.byref(arguments), tiles, arguments.batch, TILE.threads, 0, ranges, len(arrays), ctypes.byref(conflicts)
+        ctypes.byref(arguments), tiles, arguments.batch, tile.threads, 0, ranges, len(arrays), ctypes.byref(conflicts)
     )
     assert failure == b""
 
 
-def compute(site: Site, values: dict[str, np.ndarray], folder: Path) -> list[np.ndarray]:
-    """What the bridge and the kernel make of a site's inputs."""
-    attributes = node_attributes(site.whole, "ab12")
+def compute(form: Form, values: dict[str, np.ndarray], folder: Path) -> list[np.ndarray]:
+    """What the bridge and the kernel make of a form's inputs."""
+    attributes = node_attributes(form, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
-    arrays = [np.ascontiguousarray(values[tensor.name]) for tensor in site.fusion.inputs]
+    arrays = [np.ascontiguousarray(values[tensor.name]) for tensor in form.fusion.inputs]
     shapes = [array.shape for array in arrays]
     outs = [np.full(shape, np.nan, np.float32) for shape in bridge().arguments(node, shapes)[1]]
     arguments, _ = bridge().arguments(
@@ -118,19 +129,22 @@ def compute(site: Site, values: dict[str, np.ndarray], folder: Path) -> list[np.
         inputs=[array.ctypes.data for array in arrays],
         outputs=[out.ctypes.data for out in outs],
     )
-    launch(small(site.plans[0].variants[-1].spec), arguments, [*arrays, *outs], len(arrays), folder)
+    launch(small(form.plans[0].variants[-1]), arguments, [*arrays, *outs], len(arrays), folder)
     return outs
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_the_kernel_computes_what_the_graph_computes(graph, tmp_path: Path) -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_kernel_computes_what_the_graph_computes(graph, behind: bool, tmp_path: Path) -> None:
     b = Builder()
     model = b.model(*graph(b))
-    (site,) = analyse_model(model, resolve("sm_80", list), fp32="exact").sites
+    (site,) = analyse_model(model, [SM_80], fp32="tf32" if behind else "exact").sites
+    form = site.behind if behind else site.whole
+    assert form is not None
     feed = feeds(model)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    values = stored | feed | run_inputs(model, site.fusion, feed)
-    actual = compute(site, values, tmp_path)
-    expected = run_values(model, [tensor.name for tensor in site.fusion.outputs], feed)
+    values = stored | feed | run_inputs(model, form.fusion, feed)
+    actual = compute(form, values, tmp_path)
+    expected = run_values(model, [tensor.name for tensor in form.fusion.outputs], feed)
     for wanted, found in zip(expected, actual, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)

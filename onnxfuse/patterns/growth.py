@@ -209,8 +209,10 @@ class Growth:
         shape = self.graph.shape(name)
         if self.graph.dtype(name) not in BY_ONNX:
             raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self.graph.dtype(name)}")
-        if shape is None or len(shape) > len(beside.view):
+        if shape is None:
             raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
+        if len(shape) > len(beside.view):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
         view = self._beside(name, shape, beside.view)
         if self.operands.get(name, Operand(name, view, 1)).view != view:
             raise NotFusable("views_differ", "", f"reads {name!r} in two ways")

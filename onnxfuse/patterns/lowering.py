@@ -101,8 +101,7 @@ def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out
         tensor = Tensor(out.name, _dtype(graph, out.name), names.dims(out.view))
         for index, ref in enumerate(out.refs):
             value = line.names[ref]
-            if not isinstance(value, str):
-                raise NotFusable("constant_result", match.label, f"{out.name!r} does not depend on the product")
+            assert isinstance(value, str), f"{out.name} is computed from a product"
             outs.append(Out(tensor, value, index if packed else None))
     return outs
 
