@@ -64,6 +64,9 @@ def test_refusals_name_their_reason() -> None:
     assert "accumulators" in reason(block_n=112)
     assert "clusters" in reason(cluster_m=2, cluster_n=2)
     assert "stages" in reason(stages=9)
+    assert "groups" in reason(groups=3)
+    assert "groups" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, "residual"), groups=4)
+    assert "accumulators" in reason(groups=4)
 
 
 def test_activations_are_the_fast_ones() -> None:
