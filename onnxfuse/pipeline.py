@@ -128,7 +128,7 @@ def tune_model(
         try:
             sites.append(decide(site, device, times[id(site)]))
         except NotFusable as refusal:
-            skipped += (skipped_site(product.label, refusal) for product in site.match.products)
+            skipped.append(skipped_site(site.fusion.anchor, refusal))
     return replace(analysis, sites=tuple(sites), skipped=tuple(skipped))
 
 

@@ -107,7 +107,7 @@ class Cut:
         for position in reversed(range(len(self.growth.nodes))):
             needs = self.growth.needs[position]
             wider = region | needs
-            if wider == region or not needs & region or self._values[position][0].columns is None:
+            if wider == region or not needs & region or self._foldable >> position & 1:
                 continue
             try:
                 candidate = self._match(wider, root)
@@ -158,7 +158,7 @@ class Cut:
             yield leaves[0].operand, leaves[0].offset or 0, value.length
 
     def _find_foldable(self) -> Region:
-        """Shape arithmetic that is a constant, or that only constants are computed from: no reader of the product."""
+        """Shape arithmetic that is a constant, and nodes that nothing needs: no readers of the product."""
         foldable = 0
         for position in reversed(range(len(self._values))):
             if all(self._is_foldable(value, foldable) for value in self._values[position]):
@@ -166,11 +166,11 @@ class Cut:
         return foldable
 
     def _is_foldable(self, value: _Value, foldable: Region) -> bool:
-        graph = self.growth.graph
-        known = graph.known_value(value.maker.outputs[0]) if value.columns is None else None
-        if known is None or value.escapes:
+        if value.escapes:
             return False
-        return is_complete(known) or not (value.outside or value.readers & ~foldable)
+        if not value.outside and not value.readers & ~foldable:
+            return True
+        return value.columns is None and is_complete(self.growth.graph.known_value(value.maker.outputs[0]))
 
     def _folded(self, region: Region) -> Iterator[int]:
         return (position for position in _bits(self._foldable) if self.growth.needs[position] & region)

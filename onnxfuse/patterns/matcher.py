@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, node_label
+from onnxfuse.known_values import is_complete
 from onnxfuse.patterns.cut import Cut
 from onnxfuse.patterns.growth import Growth
 from onnxfuse.patterns.lowering import lower
@@ -126,7 +127,20 @@ def _largest(graph: Graph, cut: Cut, accept: Callable[[Match, Fusion], Site]) ->
     for match in cut.matches():
         try:
             check_parts(match)
-            return match, accept(match, lower(graph, match, pattern_of(match)))
+            fusion = lower(graph, match, pattern_of(match))
+            _check_reads(graph, match, fusion)
+            return match, accept(match, fusion)
         except NotFusable as refusal:
             cut.refuse(cut.region_of(match), refusal)
     return None
+
+
+def _check_reads(graph: Graph, match: Match, fusion: Fusion) -> None:
+    """What the nodes read is an input of the kernel, or known: an operand that changes nothing may be neither."""
+    nodes = [graph.nodes[index] for index in (*match.copied, *match.nodes)]
+    inside = {tensor.name for node in nodes for tensor in node.outputs} | {tensor.name for tensor in fusion.inputs}
+    for node in nodes:
+        for tensor in node.inputs:
+            if tensor.name and tensor.name not in inside and not is_complete(graph.known_value(tensor)):
+                detail = f"{tensor.name!r} does not change the result, and only the run knows it"
+                raise NotFusable("operand_without_effect", node_label(node), detail)

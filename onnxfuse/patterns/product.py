@@ -15,6 +15,13 @@ from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.pointwise import POINTWISE
 
 ANCHORS = frozenset({"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm"})
+QUANTIZED = frozenset(
+    {
+        *("MatMulInteger", "QLinearMatMul", "com.microsoft::DynamicQuantizeMatMul"),
+        *("com.microsoft::MatMulIntegerToFloat", "com.microsoft::MatMulNBits"),
+    }
+)
+UNSUPPORTED = {"Einsum": "an Einsum", "Conv": "a pointwise convolution"}
 MAX_WEIGHT_NODES = 8
 
 Activation = Callable[[EpilogueGraph, Ref], Ref]
@@ -63,8 +70,31 @@ class Product:
 
 
 def is_anchor(node: gs.Node) -> bool:
-    """Whether a node is a product that a fusion may start at."""
-    return qualified_op(node) in ANCHORS
+    """Whether a node is a product, so that it is fused or listed with a reason."""
+    op = qualified_op(node)
+    return op in ANCHORS or op in QUANTIZED or op == "Einsum" or (op == "Conv" and _is_pointwise(node))
+
+
+def _is_pointwise(conv: gs.Node) -> bool:
+    """Whether a convolution is a product of each position's channels with one matrix."""
+    attrs = conv.attrs
+    ones, pads = (*attrs.get("kernel_shape", [0]), *attrs.get("strides", [1])), attrs.get("pads", [0])
+    padded = any(pads) or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+    return set(ones) == {1} and not padded and attrs.get("group", 1) == 1
+
+
+def _check_form(node: gs.Node) -> None:
+    op = qualified_op(node)
+    if op in UNSUPPORTED:
+        raise NotFusable("unsupported_product", node_label(node), f"{UNSUPPORTED[op]}, which no kernel computes")
+    if op in QUANTIZED:
+        raise NotFusable("quantized", node_label(node), f"{op} of quantised tensors")
+
+
+def _check_not_quantized(node: gs.Node, *tensors: gs.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.inputs and tensor.inputs[0].op == "DequantizeLinear":
+            raise NotFusable("quantized", node_label(node), f"{tensor.name!r} comes from a DequantizeLinear")
 
 
 def read_product(graph: Graph, node: gs.Node) -> Product:
@@ -73,9 +103,11 @@ def read_product(graph: Graph, node: gs.Node) -> Product:
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
+    _check_form(node)
     lhs, weight_nodes = node.inputs[0].name, _weight_nodes(node.inputs[1])
     weight = weight_nodes[-1].inputs[0] if weight_nodes else node.inputs[1]
     rhs = str(weight.name)
+    _check_not_quantized(node, node.inputs[0], weight)
     if not graph.is_initializer(rhs) and not (weight.inputs and weight.inputs[0].op == "Constant"):
         raise NotFusable("weight_not_constant", node_label(node), f"the right-hand side {rhs!r} is not an initializer")
     dtype = _common_dtype(graph, node, lhs, rhs)
