@@ -34,17 +34,21 @@ def stock_nodes(whole: Replacement) -> list[NodeProto]:
 def fused_nodes(whole: Replacement, form: Replacement) -> list[NodeProto]:
     """The site's nodes with those of one form replaced by its fused node."""
     nodes, names = renamed_subgraph(whole)
-    stay = [renamed(whole.graph.scope.nodes[index], names) for index in form.kept and (*whole.copied, *form.kept)]
-    makers = {value: node for node in nodes for value in node.output}
-    constants = [makers[value] for node in stay for value in node.input if _is_constant(makers.get(value))]
+    kept = {names[value] for index in form.kept for value in whole.graph.scope.nodes[index].output}
     inputs = [KERNELS, *(names[name] for name in form.inputs)]
     outputs = [names[name] for name in form.outputs]
     fused = helper.make_node(form.op_type, inputs, outputs, domain=DOMAIN, **form.attributes)
-    return [*constants, *stay, fused]
+    return [*_needed(nodes, kept), fused]
 
 
-def _is_constant(node: NodeProto | None) -> bool:
-    return node is not None and node.op_type == "Constant"
+def _needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:
+    """The nodes that make some values, and what those need."""
+    needed: list[NodeProto] = []
+    for node in reversed(nodes):
+        if values & set(node.output):
+            needed.insert(0, node)
+            values = values | set(node.input)
+    return needed
 
 
 def site_model(

@@ -10,12 +10,12 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.facts import Facts
-from onnxfuse.inline import FunctionKey, subgraphs
+from onnxfuse.inline import FunctionKey, reads_inside, subgraphs
 from onnxfuse.known_values import Array, integers
 from onnxfuse.model import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.model import ModelProto as ModelProto
 from onnxfuse.model import load_model as load_model
-from onnxfuse.scopes import Scope, all_scopes, main_scope
+from onnxfuse.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.symbolic import Size as Size  # re-exported: what a dimension of the graph is
 
 
@@ -28,14 +28,14 @@ class Graph:
         nodes: `nodes[i]` is `scope.nodes[i]`; inside a branch or body their names say where they stand.
     """
 
-    def __init__(self, model: Model, scope: Scope | None = None) -> None:
+    def __init__(self, model: Model, scope: Scope | None = None, around: Graph | None = None) -> None:
         self.model = model
         self.scope = scope = scope or main_scope(model)
         self.nodes: tuple[gs.Node, ...] = _import(scope)
         self._tensors = {tensor.name: tensor for node in self.nodes for tensor in node.inputs}
         self._index = {id(node): index for index, node in enumerate(self.nodes)}
-        self._facts = Facts(self.nodes, dict(_inferred_shapes(scope)))
-        self._read_by_subgraphs = {name for node in scope.nodes for name in _read_inside(node)}
+        self._facts = Facts(self.nodes, dict(_inferred_shapes(scope)) | dict(_shapes_around(scope, around)))
+        self._read_by_subgraphs = {name for node in scope.nodes for name in reads_inside(node)}
 
     @property
     def opset(self) -> int:
@@ -86,7 +86,13 @@ def all_graphs(model: Model, functions: Collection[FunctionKey] | None = None) -
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    return tuple(Graph(model, scope) for scope in all_scopes(model, functions))
+    graphs: list[Graph] = []
+    places: dict[ScopePath, Graph] = {}
+    for scope in all_scopes(model, functions):
+        graphs.append(Graph(model, scope, places.get(scope.path[:-1]) if scope.path else None))
+        if not scope.fault:
+            places[scope.path] = graphs[-1]
+    return tuple(graphs)
 
 
 def reached_functions(places: Iterable[tuple[Graph, Iterable[int]]]) -> frozenset[FunctionKey]:
@@ -115,7 +121,9 @@ def _without_subgraphs(node: NodeProto) -> NodeProto:
     if not any(subgraphs(node)):
         return node
     bare = NodeProto(op_type=node.op_type, domain=node.domain, name=node.name, input=node.input, output=node.output)
-    bare.attribute.extend(attribute for attribute in node.attribute if not attribute.HasField("g"))
+    bare.attribute.extend(
+        attribute for attribute in node.attribute if not attribute.HasField("g") and not attribute.graphs
+    )
     return bare
 
 
@@ -137,19 +145,21 @@ def _inferred_shapes(scope: Scope) -> Iterator[tuple[str, tuple[Size, ...]]]:
             yield name, tuple(_size(dim) for dim in tensor_type.shape.dim)
 
 
+def _shapes_around(scope: Scope, around: Graph | None) -> Iterator[tuple[str, tuple[Size, ...]]]:
+    """What the graph around a branch or body has learnt of the values that are read inside."""
+    if around is None:
+        return
+    made = {name for node in scope.nodes for name in node.output} | scope.inputs
+    for name in {name for node in scope.nodes for name in node.input} - made:
+        shape = around.shape(name)
+        if shape is not None:
+            yield name, shape
+
+
 def _size(dim: onnx.TensorShapeProto.Dimension) -> Size:
     if dim.HasField("dim_value"):
         return int(dim.dim_value)
     return dim.dim_param or None
-
-
-def _read_inside(node: NodeProto) -> Iterator[str]:
-    """Every value that a node's branches and bodies read."""
-    for _, graph in subgraphs(node):
-        yield from (value.name for value in graph.output)
-        for child in graph.node:
-            yield from child.input
-            yield from _read_inside(child)
 
 
 Signature = tuple[str, int, tuple[Size, ...] | None]

@@ -13,6 +13,7 @@ Shared memory of one block, in this order:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from onnxfuse.kernel_spec import Access, KernelSpec
@@ -31,6 +32,7 @@ MAX_BOX = 256  # rows of one TMA box
 MAX_STAGES = 8
 ENOUGH_STAGES = 4  # from here on, room for outputs and operands is worth more than another stage
 MAX_SLAB_COLUMNS = 96
+MIN_RUN = 32  # columns of an output's runs that TMA stores: slabs lie in one run, and narrower ones are slow
 BANK_WORDS = 32
 SLAB_ROWS = 16  # of one wgmma in a warp
 SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
@@ -165,8 +167,9 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
 
 
 def boxed(out: Access) -> bool:
-    """Whether TMA stores an output: 16-bit elements, and rows that start on 16-byte boundaries."""
-    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES
+    """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
+    in_runs = not out.two_levels or (out.two_levels == ("n",) and out.run > 0 and out.run % MIN_RUN == 0)
+    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.turned and in_runs
 
 
 def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
@@ -191,8 +194,9 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
 
 def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFootprint:
     """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left."""
-    widest = _slab_columns(tile.block_n)
-    narrow = next((columns for columns in (48, 32) if columns < widest and tile.block_n % columns == 0), widest)
+    lengths = _slab_lengths(spec, tile.block_n)
+    widest = _slab_columns(lengths)
+    narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
     candidates = [
         _layout(spec, tile, shared_limit, columns, buffers, whole)
         for whole in (True, False)
@@ -201,11 +205,16 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFo
     return max(candidates, key=lambda layout: min(layout.stages, ENOUGH_STAGES))
 
 
-def _slab_columns(block_n: int) -> int:
+def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
+    """Columns that slabs may have: they divide a tile, and the runs of outputs that TMA stores."""
+    whole = math.gcd(block_n, *(out.run for out in spec.outs if boxed(out)))
+    return [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if whole % columns == 0]
+
+
+def _slab_columns(lengths: list[int]) -> int:
     """Columns of a slab: swizzled rows, or rows whose length spreads 8 of them over the banks with few conflicts."""
-    if block_n % 64 == 0:
+    if 64 in lengths:
         return 64
-    lengths = [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if block_n % columns == 0]
     return max(columns for columns in lengths if columns in SWIZZLED_COLUMNS or _conflicts(columns) <= 2)
 
 
@@ -251,8 +260,10 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return "wgmma reads 32-bit elements of rhs with k contiguous only"
     if min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES:
         return "TMA needs rows of lhs and rhs on 16-byte boundaries"
-    if spec.lhs_two_levels or any(access.turned or access.two_levels for access in (*spec.loads, *spec.outs)):
-        return "one stride walks each loop of every tensor, and n is the contiguous axis of tiles and outputs"
+    if spec.lhs_run % block_k(spec):
+        return f"a run of {spec.lhs_run} columns of lhs is no multiple of {block_k(spec)}"
+    if any(load.two_levels for load in spec.loads if load.kind != "tile"):
+        return "one stride walks each loop of a row or column"
     if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
     if tile.block_n % 16 or width > MAX_WIDTH:
@@ -278,6 +289,8 @@ def max_accumulators(spec: KernelSpec) -> int:
 
 
 def _staged_bytes(access: Access, columns: int) -> int:
+    if access.turned:
+        return columns * (SLAB_ROWS * access.dtype.bytes + LDS_BYTES)
     return SLAB_ROWS * (columns + STAGED_PADDING) * access.dtype.bytes
 
 

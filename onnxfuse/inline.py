@@ -37,6 +37,20 @@ def walk(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from walk(graph.node)
 
 
+def reads(node: NodeProto) -> Iterator[str]:
+    """Every value that a node reads, also from inside its branches and bodies."""
+    yield from node.input
+    yield from reads_inside(node)
+
+
+def reads_inside(node: NodeProto) -> Iterator[str]:
+    """Every value that a node's branches and bodies read."""
+    for _, graph in subgraphs(node):
+        yield from (value.name for value in graph.output)
+        for child in graph.node:
+            yield from reads(child)
+
+
 def call_key(node: NodeProto) -> FunctionKey:
     """What a node calls, if it calls a function."""
     return ("" if node.domain == "ai.onnx" else node.domain, node.op_type, node.overload)

@@ -48,6 +48,7 @@ class Access:
         width: elements of one access along the contiguous axis; 1 for a scalar and a column.
         turned: a tile's contiguous axis is m, not n: accesses go down the columns.
         two_levels: the loops, `m` or `n`, that no single stride walks: the kernel steps through runs of them.
+        run: columns of one run where n is walked in two levels and the run is known before the launch; else 0.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Access:
     width: int
     turned: bool = False
     two_levels: tuple[str, ...] = ()
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class KernelSpec:
         rhs_width: elements of one copy of rhs along its contiguous axis.
         loads: what the steps call `op0`, `op1`, ...
         outs: the stored tensors; `out_values` names the value that each stores.
-        lhs_two_levels: no single stride walks the k of lhs, as after heads were merged.
+        lhs_run: columns of one run where no single stride walks the k of lhs, as after heads were merged; else 0.
     """
 
     dtype: DType
@@ -84,4 +86,4 @@ class KernelSpec:
     steps: tuple[Step, ...]
     out_values: tuple[str, ...]
     tile: Tile
-    lhs_two_levels: bool = False
+    lhs_run: int = 0

@@ -105,7 +105,7 @@ def _alignment(access: Access) -> int:
 
 def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
     """The record's bits: which loops of which tensors the kernel walks in two levels."""
-    lhs = {0: ("n",) if isinstance(spec, KernelSpec) and spec.lhs_two_levels else ()}  # its columns are k
+    lhs = {0: ("n",) if isinstance(spec, KernelSpec) and spec.lhs_run else ()}  # its columns are k
     loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
     outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
     walked = (lhs | loads | outs).items()
@@ -164,6 +164,7 @@ def replacement(form: Form, kernel: str) -> Replacement:
         name=f"{fusion.anchor}/{form.op_type}",
         attributes=node_attributes(form, kernel),
         op_type=form.op_type,
+        shapes=form.match.shapes,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from onnxfuse import small_m_tile
-from onnxfuse.axes import AxisMapping, levels
+from onnxfuse.axes import Axes, AxisMapping, flatten, levels
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32
 from onnxfuse.errors import NotFusable
@@ -327,7 +327,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         steps=fusion.steps,
         out_values=tuple(out.value for out in fusion.outs),
         tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
-        lhs_two_levels=levels(fusion, fusion.lhs, mapping.k) > 1,
+        lhs_run=_run(fusion, fusion.lhs, mapping.k) or 0,
     )
 
 
@@ -337,7 +337,15 @@ def access(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping, width: Width
     loops = (("m", mapping.m), ("n", mapping.n))
     two_levels = tuple(name for name, loop in loops if levels(fusion, tensor, loop) > 1)
     elements = width.elements if kind in ("row", "tile") else 1
-    return Access(kind, tensor.dtype, elements, kind == "tile" and is_turned(fusion, tensor, mapping), two_levels)
+    turned = kind == "tile" and is_turned(fusion, tensor, mapping)
+    run = _run(fusion, tensor, mapping.n) if "n" in two_levels else None
+    return Access(kind, tensor.dtype, elements, turned, two_levels, run or 0)
+
+
+def _run(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int | None:
+    """Steps of one run of a loop that two strides walk; None where one does, or only the run knows."""
+    groups = flatten(fusion, (tensor,), loop)
+    return _static_product(fusion, groups[-1]) if len(groups) > 1 else None
 
 
 def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
@@ -379,7 +387,7 @@ def _obstacle(base: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> 
     return why_not(replace(base, tile=tile), device.shared_bytes)
 
 
-def _static_product(fusion: Fusion, axes: Iterable[str]) -> int | None:
+def _static_product(fusion: Pointwise, axes: Iterable[str]) -> int | None:
     sizes = [fusion.size(axis) for axis in axes]
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
 

@@ -42,6 +42,7 @@ from onnx import (
 )
 
 from onnxfuse.errors import ModelError
+from onnxfuse.inline import reads
 
 # Operators of opset 13 and later for which the CPU provider of ONNX Runtime 1.31 registers float but not double.
 FLOAT32_ONLY = frozenset(
@@ -158,7 +159,7 @@ class _Converter:
         yield from self._in_double(node)
 
     def _casts_of(self, node: NodeProto) -> Iterator[NodeProto]:
-        for name in _names_read(node):
+        for name in reads(node):
             if name in self.pending:
                 target = self.renamed[name] = self.pending.pop(name)
                 self._mark(target, True)
@@ -451,16 +452,6 @@ def _set(node: NodeProto, name: str, value: Any) -> None:
 def _formals(formals: Sequence[Any], count: int) -> list[Any]:
     """The schema's parameter for each of `count` values; a variadic one, always the last, is repeated."""
     return [formals[min(index, len(formals) - 1)] for index in range(count)]
-
-
-def _names_read(node: NodeProto) -> Iterator[str]:
-    """Everything that a node reads, from inside its subgraphs too."""
-    yield from node.input
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            for inner in attribute.g.node:
-                yield from _names_read(inner)
-            yield from (value.name for value in attribute.g.output)
 
 
 def _tensor_type(value: TypeProto) -> TypeProto.Tensor | None:

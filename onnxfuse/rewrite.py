@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph import Graph
-from onnxfuse.inline import DOMAIN, functions_of, inline, subgraphs, walk
+from onnxfuse.inline import DOMAIN, functions_of, inline, reads, walk
+from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.scopes import graph_at
 
 FUSED_GEMM = "FusedGemm"
@@ -44,6 +45,7 @@ class Replacement:
         attributes: the fused node's attributes, all strings.
         op_type: `FusedGemm`, or `FusedPointwise` where the products are kept.
         kept: indices of matched nodes that stay as they are, right before the fused node.
+        shapes: by node, what takes the place of the shape that a Reshape reads from outside.
     """
 
     graph: Graph
@@ -58,6 +60,7 @@ class Replacement:
     attributes: dict[str, str]
     op_type: str = FUSED_GEMM
     kept: tuple[int, ...] = ()
+    shapes: dict[int, FallbackShape] = field(default_factory=dict)
 
 
 def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
@@ -151,10 +154,9 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
 
     Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
     """
-    graph, kept = replacement.graph, replacement.kept
-    nodes = [graph.scope.nodes[index] for index in (*replacement.copied, *replacement.nodes) if index not in kept]
+    nodes, shapes = _nodes(replacement)
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    body = [*_constants(graph, nodes, names), *nodes]
+    body = [*shapes, *_constants(replacement.graph, [*shapes, *nodes], names), *nodes]
     inner = (value for node in body for value in node.output if value)
     names |= {value: f"v{index}" for index, value in enumerate(inner)}
     names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
@@ -167,13 +169,55 @@ def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdPro
     return [OperatorSetIdProto(domain=domain, version=graph.scope.opsets.get(domain, 1)) for domain in sorted(used)]
 
 
+def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
+    """The matched nodes, and before them what some of them read in place of a computed shape."""
+    nodes: list[NodeProto] = []
+    shapes: list[NodeProto] = []
+    for index in (*replacement.copied, *replacement.nodes):
+        node = replacement.graph.scope.nodes[index]
+        if index in replacement.kept:
+            continue
+        if index in replacement.shapes:
+            node = renamed(node, {})
+            shapes += _shape(f"{node.output[0]}/shape", replacement.shapes[index], replacement.inputs[0])
+            node.input[1] = shapes[-1].output[0]
+            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 keeps a dimension
+            del node.attribute[:]
+            node.attribute.extend(kept)
+        nodes.append(node)
+    return nodes, shapes
+
+
+def _shape(name: str, shape: FallbackShape, lhs: str) -> list[NodeProto]:
+    """Nodes that make a shape; where it has sizes of lhs, they are gathered from its own and the constant entries."""
+    entries = _constant(name, np.array(shape.entries, np.int64))
+    if shape.is_constant:
+        return [entries]
+    rank = 1 + max(index for index in shape.of_lhs if index is not None)
+    places = [rank + position if index is None else index for position, index in enumerate(shape.of_lhs)]
+    own, known, first, chosen, made = (f"{name}/{part}" for part in ("own", "known", "first", "chosen", "made"))
+    return [
+        entries,
+        helper.make_node("Shape", [lhs], [own]),
+        _constant(first, np.arange(rank)),
+        helper.make_node("Gather", [own, first], [f"{own}/first"]),
+        helper.make_node("Concat", [f"{own}/first", name], [known], axis=0),
+        _constant(chosen, np.array(places, np.int64)),
+        helper.make_node("Gather", [known, chosen], [made]),
+    ]
+
+
+def _constant(name: str, value: np.ndarray[Any, Any]) -> NodeProto:
+    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value))
+
+
 def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
     """Constant nodes for what the matched nodes read beside the fused node's inputs: numbers, bounds, sizes."""
     made = {value for node in nodes for value in node.output}
     read = dict.fromkeys(value for node in nodes for value in node.input if value)
     for name in read:
         if name not in made and name not in inputs:
-            yield helper.make_node("Constant", [], [name], value=numpy_helper.from_array(_known_array(graph, name)))
+            yield _constant(name, _known_array(graph, name))
 
 
 def _known_array(graph: Graph, name: str) -> np.ndarray[Any, np.dtype[Any]]:
@@ -210,7 +254,7 @@ def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]
     """Of the candidates and of what feeds them, the values that nothing reads any more."""
     uses = Counter(value.name for value in graph.output)
     for node in nodes:
-        uses.update(_reads(node))
+        uses.update(reads(node))
     makers = {value: node for node in nodes for value in node.output}
     dead: set[str] = set()
     stack = sorted(candidates)
@@ -222,18 +266,9 @@ def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]
         maker = makers.get(value)
         if maker is not None and all(not uses[output] for output in maker.output):
             dead.update(maker.output)
-            uses.subtract(_reads(maker))
+            uses.subtract(reads(maker))
             stack.extend(maker.input)
     return dead
-
-
-def _reads(node: NodeProto) -> Iterator[str]:
-    """Every value that a node reads, also from inside its branches and loop bodies."""
-    yield from node.input
-    for _, inner in subgraphs(node):
-        yield from (value.name for value in inner.output)
-        for child in inner.node:
-            yield from _reads(child)
 
 
 def _drop(entries: object, names: set[str]) -> None:

@@ -20,18 +20,22 @@ from onnxfuse.inline import DOMAIN, FunctionKey, functions_of, inline, subgraphs
 from onnxfuse.model import Model, is_large
 from onnxfuse.operators import known_operators
 
+ScopePath = tuple[tuple[int, str], ...]
+"""How to reach a scope from the main graph: a node's index and its attribute's name, once a level."""
+
 
 @dataclass(frozen=True)
 class Scope:
     """A list of nodes and what they see.
 
     Attributes:
-        path: how to reach it from the main graph: a node's index and its attribute's name, once a level.
+        path: where it stands.
         label: the same in names, `If_3/then_branch`; empty for the main graph.
         nodes: copies of the nodes.
         types: the types of all values in sight.
         small: the small tensors in sight.
         stored: names of the initializers in sight.
+        inputs: names of its own inputs.
         outputs: names of the values that leave the scope.
         opsets: versions of the operator sets by domain.
         inlined: the functions that are inlined in the whole model.
@@ -39,12 +43,13 @@ class Scope:
         fault: why nothing is known inside; empty where types are known.
     """
 
-    path: tuple[tuple[int, str], ...]
+    path: ScopePath
     label: str
     nodes: tuple[NodeProto, ...]
     types: Mapping[str, TypeProto.Tensor]
     small: Mapping[str, TensorProto]
     stored: frozenset[str]
+    inputs: frozenset[str]
     outputs: frozenset[str]
     opsets: Mapping[str, int]
     inlined: frozenset[FunctionKey]
@@ -103,7 +108,7 @@ def all_scopes(model: Model, functions: Collection[FunctionKey] | None = None) -
     return (main, *_inner_scopes(main), *closed)
 
 
-def graph_at(graph: GraphProto, path: tuple[tuple[int, str], ...]) -> GraphProto:
+def graph_at(graph: GraphProto, path: ScopePath) -> GraphProto:
     """The graph of a scope, from the main graph down its path."""
     for index, name in path:
         graph = dict(subgraphs(graph.node[index]))[name]
@@ -130,7 +135,7 @@ def _main_scope(model: Model, inlined: Collection[FunctionKey]) -> Scope:
     inferred = _infer(skeleton, model.label)
     stored = frozenset(tensor.name for tensor in model.proto.graph.initializer)
     opsets = versions(inferred.opset_import)
-    empty = Scope((), "", (), {}, {}, stored, frozenset(), opsets, frozenset(chosen), origins)
+    empty = Scope((), "", (), {}, {}, stored, frozenset(), frozenset(), opsets, frozenset(chosen), origins)
     return _scope(empty, inferred.graph)
 
 
@@ -183,6 +188,7 @@ def _scope(around: Scope, graph: GraphProto) -> Scope:
         types=ChainMap(types, around.types),  # type: ignore[arg-type]
         small=ChainMap(small, around.small),  # type: ignore[arg-type]
         stored=around.stored | own if own else around.stored,
+        inputs=frozenset(value.name for value in graph.input),
         outputs=frozenset(value.name for value in graph.output),
     )
 

@@ -115,6 +115,9 @@ def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, mat
 
 
 def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
+    shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
+    if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
+        return None
     try:
         fusion, products = match_behind(graph, match)
         pointwise = behind_product(simplify(fusion), products)

@@ -12,6 +12,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
 from onnxfuse.errors import ModelError, OutputError
+from onnxfuse.inline import subgraphs
 from onnxfuse.model import Model, is_large
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
@@ -128,8 +129,8 @@ def _external_tensors(graph: GraphProto) -> Iterator[TensorProto]:
         for attribute in node.attribute:
             if attribute.HasField("t") and attribute.t.data_location == TensorProto.EXTERNAL:
                 yield attribute.t
-            for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
-                yield from _external_tensors(inner)
+        for _, inner in subgraphs(node):
+            yield from _external_tensors(inner)
 
 
 def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:

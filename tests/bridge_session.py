@@ -234,6 +234,14 @@ def launch_contract() -> None:
     assert (grid[2], arguments.batch) == (65535, 70_000)
 
 
+class EncodedMap(ctypes.Structure):
+    _align_ = 64
+    _fields_ = (
+        ("pointer", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 3), ("strides", ctypes.c_uint64 * 2),
+        ("box", ctypes.c_uint32 * 3), ("type", ctypes.c_int), ("swizzle", ctypes.c_int), ("rest", ctypes.c_char * 60),
+    )  # fmt: skip
+
+
 def head_split() -> None:
     """[b, m, k] -> [b, n1, m, n2]: the output's columns in two levels, and its shape as a session infers it."""
     on_cpu()
@@ -249,14 +257,15 @@ def head_split() -> None:
     (y,) = made.run(None, {"x": x})
     np.testing.assert_allclose(y, reference(x).reshape(2, 5, 3, 4).transpose(0, 2, 1, 3), rtol=1e-4, atol=1e-4)
     expect(error_of(model(**split), 2, 5, K), "node 'site0'", "out 0")
-
-
-class EncodedMap(ctypes.Structure):
-    _align_ = 64
-    _fields_ = (
-        ("pointer", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 3), ("strides", ctypes.c_uint64 * 2),
-        ("box", ctypes.c_uint32 * 3), ("type", ctypes.c_int), ("swizzle", ctypes.c_int), ("rest", ctypes.c_char * 60),
-    )  # fmt: skip
+    # TMA sees the runs of all batches as the batches of one tensor [b n1, m, n2].
+    rule = TensorMap(Mapped.OUT, 0, False, 0, 4, 16)
+    mapped = pack([Record(**(vars(RECORD) | {"two_levels": columns_of_out, "cluster": 1, "maps": (rule,)}))])
+    made = session(model(archive=mapped, **split))
+    (again,) = made.run(None, {"x": x})
+    np.testing.assert_array_equal(again, y)
+    encoded = (EncodedMap * 9)()
+    assert driver().fake_last_maps(encoded)
+    assert (list(encoded[0].extents), list(encoded[0].strides)) == ([4, 5, 2 * 3], [4 * 4, 4 * 4 * 5])
 
 
 def tensor_maps() -> None:

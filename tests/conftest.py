@@ -6,6 +6,9 @@ import functools
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("nightly", max_examples=2000)
 
 
 @functools.cache

@@ -46,6 +46,44 @@ def tile_of(shape: tuple[int, int, bool], parts: int, cluster: tuple[int, int], 
     return HopperTile(rows, max(width // parts // 16, 1) * 16, pingpong, *cluster, operands_ahead=ahead)
 
 
+# Heads that TMA stores and that threads copy, m contiguous, merged heads, and both at once.
+WALKED = (
+    ("heads", (Size(130, 192, 128, batch=3, n_run=64), Size(77, 64, 320, n_run=64))),
+    ("heads", (Size(200, 320, 72, batch=2, n_run=32, pad=8), Size(16, 160, 64, n_run=32))),
+    ("heads", (Size(129, 120, 56, batch=2, n_run=40), Size(300, 640, 40, n_run=40))),
+    ("heads", (Size(66, 45, 64, n_run=15),)),
+    ("turned", (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8))),
+    ("turned", (Size(77, 72, 64), Size(131, 40, 40))),
+    ("images", (Size(96, 72, 64, batch=2, m_run=24), Size(640, 136, 128, m_run=64))),
+    ("both", (Size(96, 64, 64, m_run=24, n_run=32),)),
+    ("plain", (Size(130, 72, 256, batch=3, k_run=64), Size(257, 328, 128, batch=2, k_run=128))),
+    ("heads", (Size(130, 128, 192, batch=2, k_run=64, n_run=64),)),
+)
+
+
+def walked_cases() -> Iterator[HopperCase]:
+    """Tensors in two levels and turned ones, with every kind of epilogue and several shapes of tiles."""
+    turn = 0
+    for layout, sizes in WALKED:
+        for shape in SHAPES[::3]:
+            for parts in (1, 2):
+                turn += 1
+                kind, order, math = (
+                    ("plain", "residual", "mixed")[turn % 3],
+                    ("nk", "kn")[turn % 2],
+                    ("f16", "bf16")[turn // 2 % 2],
+                )
+                outs: tuple[DType | None, ...] = ((None,), (None, F32), (None,))[turn % 3]
+                fitting = [size for size in sizes if order == "nk" or size.n % 8 == 0]
+                if not fitting:
+                    continue
+                spec = make_spec(math, parts, order, PORTABLE, fitting[0], kind, outs, layout=layout)
+                tile = tile_of(shape, parts, (1, 1), False)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                    name = f"{layout}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, tuple(fitting))
+
+
 def cases() -> Iterator[HopperCase]:
     """Every shape with every number of parts; orders, dtypes, clusters and operand kinds take turns."""
     turn = 0

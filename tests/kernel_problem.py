@@ -361,7 +361,8 @@ def make_spec(
         dims = LAYOUTS[layout]
         runs = size.m_run if "M" in dims else size.m, size.n_run if "N" in dims else size.n
         two_levels = tuple(loop for loop, name in (("m", "M"), ("n", "N")) if name in dims)
-        return Access("tile", of, width(of, runs[dims[-1] == "n"]), dims[-1] == "m", two_levels)
+        run = size.n_run if "n" in two_levels else 0
+        return Access("tile", of, width(of, runs[dims[-1] == "n"]), dims[-1] == "m", two_levels, run)
 
     def access(name: str, of: DType) -> Access:
         return tile_access(of) if name == "tile" else Access(name, of, width(of, size.n) if name == "row" else 1)
@@ -388,5 +389,5 @@ def make_spec(
         steps=tuple(steps),
         out_values=tuple(values),
         tile=tile,
-        lhs_two_levels=size.k_run > 0,
+        lhs_run=size.k_run,
     )

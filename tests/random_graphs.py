@@ -22,7 +22,7 @@ BOUNDED = ("Tanh", "Sigmoid", "Erf", "HardSigmoid", "Softsign")
 BINARY = ("Add", "Sub", "Min", "Max", "Mul")
 OUTSIDE = ("Softmax", "ReduceMax", "Floor")
 SYMBOLS = ("batch", "groups", "rows")
-MAX_STEPS = 9
+MAX_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Sketch:
         return self.draw(st.sampled_from(choices))
 
     def value(self) -> Value:
-        return self.draw(st.sampled_from(self.values))
+        """Mostly a late one, so that graphs grow long."""
+        return self.draw(st.sampled_from(self.values[-4:] if self.draw(st.integers(0, 3)) else self.values))
 
     def numbers(self, *shape: int) -> np.ndarray:
         seed = self.draw(st.integers(0, 2**16))
@@ -169,6 +170,19 @@ def _split(s: Sketch) -> None:
         s.add(name, (*value.sizes[:-1], size), value.bounded)
 
 
+def _gate(s: Sketch) -> None:
+    """Equal parts that meet again, one of them activated."""
+    value, count = s.value(), s.pick(2, 2, 2, 3)
+    if value.sizes[-1] % count:
+        return
+    size = value.sizes[-1] // count
+    first, *others = s.draw(st.sampled_from(SPLITS))(s, value, [size] * count)
+    gate = s.b(s.pick(*BOUNDED), others[0])
+    for name in (first, *others[1:]):
+        gate = s.b("Mul", *((gate, name) if s.draw(st.booleans()) else (name, gate)))
+    s.add(gate, (*value.sizes[:-1], size), value.bounded)
+
+
 def _by_split(s: Sketch, value: Value, sizes: list[int]) -> list[str]:
     axis = s.pick(-1, len(value.sizes) - 1)
     return s.b("Split", value.name, s.b.integers(*sizes), outputs=len(sizes), axis=axis)
@@ -216,6 +230,34 @@ def _reader(s: Sketch) -> None:
         s.outputs.append(s.b(s.pick(*OUTSIDE), value.name))
 
 
+def _another(s: Sketch) -> None:
+    """A product of any value."""
+    value = s.value()
+    if len(value.sizes) > 1:
+        weight = s.b.array(0.5 * s.numbers(value.sizes[-1], 8), f"weight{len(s.b.nodes)}")
+        s.add(s.b("MatMul", value.name, weight), (*value.sizes[:-1], 8))
+
+
+def _normalised(s: Sketch) -> None:
+    value = s.value()
+    mean = s.b("ReduceMean", s.b("Abs", value.name), s.b.integers(-1))
+    s.add(s.b("Div", value.name, s.b("Add", mean, s.b.array(1.0))), value.sizes)
+
+
+def _half_by_shape(s: Sketch) -> None:
+    """The first half of the columns, or a value regrouped, by arithmetic on its shape."""
+    value = s.value()
+    last = s.b("Gather", s.b("Shape", value.name), s.b.integers(-1), axis=0)
+    if value.sizes[-1] % 2 == 0:
+        half = s.b("Div", last, s.b.integers(2))
+        name = s.b("Slice", value.name, s.b.integers(0), half, s.b.integers(-1))
+        s.add(name, (*value.sizes[:-1], value.sizes[-1] // 2), value.bounded)
+    else:
+        target = s.b("Concat", s.b.integers(*[0] * (len(value.sizes) - 1)), last, axis=0)
+        s.add(s.b("Reshape", value.name, target), value.sizes, value.bounded)
+
+
 STEPS: tuple[Callable[[Sketch], None], ...] = (
-    *(_unary, _unary, _binary, _binary, _binary, _operand, _operand, _split, _heads, _reader),
-)
+    _unary, _unary, _unary, _binary, _binary, _binary, _binary, _operand, _operand, _split, _gate, _gate, _heads,
+    _reader, _another, _normalised, _half_by_shape,
+)  # fmt: skip

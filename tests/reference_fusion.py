@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.fusion import PART_AXIS, Fusion, Tensor
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -62,28 +62,47 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs of a fusion in float64, given its inputs by name."""
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}
     sizes = {axis.name: axis.size for axis in fusion.axes}
-    for dim, size in zip(fusion.lhs.dims, values[fusion.lhs.name].shape, strict=True):
-        for axis in dim:
-            sizes[axis] = size if len(dim) == 1 else sizes[axis]
-    rows = tuple(axis for axis in fusion.lhs.axes if axis != "k")
-    lhs = spread(fusion.lhs, values[fusion.lhs.name], (*rows, "k"), sizes)
-    names: dict[str, np.ndarray] = {}
-    for index, part in enumerate(fusion.parts):
-        tensor = fusion.rhs[part.tensor]
-        rhs = spread(tensor, values[tensor.name], ("p", "k", "n") if part.part is not None else ("k", "n"), sizes)
-        names[f"acc{index}"] = lhs @ (rhs if part.part is None else rhs[part.part])
+    _bind(fusion, values, sizes)
+    columns = tuple(axis for axis in fusion.rhs[0].axes if axis not in (*fusion.lhs.axes, PART_AXIS))
+    contracted = tuple(axis for axis in fusion.lhs.axes if axis in fusion.rhs[0].axes)
+    rows = tuple(axis for axis in fusion.lhs.axes if axis not in contracted)
+    loops = (*rows, *columns, *contracted)
+
+    def read(tensor: Tensor, part: int | None) -> np.ndarray:
+        whole = spread(tensor, values[tensor.name], loops if part is None else (PART_AXIS, *loops), sizes)
+        return whole if part is None else whole[part]
+
+    lhs = read(fusion.lhs, None)
+    along = tuple(range(len(rows) + len(columns), len(loops)))
+    names = {
+        f"acc{index}": (lhs * read(fusion.rhs[part.tensor], part.part)).sum(axis=along, keepdims=True)
+        for index, part in enumerate(fusion.parts)
+    }
     for index, load in enumerate(fusion.loads):
-        tensor = fusion.operands[load.operand]
-        axes = (*rows, "n") if load.part is None else ("p", *rows, "n")
-        operand = spread(tensor, values[tensor.name], axes, sizes)
-        names[f"op{index}"] = operand if load.part is None else operand[load.part]
+        names[f"op{index}"] = read(fusion.operands[load.operand], load.part)
     with np.errstate(all="ignore"):
         for step in fusion.steps:
             inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
             names[step.result] = OPS[step.op](*inputs)
-    shape = [sizes[axis] for axis in (*rows, "n")]
     stored: dict[Tensor, list[np.ndarray]] = {}
     for out in fusion.outs:
         assert out.part is None or out.part == len(stored.get(out.tensor, [])), "parts stand in order"
-        stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], shape))
-    return [np.concatenate(parts, axis=-1) for parts in stored.values()]
+        full = [1 if axis in contracted else sizes[axis] for axis in loops]
+        stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], full))
+    return [_laid(tensor, np.stack(parts), (PART_AXIS, *loops), sizes) for tensor, parts in stored.items()]
+
+
+def _bind(fusion: Fusion, values: dict[str, np.ndarray], sizes: dict[str, int | None]) -> None:
+    """Sizes that only the run knows, from the inputs' shapes."""
+    for tensor in fusion.inputs:
+        for dim, size in zip(tensor.dims, values[tensor.name].shape, strict=True):
+            unknown = [axis for axis in dim if sizes[axis] is None]
+            if len(unknown) == 1:
+                sizes[unknown[0]] = size // math.prod(sizes[axis] for axis in dim if axis != unknown[0])
+
+
+def _laid(tensor: Tensor, value: np.ndarray, axes: tuple[str, ...], sizes: dict[str, int]) -> np.ndarray:
+    """An array over `axes` in the tensor's own dimensions."""
+    order = [axes.index(axis) for axis in tensor.axes]
+    rest = [index for index in range(len(axes)) if index not in order]
+    return value.transpose(*order, *rest).reshape([math.prod(sizes[axis] for axis in dim) for dim in tensor.dims])

@@ -246,7 +246,7 @@ def softmax(b: Builder) -> str:
         (rows_split, "not_the_last_axis"),
         (strided, "strided_slice"),
         (dynamic_bound, "bounds_not_constant"),
-        (per_head_chunk, "unknown_op"),
+        (per_head_chunk, "not_the_last_axis"),
         (unknown_operand_shape, "unknown_broadcast"),
         (weight_from_the_run, "weight_not_constant"),
         (softmax, "unknown_op"),

@@ -59,6 +59,22 @@ def branches() -> onnx.ModelProto:
                  value("flag", BOOL, []))  # fmt: skip
 
 
+def branch_behind_shape_arithmetic() -> onnx.ModelProto:
+    """Only symbolic shapes know that the Reshape outside keeps the shape, so that x is a residual inside."""
+    two = numpy_helper.from_array(np.array([2, 2, 1]), "two")
+    outside = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Mul", ["shape", "two"], ["doubled"]),
+        helper.make_node("Div", ["doubled", "two"], ["same"]),
+        helper.make_node("Reshape", ["x", "same"], ["reshaped"]),
+    ]
+    inside = [*block("reshaped", "t"), helper.make_node("Add", ["t", "x"], ["a"])]
+    then = helper.make_graph(inside, "then", [], [value("a")])
+    other = helper.make_graph([helper.make_node("Identity", ["x"], ["b"])], "else", [], [value("b")])
+    choice = helper.make_node("If", ["flag"], ["y"], "choice", then_branch=then, else_branch=other)
+    return model([*outside, choice], value("flag", BOOL, []), initializers=[two])
+
+
 def loop() -> onnx.ModelProto:
     state = [value("step", INT64, []), value("going", BOOL, []), value("state")]
     body = [*block("state", "next"), helper.make_node("Identity", ["going"], ["still"])]
@@ -141,6 +157,7 @@ def function_with_half_of_a_site() -> onnx.ModelProto:
 
 CASES = {
     branches: ["choice/then_branch/a_product", "choice/else_branch/b_product"],
+    branch_behind_shape_arithmetic: ["choice/then_branch/t_product"],
     loop: ["steps/body/next_product"],
     scan: ["rows/body/out_product"],
     branch_in_a_loop: ["steps/body/choice/then_branch/a_product", "steps/body/choice/else_branch/b_product"],
@@ -223,6 +240,11 @@ def test_a_function_that_calls_itself_is_refused() -> None:
     body = function("Block", [call("Block", "x", "y", "w", "b")])
     with pytest.raises(ModelError, match="'Block' calls itself"):
         analyse_model(model([call("Block", "x", "y")], functions=[body]), [])
+
+
+def test_a_branch_sees_the_shapes_that_were_learnt_around_it() -> None:
+    (site,) = analyse_model(branch_behind_shape_arithmetic(), resolve("sm_80", list)).sites
+    assert "residual" in site.fusion.features
 
 
 def test_a_value_that_a_branch_reads_stays() -> None:

@@ -20,7 +20,7 @@ from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import access_table, template
 from onnxfuse.kernels.epilogue import functor
 
-_BEFORE = ("arguments.cuh", "element.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
+_BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
 _AFTER = ("hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
 
 
@@ -50,6 +50,7 @@ enum class Kind {{ scalar, row, column, tile }};
 using Element = {spec.dtype.cuda};
 constexpr bool RHS_K_CONTIGUOUS = {_flag(spec.rhs_order == "nk")};
 constexpr bool PINGPONG = {_flag(tile.pingpong)};
+constexpr bool LHS_OUTER_COLUMNS = {_flag(spec.lhs_run > 0)};
 constexpr bool OPERANDS_AHEAD = {_flag(tile.operands_ahead)};
 {_constants(spec, tile, layout)}
 

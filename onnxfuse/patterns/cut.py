@@ -23,8 +23,10 @@ from onnxfuse.patterns.match import Columns, Exit, Match
 from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.views import VIEWS, columns_dim
 
-REGROUPING = frozenset({"Cast", "Identity"})  # with these alone behind it, an intermediate is not worth an output
+# With these alone behind it, an intermediate is not worth an output.
+REGROUPING = frozenset({"Cast", "Identity"})
 
 COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
 Region = int  # nodes of a growth, as bits by their position
@@ -54,7 +56,10 @@ class Cut:
         self._foldable = self._find_foldable()
 
     def matches(self) -> Iterator[Match]:
-        """Every piece that ends at a pointwise node, the furthest first; a caller that takes one grows again."""
+        """Every piece that ends at arithmetic or at a view that is worth it; the furthest first.
+
+        A caller that takes one grows again.
+        """
         for position in reversed(range(len(self.growth.nodes))):
             region = self.growth.needs[position]
             if not self._may_end(position, region):
@@ -65,9 +70,16 @@ class Cut:
                 self.refuse(region, refusal)
 
     def _may_end(self, position: int, region: Region) -> bool:
-        """Whether a node computes something and its value is read behind the region."""
+        """Whether a node's value is read behind the region, and the region computes something or spares a Transpose."""
         node, value = self.growth.nodes[position], self._values[position][0]
-        return self._is_computed(node) and value.columns is not None and value in self._leaving(region)
+        if value.columns is None or not (self._is_computed(node) or node.op in VIEWS):
+            return False
+        worth = self._is_computed(node) or any(self._is_work(self.growth.nodes[inside]) for inside in _bits(region))
+        return worth and value in self._leaving(region)
+
+    def _is_work(self, node: gs.Node) -> bool:
+        """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
+        return qualified_op(node) == "Transpose" or (self._is_computed(node) and node.op not in REGROUPING)
 
     def _is_computed(self, node: gs.Node) -> bool:
         """Whether a node does arithmetic beside a plain product."""
@@ -127,7 +139,8 @@ class Cut:
         columns = last.columns
         assert columns is not None
         leaving = [value for value in self._leaving(region) if value is not last]
-        exits = (*(self._exit(value, columns.length) for value in leaving), Exit(last.name, (columns.ref,)))
+        furthest = Exit(last.name, (columns.ref,), columns.view)
+        exits = (*(self._exit(value, columns.length) for value in leaving), furthest)
         growth = self.growth
         nodes = [growth.nodes[position] for position in _bits(region)]
         anchors = {id(node) for node in nodes}
@@ -135,7 +148,7 @@ class Cut:
         match = Match(
             products=products,
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
-            copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.weight_nodes})),
+            copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.copied})),
             place=-1,
             folded=tuple(growth.graph.index(growth.nodes[position]) for position in self._folded(region)),
             constants=tuple(self._constants(region)),
@@ -144,6 +157,7 @@ class Cut:
             split=frozenset(span for node in nodes for span in self._split_span(node)),
             epilogue=growth.epilogue,
             operands=growth.operands,
+            shapes=growth.shapes_of(products, nodes),
             stop=self._stop_behind(region),
         )
         if leaving:
@@ -191,7 +205,10 @@ class Cut:
         if value.columns is None or value.columns.length % width:
             raise self._leak(value, "and is not as wide as the result")
         starts = range(0, value.columns.length, width)
-        return Exit(value.name, tuple(self.growth.epilogue.moved(value.columns.ref, start) for start in starts))
+        if len(starts) > 1 and columns_dim(value.columns.view) is None:
+            raise self._leak(value, "and its columns are reshaped")
+        refs = tuple(self.growth.epilogue.moved(value.columns.ref, start) for start in starts)
+        return Exit(value.name, refs, value.columns.view)
 
     def _check_worth(self, match: Match, leaving: list[_Value], region: Region) -> None:
         """An intermediate becomes an output when arithmetic behind it is saved, and the kernel has an output left.
@@ -209,7 +226,9 @@ class Cut:
         for value in leaving:
             without |= self.growth.needs[self._positions[id(value.maker)]]
         gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
-        if all(pointwise_row(node) is None or node.op in REGROUPING for node in gained):
+        arithmetic = any(pointwise_row(node) is not None and node.op not in REGROUPING for node in gained)
+        transposes = any(map(self._is_work, gained)) and all(len(out.refs) == 1 for out in match.exits)
+        if not arithmetic and not transposes:
             raise self._leak(first, "and no arithmetic would be saved")
 
     def _leak(self, value: _Value, why: str) -> NotFusable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from onnxfuse.fusion import NONLINEAR, Fusion, Tensor
+from onnxfuse.fusion import NONLINEAR, PART_AXIS, Fusion, Tensor
 
 
 def features_of(fusion: Fusion, has_cast: bool) -> Fusion:
@@ -20,15 +20,20 @@ def _read_by(fusion: Fusion, ops: tuple[str, ...]) -> list[Tensor]:
     return [fusion.operands[load.operand] for index, load in enumerate(fusion.loads) if f"op{index}" in values]
 
 
+def _columns(fusion: Fusion) -> set[str]:
+    return set(fusion.rhs[0].axes) - set(fusion.lhs.axes) - {PART_AXIS}
+
+
 def _is_tile(fusion: Fusion, tensor: Tensor) -> bool:
     """Whether a tensor has every axis of the product's output that is longer than 1."""
-    needed = {axis for axis in (*fusion.lhs.axes, "n") if axis != "k" and fusion.size(axis) != 1}
-    rows = needed - {"n"}
-    return needed <= set(tensor.axes) and bool(rows & set(tensor.axes))
+    columns = _columns(fusion)
+    rows = set(fusion.lhs.axes) - {axis for rhs in fusion.rhs for axis in rhs.axes}
+    needed = {axis for axis in rows | columns if fusion.size(axis) != 1}
+    return needed <= set(tensor.axes) and bool(rows & needed & set(tensor.axes))
 
 
 def _is_row(fusion: Fusion, tensor: Tensor) -> bool:
-    return "n" in tensor.axes and not _is_tile(fusion, tensor)
+    return bool(_columns(fusion) & set(tensor.axes)) and not _is_tile(fusion, tensor)
 
 
 def _has_activation(fusion: Fusion) -> bool:

@@ -1,14 +1,14 @@
 """Grow from products of one input over parts and pointwise nodes, in graph order.
 
-Growth follows readers and absorbs what a table knows: pointwise ops, Split and Slice along the columns, and the shape
-arithmetic of a computed chunk. It stops at everything else, and remembers why.
+Growth follows readers and absorbs what a table knows: pointwise ops, views, Split and Slice along the columns, and the
+shape arithmetic of a computed chunk. It stops at everything else, and remembers why.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import onnx_graphsurgeon as gs
@@ -23,6 +23,18 @@ from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
+from onnxfuse.patterns.views import (
+    COLUMNS,
+    VIEWS,
+    FallbackShape,
+    Piece,
+    View,
+    columns_dim,
+    extent,
+    fallback_shape,
+    viewed,
+    with_columns,
+)
 
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
@@ -44,6 +56,7 @@ class Growth:
         nodes: absorbed nodes, every one behind those that it reads.
         needs: for each node, itself and all absorbed nodes that it needs, as bits by position in `nodes`.
         values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
+        shapes: by node, the shape that a Reshape reads from outside.
     """
 
     def __init__(self, graph: Graph, products: tuple[Product, ...], is_taken: Callable[[gs.Node], bool]) -> None:
@@ -55,6 +68,7 @@ class Growth:
         self.needs: list[int] = []
         self.operands: dict[str, Operand] = {}
         self.stops: list[Stop] = []
+        self.shapes: dict[int, FallbackShape] = {}
         self._is_taken = is_taken
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
@@ -87,14 +101,14 @@ class Growth:
                 self._reached[index] = self._reached.get(index, 0) | self.needs[position]
 
     @property
-    def rows(self) -> tuple[Size, ...]:
-        """Sizes of the products' dimensions but the last."""
-        return self.products[0].rows
+    def _lhs(self) -> tuple[str, View]:
+        return self.products[0].lhs, self.products[0].lhs_view
 
     def _absorb_product(self, product: Product) -> None:
+        value = Columns(self.epilogue.acc(product.out), product.n, (*product.row_view, (Piece(COLUMNS, product.n),)))
         if product.bias is not None and product.beta != 0.0:
-            self._operand(product.node.inputs[2], product.n)
-        self._take(product.node, Columns(made_value(self.epilogue, product, self.operands), product.n))
+            self._operand(product.node.inputs[2], value)
+        self._take(product.node, replace(value, ref=made_value(self.epilogue, product, self.operands)))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
         index = len(self.nodes)
@@ -104,9 +118,20 @@ class Growth:
             self.values[tensor.name] = value
             self._makers[tensor.name] = index
 
+    def _take_view(self, node: gs.Node, value: Columns | None, shape: FallbackShape | None) -> None:
+        if shape is not None:
+            self.shapes[self.graph.index(node)] = shape
+        self._take(node, value)
+
+    def shapes_of(self, products: tuple[Product, ...], nodes: Iterable[gs.Node]) -> dict[int, FallbackShape]:
+        """By node, the shapes that a match of these products and nodes reads from outside."""
+        own = {index: self.shapes[index] for index in map(self.graph.index, nodes) if index in self.shapes}
+        views = (view for product in products for view in product.views)
+        return own | {self.graph.index(view.node): view.shape for view in views if view.shape is not None}
+
     def _needs_of(self, node: gs.Node) -> int:
         needs = 0
-        for tensor in node.inputs:
+        for tensor in node.inputs[: 1 if self.graph.index(node) in self.shapes else None]:
             maker = self._makers.get(tensor.name)
             needs |= 0 if maker is None else self.needs[maker]
         return needs
@@ -124,6 +149,8 @@ class Growth:
             self._absorb_known(node)
         elif op in COLUMN_OPS:
             COLUMN_OPS[op](self, node)
+        elif op in VIEWS:
+            self._absorb_view(node)
         elif (lower := pointwise_row(node)) is not None:
             self._absorb_pointwise(node, columns, lower)
         else:
@@ -139,25 +166,33 @@ class Growth:
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
         self._take(node, None)
 
+    def _absorb_view(self, node: gs.Node) -> None:
+        value = self._single(node)
+        view = viewed(self.graph, node, value.view)
+        inside = all(tensor.name in self.values for tensor in node.inputs)
+        shape = None if inside else fallback_shape(self.graph, node, value.view, view, self._lhs)
+        self._take_view(node, replace(value, view=view), shape)
+
     def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
         if len(node.inputs) > MAX_INPUTS:
             raise NotFusable("too_many_operands", "", f"{node.op} of {len(node.inputs)} inputs")
         if len({value.length for value in columns}) != 1:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
-        length = columns[0].length
-        inputs = [self._argument(tensor, length) for tensor in node.inputs]
-        self._check_keeps_shape(node)
-        self._take(node, Columns(lower(self.epilogue, inputs, node.attrs), length))
+        if len({value.view for value in columns}) != 1:
+            raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
+        inputs = [self._argument(tensor, columns[0]) for tensor in node.inputs]
+        self._check_keeps_shape(node, len(columns[0].view))
+        self._take(node, replace(columns[0], ref=lower(self.epilogue, inputs, node.attrs)))
 
-    def _check_keeps_shape(self, node: gs.Node) -> None:
+    def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
         number = self.graph.dtype(node.outputs[0].name)
         if number not in BY_ONNX:
             raise NotFusable("unsupported_dtype", "", f"makes ONNX element type {number}")
         shape = self.graph.shape(node.outputs[0].name)
-        if shape is not None and len(shape) != len(self.rows) + 1:
+        if shape is not None and len(shape) != rank:
             raise NotFusable("broadcasts_the_product", "", "an operand has more dimensions than the product")
 
-    def _argument(self, tensor: gs.Tensor, length: int) -> Ref:
+    def _argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""
         if tensor.is_empty():
             return -1
@@ -167,30 +202,33 @@ class Growth:
         known = self.graph.known_value(tensor)
         if known is not None and known.size == 1 and known.ndim <= 1 and known.dtype != object:
             return self.epilogue.constant(float(known.reshape(()).item()))
-        return self._operand(tensor, length)
+        return self._operand(tensor, beside)
 
-    def _operand(self, tensor: gs.Tensor, length: int) -> Ref:
+    def _operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         name = str(tensor.name)
         shape = self.graph.shape(name)
         if self.graph.dtype(name) not in BY_ONNX:
             raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self.graph.dtype(name)}")
-        if shape is None or len(shape) > len(self.rows) + 1:
+        if shape is None:
             raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
-        varies, columns = self._varies(name, shape, length)
-        self.operands[name] = Operand(name, varies, columns, len(shape))
-        return self.epilogue.load(name, has_columns=columns > 1)
+        if len(shape) > len(beside.view):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
+        view = self._beside(name, shape, beside.view)
+        if self.operands.get(name, Operand(name, view, 1)).view != view:
+            raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
+        has_columns = any(piece.axis == COLUMNS for dim in view for piece in dim)
+        self.operands[name] = Operand(name, view, beside.length if has_columns else 1)
+        return self.epilogue.load(name, has_columns)
 
-    def _varies(self, name: str, shape: tuple[Size, ...], length: int) -> tuple[tuple[bool, ...], int]:
-        """Which dimensions of the product an operand has; every one must be provably 1 or the product's own size."""
-        target = (*self.rows, length)
-        padded = (1,) * (len(target) - len(shape)) + shape
-        for own, full in zip(padded, target, strict=True):
-            if own != 1 and (own is None or own != full):
-                raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
-        return tuple(own != 1 for own in padded), length if padded[-1] != 1 else 1
+    def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
+        """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""
+        behind = view[len(view) - len(shape) :]
+        if any(size != 1 and size != extent(dim) for size, dim in zip(shape, behind, strict=True)):
+            raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
+        return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
 
-    def _check_column_axis(self, axis: int, verb: str) -> None:
-        if axis not in (-1, len(self.rows)):
+    def _check_column_axis(self, value: Columns, axis: int, verb: str) -> None:
+        if axis % len(value.view) != columns_dim(value.view):
             raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
 
     def _single(self, node: gs.Node) -> Columns:
@@ -201,12 +239,12 @@ class Growth:
 
     def _absorb_split(self, node: gs.Node) -> None:
         value = self._single(node)
-        self._check_column_axis(node.attrs.get("axis", 0), "splits")
+        self._check_column_axis(value, node.attrs.get("axis", 0), "splits")
         self._take(node, *self._ranges(value, split_sizes(self.graph, node, value.length)))
 
     def _absorb_split_to_sequence(self, node: gs.Node) -> None:
         value = self._single(node)
-        self._check_column_axis(node.attrs.get("axis", 0), "splits")
+        self._check_column_axis(value, node.attrs.get("axis", 0), "splits")
         ranges = self._ranges(value, sequence_sizes(self.graph, node, value.length))
         self._take(node, None)
         self._sequences[str(node.outputs[0].name)] = ranges
@@ -221,7 +259,9 @@ class Growth:
     def _absorb_slice(self, node: gs.Node) -> None:
         value = self._single(node)
         starts, ends, axes, steps = slice_bounds(self.graph, node)
-        self._check_column_axis(axes[0] if len(axes) == 1 else 0, "slices")
+        if len(axes) != 1:
+            raise NotFusable("not_the_last_axis", "", "slices along several axes")
+        self._check_column_axis(value, axes[0], "slices")
         if steps != [1]:
             raise NotFusable("strided_slice", "", f"slices with step {steps[0]}")
         start, stop, _ = slice(starts[0], ends[0]).indices(value.length)
@@ -232,11 +272,12 @@ class Growth:
     def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
         """The left half of the biased columns times the gelu of the right half."""
         value = self._single(node)
-        biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value.length))
+        self._check_column_axis(value, -1, "splits")
+        biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value))
         half = value.length // 2
-        first, second = self._ranges(Columns(biased, value.length), [half, half])
+        first, second = self._ranges(replace(value, ref=biased), [half, half])
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
-        self._take(node, Columns(gated, first.length))
+        self._take(node, replace(first, ref=gated))
 
     def _ranges(self, value: Columns, sizes: list[int]) -> list[Columns]:
         starts = [0]
@@ -247,7 +288,8 @@ class Growth:
         return [self._range(value, start, stop) for start, stop in pairwise(starts)]
 
     def _range(self, value: Columns, start: int, stop: int) -> Columns:
-        return Columns(self.epilogue.moved(value.ref, start), stop - start)
+        view = with_columns(value.view, stop - start)
+        return Columns(self.epilogue.moved(value.ref, start), stop - start, view)
 
 
 COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.dtypes import BY_ONNX
+from onnxfuse.dtypes import BY_ONNX, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_LOADS, PART_AXIS, Axis, Dim, Fusion, Load, Out, RhsPart, Step, Tensor, Value
-from onnxfuse.graph import Graph, Size
+from onnxfuse.fusion import MAX_LOADS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
+from onnxfuse.graph import Graph
+from onnxfuse.patterns.axis_names import AxisNames, name_axes
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
 from onnxfuse.patterns.features import features_of
 from onnxfuse.patterns.match import Match, Operand
 from onnxfuse.patterns.product import Product
-
-LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more
+from onnxfuse.patterns.views import COLUMNS, Piece
 
 
 @dataclass(frozen=True)
@@ -33,44 +33,36 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
         NotFusable: more operands than a kernel takes, or an operand that the axes cannot name.
     """
     first = match.products[0]
-    rows = _row_axes(first.rows)
     line = _straight_line(match)
+    names = _axis_names(match, line)
     fusion = Fusion(
         anchor=match.label,
         pattern=pattern,
         features=(),
-        axes=(*rows, Axis("n", match.columns), Axis("k", first.k), *_part_axis(match)),
-        lhs=Tensor(first.lhs, first.dtype, (*_dims(rows), ("k",))),
-        rhs=_weights(match),
+        axes=(*names.axes, *_part_axis(match)),
+        lhs=Tensor(first.lhs, first.dtype, names.dims(first.lhs_view)),
+        rhs=_weights(match, names),
         parts=_parts(match),
-        operands=tuple(_operand(graph, operand, rows, match) for operand in line.operands),
+        operands=tuple(
+            Tensor(operand.name, _dtype(graph, operand.name), names.dims(operand.view)) for operand in line.operands
+        ),
         loads=line.loads,
         steps=line.steps,
-        outs=tuple(_outs(graph, match, rows, line)),
+        outs=tuple(_outs(graph, match, names, line)),
     )
     return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes))
 
 
 def product_tensor(match: Match, product: Product) -> Tensor:
     """What a product's node makes, `[..., m, n]` or with its parts packed, `[..., m, (p n)]`."""
-    return Tensor(product.out, product.dtype, (*_dims(_row_axes(product.rows)), _columns(product.n, match)))
+    view = (*product.row_view, (Piece(COLUMNS, product.n),))
+    return Tensor(product.out, product.dtype, _axis_names(match, _straight_line(match)).dims(view))
 
 
-def _row_axes(sizes: tuple[Size, ...]) -> tuple[Axis, ...]:
-    """`m`; `b, m`; `b, h, m`; ... for the output's dimensions but the last."""
-    names = (*("b", *LEADING_AXES)[: len(sizes) - 1], "m")
-    if len(names) != len(sizes):
-        raise NotFusable("rank_too_high", "", f"the product has {len(sizes) + 1} dimensions")
-    return tuple(Axis(name, size if isinstance(size, int) else None) for name, size in zip(names, sizes, strict=True))
-
-
-def _dims(axes: tuple[Axis, ...]) -> tuple[Dim, ...]:
-    return tuple((axis.name,) for axis in axes)
-
-
-def _columns(width: int, match: Match) -> Dim:
-    """The columns of a tensor: one part, or all of them side by side."""
-    return ("n",) if width == match.columns else (PART_AXIS, "n")
+def _axis_names(match: Match, line: _Line) -> AxisNames:
+    first = match.products[0]
+    tensors = (first.lhs_view, *(operand.view for operand in line.operands), *(out.view for out in match.exits))
+    return name_axes(first.row_view, (first.k_view,), tensors, match.columns)
 
 
 def _part_axis(match: Match) -> tuple[Axis, ...]:
@@ -78,16 +70,15 @@ def _part_axis(match: Match) -> tuple[Axis, ...]:
     return tuple(Axis(PART_AXIS, width // match.columns) for width in packed)
 
 
-def _weights(match: Match) -> tuple[Tensor, ...]:
+def _weights(match: Match, names: AxisNames) -> tuple[Tensor, ...]:
     """The right-hand sides, each once."""
     products = {product.rhs: product for product, _ in match.ranges}
-    return tuple(_weight(product, match) for product in products.values())
+    return tuple(_weight(product, names) for product in products.values())
 
 
-def _weight(product: Product, match: Match) -> Tensor:
-    columns = _columns(product.n, match)
-    dims: tuple[Dim, ...] = (("k",), columns) if product.rhs_order == "kn" else (columns, ("k",))
-    return Tensor(product.rhs, product.dtype, dims)
+def _weight(product: Product, names: AxisNames) -> Tensor:
+    view = (product.k_view, (Piece(COLUMNS, product.n),))
+    return Tensor(product.rhs, product.dtype, names.dims(view if product.rhs_order == "kn" else view[::-1]))
 
 
 def _parts(match: Match) -> tuple[RhsPart, ...]:
@@ -98,24 +89,19 @@ def _parts(match: Match) -> tuple[RhsPart, ...]:
     )
 
 
-def _operand(graph: Graph, operand: Operand, rows: tuple[Axis, ...], match: Match) -> Tensor:
-    columns = _columns(operand.columns, match) if operand.columns > 1 else ("n",)
-    names = (*_dims(rows), columns)
-    dims = tuple(name if varies else () for name, varies in zip(names, operand.varies, strict=True))
-    return Tensor(operand.name, BY_ONNX[graph.dtype(operand.name) or 0], dims[len(dims) - operand.rank :])
+def _dtype(graph: Graph, name: str) -> DType:
+    return BY_ONNX[graph.dtype(name) or 0]
 
 
-def _outs(graph: Graph, match: Match, rows: tuple[Axis, ...], line: _Line) -> list[Out]:
+def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out]:
     """A store of each range of each exit."""
     outs = []
     for out in match.exits:
         packed = len(out.refs) > 1
-        columns = _columns(match.columns * len(out.refs), match)
-        tensor = Tensor(out.name, BY_ONNX[graph.dtype(out.name) or 0], (*_dims(rows), columns))
+        tensor = Tensor(out.name, _dtype(graph, out.name), names.dims(out.view))
         for index, ref in enumerate(out.refs):
             value = line.names[ref]
-            if not isinstance(value, str):
-                raise NotFusable("constant_result", match.label, f"{out.name!r} does not depend on the product")
+            assert isinstance(value, str), f"{out.name} is computed from a product"
             outs.append(Out(tensor, value, index if packed else None))
     return outs
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from onnxfuse.errors import NotFusable
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.views import FallbackShape, View
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A value with the product's rows and `length` columns."""
+    """A value with the product's rows and `length` columns, in the order and grouping of `view`."""
 
     ref: Ref
     length: int
+    view: View
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,13 @@ class Operand:
 
     Attributes:
         name: the value's name.
-        varies: for each dimension of the product's output, whether the operand has it; the last is the columns.
-        columns: size along the columns, 1 where it has none.
-        rank: the operand's own rank.
+        view: its dimensions in pieces of the product's axes.
+        columns: of the value that reads it, where it varies along them; else 1.
     """
 
     name: str
-    varies: tuple[bool, ...]
+    view: View
     columns: int
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,12 @@ class Exit:
     Attributes:
         name: the value's name.
         refs: its column ranges, each as wide as the match; more than one where it is wider.
+        view: its dimensions in pieces of the product's axes.
     """
 
     name: str
     refs: tuple[Ref, ...]
+    view: View
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Match:
         split: product, first column and length of every value of the match that a Split or Slice takes apart.
         epilogue: expressions; the exits are values of it.
         operands: what the epilogue may read, by name.
+        shapes: by node, the shape that a Reshape reads from outside of the match.
         stop: what kept the match from growing further, if anything did.
     """
 
@@ -77,6 +80,7 @@ class Match:
     split: frozenset[tuple[str, int, int]]
     epilogue: EpilogueGraph
     operands: dict[str, Operand] = field(default_factory=dict)
+    shapes: dict[int, FallbackShape] = field(default_factory=dict)
     stop: NotFusable | None = None
 
     @property

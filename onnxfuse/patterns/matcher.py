@@ -22,7 +22,7 @@ from onnxfuse.patterns.lowering import lower
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.parts import check_parts, pattern_of
 from onnxfuse.patterns.places import Places
-from onnxfuse.patterns.product import Product, is_anchor, read_product
+from onnxfuse.patterns.product import Product, is_anchor, read_product, without_views
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; more of them never meet in one value
@@ -92,7 +92,7 @@ def _siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]
     """Products that a kernel could compute together, the group with the last product first."""
     groups: dict[object, list[Product]] = {}
     for product in products:
-        key = (product.lhs, product.dtype, product.k, product.rhs_order, product.rows)
+        key = (product.lhs, product.dtype, product.k, product.rhs_order, product.row_view, product.k_view)
         groups.setdefault(key, []).append(product)
     chunks = [
         tuple(group[start : start + MAX_SIBLINGS])
@@ -110,6 +110,8 @@ def _match_group(
     fused: dict[int, Site],
 ) -> list[tuple[gs.Node, NotFusable]]:
     """Cut matches out of what a group grows into until none is left; `fused` takes them, by their first anchor."""
+    if any(places.is_taken(view.node) for product in group for view in product.views):
+        group = tuple(map(without_views, group))
     while group:
         cut = Cut(Growth(graph, group, places.is_taken), places)
         taken = _largest(graph, cut, accept)
@@ -137,10 +139,11 @@ def _largest(graph: Graph, cut: Cut, accept: Callable[[Match, Fusion], Site]) ->
 
 def _check_reads(graph: Graph, match: Match, fusion: Fusion) -> None:
     """What the nodes read is an input of the kernel, or known: an operand that changes nothing may be neither."""
-    nodes = [graph.nodes[index] for index in (*match.copied, *match.nodes)]
+    indices = (*match.copied, *match.nodes)
+    nodes = [graph.nodes[index] for index in indices]
     inside = {tensor.name for node in nodes for tensor in node.outputs} | {tensor.name for tensor in fusion.inputs}
-    for node in nodes:
-        for tensor in node.inputs:
+    for index, node in zip(indices, nodes, strict=True):
+        for tensor in node.inputs[: 1 if index in match.shapes else None]:  # such a Reshape gets a shape of its own
             if tensor.name and tensor.name not in inside and not is_complete(graph.known_value(tensor)):
                 detail = f"{tensor.name!r} does not change the result, and only the run knows it"
                 raise NotFusable("operand_without_effect", node_label(node), detail)

@@ -53,8 +53,6 @@ def check_parts(match: Match) -> None:
         NotFusable: the first range that is not.
     """
     ranges, columns = match.ranges, match.columns
-    if not ranges:
-        raise NotFusable("constant_result", match.label, "the result does not depend on the product")
     if len(ranges) > MAX_PARTS:
         raise NotFusable("too_many_parts", match.label, f"{len(ranges)} column ranges; a kernel takes {MAX_PARTS}")
     packed = {product.n for product, _ in ranges if product.n != columns}

@@ -28,8 +28,9 @@ class Places:
         return self.graph.index(node) in self._places
 
     def take(self, match: Match) -> None:
-        """Give a match its nodes."""
-        self._places.update(dict.fromkeys((*match.nodes, *match.folded), match.place))
+        """Give a match its nodes, and the views of its lhs: nobody else's fusion may swallow their input."""
+        views = (self.graph.index(view.node) for product in match.products for view in product.views)
+        self._places.update(dict.fromkeys((*views, *match.nodes, *match.folded), match.place))
 
     def placed(self, match: Match) -> Match:
         """The match with the last place that is right for it.
@@ -50,7 +51,7 @@ class Places:
     def _makers(self, match: Match) -> Iterator[int]:
         inside = set(match.nodes)
         for index in match.nodes:
-            for tensor in self.graph.nodes[index].inputs:
+            for tensor in self.graph.nodes[index].inputs[: 1 if index in match.shapes else None]:
                 yield from (self._place(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
 
     def _readers(self, match: Match) -> Iterator[int]:

@@ -20,7 +20,7 @@ from onnxfuse.hopper_tile import THREADS, HopperTile, MapRule, footprint, map_ru
 from onnxfuse.kernels.emit import ENTRY
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, walked_cases
 from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ MAP_BYTES = 128
 UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
-CASES = list(cases())
+CASES = [*cases(), *walked_cases()]
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
 LARGE_TILES = (
@@ -88,6 +88,9 @@ def encode(buffer: Buffer, address: int, rule: MapRule, target: int) -> None:
     batch, rows, columns = buffer.shape
     batch_stride, row_stride, column_stride = buffer.strides
     inner, outer, pitch = (rows, columns, column_stride) if rule.rows_contiguous else (columns, rows, row_stride)
+    _, run_stride, _, run = buffer.outer
+    if run_stride:  # the runs of all batches are the map's batches
+        inner, batch, batch_stride = run, batch * columns // run, run_stride
     pitch = pitch or max(-(-inner // 8) * 8, 8)  # one row
     size = buffer.data.itemsize
     element = TFLOAT32 if size == 4 else UINT16

@@ -125,13 +125,31 @@ def batch_cases() -> Iterator[Case]:
             yield Case(f"{math}-batch-{broadcast}", spec, (size,), grid_z=2)
 
 
+WALKED = (
+    ("heads", Size(130, 192, 128, batch=3, n_run=64)),
+    ("turned", Size(136, 96, 72, batch=2)),
+    ("turned", Size(77, 72, 64)),
+    ("images", Size(96, 72, 64, batch=2, m_run=24, pad=8)),
+    ("both", Size(96, 64, 64, m_run=24, n_run=32)),
+    ("heads", Size(129, 120, 128, batch=2, n_run=40, k_run=64)),
+)
+
+
+def walked_cases() -> Iterator[Case]:
+    for math in MATHS:
+        for turn, (layout, size) in enumerate(WALKED):
+            kind, order = ("residual", "mixed")[turn % 2], ORDERS[turn % 3 % 2]
+            spec = make_spec(math, 1 + turn % 2, order, default_tile(math, 1 + turn % 2), size, kind, layout=layout)
+            yield Case(f"{math}-walked-{layout}-{turn}", spec, (size,))
+
+
 def large_cases() -> Iterator[Case]:
     for math in MATHS:
         size = Size(*LARGE)
         yield Case(f"{math}-large", make_spec(math, 2, "kn", default_tile(math, 2), size), (size,))
 
 
-CASES = [*product_cases(), *tile_cases(), *operand_cases(), *batch_cases(), *large_cases()]
+CASES = [*product_cases(), *tile_cases(), *operand_cases(), *batch_cases(), *walked_cases(), *large_cases()]
 
 
 def device_spec() -> DeviceSpec:

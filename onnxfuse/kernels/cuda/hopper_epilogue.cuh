@@ -4,11 +4,13 @@
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
 //   tile                   global -> staging areas of a group, by a warp of its own, a tile or two slabs ahead
+//   turned                 a tile or out whose contiguous axis is m: the staging area holds columns
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA
 //                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
 #include "arguments.cuh"
 #include "hopper_ptx.cuh"
+#include "walk.cuh"
 
 namespace onnxfuse {
 
@@ -103,6 +105,40 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
   });
 }
 
+// Where an element of a slab lies in a staging area that threads copy. Turned columns are 16 bytes longer than the data.
+template <typename Access>
+struct Staged {
+  using T = typename Access::Type;
+  static constexpr int PITCH = Access::TURNED ? WARP_ROWS + 16 / int(sizeof(T)) : STAGED_PITCH;
+  static constexpr int ELEMENTS = (Access::TURNED ? SLAB_COLUMNS : WARP_ROWS) * PITCH;
+
+  static __device__ __forceinline__ int offset(int row, int column) {
+    return Access::TURNED ? column * PITCH + row : row * PITCH + column;
+  }
+};
+
+// The same as SlabCopy for tensors that are turned or walked in two levels.
+template <typename Access>
+struct WalkedCopy {
+  using T = typename Access::Type;
+  static constexpr int LINE = Access::TURNED ? WARP_ROWS : SLAB_COLUMNS;
+  static constexpr int ACCESSES = WARP_ROWS * SLAB_COLUMNS / Access::WIDTH;
+
+  template <typename Area, typename Body>
+  static __device__ __forceinline__ void for_each(const Slab& slab, Area* staged, const OnnxfuseTensor& tensor,
+                                                  const OnnxfuseOuter& outer, const Body& body) {
+#pragma unroll 2
+    for (int access = threadIdx.x % WARP_SIZE; access < ACCESSES; access += WARP_SIZE) {
+      const int line = access / (LINE / Access::WIDTH);
+      const int along = access % (LINE / Access::WIDTH) * Access::WIDTH;
+      const int row = Access::TURNED ? along : line;
+      const int column = Access::TURNED ? line : along;
+      T* global = element_of<Access>(tensor, outer, slab.batch, slab.row + row, slab.column + column);
+      body(staged + Staged<Access>::offset(row, column), global, row < slab.rows && column < slab.columns);
+    }
+  }
+};
+
 // The copies of one lane between a slab in shared memory and a tensor: whole rows a pass where a row has at most as
 // many accesses as a warp has lanes, so that all passes differ by constants only.
 template <typename Access>
@@ -115,9 +151,9 @@ struct SlabCopy {
 
   // body(staged, global, inside) for every access of the slab's rows, which begin at `staged` and `tensor`; `inside` is
   // false where the slab or the tensor ends.
-  template <typename Staged, typename Body>
-  static __device__ __forceinline__ void for_each(const Slab& slab, Staged* staged, const OnnxfuseTensor& tensor,
-                                                  const Body& body) {
+  template <typename Area, typename Body>
+  static __device__ __forceinline__ void for_each(const Slab& slab, Area* staged, const OnnxfuseTensor& tensor,
+                                                  const OnnxfuseOuter&, const Body& body) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int first_row = lane / ROW_LANES;
     const int rows = (lane < ROWS * ROW_LANES ? min(slab.rows, WARP_ROWS) : 0) - first_row;
@@ -127,7 +163,7 @@ struct SlabCopy {
       const int limit = column < slab.columns ? rows : 0;
       T* global = element_pointer<T>(tensor, slab.batch, slab.row + first_row, slab.column);
       global += column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
-      Staged* shared = staged + first_row * STAGED_PITCH + column;
+      Area* shared = staged + first_row * STAGED_PITCH + column;
 #pragma unroll (PASSES <= 8 ? PASSES : 2)
       for (int pass = 0; pass < PASSES; ++pass, global += step) {
         body(shared + pass * ROWS * STAGED_PITCH, global, pass * ROWS < limit);
@@ -135,6 +171,15 @@ struct SlabCopy {
       if (PER_ROW <= WARP_SIZE) break;
     }
   }
+};
+
+template <typename Access, bool PLAIN = !Access::TURNED && !Access::OUTER_ROWS && !Access::OUTER_COLUMNS>
+struct CopyOf {
+  using Type = SlabCopy<Access>;
+};
+template <typename Access>
+struct CopyOf<Access, false> {
+  using Type = WalkedCopy<Access>;
 };
 
 // One slab of every tile operand -> the staging areas of a group's warps, which begin at `staging`, asynchronously.
@@ -147,11 +192,12 @@ __device__ __forceinline__ void load_slab(unsigned char* staging, const Onnxfuse
       using Access = Load<decltype(number)::value>;
       using T = typename Access::Type;
       if constexpr (Access::KIND == Kind::tile) {
-        const OnnxfuseTensor& tensor = args.loads[decltype(number)::value];
-        T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % LOAD_BUFFERS * WARP_ROWS * STAGED_PITCH;
-        SlabCopy<Access>::for_each(slab, staged, tensor, [](T* shared, const T* global, bool inside) {
+        constexpr int NUMBER = decltype(number)::value;
+        T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % LOAD_BUFFERS * Staged<Access>::ELEMENTS;
+        const auto copy = [](T* shared, const T* global, bool inside) {
           if (inside) copy_async<Access::WIDTH * sizeof(T)>(shared_address(shared), global, true);
-        });
+        };
+        CopyOf<Access>::Type::for_each(slab, staged, args.loads[NUMBER], args.loads_outer[NUMBER], copy);
       }
     });
   }
@@ -170,23 +216,34 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
     using Access = Out<decltype(number)::value>;
     using T = typename Access::Type;
     if constexpr (!Access::BOXED) {
-      const OnnxfuseTensor& tensor = args.outs[decltype(number)::value];
+      constexpr int NUMBER = decltype(number)::value;
       const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
-      SlabCopy<Access>::for_each(slab, staged, tensor, [](const T* shared, T* global, bool inside) {
+      const auto store = [](const T* shared, T* global, bool inside) {
         if (inside) store_global(global, load_packed<Packed<T, Access::WIDTH>>(shared));
-      });
+      };
+      CopyOf<Access>::Type::for_each(slab, staged, args.outs[NUMBER], args.outs_outer[NUMBER], store);
     }
   });
 }
 
-// The staging areas of the other outputs -> global memory, by one thread.
-__device__ __forceinline__ void store_boxes(const unsigned char* staging, const Maps& maps, const Slab& slab,
-                                            int buffer) {
+// The staging areas of the other outputs -> global memory, by one thread. Where columns come in runs, the map's batches
+// are the runs of all batches: a slab lies in one of them.
+__device__ __forceinline__ void store_boxes(const unsigned char* staging, const OnnxfuseArguments& args,
+                                            const Maps& maps, const Slab& slab, int buffer) {
   static_for<0, OUTS>([&](auto number) {
     using Access = Out<decltype(number)::value>;
     if constexpr (Access::BOXED) {
       const unsigned staged = shared_address(staging + Access::OFFSET + buffer * WARP_ROWS * BOX_BYTES);
-      store_box(maps.outs[decltype(number)::value], staged, slab.column, slab.row, slab.batch);
+      const TensorMap& map = maps.outs[decltype(number)::value];
+      if constexpr (Access::OUTER_COLUMNS) {
+        const int run = args.outs_outer[decltype(number)::value].columns;
+        // A slab behind the last column is no run of this batch but the first one of the next.
+        if (slab.columns > 0) {
+          store_box(map, staged, slab.column % run, slab.row, slab.batch * (args.n / run) + slab.column / run);
+        }
+      } else {
+        store_box(map, staged, slab.column, slab.row, slab.batch);
+      }
     }
   });
   store_commit();
@@ -215,9 +272,14 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
         const int row = half * 8 + lane_row;
         const int fragment_column = fragment * FRAGMENT_COLUMNS + lane_column;
         if constexpr (Access::KIND == Kind::tile) {
-          const auto pair = load_packed<Packed<typename Access::Type, 2>>(
-              staged + (buffer * WARP_ROWS + row) * STAGED_PITCH + column + fragment_column);
-          operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+          const auto* first =
+              staged + buffer * Staged<Access>::ELEMENTS + Staged<Access>::offset(row, column + fragment_column);
+          if constexpr (Access::TURNED) {
+            operand = make_float2(to_float(first[0]), to_float(first[Staged<Access>::PITCH]));
+          } else {
+            const auto pair = load_packed<Packed<typename Access::Type, 2>>(first);
+            operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+          }
         } else if constexpr (Access::KIND == Kind::row) {
           operand = *reinterpret_cast<const float2*>(vector + first_column + fragment_column);
         } else {
@@ -259,16 +321,28 @@ __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, co
     unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = pack_pair(T(), pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
-    const int row = lane % 16;
-    const int first = column + lane / 16 * FRAGMENT_COLUMNS;
-    const int offset = Access::BOXED ? box_offset(row, first) : (row * STAGED_PITCH + first) * 2;
-    store_matrices(shared_address(staged + offset), words);
+    if constexpr (Access::TURNED) {
+      const int first = column + lane / 16 * FRAGMENT_COLUMNS + lane % 8;
+      const int offset = Staged<Access>::offset(lane / 8 % 2 * 8, first) * 2;
+      store_matrices_transposed(shared_address(staged + offset), words);
+    } else {
+      const int row = lane % 16;
+      const int first = column + lane / 16 * FRAGMENT_COLUMNS;
+      const int offset = Access::BOXED ? box_offset(row, first) : (row * STAGED_PITCH + first) * 2;
+      store_matrices(shared_address(staged + offset), words);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i % 2 * 8 + lane / 4;
-      store_pair(padded + row * STAGED_PITCH + column + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2,
-          pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
+      const float2 pair = pairs[i / 2][i % 2];
+      T* first = padded + Staged<Access>::offset(row, column + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2);
+      if constexpr (Access::TURNED) {
+        first[0] = pair.x;
+        first[Staged<Access>::PITCH] = pair.y;
+      } else {
+        store_pair(first, pair.x, pair.y);
+      }
     }
   }
 }
@@ -340,7 +414,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const Slab slab(args, tile, index, warp);
     if constexpr (BOXED_OUTS < OUTS) store_slab(staging, args, slab);
     if constexpr (BOXED_OUTS > 0) {
-      if (leader) store_boxes(staging, maps, slab, buffer);
+      if (leader) store_boxes(staging, args, maps, slab, buffer);
     }
   }
 }

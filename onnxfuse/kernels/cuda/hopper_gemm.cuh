@@ -149,8 +149,13 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
   constexpr int LHS_BOX = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_BOX : 0;
-  const int lhs_batch = args.lhs.batch_stride ? tile.batch : 0;
-  load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, k, tile.row + lhs_row, lhs_batch);
+  int lhs_column = k, lhs_batch = args.lhs.batch_stride ? tile.batch : 0;
+  if constexpr (LHS_OUTER_COLUMNS) {  // the map's batches are the runs of k of all batches
+    const int run = args.lhs_outer.columns;
+    lhs_batch = lhs_batch * (args.k / run) + k / run;
+    lhs_column = k % run;
+  }
+  load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + lhs_row, lhs_batch);
   // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of
   // a cluster that shares rhs loads its half of the rows in shared memory.
   constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? BLOCK_N : RHS_ATOM;

@@ -112,6 +112,12 @@ __device__ __forceinline__ void store_matrices(unsigned shared, const unsigned (
                ::"r"(shared), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3]) : "memory");
 }
 
+// The same, each matrix transposed: a lane's address is that of a column.
+__device__ __forceinline__ void store_matrices_transposed(unsigned shared, const unsigned (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3]) : "memory");
+}
+
 // Two neighbours in one register, rounded to nearest even.
 __device__ __forceinline__ unsigned pack_pair(__half, float first, float second) {
   unsigned packed;

@@ -237,6 +237,23 @@ bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extent
 
 constexpr size_t kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;   // in two_levels
 
+// A tensor map has one axis for batches and runs of columns, so one stride must walk both.
+bool is_stacked(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int columns, int batch) {
+  if (outer.columns >= columns || batch <= 1 || tensor.batch_stride == 0) return true;
+  return tensor.batch_stride == columns / outer.columns * outer.column_stride;
+}
+
+// Whether TMA reaches what the record wants it to.
+bool is_mapped(const Record& record, const OnnxfuseArguments& arguments) {
+  return std::all_of(record.maps.begin(), record.maps.end(), [&](const MapRule& rule) {
+    if (rule.tensor == Mapped::kLhs) {
+      return is_stacked(arguments.lhs, arguments.lhs_outer, arguments.k, arguments.batch);
+    }
+    return rule.tensor != Mapped::kOut || is_stacked(arguments.outs[rule.index], arguments.outs_outer[rule.index],
+                                                     arguments.n, arguments.batch);
+  });
+}
+
 // The first argument whose address, pitches or levels the record's kernel cannot read; empty when all fit.
 std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
                    const OnnxfuseArguments& arguments) {
@@ -267,6 +284,7 @@ std::string misfit(const Record& record, const Contract& contract, const Element
       return text("out ", i, words(wanted.alignment));
     }
   }
+  if (!is_mapped(record, arguments)) return "a tensor map needs batches right outside of runs, beside";
   return "";
 }
 

@@ -255,6 +255,16 @@ uint64_t usable_stride(int64_t stride, int64_t bytes, uint64_t extent, uint64_t 
 }
 
 TensorBox tensor_box(const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
+  // Where columns come in runs, the runs of all batches are the map's batches: misfit() saw that one stride walks them.
+  const auto runs_box = [&](const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int rows, int columns,
+                            int64_t size) {
+    const uint64_t inner = outer.columns, runs = columns / outer.columns;
+    const uint64_t stacked = runs * (tensor.batch_stride == 0 ? 1 : arguments.batch);
+    const uint64_t row_bytes = usable_stride(tensor.row_stride, size, rows, inner * size);
+    const uint64_t run_bytes = usable_stride(outer.column_stride, size, stacked, row_bytes * rows);
+    return TensorBox{tensor.pointer, size, {inner, static_cast<uint64_t>(rows), stacked}, {row_bytes, run_bytes},
+                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
+  };
   const auto box = [&](const OnnxfuseTensor& tensor, int rows, int columns, int64_t size) {
     const bool turned = rule.rows_contiguous;
     const uint64_t inner = turned ? rows : columns, outer = turned ? columns : rows;
@@ -267,10 +277,17 @@ TensorBox tensor_box(const MapRule& rule, const ElementBytes& bytes, const Onnxf
   };
   switch (rule.tensor) {
     case Mapped::kLhs:
+      if (arguments.lhs_outer.columns < arguments.k) {
+        return runs_box(arguments.lhs, arguments.lhs_outer, arguments.m, arguments.k, bytes.lhs);
+      }
       return box(arguments.lhs, arguments.m, arguments.k, bytes.lhs);
     case Mapped::kRhs:
       return box(arguments.rhs[rule.index], arguments.k, arguments.n, bytes.rhs[rule.index]);
     default:
+      if (arguments.outs_outer[rule.index].columns < arguments.n) {
+        return runs_box(arguments.outs[rule.index], arguments.outs_outer[rule.index], arguments.m, arguments.n,
+                        bytes.outs[rule.index]);
+      }
       return box(arguments.outs[rule.index], arguments.m, arguments.n, bytes.outs[rule.index]);
   }
 }

@@ -1,0 +1,284 @@
+"""Views: what Transpose, Reshape and their kind do to the axes of a value.
+
+A dimension is a row of pieces, outermost first, and a piece is a part of an axis: Transpose permutes dimensions,
+Reshape groups and splits their pieces. There is no division in it: a Reshape that does not factor is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse import symbolic
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph import Graph, Size
+
+MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
+COLUMNS = "n"  # the axis of a product's columns; its others are dimensions of lhs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an axis: of `size` steps, each as long as `step` steps of the axis itself.
+
+    Attributes:
+        axis: name of the axis.
+        size: an int, or a symbol for what only the run knows; an axis of symbolic size is never split.
+    """
+
+    axis: str
+    size: int | str
+    step: int = 1
+
+
+Dim = tuple[Piece, ...]
+View = tuple[Dim, ...]
+"""The dimensions of a value; `()` is a dimension of size 1."""
+
+
+def axis_view(shape: Sequence[Size], name: str) -> View:
+    """A tensor of its own axes, `x0`, `x1`, ...; a size that has no symbol gets one that nothing else has."""
+    return tuple(
+        (Piece(f"{name}{index}", f"?{name}{index}" if size is None else size),) for index, size in enumerate(shape)
+    )
+
+
+def extent(pieces: Iterable[Piece]) -> int | str:
+    """The size of some pieces together."""
+    size = symbolic.multiply(piece.size for piece in pieces)
+    assert size is not None, "pieces have sizes"
+    return size
+
+
+def regroup(view: View, wanted: Sequence[Size]) -> View:
+    """The view after a Reshape to some sizes, of which one may be None.
+
+    Raises:
+        NotFusable: the pieces do not factor into these dimensions.
+    """
+    pieces = [piece for dim in view for piece in dim if piece.size != 1]
+    return tuple(_take(pieces, size) for size in _closed(extent(pieces), wanted))
+
+
+def _closed(total: Size, wanted: Sequence[Size]) -> list[int | str]:
+    """The sizes with the open one filled in, which make up all of the total."""
+    if sum(size is None for size in wanted) > 1:
+        raise NotFusable("unknown_shape", "", "reshapes to sizes that are not known before the run")
+    rest = symbolic.divide(total, symbolic.multiply(size for size in wanted if size is not None))
+    if rest is None or (None not in wanted and rest != 1):
+        raise NotFusable("unknown_shape", "", "reshapes to sizes that are not provably those of its input")
+    return [rest if size is None else size for size in wanted]
+
+
+def _take(pieces: list[Piece], size: Size) -> Dim:
+    """Take the pieces of one dimension from the front, the last one in part where it is longer."""
+    taken: list[Piece] = []
+    while size != 1:
+        if not pieces:
+            raise NotFusable("reshape_does_not_factor", "", "reshapes across the axes of the product")
+        if symbolic.divide(size, pieces[0].size) is None:
+            pieces[:1] = _split(pieces[0], size)
+        taken.append(pieces.pop(0))
+        size = symbolic.divide(size, taken[-1].size)
+    return _joined(taken)
+
+
+def _split(piece: Piece, size: Size) -> tuple[Piece, Piece]:
+    """A piece in two, the outer one of the given size."""
+    if isinstance(piece.size, str) or not isinstance(size, int) or piece.size % size:
+        raise NotFusable("reshape_does_not_factor", "", "reshapes across the axes of the product")
+    inner = piece.size // size
+    return replace(piece, size=size, step=piece.step * inner), replace(piece, size=inner)
+
+
+def _joined(pieces: list[Piece]) -> Dim:
+    """Neighbours that are one piece of an axis become it, so that equal views are equal."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        whole = _one_piece(joined[-1], piece) if joined else None
+        joined[-1 if whole else len(joined) :] = [whole or piece]
+    return tuple(joined)
+
+
+def _one_piece(outer: Piece, inner: Piece) -> Piece | None:
+    if isinstance(outer.size, str) or isinstance(inner.size, str) or outer.axis != inner.axis:
+        return None
+    return replace(inner, size=outer.size * inner.size) if outer.step == inner.step * inner.size else None
+
+
+def refined(view: View, other: View) -> View:
+    """A view whose pieces are cut where another view cuts them."""
+    cuts: dict[str, set[int]] = {}
+    for piece in (piece for dim in (*view, *other) for piece in dim):
+        if isinstance(piece.size, int):
+            cuts.setdefault(piece.axis, set()).update((piece.step, piece.step * piece.size))
+    return tuple(tuple(part for piece in dim for part in cut(piece, cuts.get(piece.axis, set()))) for dim in view)
+
+
+def cut(piece: Piece, places: Iterable[int]) -> list[Piece]:
+    """A piece in parts that begin at these steps of its axis, outermost first.
+
+    Raises:
+        NotFusable: the places do not divide each other.
+    """
+    if isinstance(piece.size, str):
+        return [piece]
+    inside = sorted(place for place in places if piece.step <= place <= piece.step * piece.size)
+    parts: list[Piece] = []
+    for inner, outer in pairwise(inside):
+        if outer % inner:
+            raise NotFusable("reshape_does_not_factor", "", f"an axis is split at {inner} and at {outer}")
+        parts.insert(0, Piece(piece.axis, outer // inner, inner))
+    return parts or [piece]
+
+
+def columns_dim(view: View) -> int | None:
+    """The dimension that is all columns and nothing else; None where they are split or grouped."""
+    found = [index for index, dim in enumerate(view) if any(piece.axis == COLUMNS for piece in dim)]
+    whole = len(found) == 1 and len(view[found[0]]) == 1 and view[found[0]][0].step == 1
+    return found[0] if whole else None
+
+
+def with_columns(view: View, length: int) -> View:
+    """The view of a range of the columns, which are a dimension of their own."""
+    at = columns_dim(view)
+    return tuple((Piece(COLUMNS, length),) if index == at else dim for index, dim in enumerate(view))
+
+
+@dataclass(frozen=True)
+class FallbackShape:
+    """The second input of a Reshape in a fallback function, where the model computes it elsewhere.
+
+    Attributes:
+        entries: as Reshape reads them: 0 keeps a dimension, -1 is the one that is left.
+        of_lhs: for each entry, the dimension of lhs that is taken instead; None for the entry itself.
+    """
+
+    entries: tuple[int, ...]
+    of_lhs: tuple[int | None, ...]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no dimension of lhs is needed."""
+        return not any(index is not None for index in self.of_lhs)
+
+
+def shape_of(before: View, after: View, lhs: View, prefer_lhs: bool = False) -> FallbackShape | None:
+    """How a Reshape's shape follows from its input's dimensions and those of lhs; None where it does not."""
+    sizes = [extent(dim) for dim in after]
+    kept = [index < len(before) and extent(before[index]) == size for index, size in enumerate(sizes)]
+    entries = [size if isinstance(size, int) else 0 if keep else -1 for size, keep in zip(sizes, kept, strict=True)]
+    of_lhs: list[int | None] = [None] * len(entries)
+    known = [extent(dim) for dim in lhs]
+    for index, size in enumerate(sizes):
+        wanted = prefer_lhs or (entries.count(-1) > 1 and entries[index] == -1)
+        if isinstance(size, str) and wanted and size in known:
+            entries[index], of_lhs[index] = 0, known.index(size)
+    return FallbackShape(tuple(entries), tuple(of_lhs)) if entries.count(-1) <= 1 else None
+
+
+# ---- ONNX ops
+
+
+def _transpose(graph: Graph, node: gs.Node, view: View) -> View:
+    order = node.attrs.get("perm", list(reversed(range(len(view)))))
+    return tuple(view[index] for index in order)
+
+
+def _reshape(graph: Graph, node: gs.Node, view: View) -> View:
+    shape, target = graph.shape(node.outputs[0].name), graph.known_value(node.inputs[1])
+    if shape is None:
+        raise NotFusable("unknown_shape", "", "reshapes to a shape that is not known before the run")
+    given = (None,) * len(shape) if target is None else target.ravel().tolist()
+    is_open = [size in (None, -1) for size in given]
+    one_open = is_open.count(True) == 1
+    return regroup(view, [None if left and one_open else size for left, size in zip(is_open, shape, strict=True)])
+
+
+def _squeeze(graph: Graph, node: gs.Node, view: View) -> View:
+    axes = _axes(graph, node, len(view))
+    gone = [index for index, dim in enumerate(view) if extent(dim) == 1] if axes is None else axes
+    if any(extent(view[index]) != 1 for index in gone):
+        raise NotFusable("unknown_shape", "", "squeezes a dimension that is not provably of size 1")
+    return tuple(dim for index, dim in enumerate(view) if index not in gone)
+
+
+def _unsqueeze(graph: Graph, node: gs.Node, view: View) -> View:
+    given = _axes(graph, node, None)
+    if given is None:
+        raise NotFusable("unknown_shape", "", "where it inserts dimensions is not known before the run")
+    rank = len(view) + len(given)
+    new = {axis % rank for axis in given}
+    old = iter(view)
+    return tuple(() if index in new else next(old) for index in range(rank))
+
+
+def _flatten(graph: Graph, node: gs.Node, view: View) -> View:
+    axis = node.attrs.get("axis", 1)
+    axis += len(view) if axis < 0 else 0
+    return regroup(view, [extent(piece for dim in dims for piece in dim) for dims in (view[:axis], view[axis:])])
+
+
+def _axes(graph: Graph, node: gs.Node, rank: int | None) -> list[int] | None:
+    """Axes are an attribute up to opset 12 and an input from 13 on."""
+    axes = list(node.attrs["axes"]) if "axes" in node.attrs else None
+    if axes is None and len(node.inputs) > 1 and not node.inputs[1].is_empty():
+        axes = graph.known_integers(node.inputs[1])
+        if axes is None:
+            raise NotFusable("unknown_shape", "", "its axes are not known before the run")
+    return axes if axes is None or rank is None else [axis % rank for axis in axes]
+
+
+VIEWS: dict[str, Callable[[Graph, gs.Node, View], View]] = {
+    "Transpose": _transpose,
+    "Reshape": _reshape,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Flatten": _flatten,
+}
+"""ONNX op -> the view of its output, given that of its first input; NotFusable says why there is none."""
+
+
+def viewed(graph: Graph, node: gs.Node, view: View) -> View:
+    """The view behind a node of the table.
+
+    Raises:
+        NotFusable: what it does is not known before the run, or is no view.
+    """
+    return VIEWS[node.op](graph, node, view)
+
+
+def fallback_shape(
+    graph: Graph, node: gs.Node, before: View, after: View, lhs: tuple[str, View]
+) -> FallbackShape | None:
+    """The shape of a Reshape that computes it from elsewhere; None where its own input will do.
+
+    Where the model computes it from lhs, so does the fallback: for 16-bit values ONNX Runtime's CPU provider rounds
+    differently where a value has one reader less. `lhs` is the name and the view of the product's input.
+
+    Raises:
+        NotFusable: it does not follow from the sizes of lhs.
+    """
+    if node.op != "Reshape" or graph.known_integers(node.inputs[1]) is not None:
+        return None
+    name, view = lhs
+    shape = shape_of(before, after, view, _reads_shape(node.inputs[1], name))
+    if shape is None:
+        raise NotFusable("unknown_shape", "", "reshapes to several sizes that only the run knows")
+    return shape
+
+
+def _reads_shape(tensor: gs.Tensor, name: str) -> bool:
+    """Whether a shape is computed from that of a named value."""
+    stack, seen = [tensor], set[str]()
+    while stack and len(seen) < MAX_SHAPE_VALUES:
+        tensor = stack.pop()
+        seen.add(str(tensor.name))
+        for maker in tensor.inputs:
+            if maker.op == "Shape" and maker.inputs[0].name == name:
+                return True
+            stack += [] if maker.op == "Shape" else [value for value in maker.inputs if str(value.name) not in seen]
+    return False
