@@ -95,6 +95,15 @@ def unknown_arithmetic(b: Builder) -> str:
     return b("Reshape", t, size)
 
 
+def reshaped_by_the_run(b: Builder) -> str:
+    return b("Reshape", product(b), b.input("sizes", (3,), TensorProto.INT64))
+
+
+def two_orders(b: Builder) -> str:
+    t = product(b, n=4, shape=(2, 4, K))
+    return b("Add", b("Transpose", t, perm=[0, 2, 1]), t)
+
+
 def ten_dimensions(b: Builder) -> str:
     return b("Relu", product(b, shape=(1, 1, 1, 1, 1, 1, 1, 1, 2, K)))
 
@@ -143,6 +152,7 @@ CASES = {
                                                     b.input("c", (4, N)), beta=0.0)),
     "quantized": dequantized,
     "rank_too_high": ten_dimensions,
+    "reshape_does_not_factor": lambda b: b("Reshape", product(b, n=9, shape=(2, 4, K)), b.integers(3, 24)),
     "several_readers": several_readers,
     "strided_slice": lambda b: sliced(b, product(b), 0, N, step=2),
     "taken": taken,
@@ -152,8 +162,10 @@ CASES = {
     "unknown_op": lambda b: b("Softmax", product(b)),
     "unknown_rank": of_unknown_rank,
     "unknown_shape_arithmetic": unknown_arithmetic,
+    "unknown_shape": reshaped_by_the_run,
     "unsupported_dtype": of_doubles,
     "unsupported_product": lambda b: b("Einsum", b.input("x", (4, K)), b.array(draw(K, N)), equation="mk,kn->mn"),
+    "views_differ": two_orders,
     "weight_not_a_matrix": batched_weight,
     "weight_not_constant": weight_of_the_run,
 }  # fmt: skip
