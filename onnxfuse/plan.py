@@ -18,7 +18,7 @@ from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from onnxfuse.vector_width import Width, Widths, is_turned
+from onnxfuse.vector_width import Width, Widths, is_turned, rhs_order
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         dtype=fusion.lhs.dtype,
         math=("fp32" if exact_fp32 else "tf32") if fusion.lhs.dtype == F32 else fusion.lhs.dtype.name,
         parts=len(fusion.parts),
-        rhs_order="kn" if fusion.rhs[0].axes[-1] in mapping.n else "nk",
+        rhs_order=rhs_order(fusion, mapping),
         lhs_width=widths.lhs.elements,
         rhs_width=widths.rhs.elements,
         loads=tuple(operands[load.operand] for load in fusion.loads),

@@ -81,6 +81,11 @@ def is_turned(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> bool:
     return columns and _contiguous_loop(fusion, tensor, mapping.m, mapping.n) == mapping.m
 
 
+def rhs_order(fusion: Fusion, mapping: AxisMapping) -> str:
+    """`kn` where rhs is read along n, `nk` where along k; a k of size 1 is never stepped along, whatever the layout."""
+    return "nk" if _contiguous_loop(fusion, fusion.rhs[0], mapping.k, mapping.n) == mapping.k else "kn"
+
+
 def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
     """The widest legal access of a tensor along one loop."""
     limit = WIDEST_BYTES // tensor.dtype.bytes

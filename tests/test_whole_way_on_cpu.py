@@ -114,8 +114,8 @@ def launch(variant: AnyVariant, arguments: Arguments, arrays: list[np.ndarray], 
     assert failure == b""
 
 
-def compute(form: Form, values: dict[str, np.ndarray], folder: Path) -> list[np.ndarray]:
-    """What the bridge and the kernel make of a form's inputs."""
+def compute(form: Form, values: dict[str, np.ndarray], folder: Path, variant: int = -1) -> list[np.ndarray]:
+    """What the bridge and the kernel make of a form's inputs; by default the kernel of single elements."""
     attributes = node_attributes(form, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
@@ -129,7 +129,7 @@ def compute(form: Form, values: dict[str, np.ndarray], folder: Path) -> list[np.
         inputs=[array.ctypes.data for array in arrays],
         outputs=[out.ctypes.data for out in outs],
     )
-    launch(small(form.plans[0].variants[-1]), arguments, [*arrays, *outs], len(arrays), folder)
+    launch(small(form.plans[0].variants[variant]), arguments, [*arrays, *outs], len(arrays), folder)
     return outs
 
 
@@ -148,3 +148,20 @@ def test_the_kernel_computes_what_the_graph_computes(graph, behind: bool, tmp_pa
     expected = run_values(model, [tensor.name for tensor in form.fusion.outputs], feed)
     for wanted, found in zip(expected, actual, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("order", ["kn", "nk"])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 8), (8, 1), (2, 3), (4, 8), (1, 12)])
+def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_path: Path) -> None:
+    """An axis of size 1 is contiguous in any layout: width and order of the weight must mean the same axis."""
+    b = Builder()
+    x, weight = b.input("x", ("rows", k)), draw(k, 2 * n, seed=k)
+    t = b("MatMul", x, b.array(weight)) if order == "kn" else b("Gemm", x, b.array(weight.T.copy()), transB=1)
+    first, second = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    model = b.model(b("Mul", first, b("Sigmoid", second)))
+    (site,) = analyse_model(model, [SM_80], fp32="exact").sites
+    feed = {"x": draw(8, k, seed=n).astype(np.float32)}
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    (actual,) = compute(site.whole, stored | feed, tmp_path, variant=0)
+    (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
