@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxfuse.device import DeviceSpec
+from onnxfuse.dump import write_stages
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
-from onnxfuse.packing import Progress, compile_forms, kernel_source, node_attributes, pack_forms, replacement
+from onnxfuse.packing import Progress, compile_forms, pack_forms, replacement
 from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import rewrite
@@ -141,9 +142,11 @@ def optimize_model(
         CompileError: NVRTC refused a kernel.
     """
     forms = [site.form for site in analysis.sites]
-    archive, names = pack_forms(forms, compile_forms(forms, progress))
+    kernels = compile_forms(forms, progress)
+    archive, names = pack_forms(forms, kernels)
     if dump is not None:
-        _dump(analysis, names, dump)
+        for number, (site, name) in enumerate(zip(analysis.sites, names, strict=True)):
+            write_stages(site, _report_site(site), name, kernels, dump / f"{number:03d}-{name}")
     replacements = [replacement(form, name) for form, name in zip(forms, names, strict=True)]
     before = count_nodes(analysis.model.proto)
     proto = rewrite(analysis.model.proto, replacements, archive)
@@ -166,26 +169,3 @@ def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:
 
 def _report_site(site: Site) -> FusedSite:
     return fused_site(site, _node_names(site, site.form.replaced))
-
-
-def _dump(analysis: Analysis, names: Sequence[str], folder: Path) -> None:
-    """One numbered file a stage, one folder a site."""
-    for number, (site, name) in enumerate(zip(analysis.sites, names, strict=True)):
-        place = folder / f"{number:03d}-{name}"
-        place.mkdir(parents=True, exist_ok=True)
-        report = _report_site(site)
-        widths = "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands)
-        files = {
-            "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),
-            "1-fusion.txt": str(site.fusion),
-            "2-axes.txt": f"{report.axes}\n{site.mapping}",
-            "3-widths.txt": widths,
-            "4-plan.txt": "\n".join((site.tier.value, *(str(plan) for plan in site.form.plans))),
-            "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.form, name).items()),
-        }
-        for file, text in files.items():
-            (place / file).write_text(text + "\n")
-        sources = dict.fromkeys(kernel_source(variant, device) for device, variant in site.form.variants)
-        for index, source in enumerate(sources):
-            suffix = f"-{index}" if index else ""
-            (place / f"6-kernel{suffix}.cu").write_text(source)

@@ -90,7 +90,8 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
             fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused)
-        constants = dict.fromkeys(name for replacement in group for name in replacement.constants)
+        read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
+        constants = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
         scope.initializer.extend(numpy_helper.from_array(_known_array(graph, name), name) for name in constants)
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)

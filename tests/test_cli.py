@@ -84,6 +84,7 @@ def test_dump_writes_one_numbered_file_a_stage(gate: Path, tmp_path: Path) -> No
     names = sorted(path.name for path in site.iterdir())
     assert [name[0] for name in names if "-kernel-" not in name] == list("0123456")
     assert all(path.read_text().strip() for path in site.iterdir())
+    assert "HMMA" in (site / "7-kernel-sm_80.sass").read_text()
 
 
 def test_an_existing_output_is_kept_without_force(gate: Path, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import onnx
 import pytest
 
 from onnxfuse.device import resolve
 from onnxfuse.fusion import Fusion
+from onnxfuse.inline import reads
 from onnxfuse.patterns import is_anchor
 from onnxfuse.pipeline import analyse_model
 from tests import corpus, sweep
@@ -46,3 +48,17 @@ def test_every_product_is_fused_once_or_listed(key: str) -> None:
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("tiny/")])
 def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     assert not sweep.sweep_model(corpus.folder() / key, None).faults
+
+
+@pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("tiny/")])
+def test_no_initializer_is_left_that_nothing_reads(key: str) -> None:
+    original = corpus.with_weights(onnx.load(corpus.folder() / key))
+    unread_before = unread(original)
+    fused = sweep.rewritten(analyse_model(original, resolve("sm_80", list)))
+    assert unread(fused) <= unread_before
+
+
+def unread(model: onnx.ModelProto) -> set[str]:
+    """Initializers of the main graph that no node reads, at any depth, and that are no output."""
+    read = {name for node in model.graph.node for name in reads(node)} | {value.name for value in model.graph.output}
+    return {tensor.name for tensor in model.graph.initializer} - read

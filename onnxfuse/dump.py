@@ -1,0 +1,45 @@
+"""`--dump`: every stage of one site, a numbered file each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onnxfuse.packing import Kernels, kernel_source, node_attributes
+from onnxfuse.report import FusedSite
+from onnxfuse.runtime.disassemble import sass
+from onnxfuse.site import Site
+
+
+def write_stages(site: Site, report: FusedSite, name: str, kernels: Kernels, folder: Path) -> None:
+    """Write the stages of a site into a folder, which is made: from the matched nodes to the machine code.
+
+    Raises:
+        CompileError: there is no disassembler.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in _decisions(site, report, name).items():
+        (folder / file).write_text(text + "\n")
+    _write_kernels(site, kernels, folder)
+
+
+def _decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
+    return {
+        "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),
+        "1-fusion.txt": str(site.fusion),
+        "2-axes.txt": f"{report.axes}\n{site.mapping}",
+        "3-widths.txt": "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands),
+        "4-plan.txt": "\n".join((site.tier.value, *(str(plan) for plan in site.form.plans))),
+        "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.form, name).items()),
+    }
+
+
+def _write_kernels(site: Site, kernels: Kernels, folder: Path) -> None:
+    """Each distinct source, and its machine code on each architecture; PTX has none."""
+    sources: dict[str, str] = {}
+    for device, variant in site.form.variants:
+        source = kernel_source(variant, device)
+        suffix = sources.setdefault(source, f"-{len(sources)}" if sources else "")
+        (folder / f"6-kernel{suffix}.cu").write_text(source)
+        code = sass(kernels.images[source, device.arch].data)
+        if code:
+            (folder / f"7-kernel{suffix}-{device.arch}.sass").write_text(code)
