@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxfuse.known_values import Array, known_value
+from onnxfuse.known_values import Array, known_value, stored_value
 from onnxfuse.symbolic import Size, canonical
 from onnxfuse.symbolic_shapes import Known, Shape, output_shapes, refined
 
@@ -33,7 +32,7 @@ class Facts:
     def value(self, tensor: gs.Tensor) -> Array | None:
         """The tensor's value, its entries symbols or None where only the run knows; None where nothing is known."""
         if isinstance(tensor, gs.Constant):
-            return np.asarray(tensor.values)
+            return stored_value(tensor)
         return self._values.get(tensor.name)
 
     def _learn(self, node: gs.Node) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse import symbolic
 from onnxfuse.symbolic import Size
@@ -19,6 +20,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Values = Sequence[Array | None]  # of a node's inputs
 Shapes = Sequence[tuple[Size, ...] | None]
 MAX_ENTRIES = 64  # what a shape or a bound has at most; larger tensors are data
+
+
+def stored_value(constant: gs.Constant) -> Array:
+    """What a constant holds; bfloat16 as float32, of which onnx-graphsurgeon would warn on standard output."""
+    with G_LOGGER.suppress(G_LOGGER.ERROR):
+        return np.asarray(constant.values)
 
 
 def known_value(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
@@ -46,7 +53,7 @@ def _constant(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     for name in ("value", "value_float", "value_int", "value_floats", "value_ints"):
         if name in node.attrs:
             value = node.attrs[name]
-            return np.asarray(value.values if isinstance(value, gs.Tensor) else value)
+            return stored_value(value) if isinstance(value, gs.Tensor) else np.asarray(value)
     return None
 
 
@@ -141,7 +148,7 @@ def _constant_of_shape(node: gs.Node, values: Values, shapes: Shapes) -> Array |
     if sizes is None or len(sizes) != 1 or sizes[0] > MAX_ENTRIES:
         return None
     value = node.attrs.get("value")
-    return np.full(sizes, 0.0 if value is None else np.asarray(value.values).item())
+    return np.full(sizes, 0.0 if value is None else stored_value(value).item())
 
 
 def _same(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:

@@ -13,6 +13,7 @@ import onnx
 import pytest
 
 from tests import corpus
+from tests.onnx_build import Builder
 from tests.test_graph import cycle, unknown_opset, wrong_dtype
 
 GATE = "tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx"
@@ -75,6 +76,14 @@ def test_verify_passes_and_fails_with_its_exit_code(gate: Path, fused: Path, tmp
     weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
     onnx.save(broken, tmp_path / "broken.onnx")
     assert onnxfuse("verify", gate, tmp_path / "broken.onnx").returncode == 1
+
+
+def test_json_is_all_that_a_bfloat16_model_prints(tmp_path: Path) -> None:
+    b = Builder(onnx.TensorProto.BFLOAT16)
+    t = b("MatMul", b.input("x", ("m", 16)), b.array(np.eye(16)))
+    onnx.save(b.model(b("Relu", b("Add", t, b.array(np.ones(16))))), tmp_path / "bf16.onnx")
+    result = onnxfuse("explain", tmp_path / "bf16.onnx", "--json", "--arch", "sm_80")
+    assert len(json.loads(result.stdout)["fused"]) == 1
 
 
 def test_dump_writes_one_numbered_file_a_stage(gate: Path, tmp_path: Path) -> None:
