@@ -24,10 +24,12 @@ from onnxfuse.graph import load_model
 from onnxfuse.packing import Progress
 from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model, tune_model
 from onnxfuse.report import Report
+from onnxfuse.runtime.bench import BenchResult
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
+from onnxfuse.runtime.verify import VerifyResult
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
 from onnxfuse.store import check_target, save_model, write_text
@@ -75,6 +77,7 @@ _inputs = click.option(
 _shapes = click.option(
     "--shape", "shapes", multiple=True, metavar="NAME=2,77,768", help="Shape of a random input. May be repeated."
 )
+_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _seed = click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
 
 
@@ -221,7 +224,7 @@ def _print_skipped(console: Console, report: Report) -> None:
     help="Sizes of a dynamic axis, one a run; may be repeated.",
 )
 @click.option("--per-site", is_flag=True, help="Compare what each fused node makes as well.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_json
 def verify(
     original: Path,
     optimized: Path,
@@ -246,10 +249,7 @@ def verify(
         runs=runs,
         per_site=per_site,
     )
-    if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2))
-    else:
-        _console().print(escape(str(result)), soft_wrap=True)
+    _print_result(result, as_json)
     if not result.passed:
         sys.exit(1)
 
@@ -261,7 +261,7 @@ def verify(
 @_shapes
 @_seed
 @click.option("--runs", default=50, show_default=True, help="Timed runs of each model.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_json
 def bench(
     original: Path,
     optimized: Path,
@@ -273,6 +273,10 @@ def bench(
 ) -> None:
     """Time both models on the GPU, run by run in turn."""
     result = run_bench(original, optimized, **_feed_options(inputs, shapes), seed=seed, runs=runs)
+    _print_result(result, as_json)
+
+
+def _print_result(result: VerifyResult | BenchResult, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:

@@ -33,4 +33,3 @@ BF16 = DType("bf16", 16, "bfloat16", "__nv_bfloat16", 2)
 
 ALL = (F32, F16, BF16)
 BY_ONNX = {dtype.onnx: dtype for dtype in ALL}
-BY_NAME = {dtype.name: dtype for dtype in ALL}

@@ -17,7 +17,7 @@ from onnxfuse.hopper_tile import (
     rhs_box,
 )
 from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.kernels.emit import access_table, template
+from onnxfuse.kernels.emit import access_table, flag, template
 from onnxfuse.kernels.epilogue import functor
 
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
@@ -48,10 +48,10 @@ namespace onnxfuse {{
 enum class Kind {{ scalar, row, column, tile }};
 
 using Element = {spec.dtype.cuda};
-constexpr bool RHS_K_CONTIGUOUS = {_flag(spec.rhs_order == "nk")};
-constexpr bool PINGPONG = {_flag(tile.pingpong)};
-constexpr bool LHS_OUTER_COLUMNS = {_flag(spec.lhs_run > 0)};
-constexpr bool OPERANDS_AHEAD = {_flag(tile.operands_ahead)};
+constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
+constexpr bool PINGPONG = {flag(tile.pingpong)};
+constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
+constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 {_constants(spec, tile, layout)}
 
 {_tables(spec, layout)}
@@ -85,15 +85,11 @@ def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
     ]
     outs = [
         access_table(
-            "Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {_flag(boxed(out))}; "
+            "Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {flag(boxed(out))}; "
         )
         for index, out in enumerate(spec.outs)
     ]
     return "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
