@@ -54,7 +54,8 @@ def test_the_figures_are_those_of_the_committed_result() -> None:
     assert all(site in rows for site in sites)
     for model in results["models"]:
         times = [f"{model[which]['median']:.3f} ms" for which in ("original", "optimized")]
-        assert [*times, f"{model['ratio']:.2f}x"] in [row[1:] for row in rows]
+        launches = " -> ".join(map(str, model["launches"]))
+        assert [*times, f"{model['ratio']:.2f}x", launches] in [row[1:] for row in rows]
         assert model["verify"]["passed"]
     assert all(str(results[key]) in section for key in ("gpu", "driver", "onnxruntime", "date", "command"))
 
