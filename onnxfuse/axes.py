@@ -67,7 +67,7 @@ def map_axes(fusion: Fusion) -> AxisMapping:
 
 
 def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
-    """One group where lhs and rhs walk all rows with one stride and a kernel's epilogue can; else as every tensor can."""
+    """One group where one stride walks all rows of lhs, and two those of the rest; else as every tensor can."""
     epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
     stepping = set(stepped(fusion, rows))
     whole = all(stepping.issubset(tensor.axes) or stepping.isdisjoint(tensor.axes) for tensor in epilogue)

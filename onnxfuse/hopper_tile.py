@@ -135,7 +135,7 @@ class MapRule:
     """How the launch describes one tensor to TMA. The element type is that of the tensor, elements outside are zero.
 
     A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of an output
-    that is walked in two levels has rank 5: the columns of a run, its rows, the runs of columns, those of rows, the batch.
+    walked in two levels has rank 5: the columns of a run, its rows, the runs of columns, those of rows, the batch.
 
     Attributes:
         tensor: `lhs`, `rhs` or `out`.
