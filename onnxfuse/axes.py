@@ -7,7 +7,8 @@ outer ones the batch, along which it is a plain vector. So do row axes that lie 
 
 A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
 `[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
-another from run to run. Of lhs that may be k, where it is contiguous, of operands and outputs m and n, of rhs nothing.
+another from run to run. Of lhs that may be k, where it is contiguous, of operands and outputs batch, m and n, of rhs
+nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
     shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
     rows = _row_groups(fusion, tuple(axis for axis in lhs if axis in out and axis not in rhs))
-    columns = tuple(axis for axis in rhs if axis in out and axis not in lhs)
+    *outer, columns = flatten(fusion, fusion.rhs, tuple(axis for axis in rhs if axis in out and axis not in lhs))
+    shared = (*(axis for group in outer for axis in group), *shared)
     contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
     first_m = 1 if len(rows) > 1 and not shared else 0
     batch = shared or tuple(axis for group in rows[:first_m] for axis in group)
@@ -90,8 +92,8 @@ def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
     batch = mapping.batch if len(rows) > 1 else ()
     own = AxisMapping(batch, tuple(axis for axis in (*mapping.batch, *mapping.m) if axis not in batch), mapping.n, ())
     for tensor in _tensors(pointwise):
-        for loop, most in ((own.batch, 1), (own.m, MOST_LEVELS), (own.n, MOST_LEVELS)):
-            _check_levels(pointwise, tensor, loop, most)
+        for loop in (own.batch, own.m, own.n):
+            _check_levels(pointwise, tensor, loop, MOST_LEVELS)
     return own
 
 
@@ -132,7 +134,8 @@ def _tensors(fusion: Pointwise) -> tuple[Tensor, ...]:
 def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[Tensor, ...], int]]:
     """Each loop, tensors that are walked along it, and in how many levels a kernel can."""
     epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
-    yield mapping.batch, _tensors(fusion), 1
+    yield mapping.batch, (fusion.lhs, *fusion.rhs), 1
+    yield mapping.batch, epilogue, MOST_LEVELS
     yield mapping.m, (fusion.lhs,), 1
     yield mapping.k, (fusion.lhs,), 1 if reads_rows(fusion, mapping) else MOST_LEVELS
     yield mapping.k, fusion.rhs, 1

@@ -26,10 +26,9 @@ def _columns(fusion: Fusion) -> set[str]:
 
 def _is_tile(fusion: Fusion, tensor: Tensor) -> bool:
     """Whether a tensor has every axis of the product's output that is longer than 1."""
-    columns = _columns(fusion)
-    rows = set(fusion.lhs.axes) - {axis for rhs in fusion.rhs for axis in rhs.axes}
-    needed = {axis for axis in rows | columns if fusion.size(axis) != 1}
-    return needed <= set(tensor.axes) and bool(rows & needed & set(tensor.axes))
+    out = set(fusion.outs[-1].tensor.axes) - {PART_AXIS}
+    needed = {axis for axis in out if fusion.size(axis) != 1}
+    return needed <= set(tensor.axes) and bool((needed - _columns(fusion)) & set(tensor.axes))
 
 
 def _is_row(fusion: Fusion, tensor: Tensor) -> bool:
