@@ -115,6 +115,8 @@ def _check_form(node: gs.Node) -> None:
     op = qualified_op(node)
     if op in QUANTIZED:
         raise NotFusable("quantized", node_label(node), f"{op} of quantised tensors")
+    if op == "Einsum" and len(node.inputs) != 2:
+        raise NotFusable("unsupported_product", node_label(node), f"an Einsum of {len(node.inputs)} inputs")
     if node.attrs.get("transBatchA", 0) or node.attrs.get("transBatchB", 0):
         raise NotFusable("batch_transposed", node_label(node), "FusedMatMul with its batch behind its rows")
 
@@ -215,7 +217,7 @@ def _einsum(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
         out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
     summed = (set(lhs) | set(rhs)) - set(out)
     known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
-    ranks = (len(lhs), len(rhs)) == (lhs_rank, rhs_rank) and len(node.inputs) == 2
+    ranks = (len(lhs), len(rhs)) == (lhs_rank, rhs_rank)
     if not known or not ranks or not summed or summed - (set(lhs) & set(rhs)) or set(out) - set(lhs + rhs):
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
