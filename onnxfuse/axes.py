@@ -55,8 +55,8 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
     shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
     rows = _row_groups(fusion, tuple(axis for axis in lhs if axis in out and axis not in rhs))
-    *outer, columns = flatten(fusion, fusion.rhs, tuple(axis for axis in rhs if axis in out and axis not in lhs))
-    shared = (*(axis for group in outer for axis in group), *shared)
+    outer, columns = _column_groups(fusion, tuple(axis for axis in rhs if axis in out and axis not in lhs))
+    shared = (*outer, *shared)
     contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
     first_m = 1 if len(rows) > 1 and not shared else 0
     batch = shared or tuple(axis for group in rows[:first_m] for axis in group)
@@ -66,6 +66,20 @@ def map_axes(fusion: Fusion) -> AxisMapping:
         for tensor in tensors:
             _check_levels(fusion, tensor, loop, most)
     return mapping
+
+
+def _column_groups(fusion: Fusion, columns: Axes) -> tuple[Axes, Axes]:
+    """The axes of rhs alone that are a batch, and those that are n.
+
+    What lies apart in rhs is a batch, as that of images under a constant weight. So is a batch that only the run knows
+    where no stride walks both in an output, which a kernel could store by single elements only.
+    """
+    *outer, inner = flatten(fusion, fusion.rhs, columns)
+    batch = tuple(axis for group in outer for axis in group)
+    if not batch and len(inner) > 1 and fusion.size(inner[0]) is None:
+        outs = [out.tensor for out in fusion.outs]
+        batch = inner[:1] if len(flatten(fusion, outs, inner)) > 1 else ()
+    return batch, tuple(axis for axis in inner if axis not in batch)
 
 
 def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:

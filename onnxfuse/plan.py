@@ -80,7 +80,7 @@ class Plan:
 
 MAX_M = 2**31 - 1
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
-UNKNOWN = 512  # an n or k that only the run knows: a sequence like m, but not a short one
+UNKNOWN = 1024  # an n or k that only the run knows: a sequence like m, but not a short one
 
 
 AnyTile = TypeVar("AnyTile", bound=Tile | HopperTile, covariant=True)

@@ -14,7 +14,7 @@ from tests.onnx_build import Builder, run
 from tests.sweep import rewritten
 
 HEADS, DEPTH, GROUP = 4, 6, 2
-SIZES = {"batch": 2, "rows": 5, "keys": 7}
+SIZES = {"batch": 2, "rows": 5, "keys": 7, "height": 3, "width": 4}
 Q, K, P = ("batch", HEADS, "rows", DEPTH), ("batch", HEADS, "keys", DEPTH), ("batch", HEADS, "rows", "keys")
 
 
@@ -118,7 +118,78 @@ def column_vector(b: Builder) -> str:
     return b("Relu", b("MatMul", b.input("x", ("batch", "rows", DEPTH)), b.input("y", (DEPTH,))))
 
 
+def image(b: Builder, *spatial: str, n: int = 8) -> str:
+    """A pointwise convolution with a bias."""
+    x, ones = b.input("x", ("batch", DEPTH, *spatial)), [1] * len(spatial)
+    weight, bias = b.array(draw(n, DEPTH, *ones), "weight"), b.array(draw(n, seed=1), "bias")
+    return b("Conv", x, weight, bias, kernel_shape=ones)
+
+
+def image_activated(b: Builder) -> str:
+    return b("Relu", image(b, "height", "width"))
+
+
+def image_residual(b: Builder) -> str:
+    t = b("Add", image(b, "height", "width"), b.input("residual", ("batch", 8, "height", "width")))
+    return b("Div", t, b.array(2.0))
+
+
+def image_of_scales(b: Builder) -> str:
+    return b("Mul", image(b, "height", "width"), b.input("scale", ("batch", 8, 1, 1)))
+
+
+def sequence_activated(b: Builder) -> str:
+    return b("Sigmoid", image(b, "keys"))
+
+
+def volume_activated(b: Builder) -> str:
+    return b("Relu", image(b, "keys", "height", "width"))
+
+
+def image_to_rows(b: Builder) -> str:
+    """The way into a transformer of Stable Diffusion."""
+    return b("Reshape", b("Transpose", image(b, "height", "width"), perm=(0, 2, 3, 1)), b.integers(0, -1, 8))
+
+
+def rows_to_image(b: Builder) -> str:
+    """And out of it: the convolution reads rows."""
+    x = b("Transpose", b.input("x", ("batch", "height", "width", DEPTH)), perm=(0, 3, 1, 2))
+    t = b("Conv", x, b.array(draw(8, DEPTH, 1, 1), "weight"), kernel_shape=[1, 1])
+    return b("Add", t, b.input("residual", ("batch", 8, "height", "width")))
+
+
+def einsum_scores(b: Builder) -> str:
+    t = b("Einsum", b.input("q", Q), b.input("k", K), equation="bhqd,bhkd->bhqk")
+    return b("Add", b("Mul", t, b.array(0.5)), b.input("mask", ("batch", 1, "rows", "keys")))
+
+
+def einsum_out(b: Builder) -> str:
+    """P times V, with the heads behind the rows."""
+    return b("Relu", b("Einsum", b.input("p", P), b.input("v", K), equation="bhmn,bhnd->bmhd"))
+
+
+def einsum_linear(b: Builder) -> str:
+    x = b.input("x", ("batch", "rows", DEPTH))
+    return b("Add", b("Einsum", x, b.array(draw(8, DEPTH)), equation="bmk, nk -> bmn"), b.array(draw(8, seed=1)))
+
+
+def einsum_of_heads(b: Builder) -> str:
+    """An output projection that sums over heads and depth."""
+    x = b.input("x", ("batch", "rows", HEADS, DEPTH))
+    return b("Relu", b("Einsum", x, b.array(draw(HEADS, DEPTH, 8)), equation="bmhd,hdn->bmn"))
+
+
+def einsum_without_arrow(b: Builder) -> str:
+    return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="ik,jk"))
+
+
+def einsum_turned(b: Builder) -> str:
+    return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
+
+
 FORMS = [
+    image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
+    rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_computed_shape, shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
     constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, row_vector, column_vector,
@@ -189,12 +260,30 @@ def fused(form) -> Fusion:
         (grouped_values, "b (h g) m k", "b h k n", [], "b m (h g n)"),
         (grouped_keys, "b (h g) m k", "b h n k", ["b 1 m n"], "b (h g) m n"),
         (column_vector, "b m k", "k", [], "b m"),
+        (image_residual, "m k 1 1", "b k n1 n2", ["m", "b m n1 n2"], "b m n1 n2"),
+        (image_to_rows, "m k 1 1", "b k n1 n2", ["m"], "b (n1 n2) m"),
+        (rows_to_image, "m k 1 1", "b n1 n2 k", ["b m n1 n2"], "b m n1 n2"),
+        (einsum_scores, "b h m k", "b h n k", ["b 1 m n"], "b h m n"),
+        (einsum_of_heads, "b m k1 k2", "k1 k2 n", [], "b m n"),
     ],
 )
 def test_axes_are_shared_by_lhs_and_rhs(form, lhs: str, rhs: str, operands: list[str], out: str) -> None:
     fusion = fused(form)
     assert (fusion.lhs.einops, fusion.rhs[0].einops, fusion.outputs[0].einops) == (lhs, rhs, out)
     assert [operand.einops for operand in fusion.operands] == operands
+
+
+def test_channels_that_are_split_are_columns() -> None:
+    """Conformer's gate: parts are columns, so the image is the lhs, with its rows contiguous."""
+
+    def form(b: Builder) -> str:
+        first, second = b("Split", image(b, "keys", n=12), outputs=2, axis=1, num_outputs=2)
+        return b("Mul", first, b("Sigmoid", second))
+
+    model = built(form)
+    _, fusion = only(model)
+    assert (fusion.lhs.einops, fusion.rhs[0].einops, fusion.pattern) == ("b k m", "(p n) k 1", "split_gemm")
+    check_meaning(model, fusion, feed_of(model))
 
 
 # ---- what is left alone
@@ -222,6 +311,19 @@ def other_batch(b: Builder) -> str:
     return b("Relu", b("MatMul", b.input("q", ("other", "rows", DEPTH)), b.input("k", ("batch", DEPTH, "keys"))))
 
 
+def traced(b: Builder) -> str:
+    return b("Relu", b("Einsum", b.input("x", (DEPTH, DEPTH)), b.input("y", (DEPTH,)), equation="ii,i->i"))
+
+
+def three_inputs(b: Builder) -> str:
+    x, y = b.input("x", ("rows", DEPTH)), b.array(draw(DEPTH, 8))
+    return b("Relu", b("Einsum", x, y, b.array(draw(8, 3)), equation="mk,kn,np->mp"))
+
+
+def convolved(b: Builder) -> str:
+    return b("Softmax", image(b, "keys"))
+
+
 def split_columns_of_the_run(b: Builder) -> str:
     return b("Split", scores(b), outputs=2, axis=3, num_outputs=2)[0]
 
@@ -234,6 +336,9 @@ def split_columns_of_the_run(b: Builder) -> str:
         (regrouped_only, "nothing_follows"),
         (outer_product, "outer_product"),
         (other_batch, "unknown_broadcast"),
+        (traced, "unsupported_product"),
+        (three_inputs, "unsupported_product"),
+        (convolved, "unknown_op"),
         (split_columns_of_the_run, "bounds_not_constant"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

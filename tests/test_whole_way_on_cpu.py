@@ -111,9 +111,22 @@ def constant_left(b: Builder) -> list[str]:
     return [b("Transpose", t, perm=(0, 2, 1))]
 
 
+def image(b: Builder) -> list[str]:
+    """A pointwise convolution of images: the weight is the lhs, its bias a column."""
+    x, weight = b.input("x", ("batch", K, "rows", 4)), b.array(draw(N, K, 1, 1), "weight")
+    t = b("Conv", x, weight, b.array(draw(N, seed=1), "bias"), kernel_shape=[1, 1])
+    return [b("Add", b("Relu", t), b.input("residual", ("batch", N, "rows", 4)))]
+
+
+def image_from_rows(b: Builder) -> list[str]:
+    x = b("Transpose", b.input("x", ("batch", "rows", 4, K)), perm=(0, 3, 1, 2))
+    t = b("Conv", x, b.array(draw(N, K, 1, 1), "weight"), b.array(draw(N, seed=1), "bias"), kernel_shape=[1, 1])
+    return [b("Reshape", b("Transpose", b("Relu", t), perm=(0, 2, 3, 1)), b.integers(0, -1, N))]
+
+
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
-    four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left,
+    four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
 ]  # fmt: skip
 
 

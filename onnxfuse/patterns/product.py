@@ -1,11 +1,14 @@
-"""Anchors: a MatMul, Gemm, FusedMatMul or FusedGemm, `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[..., k, n]`.
+"""Anchors: whatever computes `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[..., k, n]`.
 
-Either side may be a constant, and either may have the batch dimensions of the output, all of them or some.
+MatMul, Gemm, FusedMatMul and FusedGemm do; either side may be a constant, and either may have the batch dimensions of
+the output, all of them or some. An Einsum of two inputs and a pointwise convolution have their dimensions in another
+order. A convolution's weight `[m, k]` is the lhs, so that what the kernel reads and writes is contiguous along n, the
+positions of an image; only where its channels are split are they the columns, because parts are columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -26,8 +29,8 @@ QUANTIZED = frozenset(
         *("com.microsoft::MatMulIntegerToFloat", "com.microsoft::MatMulNBits"),
     }
 )
-UNSUPPORTED = {"Einsum": "an Einsum", "Conv": "a pointwise convolution"}
 
+BATCHES = "abcdefghij"  # labels of batch dimensions
 Activation = Callable[[EpilogueGraph, Ref], Ref]
 
 
@@ -110,10 +113,10 @@ def _is_pointwise(conv: gs.Node) -> bool:
 
 def _check_form(node: gs.Node) -> None:
     op = qualified_op(node)
-    if op in UNSUPPORTED:
-        raise NotFusable("unsupported_product", node_label(node), f"{UNSUPPORTED[op]}, which no kernel computes")
     if op in QUANTIZED:
         raise NotFusable("quantized", node_label(node), f"{op} of quantised tensors")
+    if op == "Einsum" and len(node.inputs) != 2:
+        raise NotFusable("unsupported_product", node_label(node), f"an Einsum of {len(node.inputs)} inputs")
     if node.attrs.get("transBatchA", 0) or node.attrs.get("transBatchB", 0):
         raise NotFusable("batch_transposed", node_label(node), "FusedMatMul with its batch behind its rows")
 
@@ -154,7 +157,7 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
         node, dtype, lhs.name, rhs.name, is_weight, found.lhs, found.rhs, found.out, found.rows,
         found.columns or (Piece(COLUMNS, 1),), found.k, _base(graph, lhs, rhs, found),
         (*lhs.views, *rhs.views), (*lhs.copied, *rhs.copied),
-        bias=str(node.inputs[2].name) if has_bias else None, biased=found.out,
+        bias=str(node.inputs[2].name) if has_bias else None, biased=found.out[1:2] if node.op == "Conv" else found.out,
         alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
         activation=_activation(node),
     )  # fmt: skip
@@ -162,36 +165,67 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
 
 def _walkable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can walk, and the axes that they share."""
-    pairs = list(_pairs(graph, node, through_views))
+    form = FORMS.get(node.op, _matrices)
+    first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
+    rights = list(sources(graph, node.inputs[second], "y", 1, through_views))
+    lefts = list(sources(graph, node.inputs[first], "x", 0, through_views))
+    pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:
-            found = contract(lhs, rhs, _labels(node, lhs, rhs))
+            found = contract(lhs, rhs, form(node, len(lhs.seen), len(rhs.seen)))
         except NotFusable:
             continue
         if is_walkable(found):
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
-    return lhs, rhs, contract(lhs, rhs, _labels(node, lhs, rhs))
+    return lhs, rhs, contract(lhs, rhs, form(node, len(lhs.seen), len(rhs.seen)))
 
 
-def _pairs(graph: Graph, node: gs.Node, through_views: bool) -> Iterator[tuple[Source, Source]]:
-    rights = list(sources(graph, node.inputs[1], "y", 1, through_views))
-    for lhs in sources(graph, node.inputs[0], "x", 0, through_views):
-        for rhs in rights:
-            yield lhs, rhs
-
-
-def _labels(node: gs.Node, lhs: Source, rhs: Source) -> Labels:
+def _matrices(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
     """The dimensions of a MatMul or Gemm: a batch of matrices each, or a vector."""
-    first = "k" if len(lhs.seen) == 1 else "km" if node.attrs.get("transA", 0) else "mk"
-    second = "k" if len(rhs.seen) == 1 else "nk" if node.attrs.get("transB", 0) else "kn"
-    batches = max(len(lhs.seen) - len(first), len(rhs.seen) - len(second))
-    batch = "abcdefghij"[:batches]
+    first = "k" if lhs_rank == 1 else "km" if node.attrs.get("transA", 0) else "mk"
+    second = "k" if rhs_rank == 1 else "nk" if node.attrs.get("transB", 0) else "kn"
+    batches = max(lhs_rank - len(first), rhs_rank - len(second))
+    batch = BATCHES[:batches]
     if batches > len(batch):
         raise NotFusable("rank_too_high", node_label(node), f"the product has {batches} batch dimensions")
-    own = (batch[batches - len(source.seen) + len(last) :] for source, last in ((lhs, first), (rhs, second)))
-    left, right = (text + last for text, last in zip(own, (first, second), strict=True))
-    return Labels(left, right, batch + first.replace("k", "") + second.replace("k", ""))
+    lhs, rhs = batch[batches - lhs_rank + len(first) :] + first, batch[batches - rhs_rank + len(second) :] + second
+    return Labels(lhs, rhs, batch + first.replace("k", "") + second.replace("k", ""))
+
+
+def _image(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+    """The dimensions of a pointwise convolution; the weight has one of size 1 for each of an image."""
+    positions = "hwd"[: lhs_rank - 2]
+    if lhs_rank != rhs_rank or len(positions) != lhs_rank - 2:
+        raise NotFusable("unknown_rank", node_label(node), f"an input of rank {rhs_rank}, a weight of rank {lhs_rank}")
+    ones = positions.upper()
+    if _splits_channels(node):
+        return Labels("bk" + positions, "nk" + ones, "bn" + positions)
+    return Labels("mk" + ones, "bk" + positions, "bm" + positions)
+
+
+def _splits_channels(conv: gs.Node) -> bool:
+    """Whether somebody takes ranges of what a convolution makes: of its channels, one may hope."""
+    return any(reader.op in ("Split", "Slice", "SplitToSequence") for reader in conv.outputs[0].outputs)
+
+
+def _einsum(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+    """The dimensions of an Einsum, which sums over dimensions of both inputs."""
+    terms, arrow, out = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
+    lhs, _, rhs = terms.partition(",")
+    if not arrow:
+        out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
+    summed = (set(lhs) | set(rhs)) - set(out)
+    known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
+    ranks = (len(lhs), len(rhs)) == (lhs_rank, rhs_rank)
+    if not known or not ranks or not summed or summed - (set(lhs) & set(rhs)) or set(out) - set(lhs + rhs):
+        detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
+        raise NotFusable("unsupported_product", node_label(node), detail)
+    return Labels(lhs, rhs, out)
+
+
+FORMS: dict[str, Callable[[gs.Node, int, int], Labels]] = {"Conv": _image, "Einsum": _einsum}
+"""Op -> the labels of its dimensions, given the ranks of lhs and rhs; others multiply matrices."""
 
 
 def _is_constant(graph: Graph, source: Source) -> bool:
