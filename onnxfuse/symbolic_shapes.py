@@ -217,6 +217,14 @@ def _constant_of_shape(known: Known) -> list[Shape | None]:
     return [None if sizes is None else tuple(sizes)]
 
 
+def _range(known: Known) -> list[Shape | None]:
+    """As many entries as the limit says, where it counts from 0 by 1."""
+    start, limit, step = (known.sizes(index) for index in range(3))
+    if start != [0] or step != [1] or not limit or (isinstance(limit[0], int) and limit[0] < 0):
+        return [None]
+    return [(limit[0],)]
+
+
 def _convolution(known: Known) -> list[Shape | None]:
     """Windows over the axes behind batch and channels; a pooling has no weight and keeps the channels."""
     shape, weight, attrs = known.shape(0), known.shape(1), known.node.attrs
@@ -336,6 +344,7 @@ _RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     "MatMul": _matmul,
     "MaxPool": _convolution,
+    "Range": _range,
     "Reshape": _reshape,
     "Resize": _resize,
     "Slice": _slice,

@@ -17,8 +17,6 @@ from tests import corpus, sweep
 # Residuals of the manifest that no kernel adds: a time embedding [b, n] that broadcasts over an image [b, n, h, w], and
 # an add of two products, which the manifest counts for both.
 LEFT = {"sd15_unet": 22, "sd15_unet_mini": 8, "glu_last_used_twice": 1}
-# And those behind a Reshape whose sizes TorchScript computes from another product's shape.
-LEFT_BY_TORCHSCRIPT = {"gpt2": 2}
 
 
 def count(fusions: list[Fusion]) -> Counter[str]:
@@ -31,8 +29,6 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
     expected = corpus.manifest()[key]
     found = count([site.fusion for site in analysis.sites])
     found["residuals"] += LEFT.get(expected["model"], 0)
-    if expected["exporter"] == "torchscript":
-        found["residuals"] += LEFT_BY_TORCHSCRIPT.get(expected["model"], 0)
     assert {kind: found[kind] for kind in sweep.KINDS} == {kind: expected[kind] for kind in sweep.KINDS}
 
 

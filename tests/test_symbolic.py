@@ -124,6 +124,14 @@ def expanded_as_torchscript_does(b: Builder, x: str) -> str:
     return b("Expand", b.array(np.ones((1, 1, 8))), sizes)
 
 
+def causal(b: Builder, x: str) -> str:
+    """Positions of queries against those of keys, as the mask of a decoder begins."""
+    rows = b("Squeeze", shape_of(b, x, 1)[0])
+    positions = b("Range", b.scalar(0), rows, b.scalar(1))
+    seen = b("LessOrEqual", b("Unsqueeze", positions, b.integers(0)), b("Unsqueeze", positions, b.integers(1)))
+    return b("Cast", seen, to=onnx.TensorProto.FLOAT)
+
+
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
     "merged": merged,
@@ -141,6 +149,7 @@ CHAINS = {
     "padded": lambda b, x: b("AveragePool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     "convolved": lambda b, x: b("Conv", b("Transpose", x, perm=[0, 2, 1]), b.array(np.ones((4, 8, 3))), strides=[2]),
     "doubled": lambda b, x: b("Resize", b("Unsqueeze", x, b.integers(1)), "", b.array([1.0, 1.0, 2.0, 2.0])),
+    "causal": causal,
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
 }
 
@@ -160,7 +169,13 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("merged", ("B*S", 8)), ("heads", ("B", "S", 8)), ("expanded", ("B", "S", 8)), ("doubled", ("B", 1, "2*S", 16))],
+    [
+        ("merged", ("B*S", 8)),
+        ("heads", ("B", "S", 8)),
+        ("expanded", ("B", "S", 8)),
+        ("doubled", ("B", 1, "2*S", 16)),
+        ("causal", ("S", "S")),
+    ],
 )
 def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:
     b = Builder()
