@@ -238,6 +238,39 @@ def _another(s: Sketch) -> None:
         s.add(s.b("MatMul", value.name, weight), (*value.sizes[:-1], 8))
 
 
+def _scores(s: Sketch) -> None:
+    """A product of two values with the same batches, one of them turned by a Transpose or in an Einsum."""
+    value = s.value()
+    rank = len(value.sizes)
+    alike = [other for other in s.values if other.sizes[:-2] == value.sizes[:-2] and len(other.sizes) == rank > 1]
+    alike = [other for other in alike if other.sizes[-1] == value.sizes[-1]]
+    if not alike:
+        return
+    other = s.draw(st.sampled_from(alike))
+    bounded = other.name if other.bounded else s.b("Tanh", other.name)
+    batch = "xyzw"[: rank - 2]
+    if s.draw(st.booleans()):
+        out = s.b("Einsum", value.name, bounded, equation=f"{batch}ik,{batch}jk->{batch}ij")
+    else:
+        out = s.b("MatMul", value.name, s.b("Transpose", bounded, perm=[*range(rank - 2), rank - 1, rank - 2]))
+    s.add(out, (*value.sizes[:-1], other.sizes[-2]))
+
+
+def _from_the_left(s: Sketch) -> None:
+    """A constant times a value, or a pointwise convolution of it, which is the same product."""
+    value = s.value()
+    if len(value.sizes) < 3:
+        return
+    at = 1 if s.draw(st.booleans()) else len(value.sizes) - 2
+    weight = 0.5 * s.numbers(4, value.sizes[at])
+    ones = [1] * (len(value.sizes) - 2)
+    if at == 1:
+        name = s.b("Conv", value.name, s.b.array(weight.reshape(4, -1, *ones)), kernel_shape=ones)
+    else:
+        name = s.b("MatMul", s.b.array(weight), value.name)
+    s.add(name, tuple(4 if index == at else size for index, size in enumerate(value.sizes)))
+
+
 def _normalised(s: Sketch) -> None:
     value = s.value()
     mean = s.b("ReduceMean", s.b("Abs", value.name), s.b.integers(-1))
@@ -259,5 +292,5 @@ def _half_by_shape(s: Sketch) -> None:
 
 STEPS: tuple[Callable[[Sketch], None], ...] = (
     _unary, _unary, _unary, _binary, _binary, _binary, _binary, _operand, _operand, _split, _gate, _gate, _heads,
-    _reader, _another, _normalised, _half_by_shape,
+    _reader, _another, _scores, _from_the_left, _normalised, _half_by_shape,
 )  # fmt: skip

@@ -6,7 +6,7 @@ Reshape groups and splits their pieces. There is no division in it: a Reshape th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size
 
+SIXTEEN_BIT = (10, 16)  # TensorProto float16, bfloat16
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
 COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs
 REPEATED = "~"  # begins the name of an axis along which an Expand repeats its input
@@ -305,7 +306,10 @@ def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base:
         return None
     if node.op == "Expand":
         return _repeats(after, base)
-    shape = shape_of(before, after, base, _reads_shape(node.inputs[1], base.name))
+    read = list(_sources(node.inputs[1]))
+    if any(_would_be_cast_only(graph, tensor) for tensor in read):
+        raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is cast to other precision")
+    shape = shape_of(before, after, base, any(tensor.name == base.name for tensor in read))
     if shape is None:
         raise NotFusable("unknown_shape", "", "reshapes to several sizes that only the run knows")
     return shape
@@ -319,14 +323,20 @@ def _repeats(after: View, base: Base) -> FallbackShape:
     return FallbackShape(tuple(int(size) for size in repeated), (None,) * len(repeated), base.index)
 
 
-def _reads_shape(tensor: gs.Tensor, name: str) -> bool:
-    """Whether a shape is computed from that of a named value."""
+def _sources(tensor: gs.Tensor) -> Iterator[gs.Tensor]:
+    """The values whose shapes a shape is computed from."""
     stack, seen = [tensor], set[str]()
     while stack and len(seen) < MAX_SHAPE_VALUES:
         tensor = stack.pop()
         seen.add(str(tensor.name))
         for maker in tensor.inputs:
-            if maker.op == "Shape" and maker.inputs[0].name == name:
-                return True
-            stack += [] if maker.op == "Shape" else [value for value in maker.inputs if str(value.name) not in seen]
-    return False
+            if maker.op == "Shape":
+                yield maker.inputs[0]
+            else:
+                stack += [value for value in maker.inputs if str(value.name) not in seen]
+
+
+def _would_be_cast_only(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether only a Cast would read a 16-bit value without its shape: then ONNX Runtime rounds neither on the CPU."""
+    others = [reader.op for reader in tensor.outputs if reader.op != "Shape"]
+    return others == ["Cast"] and graph.dtype(tensor.name) in SIXTEEN_BIT
