@@ -1,8 +1,9 @@
 """The axis mapping: which axes of a fusion are the kernel's batch, m, n and k. Resolved once; strides follow from it.
 
 A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
-and one that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every
-tensor has both, one behind the other, or neither; what does not flatten into `m` becomes the batch.
+and one that lacks an axis is broadcast along it (stride 0). Row axes that one stride walks in lhs are all `m`, so that
+tiles are full whatever the size of each; but an operand that has some of them only, as a scale of each image, makes the
+outer ones the batch, along which it is a plain vector. So do row axes that lie apart in lhs.
 
 A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
 `[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
@@ -52,7 +53,7 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     out = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
     shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
-    rows = flatten(fusion, _tensors(fusion), tuple(axis for axis in lhs if axis in out and axis not in rhs))
+    rows = _row_groups(fusion, tuple(axis for axis in lhs if axis in out and axis not in rhs))
     columns = tuple(axis for axis in rhs if axis in out and axis not in lhs)
     contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
     first_m = 1 if len(rows) > 1 and not shared else 0
@@ -63,6 +64,20 @@ def map_axes(fusion: Fusion) -> AxisMapping:
         for tensor in tensors:
             _check_levels(fusion, tensor, loop, most)
     return mapping
+
+
+def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
+    """One group where lhs and rhs walk all rows with one stride and a kernel's epilogue can; else as every tensor can."""
+    epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
+    stepping = set(stepped(fusion, rows))
+    whole = all(stepping.issubset(tensor.axes) or stepping.isdisjoint(tensor.axes) for tensor in epilogue)
+    if whole and levels(fusion, fusion.lhs, rows) == 1 and _most_levels(fusion, epilogue, rows) <= MOST_LEVELS:
+        return [rows]
+    return flatten(fusion, _tensors(fusion), rows)
+
+
+def _most_levels(fusion: Fusion, tensors: Iterable[Tensor], loop: Axes) -> int:
+    return max(levels(fusion, tensor, loop) for tensor in tensors)
 
 
 def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:

@@ -134,7 +134,8 @@ class HopperFootprint:
 class MapRule:
     """How the launch describes one tensor to TMA. The element type is that of the tensor, elements outside are zero.
 
-    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0).
+    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of an output
+    that is walked in two levels has rank 5: the columns of a run, its rows, the runs of columns, those of rows, the batch.
 
     Attributes:
         tensor: `lhs`, `rhs` or `out`.
@@ -176,7 +177,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
 
 def boxed(out: Access) -> bool:
     """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
-    in_runs = not out.two_levels or (out.two_levels == ("n",) and out.run > 0 and out.run % MIN_RUN == 0)
+    in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % MIN_RUN == 0)
     return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.turned and in_runs
 
 

@@ -266,7 +266,9 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
         NotFusable: no tile fits the architecture's shared memory.
     """
     base = _spec(fusion, mapping, widths, exact_fp32)
-    m = _static_product(fusion, mapping.m)
+    # Batches that share rhs count as rows: the launch rule adds them up as well.
+    shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
+    m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
     problem = (m, columns, depth)
     fitting, rejected = _fitting(base, device, depth)

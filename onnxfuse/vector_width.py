@@ -113,9 +113,9 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
 
 
 def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:
-    """The one of two loops that the tensor's contiguous axis belongs to; `columns` where it is neither's."""
-    axes = stepped(fusion, tensor.axes)
-    return rows if axes and axes[-1] in rows else columns
+    """The one of two loops whose innermost axis is the tensor's contiguous one; `columns` where neither's is."""
+    axes, inner = stepped(fusion, tensor.axes), stepped(fusion, rows)
+    return rows if axes and inner and axes[-1] == inner[-1] else columns
 
 
 def _run(own: Axes, loop: Axes) -> Axes:

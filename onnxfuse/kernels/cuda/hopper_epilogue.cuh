@@ -226,8 +226,27 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
   });
 }
 
-// The staging areas of the other outputs -> global memory, by one thread. Where columns come in runs, the map's batches
-// are the runs of all batches: a slab lies in one of them.
+// A slab of an output that is walked in two levels. It lies in one run of columns. Of its rows, each run takes the box
+// once, placed such that TMA clips the rows of the other runs: those before the first have negative places.
+template <typename Access>
+__device__ __forceinline__ void store_runs(const TensorMap& map, unsigned staged, const OnnxfuseOuter& outer,
+                                           const Slab& slab) {
+  const int column = slab.column, row = slab.row;
+  const int column_run = Access::OUTER_COLUMNS ? column / outer.columns : 0;
+  const int first_column = column - column_run * outer.columns;
+  if constexpr (Access::OUTER_ROWS) {
+    const int end = row + min(slab.rows, WARP_ROWS);
+    int row_run = row / outer.rows;
+#pragma unroll 1
+    for (int first = row_run * outer.rows; first < end; first += outer.rows, ++row_run) {
+      store_box(map, staged, first_column, row - first, column_run, row_run, slab.batch);
+    }
+  } else {
+    store_box(map, staged, first_column, row, column_run, 0, slab.batch);
+  }
+}
+
+// The staging areas of the other outputs -> global memory, by one thread.
 __device__ __forceinline__ void store_boxes(const unsigned char* staging, const OnnxfuseArguments& args,
                                             const Maps& maps, const Slab& slab, int buffer) {
   static_for<0, OUTS>([&](auto number) {
@@ -235,12 +254,8 @@ __device__ __forceinline__ void store_boxes(const unsigned char* staging, const 
     if constexpr (Access::BOXED) {
       const unsigned staged = shared_address(staging + Access::OFFSET + buffer * WARP_ROWS * BOX_BYTES);
       const TensorMap& map = maps.outs[decltype(number)::value];
-      if constexpr (Access::OUTER_COLUMNS) {
-        const int run = args.outs_outer[decltype(number)::value].columns;
-        // A slab behind the last column is no run of this batch but the first one of the next.
-        if (slab.columns > 0) {
-          store_box(map, staged, slab.column % run, slab.row, slab.batch * (args.n / run) + slab.column / run);
-        }
+      if constexpr (Access::OUTER_ROWS || Access::OUTER_COLUMNS) {
+        store_runs<Access>(map, staged, args.outs_outer[decltype(number)::value], slab);
       } else {
         store_box(map, staged, slab.column, slab.row, slab.batch);
       }
