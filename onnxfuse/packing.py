@@ -95,6 +95,7 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
         out_alignments=tuple(map(_alignment, spec.outs)),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         two_levels=_two_levels(spec),
+        turned=_turned(spec),
         **(_behind(variant) if isinstance(variant, PointwiseVariant) else _product(variant, device)),
     )
 
@@ -110,6 +111,13 @@ def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
     outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
     walked = (lhs | loads | outs).items()
     return sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops)
+
+
+def _turned(spec: KernelSpec | PointwiseSpec) -> int:
+    """The record's bits: which loads and outputs are accessed down their rows."""
+    loads = (2 + index for index, load in enumerate(spec.loads) if load.turned)
+    outs = (2 + MAX_LOADS + index for index, out in enumerate(spec.outs) if out.turned)
+    return sum(1 << tensor for tensor in (*loads, *outs))
 
 
 def _behind(variant: PointwiseVariant) -> dict[str, Any]:

@@ -11,7 +11,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -98,18 +98,22 @@ uint32_t parse_header(const uint8_t* data, uint64_t size) {
   return count;
 }
 
-uint8_t parse_alignment(Cursor& cursor) {
-  const auto alignment = cursor.number<uint8_t>();
+constexpr uint8_t kTurned = 128;   // in the byte of an alignment
+
+uint8_t checked_alignment(uint8_t alignment) {
   if (alignment > 16 || (alignment & (alignment - 1)) != 0) fail("a record has alignment ", int{alignment}, kRemedy);
   return alignment;
 }
 
 // Alignments of tensors of which a kernel has any number; 0 follows the last. Returns how many it has.
 template <size_t Count>
-size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count]) {
+size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count], uint32_t& turned, size_t first) {
   size_t used = 0;
   for (size_t i = 0; i < Count; ++i) {
-    alignments[i] = parse_alignment(cursor);
+    const auto way = cursor.number<uint8_t>();
+    alignments[i] = checked_alignment(way & ~kTurned);
+    if (way & kTurned) turned |= 1u << (first + i);
+    if (way == kTurned) fail("a record turns a tensor that it does not have", kRemedy);
     if (alignments[i] == 0) continue;
     if (used != i) fail("the alignments of a record have a gap", kRemedy);
     ++used;
@@ -119,11 +123,11 @@ size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count]) {
 
 Alignments parse_alignments(Cursor& cursor) {
   Alignments alignments;
-  alignments.lhs = parse_alignment(cursor);
-  alignments.rhs = parse_alignment(cursor);
+  alignments.lhs = checked_alignment(cursor.number<uint8_t>());
+  alignments.rhs = checked_alignment(cursor.number<uint8_t>());
   if ((alignments.lhs == 0) != (alignments.rhs == 0)) fail("a record has half a product", kRemedy);
-  alignments.load_count = parse_alignments(cursor, alignments.loads);
-  alignments.out_count = parse_alignments(cursor, alignments.outs);
+  alignments.load_count = parse_alignments(cursor, alignments.loads, alignments.turned, kFirstLoad);
+  alignments.out_count = parse_alignments(cursor, alignments.outs, alignments.turned, kFirstOut);
   for (int byte = 0; byte < 6; ++byte) alignments.two_levels |= uint64_t{cursor.number<uint8_t>()} << 8 * byte;
   return alignments;
 }
@@ -205,7 +209,7 @@ std::string remedy_for(uint32_t device) {
 // Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
 bool shadows(const Record& earlier, const Record& later) {
   const Alignments &a = earlier.alignments, &b = later.alignments;
-  return earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
+  return a.turned == b.turned && earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
          (~a.two_levels & b.two_levels) == 0 &&
          std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
          std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
@@ -219,6 +223,7 @@ struct Extents {
 struct Need {
   uint8_t alignment;
   uint64_t two_levels;   // bit 0: its rows, bit 1: its columns
+  bool turned;           // accesses go down the rows
 };
 
 // A pitch is a multiple of the alignment, but for the contiguous axis: there, accesses end where a run does.
@@ -226,6 +231,15 @@ bool is_walkable(int extent, int64_t stride, int run, int64_t outer_stride, int6
   const auto fits = [&](int64_t elements) { return elements * bytes % need.alignment == 0; };
   if (run < extent && !((need.two_levels >> loop & 1) && fits(outer_stride))) return false;
   return run <= 1 || fits(stride == 1 ? run : stride);
+}
+
+// Whether accesses of several elements find neighbours where they go. A size of 1 that only the run knows may have made
+// another axis contiguous than the one that the kernel was compiled for.
+bool is_contiguous(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int64_t bytes, const Need& need) {
+  if (need.alignment <= bytes) return true;
+  const int64_t stride = need.turned ? tensor.row_stride : tensor.column_stride;
+  const int64_t run = need.turned ? outer.rows : outer.columns;
+  return stride == 1 && run * bytes % need.alignment == 0;
 }
 
 bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extents& extents, int64_t bytes,
@@ -256,7 +270,9 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   const Alignments& all = record.alignments;
   const Extents lhs{arguments.batch, arguments.m, arguments.k}, rhs{arguments.batch, arguments.k, arguments.n},
       tile{arguments.batch, arguments.m, arguments.n};
-  const auto need = [&](uint8_t alignment, size_t tensor) { return Need{alignment, all.levels_of(tensor)}; };
+  const auto need = [&](uint8_t alignment, size_t tensor) {
+    return Need{alignment, all.levels_of(tensor), (all.turned >> tensor & 1) != 0};
+  };
   const auto words = [](uint8_t alignment) { return text(" needs ", int{alignment}); };
   const bool multiplies = contract.has_product();
   if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
@@ -270,13 +286,15 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
     const Need wanted = need(all.loads[i], kFirstLoad + i);
-    if (!fits(arguments.loads[i], arguments.loads_outer[i], tile, bytes.loads[i], wanted)) {
+    if (!fits(arguments.loads[i], arguments.loads_outer[i], tile, bytes.loads[i], wanted) ||
+        !is_contiguous(arguments.loads[i], arguments.loads_outer[i], bytes.loads[i], wanted)) {
       return text("load ", i, words(wanted.alignment));
     }
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
     const Need wanted = need(all.outs[i], kFirstOut + i);
-    if (!fits(arguments.outs[i], arguments.outs_outer[i], tile, bytes.outs[i], wanted)) {
+    if (!fits(arguments.outs[i], arguments.outs_outer[i], tile, bytes.outs[i], wanted) ||
+        !is_contiguous(arguments.outs[i], arguments.outs_outer[i], bytes.outs[i], wanted)) {
       return text("out ", i, words(wanted.alignment));
     }
   }
