@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.axes import map_axes
@@ -278,7 +278,7 @@ def test_a_batch_between_the_rows(lhs: str, out: str, width: int, reason: str) -
 
 # ---- Every index of random tensors -----------------------------------------------------------------------------------
 
-EXTENTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+EXTENTS = (1, 2, 3, 4, 5, 6, 8, 16)
 ROWS, COLUMNS = ("b", "m"), ("n1", "n2")
 
 
@@ -309,6 +309,7 @@ def random_fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, int]]:
     return built, sizes
 
 
+@settings(deadline=None)
 @given(random_fusions(), st.integers(0, 7))
 def test_every_access_of_the_width_is_contiguous_aligned_and_inside(drawn, offset: int) -> None:
     """Twice the width would break a rule or exceed 16 bytes; and a view is legal where its offset is a multiple."""
