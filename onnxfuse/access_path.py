@@ -69,7 +69,7 @@ def kernel_name(tile: Tile | HopperTile | PointwiseTile) -> str:
 def lhs_path(kernel: str, spec: KernelSpec) -> str:
     """The way to lhs."""
     runs = f" in runs of {spec.lhs_run}" if spec.lhs_run else ""
-    return _product(kernel, spec.lhs_width * spec.dtype.bytes, "k") + runs
+    return _product(kernel, spec.lhs_width * spec.dtype.bytes, "m" if spec.lhs_order == "km" else "k") + runs
 
 
 def rhs_path(kernel: str, spec: KernelSpec) -> str:

@@ -5,10 +5,10 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
     records   256 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
-              no such tensor; 128 more: its accesses go down the rows of a load or output), u48 levels (bit 2 t: the
-              kernel walks the rows of the t-th of these tensors in two levels, bit 2 t + 1: its columns), u32 cluster,
-              u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16
-              box_inner, box_outer), u64 image offset from the start of the archive, u64 image bytes
+              no such tensor; 128 more: accesses go down its rows), u48 levels (bit 2 t: the kernel walks the rows of
+              the t-th of these tensors in two levels, bit 2 t + 1: its columns), u32 cluster, u32 number of tensor
+              maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner,
+              box_outer), u64 image offset from the start of the archive, u64 image bytes
     images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
               image that several records share is stored once
 
@@ -139,7 +139,7 @@ class Record:
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         two_levels: bit 2 t for the rows, 2 t + 1 for the columns of tensor t, as in the archive.
-        turned: bit t for each load or output t, counted as in the archive, whose accesses go down the rows.
+        turned: bit t for each tensor t, as in the archive, whose accesses go down its rows.
     """
 
     kernel: str
@@ -205,7 +205,7 @@ def _check(record: Record) -> None:
         (len(record.image) > 0, "image"),
         (0 <= record.cluster <= 16, "cluster"),
         (0 <= record.two_levels < 1 << 2 * (2 + MAX_LOADS + MAX_OUTS), "levels"),
-        (all(bit >= 2 and _all_alignments(record)[bit] for bit in _bits(record.turned)), "turned tensor"),
+        (all(_all_alignments(record)[bit] for bit in _bits(record.turned)), "turned tensor"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]

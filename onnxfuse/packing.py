@@ -114,10 +114,12 @@ def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
 
 
 def _turned(spec: KernelSpec | PointwiseSpec) -> int:
-    """The record's bits: which loads and outputs are accessed down their rows."""
+    """The record's bits: which tensors are accessed down their rows."""
+    product = (spec.lhs_order == "km", spec.rhs_order == "nk") if isinstance(spec, KernelSpec) else ()
+    factors = (index for index, rows in enumerate(product) if rows)
     loads = (2 + index for index, load in enumerate(spec.loads) if load.turned)
     outs = (2 + MAX_LOADS + index for index, out in enumerate(spec.outs) if out.turned)
-    return sum(1 << tensor for tensor in (*loads, *outs))
+    return sum(1 << tensor for tensor in (*factors, *loads, *outs))
 
 
 def _behind(variant: PointwiseVariant) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from onnxfuse.vector_width import Width, Widths, is_turned, rhs_order
+from onnxfuse.vector_width import Width, Widths, is_turned, lhs_order, rhs_order
 
 
 @dataclass(frozen=True)
@@ -345,6 +345,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         out_values=tuple(out.value for out in fusion.outs),
         tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
         lhs_run=_run(fusion, fusion.lhs, mapping.k) or 0,
+        lhs_order=lhs_order(fusion, mapping),
     )
 
 

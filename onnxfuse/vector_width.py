@@ -9,7 +9,7 @@ Facts of a row-major tensor over named axes, for accesses along one loop:
 
 The width is the largest power of two that divides the contiguity, up to 16 bytes. Every stride and the offset of every
 part are multiples of the contiguity, because nothing lies between the rows of an ONNX tensor: what fits a run is
-aligned in all of them. lhs is read along k, rhs along its contiguous axis, a tile or output along n or, where m is its
+aligned in all of them. lhs and rhs are read along their contiguous axis, a tile or output along n or, where m is its
 contiguous axis, along m.
 
 Where the contiguous axis is a size that only the run knows, the width is `guarded`: the launch rule looks at the size,
@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 from itertools import takewhile
 
-from onnxfuse.axes import Axes, AxisMapping, stepped
+from onnxfuse.axes import Axes, AxisMapping, reads_rows, stepped
 from onnxfuse.fusion import PART_AXIS, Fusion, Pointwise, Tensor
 
 WIDEST_BYTES = 16  # ld.global.v4, cp.async 16
@@ -53,10 +53,10 @@ class Widths:
 
 
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
-    """Widths of lhs along k, rhs, operands and outputs along their contiguous axis."""
+    """Widths of all tensors along their contiguous axis."""
     rhs = [widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.k, mapping.n)) for tensor in fusion.rhs]
     return Widths(
-        lhs=widest(fusion, fusion.lhs, mapping.k),
+        lhs=widest(fusion, fusion.lhs, mapping.m if lhs_order(fusion, mapping) == "km" else mapping.k),
         rhs=min(rhs, key=lambda width: width.elements),
         operands=operand_widths(fusion, mapping),
         outs=out_widths(fusion, mapping),
@@ -83,6 +83,11 @@ def is_turned(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> bool:
     """Whether m is the contiguous axis of a tile."""
     columns = any(axis in tensor.axes for axis in mapping.n)
     return columns and _contiguous_loop(fusion, tensor, mapping.m, mapping.n) == mapping.m
+
+
+def lhs_order(fusion: Fusion, mapping: AxisMapping) -> str:
+    """`mk` where lhs is read along k, `km` where along m: k may be of size 1, and m then contiguous as well."""
+    return "km" if reads_rows(fusion, mapping) else "mk"
 
 
 def rhs_order(fusion: Fusion, mapping: AxisMapping) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxfuse.axes import Axes, AxisMapping
 from onnxfuse.fusion import PART_AXIS, Fusion, Tensor
-from onnxfuse.vector_width import is_turned, rhs_order
+from onnxfuse.vector_width import is_turned, lhs_order, rhs_order
 
 Sizes = Mapping[str, int]
 
@@ -41,7 +41,8 @@ def is_legal(elements: np.ndarray, width: int) -> bool:
 def accesses(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[str, Tensor, Axes, Axes]]:
     """Every tensor by its role, the loop that the kernel's accesses go along, and all loops that reach it."""
     rhs_loop = mapping.k if rhs_order(fusion, mapping) == "nk" else mapping.n
-    yield "lhs", fusion.lhs, mapping.k, (*mapping.batch, *mapping.m, *mapping.k)
+    lhs_loop = mapping.m if lhs_order(fusion, mapping) == "km" else mapping.k
+    yield "lhs", fusion.lhs, lhs_loop, (*mapping.batch, *mapping.m, *mapping.k)
     for tensor in fusion.rhs:
         yield "rhs", tensor, rhs_loop, (*mapping.batch, *mapping.k, *mapping.n)
     tile = (*mapping.batch, *mapping.m, *mapping.n)

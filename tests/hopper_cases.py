@@ -88,6 +88,24 @@ def walked_cases() -> Iterator[HopperCase]:
                     yield HopperCase(name.replace(" ", "-"), spec, tile, tuple(fitting))
 
 
+def tall_cases() -> Iterator[HopperCase]:
+    """M is the contiguous axis of lhs, with both orders of rhs."""
+    sizes = (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8), Size(256, 200, 1280))
+    turn = 0
+    for shape in SHAPES[::2]:
+        for parts in (1, 2):
+            for order in ("kn", "nk"):
+                for cluster in CLUSTERS[:: 1 + turn % 2]:
+                    turn += 1
+                    math, kind = ("f16", "bf16")[turn % 2], ("plain", "residual", "mixed")[turn % 3]
+                    layout = ("plain", "turned")[turn // 2 % 2]
+                    spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, layout=layout, lhs_order="km")
+                    tile = tile_of(shape, parts, cluster, False, 2)
+                    if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                        name = f"tall-{layout}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
+                        yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+
+
 def cases() -> Iterator[HopperCase]:
     """Every shape with every number of parts; orders, dtypes, clusters and operand kinds take turns."""
     turn = 0

@@ -46,7 +46,11 @@ def records(draw: st.DrawFn) -> Record:
     maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
     loads = draw(st.lists(alignments, max_size=12))
     outs = draw(st.lists(alignments, min_size=1, max_size=4))
-    there = [2 + load for load in range(len(loads))] + [2 + 12 + out for out in range(len(outs))]
+    there = (
+        ([0, 1] if product[0] else [])
+        + [2 + load for load in range(len(loads))]
+        + [2 + 12 + out for out in range(len(outs))]
+    )
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
         entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
@@ -140,7 +144,7 @@ def test_garbage_is_refused(data: bytes) -> None:
         ({"out_alignments": (0,)}, "alignment"),
         ({"load_alignments": (4,) * 13}, "count of alignments"),
         ({"image": b""}, "image"),
-        ({"turned": 1}, "turned tensor"),
+        ({"turned": 1, "lhs_alignment": 0, "rhs_alignment": 0}, "turned tensor"),
         ({"turned": 1 << 2 + 11}, "turned tensor"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnxfuse.axes import levels, map_axes
+from onnxfuse.axes import levels, map_axes, reads_rows
 from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
 from tests.fusions import fusion
@@ -81,14 +81,38 @@ def test_what_needs_three_groups_is_refused_with_its_axes(lhs, rhs, operand, out
     assert caught.value.reason == "axes_do_not_flatten"
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs"), [("k m", "k n"), ("b k1 m k2", "(k2 k1) n"), ("m k1 b k2", "n k2 k1"), ("k b m", "n k")]
-)
-def test_the_kernels_read_lhs_along_k(lhs, rhs) -> None:
+@pytest.mark.parametrize(("lhs", "rhs"), [("b k1 m k2", "(k2 k1) n"), ("m k1 b k2", "n k2 k1")])
+def test_the_kernels_read_lhs_along_k_or_m(lhs, rhs) -> None:
     text = f"{lhs} {rhs} b m".replace("(", "").replace(")", "").split()
     with pytest.raises(NotFusable) as caught:
         map_axes(fusion(dict.fromkeys(text, 4), lhs=lhs, rhs=rhs, out="b m n" if "b" in lhs else "m n"))
     assert caught.value.reason == "lhs_transposed"
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "out", "mapping"),
+    [
+        ("k m", "k n", "m n", "m=m n=n k=k"),
+        ("b k m", "n k", "b n m", "batch=b m=m n=n k=k"),
+        ("k b m", "n k", "b m n", "m=b*m n=n k=k"),
+        ("k m b", "n k", "b m n", "m=m*b n=n k=k"),
+        ("m k b", "k n", "b m n", "batch=m m=b n=n k=k"),
+        ("b k (m1 m2)", "k n", "b n m1 m2", "batch=b m=m1*m2 n=n k=k"),
+    ],
+)
+def test_m_may_be_the_contiguous_axis_of_lhs(lhs, rhs, out, mapping) -> None:
+    text = f"{lhs} {rhs}".replace("(", "").replace(")", "").split()
+    built = fusion(dict.fromkeys(text, 4), lhs=lhs, rhs=rhs, out=out)
+    found = map_axes(built)
+    assert str(found) == mapping
+    assert reads_rows(built, found)
+
+
+def test_two_strides_do_not_walk_k_where_m_is_contiguous() -> None:
+    sizes = {"b": 2, "k1": 2, "k2": 8, "m": 8, "n": 8}
+    with pytest.raises(NotFusable) as caught:
+        map_axes(fusion(sizes, lhs="k1 b k2 m", rhs="(k1 k2) n", out="b m n"))
+    assert caught.value.reason == "axes_do_not_flatten"
 
 
 def test_an_axis_of_size_one_does_not_join_axes_that_lie_apart() -> None:

@@ -169,6 +169,12 @@ def test_a_size_that_only_the_run_knows_narrows_its_own_tensor_alone(m: int, out
     assert widths(chosen) == {"lhs": [8], "rhs": [8], "loads": [8, 4], "outs": [out]}
 
 
+@pytest.mark.parametrize(("m", "lhs"), [(16, 8), (1, 1), (12, 1)])
+def test_a_transposed_input_is_read_along_m_where_m_allows_it(m: int, lhs: int) -> None:
+    made = launch(fusion({"m": None, "n": 136, "k": 248}, lhs="k m"))
+    assert widths(made.chosen(made.arguments({"m": m, "n": 136, "k": 248}, {})))["lhs"] == [lhs]
+
+
 @pytest.mark.parametrize(("m", "out"), [(16, 8), (1, 1), (12, 1)])
 def test_a_size_of_one_makes_no_other_axis_contiguous_for_the_kernel(m: int, out: int) -> None:
     """[h, n, 1] lies as [h, n]: its columns are neighbours, and the kernel goes down its rows."""

@@ -41,7 +41,8 @@ def facts(width) -> tuple[int, str]:
     return width.elements, width.reason
 
 
-# What each size does to lhs[m, k], rhs[k, n], rhs[n, k], and to [m, n] tensors of 2 and of 4 bytes.
+# What each size does to lhs[m, k], rhs[k, n], rhs[n, k], and to [m, n] tensors of 2 and of 4 bytes. A k of one element
+# is never stepped along: [m, 1] lies as [1, m], and [n, 1] as [1, n].
 BY_SIZE = [
     ((504, 136, 248), FULL, FULL, FULL, FULL, (4, "16 bytes")),
     ((504, 136, 249), odd(249), FULL, odd(249), FULL, (4, "16 bytes")),
@@ -58,7 +59,7 @@ BY_SIZE = [
     ((None, 137, 248), FULL, odd(137), FULL, odd(137), odd(137)),
     ((137, 137, 137), odd(137), odd(137), odd(137), odd(137), odd(137)),  # m == n == k
     ((1, 136, 248), FULL, FULL, FULL, FULL, (4, "16 bytes")),
-    ((504, 136, 1), (1, "one element along k"), FULL, FULL, FULL, (4, "16 bytes")),
+    ((504, 136, 1), FULL, FULL, FULL, FULL, (4, "16 bytes")),
     ((5320, 33928, 3464), FULL, FULL, FULL, FULL, (4, "16 bytes")),
     ((504, 136, 60), even(60, 4), FULL, even(60, 4), FULL, (4, "16 bytes")),
 ]
@@ -73,8 +74,7 @@ def test_every_size(sizes, lhs, kn, nk, two_bytes, four_bytes, residual, downcas
     for order, rhs in (("k n", kn), ("n k", nk)):
         _, _, found = analysed(sized, rhs=order, operands=operands, out_dtype=F16 if downcast else F32)
         assert facts(found.lhs) == lhs
-        # A k of one element is never stepped along: [n, 1] lies as [1, n], with n contiguous.
-        assert facts(found.rhs) == rhs or sizes[2] == 1
+        assert facts(found.rhs) == rhs
         assert [facts(width) for width in found.operands] == [four_bytes if residual == F32 else two_bytes] * len(
             operands
         )
@@ -261,6 +261,24 @@ def test_merged_heads(sizes, lhs: str, width: int, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lhs", "change", "width", "reason", "guarded"),
+    [
+        ("k m", {}, 8, "16 bytes", False),
+        ("k m", {"m": 505}, 1, "row pitch 505 is odd", False),
+        ("k m", {"m": 510}, 2, "row pitch 510 is a multiple of 2 only", False),
+        ("k m", {"m": 505, "k": 249}, 1, "row pitch 505 is odd", False),
+        ("k m", {"k": 249}, 8, "16 bytes", False),  # k is no part of an access
+        ("k m", {"m": None}, 8, "16 bytes where m is a multiple of 8", True),
+        ("m k", {"m": None}, 8, "16 bytes", False),
+    ],
+)
+def test_transposed_inputs(lhs: str, change, width: int, reason: str, guarded: bool) -> None:
+    _, _, found = analysed(SIZES | change, lhs=lhs)
+    assert facts(found.lhs) == (width, reason)
+    assert found.lhs.guarded == guarded
+
+
+@pytest.mark.parametrize(
     ("lhs", "out", "width", "reason"),
     [
         ("m1 b m2 k", "m1 b m2 n", 8, "16 bytes"),  # the batch between m axes, of lhs
@@ -301,7 +319,7 @@ def random_fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, int]]:
     for _ in range(draw(st.integers(0, 2))):
         axes = draw(st.sets(st.sampled_from([*ROWS, *COLUMNS, *(["p"] if parts > 1 else [])])))
         operands.append((order(*sorted(axes)), draw(st.sampled_from([F16, BF16, F32]))))
-    lhs = draw(st.sampled_from(["b m k1 k2", "m b k1 k2", "b k1 m k2", "k1 b m k2"]))
+    lhs = draw(st.sampled_from(["b m k1 k2", "m b k1 k2", "b k1 m k2", "k1 b m k2", "k1 k2 b m", "b k1 k2 m"]))
     built = fusion(
         known, lhs=lhs, rhs=rhs, out=order(*ROWS, *COLUMNS), operands=operands, parts=parts,
         dtype=draw(st.sampled_from([F16, F32])), out_dtype=draw(st.sampled_from([F16, F32])),

@@ -100,7 +100,11 @@ uint32_t parse_header(const uint8_t* data, uint64_t size) {
 
 constexpr uint8_t kTurned = 128;   // in the byte of an alignment
 
-uint8_t checked_alignment(uint8_t alignment) {
+uint8_t parse_alignment(Cursor& cursor, uint32_t& turned, size_t tensor) {
+  const auto way = cursor.number<uint8_t>();
+  const uint8_t alignment = way & ~kTurned;
+  if (way & kTurned) turned |= 1u << tensor;
+  if (way == kTurned) fail("a record turns a tensor that it does not have", kRemedy);
   if (alignment > 16 || (alignment & (alignment - 1)) != 0) fail("a record has alignment ", int{alignment}, kRemedy);
   return alignment;
 }
@@ -110,10 +114,7 @@ template <size_t Count>
 size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count], uint32_t& turned, size_t first) {
   size_t used = 0;
   for (size_t i = 0; i < Count; ++i) {
-    const auto way = cursor.number<uint8_t>();
-    alignments[i] = checked_alignment(way & ~kTurned);
-    if (way & kTurned) turned |= 1u << (first + i);
-    if (way == kTurned) fail("a record turns a tensor that it does not have", kRemedy);
+    alignments[i] = parse_alignment(cursor, turned, first + i);
     if (alignments[i] == 0) continue;
     if (used != i) fail("the alignments of a record have a gap", kRemedy);
     ++used;
@@ -123,8 +124,8 @@ size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count], uint32_t& 
 
 Alignments parse_alignments(Cursor& cursor) {
   Alignments alignments;
-  alignments.lhs = checked_alignment(cursor.number<uint8_t>());
-  alignments.rhs = checked_alignment(cursor.number<uint8_t>());
+  alignments.lhs = parse_alignment(cursor, alignments.turned, 0);
+  alignments.rhs = parse_alignment(cursor, alignments.turned, kRhsIndex);
   if ((alignments.lhs == 0) != (alignments.rhs == 0)) fail("a record has half a product", kRemedy);
   alignments.load_count = parse_alignments(cursor, alignments.loads, alignments.turned, kFirstLoad);
   alignments.out_count = parse_alignments(cursor, alignments.outs, alignments.turned, kFirstOut);
@@ -247,7 +248,8 @@ bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extent
   return reinterpret_cast<uintptr_t>(tensor.pointer) % need.alignment == 0 &&
          is_walkable(extents.batch, tensor.batch_stride, extents.batch, 0, bytes, need, 0) &&
          is_walkable(extents.rows, tensor.row_stride, outer.rows, outer.row_stride, bytes, need, 0) &&
-         is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1);
+         is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1) &&
+         is_contiguous(tensor, outer, bytes, need);
 }
 
 // The tensor map of lhs has one axis for batches and runs of columns, so one stride must walk both.
@@ -286,15 +288,13 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
     const Need wanted = need(all.loads[i], kFirstLoad + i);
-    if (!fits(arguments.loads[i], arguments.loads_outer[i], tile, bytes.loads[i], wanted) ||
-        !is_contiguous(arguments.loads[i], arguments.loads_outer[i], bytes.loads[i], wanted)) {
+    if (!fits(arguments.loads[i], arguments.loads_outer[i], tile, bytes.loads[i], wanted)) {
       return text("load ", i, words(wanted.alignment));
     }
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
     const Need wanted = need(all.outs[i], kFirstOut + i);
-    if (!fits(arguments.outs[i], arguments.outs_outer[i], tile, bytes.outs[i], wanted) ||
-        !is_contiguous(arguments.outs[i], arguments.outs_outer[i], bytes.outs[i], wanted)) {
+    if (!fits(arguments.outs[i], arguments.outs_outer[i], tile, bytes.outs[i], wanted)) {
       return text("out ", i, words(wanted.alignment));
     }
   }
