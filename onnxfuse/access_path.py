@@ -95,5 +95,5 @@ def _product(kernel: str, access_bytes: int, axis: str) -> str:
 
 
 def _runs(access: Access) -> str:
-    lengths = {"n": f" of {access.run}" if access.run else "", "m": ""}
-    return "".join(f", {loop} in runs{lengths[loop]}" for loop in access.two_levels)
+    length = f" of {access.run}" if access.run else ""
+    return "".join(f", {loop} in runs{length if loop == 'n' else ''}" for loop in access.two_levels)

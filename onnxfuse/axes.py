@@ -7,7 +7,8 @@ outer ones the batch, along which it is a plain vector. So do row axes that lie 
 
 A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
 `[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
-another from run to run. Of lhs that may be k, where it is contiguous, of operands and outputs m and n, of rhs nothing.
+another from run to run. Of lhs that may be k, where it is contiguous, of operands and outputs batch, m and n, of rhs
+nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
     shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
     rows = _row_groups(fusion, tuple(axis for axis in lhs if axis in out and axis not in rhs))
-    columns = tuple(axis for axis in rhs if axis in out and axis not in lhs)
+    outer, columns = _column_groups(fusion, tuple(axis for axis in rhs if axis in out and axis not in lhs))
+    shared = (*outer, *shared)
     contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
     first_m = 1 if len(rows) > 1 and not shared else 0
     batch = shared or tuple(axis for group in rows[:first_m] for axis in group)
@@ -64,6 +66,20 @@ def map_axes(fusion: Fusion) -> AxisMapping:
         for tensor in tensors:
             _check_levels(fusion, tensor, loop, most)
     return mapping
+
+
+def _column_groups(fusion: Fusion, columns: Axes) -> tuple[Axes, Axes]:
+    """The axes of rhs alone that are a batch, and those that are n.
+
+    What lies apart in rhs is a batch, as that of images under a constant weight. So is a batch that only the run knows
+    where no stride walks both in an output, which a kernel could store by single elements only.
+    """
+    *outer, inner = flatten(fusion, fusion.rhs, columns)
+    batch = tuple(axis for group in outer for axis in group)
+    if not batch and len(inner) > 1 and fusion.size(inner[0]) is None:
+        outs = [out.tensor for out in fusion.outs]
+        batch = inner[:1] if len(flatten(fusion, outs, inner)) > 1 else ()
+    return batch, tuple(axis for axis in inner if axis not in batch)
 
 
 def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
@@ -90,8 +106,8 @@ def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
     batch = mapping.batch if len(rows) > 1 else ()
     own = AxisMapping(batch, tuple(axis for axis in (*mapping.batch, *mapping.m) if axis not in batch), mapping.n, ())
     for tensor in _tensors(pointwise):
-        for loop, most in ((own.batch, 1), (own.m, MOST_LEVELS), (own.n, MOST_LEVELS)):
-            _check_levels(pointwise, tensor, loop, most)
+        for loop in (own.batch, own.m, own.n):
+            _check_levels(pointwise, tensor, loop, MOST_LEVELS)
     return own
 
 
@@ -132,7 +148,8 @@ def _tensors(fusion: Pointwise) -> tuple[Tensor, ...]:
 def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[Tensor, ...], int]]:
     """Each loop, tensors that are walked along it, and in how many levels a kernel can."""
     epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
-    yield mapping.batch, _tensors(fusion), 1
+    yield mapping.batch, (fusion.lhs, *fusion.rhs), 1
+    yield mapping.batch, epilogue, MOST_LEVELS
     yield mapping.m, (fusion.lhs,), 1
     yield mapping.k, (fusion.lhs,), 1 if reads_rows(fusion, mapping) else MOST_LEVELS
     yield mapping.k, fusion.rhs, 1

@@ -180,6 +180,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
 def boxed(out: Access) -> bool:
     """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
     in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % MIN_RUN == 0)
+    in_runs = in_runs and "batch" not in out.two_levels
     return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.turned and in_runs
 
 
@@ -277,7 +278,7 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return "TMA needs rows of lhs and rhs on 16-byte boundaries"
     if spec.lhs_run % block_k(spec):
         return f"a run of {spec.lhs_run} columns of lhs is no multiple of {block_k(spec)}"
-    if any(load.two_levels for load in spec.loads if load.kind != "tile"):
+    if any({*load.two_levels} - {"batch"} for load in spec.loads if load.kind != "tile"):
         return "one stride walks each loop of a row or column"
     if tile.groups not in MAX_ACCUMULATORS or (tile.groups > 2 and any(load.kind == "tile" for load in spec.loads)):
         return "two groups, or four where no operand is a tile"

@@ -47,7 +47,7 @@ class Access:
             also vary along the batch.
         width: elements of one access along the contiguous axis; 1 for a scalar and a column.
         turned: a tile's contiguous axis is m, not n: accesses go down the columns.
-        two_levels: the loops, `m` or `n`, that no single stride walks: the kernel steps through runs of them.
+        two_levels: the loops, `m`, `n` or `batch`, that no single stride walks: the kernel steps through runs of them.
         run: columns of one run where n is walked in two levels and the run is known before the launch; else 0.
     """
 

@@ -120,11 +120,12 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
 static float* at(const Tensor& t, const OnnxfuseOuter& o, long long batch, long long row, long long column) {
   const long long rows = row / o.rows * o.row_stride + row % o.rows * t.row_stride;
   const long long columns = column / o.columns * o.column_stride + column % o.columns * t.column_stride;
-  return static_cast<float*>(t.pointer) + batch * t.batch_stride + rows + columns;
+  const long long batches = batch / o.batches * o.batch_stride + batch % o.batches * t.batch_stride;
+  return static_cast<float*>(t.pointer) + batches + rows + columns;
 }
 
 static float element(const Function* f, const Arguments* a, int b, int m, int n) {
-  const OnnxfuseOuter whole{0, 0, a->k, a->n};
+  const OnnxfuseOuter whole{0, 0, 0, a->k, a->n, a->batch};
   float result = 1;
   for (int part = 0; part < f->parts; ++part) {
     float sum = 0;

@@ -19,7 +19,10 @@ from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from tests.reference_fusion import OPS
 
 TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])
-OUTER = np.dtype([("row_stride", "<i8"), ("column_stride", "<i8"), ("rows", "<i4"), ("columns", "<i4")])
+OUTER = np.dtype(
+    [(name, "<i8") for name in ("row_stride", "column_stride", "batch_stride")]
+    + [(name, "<i4") for name in ("rows", "columns", "batches", "padding")]
+)
 ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
@@ -92,7 +95,7 @@ class Buffer:
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     writable: bool = False
-    outer: tuple[int, int, int, int] = (0, 0, 1, 1)  # as the struct: strides of runs of rows and columns, their lengths
+    outer: tuple[int, int, int, int] = (0, 0, 1, 1)  # strides of runs of rows and columns, their lengths
 
     @property
     def index(self) -> np.ndarray:
@@ -159,11 +162,15 @@ class Problem:
                 arguments[name][0, index] = tensor
         for name in ("m", "n", "k", "batch"):
             arguments[name] = getattr(self.size, name)
-        arguments["lhs_outer"] = self.lhs.outer
+        arguments["lhs_outer"] = self._outer(self.lhs)
         for name, buffers in (("loads_outer", self.loads), ("outs_outer", self.outs)):
             for index, buffer in enumerate(buffers):
-                arguments[name][0, index] = buffer.outer
+                arguments[name][0, index] = self._outer(buffer)
         return arguments
+
+    def _outer(self, buffer: Buffer) -> tuple[int, ...]:
+        row_stride, column_stride, rows, columns = buffer.outer
+        return row_stride, column_stride, 0, rows, columns, self.size.batch, 0
 
     def expected(self) -> list[Bounded]:
         """Every output with its bound, before and after rounding to its type."""

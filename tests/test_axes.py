@@ -43,12 +43,16 @@ def test_row_axes_flatten_where_every_tensor_steps_through_them_alike(lhs, out, 
         ("b h m k", "k n", "m n", "b h m n", "batch=b*h m=m n=n k=k", {}),
         ("(b m) k", "k n", "n", "m b n", "m=b*m n=n k=k", {"out": "m"}),
         ("b h m k", "k n", "b 1 m n", "m h b n", "batch=b m=h*m n=n k=k", {"operand0": "m", "out": "m"}),
-        ("b h m k", "b h k n", "b 1 m n", "b h m n", None, {}),
+        ("b h m k", "b h k n", "b 1 m n", "b h m n", "batch=b*h m=m n=n k=k", {"operand0": "b"}),
+        ("b h m k", "b h k n", "b m n", "b m h n", "batch=b*h m=m n=n k=k", {"operand0": "b", "out": "b"}),
+        ("b h g m k", "b h n k", "b 1 1 m n", "b h g m n", "batch=b*h m=g*m n=n k=k", {"operand0": "bm"}),
+        ("m k", "b k n", "m 1", "b m n", "batch=b m=m n=n k=k", {}),
+        ("h m k", "b h k n", "n", "b h m n", None, {}),
         ("b h m k", "b h k n", "n", "b h m n", "batch=b*h m=m n=n k=k", {}),
     ],
 )
 def test_what_lies_apart_is_walked_in_two_levels(lhs, rhs, operand, out, mapping, two_levels) -> None:
-    names = {"b": 2, "h": 4, "m": 3, "m1": 3, "m2": 5, "n": 8, "n1": 2, "n2": 8, "k": 8, "k1": 2, "k2": 8}
+    names = {"b": 2, "h": 4, "g": 2, "m": 3, "m1": 3, "m2": 5, "n": 8, "n1": 2, "n2": 8, "k": 8, "k1": 2, "k2": 8}
     text = " ".join((lhs, rhs, out)).replace("(", "").replace(")", "").split()
     sizes = {axis: size for axis, size in names.items() if axis in text}
     built = fusion(sizes, lhs=lhs, rhs=rhs, out=out, operands=[(operand, F16)])
@@ -59,8 +63,9 @@ def test_what_lies_apart_is_walked_in_two_levels(lhs, rhs, operand, out, mapping
     found = map_axes(built)
     assert str(found) == mapping
     tensors = (*built.inputs, built.outs[0].tensor)
+    loops = {loop[0]: getattr(found, loop) for loop in ("batch", "m", "n", "k")}
     walked = {
-        tensor.name: "".join(name for name in "mnk" if levels(built, tensor, getattr(found, name)) == 2)
+        tensor.name: "".join(name for name, loop in loops.items() if levels(built, tensor, loop) == 2)
         for tensor in tensors
     }
     assert {name: loops for name, loops in walked.items() if loops} == two_levels

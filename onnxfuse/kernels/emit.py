@@ -127,6 +127,7 @@ def access_table(table: str, index: int, access: Access, offset: int, extra: str
         "TURNED": access.turned,
         "OUTER_ROWS": "m" in access.two_levels,
         "OUTER_COLUMNS": "n" in access.two_levels,
+        "OUTER_BATCH": "batch" in access.two_levels,
     }
     numbers = {"WIDTH": copy_width(access.width, access.dtype.bytes), "OFFSET": offset}
     members = [f"static constexpr bool {name} = {flag(value)};" for name, value in flags.items()]

@@ -92,14 +92,15 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
   static_for<0, LOADS>([&](auto index) {
     using Access = Load<decltype(index)::value>;
     const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
+    const OnnxfuseOuter& outer = args.loads_outer[decltype(index)::value];
     float* vector = reinterpret_cast<float*>(vectors + Access::OFFSET);
     if constexpr (Access::KIND == Kind::scalar) {
-      stage_vector<Access>(vector, element_pointer<typename Access::Type>(tensor, tile.batch, 0, 0), 0, 1, 1);
+      stage_vector<Access>(vector, element_of<Access>(tensor, outer, tile.batch, 0, 0), 0, 1, 1);
     } else if constexpr (Access::KIND == Kind::row) {
-      const auto* global = element_pointer<typename Access::Type>(tensor, tile.batch, 0, tile.column);
+      const auto* global = element_of<Access>(tensor, outer, tile.batch, 0, tile.column);
       stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - tile.column);
     } else if constexpr (Access::KIND == Kind::column) {
-      const auto* global = element_pointer<typename Access::Type>(tensor, tile.batch, tile.row, 0);
+      const auto* global = element_of<Access>(tensor, outer, tile.batch, tile.row, 0);
       stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - tile.row);
     }
   });
@@ -153,7 +154,7 @@ struct SlabCopy {
   // false where the slab or the tensor ends.
   template <typename Area, typename Body>
   static __device__ __forceinline__ void for_each(const Slab& slab, Area* staged, const OnnxfuseTensor& tensor,
-                                                  const OnnxfuseOuter&, const Body& body) {
+                                                  const OnnxfuseOuter& outer, const Body& body) {
     const int lane = threadIdx.x % WARP_SIZE;
     const int first_row = lane / ROW_LANES;
     const int rows = (lane < ROWS * ROW_LANES ? min(slab.rows, WARP_ROWS) : 0) - first_row;
@@ -161,7 +162,7 @@ struct SlabCopy {
 #pragma unroll 1
     for (int column = lane % ROW_LANES * Access::WIDTH; column < SLAB_COLUMNS; column += WARP_SIZE * Access::WIDTH) {
       const int limit = column < slab.columns ? rows : 0;
-      T* global = element_pointer<T>(tensor, slab.batch, slab.row + first_row, slab.column);
+      T* global = element_of<Access>(tensor, outer, slab.batch, slab.row + first_row, slab.column);
       global += column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
       Area* shared = staged + first_row * STAGED_PITCH + column;
 #pragma unroll (PASSES <= 8 ? PASSES : 2)

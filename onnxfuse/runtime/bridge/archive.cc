@@ -11,7 +11,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 5;
+constexpr uint32_t kVersion = 6;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -223,7 +223,7 @@ struct Extents {
 // What a record asks of one tensor.
 struct Need {
   uint8_t alignment;
-  uint64_t two_levels;   // bit 0: its rows, bit 1: its columns
+  uint64_t two_levels;   // bit 0: its rows, bit 1: its columns, bit 2: its batch
   bool turned;           // accesses go down the rows
 };
 
@@ -246,7 +246,7 @@ bool is_contiguous(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int
 bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extents& extents, int64_t bytes,
           const Need& need) {
   return reinterpret_cast<uintptr_t>(tensor.pointer) % need.alignment == 0 &&
-         is_walkable(extents.batch, tensor.batch_stride, extents.batch, 0, bytes, need, 0) &&
+         is_walkable(extents.batch, tensor.batch_stride, outer.batches, outer.batch_stride, bytes, need, 2) &&
          is_walkable(extents.rows, tensor.row_stride, outer.rows, outer.row_stride, bytes, need, 0) &&
          is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1) &&
          is_contiguous(tensor, outer, bytes, need);
@@ -280,7 +280,7 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
     return text("lhs", words(all.lhs));
   }
-  const OnnxfuseOuter one_run{0, 0, rhs.rows, rhs.columns};
+  const OnnxfuseOuter one_run{0, 0, 0, rhs.rows, rhs.columns, rhs.batch};
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
     if (!fits(arguments.rhs[i], one_run, rhs, bytes.rhs[i], need(all.rhs, kRhsIndex))) {
       return text("rhs ", i, words(all.rhs));

@@ -305,7 +305,7 @@ TensorBox tensor_box(const MapRule& rule, const Alignments& alignments, const El
     case Mapped::kRhs:
       return plain_box(rule, args.rhs[rule.index], args.k, args.n, args.batch, bytes.rhs[rule.index]);
     default:
-      if (alignments.levels_of(kFirstOut + rule.index) != 0) {
+      if ((alignments.levels_of(kFirstOut + rule.index) & 3) != 0) {
         return runs_box(rule, args.outs[rule.index], args.outs_outer[rule.index], args.m, args.n, args.batch,
                         bytes.outs[rule.index]);
       }
