@@ -173,9 +173,7 @@ def explain(model: Path, arch: str | None, fp32: str, selection: Selection, as_j
         if site.match.stop is not None:
             console.print(escape(f"ends    at {site.match.stop}"), soft_wrap=True)
         for operand in entry.operands:
-            console.print(
-                escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
-            )
+            console.print(escape(str(operand)), soft_wrap=True)
         console.print(escape("\n".join((f"tier    {entry.tier}", *map(str, site.form.plans)))) + "\n", soft_wrap=True)
     for skipped in outcome.skipped:
         console.print(escape(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One site with every decision about it: the fusion, its axes and widths, the plans of both tiers, and the tier."""
+"""One site with every decision about it: the fusion, its axes, the plans of both tiers, and the tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointw
 from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.simplify import simplify
 from onnxfuse.tier import Tier, Times, Traffic, choose, estimate
-from onnxfuse.vector_width import Widths, analyse
+from onnxfuse.vector_width import analyse
 
 AnyPlan = Plan | PointwisePlan
 AnyVariant = Variant | PointwiseVariant
@@ -75,7 +75,6 @@ class Site:
     match: Match
     fusion: Fusion
     mapping: AxisMapping
-    widths: Widths
     plans: tuple[Plan, ...]
     behind: Form | None = None
     tier: Tier = Tier.ONE_KERNEL
@@ -111,7 +110,7 @@ def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, mat
     if tier is Tier.LEFT_ALONE:
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
-    return Site(graph, match, fusion, mapping, widths, plans, behind, tier, estimates)
+    return Site(graph, match, fusion, mapping, plans, behind, tier, estimates)
 
 
 def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:

@@ -44,6 +44,13 @@ def records(draw: st.DrawFn) -> Record:
     min_m, max_m = draw(low_and_high)
     product = draw(st.one_of(st.just((0, 0)), st.tuples(alignments, alignments)))
     maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
+    loads = draw(st.lists(alignments, max_size=12))
+    outs = draw(st.lists(alignments, min_size=1, max_size=4))
+    there = (
+        ([0, 1] if product[0] else [])
+        + [2 + load for load in range(len(loads))]
+        + [2 + 12 + out for out in range(len(outs))]
+    )
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
         entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
@@ -57,11 +64,13 @@ def records(draw: st.DrawFn) -> Record:
         shared_bytes=draw(st.integers(0, 2**20)),
         lhs_alignment=product[0],
         rhs_alignment=product[1],
-        load_alignments=tuple(draw(st.lists(alignments, max_size=12))),
-        out_alignments=tuple(draw(st.lists(alignments, min_size=1, max_size=4))),
+        load_alignments=tuple(loads),
+        out_alignments=tuple(outs),
         image=draw(st.binary(min_size=1, max_size=200)),
         cluster=draw(st.integers(0, 16)),
         maps=tuple(maps),
+        two_levels=draw(st.integers(0, 2**36 - 1)),
+        turned=sum(1 << tensor for tensor in draw(st.sets(st.sampled_from(there)))),
     )
 
 
@@ -135,6 +144,8 @@ def test_garbage_is_refused(data: bytes) -> None:
         ({"out_alignments": (0,)}, "alignment"),
         ({"load_alignments": (4,) * 13}, "count of alignments"),
         ({"image": b""}, "image"),
+        ({"turned": 1, "lhs_alignment": 0, "rhs_alignment": 0}, "turned tensor"),
+        ({"turned": 1 << 2 + 11}, "turned tensor"),
     ],
 )
 def test_a_record_that_the_bridge_would_refuse_cannot_be_made(change: dict, what: str) -> None:

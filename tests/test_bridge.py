@@ -373,7 +373,15 @@ def fields(record: Record) -> list[str]:
     numbers = (record.capability, int(record.flavour), record.min_m, record.max_m, record.block_m, record.block_n)
     launch = (record.threads, record.shared_bytes, record.lhs_alignment, record.rhs_alignment, *loads, *outs)
     maps = [int(value) for entry in record.maps for value in dataclasses.astuple(entry)]
-    tail = (record.two_levels, record.cluster, len(record.maps), *maps, len(record.image), fnv1a(record.image))
+    tail = (
+        record.two_levels,
+        record.turned,
+        record.cluster,
+        len(record.maps),
+        *maps,
+        len(record.image),
+        fnv1a(record.image),
+    )
     return [record.kernel, record.entry, *map(str, (*numbers, *launch, *tail))]
 
 
@@ -413,7 +421,7 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
     with contextlib.suppress(BridgeError):
-        assert all((len(record) - 33) == 6 * int(record[30]) for record in bridge().archive(resealed(archive)))
+        assert all((len(record) - 34) == 6 * int(record[31]) for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------

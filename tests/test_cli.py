@@ -51,7 +51,8 @@ def test_the_report_is_the_documented_json(fused: Path) -> None:
     assert set(site) == {"anchor", "pattern", "features", "nodes", "axes", "operands", "tier", "kernel", "timings"}
     assert (site["pattern"], site["features"]) == ("split_gemm", ["activation", "bias", "gate"])
     assert site["axes"] == "b m k, k (p n), (p n) -> b m n"
-    assert {frozenset(operand) for operand in site["operands"]} == {frozenset({"name", "kind", "width", "reason"})}
+    fields = frozenset({"name", "kind", "width", "bytes", "path", "reason"})
+    assert {frozenset(operand) for operand in site["operands"]} == {fields}
     assert (projection["pattern"], projection["features"]) == ("gemm_epilogue", ["bias"])
     assert report["skipped"] == []
     assert (report["nodes_before"], report["nodes_after"]) == (27, 2)

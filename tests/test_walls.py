@@ -28,6 +28,7 @@ PURE = (
     "simplify",
     "axes",
     "vector_width",
+    "access_path",
     "kernel_spec",
     "plan",
     "tile_footprint",
