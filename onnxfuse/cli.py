@@ -22,7 +22,15 @@ from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
 from onnxfuse.packing import Progress
-from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model, tune_model
+from onnxfuse.pipeline import (
+    FP32_MODES,
+    ROUNDING_MODES,
+    Analysis,
+    analyse_model,
+    make_report,
+    optimize_model,
+    tune_model,
+)
 from onnxfuse.report import Report
 from onnxfuse.runtime.bench import BenchResult
 from onnxfuse.runtime.bench import bench as run_bench
@@ -71,6 +79,13 @@ _arch = click.option("--arch", help="Architectures: sm_90a,sm_80,ptx or native. 
 _fp32 = click.option(
     "--fp32", type=click.Choice(FP32_MODES), default="tf32", show_default=True, help="How fp32 products are computed."
 )
+_rounding = click.option(
+    "--rounding",
+    type=click.Choice(ROUNDING_MODES),
+    default="fp32",
+    show_default=True,
+    help="What kernels keep to themselves: left in fp32, or rounded as the model's own nodes do.",
+)
 _inputs = click.option(
     "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."
 )
@@ -99,6 +114,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Where the fused model goes.")
 @_arch
 @_fp32
+@_rounding
 @_selecting
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
@@ -110,6 +126,7 @@ def optimize(
     output: Path,
     arch: str | None,
     fp32: str,
+    rounding: str,
     selection: Selection,
     report: Path | None,
     dump: Path | None,
@@ -124,7 +141,7 @@ def optimize(
         raise SettingError("--budget is how long --tune may measure; give both")
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    analysis = analyse_model(model, devices, fp32, selection)
+    analysis = analyse_model(model, devices, fp32, selection, rounding)
     with _progress_bar() as progress:
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
@@ -158,11 +175,12 @@ def _progress_bar() -> Iterator[Progress]:
 @click.argument("model", type=click.Path(path_type=Path))
 @_arch
 @_fp32
+@_rounding
 @_selecting
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def explain(model: Path, arch: str | None, fp32: str, selection: Selection, as_json: bool) -> None:
+def explain(model: Path, arch: str | None, fp32: str, rounding: str, selection: Selection, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
-    analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection)
+    analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection, rounding)
     outcome = make_report(analysis)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))

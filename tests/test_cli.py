@@ -68,6 +68,17 @@ def test_explain_tells_the_same_and_writes_nothing(gate: Path, fused: Path) -> N
     assert sorted(gate.parent.iterdir()) == before
 
 
+def test_rounding_is_in_the_report(gate: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.onnx"
+    result = onnxfuse(
+        *("optimize", gate, "-o", out, "--arch", "sm_80", "--rounding", "onnx", "--report", tmp_path / "r.json")
+    )
+    assert result.returncode == 0, result.stderr
+    assert all("rounded" in site["features"] for site in json.loads((tmp_path / "r.json").read_text())["fused"])
+    assert "round_f16(acc0)" in onnxfuse("explain", gate, "--arch", "sm_80", "--rounding", "onnx").stdout
+    assert onnxfuse("verify", gate, out, "--shape", "hidden_states=2,3,32").returncode == 0
+
+
 def test_verify_passes_and_fails_with_its_exit_code(gate: Path, fused: Path, tmp_path: Path) -> None:
     assert onnxfuse("verify", gate, fused, "--shape", "hidden_states=2,3,32").returncode == 0
     broken = onnx.load(fused)
