@@ -14,8 +14,8 @@ from typing import Any
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.graph import ModelProto
-from onnxfuse.packing import Progress
 from onnxfuse.pipeline import analyse_model, optimize_model, tune_model
+from onnxfuse.progress import Progress
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register

@@ -11,8 +11,9 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dump import write_stages
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
-from onnxfuse.packing import Progress, compile_forms, pack_forms, replacement
+from onnxfuse.packing import compile_forms, pack_forms, replacement
 from onnxfuse.patterns import PATTERNS, match_sites
+from onnxfuse.progress import Progress
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import rewrite
 from onnxfuse.runtime.tune import require_gpu
