@@ -335,8 +335,6 @@ def bench(
         )
     if page is not None:
         write_text(page, html(result, f"{original.name} and {optimized.name}"))
-    for warning in result.warnings:
-        _errors().print(f"[yellow]warning:[/yellow] {escape(warning)}", soft_wrap=True)
     _print_result(result, as_json, quiet)
     if result.sites and not as_json and not quiet:
         _console().print(site_table(result.sites))

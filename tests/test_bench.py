@@ -92,7 +92,7 @@ def test_the_hosts_part_ends_before_the_results_are_there() -> None:
             self.binding.synchronize_outputs()
 
     assert contender.host_part(Slow(), lambda: now[0])() == 1.0
-    assert contender.whole_run(Slow(), lambda: now[0])() == 11.0
+    assert contender.timed(Slow().run, lambda: now[0])() == 11.0
 
 
 def test_percentiles_are_of_the_runs_in_milliseconds() -> None:
@@ -296,3 +296,60 @@ def test_inputs_of_bfloat16_are_bound_by_their_bits(tmp_path: Path) -> None:
     (value,) = one.outputs().values()
     assert value.element_type() == TensorProto.BFLOAT16
     assert value.shape() == [2, 3]
+
+
+def test_every_measure_is_asked_of_both_models(fused: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for a GPU: ONNX Runtime cannot capture the second model, and the first takes a second."""
+
+    class Captured:
+        def __init__(self, path: Path) -> None:
+            self.launches = 9 if path == MODEL else 4
+
+        def seconds(self) -> float:
+            return self.launches / 9
+
+    def graph_run(path: Path, feeds, device: str) -> contender.Timed:
+        if path == fused:
+            raise RuntimeError("no capture")
+        return contender.graph_run(path, feeds, device)
+
+    monkeypatch.setitem(bench_module.DEVICES, "cpu", tuple(bench_module.MEASURES))
+    monkeypatch.setattr(bench_module, "captured", lambda path, feeds, device: Captured(path))
+    monkeypatch.setattr(bench_module, "graph_run", graph_run)
+    result = bench(MODEL, fused, shapes=SHAPES, device="cpu", runs=3, warmup=1)
+    latency, host, graph, gpu = result.comparisons
+    assert [each.name for each in result.comparisons] == ["latency", "host", "graph", "gpu"]
+    assert latency.ratio == result.ratio
+    assert host.original.median > 0
+    assert (graph.original is None, graph.optimized) == (False, None)
+    assert graph.why_not == "fused.onnx: no capture"
+    assert gpu.original == Latency(1e3, 1e3, 1e3, 1e3)
+    assert gpu.ratio == pytest.approx(9 / 4)
+    assert result.launches == (9, 4)
+    assert "9 -> 4 kernels" in str(result)
+    only = bench(MODEL, fused, shapes=SHAPES, device="cpu", runs=1, warmup=0, measures=("gpu",))
+    assert [each.name for each in only.comparisons] == ["latency", "gpu"]
+
+
+def test_a_model_that_cannot_run_is_an_error(tmp_path: Path) -> None:
+    b = Builder()
+    path = tmp_path / "seven.onnx"
+    onnx.save(b.model(b("Reshape", b.input("x", ("m", 4)), b.integers(7, 4))), path)
+    with pytest.raises(ModelError, match="--shape gives other sizes"):
+        bench(path, path, device="cpu")
+    result = bench(path, path, shapes={"x": (7, 4)}, device="cpu", runs=1, warmup=0)
+    assert result.ratio > 0
+
+
+def test_a_graphs_outputs_are_where_they_were() -> None:
+    feed = {name: np.ones(shape, np.float16) for name, shape in SHAPES.items()}
+    one, two = (contender.Contender(MODEL, feed, "cpu") for _ in range(2))
+    one.run()
+    (first,) = one.outputs().values()
+    expected = first.numpy().copy()
+    two.write_to(one.outputs())
+    for _ in range(2):
+        two.run()
+        (second,) = two.outputs().values()
+        assert second.data_ptr() == first.data_ptr()
+        np.testing.assert_array_equal(second.numpy(), expected)

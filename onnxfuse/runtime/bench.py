@@ -20,7 +20,7 @@ from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.progress import Progress, silent
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.bench_sites import SiteTimes, time_sites
-from onnxfuse.runtime.contender import Contender, Timed, captured, graph_run, host_part, open_on, whole_run
+from onnxfuse.runtime.contender import Clock, Contender, Timed, captured, graph_run, host_part, open_on, timed
 from onnxfuse.runtime.feeds import Array, input_specs, make_feeds
 from onnxfuse.runtime.gpu_state import GpuState, gpu_state, warnings_of
 from onnxfuse.runtime.session import cuda_usable, onnxruntime
@@ -215,33 +215,33 @@ class _Race:
         self.runs, self.warmup, self.progress = runs, warmup, progress
         self.launches: list[int | None] = [None, None]
         self.state: GpuState | None = None
-        self._plain: dict[Path, Contender] = {}
+        self._plain: dict[int, Contender] = {}
 
-    def plain(self, path: Path) -> Contender:
+    def plain(self, index: int) -> Contender:
         """A model in an ordinary session."""
-        if path not in self._plain:
-            self._plain[path] = Contender(path, self.feeds, self.device)
-        return self._plain[path]
+        if index not in self._plain:
+            self._plain[index] = Contender(self.paths[index], self.feeds, self.device)
+        return self._plain[index]
 
-    def graph(self, path: Path) -> Timed:
+    def graph(self, index: int) -> Timed:
         """A model in a CUDA graph of ONNX Runtime."""
         self._plain.clear()
-        return graph_run(path, self.feeds, self.device)
+        return graph_run(self.paths[index], self.feeds, self.device)
 
-    def gpu(self, path: Path) -> Timed:
+    def gpu(self, index: int) -> Timed:
         """A model in a graph of our own; its launches are noted."""
         self._plain.clear()
-        found = captured(path, self.feeds, self.device)
-        self.launches[self.paths.index(path)] = found.launches
+        found = captured(self.paths[index], self.feeds, self.device)
+        self.launches[index] = found.launches
         return found.seconds
 
     def compare(self, name: str) -> Comparison:
         """Both models by one measure."""
         timers: list[Timed | None] = []
         why_not = ""
-        for path in self.paths:
+        for index, path in enumerate(self.paths):
             try:
-                timers.append(_TIMERS[name](self, path))
+                timers.append(_TIMERS[name](self, index))
             except Exception as error:  # onnxruntime's and CUDA's exceptions share no base class
                 if name == "latency" or isinstance(error, DeviceError):
                     raise
@@ -264,14 +264,14 @@ class _Race:
 
     def _state_behind_runs(self) -> GpuState | None:
         for _ in range(STATE_RUNS):
-            for path in self.paths:
-                self.plain(path).run()
+            for index in range(len(self.paths)):
+                self.plain(index).run()
         return gpu_state()
 
 
-_TIMERS: Mapping[str, Callable[[_Race, Path], Timed]] = {
-    "latency": lambda race, path: whole_run(race.plain(path)),
-    "host": lambda race, path: host_part(race.plain(path)),
+_TIMERS: Mapping[str, Callable[[_Race, int], Timed]] = {
+    "latency": lambda race, index: timed(race.plain(index).run),
+    "host": lambda race, index: host_part(race.plain(index)),
     "graph": _Race.graph,
     "gpu": _Race.gpu,
 }
@@ -282,19 +282,10 @@ def interleave(
     second: Callable[[], None],
     runs: int,
     warmup: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> tuple[list[float], list[float]]:
     """Time two functions in turn, so that a change of the clock rate or a neighbour's load meets both; in seconds."""
-
-    def timed(function: Callable[[], None]) -> Timed:
-        def seconds() -> float:
-            start = clock()
-            function()
-            return clock() - start
-
-        return seconds
-
-    before, after = alternate([timed(first), timed(second)], runs, warmup)
+    before, after = alternate([timed(first, clock), timed(second, clock)], runs, warmup)
     return before, after
 
 

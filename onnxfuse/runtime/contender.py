@@ -52,9 +52,8 @@ class Contender:
         """Inputs where they are, outputs wherever ONNX Runtime puts them on the device."""
         binding = self.session.io_binding()
         for spec, value in self.inputs.items():
-            element = (
-                BFLOAT16 if spec.element == "bfloat16" else spec.dtype
-            )  # NumPy has no bfloat16: its bits lie there
+            # NumPy has no bfloat16: the value holds its bits.
+            element = BFLOAT16 if spec.element == "bfloat16" else spec.dtype
             binding.bind_input(spec.name, self.device, 0, element, value.shape(), value.data_ptr())
         for output in self.session.get_outputs():
             binding.bind_output(output.name, self.device)
@@ -106,28 +105,27 @@ def open_on(path: Path, device: str, options: Mapping[str, str] | None = None) -
     return session
 
 
-def whole_run(contender: Contender, clock: Clock = time.perf_counter) -> Timed:
-    """From the call to the results."""
+def timed(run: Callable[[], None], clock: Clock = time.perf_counter) -> Timed:
+    """From a call to its end."""
 
-    def timed() -> float:
+    def seconds() -> float:
         start = clock()
-        contender.run()
+        run()
         return clock() - start
 
-    return timed
+    return seconds
 
 
 def host_part(contender: Contender, clock: Clock = time.perf_counter) -> Timed:
     """From the call to its return, with an idle GPU before it."""
+    submit = timed(contender.submit, clock)
 
-    def timed() -> float:
-        start = clock()
-        contender.submit()
-        seconds = clock() - start
+    def seconds() -> float:
+        took = submit()
         contender.binding.synchronize_outputs()
-        return seconds
+        return took
 
-    return timed
+    return seconds
 
 
 def graph_run(path: Path, feeds: Mapping[str, Array], device: str) -> Timed:
@@ -142,12 +140,11 @@ def graph_run(path: Path, feeds: Mapping[str, Array], device: str) -> Timed:
     graph.write_to(plain.outputs())
     for _ in range(CAPTURE_RUNS):
         graph.run()
-    timed = whole_run(graph)
 
-    def replay(owner: Contender = plain) -> float:  # whose memory the graph writes to
-        return timed()
+    def replay(owner: Contender = plain) -> None:  # whose memory the graph writes to
+        graph.run()
 
-    return replay
+    return timed(replay)
 
 
 def captured(path: Path, feeds: Mapping[str, Array], device: str) -> Capture:
