@@ -6,9 +6,9 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
     records   256 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
               no such tensor), u48 levels (bit 2 t: the kernel walks the rows of the t-th of these tensors in two
-              levels, bit 2 t + 1: its columns), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8 bytes each
-              (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from the start
-              of the archive, u64 image bytes
+              levels, bit 2 t + 1: its columns; bit 36: the batch of the loads and outs that need it), u32 cluster, u32
+              number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16
+              box_inner, box_outer), u64 image offset from the start of the archive, u64 image bytes
     images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
               image that several records share is stored once
 
@@ -56,13 +56,14 @@ from onnxfuse.errors import ModelError
 
 MAX_LOADS = 12
 MAX_OUTS = 4
+BATCH_LEVEL = 1 << 2 * (2 + MAX_LOADS + MAX_OUTS)  # of a record's levels
 MAX_MAPS = 9
 MAX_BOX = 256  # elements of one side of a TMA box
 MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 _MAGIC = b"onnxfuse"
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
@@ -120,8 +121,8 @@ class Record:
         entry: name of the function in the image; 1 to 63 printable ASCII characters.
         capability: compute capability as one number, 90 for sm_90a.
         flavour: which devices run it.
-        min_m: smallest m it is for.
-        max_m: largest m it is for.
+        min_m: smallest number of rows it is for: m, and of all batches together where they share rhs.
+        max_m: largest number of rows it is for.
         block_m: rows of one thread block's tile.
         block_n: columns of one thread block's tile.
         threads: threads of one block.
@@ -198,7 +199,7 @@ def _check(record: Record) -> None:
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (len(record.image) > 0, "image"),
         (0 <= record.cluster <= 16, "cluster"),
-        (0 <= record.two_levels < 1 << 2 * (2 + MAX_LOADS + MAX_OUTS), "levels"),
+        (0 <= record.two_levels < 2 * BATCH_LEVEL, "levels"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]

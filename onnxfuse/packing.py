@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse import hopper_tile
-from onnxfuse.artifact import MAX_LOADS, Mapped, Record, TensorMap, pack
+from onnxfuse.artifact import BATCH_LEVEL, MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.device import DeviceSpec
 from onnxfuse.fusion import Fusion, Pointwise, part_text
 from onnxfuse.kernel_spec import Access, KernelSpec
@@ -107,7 +107,8 @@ def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
     loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
     outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
     walked = (lhs | loads | outs).items()
-    return sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops)
+    levels = sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops if loop != "batch")
+    return levels | (BATCH_LEVEL if any("batch" in loops for _, loops in walked) else 0)
 
 
 def _behind(variant: PointwiseVariant) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from onnxfuse.vector_width import Width, Widths, is_turned, rhs_order
+from onnxfuse.vector_width import Width, Widths, is_turned, lhs_order, rhs_order
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Plan:
 
 MAX_M = 2**31 - 1
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
+UNKNOWN = 1024  # an n or k that only the run knows: a sequence like m, but not a short one
 
 
 AnyTile = TypeVar("AnyTile", bound=Tile | HopperTile, covariant=True)
@@ -237,16 +238,26 @@ def flow(spec: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> Flow:
     return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k, shared=True)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that tiles are priced for; `batch` counts those with an rhs of their own."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+
 def cost(
-    candidate: Candidate[Tile | HopperTile], reads: Flow, spec: KernelSpec, m: int, n: int, k: int, device: DeviceSpec
+    candidate: Candidate[Tile | HopperTile], reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec
 ) -> float:
     """Estimated microseconds: the longer of computing and reading rhs, and a little of the shorter."""
-    tile, width = candidate.tile, n * spec.parts
-    rows = math.ceil(m / tile.block_m)
-    tiles = rows * math.ceil(n / tile.block_n)
+    tile, n, k = candidate.tile, problem.n, problem.k
+    rows = math.ceil(problem.m / tile.block_m)
+    tiles = problem.batch * rows * math.ceil(n / tile.block_n)
     waves = math.ceil(tiles / device.multiprocessors)
     depth, pace = k + PIPELINE_FILL, candidate.pace
-    fetched = float(rows * width)  # columns of rhs
+    fetched = float(problem.batch * rows * n * spec.parts)  # columns of rhs
     if reads.shared:  # blocks that have no tile in the last wave do not read either
         fetched = math.ceil(tiles / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
     if isinstance(tile, HopperTile):
@@ -266,19 +277,26 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
         NotFusable: no tile fits the architecture's shared memory.
     """
     base = _spec(fusion, mapping, widths, exact_fp32)
-    m = _static_product(fusion, mapping.m)
-    columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
-    problem = (m, columns, depth)
-    fitting, rejected = _fitting(base, device, depth)
+    # Batches that share rhs count as rows: the launch rule adds them up as well.
+    shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
+    m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
+    columns, depth = _static_product(fusion, mapping.n), _static_product(fusion, mapping.k)
+    batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
+    problems = [
+        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch)
+        for size in ([m] if m else SAMPLED_M)
+    ]
+    deepest = problems[-1].k
+    fitting, rejected = _fitting(base, device, deepest)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
-    ranked = _rank(base, fitting, problem, device)
+    ranked = _rank(base, fitting, problems, device)
     variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
-        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, depth)[0], problem, device))
+        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], problems, device))
     narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
     if all(variant.spec != narrow.spec for variant in variants):
         variants.append(narrow)
@@ -295,18 +313,17 @@ def replan(plan: Plan, best: Sequence[tuple[int, Tile | HopperTile]]) -> Plan:
 def _rank(
     base: KernelSpec,
     fitting: list[Candidate[Tile | HopperTile]],
-    problem: tuple[int | None, int, int],
+    problems: Sequence[Problem],
     device: DeviceSpec,
 ) -> tuple[Ranked, ...]:
-    """The tiles by their estimated time, at m or else where a dynamic m is planned for."""
-    m, columns, depth = problem
+    """The tiles by their estimated time, at each of some sizes."""
     priced = [(entry, flow(base, entry.tile, device)) for entry in fitting]
 
-    def rank(size: int) -> Ranked:
-        costs = [(cost(entry, reads, base, size, columns, depth, device), entry.tile) for entry, reads in priced]
-        return Ranked(size, tuple(sorted(costs, key=lambda pair: pair[0])))
+    def rank(problem: Problem) -> Ranked:
+        costs = [(cost(entry, reads, base, problem, device), entry.tile) for entry, reads in priced]
+        return Ranked(problem.m, tuple(sorted(costs, key=lambda pair: pair[0])))
 
-    return tuple(rank(size) for size in ([m] if m else SAMPLED_M))
+    return tuple(map(rank, problems))
 
 
 def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[Variant]:
@@ -343,13 +360,14 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         out_values=tuple(out.value for out in fusion.outs),
         tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
         lhs_run=_run(fusion, fusion.lhs, mapping.k) or 0,
+        lhs_order=lhs_order(fusion, mapping),
     )
 
 
 def access(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping, width: Width) -> Access:
     """How a kernel reaches a tensor of the epilogue."""
     kind = mapping.kind(tensor)
-    loops = (("m", mapping.m), ("n", mapping.n))
+    loops = (("m", mapping.m), ("n", mapping.n), ("batch", mapping.batch))
     two_levels = tuple(name for name, loop in loops if levels(fusion, tensor, loop) > 1)
     elements = width.elements if kind in ("row", "tile") else 1
     turned = kind == "tile" and is_turned(fusion, tensor, mapping)

@@ -180,7 +180,8 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
             continue
         if index in replacement.shapes:
             node = renamed(node, {})
-            shapes += _shape(f"{node.output[0]}/shape", replacement.shapes[index], replacement.inputs[0])
+            shape = replacement.shapes[index]
+            shapes += _shape(f"{node.output[0]}/shape", shape, replacement.inputs[shape.base])
             node.input[1] = shapes[-1].output[0]
             kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 keeps a dimension
             del node.attribute[:]
@@ -189,17 +190,17 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     return nodes, shapes
 
 
-def _shape(name: str, shape: FallbackShape, lhs: str) -> list[NodeProto]:
-    """Nodes that make a shape; where it has sizes of lhs, they are gathered from its own and the constant entries."""
+def _shape(name: str, shape: FallbackShape, base: str) -> list[NodeProto]:
+    """Nodes that make a shape; sizes of an input are gathered from its own shape and the constant entries."""
     entries = _constant(name, np.array(shape.entries, np.int64))
     if shape.is_constant:
         return [entries]
-    rank = 1 + max(index for index in shape.of_lhs if index is not None)
-    places = [rank + position if index is None else index for position, index in enumerate(shape.of_lhs)]
+    rank = 1 + max(index for index in shape.of_base if index is not None)
+    places = [rank + position if index is None else index for position, index in enumerate(shape.of_base)]
     own, known, first, chosen, made = (f"{name}/{part}" for part in ("own", "known", "first", "chosen", "made"))
     return [
         entries,
-        helper.make_node("Shape", [lhs], [own]),
+        helper.make_node("Shape", [base], [own]),
         _constant(first, np.arange(rank)),
         helper.make_node("Gather", [own, first], [f"{own}/first"]),
         helper.make_node("Concat", [f"{own}/first", name], [known], axis=0),

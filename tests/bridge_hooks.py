@@ -28,8 +28,10 @@ class Outer(ctypes.Structure):
     _fields_ = (
         ("row_stride", ctypes.c_int64),
         ("column_stride", ctypes.c_int64),
+        ("batch_stride", ctypes.c_int64),
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
+        ("batches", ctypes.c_int),
     )
 
 

@@ -19,7 +19,10 @@ from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from tests.reference_fusion import OPS
 
 TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])
-OUTER = np.dtype([("row_stride", "<i8"), ("column_stride", "<i8"), ("rows", "<i4"), ("columns", "<i4")])
+OUTER = np.dtype(
+    [(name, "<i8") for name in ("row_stride", "column_stride", "batch_stride")]
+    + [(name, "<i4") for name in ("rows", "columns", "batches", "padding")]
+)
 ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
@@ -92,7 +95,7 @@ class Buffer:
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
     writable: bool = False
-    outer: tuple[int, int, int, int] = (0, 0, 1, 1)  # as the struct: strides of runs of rows and columns, their lengths
+    outer: tuple[int, int, int, int] = (0, 0, 1, 1)  # strides of runs of rows and columns, their lengths
 
     @property
     def index(self) -> np.ndarray:
@@ -159,11 +162,15 @@ class Problem:
                 arguments[name][0, index] = tensor
         for name in ("m", "n", "k", "batch"):
             arguments[name] = getattr(self.size, name)
-        arguments["lhs_outer"] = self.lhs.outer
+        arguments["lhs_outer"] = self._outer(self.lhs)
         for name, buffers in (("loads_outer", self.loads), ("outs_outer", self.outs)):
             for index, buffer in enumerate(buffers):
-                arguments[name][0, index] = buffer.outer
+                arguments[name][0, index] = self._outer(buffer)
         return arguments
+
+    def _outer(self, buffer: Buffer) -> tuple[int, ...]:
+        row_stride, column_stride, rows, columns = buffer.outer
+        return row_stride, column_stride, 0, rows, columns, self.size.batch, 0
 
     def expected(self) -> list[Bounded]:
         """Every output with its bound, before and after rounding to its type."""
@@ -231,7 +238,7 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     return Problem(
         spec,
         size,
-        _lhs(rng, spec.dtype, size),
+        _lhs(rng, spec, size),
         [_rhs_view(part, size, swap) for part in packed],
         loads,
         outs,
@@ -274,11 +281,13 @@ def _filled(rng: np.random.Generator, buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _lhs(rng: np.random.Generator, dtype: DType, size: Size) -> Buffer:
+def _lhs(rng: np.random.Generator, spec: KernelSpec, size: Size) -> Buffer:
+    if spec.lhs_order == "km":
+        return _transposed(_buffer(rng, spec.dtype, (size.batch, size.k, size.m), size.pad, 1.0)[0])
     if not size.k_run:
-        return _buffer(rng, dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
+        return _buffer(rng, spec.dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
     as_columns = replace(size, n=size.k, n_run=size.k_run)
-    return _filled(rng, _laid(dtype, as_columns, LAYOUTS["heads"]))
+    return _filled(rng, _laid(spec.dtype, as_columns, LAYOUTS["heads"]))
 
 
 def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
@@ -348,6 +357,7 @@ def make_spec(
     outs: Sequence[DType | None] = (None,),
     narrow: bool = False,
     layout: str = "plain",
+    lhs_order: str = "mk",
 ) -> KernelSpec:
     """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then every further operand is added."""
     dtype = {"f16": F16, "bf16": BF16}.get(math_mode, F32)
@@ -382,7 +392,7 @@ def make_spec(
         math=math_mode,
         parts=parts,
         rhs_order=rhs_order,
-        lhs_width=width(dtype, size.k_run or size.k),
+        lhs_width=width(dtype, size.m if lhs_order == "km" else size.k_run or size.k),
         rhs_width=width(dtype, rhs_extent),
         loads=loads,
         outs=tuple(tile_access(of or dtype) for of in outs),
@@ -390,4 +400,5 @@ def make_spec(
         out_values=tuple(values),
         tile=tile,
         lhs_run=size.k_run,
+        lhs_order=lhs_order,
     )

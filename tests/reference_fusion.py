@@ -67,8 +67,9 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}
     sizes = {axis.name: axis.size for axis in fusion.axes}
     _bind(fusion, values, sizes)
+    out = fusion.outs[0].tensor.axes
     columns = tuple(axis for axis in fusion.rhs[0].axes if axis not in (*fusion.lhs.axes, PART_AXIS))
-    contracted = tuple(axis for axis in fusion.lhs.axes if axis in fusion.rhs[0].axes)
+    contracted = tuple(axis for axis in fusion.lhs.axes if axis in fusion.rhs[0].axes and axis not in out)
     rows = tuple(axis for axis in fusion.lhs.axes if axis not in contracted)
     loops = (*rows, *columns, *contracted)
 

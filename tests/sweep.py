@@ -60,7 +60,9 @@ class Outcome:
 
 
 def kinds_of(fusion: Fusion) -> Iterator[str]:
-    """What the manifest would count a fusion as."""
+    """What the manifest would count a fusion as: it knows linear layers, whose weight is the rhs."""
+    if any(axis[0] not in "knp" for axis in fusion.rhs[0].axes):
+        return
     if len(fusion.rhs) > 1:
         yield "dual_gates"
     elif fusion.pattern == "split_gemm":

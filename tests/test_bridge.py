@@ -143,7 +143,8 @@ def touched(tensor: Tensor, outer: Outer, shape: Sequence[int]) -> np.ndarray:
     batch, row, column = np.indices(shape)
     rows = row // outer.rows * outer.row_stride + row % outer.rows * tensor.row_stride
     columns = column // outer.columns * outer.column_stride + column % outer.columns * tensor.column_stride
-    return tensor.pointer + batch * tensor.batch_stride + rows + columns
+    batches = batch // outer.batches * outer.batch_stride + batch % outer.batches * tensor.batch_stride
+    return tensor.pointer + batches + rows + columns
 
 
 def assert_same(
@@ -152,7 +153,7 @@ def assert_same(
     parts = case.sizes["p"] if any("p" in dim for dim in case.tensors[name]) else 1
     for part in range(min(parts, len(tensors))):
         expected = elements(case, name, part, loops)
-        outer = outers[part] if outers else Outer(0, 0, *expected.shape[1:])
+        outer = outers[part] if outers else Outer(0, 0, 0, *expected.shape[1:], expected.shape[0])
         found = touched(tensors[part], outer, expected.shape)
         np.testing.assert_array_equal(found, expected, err_msg=f"{name} part {part}")
     return parts
@@ -530,7 +531,7 @@ def test_unknown_kernel_and_wrong_counts() -> None:
 def test_the_argument_struct_is_the_one_of_the_kernels() -> None:
     import ctypes
 
-    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 17 * 24
+    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 17 * 40
 
 
 def test_only_the_entry_point_and_the_hooks_are_exported() -> None:

@@ -231,10 +231,6 @@ def unknown_operand_shape(b: Builder) -> str:
     return b("Sigmoid", b("Add", linear(b, bias=False), b.input("operand", ("other", "rows", N))))
 
 
-def weight_from_the_run(b: Builder) -> str:
-    return b("Sigmoid", b("MatMul", b.input("x", ("batch", "rows", K)), b.input("weight", (K, N))))
-
-
 def softmax(b: Builder) -> str:
     return b("Softmax", linear(b, bias=False))
 
@@ -248,7 +244,6 @@ def softmax(b: Builder) -> str:
         (dynamic_bound, "bounds_not_constant"),
         (per_head_chunk, "not_the_last_axis"),
         (unknown_operand_shape, "unknown_broadcast"),
-        (weight_from_the_run, "weight_not_constant"),
         (softmax, "unknown_op"),
     ],
 )

@@ -13,7 +13,7 @@ from onnx import helper
 
 import onnxfuse
 from onnxfuse.errors import NotFusable
-from onnxfuse.patterns.views import Piece, View, axis_view, extent, refined, regroup, shape_of
+from onnxfuse.patterns.views import Base, Piece, View, axis_view, extent, refined, regroup, shape_of
 from tests.matching import check_meaning, draw, only, refusal, sites
 from tests.onnx_build import Builder, run
 
@@ -96,13 +96,13 @@ def test_unnamed_sizes_equal_nothing_but_themselves() -> None:
         regroup(view, [extent(view[1]), None, 6])
 
 
-def test_a_fallback_shape_keeps_dimensions_or_takes_them_of_lhs() -> None:
+def test_a_fallback_shape_keeps_dimensions_or_takes_them_of_base() -> None:
     b, s, h, d = (Piece(axis, size) for axis, size in (("x0", "b"), ("x1", "s"), ("n", 4), ("n", 8)))
-    lhs = ((b,), (s,), (Piece("x2", 6),))
+    lhs = Base("x", ((b,), (s,), (Piece("x2", 6),)))
     split = shape_of(((b,), (s,), (h, d)), ((b,), (s,), (h,), (d,)), lhs)
     assert (split.entries, split.is_constant) == ((0, 0, 4, 8), True)
     turned = shape_of(((b,), (h,), (s,), (d,)), ((b, h), (s,), (d,)), lhs)
-    assert (turned.entries, turned.of_lhs) == ((-1, 0, 8), (None, 1, None))
+    assert (turned.entries, turned.of_base) == ((-1, 0, 8), (None, 1, None))
     assert shape_of(((b, s), (h, d)), ((Piece("x5", "p"),), (Piece("x6", "q"),), (h, d)), lhs) is None
 
 
@@ -291,11 +291,22 @@ def test_views_of_lhs_become_its_axes(form) -> None:
 
 def test_a_view_that_no_kernel_walks_stays_outside() -> None:
     b = Builder()
-    x = b.input("x", ("batch", WIDTH, "rows"))  # m contiguous
-    model = b.model(b("Tanh", projection(b, b("Transpose", x, perm=(0, 2, 1)))))
+    x = b.input("x", ("batch", "rows", DEPTH, HEADS))  # merged, k is of two groups of which neither is contiguous
+    flat = b("Reshape", b("Transpose", x, perm=(0, 1, 3, 2)), b.integers(0, 0, WIDTH))
+    model = b.model(b("Tanh", projection(b, flat)))
     match, fusion = only(model)
     assert fusion.lhs.name != "x"
     assert len(match.nodes) == 3
+    check_meaning_of_rest(model)
+
+
+def test_an_image_is_read_with_its_rows_contiguous() -> None:
+    b = Builder()
+    x = b.input("x", ("batch", WIDTH, "rows"))
+    model = b.model(b("Tanh", projection(b, b("Transpose", x, perm=(0, 2, 1)))))
+    _, fusion = only(model)
+    assert fusion.lhs.einops == "b k m"
+    check_meaning(model, fusion, feed_of(model))
     check_meaning_of_rest(model)
 
 

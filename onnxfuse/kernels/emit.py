@@ -59,6 +59,7 @@ enum class Math {{ half, tf32, fp32 }};
 
 using Element = {spec.dtype.cuda};
 constexpr Math MATH = Math::{_MATH[spec.math]};
+constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 {_constants(spec)}
@@ -126,6 +127,7 @@ def access_table(table: str, index: int, access: Access, offset: int, extra: str
         "TURNED": access.turned,
         "OUTER_ROWS": "m" in access.two_levels,
         "OUTER_COLUMNS": "n" in access.two_levels,
+        "OUTER_BATCH": "batch" in access.two_levels,
     }
     numbers = {"WIDTH": copy_width(access.width, access.dtype.bytes), "OFFSET": offset}
     members = [f"static constexpr bool {name} = {flag(value)};" for name, value in flags.items()]

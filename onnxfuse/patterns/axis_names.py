@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import PART_AXIS, Axis, Dim
-from onnxfuse.patterns.views import COLUMNS, Piece, View, cut
+from onnxfuse.patterns.views import COLUMNS, Piece, View, cut, extent
 
 LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more
 MOST_AXES = 2 + len(LEADING_AXES)
@@ -25,14 +25,14 @@ class AxisNames:
 
     axes: tuple[Axis, ...]
     pieces: tuple[Piece, ...]
-    width: int
+    width: int | str
 
     def dims(self, view: View) -> tuple[Dim, ...]:
         """A tensor's dimensions. Columns that are wider than a part are parts side by side."""
         return tuple(tuple(name for piece in dim for name in self._names(piece)) for dim in view)
 
     def _names(self, piece: Piece) -> Dim:
-        if piece.axis == COLUMNS and isinstance(piece.size, int) and piece.size > self.width:
+        if _is_packed(piece, self.width):
             return (PART_AXIS, *self._names(Piece(COLUMNS, self.width)))
         end = piece.step * piece.size if isinstance(piece.size, int) else 0
         parts = sorted(zip(self.pieces, self.axes, strict=True), key=lambda entry: -entry[0].step)
@@ -40,25 +40,32 @@ class AxisNames:
         return tuple(name for step, name in own if step == piece.step or piece.step < step < end)
 
 
-def name_axes(rows: View, k: View, tensors: Iterable[View], width: int) -> AxisNames:
+def _is_packed(piece: Piece, width: int | str) -> bool:
+    """Whether a piece is columns of several parts."""
+    sizes = isinstance(piece.size, int) and isinstance(width, int)
+    return piece.axis == COLUMNS and sizes and int(piece.size) > int(width)
+
+
+def name_axes(rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable[View]) -> AxisNames:
     """Cut the axes, and name the pieces.
 
     Args:
-        rows: the product's dimensions but the last.
+        rows: the product's dimensions but the columns.
         k: its contracted dimension.
+        columns: those of one part.
         tensors: every tensor of the fusion.
-        width: columns of one part.
 
     Raises:
         NotFusable: two tensors cut an axis at places that do not divide each other, or there are too many axes.
     """
     tensors = (rows, k, *tensors)
+    width = extent(columns)
     cuts: dict[str, set[int]] = {}
     for piece in (piece for view in tensors for dim in view for piece in dim):
-        if isinstance(piece.size, int) and not (piece.axis == COLUMNS and piece.size > width):
+        if isinstance(piece.size, int) and not _is_packed(piece, width):
             cuts.setdefault(piece.axis, {1}).update((piece.step, piece.step * piece.size))
     row_pieces = _finest(rows, cuts)
-    column_pieces = _finest((((Piece(COLUMNS, width),)),), cuts)
+    column_pieces = _finest((columns,), cuts)
     k_pieces = _finest(k, cuts)
     names = (*_row_names(len(row_pieces)), *_numbered("n", column_pieces), *_numbered("k", k_pieces))
     pieces = (*row_pieces, *column_pieces, *k_pieces)

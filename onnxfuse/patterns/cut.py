@@ -19,7 +19,7 @@ from onnxfuse.known_values import is_complete
 from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import ACC
 from onnxfuse.patterns.growth import COLUMN_OPS, Growth
-from onnxfuse.patterns.match import Columns, Exit, Match
+from onnxfuse.patterns.match import Columns, Exit, Match, count_of
 from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
@@ -168,7 +168,7 @@ class Cut:
         """The columns of one product that a node takes apart."""
         value = self.growth.values.get(node.inputs[0].name) if qualified_op(node) in COLUMN_OPS else None
         leaves = [] if value is None else self.growth.epilogue.leaves(ACC, (value.ref,))
-        if value is not None and len(leaves) == 1:
+        if value is not None and isinstance(value.length, int) and len(leaves) == 1:
             yield leaves[0].operand, leaves[0].offset or 0, value.length
 
     def _find_foldable(self) -> Region:
@@ -201,10 +201,11 @@ class Cut:
                 if value.escapes or value.outside or value.readers & ~region & ~self._foldable:
                     yield value
 
-    def _exit(self, value: _Value, width: int) -> Exit:
-        if value.columns is None or value.columns.length % width:
+    def _exit(self, value: _Value, width: int | str) -> Exit:
+        count = 0 if value.columns is None else count_of(value.columns.length, width)
+        if value.columns is None or not count:
             raise self._leak(value, "and is not as wide as the result")
-        starts = range(0, value.columns.length, width)
+        starts = [0] if isinstance(width, str) else [index * width for index in range(count)]
         if len(starts) > 1 and columns_dim(value.columns.view) is None:
             raise self._leak(value, "and its columns are reshaped")
         refs = tuple(self.growth.epilogue.moved(value.columns.ref, start) for start in starts)

@@ -26,14 +26,19 @@ def _columns(fusion: Fusion) -> set[str]:
 
 def _is_tile(fusion: Fusion, tensor: Tensor) -> bool:
     """Whether a tensor has every axis of the product's output that is longer than 1."""
-    columns = _columns(fusion)
-    rows = set(fusion.lhs.axes) - {axis for rhs in fusion.rhs for axis in rhs.axes}
-    needed = {axis for axis in rows | columns if fusion.size(axis) != 1}
-    return needed <= set(tensor.axes) and bool(rows & needed & set(tensor.axes))
+    out = set(fusion.outs[-1].tensor.axes) - {PART_AXIS}
+    needed = {axis for axis in out if fusion.size(axis) != 1}
+    return needed <= set(tensor.axes) and bool((needed - _columns(fusion)) & set(tensor.axes))
 
 
-def _is_row(fusion: Fusion, tensor: Tensor) -> bool:
-    return bool(_columns(fusion) & set(tensor.axes)) and not _is_tile(fusion, tensor)
+def _is_residual(fusion: Fusion, tensor: Tensor) -> bool:
+    """Whether a tensor joins a layer's product: what is added to scores, whose rhs has a batch, is none."""
+    shared = {*fusion.lhs.axes} & {*fusion.rhs[0].axes} & {*fusion.outs[-1].tensor.axes}
+    return _is_tile(fusion, tensor) and not shared
+
+
+def _is_bias(fusion: Fusion, tensor: Tensor) -> bool:
+    return bool(_columns(fusion) & set(tensor.axes)) and not _is_residual(fusion, tensor)
 
 
 def _has_activation(fusion: Fusion) -> bool:
@@ -43,10 +48,10 @@ def _has_activation(fusion: Fusion) -> bool:
 _SUMS, _PRODUCTS = ("add", "sub"), ("mul", "div")
 _FEATURES: dict[str, Callable[[Fusion], bool]] = {
     "activation": _has_activation,
-    "bias": lambda fusion: any(_is_row(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
+    "bias": lambda fusion: any(_is_bias(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
     "extra_output": lambda fusion: len(fusion.outputs) > 1,
     "gate": lambda fusion: fusion.pattern == "split_gemm",
-    "residual": lambda fusion: any(_is_tile(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
+    "residual": lambda fusion: any(_is_residual(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
     "rounded": lambda fusion: any(step.op in ROUNDS for step in fusion.steps),
     "scale": lambda fusion: bool(_read_by(fusion, _PRODUCTS)),
 }

@@ -24,14 +24,13 @@ from onnxfuse.patterns.pointwise import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 from onnxfuse.patterns.views import (
-    COLUMNS,
     VIEWS,
     FallbackShape,
-    Piece,
     View,
     columns_dim,
     extent,
     fallback_shape,
+    is_column,
     viewed,
     with_columns,
 )
@@ -102,14 +101,10 @@ class Growth:
                     heapq.heappush(self._queue, index)
                 self._reached[index] = self._reached.get(index, 0) | self.needs[position]
 
-    @property
-    def _lhs(self) -> tuple[str, View]:
-        return self.products[0].lhs, self.products[0].lhs_view
-
     def _absorb_product(self, product: Product) -> None:
-        value = Columns(self.epilogue.acc(product.out), product.n, (*product.row_view, (Piece(COLUMNS, product.n),)))
+        value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
         if product.bias is not None and product.beta != 0.0:
-            self._operand(product.node.inputs[2], value)
+            self._operand(product.node.inputs[2], replace(value, view=product.biased))
         self._take(product.node, replace(value, ref=made_value(self.epilogue, product, self.operands)))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
@@ -172,7 +167,7 @@ class Growth:
         value = self._single(node)
         view = viewed(self.graph, node, value.view)
         inside = all(tensor.name in self.values for tensor in node.inputs)
-        shape = None if inside else fallback_shape(self.graph, node, value.view, view, self._lhs)
+        shape = None if inside else fallback_shape(self.graph, node, value.view, view, self.products[0].base)
         self._take_view(node, replace(value, view=view), shape)
 
     def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
@@ -221,7 +216,7 @@ class Growth:
         view = self._beside(name, shape, beside.view)
         if self.operands.get(name, Operand(name, view, 1)).view != view:
             raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
-        has_columns = any(piece.axis == COLUMNS for dim in view for piece in dim)
+        has_columns = any(is_column(piece) for dim in view for piece in dim)
         self.operands[name] = Operand(name, view, beside.length if has_columns else 1)
         return self.epilogue.load(name, has_columns)
 
@@ -236,6 +231,11 @@ class Growth:
         if axis % len(value.view) != columns_dim(value.view):
             raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
 
+    def _known_length(self, value: Columns) -> int:
+        if isinstance(value.length, str):
+            raise NotFusable("bounds_not_constant", "", "takes columns apart whose number only the run knows")
+        return value.length
+
     def _single(self, node: gs.Node) -> Columns:
         value = self.values.get(node.inputs[0].name)
         if value is None:
@@ -245,12 +245,12 @@ class Growth:
     def _absorb_split(self, node: gs.Node) -> None:
         value = self._single(node)
         self._check_column_axis(value, node.attrs.get("axis", 0), "splits")
-        self._take(node, *self._ranges(value, split_sizes(self.graph, node, value.length)))
+        self._take(node, *self._ranges(value, split_sizes(self.graph, node, self._known_length(value))))
 
     def _absorb_split_to_sequence(self, node: gs.Node) -> None:
         value = self._single(node)
         self._check_column_axis(value, node.attrs.get("axis", 0), "splits")
-        ranges = self._ranges(value, sequence_sizes(self.graph, node, value.length))
+        ranges = self._ranges(value, sequence_sizes(self.graph, node, self._known_length(value)))
         self._take(node, None)
         self._sequences[str(node.outputs[0].name)] = ranges
 
@@ -269,7 +269,7 @@ class Growth:
         self._check_column_axis(value, axes[0], "slices")
         if steps != [1]:
             raise NotFusable("strided_slice", "", f"slices with step {steps[0]}")
-        start, stop, _ = slice(starts[0], ends[0]).indices(value.length)
+        start, stop, _ = slice(starts[0], ends[0]).indices(self._known_length(value))
         if stop <= start:
             raise NotFusable("empty_slice", "", "slices no column")
         self._take(node, self._range(value, start, stop))
@@ -279,7 +279,7 @@ class Growth:
         value = self._single(node)
         self._check_column_axis(value, -1, "splits")
         biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value))
-        half = value.length // 2
+        half = self._known_length(value) // 2
         first, second = self._ranges(replace(value, ref=biased), [half, half])
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
         self._take(node, replace(first, ref=self._stored(node, gated)))
@@ -311,7 +311,7 @@ def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str,
     if product.alpha != 1.0:
         ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
     if product.bias is not None and product.beta != 0.0:
-        bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns > 1)
+        bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns != 1)
         if product.beta != 1.0:
             bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
         ref = epilogue.apply("add", ref, bias)

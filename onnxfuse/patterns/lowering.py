@@ -11,7 +11,7 @@ from onnxfuse.graph import Graph
 from onnxfuse.patterns.axis_names import AxisNames, name_axes
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
 from onnxfuse.patterns.features import features_of
-from onnxfuse.patterns.match import Match, Operand
+from onnxfuse.patterns.match import Match, Operand, count_of
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import COLUMNS, Piece
 
@@ -55,36 +55,32 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
 
 def product_tensor(match: Match, product: Product) -> Tensor:
     """What a product's node makes, `[..., m, n]` or with its parts packed, `[..., m, (p n)]`."""
-    view = (*product.row_view, (Piece(COLUMNS, product.n),))
-    return Tensor(product.out, product.dtype, _axis_names(match, _straight_line(match)).dims(view))
+    return Tensor(product.out, product.dtype, _axis_names(match, _straight_line(match)).dims(product.out_view))
 
 
 def _axis_names(match: Match, line: _Line) -> AxisNames:
     first = match.products[0]
-    tensors = (first.lhs_view, *(operand.view for operand in line.operands), *(out.view for out in match.exits))
-    return name_axes(first.row_view, (first.k_view,), tensors, match.columns)
+    inputs = (first.lhs_view, *(product.rhs_view for product in match.products))
+    tensors = (*inputs, *(operand.view for operand in line.operands), *(out.view for out in match.exits))
+    columns = first.columns if len(first.columns) > 1 else (Piece(COLUMNS, match.columns),)
+    return name_axes(first.row_view, (first.k,), columns, tensors)
 
 
 def _part_axis(match: Match) -> tuple[Axis, ...]:
     packed = {product.n for product, _ in match.ranges} - {match.columns}
-    return tuple(Axis(PART_AXIS, width // match.columns) for width in packed)
+    return tuple(Axis(PART_AXIS, count_of(width, match.columns)) for width in packed)
 
 
 def _weights(match: Match, names: AxisNames) -> tuple[Tensor, ...]:
     """The right-hand sides, each once."""
     products = {product.rhs: product for product, _ in match.ranges}
-    return tuple(_weight(product, names) for product in products.values())
-
-
-def _weight(product: Product, names: AxisNames) -> Tensor:
-    view = (product.k_view, (Piece(COLUMNS, product.n),))
-    return Tensor(product.rhs, product.dtype, names.dims(view if product.rhs_order == "kn" else view[::-1]))
+    return tuple(Tensor(product.rhs, product.dtype, names.dims(product.rhs_view)) for product in products.values())
 
 
 def _parts(match: Match) -> tuple[RhsPart, ...]:
     weights = list(dict.fromkeys(product.rhs for product, _ in match.ranges))
     return tuple(
-        RhsPart(weights.index(product.rhs), None if product.n == match.columns else start // match.columns)
+        RhsPart(weights.index(product.rhs), None if product.n == match.columns else count_of(start, match.columns))
         for product, start in match.ranges
     )
 
@@ -136,4 +132,4 @@ def _load_part(match: Match, load: Expression) -> int | None:
     operand = match.operands[load.operand]
     if load.offset is None or operand.columns == match.columns:
         return None
-    return load.offset // match.columns
+    return count_of(load.offset, match.columns)

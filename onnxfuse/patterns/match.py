@@ -10,12 +10,21 @@ from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import FallbackShape, View
 
 
+def count_of(length: int | str, width: int | str) -> int:
+    """How many ranges of a width make up a length; 0 where that is no whole number."""
+    if length == width:
+        return 1
+    if isinstance(length, str) or isinstance(width, str) or length % width:
+        return 0
+    return length // width
+
+
 @dataclass(frozen=True)
 class Columns:
     """A value with the product's rows and `length` columns, in the order and grouping of `view`."""
 
     ref: Ref
-    length: int
+    length: int | str
     view: View
 
 
@@ -31,7 +40,7 @@ class Operand:
 
     name: str
     view: View
-    columns: int
+    columns: int | str
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Match:
     place: int
     folded: tuple[int, ...]
     constants: tuple[str, ...]
-    columns: int
+    columns: int | str
     exits: tuple[Exit, ...]
     split: frozenset[tuple[str, int, int]]
     epilogue: EpilogueGraph

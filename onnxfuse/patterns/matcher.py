@@ -22,7 +22,7 @@ from onnxfuse.patterns.lowering import lower
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.parts import check_parts, pattern_of
 from onnxfuse.patterns.places import Places
-from onnxfuse.patterns.product import Product, is_anchor, read_product, without_views
+from onnxfuse.patterns.product import Product, is_anchor, read_product
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; more of them never meet in one value
@@ -93,7 +93,8 @@ def _siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]
     """Products that a kernel could compute together, the group with the last product first."""
     groups: dict[object, list[Product]] = {}
     for product in products:
-        key = (product.lhs, product.dtype, product.k, product.rhs_order, product.row_view, product.k_view)
+        alone = None if product.is_weight else product.out
+        key = (alone, product.lhs, product.dtype, product.k, _order(product), product.row_view)
         groups.setdefault(key, []).append(product)
     chunks = [
         tuple(group[start : start + MAX_SIBLINGS])
@@ -101,6 +102,11 @@ def _siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]
         for start in range(0, len(group), MAX_SIBLINGS)
     ]
     return sorted(chunks, key=lambda group: graph.index(group[-1].node), reverse=True)
+
+
+def _order(product: Product) -> bool:
+    """Whether the columns are the weight's last dimension."""
+    return bool(product.rhs_view[-1]) and product.rhs_view[-1][-1] not in product.k
 
 
 def _match_group(
@@ -113,10 +119,13 @@ def _match_group(
 ) -> list[tuple[gs.Node, NotFusable]]:
     """Cut matches out of what a group grows into until none is left; `fused` takes them, by their first anchor."""
     if any(places.is_taken(view.node) for product in group for view in product.views):
-        group = tuple(map(without_views, group))
+        group = _without_views(graph, group)
     while group:
         cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
         taken = _largest(graph, cut, accept)
+        if taken is None and any(product.views for product in group) and cut.refusals:
+            group = _without_views(graph, group)
+            continue
         if taken is None:
             return [(product.node, cut.reason(product)) for product in group]
         match, site = taken
@@ -124,6 +133,11 @@ def _match_group(
         fused[graph.index(match.products[0].node)] = site
         group = tuple(product for product in group if product not in match.products)
     return []
+
+
+def _without_views(graph: Graph, group: tuple[Product, ...]) -> tuple[Product, ...]:
+    """The same products, their inputs read as they lie behind the views."""
+    return tuple(read_product(graph, product.node, through_views=False) for product in group)
 
 
 def _largest(graph: Graph, cut: Cut, accept: Callable[[Match, Fusion], Site]) -> tuple[Match, Site] | None:

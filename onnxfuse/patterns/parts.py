@@ -13,7 +13,8 @@ from collections.abc import Callable
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import ACC, Ref
-from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.match import Match, count_of
+from onnxfuse.patterns.product import Product
 
 
 def _is_gate(match: Match) -> bool:
@@ -26,7 +27,8 @@ def _are_two_halves(match: Match, ref: Ref) -> bool:
     if len(leaves) != 2:
         return False
     (start, first), (end, second) = leaves
-    return first != second or (end == start + match.columns and (first, start, 2 * match.columns) in match.split)
+    half = end - start
+    return first != second or (half == match.columns and (first, start, 2 * half) in match.split)
 
 
 def _all_columns(match: Match) -> bool:
@@ -56,12 +58,20 @@ def check_parts(match: Match) -> None:
     if len(ranges) > MAX_PARTS:
         raise NotFusable("too_many_parts", match.label, f"{len(ranges)} column ranges; a kernel takes {MAX_PARTS}")
     packed = {product.n for product, _ in ranges if product.n != columns}
-    if len(packed) > 1 or any(product.n % columns or start % columns for product, start in ranges):
-        texts = ", ".join(f"[{start}:{start + columns}] of {product.n}" for product, start in ranges)
+    if len(packed) > 1 or any(not _is_part(product, start, columns) for product, start in ranges):
+        texts = ", ".join(f"{columns} from {start} on of {product.n}" for product, start in ranges)
         raise NotFusable("not_equal_parts", match.label, f"the columns {texts} are not equal parts")
-    if any(columns * len(out.refs) not in (columns, *packed) for out in match.exits):
+    if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.exits):
         raise NotFusable("not_equal_parts", match.label, "stores a value that is neither a part nor all of the product")
     for leaf in match.reads:
         split_alike = match.operands[leaf.operand].columns in (columns, *packed)
-        if leaf.offset is not None and (leaf.offset % columns or not split_alike):
+        if leaf.offset is not None and not (split_alike and _is_start(leaf.offset, columns)):
             raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
+
+
+def _is_part(product: Product, start: int, columns: int | str) -> bool:
+    return count_of(product.n, columns) > 0 and _is_start(start, columns)
+
+
+def _is_start(start: int, columns: int | str) -> bool:
+    return start == 0 or (isinstance(columns, int) and start % columns == 0)

@@ -1,56 +1,36 @@
-"""Anchors: a MatMul, Gemm, FusedMatMul or FusedGemm, `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[k, n]`.
+"""Anchors: whatever computes `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[..., k, n]`.
 
-lhs is read as it lies: views that nothing but products reads, as those that merge the heads of an attention, become
-part of the fusion where the kernels can walk the tensor before them.
+MatMul, Gemm, FusedMatMul and FusedGemm do; either side may be a constant, and either may have the batch dimensions of
+the output, all of them or some. An Einsum of two inputs and a pointwise convolution have their dimensions in another
+order. A convolution's weight `[m, k]` is the lhs, so that what the kernel reads and writes is contiguous along n, the
+positions of an image; only where its channels are split are they the columns, because parts are columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BY_ONNX, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph import Graph, Size, node_label
+from onnxfuse.graph import Graph, node_label
 from onnxfuse.operators import qualified_op
+from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_walkable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.pointwise import POINTWISE
-from onnxfuse.patterns.views import (
-    VIEWS,
-    Dim,
-    FallbackShape,
-    Piece,
-    View,
-    axis_view,
-    extent,
-    fallback_shape,
-    refined,
-    viewed,
-)
+from onnxfuse.patterns.sources import ANCHORS, InputView, Source, is_stored, sources
+from onnxfuse.patterns.views import COLUMNS, Base, Dim, Piece, View, extent
 
-ANCHORS = frozenset({"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm"})
 QUANTIZED = frozenset(
     {
         *("MatMulInteger", "QLinearMatMul", "com.microsoft::DynamicQuantizeMatMul"),
         *("com.microsoft::MatMulIntegerToFloat", "com.microsoft::MatMulNBits"),
     }
 )
-UNSUPPORTED = {"Einsum": "an Einsum", "Conv": "a pointwise convolution"}
-MAX_WEIGHT_NODES = 8
-STAGE_DEPTH = 64  # columns of lhs that a kernel loads at once; where heads are narrower, merging them is left outside
-MOST_GROUPS = 2  # neighbouring axes of lhs that one stride walks: k in two levels, the rows as a batch and an m
 
-
-@dataclass(frozen=True)
-class LhsView:
-    """A node that only regroups lhs; `shape` replaces the shape that a Reshape reads, if the run computes that."""
-
-    node: gs.Node
-    shape: FallbackShape | None
-
-
+BATCHES = "abcdefghij"  # labels of batch dimensions
 Activation = Callable[[EpilogueGraph, Ref], Ref]
 
 
@@ -60,35 +40,38 @@ class Product:
 
     Attributes:
         node: the MatMul or Gemm.
-        lhs: name of the activation, `[..., m, k]` or what views make that of.
-        rhs: name of the weight, `[k, n]` or `[n, k]`.
-        rhs_order: `kn` or `nk`.
-        lhs_view: dimensions of lhs, in pieces of its axes.
-        row_view: the output's dimensions but the last, likewise.
-        k_view: the contracted dimension.
-        views: nodes between lhs and the product, the first one first, with what replaces each one's shape.
-        rows: sizes of the output's dimensions but the last.
-        k, n: sizes.
+        lhs: name of the left-hand side; `rhs` likewise.
+        is_weight: rhs is a constant matrix: products with the same lhs may be parts of one fusion.
+        lhs_view: dimensions of lhs, in pieces of its axes; `rhs_view` likewise, in pieces of those and of columns.
+        out_view: the output's dimensions.
+        row_view: those of them that are not columns.
+        columns: the pieces of the others.
+        k: the contracted pieces.
+        base: the input whose dimensions a fallback may take for shapes.
+        views: nodes between both inputs and the product, with what replaces each one's shape.
+        stored_nodes: nodes between a constant and the product, which others may need as well.
         bias: name of Gemm's third input, if it has one.
+        biased: the output's last dimensions, those that the bias has.
         alpha, beta: Gemm's factors.
         activation: what FusedGemm applies to its result.
-        weight_nodes: what stands between the weight and the product: Identity and Transpose, which is the other order.
     """
 
     node: gs.Node
     dtype: DType
     lhs: str
     rhs: str
-    rhs_order: str
+    is_weight: bool
     lhs_view: View
+    rhs_view: View
+    out_view: View
     row_view: View
-    k_view: Dim
-    views: tuple[LhsView, ...]
-    rows: tuple[Size, ...]
-    k: int
-    n: int
-    weight_nodes: tuple[gs.Node, ...] = ()
+    columns: Dim
+    k: Dim
+    base: Base
+    views: tuple[InputView, ...] = ()
+    stored_nodes: tuple[gs.Node, ...] = ()
     bias: str | None = None
+    biased: View = ()
     alpha: float = 1.0
     beta: float = 1.0
     activation: Activation | None = None
@@ -96,7 +79,7 @@ class Product:
     @property
     def copied(self) -> tuple[gs.Node, ...]:
         """Nodes before the product that a fallback needs as well."""
-        return (*(view.node for view in self.views), *self.weight_nodes)
+        return (*(view.node for view in self.views), *self.stored_nodes)
 
     @property
     def label(self) -> str:
@@ -108,11 +91,16 @@ class Product:
         """Name of the product's output."""
         return str(self.node.outputs[0].name)
 
+    @property
+    def n(self) -> int | str:
+        """Number of columns; a symbol where only the run knows it."""
+        return extent(self.columns)
+
 
 def is_anchor(node: gs.Node) -> bool:
     """Whether a node is a product, so that it is fused or listed with a reason."""
     op = qualified_op(node)
-    return op in ANCHORS or op in QUANTIZED or op == "Einsum" or (op == "Conv" and _is_pointwise(node))
+    return (op in ANCHORS and (op != "Conv" or _is_pointwise(node))) or op in QUANTIZED
 
 
 def _is_pointwise(conv: gs.Node) -> bool:
@@ -125,63 +113,130 @@ def _is_pointwise(conv: gs.Node) -> bool:
 
 def _check_form(node: gs.Node) -> None:
     op = qualified_op(node)
-    if op in UNSUPPORTED:
-        raise NotFusable("unsupported_product", node_label(node), f"{UNSUPPORTED[op]}, which no kernel computes")
     if op in QUANTIZED:
         raise NotFusable("quantized", node_label(node), f"{op} of quantised tensors")
+    if op == "Einsum" and len(node.inputs) != 2:
+        raise NotFusable("unsupported_product", node_label(node), f"an Einsum of {len(node.inputs)} inputs")
+    if node.attrs.get("transBatchA", 0) or node.attrs.get("transBatchB", 0):
+        raise NotFusable("batch_transposed", node_label(node), "FusedMatMul with its batch behind its rows")
 
 
-def _check_not_quantized(node: gs.Node, *tensors: gs.Tensor) -> None:
-    for tensor in tensors:
+def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
+    for tensor in (*node.inputs[:2], *(graph.tensor(source.name) for source in inputs)):
         if tensor.inputs and tensor.inputs[0].op == "DequantizeLinear":
             raise NotFusable("quantized", node_label(node), f"{tensor.name!r} comes from a DequantizeLinear")
 
 
-def without_views(product: Product) -> Product:
-    """The same product with lhs as it lies behind its views."""
-    own = axis_view((*product.rows, product.k), "x")
-    name = str(product.node.inputs[0].name)
-    return replace(product, lhs=name, lhs_view=own, row_view=own[:-1], k_view=own[-1], views=())
-
-
-def read_product(graph: Graph, node: gs.Node) -> Product:
+def read_product(graph: Graph, node: gs.Node, through_views: bool = True) -> Product:
     """Understand an anchor.
+
+    Args:
+        graph: that the node is of.
+        node: the anchor.
+        through_views: read the inputs through the views before them where a kernel can.
 
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
-    _check_form(node)
-    lhs, weight_nodes = node.inputs[0].name, _weight_nodes(node.inputs[1])
-    weight = weight_nodes[-1].inputs[0] if weight_nodes else node.inputs[1]
-    rhs = str(weight.name)
-    _check_not_quantized(node, node.inputs[0], weight)
-    if not graph.is_initializer(rhs) and not (weight.inputs and weight.inputs[0].op == "Constant"):
-        raise NotFusable("weight_not_constant", node_label(node), f"the right-hand side {rhs!r} is not an initializer")
-    dtype = _common_dtype(graph, node, lhs, rhs)
-    lhs_shape, rhs_shape = graph.shape(lhs), graph.shape(rhs)
-    if rhs_shape is None or len(rhs_shape) != 2 or not all(isinstance(size, int) and size > 0 for size in rhs_shape):
-        raise NotFusable("weight_not_a_matrix", node_label(node), f"the weight {rhs!r} has shape {_text(rhs_shape)}")
-    if lhs_shape is None or len(lhs_shape) < 2:
-        raise NotFusable("unknown_rank", node_label(node), f"the input {lhs!r} has shape {_text(lhs_shape)}")
-    if node.attrs.get("transA", 0):
-        raise NotFusable("lhs_transposed", node_label(node), f"{node.op} with transA=1: k is not contiguous")
-    if node.attrs.get("transBatchA", 0) or node.attrs.get("transBatchB", 0):
-        raise NotFusable("batch_transposed", node_label(node), "FusedMatMul with its batch behind its rows")
-    turns = sum(view.op == "Transpose" for view in weight_nodes) + bool(node.attrs.get("transB", 0))
-    transposed = turns % 2 == 1
-    first, second = (int(size) for size in rhs_shape if isinstance(size, int))
-    k, n = (second, first) if transposed else (first, second)
-    if isinstance(lhs_shape[-1], int) and lhs_shape[-1] != k:
-        raise NotFusable("invalid_model", node_label(node), f"k is {lhs_shape[-1]} in {lhs!r} and {k} in {rhs!r}")
+    try:
+        _check_form(node)
+        return _read(graph, node, through_views)
+    except NotFusable as refusal:
+        raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
+
+
+def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
+    dtype = _common_dtype(graph, node)
+    lhs, rhs, found = _walkable(graph, node, through_views)
+    _check_not_quantized(graph, node, lhs, rhs)
     has_bias = len(node.inputs) > 2 and not node.inputs[2].is_empty()
-    source = _read_lhs(graph, node.inputs[0], lhs_shape, k)
+    is_weight = _is_constant(graph, rhs)
+    if not is_weight and extent(found.k) == 1:
+        raise NotFusable("outer_product", node_label(node), "k is 1, so that there is nothing to sum")
     return Product(
-        node, dtype, source.name, rhs, "nk" if transposed else "kn", source.view, source.seen[:-1], source.seen[-1],
-        source.nodes, lhs_shape[:-1], k, n, weight_nodes,
-        bias=str(node.inputs[2].name) if has_bias else None,
+        node, dtype, lhs.name, rhs.name, is_weight, found.lhs, found.rhs, found.out, found.rows,
+        found.columns or (Piece(COLUMNS, 1),), found.k, _base(graph, lhs, rhs, found),
+        (*lhs.views, *rhs.views), (*lhs.copied, *rhs.copied),
+        bias=str(node.inputs[2].name) if has_bias else None, biased=found.out[1:2] if node.op == "Conv" else found.out,
         alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
         activation=_activation(node),
     )  # fmt: skip
+
+
+def _walkable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source, Source, Contraction]:
+    """Both inputs through as many views as a kernel can walk, and the axes that they share."""
+    form = FORMS.get(node.op, _matrices)
+    first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
+    rights = list(sources(graph, node.inputs[second], "y", 1, through_views))
+    lefts = list(sources(graph, node.inputs[first], "x", 0, through_views))
+    pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
+    for lhs, rhs in pairs[:-1]:
+        try:
+            found = contract(lhs, rhs, form(node, len(lhs.seen), len(rhs.seen)))
+        except NotFusable:
+            continue
+        if is_walkable(found):
+            return lhs, rhs, found
+    lhs, rhs = pairs[-1]
+    return lhs, rhs, contract(lhs, rhs, form(node, len(lhs.seen), len(rhs.seen)))
+
+
+def _matrices(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+    """The dimensions of a MatMul or Gemm: a batch of matrices each, or a vector."""
+    first = "k" if lhs_rank == 1 else "km" if node.attrs.get("transA", 0) else "mk"
+    second = "k" if rhs_rank == 1 else "nk" if node.attrs.get("transB", 0) else "kn"
+    batches = max(lhs_rank - len(first), rhs_rank - len(second))
+    batch = BATCHES[:batches]
+    if batches > len(batch):
+        raise NotFusable("rank_too_high", node_label(node), f"the product has {batches} batch dimensions")
+    lhs, rhs = batch[batches - lhs_rank + len(first) :] + first, batch[batches - rhs_rank + len(second) :] + second
+    return Labels(lhs, rhs, batch + first.replace("k", "") + second.replace("k", ""))
+
+
+def _image(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+    """The dimensions of a pointwise convolution; the weight has one of size 1 for each of an image."""
+    positions = "hwd"[: lhs_rank - 2]
+    if lhs_rank != rhs_rank or len(positions) != lhs_rank - 2:
+        raise NotFusable("unknown_rank", node_label(node), f"an input of rank {rhs_rank}, a weight of rank {lhs_rank}")
+    ones = positions.upper()
+    if _splits_channels(node):
+        return Labels("bk" + positions, "nk" + ones, "bn" + positions)
+    return Labels("mk" + ones, "bk" + positions, "bm" + positions)
+
+
+def _splits_channels(conv: gs.Node) -> bool:
+    """Whether somebody takes ranges of what a convolution makes: of its channels, one may hope."""
+    return any(reader.op in ("Split", "Slice", "SplitToSequence") for reader in conv.outputs[0].outputs)
+
+
+def _einsum(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+    """The dimensions of an Einsum, which sums over dimensions of both inputs."""
+    terms, arrow, out = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
+    lhs, _, rhs = terms.partition(",")
+    if not arrow:
+        out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
+    summed = (set(lhs) | set(rhs)) - set(out)
+    known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
+    ranks = (len(lhs), len(rhs)) == (lhs_rank, rhs_rank)
+    if not known or not ranks or not summed or summed - (set(lhs) & set(rhs)) or set(out) - set(lhs + rhs):
+        detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
+        raise NotFusable("unsupported_product", node_label(node), detail)
+    return Labels(lhs, rhs, out)
+
+
+FORMS: dict[str, Callable[[gs.Node, int, int], Labels]] = {"Conv": _image, "Einsum": _einsum}
+"""Op -> the labels of its dimensions, given the ranks of lhs and rhs; others multiply matrices."""
+
+
+def _is_constant(graph: Graph, source: Source) -> bool:
+    return not source.views and is_stored(graph, graph.tensor(source.name))
+
+
+def _base(graph: Graph, lhs: Source, rhs: Source, found: Contraction) -> Base:
+    """The input that only the run knows."""
+    if _is_constant(graph, lhs):
+        return Base(rhs.name, found.rhs, 1)
+    return Base(lhs.name, found.lhs, 0)
 
 
 def _activation(node: gs.Node) -> Activation | None:
@@ -197,107 +252,9 @@ def _activation(node: gs.Node) -> Activation | None:
     return lambda graph, ref: lower(graph, [ref], attributes)
 
 
-def _weight_nodes(tensor: gs.Tensor) -> tuple[gs.Node, ...]:
-    """The views of a weight, from the product backwards."""
-    nodes: list[gs.Node] = []
-    while tensor.inputs and tensor.inputs[0].op in ("Identity", "Transpose") and len(nodes) < MAX_WEIGHT_NODES:
-        nodes.append(tensor.inputs[0])
-        tensor = tensor.inputs[0].inputs[0]
-    return tuple(nodes)
-
-
-@dataclass(frozen=True)
-class _Lhs:
-    """A tensor, and how the product sees it through views."""
-
-    name: str
-    view: View
-    seen: View
-    nodes: tuple[LhsView, ...]
-
-
-def _read_lhs(graph: Graph, tensor: gs.Tensor, shape: tuple[Size, ...], k: int) -> _Lhs:
-    """The product's input through as many views as a kernel can walk."""
-    chain = _views_before(graph, tensor)
-    for first in range(len(chain)):
-        try:
-            found = _through(graph, chain[first:])
-        except NotFusable:
-            continue
-        if extent(found.seen[-1]) == k and len(found.seen) == len(shape) and _is_walkable(found):
-            return found
-    own = axis_view((*shape[:-1], k), "x")
-    return _Lhs(str(tensor.name), own, own, ())
-
-
-def _views_before(graph: Graph, tensor: gs.Tensor) -> list[gs.Node]:
-    """Views that feed only products through this tensor, and shape arithmetic; the first one first."""
-    chain: list[gs.Node] = []
-    while len(tensor.inputs) == 1 and _feeds_only(graph, tensor, chain[0] if chain else None):
-        node = tensor.inputs[0]
-        if qualified_op(node) not in VIEWS or graph.is_initializer(tensor.name):
-            break
-        chain.insert(0, node)
-        tensor = node.inputs[0]
-    return chain
-
-
-def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
-    """Whether nobody reads a value but one view or, as their lhs, products; what reads its shape dies with them."""
-    readers = [reader for reader in tensor.outputs if reader.op != "Shape"]
-    expected = (reader is view or (view is None and qualified_op(reader) in ANCHORS) for reader in readers)
-    return all(expected) and not graph.is_escaping(tensor.name)
-
-
-def _through(graph: Graph, chain: list[gs.Node]) -> _Lhs:
-    name = str(chain[0].inputs[0].name)
-    shape = graph.shape(name)
-    if shape is None or graph.is_initializer(name):
-        raise NotFusable("unknown_rank", "", f"the input {name!r} has shape {_text(shape)}")
-    own = view = axis_view(shape, "x")
-    nodes = []
-    for node in chain:
-        before, view = view, viewed(graph, node, view)
-        nodes.append(LhsView(node, fallback_shape(graph, node, before, view, (name, own))))
-    return _Lhs(name, own, view, tuple(nodes))
-
-
-def _is_walkable(lhs: _Lhs) -> bool:
-    """Whether its innermost axis is k's, in at most two groups of pieces, and its rows a batch and an m."""
-    order = [piece for dim in refined(lhs.view, lhs.seen) for piece in dim if piece.size != 1]
-    k = [piece for piece in lhs.seen[-1] if piece.size != 1]
-    rows = [piece for dim in lhs.seen[:-1] for piece in dim if piece.size != 1]
-    if not k or order[-1] != k[-1] or max(_groups(order, k), _groups(order, rows)) > MOST_GROUPS:
-        return False
-    return _groups(order, k) == 1 or _run(order, k) % STAGE_DEPTH == 0
-
-
-def _run(order: list[Piece], pieces: list[Piece]) -> int:
-    """Steps of the innermost group: the product of the pieces that end the tensor's own order."""
-    run = 1
-    for own, piece in zip(reversed(order), reversed(pieces), strict=False):
-        if own != piece or isinstance(piece.size, str):
-            break
-        run *= piece.size
-    return run
-
-
-def _groups(order: list[Piece], pieces: list[Piece]) -> int:
-    """How many runs of neighbours, in the tensor's own order, some pieces are."""
-    return sum(
-        index == 0 or order.index(piece) != order.index(pieces[index - 1]) + 1 for index, piece in enumerate(pieces)
-    )
-
-
-def _common_dtype(graph: Graph, node: gs.Node, lhs: str, rhs: str) -> DType:
-    numbers = {graph.dtype(lhs), graph.dtype(rhs)}
+def _common_dtype(graph: Graph, node: gs.Node) -> DType:
+    numbers = {graph.dtype(tensor.name) for tensor in node.inputs[:2]}
     (number,) = numbers if len(numbers) == 1 else (None,)
     if number not in BY_ONNX:
         raise NotFusable("unsupported_dtype", node_label(node), f"ONNX element types {sorted(map(str, numbers))}")
     return BY_ONNX[number]
-
-
-def _text(shape: tuple[Size, ...] | None) -> str:
-    if shape is None:
-        return "of unknown rank"
-    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"

@@ -17,7 +17,8 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size
 
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
-COLUMNS = "n"  # the axis of a product's columns; its others are dimensions of lhs
+COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs
+REPEATED = "~"  # begins the name of an axis along which an Expand repeats its input
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,13 @@ def _take(pieces: list[Piece], size: Size) -> Dim:
         if not pieces:
             raise NotFusable("reshape_does_not_factor", "", "reshapes across the axes of the product")
         if symbolic.divide(size, pieces[0].size) is None:
-            pieces[:1] = _split(pieces[0], size)
+            pieces[:1] = split(pieces[0], size)
         taken.append(pieces.pop(0))
         size = symbolic.divide(size, taken[-1].size)
     return _joined(taken)
 
 
-def _split(piece: Piece, size: Size) -> tuple[Piece, Piece]:
+def split(piece: Piece, size: Size) -> tuple[Piece, Piece]:
     """A piece in two, the outer one of the given size."""
     if isinstance(piece.size, str) or not isinstance(size, int) or piece.size % size:
         raise NotFusable("reshape_does_not_factor", "", "reshapes across the axes of the product")
@@ -135,9 +136,14 @@ def cut(piece: Piece, places: Iterable[int]) -> list[Piece]:
     return parts or [piece]
 
 
+def is_column(piece: Piece) -> bool:
+    """Whether a piece is of a product's columns."""
+    return piece.axis.startswith(COLUMNS)
+
+
 def columns_dim(view: View) -> int | None:
     """The dimension that is all columns and nothing else; None where they are split or grouped."""
-    found = [index for index, dim in enumerate(view) if any(piece.axis == COLUMNS for piece in dim)]
+    found = [index for index, dim in enumerate(view) if any(map(is_column, dim))]
     whole = len(found) == 1 and len(view[found[0]]) == 1 and view[found[0]][0].step == 1
     return found[0] if whole else None
 
@@ -154,30 +160,41 @@ class FallbackShape:
 
     Attributes:
         entries: as Reshape reads them: 0 keeps a dimension, -1 is the one that is left.
-        of_lhs: for each entry, the dimension of lhs that is taken instead; None for the entry itself.
+        of_base: for each entry, the dimension of an input that is taken instead; None for the entry itself.
+        base: which of the fusion's inputs.
     """
 
     entries: tuple[int, ...]
-    of_lhs: tuple[int | None, ...]
+    of_base: tuple[int | None, ...]
+    base: int = 0
 
     @property
     def is_constant(self) -> bool:
-        """Whether no dimension of lhs is needed."""
-        return not any(index is not None for index in self.of_lhs)
+        """Whether no dimension of an input is needed."""
+        return not any(index is not None for index in self.of_base)
 
 
-def shape_of(before: View, after: View, lhs: View, prefer_lhs: bool = False) -> FallbackShape | None:
-    """How a Reshape's shape follows from its input's dimensions and those of lhs; None where it does not."""
+@dataclass(frozen=True)
+class Base:
+    """An input of a fusion, whose dimensions a shape may be computed from: its name, its view, its place."""
+
+    name: str
+    view: View
+    index: int = 0
+
+
+def shape_of(before: View, after: View, base: Base, prefer_base: bool = False) -> FallbackShape | None:
+    """How a Reshape's shape follows from its input's dimensions and those of a base; None where it does not."""
     sizes = [extent(dim) for dim in after]
     kept = [index < len(before) and extent(before[index]) == size for index, size in enumerate(sizes)]
     entries = [size if isinstance(size, int) else 0 if keep else -1 for size, keep in zip(sizes, kept, strict=True)]
-    of_lhs: list[int | None] = [None] * len(entries)
-    known = [extent(dim) for dim in lhs]
+    of_base: list[int | None] = [None] * len(entries)
+    known = [extent(dim) for dim in base.view]
     for index, size in enumerate(sizes):
-        wanted = prefer_lhs or (entries.count(-1) > 1 and entries[index] == -1)
+        wanted = prefer_base or (entries.count(-1) > 1 and entries[index] == -1)
         if isinstance(size, str) and wanted and size in known:
-            entries[index], of_lhs[index] = 0, known.index(size)
-    return FallbackShape(tuple(entries), tuple(of_lhs)) if entries.count(-1) <= 1 else None
+            entries[index], of_base[index] = 0, known.index(size)
+    return FallbackShape(tuple(entries), tuple(of_base), base.index) if entries.count(-1) <= 1 else None
 
 
 # ---- ONNX ops
@@ -232,6 +249,26 @@ def _axes(graph: Graph, node: gs.Node, rank: int | None) -> list[int] | None:
     return axes if axes is None or rank is None else [axis % rank for axis in axes]
 
 
+def _expand(graph: Graph, node: gs.Node, view: View) -> View:
+    """Dimensions of size 1 become axes that the tensor itself does not have."""
+    shape = graph.shape(node.outputs[0].name)
+    if shape is None or None in shape:
+        raise NotFusable("unknown_shape", "", "expands to a shape that is not known before the run")
+    padded = ((),) * (len(shape) - len(view)) + view
+    return tuple(
+        _expanded(dim, size, f"{REPEATED}{graph.index(node)}.{index}")
+        for index, (dim, size) in enumerate(zip(padded, shape, strict=True))
+    )
+
+
+def _expanded(dim: Dim, size: Size, axis: str) -> Dim:
+    if extent(dim) == size:
+        return dim
+    if extent(dim) != 1 or size is None:
+        raise NotFusable("unknown_shape", "", "expands a dimension that is not provably of size 1")
+    return (Piece(axis, size),)
+
+
 VIEWS: dict[str, Callable[[Graph, gs.Node, View], View]] = {
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -242,33 +279,44 @@ VIEWS: dict[str, Callable[[Graph, gs.Node, View], View]] = {
 """ONNX op -> the view of its output, given that of its first input; NotFusable says why there is none."""
 
 
+INPUT_VIEWS = VIEWS | {"Expand": _expand}
+"""The same of nodes before a product, which may repeat what it reads."""
+
+
 def viewed(graph: Graph, node: gs.Node, view: View) -> View:
-    """The view behind a node of the table.
+    """The view behind a node of the tables.
 
     Raises:
         NotFusable: what it does is not known before the run, or is no view.
     """
-    return VIEWS[node.op](graph, node, view)
+    return INPUT_VIEWS[node.op](graph, node, view)
 
 
-def fallback_shape(
-    graph: Graph, node: gs.Node, before: View, after: View, lhs: tuple[str, View]
-) -> FallbackShape | None:
-    """The shape of a Reshape that computes it from elsewhere; None where its own input will do.
+def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base: Base) -> FallbackShape | None:
+    """The shape of a Reshape or Expand that computes it from elsewhere; None where its own input will do.
 
-    Where the model computes it from lhs, so does the fallback: for 16-bit values ONNX Runtime's CPU provider rounds
-    differently where a value has one reader less. `lhs` is the name and the view of the product's input.
+    Where the model computes it from the product's input, so does the fallback: for 16-bit values ONNX Runtime's CPU
+    provider rounds differently where a value has one reader less.
 
     Raises:
-        NotFusable: it does not follow from the sizes of lhs.
+        NotFusable: it does not follow from the sizes of the product's input.
     """
-    if node.op != "Reshape" or graph.known_integers(node.inputs[1]) is not None:
+    if node.op not in ("Reshape", "Expand") or graph.known_integers(node.inputs[1]) is not None:
         return None
-    name, view = lhs
-    shape = shape_of(before, after, view, _reads_shape(node.inputs[1], name))
+    if node.op == "Expand":
+        return _repeats(after, base)
+    shape = shape_of(before, after, base, _reads_shape(node.inputs[1], base.name))
     if shape is None:
         raise NotFusable("unknown_shape", "", "reshapes to several sizes that only the run knows")
     return shape
+
+
+def _repeats(after: View, base: Base) -> FallbackShape:
+    """The shape of an Expand: 1 keeps a dimension."""
+    repeated = [dim[0].size if dim and dim[0].axis.startswith(REPEATED) else 1 for dim in after]
+    if any(isinstance(size, str) for size in repeated):
+        raise NotFusable("unknown_shape", "", "repeats its input as often as only the run knows")
+    return FallbackShape(tuple(int(size) for size in repeated), (None,) * len(repeated), base.index)
 
 
 def _reads_shape(tensor: gs.Tensor, name: str) -> bool:

@@ -14,14 +14,16 @@ struct OnnxfuseTensor {
   long long column_stride;
 };
 
-// The outer level of a tensor whose rows or columns no single stride walks, as those of a head-split output: `rows` rows
-// lie row_stride of the tensor apart, and the next `rows` begin row_stride of this struct behind them. A kernel looks
-// at it only for the tensors that it was compiled to walk in two levels.
+// The outer level of a tensor whose rows, columns or batches no single stride walks, as those of a head-split output:
+// `rows` rows lie row_stride of the tensor apart, and the next `rows` begin row_stride of this struct behind them. A
+// kernel looks at it only for the tensors that it was compiled to walk in two levels.
 struct OnnxfuseOuter {
   long long row_stride;
   long long column_stride;
+  long long batch_stride;
   int rows;
   int columns;
+  int batches;
 };
 
 struct OnnxfuseArguments {

@@ -17,11 +17,12 @@ __device__ __forceinline__ long long steps(int index, long long stride, int run,
   }
 }
 
-// One element of a load or an output; `rows` and `columns` may be walked in two levels, the batch never is.
+// One element of a load or an output; each loop may be walked in two levels.
 template <typename Access>
 __device__ __forceinline__ typename Access::Type* element_of(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
                                                              int batch, int row, int column) {
-  return static_cast<typename Access::Type*>(tensor.pointer) + batch * tensor.batch_stride +
+  return static_cast<typename Access::Type*>(tensor.pointer) +
+         steps<Access::OUTER_BATCH>(batch, tensor.batch_stride, outer.batches, outer.batch_stride) +
          steps<Access::OUTER_ROWS>(row, tensor.row_stride, outer.rows, outer.row_stride) +
          steps<Access::OUTER_COLUMNS>(column, tensor.column_stride, outer.columns, outer.column_stride);
 }

@@ -194,8 +194,8 @@ struct Loop {
 };
 
 LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const std::vector<Group>& dims,
-                           const Reference& reference, const Loop& row_loop, const Loop& column_loop, void* base,
-                           int64_t bytes, const Place& tensor) {
+                           const Reference& reference, int batch_levels, const Loop& row_loop, const Loop& column_loop,
+                           void* base, int64_t bytes, const Place& tensor) {
   const Group &rows = row_loop.axes, &columns = column_loop.axes;
   const Sizes strides = strides_of(contract, dims, sizes);
   check_walked(contract, dims, sizes, reference, {&contract.batch, &rows, &columns}, tensor);
@@ -205,11 +205,13 @@ LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const s
   result.pointer = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base) + offset * bytes);
   const Walk row = walk_of(contract, rows, sizes, strides, row_loop.most_levels, tensor);
   const Walk column = walk_of(contract, columns, sizes, strides, column_loop.most_levels, tensor);
-  result.batch_stride = walk_of(contract, contract.batch, sizes, strides, 1, tensor).stride;
+  const Walk batch = walk_of(contract, contract.batch, sizes, strides, batch_levels, tensor);
+  result.batch_stride = batch.stride;
   result.row_stride = row.stride;
   result.column_stride = column.stride;
   // Runs are no longer than their loop, which set_problem found to fit.
-  return {result, {row.outer_stride, column.outer_stride, static_cast<int>(row.run), static_cast<int>(column.run)}};
+  return {result, {row.outer_stride, column.outer_stride, batch.outer_stride, static_cast<int>(row.run),
+                   static_cast<int>(column.run), static_cast<int>(batch.run)}};
 }
 
 int extent(const Group& group, const Sizes& sizes, const char* name) {
@@ -314,28 +316,29 @@ void set_problem(const Contract& contract, const Sizes& sizes, OnnxfuseArguments
 
 void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector<void*>& inputs,
                  const std::vector<void*>& outputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
-  const auto read = [&](const Reference& reference, const Loop& rows, const Loop& columns, int64_t size) {
-    return make_tensor(contract, sizes, contract.inputs[reference.tensor], reference, rows, columns,
+  const auto read = [&](const Reference& reference, int batch_levels, const Loop& rows, const Loop& columns,
+                        int64_t size) {
+    return make_tensor(contract, sizes, contract.inputs[reference.tensor], reference, batch_levels, rows, columns,
                        inputs[reference.tensor], size, Place{"input", static_cast<size_t>(reference.tensor)});
   };
   const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
   if (contract.has_product()) {
-    const LevelledTensor lhs = read(contract.lhs, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
+    const LevelledTensor lhs = read(contract.lhs, 1, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
     arguments->lhs = lhs.tensor;
     arguments->lhs_outer = lhs.outer;
   }
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    arguments->rhs[i] = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]).tensor;
+    arguments->rhs[i] = read(contract.rhs[i], 1, {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]).tensor;
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
-    const LevelledTensor load = read(contract.loads[i], m, n, bytes.loads[i]);
+    const LevelledTensor load = read(contract.loads[i], kMostLevels, m, n, bytes.loads[i]);
     arguments->loads[i] = load.tensor;
     arguments->loads_outer[i] = load.outer;
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
     const Reference& reference = contract.outs[i];
     const Place place{"output", static_cast<size_t>(reference.tensor)};
-    const LevelledTensor out = make_tensor(contract, sizes, contract.outputs[reference.tensor], reference, m, n,
+    const LevelledTensor out = make_tensor(contract, sizes, contract.outputs[reference.tensor], reference, kMostLevels, m, n,
                                            outputs[reference.tensor], bytes.outs[i], place);
     arguments->outs[i] = out.tensor;
     arguments->outs_outer[i] = out.outer;

@@ -1,0 +1,211 @@
+"""Two tensors with labelled dimensions -> the axes that they share: what MatMul, Gemm, Einsum and Conv have in common.
+
+    lhs  b h m k       a label of both that the output lacks is contracted; one of both that it has is a batch
+    rhs  b h k n       a label of one tensor alone belongs to the rows (lhs) or to the columns (rhs)
+    out  b h m n       a dimension of size 1, or one that an Expand made, has no axis: the tensor is broadcast along it
+
+Axes carry the names of lhs; those of rhs alone are columns, or rows where they come before all that lhs has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.patterns.sources import Source
+from onnxfuse.patterns.views import COLUMNS, REPEATED, Dim, Piece, View, refined, split
+
+STAGE_DEPTH = 64  # columns of lhs that a kernel loads at once; where heads are narrower, merging them is left outside
+MOST_GROUPS = 2  # neighbouring axes of lhs that one stride walks: k in two levels, the rows as a batch and an m
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The dimensions of a product, by name: `bmk`, `kn`, `bmn`."""
+
+    lhs: str
+    rhs: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """Views of both tensors and of the output over common axes.
+
+    Attributes:
+        lhs: dimensions of the tensor itself, before its views; likewise `rhs`.
+        out: dimensions of the output.
+        rows: those of them that are not columns; `columns` the others.
+        k: the contracted axes.
+    """
+
+    lhs: View
+    rhs: View
+    out: View
+    rows: View
+    columns: Dim
+    k: Dim
+
+
+_Names = dict[Piece, Dim]  # what a piece of a tensor's own axes is called in the product
+
+
+def contract(lhs: Source, rhs: Source, labels: Labels) -> Contraction:
+    """Give every dimension its axes.
+
+    Raises:
+        NotFusable: two dimensions of one label are not provably equal, or cut differently.
+    """
+    left, right = dict(zip(labels.lhs, lhs.seen, strict=True)), dict(zip(labels.rhs, rhs.seen, strict=True))
+    names: tuple[_Names, _Names] = ({}, {})
+    contracted = [label for label in labels.lhs if label in labels.rhs and label not in labels.out]
+    k = tuple(piece for label in contracted for piece in _met(left[label], right[label], names, True))
+    dims = {label: _met(left.get(label), right.get(label), names, False) for label in labels.out}
+    first = min((place for place, label in enumerate(labels.out) if label in left), default=len(labels.out) - 1)
+    column_labels = [label for label in labels.out[max(first, 0) :] if label not in left]
+    dims |= _columns({label: dims[label] for label in column_labels}, names[1])
+    return Contraction(
+        lhs=_named(lhs, names[0]),
+        rhs=_named(rhs, names[1]),
+        out=tuple(dims[label] for label in labels.out),
+        rows=tuple(dims[label] for label in labels.out if label not in column_labels),
+        columns=tuple(piece for label in column_labels for piece in dims[label]),
+        k=k,
+    )
+
+
+def _met(lhs: Dim | None, rhs: Dim | None, names: tuple[_Names, _Names], contracted: bool) -> Dim:
+    """The axes of one label; sizes of a contracted one are equal, or the model is wrong."""
+    if lhs is None or rhs is None:
+        return _real((lhs or ()) + (rhs or ()))
+    if contracted and len(lhs) == len(rhs) == 1:
+        return _unified(lhs[0], rhs[0], names)
+    left, right = ([piece for piece in dim if piece.size != 1] for dim in (lhs, rhs))
+    for own, dim in zip(names, (lhs, rhs), strict=True):
+        own.update({piece: () for piece in dim if piece.size == 1})
+    if not left or not right:
+        return _alone((*left, *right), contracted)
+    found: list[Piece] = []
+    while left and right:
+        size = _smaller(left[-1].size, right[-1].size)
+        found.insert(0, _common(_taken(left, size), _taken(right, size), names))
+    if left or right:
+        raise NotFusable("unknown_broadcast", "", "the sizes of its inputs do not provably agree")
+    return tuple(found)
+
+
+def _alone(pieces: Dim, contracted: bool) -> Dim:
+    """The axes of a label that the other input lacks, or has in size 1."""
+    if contracted and pieces:
+        raise NotFusable("unknown_broadcast", "", f"k is 1 in one input and {pieces[0].size} in the other")
+    return _real(pieces)
+
+
+def _real(pieces: Dim) -> Dim:
+    if any(piece.axis.startswith(REPEATED) for piece in pieces):
+        raise NotFusable("unknown_broadcast", "", "a dimension is repeated that neither input has")
+    return pieces
+
+
+def _unified(left: Piece, right: Piece, names: tuple[_Names, _Names]) -> Dim:
+    """One axis for two that the model says are equal; a number says more than a symbol."""
+    if left.size == right.size:
+        return (_common(left, right, names),)
+    if isinstance(left.size, int) and isinstance(right.size, int):
+        raise NotFusable("invalid_model", "", f"k is {left.size} in one input and {right.size} in the other")
+    whole = replace(left, size=left.size if isinstance(left.size, int) else right.size)
+    names[0][left] = names[1][right] = _real((whole,))
+    return (whole,)
+
+
+def _smaller(left: int | str, right: int | str) -> int | str:
+    if left == right:
+        return left
+    if isinstance(left, str) or isinstance(right, str):
+        raise NotFusable("unknown_broadcast", "", f"sizes of its inputs, {left} and {right}, do not provably agree")
+    return min(left, right)
+
+
+def _taken(pieces: list[Piece], size: int | str) -> Piece:
+    """Take the innermost steps of some pieces."""
+    own = pieces.pop()
+    if own.size == size:
+        return own
+    if isinstance(own.size, str) or isinstance(size, str) or own.size % size:
+        raise NotFusable("unknown_broadcast", "", f"sizes of its inputs, {own.size} and {size}, do not agree")
+    outer, inner = split(own, own.size // size)
+    pieces.append(outer)
+    return inner
+
+
+def _common(left: Piece, right: Piece, names: tuple[_Names, _Names]) -> Piece:
+    """The axis of both, which one of them may lack."""
+    common = right if left.axis.startswith(REPEATED) else left
+    _real((common,))
+    names[0][left] = (common,) if common is left else ()
+    names[1][right] = () if right.axis.startswith(REPEATED) else (common,)
+    return common
+
+
+def _columns(dims: dict[str, Dim], names: _Names) -> dict[str, Dim]:
+    """Columns get axes of their own: one, which may be split into parts, or several."""
+    pieces = [piece for dim in dims.values() for piece in dim]
+    if len(dims) == 1 and len(pieces) <= 1:
+        called = {piece: Piece(COLUMNS, piece.size) for piece in pieces}
+    else:
+        called = {piece: Piece(f"{COLUMNS}{index}", piece.size) for index, piece in enumerate(pieces)}
+    names.update({piece: (called[piece],) for piece in pieces})
+    return {label: tuple(called[piece] for piece in dim) for label, dim in dims.items()}
+
+
+def _named(source: Source, names: _Names) -> View:
+    own = refined(source.view, (tuple(names),))
+    return tuple(tuple(name for piece in dim for name in names.get(piece, (piece,))) for dim in own)
+
+
+# ---- what kernels walk
+
+
+def is_walkable(found: Contraction) -> bool:
+    """Whether the kernels read both tensors where they lie.
+
+    The innermost axis of lhs is k's, in at most two groups of neighbours, or the rows'. Its rows are a batch and an m;
+    those that rhs has too are the batch. Batch, k and columns of rhs are a group each.
+    """
+    every = (*found.lhs, *found.rhs, *found.rows, found.k)
+    lhs, rhs, rows, k = (_order(refined(view, every)) for view in (found.lhs, found.rhs, found.rows, (found.k,)))
+    shared = [piece for piece in rows if piece in rhs]
+    own = [piece for piece in rows if piece in lhs and piece not in rhs]
+    columns = [piece for piece in rhs if piece not in k and piece not in rows]
+    return _is_lhs_walkable(lhs, k, [piece for piece in shared if piece in lhs], own) and all(
+        _groups(rhs, pieces) <= 1 for pieces in (k, columns, shared)
+    )
+
+
+def _is_lhs_walkable(lhs: list[Piece], k: list[Piece], shared: list[Piece], own: list[Piece]) -> bool:
+    if not k or _groups(lhs, shared) > 1 or _groups(lhs, own) > MOST_GROUPS - bool(shared):
+        return False
+    if lhs[-1] != k[-1] or _groups(lhs, k) == 1:
+        return _groups(lhs, k) == 1
+    return _groups(lhs, k) == MOST_GROUPS and _run(lhs, k) % STAGE_DEPTH == 0
+
+
+def _order(view: View) -> list[Piece]:
+    return [piece for dim in view for piece in dim if piece.size != 1]
+
+
+def _run(order: list[Piece], pieces: list[Piece]) -> int:
+    """Steps of the innermost group: the product of the pieces that end the tensor's own order."""
+    run = 1
+    for own, piece in zip(reversed(order), reversed(pieces), strict=False):
+        if own != piece or isinstance(piece.size, str):
+            break
+        run *= piece.size
+    return run
+
+
+def _groups(order: list[Piece], pieces: list[Piece]) -> int:
+    """How many runs of neighbours, in the tensor's own order, some pieces are."""
+    return sum(
+        index == 0 or order.index(piece) != order.index(pieces[index - 1]) + 1 for index, piece in enumerate(pieces)
+    )

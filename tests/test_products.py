@@ -1,0 +1,347 @@
+"""Products of two computed tensors, constants on the left, inputs read through views: what they become and mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxfuse.device import resolve
+from onnxfuse.fusion import Fusion
+from onnxfuse.pipeline import analyse_model
+from tests.matching import check_meaning, draw, only, refusal
+from tests.onnx_build import Builder, run
+from tests.sweep import rewritten
+
+HEADS, DEPTH, GROUP = 4, 6, 2
+SIZES = {"batch": 2, "rows": 5, "keys": 7, "height": 3, "width": 4}
+Q, K, P = ("batch", HEADS, "rows", DEPTH), ("batch", HEADS, "keys", DEPTH), ("batch", HEADS, "rows", "keys")
+
+
+def scores(b: Builder, q=Q, k=K) -> str:
+    return b("MatMul", b.input("q", q), b("Transpose", b.input("k", k), perm=(0, 1, 3, 2)))
+
+
+def scaled_scores(b: Builder) -> str:
+    return b("Mul", scores(b), b.array(0.5))
+
+
+def masked_scores(b: Builder) -> str:
+    return b("Add", scaled_scores(b), b.input("mask", ("batch", 1, "rows", "keys")))
+
+
+def causal_scores(b: Builder) -> str:
+    return b("Add", b("Div", scores(b), b.array(2.0)), b.input("mask", (1, 1, "rows", "keys")))
+
+
+def padded_scores(b: Builder) -> str:
+    return b("Softmax", b("Add", scores(b), b.input("mask", ("batch", 1, 1, "keys"))))
+
+
+def biased_scores(b: Builder) -> str:
+    """T5's position bias, a tile of every head."""
+    return b("Add", scores(b), b.input("bias", (1, HEADS, "rows", "keys")))
+
+
+def flat_scores(b: Builder) -> str:
+    return b("Tanh", b("MatMul", b.input("q", ("batch", "rows", DEPTH)), b.input("k", ("batch", DEPTH, "keys"))))
+
+
+def attention_out(b: Builder) -> str:
+    t = b("MatMul", b.input("p", P), b.input("v", K))
+    return b("Reshape", b("Transpose", t, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH))
+
+
+def attention_out_of_computed_shape(b: Builder) -> str:
+    p = b.input("p", P)
+    t = b("Transpose", b("MatMul", p, b.input("v", K)), perm=(0, 2, 1, 3))
+    sizes = [b("Gather", b("Shape", p), b.integers(index)) for index in (0, 2)]
+    return b("Reshape", t, b("Concat", *sizes, b.integers(-1), axis=0))
+
+
+def shared_keys(b: Builder) -> str:
+    """One head of keys for all heads of queries."""
+    return b("Relu", b("MatMul", b.input("q", Q), b.input("k", ("batch", 1, DEPTH, "keys"))))
+
+
+def keys_of_all_batches(b: Builder) -> str:
+    return b("Relu", b("MatMul", b.input("q", Q), b.input("k", (HEADS, DEPTH, "keys"))))
+
+
+def queries_of_all_batches(b: Builder) -> str:
+    return b("Relu", b("MatMul", b.input("q", (HEADS, "rows", DEPTH)), b.input("k", ("batch", HEADS, DEPTH, "keys"))))
+
+
+def constant_left(b: Builder) -> str:
+    t = b("MatMul", b.array(draw(8, DEPTH), "weight"), b.input("x", ("batch", DEPTH, "keys")))
+    return b("Add", t, b.array(draw(8, 1, seed=1), "bias"))
+
+
+def constant_left_turned(b: Builder) -> str:
+    t = b("MatMul", b.array(draw(8, DEPTH), "weight"), b.input("x", ("batch", DEPTH, "keys")))
+    return b("Transpose", b("Relu", t), perm=(0, 2, 1))
+
+
+def two_matrices(b: Builder) -> str:
+    return b("Sigmoid", b("Gemm", b.input("x", ("rows", DEPTH)), b.input("y", ("keys", DEPTH)), transB=1, alpha=0.5))
+
+
+def batched_weight(b: Builder) -> str:
+    """A weight of each head."""
+    return b("Relu", b("MatMul", b.input("q", Q), b.array(draw(HEADS, DEPTH, 8), "weight")))
+
+
+def repeated(b: Builder, kv: str, shape: tuple[int, ...] | None = None) -> str:
+    """The heads of keys or values as often as there are queries' heads for each: [b, 2, s, d] -> [b, 4, s, d]."""
+    sizes = [b("Gather", b("Shape", kv), b.integers(index)) for index in (0, 2)]
+    wide = b("Concat", sizes[0], b.integers(HEADS // GROUP, GROUP), sizes[1], b.integers(DEPTH), axis=0)
+    whole = b("Concat", sizes[0], b.integers(HEADS), sizes[1], b.integers(DEPTH), axis=0)
+    return b("Reshape", b("Expand", b("Unsqueeze", kv, b.integers(2)), wide), whole)
+
+
+def grouped_values(b: Builder) -> str:
+    v = repeated(b, b.input("v", ("batch", HEADS // GROUP, "keys", DEPTH)))
+    return b("Reshape", b("Transpose", b("MatMul", b.input("p", P), v), perm=(0, 2, 1, 3)), b.integers(0, 0, -1))
+
+
+def grouped_keys(b: Builder) -> str:
+    k = repeated(b, b.input("k", ("batch", HEADS // GROUP, "keys", DEPTH)))
+    t = b("MatMul", b.input("q", Q), b("Transpose", k, perm=(0, 1, 3, 2)))
+    return b("Add", t, b.input("mask", ("batch", 1, "rows", "keys")))
+
+
+def row_vector(b: Builder) -> str:
+    return b("Relu", b("MatMul", b.input("x", (DEPTH,)), b.input("y", ("batch", DEPTH, "keys"))))
+
+
+def column_vector(b: Builder) -> str:
+    return b("Relu", b("MatMul", b.input("x", ("batch", "rows", DEPTH)), b.input("y", (DEPTH,))))
+
+
+def image(b: Builder, *spatial: str, n: int = 8) -> str:
+    """A pointwise convolution with a bias."""
+    x, ones = b.input("x", ("batch", DEPTH, *spatial)), [1] * len(spatial)
+    weight, bias = b.array(draw(n, DEPTH, *ones), "weight"), b.array(draw(n, seed=1), "bias")
+    return b("Conv", x, weight, bias, kernel_shape=ones)
+
+
+def image_activated(b: Builder) -> str:
+    return b("Relu", image(b, "height", "width"))
+
+
+def image_residual(b: Builder) -> str:
+    t = b("Add", image(b, "height", "width"), b.input("residual", ("batch", 8, "height", "width")))
+    return b("Div", t, b.array(2.0))
+
+
+def image_of_scales(b: Builder) -> str:
+    return b("Mul", image(b, "height", "width"), b.input("scale", ("batch", 8, 1, 1)))
+
+
+def sequence_activated(b: Builder) -> str:
+    return b("Sigmoid", image(b, "keys"))
+
+
+def volume_activated(b: Builder) -> str:
+    return b("Relu", image(b, "keys", "height", "width"))
+
+
+def image_to_rows(b: Builder) -> str:
+    """The way into a transformer of Stable Diffusion."""
+    return b("Reshape", b("Transpose", image(b, "height", "width"), perm=(0, 2, 3, 1)), b.integers(0, -1, 8))
+
+
+def rows_to_image(b: Builder) -> str:
+    """And out of it: the convolution reads rows."""
+    x = b("Transpose", b.input("x", ("batch", "height", "width", DEPTH)), perm=(0, 3, 1, 2))
+    t = b("Conv", x, b.array(draw(8, DEPTH, 1, 1), "weight"), kernel_shape=[1, 1])
+    return b("Add", t, b.input("residual", ("batch", 8, "height", "width")))
+
+
+def einsum_scores(b: Builder) -> str:
+    t = b("Einsum", b.input("q", Q), b.input("k", K), equation="bhqd,bhkd->bhqk")
+    return b("Add", b("Mul", t, b.array(0.5)), b.input("mask", ("batch", 1, "rows", "keys")))
+
+
+def einsum_out(b: Builder) -> str:
+    """P times V, with the heads behind the rows."""
+    return b("Relu", b("Einsum", b.input("p", P), b.input("v", K), equation="bhmn,bhnd->bmhd"))
+
+
+def einsum_linear(b: Builder) -> str:
+    x = b.input("x", ("batch", "rows", DEPTH))
+    return b("Add", b("Einsum", x, b.array(draw(8, DEPTH)), equation="bmk, nk -> bmn"), b.array(draw(8, seed=1)))
+
+
+def einsum_of_heads(b: Builder) -> str:
+    """An output projection that sums over heads and depth."""
+    x = b.input("x", ("batch", "rows", HEADS, DEPTH))
+    return b("Relu", b("Einsum", x, b.array(draw(HEADS, DEPTH, 8)), equation="bmhd,hdn->bmn"))
+
+
+def einsum_without_arrow(b: Builder) -> str:
+    return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="ik,jk"))
+
+
+def einsum_turned(b: Builder) -> str:
+    return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
+
+
+FORMS = [
+    image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
+    rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
+    scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
+    attention_out_of_computed_shape, shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
+    constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, row_vector, column_vector,
+]  # fmt: skip
+
+
+def built(form, dtype: int = 1) -> onnx.ModelProto:
+    b = Builder(dtype)
+    return b.model(form(b))
+
+
+def feed_of(model: onnx.ModelProto, **sizes: int) -> dict[str, np.ndarray]:
+    known = SIZES | sizes
+    dims = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
+    shapes = {name: [known.get(dim.dim_param, dim.dim_value) for dim in shape] for name, shape in dims.items()}
+    numpy = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
+    return {name: draw(*shape, seed=len(name)).astype(numpy) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_the_fusion_means_what_the_graph_computes(form) -> None:
+    model = built(form)
+    _, fusion = only(model)
+    check_meaning(model, fusion, feed_of(model))
+
+
+# A batch that one input has in parts only; no kernel walks an input in two groups of batches.
+UNPLANNED = (keys_of_all_batches, queries_of_all_batches, batched_weight)
+
+
+@pytest.mark.parametrize("form", UNPLANNED, ids=lambda form: form.__name__)
+def test_a_batch_that_lies_apart_is_refused(form) -> None:
+    (skipped,) = analyse_model(built(form), resolve("sm_90a,sm_80", list)).skipped
+    assert skipped.reason == "axes_do_not_flatten"
+
+
+@pytest.mark.parametrize("dtype", [1, 10], ids=["f32", "f16"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in UNPLANNED], ids=lambda form: form.__name__)
+def test_it_is_planned_and_bits_are_the_same_without_the_library(form, dtype: int) -> None:
+    model = built(form, dtype)
+    feeds = [feed_of(model), feed_of(model, batch=1, rows=1, keys=1), feed_of(model, rows=8, keys=8)]
+    expected = [run(model, feed) for feed in feeds]
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    assert len(analysis.sites) == 1, analysis.skipped
+    fused = rewritten(analysis)
+    assert sum(node.op_type == "FusedGemm" for node in fused.graph.node) == 1
+    for feed, wanted in zip(feeds, expected, strict=True):
+        for before, after in zip(wanted, run(fused, feed), strict=True):
+            assert before.shape == after.shape
+            assert before.tobytes() == after.tobytes()
+
+
+def fused(form) -> Fusion:
+    return only(built(form))[1]
+
+
+@pytest.mark.parametrize(
+    ("form", "lhs", "rhs", "operands", "out"),
+    [
+        (masked_scores, "b h m k", "b h n k", ["b 1 m n"], "b h m n"),
+        (causal_scores, "b h m k", "b h n k", ["1 1 m n"], "b h m n"),
+        (padded_scores, "b h m k", "b h n k", ["b 1 1 n"], "b h m n"),
+        (attention_out, "b h m k", "b h k n", [], "b m (h n)"),
+        (shared_keys, "b h m k", "b 1 k n", [], "b h m n"),
+        (queries_of_all_batches, "h m k", "b h k n", [], "b h m n"),
+        (constant_left, "m k", "b k n", ["m 1"], "b m n"),
+        (constant_left_turned, "m k", "b k n", [], "b n m"),
+        (grouped_values, "b (h g) m k", "b h k n", [], "b m (h g n)"),
+        (grouped_keys, "b (h g) m k", "b h n k", ["b 1 m n"], "b (h g) m n"),
+        (column_vector, "b m k", "k", [], "b m"),
+        (image_residual, "m k 1 1", "b k n1 n2", ["m", "b m n1 n2"], "b m n1 n2"),
+        (image_to_rows, "m k 1 1", "b k n1 n2", ["m"], "b (n1 n2) m"),
+        (rows_to_image, "m k 1 1", "b n1 n2 k", ["b m n1 n2"], "b m n1 n2"),
+        (einsum_scores, "b h m k", "b h n k", ["b 1 m n"], "b h m n"),
+        (einsum_of_heads, "b m k1 k2", "k1 k2 n", [], "b m n"),
+    ],
+)
+def test_axes_are_shared_by_lhs_and_rhs(form, lhs: str, rhs: str, operands: list[str], out: str) -> None:
+    fusion = fused(form)
+    assert (fusion.lhs.einops, fusion.rhs[0].einops, fusion.outputs[0].einops) == (lhs, rhs, out)
+    assert [operand.einops for operand in fusion.operands] == operands
+
+
+def test_channels_that_are_split_are_columns() -> None:
+    """Conformer's gate: parts are columns, so the image is the lhs, with its rows contiguous."""
+
+    def form(b: Builder) -> str:
+        first, second = b("Split", image(b, "keys", n=12), outputs=2, axis=1, num_outputs=2)
+        return b("Mul", first, b("Sigmoid", second))
+
+    model = built(form)
+    _, fusion = only(model)
+    assert (fusion.lhs.einops, fusion.rhs[0].einops, fusion.pattern) == ("b k m", "(p n) k 1", "split_gemm")
+    check_meaning(model, fusion, feed_of(model))
+
+
+# ---- what is left alone
+
+
+def alone(b: Builder) -> str:
+    return scores(b)
+
+
+def between_softmaxes(b: Builder) -> str:
+    return b("Softmax", scores(b))
+
+
+def regrouped_only(b: Builder) -> str:
+    return b("Reshape", b("MatMul", b.input("p", P), b.input("v", K)), b.integers(0, HEADS, -1, DEPTH))
+
+
+def outer_product(b: Builder) -> str:
+    """Rotary positions: frequencies times positions."""
+    t = b("MatMul", b.input("x", ("batch", DEPTH, 1)), b.input("y", ("batch", 1, "rows")))
+    return b("Transpose", t, perm=(0, 2, 1))
+
+
+def other_batch(b: Builder) -> str:
+    return b("Relu", b("MatMul", b.input("q", ("other", "rows", DEPTH)), b.input("k", ("batch", DEPTH, "keys"))))
+
+
+def traced(b: Builder) -> str:
+    return b("Relu", b("Einsum", b.input("x", (DEPTH, DEPTH)), b.input("y", (DEPTH,)), equation="ii,i->i"))
+
+
+def three_inputs(b: Builder) -> str:
+    x, y = b.input("x", ("rows", DEPTH)), b.array(draw(DEPTH, 8))
+    return b("Relu", b("Einsum", x, y, b.array(draw(8, 3)), equation="mk,kn,np->mp"))
+
+
+def convolved(b: Builder) -> str:
+    return b("Softmax", image(b, "keys"))
+
+
+def split_columns_of_the_run(b: Builder) -> str:
+    return b("Split", scores(b), outputs=2, axis=3, num_outputs=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (alone, "nothing_follows"),
+        (between_softmaxes, "unknown_op"),
+        (regrouped_only, "nothing_follows"),
+        (outer_product, "outer_product"),
+        (other_batch, "unknown_broadcast"),
+        (traced, "unsupported_product"),
+        (three_inputs, "unsupported_product"),
+        (convolved, "unknown_op"),
+        (split_columns_of_the_run, "bounds_not_constant"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_left_alone_says_why(form, reason: str) -> None:
+    assert refusal(built(form)).reason == reason
