@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,13 @@ from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.plan import Variant
 from onnxfuse.pointwise_plan import PointwiseVariant
 from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.progress import Progress
 from onnxfuse.report import axes_text
 from onnxfuse.rewrite import Replacement
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
 from onnxfuse.settings import cache_dir, compile_jobs
 from onnxfuse.site import AnyVariant, Form
 from onnxfuse.tile_footprint import shared_bytes
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True)
