@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
+from onnxfuse.facts import CONTRADICTIONS
 from onnxfuse.graph import Graph, Size
 
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
@@ -246,9 +247,12 @@ def viewed(graph: Graph, node: gs.Node, view: View) -> View:
     """The view behind a node of the table.
 
     Raises:
-        NotFusable: what it does is not known before the run, or is no view.
+        NotFusable: what it does is not known before the run, is no view, or cannot be done to such a tensor.
     """
-    return VIEWS[node.op](graph, node, view)
+    try:
+        return VIEWS[node.op](graph, node, view)
+    except CONTRADICTIONS:
+        raise NotFusable("invalid_model", "", "its attributes do not go with the shape of its input") from None
 
 
 def fallback_shape(
