@@ -180,7 +180,9 @@ def swap_dims(source: random.Random, model: ModelProto) -> None:
     tensor = _any_tensor(source, model)
     dims = source.sample(list(tensor.dims), len(tensor.dims))
     del tensor.dims[:]
-    tensor.dims.extend([math.prod(dims)] if source.random() < 0.3 else dims)
+    tensor.dims.extend(
+        [min(math.prod(dims), 2**63 - 1)] if source.random() < 0.3 and min(dims, default=1) >= 0 else dims
+    )
 
 
 def change_tensor_type(source: random.Random, model: ModelProto) -> None:
