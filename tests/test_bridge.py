@@ -568,6 +568,9 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("load_errors", {}),
         ("archive_at_the_same_address", {}),
         ("run_errors", {}),
+        ("other_version", {}),
+        ("survives", {}),
+        ("absurd_shapes", {}),
         ("launch_error", {"FAKE_LAUNCH_ERROR": "719"}),
     ],
 )
