@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.bridge_build import ROOT, fake_driver_folder
 
-OLDEST = "1.23"
+OLDEST = "1.27"  # the first that tells the overloads of a function apart: what fallback bodies are
 NEWEST = ("1.31", "1.30", "1.29")
 MODEL = ROOT / "models" / "ff_geglu.onnx"
 SESSIONS = ("runs", "scopes", "runs_behind_a_product", "lifetimes", "load_errors", "run_errors")
