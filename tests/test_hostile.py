@@ -207,3 +207,17 @@ def test_external_data_is_not_copied_through_a_link(tmp_path: Path, way: Callabl
 def test_data_in_a_folder_of_the_model_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "a" / "sub").mkdir(parents=True)
     load_model(external_model(tmp_path / "a", "sub/../sub/weights.bin"))
+
+
+def test_constants_of_any_value_compile() -> None:
+    """Scalars become part of a kernel's text: scales, bounds, exponents, slopes."""
+    b = Builder()
+    t = linear(b)
+    for value in (3.4e38, np.inf, -np.inf, -0.0, np.nan):
+        t = b("Clip", b("Mul", t, b.array(value)), b.array(-abs(value)), b.array(value))
+        t = b("LeakyRelu", b("Pow", t, b.array(value)), alpha=float(value))
+    model = b.model(t)
+    fused, report = onnxfuse.optimize(model, arch="sm_80")
+    assert report.fused
+    feed = {"x": np.linspace(-3, 3, 60, dtype=np.float32).reshape(2, 5, 6)}
+    assert not difference(model, fused, [feed])
