@@ -62,7 +62,7 @@ MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 _MAGIC = b"onnxfuse"
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
@@ -120,8 +120,8 @@ class Record:
         entry: name of the function in the image; 1 to 63 printable ASCII characters.
         capability: compute capability as one number, 90 for sm_90a.
         flavour: which devices run it.
-        min_m: smallest m it is for.
-        max_m: largest m it is for.
+        min_m: smallest number of rows it is for: m, and of all batches together where they share rhs.
+        max_m: largest number of rows it is for.
         block_m: rows of one thread block's tile.
         block_n: columns of one thread block's tile.
         threads: threads of one block.

@@ -1,12 +1,13 @@
 """The axis mapping: which axes of a fusion are the kernel's batch, m, n and k. Resolved once; strides follow from it.
 
 A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
-and one that lacks an axis is broadcast along it (stride 0). Neighbouring row axes flatten into one where every
-tensor has both, one behind the other, or neither; what does not flatten into `m` becomes the batch.
+and one that lacks an axis is broadcast along it (stride 0). Row axes that one stride walks in lhs are all `m`, so that
+tiles are full whatever the size of each; but an operand that has some of them only, as a scale of each image, makes the
+outer ones the batch, along which it is a plain vector. So do row axes that lie apart in lhs.
 
 A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
 `[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
-another from run to run. Of lhs that may be k, of operands and outputs m and n, of rhs nothing.
+another from run to run. Of lhs that may be k, where it is contiguous, of operands and outputs m and n, of rhs nothing.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     """Give every axis its loop.
 
     Raises:
-        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks, or k is not the
-            contiguous axis of lhs.
+        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks, or the contiguous axis of
+            lhs is neither k nor m.
     """
     out = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
     shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
-    rows = flatten(fusion, _tensors(fusion), tuple(axis for axis in lhs if axis in out and axis not in rhs))
+    rows = _row_groups(fusion, tuple(axis for axis in lhs if axis in out and axis not in rhs))
     columns = tuple(axis for axis in rhs if axis in out and axis not in lhs)
     contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
     first_m = 1 if len(rows) > 1 and not shared else 0
@@ -63,6 +64,20 @@ def map_axes(fusion: Fusion) -> AxisMapping:
         for tensor in tensors:
             _check_levels(fusion, tensor, loop, most)
     return mapping
+
+
+def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
+    """One group where one stride walks all rows of lhs, and two those of the rest; else as every tensor can."""
+    epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
+    stepping = set(stepped(fusion, rows))
+    whole = all(stepping.issubset(tensor.axes) or stepping.isdisjoint(tensor.axes) for tensor in epilogue)
+    if whole and levels(fusion, fusion.lhs, rows) == 1 and _most_levels(fusion, epilogue, rows) <= MOST_LEVELS:
+        return [rows]
+    return flatten(fusion, _tensors(fusion), rows)
+
+
+def _most_levels(fusion: Fusion, tensors: Iterable[Tensor], loop: Axes) -> int:
+    return max(levels(fusion, tensor, loop) for tensor in tensors)
 
 
 def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
@@ -99,6 +114,12 @@ def flatten(fusion: Pointwise, tensors: Iterable[Tensor], loop: Axes) -> list[Ax
     return groups
 
 
+def reads_rows(fusion: Fusion, mapping: AxisMapping) -> bool:
+    """Whether lhs is read along m, its contiguous axis, and not along k."""
+    lhs, m = stepped(fusion, fusion.lhs.axes), stepped(fusion, mapping.m)
+    return bool(lhs and m) and lhs[-1] == m[-1]
+
+
 def stepped(fusion: Pointwise, axes: Iterable[str]) -> Axes:
     """The axes that are ever stepped along: those not of size 1."""
     return tuple(axis for axis in axes if fusion.size(axis) != 1)
@@ -113,7 +134,7 @@ def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[T
     epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
     yield mapping.batch, _tensors(fusion), 1
     yield mapping.m, (fusion.lhs,), 1
-    yield mapping.k, (fusion.lhs,), MOST_LEVELS
+    yield mapping.k, (fusion.lhs,), 1 if reads_rows(fusion, mapping) else MOST_LEVELS
     yield mapping.k, fusion.rhs, 1
     yield mapping.n, fusion.rhs, 1
     yield mapping.m, epilogue, MOST_LEVELS
@@ -122,8 +143,8 @@ def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[T
 
 def _check_contiguous(fusion: Fusion, mapping: AxisMapping) -> None:
     lhs, k = stepped(fusion, fusion.lhs.axes), stepped(fusion, mapping.k)
-    if k and lhs[-1] != k[-1]:
-        detail = f"{fusion.lhs.name!r} lies as ({' '.join(fusion.lhs.axes)}), not with {k[-1]} contiguous"
+    if k and lhs[-1] != k[-1] and not reads_rows(fusion, mapping):
+        detail = f"{fusion.lhs.name!r} lies as ({' '.join(fusion.lhs.axes)}), with neither k nor m contiguous"
         raise NotFusable("lhs_transposed", fusion.anchor, detail)
 
 

@@ -26,6 +26,7 @@ MAX_WIDTH = 256  # columns of one wgmma
 MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
+LHS_ATOM = 64  # rows of the widest swizzle's span, of 16-bit elements with m contiguous
 MAX_BOX = 256  # rows of one TMA box
 MAX_STAGES = 8
 ENOUGH_STAGES = 4  # from here on, room for outputs and operands is worth more than another stage
@@ -134,12 +135,14 @@ class HopperFootprint:
 class MapRule:
     """How the launch describes one tensor to TMA. The element type is that of the tensor, elements outside are zero.
 
-    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0).
+    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of an output
+    walked in two levels has rank 5: the columns of a run, its rows, the runs of columns, those of rows, the batch.
 
     Attributes:
         tensor: `lhs`, `rhs` or `out`.
         index: which part or output.
-        rows_contiguous: the contiguous axis is the tensor's rows (k of an [n, k] rhs), not its columns.
+        rows_contiguous: the contiguous axis is the tensor's rows (k of an [n, k] rhs, m of a [k, m] lhs), not its
+            columns.
         swizzle: bytes of the swizzle's span: 0, 32, 64 or 128.
         box_inner: elements of the box along the contiguous axis.
         box_outer: elements of the box along the other axis.
@@ -176,7 +179,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
 
 def boxed(out: Access) -> bool:
     """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
-    in_runs = not out.two_levels or (out.two_levels == ("n",) and out.run > 0 and out.run % MIN_RUN == 0)
+    in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % MIN_RUN == 0)
     return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.turned and in_runs
 
 
@@ -188,7 +191,8 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     inner, outer = rhs_box(spec, tile)
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
-    lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, block_k(spec), tile.block_m // tile.cluster_n)
+    lhs_box = (block_k(spec), tile.block_m // tile.cluster_n) if spec.lhs_order == "mk" else (LHS_ATOM, block_k(spec))
+    lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box)
     rhs = (
         MapRule("rhs", part, spec.rhs_order == "nk", spec.dtype.bytes * rhs_atom(spec, tile), inner, outer)
         for part in range(spec.parts)
@@ -267,8 +271,8 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
     width = spec.parts * tile.block_n
     if spec.math not in WGMMA_STEPS:
         return f"wgmma does not multiply {spec.math}"
-    if spec.math == "tf32" and spec.rhs_order == "kn":
-        return "wgmma reads 32-bit elements of rhs with k contiguous only"
+    if spec.math == "tf32" and (spec.rhs_order == "kn" or spec.lhs_order == "km"):
+        return "wgmma reads 32-bit elements with k contiguous only"
     if min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES:
         return "TMA needs rows of lhs and rhs on 16-byte boundaries"
     if spec.lhs_run % block_k(spec):
@@ -279,6 +283,8 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return "two groups, or four where no operand is a tile"
     if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
+    if spec.lhs_order == "km" and tile.block_m // tile.cluster_n % LHS_ATOM:
+        return f"of lhs with m contiguous a block loads multiples of {LHS_ATOM} rows"
     if tile.block_n % 16 or width > MAX_WIDTH:
         return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
     accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)

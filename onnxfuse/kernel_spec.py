@@ -68,11 +68,12 @@ class KernelSpec:
         math: `f16`, `bf16` and `tf32` use the tensor cores, `fp32` the ordinary fp32 units; all accumulate in fp32.
         parts: products accumulated in one thread.
         rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
-        lhs_width: elements of one copy of lhs along k.
+        lhs_width: elements of one copy of lhs along its contiguous axis.
         rhs_width: elements of one copy of rhs along its contiguous axis.
         loads: what the steps call `op0`, `op1`, ...
         outs: the stored tensors; `out_values` names the value that each stores.
         lhs_run: columns of one run where no single stride walks the k of lhs, as after heads were merged; else 0.
+        lhs_order: `mk` where k is the contiguous axis of lhs, `km` where m is.
     """
 
     dtype: DType
@@ -87,3 +88,4 @@ class KernelSpec:
     out_values: tuple[str, ...]
     tile: Tile
     lhs_run: int = 0
+    lhs_order: str = "mk"

@@ -18,7 +18,7 @@ from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from onnxfuse.vector_width import Width, Widths, is_turned, rhs_order
+from onnxfuse.vector_width import Width, Widths, is_turned, lhs_order, rhs_order
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,9 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
         NotFusable: no tile fits the architecture's shared memory.
     """
     base = _spec(fusion, mapping, widths, exact_fp32)
-    m = _static_product(fusion, mapping.m)
+    # Batches that share rhs count as rows: the launch rule adds them up as well.
+    shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
+    m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     columns, depth = _static_product(fusion, mapping.n) or 1, _static_product(fusion, mapping.k) or 1
     problem = (m, columns, depth)
     fitting, rejected = _fitting(base, device, depth)
@@ -343,6 +345,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
         out_values=tuple(out.value for out in fusion.outs),
         tile=_SIXTEEN_BIT[0].tile,  # stands in until a candidate is chosen
         lhs_run=_run(fusion, fusion.lhs, mapping.k) or 0,
+        lhs_order=lhs_order(fusion, mapping),
     )
 
 

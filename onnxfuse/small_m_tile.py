@@ -59,8 +59,8 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
         return f"few rows: no kernel for {spec.math}"
     if spec.lhs_width < CHUNK or spec.rhs_width < CHUNK:
         return "few rows: rows of lhs and rhs begin on 16-byte boundaries"
-    if spec.lhs_run:
-        return "few rows: one stride walks the k of lhs"
+    if spec.lhs_run or spec.lhs_order != "mk":
+        return "few rows: one stride walks the k of lhs, which is its contiguous axis"
     if tile.block_m != ROWS or tile.warps_m * tile.warps_n != 1:
         return f"few rows: a tile has {ROWS} rows, and warps share k only"
     if tile.block_n % CHUNK or tile.block_k % STEP_K:

@@ -105,10 +105,14 @@ def copy_width(width: int, element_bytes: int) -> int:
 
 def _stage_bytes(spec: KernelSpec) -> int:
     tile = spec.tile
-    # rhs[k, n] of 32-bit elements is read without ldmatrix, from rows padded against bank conflicts.
-    padding = STAGED_PADDING if spec.rhs_order == "kn" and spec.dtype.bytes == FP32_BYTES else 0
-    rhs = tile.block_k * (tile.block_n + padding)
-    return (tile.block_m * tile.block_k + spec.parts * rhs) * spec.dtype.bytes
+    lhs = tile.block_k * (tile.block_m + _padding(spec, spec.lhs_order == "km"))
+    rhs = tile.block_k * (tile.block_n + _padding(spec, spec.rhs_order == "kn"))
+    return (lhs + spec.parts * rhs) * spec.dtype.bytes
+
+
+def _padding(spec: KernelSpec, k_is_outer: bool) -> int:
+    """Of a row, against bank conflicts: 32-bit elements with k outside are read without ldmatrix."""
+    return STAGED_PADDING if k_is_outer and spec.dtype.bytes == FP32_BYTES else 0
 
 
 def _slabs(spec: KernelSpec, ring: int) -> int:

@@ -7,8 +7,8 @@ Facts of a row-major tensor over named axes, for accesses along one loop:
     alignment    largest power of two that divides the address of every row and part, in elements:  137  ->  1
     constancy    whether the tensor lacks the loop: one value serves all of it
 
-The width is the largest power of two that divides contiguity and every stride, up to 16 bytes. lhs is read along k, rhs
-along its contiguous axis, a tile or output along n or, where m is its contiguous axis, along m.
+The width is the largest power of two that divides contiguity and every stride, up to 16 bytes. lhs and rhs are read
+along their contiguous axis, a tile or output along n or, where m is its contiguous axis, along m.
 
 A size that only the run knows divides by 1, but a stride that is a multiple of it still keeps its known factors. Where
 the contiguous axis itself is such a size, the width is `guarded`: the launch rule looks at the size, and where it does
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onnxfuse.axes import Axes, AxisMapping, stepped
+from onnxfuse.axes import Axes, AxisMapping, reads_rows, stepped
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 
 WIDEST_BYTES = 16  # ld.global.v4, cp.async 16
@@ -51,10 +51,10 @@ class Widths:
 
 
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
-    """Widths of lhs along k, rhs, operands and outputs along their contiguous axis."""
+    """Widths of all tensors along their contiguous axis."""
     rhs = [widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.k, mapping.n)) for tensor in fusion.rhs]
     return Widths(
-        lhs=widest(fusion, fusion.lhs, mapping.k),
+        lhs=widest(fusion, fusion.lhs, mapping.m if lhs_order(fusion, mapping) == "km" else mapping.k),
         rhs=min(rhs, key=lambda width: width.elements),
         operands=operand_widths(fusion, mapping),
         outs=out_widths(fusion, mapping),
@@ -79,6 +79,11 @@ def is_turned(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> bool:
     """Whether m is the contiguous axis of a tile."""
     columns = any(axis in tensor.axes for axis in mapping.n)
     return columns and _contiguous_loop(fusion, tensor, mapping.m, mapping.n) == mapping.m
+
+
+def lhs_order(fusion: Fusion, mapping: AxisMapping) -> str:
+    """`mk` where lhs is read along k, `km` where along m: k may be of size 1, and m then contiguous as well."""
+    return "km" if reads_rows(fusion, mapping) else "mk"
 
 
 def rhs_order(fusion: Fusion, mapping: AxisMapping) -> str:
@@ -109,9 +114,9 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
 
 
 def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:
-    """The one of two loops that the tensor's contiguous axis belongs to; `columns` where it is neither's."""
-    axes = stepped(fusion, tensor.axes)
-    return rows if axes and axes[-1] in rows else columns
+    """The one of two loops whose innermost axis is the tensor's contiguous one; `columns` where neither's is."""
+    axes, inner = stepped(fusion, tensor.axes), stepped(fusion, rows)
+    return rows if axes and inner and axes[-1] == inner[-1] else columns
 
 
 def _run(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Axes:

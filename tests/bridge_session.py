@@ -236,10 +236,10 @@ def launch_contract() -> None:
 
 
 class EncodedMap(ctypes.Structure):
-    _align_ = 64
     _fields_ = (
-        ("pointer", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 3), ("strides", ctypes.c_uint64 * 2),
-        ("box", ctypes.c_uint32 * 3), ("type", ctypes.c_int), ("swizzle", ctypes.c_int), ("rest", ctypes.c_char * 60),
+        ("pointer", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 5), ("strides", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 5), ("rank", ctypes.c_uint32), ("type", ctypes.c_int), ("swizzle", ctypes.c_int),
+        ("rest", ctypes.c_char * 16),
     )  # fmt: skip
 
 
@@ -250,7 +250,8 @@ def head_split() -> None:
         "axes": "b m k, k (p n1 n2), (p n1 n2) -> b n1 m n2", "sizes": f"p=2 n1=3 n2=4 k={K}",
         "problem": "batch=b m=m n=n1*n2 k=k",
     }  # fmt: skip
-    columns_of_out = 1 << 2 * (2 + 12) + 1
+    rows_of_out = 1 << 2 * (2 + 12)
+    columns_of_out = 2 * rows_of_out
     archive = pack([Record(**(vars(RECORD) | {"two_levels": columns_of_out}))])
     made = session(model(archive=archive, **split))
     assert made.get_outputs()[0].shape == ["B", 3, "M", 4]
@@ -258,15 +259,20 @@ def head_split() -> None:
     (y,) = made.run(None, {"x": x})
     np.testing.assert_allclose(y, reference(x).reshape(2, 5, 3, 4).transpose(0, 2, 1, 3), rtol=1e-4, atol=1e-4)
     expect(error_of(model(**split), 2, 5, K), "node 'site0'", "out 0")
-    # TMA sees the runs of all batches as the batches of one tensor [b n1, m, n2].
+    # TMA sees [batch, runs of rows, runs of columns, rows of a run, columns of a run]; strides in bytes.
     rule = TensorMap(Mapped.OUT, 0, False, 0, 4, 16)
-    mapped = pack([Record(**(vars(RECORD) | {"two_levels": columns_of_out, "cluster": 1, "maps": (rule,)}))])
-    made = session(model(archive=mapped, **split))
-    (again,) = made.run(None, {"x": x})
-    np.testing.assert_array_equal(again, y)
-    encoded = (EncodedMap * 9)()
-    assert driver().fake_last_maps(encoded)
-    assert (list(encoded[0].extents), list(encoded[0].strides)) == ([4, 5, 2 * 3], [4 * 4, 4 * 4 * 5])
+    for problem, levels, extents, strides in (
+        ("batch=b m=m n=n1*n2 k=k", columns_of_out, [4, 5, 3, 1, 2], {0: 16, 1: 16 * 5, 3: 16 * 5 * 3}),
+        ("m=b*m n=n1*n2 k=k", columns_of_out | rows_of_out, [4, 5, 3, 2, 1], {0: 16, 1: 16 * 5, 2: 16 * 5 * 3}),
+    ):
+        mapped = pack([Record(**(vars(RECORD) | {"two_levels": levels, "cluster": 1, "maps": (rule,)}))])
+        made = session(model(archive=mapped, **split | {"problem": problem}))
+        (again,) = made.run(None, {"x": x})
+        np.testing.assert_array_equal(again, y)
+        encoded = (EncodedMap * 9)()
+        assert driver().fake_last_maps(encoded)
+        assert (encoded[0].rank, list(encoded[0].extents), list(encoded[0].box)) == (5, extents, [4, 16, 1, 1, 1])
+        assert {axis: encoded[0].strides[axis] for axis in strides} == strides
 
 
 def tensor_maps() -> None:
@@ -293,13 +299,13 @@ def tensor_maps() -> None:
         extents = ((K, rows), (N, K), (N, K), (N, rows))
         for rule, found, tensor, (inner, outer) in zip(maps, encoded, tensors, extents, strict=False):
             stacked = batch if tensor.batch_stride else 1
-            assert (found.pointer, list(found.extents)) == (tensor.pointer, [inner, outer, stacked])
+            assert (found.pointer, list(found.extents)) == (tensor.pointer, [inner, outer, stacked, 0, 0])
             assert found.strides[0] == 4 * tensor.row_stride
             assert stacked == 1 or found.strides[1] == 4 * tensor.batch_stride
             kind = (
                 2 if rule.tensor == Mapped.OUT else 11
             )  # 32 bits as they are, or rounded to TF32 for the tensor cores
-            assert (list(found.box), found.type) == ([rule.box_inner, rule.box_outer, 1], kind)
+            assert (list(found.box), found.type) == ([rule.box_inner, rule.box_outer, 1, 0, 0], kind)
             assert found.swizzle == {0: 0, 32: 1, 64: 2, 128: 3}[rule.swizzle]
     check(session(model(archive=archive)), 1, 1, K)  # strides that are never stepped along are still strides
 

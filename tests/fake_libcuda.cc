@@ -16,10 +16,10 @@ using Tensor = OnnxfuseTensor;
 // What a real driver packs into 128 bytes is kept as it was given.
 struct alignas(64) TensorMap {
   const void* pointer;
-  uint64_t extents[3], strides[2];
-  uint32_t box[3];
+  uint64_t extents[5], strides[4];
+  uint32_t box[5], rank;
   int type, swizzle;
-  char rest[40];
+  char rest[16];
 };
 static_assert(sizeof(TensorMap) == 128, "as large as the real one");
 
@@ -55,13 +55,17 @@ int cuTensorMapEncodeTiled(TensorMap* map, int type, uint32_t rank, void* pointe
                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
                            int swizzle, int promotion, int fill) {
   const bool aligned = reinterpret_cast<uintptr_t>(map) % 64 == 0 && reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-  if (rank != 3 || !aligned || interleave != 0 || promotion != 3 || fill != 0) return 1;
-  if (strides[0] % 16 != 0 || strides[1] % 16 != 0 || strides[0] == 0 || strides[1] == 0) return 1;
-  for (int axis = 0; axis < 3; ++axis) {
+  if (rank < 3 || rank > 5 || !aligned || interleave != 0 || promotion != 3 || fill != 0) return 1;
+  *map = {pointer, {}, {}, {}, rank, type, swizzle, {}};
+  for (uint32_t axis = 0; axis < rank; ++axis) {
     if (extents[axis] == 0 || box[axis] == 0 || box[axis] > 256 || steps[axis] != 1) return 1;
+    map->extents[axis] = extents[axis];
+    map->box[axis] = box[axis];
   }
-  *map = {pointer, {extents[0], extents[1], extents[2]}, {strides[0], strides[1]}, {box[0], box[1], box[2]},
-          type, swizzle, {}};
+  for (uint32_t axis = 0; axis < rank - 1; ++axis) {
+    if (strides[axis] % 16 != 0 || strides[axis] == 0) return 1;
+    map->strides[axis] = strides[axis];
+  }
   return 0;
 }
 

@@ -55,7 +55,10 @@ WALKED = (
     ("turned", (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8))),
     ("turned", (Size(77, 72, 64), Size(131, 40, 40))),
     ("images", (Size(96, 72, 64, batch=2, m_run=24), Size(640, 136, 128, m_run=64))),
-    ("both", (Size(96, 64, 64, m_run=24, n_run=32),)),
+    ("both", (Size(96, 64, 64, m_run=24, n_run=32), Size(640, 72, 128, m_run=128, n_run=32))),
+    ("both", (Size(195, 64, 128, batch=2, m_run=13, n_run=64), Size(333, 200, 64, m_run=9, n_run=64))),
+    ("both", (Size(77, 64, 64, m_run=1, n_run=64), Size(260, 128, 192, m_run=65, n_run=64, pad=8))),
+    ("swapped rows", (Size(96, 72, 64, batch=2, m_run=24), Size(300, 136, 128, m_run=20))),
     ("plain", (Size(130, 72, 256, batch=3, k_run=64), Size(257, 328, 128, batch=2, k_run=128))),
     ("heads", (Size(130, 128, 192, batch=2, k_run=64, n_run=64),)),
 )
@@ -83,6 +86,24 @@ def walked_cases() -> Iterator[HopperCase]:
                 for tile in legal[:1]:
                     name = f"{layout}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, tuple(fitting))
+
+
+def tall_cases() -> Iterator[HopperCase]:
+    """M is the contiguous axis of lhs, with both orders of rhs."""
+    sizes = (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8), Size(256, 200, 1280))
+    turn = 0
+    for shape in SHAPES[::2]:
+        for parts in (1, 2):
+            for order in ("kn", "nk"):
+                for cluster in CLUSTERS[:: 1 + turn % 2]:
+                    turn += 1
+                    math, kind = ("f16", "bf16")[turn % 2], ("plain", "residual", "mixed")[turn % 3]
+                    layout = ("plain", "turned")[turn // 2 % 2]
+                    spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, layout=layout, lhs_order="km")
+                    tile = tile_of(shape, parts, cluster, False, 2)
+                    if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                        name = f"tall-{layout}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
+                        yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
 def cases() -> Iterator[HopperCase]:

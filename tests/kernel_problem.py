@@ -231,7 +231,7 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     return Problem(
         spec,
         size,
-        _lhs(rng, spec.dtype, size),
+        _lhs(rng, spec, size),
         [_rhs_view(part, size, swap) for part in packed],
         loads,
         outs,
@@ -274,11 +274,13 @@ def _filled(rng: np.random.Generator, buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _lhs(rng: np.random.Generator, dtype: DType, size: Size) -> Buffer:
+def _lhs(rng: np.random.Generator, spec: KernelSpec, size: Size) -> Buffer:
+    if spec.lhs_order == "km":
+        return _transposed(_buffer(rng, spec.dtype, (size.batch, size.k, size.m), size.pad, 1.0)[0])
     if not size.k_run:
-        return _buffer(rng, dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
+        return _buffer(rng, spec.dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
     as_columns = replace(size, n=size.k, n_run=size.k_run)
-    return _filled(rng, _laid(dtype, as_columns, LAYOUTS["heads"]))
+    return _filled(rng, _laid(spec.dtype, as_columns, LAYOUTS["heads"]))
 
 
 def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
@@ -348,6 +350,7 @@ def make_spec(
     outs: Sequence[DType | None] = (None,),
     narrow: bool = False,
     layout: str = "plain",
+    lhs_order: str = "mk",
 ) -> KernelSpec:
     """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then every further operand is added."""
     dtype = {"f16": F16, "bf16": BF16}.get(math_mode, F32)
@@ -382,7 +385,7 @@ def make_spec(
         math=math_mode,
         parts=parts,
         rhs_order=rhs_order,
-        lhs_width=width(dtype, size.k_run or size.k),
+        lhs_width=width(dtype, size.m if lhs_order == "km" else size.k_run or size.k),
         rhs_width=width(dtype, rhs_extent),
         loads=loads,
         outs=tuple(tile_access(of or dtype) for of in outs),
@@ -390,4 +393,5 @@ def make_spec(
         out_values=tuple(values),
         tile=tile,
         lhs_run=size.k_run,
+        lhs_order=lhs_order,
     )

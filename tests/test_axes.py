@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnxfuse.axes import levels, map_axes
+from onnxfuse.axes import levels, map_axes, reads_rows
 from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
 from tests.fusions import fusion
@@ -33,14 +33,15 @@ def test_row_axes_flatten_where_every_tensor_steps_through_them_alike(lhs, out, 
     ("lhs", "rhs", "operand", "out", "mapping", "two_levels"),
     [
         # What two levels of a tensor walk: heads split, merged, split and turned; images; two kinds of broadcast.
-        ("b m k", "k (n1 n2)", "(n1 n2)", "b n1 m n2", "batch=b m=m n=n1*n2 k=k", {"out": "n"}),
-        ("b m k", "k (n1 n2)", "b n1 m n2", "b n1 m n2", "batch=b m=m n=n1*n2 k=k", {"operand0": "n", "out": "n"}),
+        ("b m k", "k (n1 n2)", "(n1 n2)", "b n1 m n2", "m=b*m n=n1*n2 k=k", {"out": "mn"}),
+        ("b m k", "k (n1 n2)", "b n1 m n2", "b n1 m n2", "m=b*m n=n1*n2 k=k", {"operand0": "mn", "out": "mn"}),
+        ("b m k", "k (n1 n2)", "b 1 n1 n2", "b n1 m n2", "batch=b m=m n=n1*n2 k=k", {"out": "n"}),
         ("b k1 m k2", "(k1 k2) n", "n", "b m n", "batch=b m=m n=n k=k1*k2", {"lhs": "k"}),
-        ("b m k", "(n1 n2) k", "(n1 n2)", "b n1 n2 m", "batch=b m=m n=n1*n2 k=k", {}),
-        ("b (m1 m2) k", "k n", "b n m1 m2", "b n m1 m2", "batch=b m=m1*m2 n=n k=k", {}),
+        ("b m k", "(n1 n2) k", "(n1 n2)", "b n1 n2 m", "m=b*m n=n1*n2 k=k", {"out": "m"}),
+        ("b (m1 m2) k", "k n", "b n m1 m2", "b n m1 m2", "m=b*m1*m2 n=n k=k", {"operand0": "m", "out": "m"}),
         ("b m k", "k (n1 n2)", "n1 1 n2", "(b m) (n1 n2)", "m=b*m n=n1*n2 k=k", {}),
         ("b h m k", "k n", "m n", "b h m n", "batch=b*h m=m n=n k=k", {}),
-        ("(b m) k", "k n", "n", "m b n", "batch=b m=m n=n k=k", {}),
+        ("(b m) k", "k n", "n", "m b n", "m=b*m n=n k=k", {"out": "m"}),
         ("b h m k", "k n", "b 1 m n", "m h b n", "batch=b m=h*m n=n k=k", {"operand0": "m", "out": "m"}),
         ("b h m k", "b h k n", "b 1 m n", "b h m n", None, {}),
         ("b h m k", "b h k n", "n", "b h m n", "batch=b*h m=m n=n k=k", {}),
@@ -80,19 +81,43 @@ def test_what_needs_three_groups_is_refused_with_its_axes(lhs, rhs, operand, out
     assert caught.value.reason == "axes_do_not_flatten"
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs"), [("k m", "k n"), ("b k1 m k2", "(k2 k1) n"), ("m k1 b k2", "n k2 k1"), ("k b m", "n k")]
-)
-def test_the_kernels_read_lhs_along_k(lhs, rhs) -> None:
+@pytest.mark.parametrize(("lhs", "rhs"), [("b k1 m k2", "(k2 k1) n"), ("m k1 b k2", "n k2 k1")])
+def test_the_kernels_read_lhs_along_k_or_m(lhs, rhs) -> None:
     text = f"{lhs} {rhs} b m".replace("(", "").replace(")", "").split()
     with pytest.raises(NotFusable) as caught:
         map_axes(fusion(dict.fromkeys(text, 4), lhs=lhs, rhs=rhs, out="b m n" if "b" in lhs else "m n"))
     assert caught.value.reason == "lhs_transposed"
 
 
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "out", "mapping"),
+    [
+        ("k m", "k n", "m n", "m=m n=n k=k"),
+        ("b k m", "n k", "b n m", "batch=b m=m n=n k=k"),
+        ("k b m", "n k", "b m n", "m=b*m n=n k=k"),
+        ("k m b", "n k", "b m n", "m=m*b n=n k=k"),
+        ("m k b", "k n", "b m n", "batch=m m=b n=n k=k"),
+        ("b k (m1 m2)", "k n", "b n m1 m2", "batch=b m=m1*m2 n=n k=k"),
+    ],
+)
+def test_m_may_be_the_contiguous_axis_of_lhs(lhs, rhs, out, mapping) -> None:
+    text = f"{lhs} {rhs}".replace("(", "").replace(")", "").split()
+    built = fusion(dict.fromkeys(text, 4), lhs=lhs, rhs=rhs, out=out)
+    found = map_axes(built)
+    assert str(found) == mapping
+    assert reads_rows(built, found)
+
+
+def test_two_strides_do_not_walk_k_where_m_is_contiguous() -> None:
+    sizes = {"b": 2, "k1": 2, "k2": 8, "m": 8, "n": 8}
+    with pytest.raises(NotFusable) as caught:
+        map_axes(fusion(sizes, lhs="k1 b k2 m", rhs="(k1 k2) n", out="b m n"))
+    assert caught.value.reason == "axes_do_not_flatten"
+
+
 def test_an_axis_of_size_one_does_not_join_axes_that_lie_apart() -> None:
     sizes = {"b": 2, "h": 1, "m": 3, "n": 8, "k": 8}
-    built = fusion(sizes, lhs="b h m k", out="m h b n")
+    built = fusion(sizes, lhs="b h m k", out="m h b n", operands=[("b 1 1 n", F16)])
     assert str(map_axes(built)) == "batch=b*h m=m n=n k=k"
 
 

@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse.dtypes import F32
-from onnxfuse.hopper_tile import STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
+from onnxfuse.hopper_tile import LHS_ATOM, STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, walked_cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, tall_cases, walked_cases
 from tests.kernel_problem import Size, make_spec
 
 SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
 CASES = list(cases())
 WALKED = list(walked_cases())
-SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::5]]
+TALL = list(tall_cases())
+SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7]]
 ALIGNED = Size(504, 136, 248)
 
 
@@ -32,7 +33,7 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
         assert not [code for code in SERIALISED if code in image.log], case.name
 
 
-@pytest.mark.parametrize("case", [*CASES, *WALKED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL], ids=lambda case: case.name)
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
@@ -41,7 +42,8 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
     assert len(outs) == len(case.spec.outs)
     size = case.spec.dtype.bytes
-    assert lhs.box_inner * lhs.box_outer * case.tile.cluster_n * size == case.tile.block_m * STAGE_ROW_BYTES
+    boxes = case.tile.cluster_n * (case.tile.block_m // case.tile.cluster_n // LHS_ATOM if lhs.rows_contiguous else 1)
+    assert lhs.box_inner * lhs.box_outer * boxes * size == case.tile.block_m * STAGE_ROW_BYTES
     for rule in (lhs, *rhs):
         assert rule.box_inner * size == rule.swizzle
         assert max(rule.box_inner, rule.box_outer) <= 256

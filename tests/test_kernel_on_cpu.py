@@ -41,13 +41,12 @@ class Case:
     outs: tuple = (None,)
     narrow: bool = False
     layout: str = "plain"
+    lhs_order: str = "mk"
 
     @property
     def spec(self) -> KernelSpec:
-        first = self.sizes[0]
-        return make_spec(
-            self.math, self.parts, self.order, self.tile, first, self.kind, self.outs, self.narrow, self.layout
-        )
+        how = (self.kind, self.outs, self.narrow, self.layout, self.lhs_order)
+        return make_spec(self.math, self.parts, self.order, self.tile, self.sizes[0], *how)
 
 
 CASES = [
@@ -116,6 +115,17 @@ CASES += [
     Case("f16 merged heads", "f16", 1, "kn", SMALL, (Size(40, 72, 120, k_run=24), Size(33, 8, 80, 3, k_run=40, pad=8))),
     Case("f16 odd merged heads", "f16", 2, "nk", SMALL, (Size(35, 67, 45, k_run=9),), narrow=True),
     Case("tf32 merged heads", "tf32", 1, "kn", Tile(32, 48, 16, 2, 1, 3), (Size(35, 44, 60, k_run=20),)),
+]
+TALL = (Size(40, 72, 104), Size(8, 8, 8, batch=2), Size(72, 40, 37, pad=8))
+CASES += [
+    Case("f16 km kn", "f16", 1, "kn", SMALL, TALL, "residual", lhs_order="km"),
+    Case("bf16 km nk gate", "bf16", 2, "nk", Tile(32, 32, 32, 1, 2, 3), (Size(40, 44, 56),), lhs_order="km"),
+    Case("f16 km turned", "f16", 2, "nk", SMALL, (Size(48, 40, 64),), "mixed", layout="turned", lhs_order="km"),
+    Case("f16 km odd", "f16", 1, "kn", SMALL, (Size(37, 41, 53),), narrow=True, lhs_order="km"),
+    Case("tf32 km kn", "tf32", 1, "kn", Tile(64, 32, 16, 2, 1, 3), (Size(68, 40, 52, pad=4),), lhs_order="km"),
+    Case("tf32 km nk", "tf32", 2, "nk", Tile(32, 32, 32, 1, 2, 2), (Size(36, 44, 60),), lhs_order="km"),
+    Case("fp32 km kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(36, 40, 52),), "mixed", lhs_order="km"),
+    Case("fp32 km odd", "fp32", 2, "nk", Tile(32, 16, 8, 1, 1, 2), (Size(37, 41, 29),), narrow=True, lhs_order="km"),
 ]
 
 

@@ -59,6 +59,7 @@ enum class Math {{ half, tf32, fp32 }};
 
 using Element = {spec.dtype.cuda};
 constexpr Math MATH = Math::{_MATH[spec.math]};
+constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 {_constants(spec)}

@@ -48,6 +48,7 @@ namespace onnxfuse {{
 enum class Kind {{ scalar, row, column, tile }};
 
 using Element = {spec.dtype.cuda};
+constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool PINGPONG = {flag(tile.pingpong)};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
@@ -130,7 +131,7 @@ def wgmma(spec: KernelSpec, width: int) -> str:
     lhs, rhs, accumulate = (f"%{registers + index}" for index in range(3))
     kind = f"m64n{width}k{WGMMA_STEPS[spec.math]}.f32.{spec.math}.{spec.math}"
     # Only 16-bit operands may be transposed: the last two immediates of their wgmma.
-    transposed = ", 0, 1" if spec.rhs_order == "kn" else ", 0, 0"
+    transposed = f", {int(spec.lhs_order == 'km')}, {int(spec.rhs_order == 'kn')}"
     immediates = f"1, 1{transposed if spec.dtype.bytes == 2 else ''}"
     return f"""\
 // Where not `accumulate`, the old accumulators are not read.

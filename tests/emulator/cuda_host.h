@@ -51,6 +51,7 @@ inline float __int_as_float(unsigned bits) {
   memcpy(&value, &bits, 4);
   return value;
 }
+inline float __uint_as_float(unsigned bits) { return __int_as_float(bits); }
 inline float __expf(float x) { return expf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
 inline float __fdividef(float x, float y) {

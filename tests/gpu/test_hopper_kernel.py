@@ -20,7 +20,7 @@ from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
 from onnxfuse.kernels.emit import ENTRY
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, walked_cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, tall_cases, walked_cases
 from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ MAP_BYTES = 128
 UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
-CASES = [*cases(), *walked_cases()]
+CASES = [*cases(), *walked_cases(), *tall_cases()]
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
 LARGE_TILES = (
@@ -85,26 +85,43 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return loaded
 
 
-def encode(buffer: Buffer, address: int, rule: MapRule, target: int) -> None:
-    """Write the tensor map of one buffer to a 64-byte boundary in host memory."""
+def encode(buffer: Buffer, address: int, rule: MapRule, walked: bool, target: int) -> None:
+    """Write the tensor map of one buffer to a 64-byte boundary in host memory; `walked` is an output in two levels."""
+    extents, strides = walked_axes(buffer) if walked else plain_axes(buffer, rule)
+    size, rank = buffer.data.itemsize, len(extents)
+    for axis in range(1, rank):  # a stride that is never stepped along is still one
+        if extents[axis] == 1 or not strides[axis]:
+            strides[axis] = max(-(-strides[axis - 1] * extents[axis - 1] // 8) * 8, 8)
+    element = TFLOAT32 if size == 4 else UINT16
+    box = (rule.box_inner, rule.box_outer, *[1] * (rank - 2))
+    result = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(target), element, rank, ctypes.c_uint64(address + buffer.offset * size),
+        (ctypes.c_uint64 * rank)(*extents), (ctypes.c_uint64 * (rank - 1))(*(size * stride for stride in strides[1:])),
+        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        INTERLEAVE_NONE, SWIZZLES[rule.swizzle], L2_256_BYTES, FILL_ZERO,
+    )  # fmt: skip
+    assert result == 0, (rule, extents, strides, box)
+
+
+def plain_axes(buffer: Buffer, rule: MapRule) -> tuple[list[int], list[int]]:
+    """Extents and strides of the contiguous axis, the other one and the batch; runs of k are batches too."""
     batch, rows, columns = buffer.shape
     batch_stride, row_stride, column_stride = buffer.strides
     inner, outer, pitch = (rows, columns, column_stride) if rule.rows_contiguous else (columns, rows, row_stride)
     _, run_stride, _, run = buffer.outer
-    if run_stride:  # the runs of all batches are the map's batches
+    if run_stride:
         inner, batch, batch_stride = run, batch * columns // run, run_stride
-    pitch = pitch or max(-(-inner // 8) * 8, 8)  # one row
-    size = buffer.data.itemsize
-    element = TFLOAT32 if size == 4 else UINT16
-    extents = (ctypes.c_uint64 * 3)(inner, outer, batch if batch_stride else 1)
-    strides = (ctypes.c_uint64 * 2)(pitch * size, (batch_stride or pitch * outer) * size)
-    box = (ctypes.c_uint32 * 3)(rule.box_inner, rule.box_outer, 1)
-    steps = (ctypes.c_uint32 * 3)(1, 1, 1)
-    result = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(target), element, 3, ctypes.c_uint64(address + buffer.offset * size), extents, strides, box,
-        steps, INTERLEAVE_NONE, SWIZZLES[rule.swizzle], L2_256_BYTES, FILL_ZERO,
-    )  # fmt: skip
-    assert result == 0, (rule, list(extents), list(strides), list(box))
+    return [inner, outer, batch if batch_stride else 1], [1, pitch, batch_stride]
+
+
+def walked_axes(buffer: Buffer) -> tuple[list[int], list[int]]:
+    """Extents and strides of the columns of a run, its rows, the runs of columns, those of rows, and the batch."""
+    batch, rows, columns = buffer.shape
+    rows_stride, columns_stride, row_run, column_run = buffer.outer
+    return (
+        [column_run, row_run, columns // column_run, rows // row_run, batch],
+        [1, buffer.strides[1], columns_stride, rows_stride, buffer.strides[0]],
+    )
 
 
 def tensor_maps(case: HopperCase, problem: Problem, addresses: list[int]) -> np.ndarray:
@@ -117,7 +134,8 @@ def tensor_maps(case: HopperCase, problem: Problem, addresses: list[int]) -> np.
     for place, rule in enumerate(rules):
         if rule is not None:
             buffer = groups[rule.tensor][rule.index]
-            encode(buffer, address_of[id(buffer)], rule, memory.ctypes.data + start + place * MAP_BYTES)
+            walked = rule.tensor == "out" and bool(case.spec.outs[rule.index].two_levels)
+            encode(buffer, address_of[id(buffer)], rule, walked, memory.ctypes.data + start + place * MAP_BYTES)
     return memory[start : start + MAP_BYTES * len(rules)].view(f"V{MAP_BYTES * len(rules)}")
 
 

@@ -226,27 +226,57 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
   });
 }
 
-// The staging areas of the other outputs -> global memory, by one thread. Where columns come in runs, the map's batches
-// are the runs of all batches: a slab lies in one of them.
+// A slab whose rows lie in several runs, by the warp: TMA clips what lies behind a tensor's end, but a box that it stores
+// may not begin before the first row, so it cannot store the part of a slab that belongs to a later run.
+template <typename Access>
+__device__ __forceinline__ void copy_box(const unsigned char* staged, const OnnxfuseTensor& tensor,
+                                         const OnnxfuseOuter& outer, const Slab& slab) {
+  constexpr int CHUNK = 8;  // elements of 16 bytes
+  constexpr int CHUNKS = SLAB_COLUMNS / CHUNK;
+#pragma unroll 1
+  for (int chunk = threadIdx.x % WARP_SIZE; chunk < WARP_ROWS * CHUNKS; chunk += WARP_SIZE) {
+    const int row = chunk / CHUNKS, column = chunk % CHUNKS * CHUNK;
+    if (row >= slab.rows || column >= slab.columns) continue;
+    const auto* from = reinterpret_cast<const typename Access::Type*>(staged + box_offset(row, column));
+    store_global(element_of<Access>(tensor, outer, slab.batch, slab.row + row, slab.column + column),
+                 load_packed<Packed<typename Access::Type, CHUNK>>(from));
+  }
+}
+
+// A slab of an output that is walked in two levels, which lies in one run of columns.
+template <typename Access>
+__device__ __forceinline__ void store_runs(const TensorMap& map, const unsigned char* staged,
+                                           const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Slab& slab) {
+  const int column = slab.column, row = slab.row;
+  const int column_run = Access::OUTER_COLUMNS ? column / outer.columns : 0;
+  const int row_run = Access::OUTER_ROWS ? row / outer.rows : 0;
+  const int first_row = row - row_run * outer.rows;
+  if (Access::OUTER_ROWS && first_row + min(slab.rows, WARP_ROWS) > outer.rows) {
+    copy_box<Access>(staged, tensor, outer, slab);
+  } else if (threadIdx.x % WARP_SIZE == 0) {
+    store_box(map, shared_address(staged), column - column_run * outer.columns, first_row, column_run, row_run,
+              slab.batch);
+  }
+}
+
+// The staging areas of the other outputs -> global memory, by the warp's first thread where TMA can.
 __device__ __forceinline__ void store_boxes(const unsigned char* staging, const OnnxfuseArguments& args,
                                             const Maps& maps, const Slab& slab, int buffer) {
+  const bool leader = threadIdx.x % WARP_SIZE == 0;
   static_for<0, OUTS>([&](auto number) {
-    using Access = Out<decltype(number)::value>;
+    constexpr int NUMBER = decltype(number)::value;
+    using Access = Out<NUMBER>;
     if constexpr (Access::BOXED) {
-      const unsigned staged = shared_address(staging + Access::OFFSET + buffer * WARP_ROWS * BOX_BYTES);
-      const TensorMap& map = maps.outs[decltype(number)::value];
-      if constexpr (Access::OUTER_COLUMNS) {
-        const int run = args.outs_outer[decltype(number)::value].columns;
-        // A slab behind the last column is no run of this batch but the first one of the next.
-        if (slab.columns > 0) {
-          store_box(map, staged, slab.column % run, slab.row, slab.batch * (args.n / run) + slab.column / run);
-        }
+      const unsigned char* staged = staging + Access::OFFSET + buffer * WARP_ROWS * BOX_BYTES;
+      const TensorMap& map = maps.outs[NUMBER];
+      if constexpr (Access::OUTER_ROWS || Access::OUTER_COLUMNS) {
+        store_runs<Access>(map, staged, args.outs[NUMBER], args.outs_outer[NUMBER], slab);
       } else {
-        store_box(map, staged, slab.column, slab.row, slab.batch);
+        if (leader) store_box(map, shared_address(staged), slab.column, slab.row, slab.batch);
       }
     }
   });
-  store_commit();
+  if (leader) store_commit();
 }
 
 // What the functor needs for 16 rows x 16 columns: 4 pairs a thread, [fragment along n][half along m].
@@ -413,9 +443,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     if (TILE_LOADS > 0 && leader) barrier_arrive(slabs_empty + index % LOAD_BUFFERS * 8);
     const Slab slab(args, tile, index, warp);
     if constexpr (BOXED_OUTS < OUTS) store_slab(staging, args, slab);
-    if constexpr (BOXED_OUTS > 0) {
-      if (leader) store_boxes(staging, args, maps, slab, buffer);
-    }
+    if constexpr (BOXED_OUTS > 0) store_boxes(staging, args, maps, slab, buffer);
   }
 }
 

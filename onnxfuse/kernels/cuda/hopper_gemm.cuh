@@ -86,13 +86,17 @@ __device__ constexpr unsigned long long descriptor(int swizzle_span, int leading
 __device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
 
 // k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of RHS_ATOM columns,
-// then the next RHS_ATOM columns.
+// then the next RHS_ATOM columns; m contiguous: the same with LHS_ATOM, which one wgmma reads.
 constexpr int ATOM_BYTES = RHS_ATOM * sizeof(Element);
-constexpr unsigned long long LHS_DESCRIPTOR = descriptor(128, 16, 8 * ROW_BYTES);
+constexpr int LHS_ATOM = ROW_BYTES / sizeof(Element);
+constexpr unsigned long long K_CONTIGUOUS_DESCRIPTOR = descriptor(128, 16, 8 * ROW_BYTES);
+constexpr int K_CONTIGUOUS_STEP = STEP_K * sizeof(Element) / 16;
+constexpr unsigned long long LHS_DESCRIPTOR =
+    LHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ROW_BYTES, BLOCK_K * ROW_BYTES, 8 * ROW_BYTES);
 constexpr unsigned long long RHS_DESCRIPTOR =
-    RHS_K_CONTIGUOUS ? LHS_DESCRIPTOR : descriptor(ATOM_BYTES, BLOCK_K * ATOM_BYTES, 8 * ATOM_BYTES);
-constexpr int LHS_STEP = STEP_K * sizeof(Element) / 16;
-constexpr int RHS_STEP = RHS_K_CONTIGUOUS ? LHS_STEP : STEP_K * ATOM_BYTES / 16;
+    RHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ATOM_BYTES, BLOCK_K * ATOM_BYTES, 8 * ATOM_BYTES);
+constexpr int LHS_STEP = LHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ROW_BYTES / 16;
+constexpr int RHS_STEP = RHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ATOM_BYTES / 16;
 
 // ---- which tile
 
@@ -158,7 +162,14 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
     lhs_batch = lhs_batch * (args.k / run) + k / run;
     lhs_column = k % run;
   }
-  load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + lhs_row, lhs_batch);
+  if constexpr (LHS_K_CONTIGUOUS) {
+    load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + lhs_row, lhs_batch);
+  } else {  // boxes of LHS_ATOM rows, side by side as those of rhs are where n is contiguous
+#pragma unroll
+    for (int row = lhs_row; row < lhs_row + LHS_BOX; row += LHS_ATOM) {
+      load<(CLUSTER_N > 1)>(stage + row * ROW_BYTES, maps.lhs, full, tile.row + row, lhs_column, lhs_batch);
+    }
+  }
   // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of
   // a cluster that shares rhs loads its half of the rows in shared memory.
   constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? BLOCK_N : RHS_ATOM;

@@ -81,6 +81,11 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned shared,
                ::"l"(&map), "r"(shared), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned shared, int x, int y, int z, int u, int v) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+               ::"l"(&map), "r"(shared), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until the shared memory of all but this thread's PENDING newest groups of stores has been read.

@@ -18,10 +18,10 @@
 // Launch: grid (ceil(m / BLOCK_M) * ceil(n / BLOCK_N), 1, min(batch, 65535)), block THREADS, dynamic shared memory
 // SHARED_BYTES.
 //
-// Contract: LHS_WIDTH divides k, RHS_WIDTH divides the extent of rhs along its contiguous axis, and the WIDTH of a load
+// Contract: LHS_WIDTH and RHS_WIDTH divide the extents of lhs and rhs along their contiguous axes, and the WIDTH of a load
 // or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside.
 //
-// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_, STAGES and
+// The generated text before this file defines Element, MATH, LHS_ and RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_, STAGES and
 // _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "arguments.cuh"
@@ -67,9 +67,10 @@ struct SharedTile {
   static __device__ __forceinline__ int offset(int row, int column) { return offset(row, column, row % 8); }
 };
 
-// rhs in the order that it has in memory; only ldmatrix can transpose, and only 16-bit elements.
+// Both in the order that they have in memory; only ldmatrix can transpose, and only 16-bit elements.
+constexpr bool LHS_PADDED = !LHS_K_CONTIGUOUS && sizeof(Element) == 4;
 constexpr bool RHS_PADDED = !RHS_K_CONTIGUOUS && sizeof(Element) == 4;
-using LhsTile = SharedTile<BLOCK_M, BLOCK_K, true>;
+using LhsTile = SharedTile<LHS_K_CONTIGUOUS ? BLOCK_M : BLOCK_K, LHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_M, !LHS_PADDED>;
 using RhsTile = SharedTile<RHS_K_CONTIGUOUS ? BLOCK_N : BLOCK_K, RHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_N, !RHS_PADDED>;
 
 constexpr int STAGE_BYTES = LhsTile::BYTES + PARTS * RhsTile::BYTES;
@@ -171,7 +172,8 @@ struct Producer {
 
   __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, int batch)
       : rows(args.m - block.row), columns(args.n - block.column), depth(args.k) {
-    lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0), args.lhs.row_stride, &args.lhs_outer);
+    lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0),
+              LHS_K_CONTIGUOUS ? args.lhs.row_stride : args.lhs.column_stride, &args.lhs_outer);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const OnnxfuseTensor& tensor = args.rhs[part];
@@ -182,8 +184,8 @@ struct Producer {
 
   __device__ __forceinline__ void issue(unsigned stage) {
     if (depth > 0) {
-      lhs.issue(stage, rows, depth);
-      lhs.advance(BLOCK_K);
+      lhs.issue(stage, LHS_K_CONTIGUOUS ? rows : depth, LHS_K_CONTIGUOUS ? depth : rows);
+      lhs.advance(LHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_K * lhs.row_stride);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const unsigned tile = stage + LhsTile::BYTES + part * RhsTile::BYTES;
@@ -205,8 +207,20 @@ struct TensorFragments {
   __device__ __forceinline__ void load_lhs(unsigned tile, int warp_row, int step, int lane) {
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i) {
-      const int row = warp_row + i * FRAGMENT_ROWS + lane % 16;
-      load_matrices(lhs[i], tile + LhsTile::offset(row, step * STEP_K + lane / 16 * CHUNK, lane % 8));
+      const int first = warp_row + i * FRAGMENT_ROWS;
+      if constexpr (LHS_K_CONTIGUOUS) {
+        load_matrices(lhs[i],
+                      tile + LhsTile::offset(first + lane % 16, step * STEP_K + lane / 16 * CHUNK, lane % 8));
+      } else if constexpr (!LHS_PADDED) {
+        const int k = step * STEP_K + lane / 16 * 8 + lane % 8;
+        load_matrices_transposed(lhs[i], tile + LhsTile::offset(k, first + lane / 8 % 2 * CHUNK, lane % 8));
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int k = step * STEP_K + j / 2 * CHUNK + lane % 4;
+          lhs[i][j] = load_shared_word(tile + LhsTile::offset(k, first + j % 2 * 8 + lane / 4));
+        }
+      }
     }
   }
 
@@ -295,7 +309,14 @@ struct ExactFragments {
 #pragma unroll
     for (int i = 0; i < 2 * FRAGMENTS_M; ++i) {
       const int row = warp_row + i * 8 + lane / 4;
-      load_shared(lhs[i / 2][i % 2], stage + LhsTile::offset(row, step * STEP_K, lane / 4));
+      if constexpr (LHS_K_CONTIGUOUS) {
+        load_shared(lhs[i / 2][i % 2], stage + LhsTile::offset(row, step * STEP_K, lane / 4));
+      } else {
+#pragma unroll
+        for (int k = 0; k < EXACT_STEP_K; ++k) {
+          lhs[i / 2][i % 2][k] = __uint_as_float(load_shared_word(stage + LhsTile::offset(step * STEP_K + k, row)));
+        }
+      }
     }
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 
 #include "error.h"
 
@@ -10,7 +11,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 3;
+constexpr uint32_t kVersion = 4;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -235,9 +236,7 @@ bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extent
          is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1);
 }
 
-constexpr size_t kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;   // in two_levels
-
-// A tensor map has one axis for batches and runs of columns, so one stride must walk both.
+// The tensor map of lhs has one axis for batches and runs of columns, so one stride must walk both.
 bool is_stacked(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int columns, int batch) {
   if (outer.columns >= columns || batch <= 1 || tensor.batch_stride == 0) return true;
   return tensor.batch_stride == columns / outer.columns * outer.column_stride;
@@ -246,11 +245,8 @@ bool is_stacked(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int co
 // Whether TMA reaches what the record wants it to.
 bool is_mapped(const Record& record, const OnnxfuseArguments& arguments) {
   return std::all_of(record.maps.begin(), record.maps.end(), [&](const MapRule& rule) {
-    if (rule.tensor == Mapped::kLhs) {
-      return is_stacked(arguments.lhs, arguments.lhs_outer, arguments.k, arguments.batch);
-    }
-    return rule.tensor != Mapped::kOut || is_stacked(arguments.outs[rule.index], arguments.outs_outer[rule.index],
-                                                     arguments.n, arguments.batch);
+    return rule.tensor != Mapped::kLhs ||
+           is_stacked(arguments.lhs, arguments.lhs_outer, arguments.k, arguments.batch);
   });
 }
 
@@ -260,7 +256,7 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   const Alignments& all = record.alignments;
   const Extents lhs{arguments.batch, arguments.m, arguments.k}, rhs{arguments.batch, arguments.k, arguments.n},
       tile{arguments.batch, arguments.m, arguments.n};
-  const auto need = [&](uint8_t alignment, size_t tensor) { return Need{alignment, all.two_levels >> 2 * tensor & 3}; };
+  const auto need = [&](uint8_t alignment, size_t tensor) { return Need{alignment, all.levels_of(tensor)}; };
   const auto words = [](uint8_t alignment) { return text(" needs ", int{alignment}); };
   const bool multiplies = contract.has_product();
   if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
@@ -284,7 +280,7 @@ std::string misfit(const Record& record, const Contract& contract, const Element
       return text("out ", i, words(wanted.alignment));
     }
   }
-  if (!is_mapped(record, arguments)) return "a tensor map needs batches right outside of runs, beside";
+  if (!is_mapped(record, arguments)) return "the tensor map of lhs needs batches right outside of runs, beside";
   return "";
 }
 
@@ -305,17 +301,27 @@ void check_counts(const Record& record, const Contract& contract) {
        contract.loads.size(), " and ", contract.outs.size(), kRemedy);
 }
 
-bool covers(const Record& record, int m) { return record.min_m <= m && m <= record.max_m; }
+// What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
+int64_t planned_rows(const Contract& contract, const OnnxfuseArguments& arguments) {
+  const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
+  const bool shared = contract.has_product() &&
+                      std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
+  const int64_t rows = int64_t{arguments.m} * (shared ? arguments.batch : 1);
+  return std::min<int64_t>(rows, std::numeric_limits<int>::max());
+}
+
+bool covers(const Record& record, int64_t rows) { return record.min_m <= rows && rows <= record.max_m; }
 
 [[noreturn]] void nothing_fits(const std::vector<const Record*>& candidates, const Contract& contract,
                                const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
   std::string ranges, alignment;
+  const int64_t rows = planned_rows(contract, arguments);
   for (const Record* record : candidates) {
     ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
-    if (covers(*record, arguments.m) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
+    if (covers(*record, rows) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
   }
   if (alignment.empty()) {
-    fail("no kernel ", contract.kernel, " for m=", arguments.m, " (the model's are for m=", ranges,
+    fail("no kernel ", contract.kernel, " for m=", rows, " (the model's are for m=", ranges,
          "); optimize the original again for this range");
   }
   fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
@@ -382,9 +388,10 @@ std::vector<const Record*> records_for(const Records& records, const Contract& c
 
 size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
               const OnnxfuseArguments& arguments) {
+  const int64_t rows = planned_rows(contract, arguments);
   for (size_t i = 0; i < candidates.size(); ++i) {
     const Record& record = *candidates[i];
-    if (covers(record, arguments.m) && misfit(record, contract, bytes, arguments).empty()) return i;
+    if (covers(record, rows) && misfit(record, contract, bytes, arguments).empty()) return i;
   }
   nothing_fits(candidates, contract, bytes, arguments);
 }

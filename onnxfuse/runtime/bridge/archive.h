@@ -32,7 +32,12 @@ struct Alignments {
   uint64_t two_levels = 0;   // bit 2 t: the kernel walks the rows of tensor t in two levels; 2 t + 1: its columns
 
   bool has_product() const { return lhs != 0; }
+  // Bit 0: rows in two levels, bit 1: columns.
+  uint64_t levels_of(size_t tensor) const { return two_levels >> 2 * tensor & 3; }
 };
+
+// Tensors in `two_levels`: lhs is 0.
+constexpr size_t kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;
 
 enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3 };
 

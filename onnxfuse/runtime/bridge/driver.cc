@@ -107,10 +107,10 @@ void Driver::launch(Function function, Grid grid, unsigned threads, unsigned sha
 }
 
 void Driver::encode(const TensorBox& box, TensorMap* map) const {
-  constexpr uint32_t kRank = 3, kSteps[kRank] = {1, 1, 1};
+  constexpr uint32_t kSteps[kMaxRank] = {1, 1, 1, 1, 1};
   const int swizzle = box.swizzle == 128 ? 3 : box.swizzle / 32;
   const int type = box.element_bytes == 2 ? kMapUint16 : box.is_factor ? kMapTfloat32 : kMapUint32;
-  check(encode_(map, type, kRank, box.pointer, box.extents, box.strides, box.box, kSteps, kMapNoInterleave, swizzle,
+  check(encode_(map, type, box.rank, box.pointer, box.extents, box.strides, box.box, kSteps, kMapNoInterleave, swizzle,
                 kMapPromoteTo256Bytes, kMapFillZero),
         "describe a tensor to the copy engine");
 }

@@ -20,12 +20,15 @@ struct alignas(64) TensorMap {
 };
 
 // What a tensor map says. The contiguous axis comes first; sizes in elements, strides and the swizzle in bytes.
+constexpr uint32_t kMaxRank = 5;   // of a tensor map
+
 struct TensorBox {
   void* pointer;
   int64_t element_bytes;
-  uint64_t extents[3];
-  uint64_t strides[2];   // of the second and the third axis
-  uint32_t box[3];
+  uint32_t rank;
+  uint64_t extents[kMaxRank];
+  uint64_t strides[kMaxRank - 1];   // of all axes but the first
+  uint32_t box[kMaxRank];
   uint8_t swizzle;
   bool is_factor;        // of the product: the tensor cores read it
 };

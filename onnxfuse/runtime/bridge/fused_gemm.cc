@@ -254,41 +254,62 @@ uint64_t usable_stride(int64_t stride, int64_t bytes, uint64_t extent, uint64_t 
   return extent > 1 ? given : (inside + kTmaBoundary - 1) / kTmaBoundary * kTmaBoundary;
 }
 
-TensorBox tensor_box(const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
-  // Where columns come in runs, the runs of all batches are the map's batches: misfit() saw that one stride walks them.
-  const auto runs_box = [&](const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int rows, int columns,
-                            int64_t size) {
-    const uint64_t inner = outer.columns, runs = columns / outer.columns;
-    const uint64_t stacked = runs * (tensor.batch_stride == 0 ? 1 : arguments.batch);
-    const uint64_t row_bytes = usable_stride(tensor.row_stride, size, rows, inner * size);
-    const uint64_t run_bytes = usable_stride(outer.column_stride, size, stacked, row_bytes * rows);
-    return TensorBox{tensor.pointer, size, {inner, static_cast<uint64_t>(rows), stacked}, {row_bytes, run_bytes},
-                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
-  };
-  const auto box = [&](const OnnxfuseTensor& tensor, int rows, int columns, int64_t size) {
-    const bool turned = rule.rows_contiguous;
-    const uint64_t inner = turned ? rows : columns, outer = turned ? columns : rows;
-    const uint64_t batch = tensor.batch_stride == 0 ? 1 : arguments.batch;
-    const uint64_t row_bytes =
-        usable_stride(turned ? tensor.column_stride : tensor.row_stride, size, outer, inner * size);
-    const uint64_t batch_bytes = usable_stride(tensor.batch_stride, size, batch, row_bytes * outer);
-    return TensorBox{tensor.pointer, size, {inner, outer, batch}, {row_bytes, batch_bytes},
-                     {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
-  };
+// [batch, rows, columns], or [batch, columns, rows] where rows are contiguous.
+TensorBox plain_box(const MapRule& rule, const OnnxfuseTensor& tensor, int rows, int columns, int batch, int64_t size) {
+  const bool turned = rule.rows_contiguous;
+  const uint64_t inner = turned ? rows : columns, outer = turned ? columns : rows;
+  const uint64_t batches = tensor.batch_stride == 0 ? 1 : batch;
+  const uint64_t row_bytes =
+      usable_stride(turned ? tensor.column_stride : tensor.row_stride, size, outer, inner * size);
+  const uint64_t batch_bytes = usable_stride(tensor.batch_stride, size, batches, row_bytes * outer);
+  return {tensor.pointer, size, 3, {inner, outer, batches}, {row_bytes, batch_bytes},
+          {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
+}
+
+// Columns in runs: those of all batches are the map's batches, which is_stacked() saw one stride walk.
+TensorBox stacked_box(const MapRule& rule, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int rows,
+                      int columns, int batch, int64_t size) {
+  const uint64_t runs = static_cast<uint64_t>(columns / outer.columns) * (tensor.batch_stride == 0 ? 1 : batch);
+  const uint64_t inner = outer.columns;
+  const uint64_t row_bytes = usable_stride(tensor.row_stride, size, rows, inner * size);
+  const uint64_t run_bytes = usable_stride(outer.column_stride, size, runs, row_bytes * rows);
+  return {tensor.pointer, size, 3, {inner, static_cast<uint64_t>(rows), runs}, {row_bytes, run_bytes},
+          {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
+}
+
+// [batch, runs of rows, runs of columns, rows of a run, columns of a run]
+TensorBox runs_box(const MapRule& rule, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int rows, int columns,
+                   int batch, int64_t size) {
+  TensorBox box{tensor.pointer, size, kMaxRank,
+                {static_cast<uint64_t>(outer.columns), static_cast<uint64_t>(outer.rows),
+                 static_cast<uint64_t>(columns / outer.columns), static_cast<uint64_t>(rows / outer.rows),
+                 static_cast<uint64_t>(batch)},
+                {}, {rule.box_inner, rule.box_outer, 1, 1, 1}, rule.swizzle, false};
+  const int64_t strides[] = {tensor.row_stride, outer.column_stride, outer.row_stride, tensor.batch_stride};
+  uint64_t inside = box.extents[0] * size;
+  for (size_t axis = 0; axis < kMaxRank - 1; ++axis) {
+    box.strides[axis] = usable_stride(strides[axis], size, box.extents[axis + 1], inside);
+    inside = box.strides[axis] * box.extents[axis + 1];
+  }
+  return box;
+}
+
+TensorBox tensor_box(const MapRule& rule, const Alignments& alignments, const ElementBytes& bytes,
+                     const OnnxfuseArguments& args) {
   switch (rule.tensor) {
     case Mapped::kLhs:
-      if (arguments.lhs_outer.columns < arguments.k) {
-        return runs_box(arguments.lhs, arguments.lhs_outer, arguments.m, arguments.k, bytes.lhs);
+      if (args.lhs_outer.columns < args.k) {
+        return stacked_box(rule, args.lhs, args.lhs_outer, args.m, args.k, args.batch, bytes.lhs);
       }
-      return box(arguments.lhs, arguments.m, arguments.k, bytes.lhs);
+      return plain_box(rule, args.lhs, args.m, args.k, args.batch, bytes.lhs);
     case Mapped::kRhs:
-      return box(arguments.rhs[rule.index], arguments.k, arguments.n, bytes.rhs[rule.index]);
+      return plain_box(rule, args.rhs[rule.index], args.k, args.n, args.batch, bytes.rhs[rule.index]);
     default:
-      if (arguments.outs_outer[rule.index].columns < arguments.n) {
-        return runs_box(arguments.outs[rule.index], arguments.outs_outer[rule.index], arguments.m, arguments.n,
+      if (alignments.levels_of(kFirstOut + rule.index) != 0) {
+        return runs_box(rule, args.outs[rule.index], args.outs_outer[rule.index], args.m, args.n, args.batch,
                         bytes.outs[rule.index]);
       }
-      return box(arguments.outs[rule.index], arguments.m, arguments.n, bytes.outs[rule.index]);
+      return plain_box(rule, args.outs[rule.index], args.m, args.n, args.batch, bytes.outs[rule.index]);
   }
 }
 
@@ -326,7 +347,7 @@ void Kernel::compute(OrtKernelContext* context) const {
   TensorMap maps[kMaxMaps];
   for (size_t i = 0; i < record.maps.size(); ++i) {
     const MapRule& rule = record.maps[i];
-    if (rule.tensor != Mapped::kNothing) cuda_driver()->encode(tensor_box(rule, bytes_, arguments), &maps[i]);
+    if (rule.tensor != Mapped::kNothing) cuda_driver()->encode(tensor_box(rule, record.alignments, bytes_, arguments), &maps[i]);
   }
   cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
                         record.shared_bytes, stream_of(context), &arguments, record.maps.empty() ? nullptr : maps);
