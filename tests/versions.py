@@ -1,4 +1,4 @@
-"""The wheel in empty environments, with the oldest and the newest versions of ONNX Runtime that are supported.
+"""The wheel in empty environments, with each version of ONNX Runtime that is supported.
 
     python -m tests.versions [VERSION ...]
 
@@ -21,8 +21,10 @@ from pathlib import Path
 
 from tests.bridge_build import ROOT, fake_driver_folder
 
-OLDEST = "1.27"  # the first that tells the overloads of a function apart: what fallback bodies are
-NEWEST = ("1.31", "1.30", "1.29")
+# 1.28 does not find the archive from inside a branch or loop, and 1.26 mixes up the overloads of a function, which the
+# fallback bodies of fused nodes are.
+OLDEST = "1.29"
+NEWEST = ("1.31", "1.30", OLDEST)
 MODEL = ROOT / "models" / "ff_geglu.onnx"
 SESSIONS = ("runs", "scopes", "runs_behind_a_product", "lifetimes", "load_errors", "run_errors")
 USE = f"""
@@ -98,7 +100,7 @@ def run(command: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT)
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("versions", nargs="*", default=[OLDEST, *NEWEST], help="of ONNX Runtime; by default the range")
+    parser.add_argument("versions", nargs="*", default=NEWEST, help="of ONNX Runtime; by default the range")
     failed = False
     with tempfile.TemporaryDirectory(prefix="onnxfuse-versions-") as name:
         folder = Path(name)
