@@ -112,11 +112,7 @@ def emptied(image: bytes) -> bytes:
     return bytes(len(image))
 
 
-def without_its_sections(image: bytes) -> bytes:
-    return image[:64] + bytes(len(image) - 64)
-
-
-@pytest.mark.parametrize("damage", [cut, emptied, without_its_sections])
+@pytest.mark.parametrize("damage", [cut, emptied])
 def test_an_altered_image_behind_a_right_checksum_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     model = fused(F16, K, N)
     (archive,) = (tensor for tensor in model.graph.initializer if tensor.raw_data.startswith(b"onnxfuse"))
