@@ -45,6 +45,7 @@ from onnxfuse.store import check_target, save_model, write_text
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
+UNWRAPPED = 1000  # columns
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 
@@ -67,7 +68,11 @@ def _errors() -> Console:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    """As wide as the terminal; in a pipe or a file no name is broken."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = UNWRAPPED
+    return console
 
 
 @click.group()

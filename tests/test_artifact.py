@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onnxfuse.artifact import ALIGNMENTS, Flavour, Mapped, Record, TensorMap, pack, unpack
 from onnxfuse.errors import ModelError
+from tests import fuzz_archive
 
 RECORD = Record(
     kernel="0123abcd",
@@ -125,6 +126,17 @@ def test_every_flipped_bit_is_found() -> None:
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(ModelError):
         unpack(data)
+
+
+@settings(max_examples=500)
+@given(st.lists(records(), min_size=1, max_size=2), st.data())
+def test_an_altered_archive_is_refused_or_read_behind_a_right_checksum(given_records: list[Record], data) -> None:
+    """What tests/fuzz_archive.py does at length: fields overwritten, and the checksum mended."""
+    altered = bytearray(pack(given_records))
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(8, len(altered) - 1))
+        altered[position : position + 1] = data.draw(st.sampled_from((b"\0", b"\1", b"\x80", b"\xff", b"", b"\0\0")))
+    fuzz_archive.read(bytes(altered))
 
 
 @pytest.mark.parametrize(

@@ -240,3 +240,26 @@ def test_a_full_disk_is_one_line(gate: Path) -> None:
     result = onnxfuse("optimize", gate, "-o", "/dev/full/out.onnx", "--arch", "sm_80")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
+
+
+def test_no_name_is_broken_in_a_pipe(gate: Path, tmp_path: Path) -> None:
+    """A terminal of 80 columns wraps a table's cells; what a script reads has each on one line."""
+    model, name = onnx.load(gate), "/a" * 100
+    for index, node in enumerate(model.graph.node):
+        node.name = f"{name}/{node.op_type}_{index}"
+    onnx.save(model, tmp_path / "long.onnx")
+    report = tmp_path / "report.json"
+    result = onnxfuse(
+        "optimize",
+        tmp_path / "long.onnx",
+        "-o",
+        tmp_path / "out.onnx",
+        "--arch",
+        "sm_80",
+        "--report",
+        report,
+        COLUMNS="80",
+    )
+    anchors = [site["anchor"] for site in json.loads(report.read_text())["fused"]]
+    assert anchors
+    assert all(anchor.startswith(name) and anchor in result.stdout for anchor in anchors)
