@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 Size = int | str | None
 
+_AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 
 
@@ -57,13 +58,27 @@ def add(first: Size, second: Size) -> Size:
     return second if first == 0 else first if second == 0 else function("+", first, second)
 
 
+def at_most(size: Size, limit: int) -> Size:
+    """The smaller of a size and a number: how much of a table of positions a sequence takes."""
+    return min(size, limit) if isinstance(size, int) else function("at_most", limit, size)
+
+
 def broadcast(first: Size, second: Size) -> Size:
     """The size that two dimensions broadcast to; None where it depends on which of them is 1."""
     if first == second or second == 1:
         return first
     if first == 1:
         return second
+    for bounded, whole in ((first, second), (second, first)):
+        if _is_bounded(bounded, whole):
+            return whole
     return next((size for size in (first, second) if isinstance(size, int) and size > 1), None)
+
+
+def _is_bounded(bounded: Size, whole: Size) -> bool:
+    """Whether one dimension is `at_most` of the other: where it is less, it is its limit, and does not broadcast."""
+    found = _AT_MOST.fullmatch(bounded) if isinstance(bounded, str) else None
+    return found is not None and int(found[1]) > 1 and at_most(whole, int(found[1])) == bounded
 
 
 def _atom(text: str) -> str:

@@ -191,6 +191,8 @@ def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
         return len(range(size)[start:end:step])
     if start == 0 and step == 1 and (end == size or (isinstance(end, int) and end >= 2**31 - 1)):
         return size
+    if isinstance(size, int) and start == 0 and step == 1 and isinstance(end, str):
+        return symbolic.at_most(end, size)
     return symbolic.function("slice", size, start, end, step)
 
 
@@ -218,11 +220,24 @@ def _constant_of_shape(known: Known) -> list[Shape | None]:
 
 
 def _range(known: Known) -> list[Shape | None]:
-    """As many entries as the limit says, where it counts from 0 by 1."""
-    start, limit, step = (known.sizes(index) for index in range(3))
-    if start != [0] or step != [1] or not limit or (isinstance(limit[0], int) and limit[0] < 0):
+    bounds = [known.sizes(index) for index in range(3)]
+    if any(bound is None or len(bound) != 1 for bound in bounds):
         return [None]
-    return [(limit[0],)]
+    start, limit, step = (bound[0] for bound in bounds if bound)
+    if isinstance(start, int) and isinstance(limit, int) and isinstance(step, int) and step:
+        return [(len(range(start, limit, step)),)]
+    return [(limit if start == 0 and step == 1 else symbolic.function("range", start, limit, step),)]
+
+
+def _indices(known: Known) -> list[Shape | None]:
+    return [known.shape(1)]
+
+
+def _tile(known: Known) -> list[Shape | None]:
+    shape, repeats = known.shape(0), known.sizes(1)
+    if shape is None or repeats is None:
+        return [None]
+    return [tuple(symbolic.multiply(pair) for pair in zip(shape, repeats, strict=True))]
 
 
 def _convolution(known: Known) -> list[Shape | None]:
@@ -270,7 +285,8 @@ _KEEP_SHAPE = (
     "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "Dropout", "Elu", "Erf", "Exp",
     "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
     "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
-    "Reciprocal", "Relu", "Round", "Selu", "Sigmoid", "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus",
+    "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "SimplifiedLayerNormalization",
+    "Sin", "Softmax", "Softplus",
     "Softsign", "Sqrt", "Swish", "Tanh", "Trilu",
 )  # fmt: skip
 _BROADCAST = (
@@ -341,6 +357,7 @@ _RULES: dict[str, Rule] = {
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
+    "GatherElements": _indices,
     "Gemm": _gemm,
     "MatMul": _matmul,
     "MaxPool": _convolution,
@@ -350,6 +367,7 @@ _RULES: dict[str, Rule] = {
     "Slice": _slice,
     "Split": _split,
     "Squeeze": _squeeze,
+    "Tile": _tile,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }

@@ -38,7 +38,9 @@ def test_products_and_quotients_are_right(first: symbolic.Size, second: symbolic
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [(1, "S", "S"), ("S", 1, "S"), ("S", "S", "S"), ("S", 4, 4), (4, "S", 4), (3, 3, 3), ("S", "T", None),
-     (None, 1, None), (None, 4, 4), (None, "S", None)],
+     (None, 1, None), (None, 4, 4), (None, "S", None), (symbolic.at_most("S", 64), "S", "S"),
+     ("2*S", symbolic.at_most("2*S", 64), "2*S"), (symbolic.at_most("S", 64), "T", None),
+     (symbolic.at_most("S", 1), "S", None)],
 )  # fmt: skip
 def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbolic.Size) -> None:
     assert symbolic.broadcast(first, second) == expected
@@ -106,6 +108,24 @@ def shape_of(b: Builder, x: str, *axes: int) -> list[str]:
     return [b("Gather", b("Shape", x), b.integers(axis), axis=0) for axis in axes]
 
 
+def scalar_size(b: Builder, x: str, axis: int) -> str:
+    return b("Gather", b("Shape", x), b.array(axis, integer=True), axis=0)
+
+
+def causal_mask(b: Builder, x: str) -> str:
+    """As torch counts positions: rows against columns."""
+    zero, one = b.array(0, integer=True), b.array(1, integer=True)
+    positions = b("Range", zero, scalar_size(b, x, 1), one)
+    kept = b("LessOrEqual", b("Unsqueeze", positions, b.integers(0)), b("Unsqueeze", positions, b.integers(1)))
+    return b("Where", kept, b.array(0.0), b.array(-1.0))
+
+
+def with_positions(b: Builder, x: str) -> str:
+    """A table of positions, as far as the sequence goes."""
+    table = b.array(np.ones((1, 16, 8)))
+    return b("Add", x, b("Slice", table, b.integers(0), *shape_of(b, x, 1), b.integers(1)))
+
+
 def merged(b: Builder, x: str) -> str:
     batch, rows = shape_of(b, x, 0, 1)
     return b("Reshape", x, b("Concat", b("Mul", batch, rows), b.integers(-1), axis=0))
@@ -122,14 +142,6 @@ def expanded_as_torchscript_does(b: Builder, x: str) -> str:
     minus_one = b("Mul", b("ConstantOfShape", b.integers(3), value=ONE), b.integers(-1))
     sizes = b("Where", b("Equal", target, minus_one), b("ConstantOfShape", b.integers(3), value=ONE), target)
     return b("Expand", b.array(np.ones((1, 1, 8))), sizes)
-
-
-def causal(b: Builder, x: str) -> str:
-    """Positions of queries against those of keys, as the mask of a decoder begins."""
-    rows = b("Squeeze", shape_of(b, x, 1)[0])
-    positions = b("Range", b.scalar(0), rows, b.scalar(1))
-    seen = b("LessOrEqual", b("Unsqueeze", positions, b.integers(0)), b("Unsqueeze", positions, b.integers(1)))
-    return b("Cast", seen, to=onnx.TensorProto.FLOAT)
 
 
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
@@ -149,7 +161,9 @@ CHAINS = {
     "padded": lambda b, x: b("AveragePool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     "convolved": lambda b, x: b("Conv", b("Transpose", x, perm=[0, 2, 1]), b.array(np.ones((4, 8, 3))), strides=[2]),
     "doubled": lambda b, x: b("Resize", b("Unsqueeze", x, b.integers(1)), "", b.array([1.0, 1.0, 2.0, 2.0])),
-    "causal": causal,
+    "mask": causal_mask,
+    "positions": with_positions,
+    "tiled": lambda b, x: b("Tile", x, b.integers(2, 1, 3)),
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
 }
 
@@ -174,7 +188,9 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("heads", ("B", "S", 8)),
         ("expanded", ("B", "S", 8)),
         ("doubled", ("B", 1, "2*S", 16)),
-        ("causal", ("S", "S")),
+        ("mask", ("S", "S")),
+        ("positions", ("B", "S", 8)),
+        ("tiled", ("2*B", "S", 24)),
     ],
 )
 def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:
