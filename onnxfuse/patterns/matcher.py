@@ -118,26 +118,35 @@ def _match_group(
     rounds: bool,
 ) -> list[tuple[gs.Node, NotFusable]]:
     """Cut matches out of what a group grows into until none is left; `fused` takes them, by their first anchor."""
+    refused: list[tuple[gs.Node, NotFusable]] = []
     if any(places.is_taken(view.node) for product in group for view in product.views):
-        group = _without_views(graph, group)
+        group = _without_views(graph, group, refused)
     while group:
         cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
         taken = _largest(graph, cut, accept)
-        if taken is None and any(product.views for product in group) and cut.refusals:
-            group = _without_views(graph, group)
-            continue
-        if taken is None:
-            return [(product.node, cut.reason(product)) for product in group]
-        match, site = taken
-        places.take(match)
-        fused[graph.index(match.products[0].node)] = site
-        group = tuple(product for product in group if product not in match.products)
-    return []
+        if taken is not None:
+            match, site = taken
+            places.take(match)
+            fused[graph.index(match.products[0].node)] = site
+            group = tuple(product for product in group if product not in match.products)
+        elif cut.refusals and any(product.views for product in group):
+            group = _without_views(graph, group, refused)
+        else:
+            return refused + [(product.node, cut.reason(product)) for product in group]
+    return refused
 
 
-def _without_views(graph: Graph, group: tuple[Product, ...]) -> tuple[Product, ...]:
-    """The same products, their inputs read as they lie behind the views."""
-    return tuple(read_product(graph, product.node, through_views=False) for product in group)
+def _without_views(
+    graph: Graph, group: tuple[Product, ...], refused: list[tuple[gs.Node, NotFusable]]
+) -> tuple[Product, ...]:
+    """The same products, their inputs read as they lie behind the views; `refused` takes those that cannot be."""
+    products: list[Product] = []
+    for product in group:
+        try:
+            products.append(read_product(graph, product.node, through_views=False))
+        except NotFusable as refusal:
+            refused.append((product.node, refusal))
+    return tuple(products)
 
 
 def _largest(graph: Graph, cut: Cut, accept: Callable[[Match, Fusion], Site]) -> tuple[Match, Site] | None:
