@@ -50,9 +50,10 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Every legal tile at one number of rows with its estimated microseconds, the fastest first."""
+    """Every legal tile at one number of rows, and n columns, with its estimated microseconds, the fastest first."""
 
     m: int
+    n: int
     tiles: tuple[tuple[float, Tile | HopperTile], ...]
 
 
@@ -321,7 +322,7 @@ def _rank(
 
     def rank(problem: Problem) -> Ranked:
         costs = [(cost(entry, reads, base, problem, device), entry.tile) for entry, reads in priced]
-        return Ranked(problem.m, tuple(sorted(costs, key=lambda pair: pair[0])))
+        return Ranked(problem.m, problem.n, tuple(sorted(costs, key=lambda pair: pair[0])))
 
     return tuple(map(rank, problems))
 

@@ -17,10 +17,10 @@ one chip must not rest on an estimate for another. PTX, which runs on chips that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import log
 from statistics import fmean
 
 from onnxfuse.device import PTX, DeviceSpec
@@ -40,8 +40,8 @@ class Tier(Enum):
 # How many times as fast as the portable kernel the library multiplies, by architecture and arithmetic. Measured on an
 # H200: fp32 products (1.8 to 2.2 times, four problems). The others are assumed.
 LIBRARY_ADVANTAGE = {("sm_90a", "tf32"): 2.0}
-LIBRARY_ADVANTAGE |= {("sm_100", math): 2.5 for math in ("f16", "bf16", "tf32")}
-LIBRARY_ADVANTAGE |= {("sm_120", math): 1.5 for math in ("f16", "bf16", "tf32")}
+LIBRARY_ADVANTAGE |= {("sm_100", kind): 2.5 for kind in ("f16", "bf16", "tf32")}
+LIBRARY_ADVANTAGE |= {("sm_120", kind): 1.5 for kind in ("f16", "bf16", "tf32")}
 LAUNCH = 2.0  # microseconds from one kernel's end to the next one's first result
 
 Times = Mapping[Tier, float]
@@ -69,13 +69,18 @@ class Traffic:
 def estimate(plan: Plan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
     one_kernel, tile = ranked.tiles[0]
-    factor = advantage(plan.device, plan.variants[0].spec.math, tile)
+    factor = advantage(plan.device, plan.variants[0].spec.math, tile) * padding(tile, ranked.n)
     return estimate_from(plan.device, factor, traffic, ranked.m, one_kernel)
 
 
-def advantage(device: DeviceSpec, math: str, tile: Tile | HopperTile) -> float:
+def advantage(device: DeviceSpec, arithmetic: str, tile: Tile | HopperTile) -> float:
     """How many times as fast the library multiplies as a tile does."""
-    return 1.0 if isinstance(tile, HopperTile) else LIBRARY_ADVANTAGE.get((device.arch, math), 1.0)
+    return 1.0 if isinstance(tile, HopperTile) else LIBRARY_ADVANTAGE.get((device.arch, arithmetic), 1.0)
+
+
+def padding(tile: Tile | HopperTile, n: int) -> float:
+    """Columns that a tile computes for one that is stored: the library has tiles for narrow products as well."""
+    return math.ceil(n / tile.block_n) * tile.block_n / n
 
 
 def estimate_from(device: DeviceSpec, advantage: float, traffic: Traffic, m: int, one_kernel: float) -> Times:
@@ -107,5 +112,5 @@ def least_loss(times: Sequence[Times]) -> Tier:
         times: at every number of rows; a tier that is missing somewhere is not taken.
     """
     tiers = [tier for tier in times[0] if all(tier in each for each in times)]
-    loss = {tier: fmean(log(each[tier] / min(each.values())) for each in times) for tier in tiers}
+    loss = {tier: fmean(math.log(each[tier] / min(each.values())) for each in times) for tier in tiers}
     return min(loss, key=lambda tier: loss[tier])
