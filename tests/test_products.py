@@ -187,7 +187,26 @@ def einsum_turned(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
 
 
+def spelled_linear(b: Builder) -> str:
+    """A product as elementwise ops: [b, m, 1, k] * [n, k], summed over k."""
+    x = b("Unsqueeze", b.input("x", ("batch", "rows", DEPTH)), b.integers(2))
+    t = b("ReduceSum", b("Mul", x, b.array(draw(8, DEPTH), "weight")), b.integers(-1), keepdims=0)
+    return b("Add", t, b.array(draw(8, seed=1), "bias"))
+
+
+def spelled_scores(b: Builder) -> str:
+    q, k = b("Unsqueeze", b.input("q", Q), b.integers(3)), b("Unsqueeze", b.input("k", K), b.integers(2))
+    return b("Tanh", b("ReduceSum", b("Mul", q, k), b.integers(4), keepdims=0))
+
+
+def spelled_and_squeezed(b: Builder) -> str:
+    x = b("Unsqueeze", b.input("x", ("rows", DEPTH)), b.integers(2))
+    y = b("Unsqueeze", b.input("y", (DEPTH, "keys")), b.integers(0))
+    return b("Relu", b("Squeeze", b("ReduceSum", b("Mul", x, y), b.integers(1)), b.integers(1)))
+
+
 FORMS = [
+    spelled_linear, spelled_scores, spelled_and_squeezed,
     image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
