@@ -292,6 +292,26 @@ def test_axes_are_shared_by_lhs_and_rhs(form, lhs: str, rhs: str, operands: list
     assert [operand.einops for operand in fusion.operands] == operands
 
 
+def test_what_is_spelled_out_is_as_exact_as_before() -> None:
+    model = built(spelled_linear)
+    (site,) = analyse_model(model, resolve("sm_90a,sm_80", list)).sites
+    assert {variant.spec.math for plan in site.plans for variant in plan.variants} == {"fp32"}
+
+
+def test_the_factors_of_one_fusion_are_not_swallowed_by_another() -> None:
+    b = Builder()
+    x = b("MatMul", b.input("x", ("batch", "rows", DEPTH)), b.array(draw(DEPTH, DEPTH), "first"))
+    factor = b("Unsqueeze", b("Tanh", x), b.integers(2))
+    t = b("ReduceSum", b("Mul", factor, b.array(draw(8, DEPTH), "second")), b.integers(-1), keepdims=0)
+    model = b.model(b("Relu", t))
+    feed = feed_of(model)
+    (expected,) = run(model, feed)
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    assert len(analysis.sites) == 2
+    (actual,) = run(rewritten(analysis), feed)
+    assert expected.tobytes() == actual.tobytes()
+
+
 def test_channels_that_are_split_are_columns() -> None:
     """Conformer's gate: parts are columns, so the image is the lhs, with its rows contiguous."""
 

@@ -99,6 +99,11 @@ class Product:
         return any(view.node.op != "Mul" for view in self.views)
 
     @property
+    def is_spelled_out(self) -> bool:
+        """Whether the model computes it without an op for products."""
+        return bool(self.node.op == "ReduceSum")
+
+    @property
     def n(self) -> int | str:
         """Number of columns; a symbol where only the run knows it."""
         return extent(self.columns)
