@@ -173,7 +173,8 @@ def test_gemms_own_bias_and_factor_stay_with_it() -> None:
 def test_an_architecture_without_a_kernel_of_its_own_gets_the_second_tier(arch: str, tier: Tier) -> None:
     key = "real/phi3.real.torchscript.op17.fp16.dynamic.onnx"
     analysis = analyse_model(corpus.folder() / key, resolve(arch, list))
-    assert {site.tier for site in analysis.sites} == {tier}
+    layers = [site for site in analysis.sites if site.match.products[0].is_weight]  # scores sum over few elements
+    assert {site.tier for site in layers} == {tier}
 
 
 def test_a_lone_op_behind_a_fast_product_is_left_alone() -> None:
