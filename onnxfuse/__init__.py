@@ -14,8 +14,8 @@ from typing import Any
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.graph import ModelProto
-from onnxfuse.packing import Progress
 from onnxfuse.pipeline import analyse_model, optimize_model, tune_model
+from onnxfuse.progress import Progress
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register
@@ -30,6 +30,7 @@ def optimize(
     *,
     arch: str | Sequence[str] | None = None,
     fp32: str = "tf32",
+    rounding: str = "fp32",
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
     plan: str | Path | Mapping[str, Any] | None = None,
@@ -45,6 +46,8 @@ def optimize(
         arch: architectures to compile for, as a list or comma-separated (`sm_90a,sm_80`); `native` means the GPUs at
             hand. By default the GPUs at hand, and with none sm_80, sm_90a and PTX.
         fp32: how fp32 products are computed: `tf32`, as ONNX Runtime's CUDA provider does by default, or `exact`.
+        rounding: `fp32` keeps what a kernel does not store in fp32; `onnx` rounds each intermediate to the type in
+            which the model stores it, for the bits of separate nodes as far as the order of sums allows.
         only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
         skip: leave out what fits one of these.
         plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file or the parsed
@@ -59,14 +62,14 @@ def optimize(
 
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown architecture or fp32 mode, a selection that means nothing in this model, or tuning
-            without the GPU's own architecture.
+        SettingError: an unknown architecture, fp32 or rounding mode, a selection that means nothing in this model, or
+            tuning without the GPU's own architecture.
         CompileError: NVRTC refused a kernel.
         DeviceError: tuning without a GPU.
     """
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    analysis = analyse_model(model, devices, fp32, make_selection(only, skip, plan))
+    analysis = analyse_model(model, devices, fp32, make_selection(only, skip, plan), rounding)
     if local is not None:
         analysis = tune_model(analysis, local, budget=budget, progress=progress)
     return optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)

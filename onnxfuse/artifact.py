@@ -5,10 +5,11 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
     records   256 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
-              no such tensor), u48 levels (bit 2 t: the kernel walks the rows of the t-th of these tensors in two
-              levels, bit 2 t + 1: its columns; bit 36: the batch of the loads and outs that need it), u32 cluster, u32
-              number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16
-              box_inner, box_outer), u64 image offset from the start of the archive, u64 image bytes
+              no such tensor; 128 more: accesses go down its rows), u48 levels (bit 2 t: the kernel walks the rows of
+              the t-th of these tensors in two levels, bit 2 t + 1: its columns; bit 36: the batch of the loads and outs
+              that need it), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index,
+              rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from the start of the archive, u64
+              image bytes
     images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
               image that several records share is stored once
 
@@ -19,7 +20,9 @@ second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, and 3 a p
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
-its strides of more than one element, must be a multiple of the record's alignment.
+its strides of more than one element, must be a multiple of the record's alignment. Where that is more than an element,
+columns are neighbours in memory, or rows where accesses go down them: a size of 1 that only the run knows can make
+another axis of the tensor look contiguous.
 
 The attributes of a fused node are strings that a person can read in any viewer:
 
@@ -63,7 +66,7 @@ MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 _MAGIC = b"onnxfuse"
-_VERSION = 4
+_VERSION = 6
 _HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
@@ -71,6 +74,8 @@ _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = _HEADER.size + _CHECKSUM.size
 _IMAGE_BOUNDARY = 64
 _LEVEL_BYTES = 6
+_TENSORS = 2 + MAX_LOADS + MAX_OUTS
+_TURNED = 128  # in the byte of an alignment
 _REMEDY = "the model's kernels are damaged or from another version; optimize the original again"
 
 
@@ -136,6 +141,7 @@ class Record:
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         two_levels: bit 2 t for the rows, 2 t + 1 for the columns of tensor t, as in the archive.
+        turned: bit t for each tensor t, as in the archive, whose accesses go down its rows.
     """
 
     kernel: str
@@ -156,6 +162,7 @@ class Record:
     cluster: int = 0
     maps: tuple[TensorMap, ...] = ()
     two_levels: int = 0
+    turned: int = 0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -200,6 +207,7 @@ def _check(record: Record) -> None:
         (len(record.image) > 0, "image"),
         (0 <= record.cluster <= 16, "cluster"),
         (0 <= record.two_levels < 2 * BATCH_LEVEL, "levels"),
+        (all(_all_alignments(record)[bit] for bit in _bits(record.turned)), "turned tensor"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
@@ -231,6 +239,10 @@ def _all_alignments(record: Record) -> tuple[int, ...]:
     return (record.lhs_alignment, record.rhs_alignment, *loads, *outs)
 
 
+def _bits(number: int) -> list[int]:
+    return [bit for bit in range(_TENSORS) if number >> bit & 1]
+
+
 def _place_images(records: tuple[Record, ...] | list[Record], table_end: int) -> tuple[dict[bytes, int], bytes, int]:
     """Offset of each distinct image, the bytes that follow the table, and the size of the archive."""
     offsets: dict[bytes, int] = {}
@@ -253,7 +265,11 @@ def _pack_record(record: Record, offset: int) -> bytes:
     )
     tail = (record.cluster, len(record.maps), maps, offset, len(record.image))
     two_levels = record.two_levels.to_bytes(_LEVEL_BYTES, "little")
-    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), two_levels, *tail)
+    alignments = [
+        alignment + (_TURNED if record.turned >> tensor & 1 else 0)
+        for tensor, alignment in enumerate(_all_alignments(record))
+    ]
+    return _RECORD.pack(*names, *numbers, *launch, *alignments, two_levels, *tail)
 
 
 def _check_header(data: bytes) -> int:
@@ -275,7 +291,8 @@ def _check_header(data: bytes) -> int:
 
 def _unpack_record(data: bytes, index: int, count: int) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    alignments, (two_levels, cluster, map_count, maps, offset, size) = fields[10:28], fields[28:]
+    ways, (two_levels, cluster, map_count, maps, offset, size) = fields[10:28], fields[28:]
+    alignments = tuple(way % _TURNED for way in ways)
     if offset < _TABLE_START + count * _RECORD.size or offset + size >= len(data) or data[offset + size] != 0:
         raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
@@ -298,6 +315,7 @@ def _unpack_record(data: bytes, index: int, count: int) -> Record:
         cluster=cluster,
         maps=_unpack_maps(maps, map_count),
         two_levels=int.from_bytes(two_levels, "little"),
+        turned=sum(1 << tensor for tensor, way in enumerate(ways) if way >= _TURNED),
     )
 
 

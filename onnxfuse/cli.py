@@ -18,13 +18,22 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from onnxfuse import __version__
+from onnxfuse.bench_report import html, site_table
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
-from onnxfuse.packing import Progress
-from onnxfuse.pipeline import FP32_MODES, Analysis, analyse_model, make_report, optimize_model, tune_model
+from onnxfuse.pipeline import (
+    FP32_MODES,
+    ROUNDING_MODES,
+    Analysis,
+    analyse_model,
+    make_report,
+    optimize_model,
+    tune_model,
+)
+from onnxfuse.progress import Progress
 from onnxfuse.report import Report
-from onnxfuse.runtime.bench import BenchResult
+from onnxfuse.runtime.bench import DEVICES, BenchResult
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_inputs, load_npz
@@ -36,6 +45,7 @@ from onnxfuse.store import check_target, save_model, write_text
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
+UNWRAPPED = 1000  # columns
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 
@@ -58,7 +68,11 @@ def _errors() -> Console:
 
 
 def _console() -> Console:
-    return Console(highlight=False)
+    """As wide as the terminal; in a pipe or a file no name is broken."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = UNWRAPPED
+    return console
 
 
 @click.group()
@@ -71,6 +85,13 @@ _arch = click.option("--arch", help="Architectures: sm_90a,sm_80,ptx or native. 
 _fp32 = click.option(
     "--fp32", type=click.Choice(FP32_MODES), default="tf32", show_default=True, help="How fp32 products are computed."
 )
+_rounding = click.option(
+    "--rounding",
+    type=click.Choice(ROUNDING_MODES),
+    default="fp32",
+    show_default=True,
+    help="What kernels keep to themselves: left in fp32, or rounded as the model's own nodes do.",
+)
 _inputs = click.option(
     "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."
 )
@@ -78,6 +99,7 @@ _shapes = click.option(
     "--shape", "shapes", multiple=True, metavar="NAME=2,77,768", help="Shape of a random input. May be repeated."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors and what --json asks for.")
 _seed = click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
 
 
@@ -99,23 +121,29 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Where the fused model goes.")
 @_arch
 @_fp32
+@_rounding
 @_selecting
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
 @click.option("--tune", is_flag=True, help="Choose kernels by measuring on the GPU at hand.")
 @click.option("--budget", type=click.FloatRange(min=0), metavar="SECONDS", help="How long --tune may measure.")
 @click.option("--force", is_flag=True, help="Overwrite existing files.")
+@_json
+@_quiet
 def optimize(
     model: Path,
     output: Path,
     arch: str | None,
     fp32: str,
+    rounding: str,
     selection: Selection,
     report: Path | None,
     dump: Path | None,
     tune: bool,
     budget: float | None,
     force: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Fuse MODEL and write the result."""
     _check_report(report, force)
@@ -124,14 +152,20 @@ def optimize(
         raise SettingError("--budget is how long --tune may measure; give both")
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    analysis = analyse_model(model, devices, fp32, selection)
-    with _progress_bar() as progress:
+    with _progress_bar(quiet) as progress:
+        progress("finding fusions", 0, 0)
+        analysis = analyse_model(model, devices, fp32, selection, rounding)
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
-    save_model(proto, analysis.model, output)
+        progress("writing the model", 0, 0)
+        save_model(proto, analysis.model, output)
     if report is not None:
         write_text(report, json.dumps(outcome.to_dict(), indent=2) + "\n")
+    if as_json:
+        click.echo(json.dumps(outcome.to_dict(), indent=2))
+    if as_json or quiet:
+        return
     _print_report(_console(), outcome, analysis)
     _console().print(f"wrote {escape(str(output))}", soft_wrap=True)
 
@@ -142,14 +176,14 @@ def _check_report(report: Path | None, force: bool) -> None:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A bar on a terminal, nothing in a log."""
+def _progress_bar(quiet: bool) -> Iterator[Progress]:
+    """A bar on a terminal, nothing in a log; a step whose length is not known (0) moves without a measure."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with ProgressBar(*columns, console=_errors(), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with ProgressBar(*columns, console=_errors(), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=None)
 
         def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=what, completed=done, total=total or None)
 
         yield progress
 
@@ -158,11 +192,14 @@ def _progress_bar() -> Iterator[Progress]:
 @click.argument("model", type=click.Path(path_type=Path))
 @_arch
 @_fp32
+@_rounding
 @_selecting
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def explain(model: Path, arch: str | None, fp32: str, selection: Selection, as_json: bool) -> None:
+def explain(model: Path, arch: str | None, fp32: str, rounding: str, selection: Selection, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
-    analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection)
+    with _progress_bar(quiet=False) as progress:
+        progress("finding fusions", 0, 0)
+        analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection, rounding)
     outcome = make_report(analysis)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
@@ -173,9 +210,7 @@ def explain(model: Path, arch: str | None, fp32: str, selection: Selection, as_j
         if site.match.stop is not None:
             console.print(escape(f"ends    at {site.match.stop}"), soft_wrap=True)
         for operand in entry.operands:
-            console.print(
-                escape(f"{operand.kind:<7} x{operand.width:<2} {operand.name}: {operand.reason}"), soft_wrap=True
-            )
+            console.print(escape(str(operand)), soft_wrap=True)
         console.print(escape("\n".join((f"tier    {entry.tier}", *map(str, site.form.plans)))) + "\n", soft_wrap=True)
     for skipped in outcome.skipped:
         console.print(escape(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}"), soft_wrap=True)
@@ -225,6 +260,7 @@ def _print_skipped(console: Console, report: Report) -> None:
 )
 @click.option("--per-site", is_flag=True, help="Compare what each fused node makes as well.")
 @_json
+@_quiet
 def verify(
     original: Path,
     optimized: Path,
@@ -235,21 +271,24 @@ def verify(
     sizes: tuple[str, ...],
     per_site: bool,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Run both models and compare each with a float64 reference."""
     for path in (original, optimized):
         load_model(path)
-    result = run_verify(
-        original,
-        optimized,
-        inputs=load_inputs(inputs) if inputs is not None else None,
-        shapes=_shapes_of(shapes),
-        sizes=dict(_shape(text, "--size", "SYMBOL=1,2,7") for text in sizes),
-        seed=seed,
-        runs=runs,
-        per_site=per_site,
-    )
-    _print_result(result, as_json)
+    with _progress_bar(quiet) as progress:
+        result = run_verify(
+            original,
+            optimized,
+            inputs=load_inputs(inputs) if inputs is not None else None,
+            shapes=_shapes_of(shapes),
+            sizes=dict(_shape(text, "--size", "SYMBOL=1,2,7") for text in sizes),
+            seed=seed,
+            runs=runs,
+            per_site=per_site,
+            progress=progress,
+        )
+    _print_result(result, as_json, quiet)
     if not result.passed:
         sys.exit(1)
 
@@ -261,7 +300,13 @@ def verify(
 @_shapes
 @_seed
 @click.option("--runs", default=50, show_default=True, help="Timed runs of each model.")
+@click.option("--warmup", default=10, show_default=True, help="Runs of each before.")
+@click.option("--device", type=click.Choice(list(DEVICES)), default="cuda", show_default=True, help="Where both run.")
+@click.option("--per-site", is_flag=True, help="Time each fused node and what it stands for as well.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Write a report with a bar per site.")
+@click.option("--force", is_flag=True, help="Overwrite an existing report.")
 @_json
+@_quiet
 def bench(
     original: Path,
     optimized: Path,
@@ -269,17 +314,39 @@ def bench(
     shapes: tuple[str, ...],
     seed: int,
     runs: int,
+    warmup: int,
+    device: str,
+    per_site: bool,
+    page: Path | None,
+    force: bool,
     as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Time both models on the GPU, run by run in turn."""
-    result = run_bench(original, optimized, **_feed_options(inputs, shapes), seed=seed, runs=runs)
-    _print_result(result, as_json)
+    """Time both models, run by run in turn."""
+    _check_report(page, force)
+    with _progress_bar(quiet) as progress:
+        result = run_bench(
+            original,
+            optimized,
+            **_feed_options(inputs, shapes),
+            seed=seed,
+            runs=runs,
+            warmup=warmup,
+            device=device,
+            per_site=per_site or page is not None,
+            progress=progress,
+        )
+    if page is not None:
+        write_text(page, html(result, f"{original.name} and {optimized.name}"))
+    _print_result(result, as_json, quiet)
+    if result.sites and not as_json and not quiet:
+        _console().print(site_table(result.sites))
 
 
-def _print_result(result: VerifyResult | BenchResult, as_json: bool) -> None:
+def _print_result(result: VerifyResult | BenchResult, as_json: bool, quiet: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
-    else:
+    elif not quiet:
         _console().print(escape(str(result)), soft_wrap=True)
 
 

@@ -27,7 +27,7 @@ def _decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
         "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),
         "1-fusion.txt": str(site.fusion),
         "2-axes.txt": f"{report.axes}\n{site.mapping}",
-        "3-widths.txt": "\n".join(f"{row.kind:<7} x{row.width}  {row.name}  {row.reason}" for row in report.operands),
+        "3-widths.txt": "\n".join(map(str, report.operands)),
         "4-plan.txt": "\n".join((site.tier.value, *(str(plan) for plan in site.form.plans))),
         "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.form, name).items()),
     }

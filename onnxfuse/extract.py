@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
 
-from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN
-from onnxfuse.rewrite import OVERLOAD_IR_VERSION, Replacement, opsets_of, renamed, renamed_subgraph
+from onnxfuse.rewrite import OVERLOAD_IR_VERSION, Replacement, renamed, renamed_subgraph
 
 Ports = Sequence[tuple[str, int, Sequence[int]]]
 """Name, ONNX element type and shape of what one copy reads or makes."""
@@ -52,12 +51,28 @@ def _needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:
 
 
 def site_model(
-    graph: Graph, nodes: Iterable[NodeProto], inputs: Ports, outputs: Ports, copies: int, kernels: bytes = b""
+    opsets: Iterable[OperatorSetIdProto],
+    nodes: Iterable[NodeProto],
+    inputs: Ports,
+    outputs: Ports,
+    copies: int,
+    kernels: bytes = b"",
+    functions: Iterable[FunctionProto] = (),
 ) -> bytes:
-    """A serialised model of `copies` copies of some nodes, with every copy's inputs and outputs."""
+    """A serialised model of `copies` copies of some nodes, with every copy's inputs and outputs.
+
+    Args:
+        opsets: the operator sets of the nodes.
+        nodes: of one copy.
+        inputs: of one copy.
+        outputs: of one copy.
+        copies: how many.
+        kernels: the archive that fused nodes read.
+        functions: what fused nodes stand for, where no kernel can run.
+    """
     nodes = list(nodes)
     values = {value for node in nodes for value in (*node.input, *node.output) if value} - {KERNELS}
-    model = ModelProto(ir_version=OVERLOAD_IR_VERSION, opset_import=opsets_of(graph, nodes))
+    model = ModelProto(ir_version=OVERLOAD_IR_VERSION, opset_import=opsets, functions=functions)
     model.graph.name = "site"
     for copy in range(copies):
         names = {value: f"{value}_{copy}" for value in values}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 import onnx_graphsurgeon as gs
 
 from onnxfuse.known_values import Array, known_value, stored_value
 from onnxfuse.symbolic import Size, canonical
 from onnxfuse.symbolic_shapes import Known, Shape, output_shapes, refined
+
+CONTRADICTIONS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a rule raises for a node whose attributes do not go with its inputs: an axis that is not there, sizes that
+do not multiply. Such a node cannot run, so nothing is known behind it, and nothing has to be."""
 
 
 class Facts:
@@ -38,13 +43,17 @@ class Facts:
     def _learn(self, node: gs.Node) -> None:
         values = [None if tensor.is_empty() else self.value(tensor) for tensor in node.inputs]
         shapes = [None if tensor.is_empty() else self.shape(tensor.name) for tensor in node.inputs]
-        for tensor, derived in zip(node.outputs, output_shapes(Known(node, shapes, values)), strict=True):
-            shape = refined(self.shape(tensor.name), derived)
-            if shape is not None:
-                self._shapes[tensor.name] = shape
-        value = known_value(node, values, shapes) if len(node.outputs) == 1 else None
-        if value is not None:
-            self._values[node.outputs[0].name] = value
+        with suppress(*CONTRADICTIONS):
+            self._learn_shapes(node, output_shapes(Known(node, shapes, values)))
+            value = known_value(node, values, shapes) if len(node.outputs) == 1 else None
+            if value is not None:
+                self._values[node.outputs[0].name] = value
+
+    def _learn_shapes(self, node: gs.Node, derived: Iterable[Shape | None]) -> None:
+        for tensor, shape in zip(node.outputs, derived, strict=True):
+            known = refined(self.shape(tensor.name), shape)
+            if known is not None:
+                self._shapes[tensor.name] = known
 
 
 def _canonical(shape: Shape) -> Shape:

@@ -2,7 +2,8 @@
 
 A dimension is a tuple of axes and is written as einops writes it: `f16[b, m, (h d)]`; `1` is a dimension of no axis.
 The product is `acc_p[batch, m, n] = sum over k of lhs[batch, m, k] * rhs_p[k, n]`; all parts p multiply the same lhs.
-The epilogue computes in fp32 over `acc0 .. accP-1` and over loads, in static single assignment.
+The epilogue computes in fp32 over `acc0 .. accP-1` and over loads, in static single assignment. Steps `round_f16` stand
+where the model stores an intermediate in a narrower type, if the user wants each of them rounded.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "pow": 2, "min": 2, "max": 2,
     "neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "log": 1, "reciprocal": 1, "erf": 1, "tanh": 1, "sigmoid": 1,
     "softplus": 1, "relu": 1, "leaky_relu": 2, "elu": 2, "hard_sigmoid": 3, "hard_swish": 1, "mish": 1,
-    "gelu": 1, "gelu_tanh": 1, "clip": 3, "where": 3,
+    "gelu": 1, "gelu_tanh": 1, "clip": 3, "where": 3, "round_f32": 1, "round_f16": 1, "round_bf16": 1,
 }  # fmt: skip
+ROUNDS = frozenset({"round_f32", "round_f16", "round_bf16"})  # to the nearest number of a dtype, ties to even
 INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-NONLINEAR = frozenset(OPS) - {"add", "sub", "mul", "div", "neg", "min", "max", "where"}
+NONLINEAR = frozenset(OPS) - ROUNDS - {"add", "sub", "mul", "div", "neg", "min", "max", "where"}
 
 Dim = tuple[str, ...]
 Value = str | float

@@ -93,10 +93,16 @@ def _elementwise(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values,
         if values[0] is None or values[1] is None or max(values[0].size, values[1].size) > MAX_ENTRIES:
             return None
         lhs, rhs = np.broadcast_arrays(values[0].astype(object), values[1].astype(object))
-        entries = [None if a is None or b is None else apply(a, b) for a, b in zip(lhs.flat, rhs.flat, strict=True)]
+        pairs = zip(lhs.flat, rhs.flat, strict=True)
+        entries = [None if a is None or b is None else _of_64_bits(apply(a, b)) for a, b in pairs]
         return _objects(entries).reshape(lhs.shape)
 
     return evaluate
+
+
+def _of_64_bits(entry: Any) -> Any:
+    """What a run would wrap around has no known value."""
+    return None if isinstance(entry, int) and not -(2**63) <= entry < 2**63 else entry
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -164,7 +170,8 @@ def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 
 def _cast_plain(value: Array, to: int) -> Array | None:
     dtypes = {1: np.float32, 6: np.int32, 7: np.int64, 10: np.float16, 11: np.float64}
-    return value.astype(dtypes[to]) if to in dtypes else None
+    with np.errstate(invalid="ignore", over="ignore"):  # a NaN has no integer; a run would not warn either
+        return value.astype(dtypes[to]) if to in dtypes else None
 
 
 def _flatten_to_vector(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:

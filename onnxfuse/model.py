@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
+from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the ONNX world name the type only
-from onnx import TensorProto, helper
 
 from onnxfuse.errors import ModelError
+from onnxfuse.inline import functions_of
 
+_ELEMENT_BITS = {
+    int(getattr(TensorProto, name)): bits
+    for name, bits in (("INT4", 4), ("UINT4", 4), ("FLOAT4E2M1", 4), ("INT2", 2), ("UINT2", 2))
+    if hasattr(TensorProto, name)
+}
+"""Of the types that share a byte; versions of onnx differ in which they know."""
 LARGE_BYTES = 1024  # above this an initializer is a weight: its values are never looked at
 
 
@@ -73,7 +82,77 @@ def _check(model: Model) -> None:
     for opset in proto.opset_import:
         if opset.domain in ("", "ai.onnx") and not 1 <= opset.version <= newest:
             raise ModelError(f"{model.label}: unknown opset {opset.version}; this version of onnx knows 1 to {newest}")
+    for tensor in tensors(proto):
+        _check_data(model, tensor)
+        _check_location(model, tensor)
     _check_order(model)
+    _check_functions(model)
+
+
+def _check_functions(model: Model) -> None:
+    try:
+        functions_of(model.proto)
+    except ModelError as error:
+        raise ModelError(f"{model.label}: {error}") from None
+
+
+def tensors(proto: ModelProto) -> Iterator[TensorProto]:
+    """Every dense tensor that a model stores: initializers, and what Constant nodes and other attributes hold."""
+    yield from graph_tensors(proto.graph)
+    for function in proto.functions:
+        yield from _held(function.node)
+
+
+def graph_tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """Every dense tensor that a graph, and the graphs inside, store."""
+    yield from graph.initializer
+    yield from _held(graph.node)
+
+
+def _held(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+            yield from graph_tensors(graph)
+
+
+def _check_data(model: Model, tensor: TensorProto) -> None:
+    """A tensor has as many bytes as its shape needs, or lies elsewhere; a reader would take what follows for data."""
+    label = f"{model.label}: tensor {tensor.name!r}"
+    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+        raise ModelError(f"{label} is of type {tensor.data_type}, which ONNX does not have")
+    if any(not 0 <= dim < 2**63 for dim in tensor.dims) or math.prod(tensor.dims) * 16 >= 2**63:
+        raise ModelError(f"{label} has an impossible shape {list(tensor.dims)[:8]}")
+    if tensor.data_location == TensorProto.EXTERNAL or tensor.data_type == TensorProto.STRING:
+        return
+    count = math.prod(tensor.dims)
+    expected = -(-count * _ELEMENT_BITS.get(tensor.data_type, 8 * _element_bytes(tensor)) // 8)
+    if tensor.HasField("raw_data"):
+        _same(len(tensor.raw_data), expected, "bytes", label)
+        return
+    field = helper.tensor_dtype_to_field(tensor.data_type)
+    stored = len(getattr(tensor, field))
+    if stored:
+        complex_parts = 2 if tensor.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1
+        packed = 8 // _ELEMENT_BITS.get(tensor.data_type, 8)
+        _same(stored, -(-count * complex_parts // packed), f"entries of {field}", label)
+
+
+def _check_location(model: Model, tensor: TensorProto) -> None:
+    """A path that leaves the model's folder by its words; whether a link does is seen where the file is read."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        path = os.path.normpath(location)
+        if not location or "\0" in location or Path(path).is_absolute() or Path(path).parts[:1] == (os.pardir,):
+            label = f"{model.label}: the data of {tensor.name!r}"
+            raise ModelError(f"{label} lies outside the model's folder, or nowhere: {location[:200]!r}")
+
+
+def _same(stored: int, expected: int, what: str, label: str) -> None:
+    if stored != expected:
+        raise ModelError(f"{label} has {stored} {what} and its shape needs {expected}")
 
 
 def _check_order(model: Model) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,13 @@ from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.plan import Variant
 from onnxfuse.pointwise_plan import PointwiseVariant
 from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.progress import Progress
 from onnxfuse.report import axes_text
 from onnxfuse.rewrite import Replacement
 from onnxfuse.runtime.compile import CompiledImage, compile_cached
 from onnxfuse.settings import cache_dir, compile_jobs
 from onnxfuse.site import AnyVariant, Form
 from onnxfuse.tile_footprint import shared_bytes
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,7 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
         out_alignments=tuple(map(_alignment, spec.outs)),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         two_levels=_two_levels(spec),
+        turned=_turned(spec),
         **(_behind(variant) if isinstance(variant, PointwiseVariant) else _product(variant, device)),
     )
 
@@ -111,6 +110,15 @@ def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
     walked = (lhs | loads | outs).items()
     levels = sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops if loop != "batch")
     return levels | (BATCH_LEVEL if any("batch" in loops for _, loops in walked) else 0)
+
+
+def _turned(spec: KernelSpec | PointwiseSpec) -> int:
+    """The record's bits: which tensors are accessed down their rows."""
+    product = (spec.lhs_order == "km", spec.rhs_order == "nk") if isinstance(spec, KernelSpec) else ()
+    factors = (index for index, rows in enumerate(product) if rows)
+    loads = (2 + index for index, load in enumerate(spec.loads) if load.turned)
+    outs = (2 + MAX_LOADS + index for index, out in enumerate(spec.outs) if out.turned)
+    return sum(1 << tensor for tensor in (*factors, *loads, *outs))
 
 
 def _behind(variant: PointwiseVariant) -> dict[str, Any]:

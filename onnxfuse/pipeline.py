@@ -11,8 +11,9 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dump import write_stages
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
-from onnxfuse.packing import Progress, compile_forms, pack_forms, replacement
+from onnxfuse.packing import compile_forms, pack_forms, replacement
 from onnxfuse.patterns import PATTERNS, match_sites
+from onnxfuse.progress import Progress
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import rewrite
 from onnxfuse.runtime.tune import require_gpu
@@ -24,6 +25,7 @@ from onnxfuse.trial import SessionTimer, group_sites
 from onnxfuse.tuning import Timer, decide, measure
 
 FP32_MODES = ("tf32", "exact")
+ROUNDING_MODES = ("fp32", "onnx")
 EVERYTHING = Selection()
 
 
@@ -46,32 +48,43 @@ def analyse_model(
     devices: Sequence[DeviceSpec],
     fp32: str = "tf32",
     selection: Selection = EVERYTHING,
+    rounding: str = "fp32",
 ) -> Analysis:
     """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 
+    Args:
+        source: the model.
+        devices: to plan for.
+        fp32: how fp32 products are computed, one of FP32_MODES.
+        selection: which fusions.
+        rounding: whether what a kernel keeps to itself stays in `fp32`, or is rounded as `onnx` nodes do.
+
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown fp32 mode, or a selection that means nothing in this model.
+        SettingError: an unknown fp32 or rounding mode, or a selection that means nothing in this model.
     """
     if fp32 not in FP32_MODES:
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
+    if rounding not in ROUNDING_MODES:
+        raise SettingError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDING_MODES)}")
     model = load_model(source)
     graphs = all_graphs(model)
-    sites, skipped = _selected(*_find_sites(graphs, devices, fp32 == "exact"), selection)
+    find = functools.partial(_find_sites, devices=devices, exact_fp32=fp32 == "exact", rounds=rounding == "onnx")
+    sites, skipped = _selected(*find(graphs), selection)
     reached = reached_functions((site.graph, site.match.nodes) for site in sites)
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
-        sites, _ = _selected(*_find_sites(graphs, devices, fp32 == "exact"), selection)
+        sites, _ = _selected(*find(graphs), selection)
     return Analysis(model, graphs, sites, skipped)
 
 
 def _find_sites(
-    graphs: Iterable[Graph], devices: Sequence[DeviceSpec], exact_fp32: bool
+    graphs: Iterable[Graph], devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     sites: list[Site] = []
     skipped: list[SkippedSite] = []
     for graph in graphs:
-        found = match_sites(graph, functools.partial(plan_site, graph, devices, exact_fp32))
+        found = match_sites(graph, functools.partial(plan_site, graph, devices, exact_fp32, rounds), rounds)
         sites += found.fused
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
     return tuple(sites), tuple(skipped)

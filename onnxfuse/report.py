@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onnxfuse.access_path import kernel_name, lhs_path, load_path, out_path, rhs_path
 from onnxfuse.axes import AxisMapping
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Pointwise
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
+from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.plan import tile_text
 from onnxfuse.pointwise_plan import PointwisePlan
-from onnxfuse.site import AnyPlan, Site
-from onnxfuse.vector_width import Widths
+from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.site import AnyPlan, AnyVariant, Form, Site
+from onnxfuse.vector_width import Width, analyse, operand_widths, out_widths
 
 
 @dataclass(frozen=True)
 class OperandReport:
-    """One tensor of a fusion: how it is reached and what limits the width of an access."""
+    """One tensor of a fusion: how it is reached and what limits the width of an access.
+
+    Attributes:
+        kind: `lhs`, `rhs`, `out`, or what an operand is to the tile: `scalar`, `row`, `column` or `tile`.
+        width: elements of one access.
+        bytes: of one access.
+        path: the way that each kernel of the plans takes, by the kernel's name.
+        reason: what limits the width.
+    """
 
     name: str
     kind: str
     width: int
+    bytes: int
+    path: Mapping[str, str]
     reason: str
+
+    def __str__(self) -> str:
+        kernels: dict[str, list[str]] = {}
+        for kernel, path in self.path.items():
+            kernels.setdefault(path, []).append(kernel)
+        ways = "; ".join(f"{', '.join(names)}: {path}" for path, names in kernels.items())
+        return f"{self.kind:<7} x{self.width:<2} {self.bytes:>2} B  {self.name}: {self.reason}; {ways}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,7 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         features=fusion.features,
         nodes=nodes,
         axes=axes_text(fusion),
-        operands=_operands(fusion, site.mapping, site.widths),
+        operands=_operands(site.form),
         tier=site.tier.value,
         kernel="; ".join(_one_line(plan) for plan in site.form.plans),
         timings=site.timings,
@@ -124,15 +145,51 @@ def axes_text(fusion: Pointwise) -> str:
     return f"{inputs} -> {', '.join(tensor.einops for tensor in fusion.outputs)}"
 
 
-def _operands(fusion: Fusion, mapping: AxisMapping, widths: Widths) -> tuple[OperandReport, ...]:
-    rows = [("lhs", fusion.lhs.name, widths.lhs)]
-    rows += [("rhs", rhs.name, widths.rhs) for rhs in fusion.rhs]
-    rows += [
-        (mapping.kind(operand), operand.name, width)
-        for operand, width in zip(fusion.operands, widths.operands, strict=True)
-    ]
-    rows += [("out", out.tensor.name, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
-    return tuple(OperandReport(name, kind, width.elements, width.reason) for kind, name, width in rows)
+def _operands(form: Form) -> tuple[OperandReport, ...]:
+    """Every tensor with its access in the widest variants of the plans."""
+    specs: dict[str, KernelSpec | PointwiseSpec] = {}
+    for plan in form.plans:
+        for variant in _widest(plan):
+            specs.setdefault(kernel_name(variant.tile), variant.spec)
+    fusion, mapping, spec = form.fusion, form.mapping, next(iter(specs.values()))
+    rows = _product_rows(fusion, mapping, specs) if isinstance(fusion, Fusion) else []
+    for index, (operand, width) in enumerate(zip(fusion.operands, operand_widths(fusion, mapping), strict=True)):
+        load = next(place for place, load in enumerate(fusion.loads) if load.operand == index)
+        path = {kernel: load_path(kernel, each.loads[load]) for kernel, each in specs.items()}
+        rows.append(_row(mapping.kind(operand), operand, width, spec.loads[load].width, path))
+    for index, (out, width) in enumerate(zip(fusion.outs, out_widths(fusion, mapping), strict=True)):
+        path = {kernel: out_path(kernel, each.outs[index]) for kernel, each in specs.items()}
+        rows.append(_row("out", out.tensor, width, spec.outs[index].width, path))
+    return tuple(rows)
+
+
+def _product_rows(
+    fusion: Fusion, mapping: AxisMapping, specs: Mapping[str, KernelSpec | PointwiseSpec]
+) -> list[OperandReport]:
+    widths = analyse(fusion, mapping)
+    products = {kernel: spec for kernel, spec in specs.items() if isinstance(spec, KernelSpec)}
+    lhs = {kernel: lhs_path(kernel, spec) for kernel, spec in products.items()}
+    rhs = {kernel: rhs_path(kernel, spec) for kernel, spec in products.items()}
+    rows = [_row("lhs", fusion.lhs, widths.lhs, widths.lhs.elements, lhs)]
+    return [*rows, *(_row("rhs", each, widths.rhs, widths.rhs.elements, rhs) for each in fusion.rhs)]
+
+
+def _widest(plan: AnyPlan) -> Iterator[AnyVariant]:
+    """The variants that read and write as the first does; those behind them take over where they may not."""
+    first = plan.variants[0].spec
+    for variant in plan.variants:
+        same = (variant.spec.loads, variant.spec.outs) == (first.loads, first.outs)
+        if same and _product_widths(variant.spec) == _product_widths(first):
+            yield variant
+
+
+def _product_widths(spec: KernelSpec | PointwiseSpec) -> tuple[int, ...]:
+    return (spec.lhs_width, spec.rhs_width) if isinstance(spec, KernelSpec) else ()
+
+
+def _row(kind: str, tensor: Tensor, width: Width, taken: int, path: Mapping[str, str]) -> OperandReport:
+    reason = width.reason if taken == width.elements else "m is its contiguous axis, and the kernel goes along n"
+    return OperandReport(tensor.name, kind, taken, taken * tensor.dtype.bytes, path, reason)
 
 
 def _one_line(plan: AnyPlan) -> str:

@@ -1,4 +1,4 @@
-"""One site with every decision about it: the fusion, its axes and widths, the plans of both tiers, and the tier."""
+"""One site with every decision about it: the fusion, its axes, the plans of both tiers, and the tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointw
 from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.simplify import simplify
 from onnxfuse.tier import Tier, Times, Traffic, choose, estimate
-from onnxfuse.vector_width import Widths, analyse
+from onnxfuse.vector_width import analyse
 
 AnyPlan = Plan | PointwisePlan
 AnyVariant = Variant | PointwiseVariant
@@ -75,7 +75,6 @@ class Site:
     match: Match
     fusion: Fusion
     mapping: AxisMapping
-    widths: Widths
     plans: tuple[Plan, ...]
     behind: Form | None = None
     tier: Tier = Tier.ONE_KERNEL
@@ -93,13 +92,23 @@ class Site:
         return Form(self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans)
 
 
-def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, match: Match, fusion: Fusion) -> Site:
+def plan_site(
+    graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool, match: Match, fusion: Fusion
+) -> Site:
     """Decide everything about a match that can be decided without a measurement.
+
+    Args:
+        graph: the scope that the match lies in.
+        devices: to plan for.
+        exact_fp32: whether fp32 products are computed in full precision.
+        rounds: whether the fusion rounds every intermediate as the model does; then its steps stay as written.
+        match: the nodes.
+        fusion: what they compute.
 
     Raises:
         NotFusable: no kernel computes it, or what it computes is faster without one.
     """
-    fusion = simplify(fusion)
+    fusion = fusion if rounds else simplify(fusion)
     # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
     exact_fp32 = exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
@@ -107,22 +116,24 @@ def plan_site(graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, mat
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
-    behind = _behind(graph, match, mapping, devices) if library_will_do else None
+    behind = _behind(graph, match, mapping, devices, rounds) if library_will_do else None
     estimates = _estimates(graph, fusion, plans, behind)
     tier = choose(estimates) if estimates else Tier.ONE_KERNEL
     if tier is Tier.LEFT_ALONE:
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
-    return Site(graph, match, fusion, mapping, widths, plans, behind, tier, estimates)
+    return Site(graph, match, fusion, mapping, plans, behind, tier, estimates)
 
 
-def _behind(graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec]) -> Form | None:
+def _behind(
+    graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec], rounds: bool
+) -> Form | None:
     shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
     if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
         return None
     try:
         fusion, products = match_behind(graph, match)
-        pointwise = behind_product(simplify(fusion), products)
+        pointwise = behind_product(fusion if rounds else simplify(fusion), products)
         own = map_pointwise(pointwise, mapping)
     except NotFusable:
         return None

@@ -12,8 +12,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
 from onnxfuse.errors import ModelError, OutputError
-from onnxfuse.inline import subgraphs
-from onnxfuse.model import Model, is_large
+from onnxfuse.model import Model, is_large, tensors
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
 ALIGNMENT = 64  # of a tensor in the external file, so that it can be mapped
@@ -123,21 +122,11 @@ def _varint(number: int) -> bytes:
     return bytes([*encoded, number])
 
 
-def _external_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from (tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL)
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t") and attribute.t.data_location == TensorProto.EXTERNAL:
-                yield attribute.t
-        for _, inner in subgraphs(node):
-            yield from _external_tensors(inner)
-
-
 def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:
     """External data is found relative to the model, so a model in another folder takes its files along."""
     folder = _data_path(target).name
     copied: set[str] = set()
-    for tensor in _external_tensors(proto.graph):
+    for tensor in (tensor for tensor in tensors(proto) if tensor.data_location == TensorProto.EXTERNAL):
         info = ExternalDataInfo(tensor)
         path = _inside(source, tensor, info.location)
         if info.location not in copied:

@@ -15,14 +15,13 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.fusion import Fusion, Tensor
 from onnxfuse.packing import Kernels, compile_forms, kernel_source, pack_forms, replacement
+from onnxfuse.rewrite import opsets_of
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.session import onnxruntime
 from onnxfuse.runtime.timing_cache import Key, read_times, write_times
-from onnxfuse.runtime.tune import Port, copies_for, time_models
+from onnxfuse.runtime.tune import WEIGHT_SCALE, Port, copies_for, time_models
 from onnxfuse.site import AnyVariant, Form, Site
 from onnxfuse.tuning import Trial
-
-WEIGHT_SCALE = 0.05  # of random weights: sums stay in the range where activations bend
 
 
 def problem_of(site: Site) -> str:
@@ -94,7 +93,7 @@ def trial_models(trial: Trial, inputs: Sequence[Port], outputs: Sequence[Port], 
     models = {}
     for name, form in trial.forms.items():
         nodes, archive = _written(trial.site, form, kernels)
-        models[name] = site_model(trial.site.graph, nodes, read, made, copies, archive)
+        models[name] = site_model(opsets_of(trial.site.graph, nodes), nodes, read, made, copies, archive)
     return models
 
 

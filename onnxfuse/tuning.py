@@ -15,8 +15,8 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Tile
-from onnxfuse.packing import Progress
 from onnxfuse.plan import Plan, Ranked, replan, tile_text
+from onnxfuse.progress import Progress
 from onnxfuse.site import Form, Site
 from onnxfuse.tier import Tier, Times, choose
 

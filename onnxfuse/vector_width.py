@@ -7,22 +7,24 @@ Facts of a row-major tensor over named axes, for accesses along one loop:
     alignment    largest power of two that divides the address of every row and part, in elements:  137  ->  1
     constancy    whether the tensor lacks the loop: one value serves all of it
 
-The width is the largest power of two that divides contiguity and every stride, up to 16 bytes. lhs and rhs are read
-along their contiguous axis, a tile or output along n or, where m is its contiguous axis, along m.
+The width is the largest power of two that divides the contiguity, up to 16 bytes. Every stride and the offset of every
+part are multiples of the contiguity, because nothing lies between the rows of an ONNX tensor: what fits a run is
+aligned in all of them. lhs and rhs are read along their contiguous axis, a tile or output along n or, where m is its
+contiguous axis, along m.
 
-A size that only the run knows divides by 1, but a stride that is a multiple of it still keeps its known factors. Where
-the contiguous axis itself is such a size, the width is `guarded`: the launch rule looks at the size, and where it does
-not fit a kernel that reaches this tensor element by element takes over. Pointers are guarded always (compare nvFuser's
-vectorization of epilogue inputs).
+Where the contiguous axis is a size that only the run knows, the width is `guarded`: the launch rule looks at the size,
+and where it does not fit a kernel that reaches this tensor element by element takes over. Pointers are guarded always
+(compare nvFuser's vectorization of epilogue inputs).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import takewhile
 
 from onnxfuse.axes import Axes, AxisMapping, reads_rows, stepped
-from onnxfuse.fusion import Fusion, Pointwise, Tensor
+from onnxfuse.fusion import PART_AXIS, Fusion, Pointwise, Tensor
 
 WIDEST_BYTES = 16  # ld.global.v4, cp.async 16
 
@@ -72,6 +74,8 @@ def out_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
 
 
 def _along(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> Width:
+    if not any(axis in tensor.axes for axis in mapping.n):  # a scalar or column: one element serves a row
+        return widest(fusion, tensor, mapping.n)
     return widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.m, mapping.n))
 
 
@@ -94,23 +98,23 @@ def rhs_order(fusion: Fusion, mapping: AxisMapping) -> str:
 def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
     """The widest legal access of a tensor along one loop."""
     limit = WIDEST_BYTES // tensor.dtype.bytes
-    name = " ".join(loop)
-    if not any(axis in tensor.axes for axis in loop):
-        return Width(1, f"does not vary along {name}")
-    run = _run(fusion, tensor, loop)
-    if not run:
-        return Width(1, f"{name} is not its contiguous axis")
-    guarded = any(fusion.size(axis) is None for axis in run)
-    contiguity = math.prod(fusion.size(axis) or limit for axis in run)
-    width, reason = limit, f"{WIDEST_BYTES} bytes"
-    if guarded:
-        reason = f"{WIDEST_BYTES} bytes where {' '.join(run)} is a multiple of {limit}"
-    if _power_of_two(contiguity) < width:
-        width, reason = _power_of_two(contiguity), f"{_oddness(contiguity)} elements along {' '.join(run)}"
-    for axis, stride in _strides(fusion, tensor, run, limit):
-        if fusion.size(axis) != 1 and _power_of_two(stride) < width:
-            width, reason = _power_of_two(stride), f"{_pitch_name(axis)} {stride} is {_oddness_of(stride)}"
-    return Width(width, reason, guarded and width > 1)
+    own, inner = stepped(fusion, tensor.axes), stepped(fusion, loop)
+    if not any(axis in tensor.axes for axis in loop) or (inner and not set(inner) & set(own)):
+        return Width(1, f"does not vary along {' '.join(loop) or 'n'}")
+    if not inner:
+        return Width(1, f"one element along {' '.join(loop)}")
+    if inner[-1] not in own:
+        return Width(1, f"innermost axis {inner[-1]} is broadcast")
+    if own[-1] != inner[-1]:
+        return Width(1, f"{own[-1]}, not {inner[-1]}, is its contiguous axis")
+    run = _run(own, inner)
+    sizes = [fusion.size(axis) for axis in run]
+    contiguity = math.prod(size for size in sizes if size is not None)
+    if contiguity % limit == 0:
+        return Width(limit, f"{WIDEST_BYTES} bytes")
+    if None in sizes:
+        return Width(limit, f"{WIDEST_BYTES} bytes where {' '.join(run)} is a multiple of {limit}", guarded=True)
+    return Width(_power_of_two(contiguity), _shortness(fusion, tensor, run, contiguity))
 
 
 def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:
@@ -119,39 +123,26 @@ def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axe
     return rows if axes and inner and axes[-1] == inner[-1] else columns
 
 
-def _run(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Axes:
+def _run(own: Axes, loop: Axes) -> Axes:
     """The innermost axes of a loop that are the tensor's innermost as well: one stride of 1 walks them."""
-    run: Axes = ()
-    own, inner = stepped(fusion, tensor.axes), stepped(fusion, loop)
-    for axis, expected in zip(reversed(own), reversed(inner), strict=False):
-        if axis != expected:
-            break
-        run = (axis, *run)
-    if not inner:  # a loop of size 1
-        return loop[-1:] if tensor.axes and tensor.axes[-1] == loop[-1] else ()
-    return run
+    pairs = zip(reversed(own), reversed(loop), strict=False)
+    return tuple(axis for axis, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))[::-1]
 
 
-def _strides(fusion: Pointwise, tensor: Tensor, run: Axes, assumed: int) -> list[tuple[str, int]]:
-    """The axes outside of a run with the known factors of their strides, outermost first."""
-    strides, stride = [], 1
-    for axis in reversed(tensor.axes):
-        strides.append((axis, stride))
-        stride *= fusion.size(axis) or (assumed if axis in run else 1)
-    return [(axis, stride) for axis, stride in reversed(strides) if axis not in run]
+def _shortness(fusion: Pointwise, tensor: Tensor, run: Axes, contiguity: int) -> str:
+    """What ends or misaligns wider accesses: where the next part, row, or nothing begins behind a run."""
+    outer = stepped(fusion, tensor.axes[: tensor.axes.index(run[0])])
+    if not outer:
+        return f"{contiguity} elements along {' '.join(run)} are {_oddness(contiguity)}"
+    if outer[-1] == PART_AXIS:
+        part = "half" if fusion.size(PART_AXIS) == 2 else f"of {fusion.size(PART_AXIS)} parts"
+        return f"second {part} starts at byte {contiguity * tensor.dtype.bytes}"
+    return f"row pitch {contiguity} is {_oddness(contiguity)}"
 
 
 def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _oddness_of(number: int) -> str:
-    return "odd" if number % 2 else f"a multiple of {_power_of_two(number)} only"
-
-
 def _oddness(number: int) -> str:
-    return f"{number}, {_oddness_of(number)},"
-
-
-def _pitch_name(axis: str) -> str:
-    return "part pitch" if axis == "p" else "row pitch"
+    return "odd" if number % 2 else f"a multiple of {_power_of_two(number)} only"

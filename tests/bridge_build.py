@@ -34,6 +34,19 @@ def sanitized_library() -> Path:
     return _built("libonnxfuse.so", _sources(), _cmake_sanitized)
 
 
+def sanitizer_environment() -> dict[str, str]:
+    """The environment in which a Python process loads that library: faults end it, and Python's buffers are guarded."""
+    # The sanitizer catches throws, so it must find the C++ runtime when the process starts.
+    names = ("libasan.so", "libstdc++.so")
+    paths = [subprocess.check_output(["c++", f"-print-file-name={name}"], text=True).strip() for name in names]
+    return {
+        "LD_PRELOAD": " ".join(paths),
+        "PYTHONMALLOC": "malloc",  # buffers with red zones around them
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+
+
 @functools.cache
 def fake_driver_folder() -> Path:
     """A folder whose libcuda.so.1 computes on the CPU; for LD_LIBRARY_PATH."""

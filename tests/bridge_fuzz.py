@@ -1,21 +1,25 @@
 """Altered archives and attributes, thousands of them, against the bridge built with sanitizers.
 
-    python -m tests.bridge_fuzz LIBRARY [ROUNDS]
+    python -m tests.bridge_fuzz [--rounds N | --seconds S] [--seed N]
 
-with libasan.so and libstdc++.so of the compiler in LD_PRELOAD; test_bridge.py does it.
+The library is built first, and the process starts itself again with the compiler's libasan.so in LD_PRELOAD. A fault
+that a sanitizer finds ends it with its report and an exit code other than 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
 import random
 import sys
+import time
 import zlib
 from pathlib import Path
 
 from onnxfuse.artifact import Flavour, Record, pack
+from tests.bridge_build import sanitized_library, sanitizer_environment
 from tests.bridge_hooks import Arguments, Bridge, BridgeError, Node, load
 
 RECORD = Record(
@@ -28,6 +32,7 @@ NODE = Node(
     arguments="lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0",
 )  # fmt: skip
 SHAPES = ((2, 3, 32), (32, 32), (32,))
+LIBRARY = "FUZZED_LIBRARY"  # variable with its path, in the process that has the sanitizers
 INTERESTING = (0, 1, 8, 63, 64, 127, 128, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -71,10 +76,32 @@ def one_round(bridge: Bridge, source: random.Random, data: bytes) -> None:
         bridge.infer(node, [" ".join(source.choice((str(dim), "?", "M")) for dim in shape) for shape in shapes])
 
 
-if __name__ == "__main__":
-    fuzzed, rounds = load(Path(sys.argv[1])), int(sys.argv[2]) if len(sys.argv) > 2 else 5000
+def fuzz(bridge: Bridge, first: int, rounds: int, seconds: float) -> int:
+    """So many rounds, or as many as fit into the time; returns how many."""
     packed = pack([RECORD, dataclasses.replace(RECORD, flavour=Flavour.PTX, image=b"ptx")])
-    for number in range(rounds):
-        one_round(fuzzed, random.Random(number), packed)
+    end = time.monotonic() + seconds
+    seed = first
+    while seed < first + rounds if rounds else time.monotonic() < end:
+        one_round(bridge, random.Random(seed), packed)
+        seed += 1
+    return seed - first
+
+
+def main() -> None:
+    """The command line; without sanitizers in the process it becomes one that has them."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bridge_fuzz", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=0, help="by default as many as fit in --seconds")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    library = os.environ.get(LIBRARY)
+    if library is None:
+        again = {**os.environ, **sanitizer_environment(), LIBRARY: str(sanitized_library())}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.bridge_fuzz", *sys.argv[1:]], again)
+    print(f"{fuzz(load(Path(library)), arguments.seed, arguments.rounds, arguments.seconds)} rounds without a fault")
     sys.stdout.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

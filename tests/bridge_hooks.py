@@ -88,7 +88,7 @@ class Bridge:
         node: Node,
         shapes: Sequence[Sequence[int]],
         *,
-        element_bytes: int = 1,
+        element_bytes: int | Sequence[int] = 1,
         inputs: Sequence[int] = (),
         outputs: Sequence[int] = (),
     ) -> tuple[Arguments, list[tuple[int, ...]]]:
@@ -96,7 +96,7 @@ class Bridge:
         count = len(shapes)
         dims = np.array([dim for shape in shapes for dim in shape], np.int64)
         ranks = np.array([len(shape) for shape in shapes], np.int32)
-        sizes = np.full(max(count, 1), element_bytes, np.int64)
+        sizes = np.resize(np.array(element_bytes, np.int64), max(count, 1))
         pointers = np.array([*inputs, *[0] * (count - len(inputs))], np.uint64)
         out_pointers = np.array([*outputs, *[0] * (16 - len(outputs))], np.uint64)
         arguments, out_dims, error = Arguments(), np.zeros(512, np.int64), ctypes.create_string_buffer(4096)
@@ -129,11 +129,11 @@ class Bridge:
         *,
         capability: int = 90,
         shared_bytes: int = 227 * 1024,
-        element_bytes: int = 2,
+        element_bytes: int | Sequence[int] = 2,
     ) -> int:
-        """Position of the record that would be launched."""
+        """Position of the record that would be launched; `element_bytes` of all inputs, or of each."""
         error, index = ctypes.create_string_buffer(4096), ctypes.c_int(-1)
-        sizes = np.full(16, element_bytes, np.int64)
+        sizes = np.resize(np.array(element_bytes, np.int64), 16)
         failed = self.library.onnxfuse_test_choose(
             _exactly(data), ctypes.c_uint64(len(data)), node.encoded(), _data(sizes), len(sizes), capability,
             shared_bytes, ctypes.byref(arguments), ctypes.byref(index), error, ctypes.c_size_t(len(error)),

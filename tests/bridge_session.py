@@ -13,6 +13,7 @@ import gc
 import os
 import sys
 import threading
+import zlib
 
 import numpy as np
 import onnx
@@ -407,6 +408,66 @@ def run_errors() -> None:
     expect(error_of(model(**anything), 2, 3, 7), "node 'site0'", "dimension 2 of input 0 is 7", "k=8")
     ranged = pack([Record(**(vars(RECORD) | {"min_m": 100}))])
     expect(error_of(model(archive=ranged, **anything), 2, 3, K), "node 'site0'", "m=6", "m=100..")
+
+
+def other_version() -> None:
+    """An archive of another format, with a checksum that is right."""
+    on_cpu()
+    body = bytearray(pack([RECORD]))
+    body[8:12] = (99).to_bytes(4, "little")
+    body[24:32] = zlib.crc32(body[32:], zlib.crc32(body[:24])).to_bytes(8, "little")
+    expect(error_of(model(archive=bytes(body))), "node 'site0'", "version 99", "optimize the original again")
+
+
+def refused(made: onnxruntime.InferenceSession, x: np.ndarray, *words: str) -> None:
+    try:
+        made.run(None, {"x": x})
+    except Exception as error:
+        expect(str(error), "node 'site0'", *words)
+    else:
+        raise AssertionError("no error")
+
+
+def survives() -> None:
+    """A run that fails, of whatever cause, leaves a session that runs."""
+    on_cpu()
+    made = session(model(dims=(None, None, None)))
+    check(made, 2, 3, K)
+    for rows, words in (((2, 3, 7), "dimension 2"), ((2, 3, 0), "dimension 2")):
+        refused(made, sample(*rows), words)
+        check(made, 2, 3, K)
+    for fault in ("719", "2", "1"):
+        os.environ["FAKE_LAUNCH_ERROR"] = fault
+        refused(made, sample(2, 3, K), "launch the kernel")
+        del os.environ["FAKE_LAUNCH_ERROR"]
+        check(made, 2, 3, K)
+
+
+def plain_product(k: int, n: int) -> onnxruntime.InferenceSession:
+    """`[b, m, k] -> [b, m, n]` without an epilogue, k known to the run only."""
+    record = Record(**(vars(RECORD) | {"entry": "fake_p1_l0", "load_alignments": (), "rhs_alignment": 4,
+                                       "lhs_alignment": 4}))  # fmt: skip
+    proto = onnx.load_from_string(model(archive=pack([record]), dims=(None, None, None)))
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((k, n), np.float32), "w"))
+    attributes = ATTRIBUTES | {
+        "axes": "b m k, k n -> b m n", "sizes": f"n={n}", "in_types": "f32,f32", "arguments": "lhs=0 rhs=1 outs=0",
+    }  # fmt: skip
+    node = helper.make_node("FusedGemm", ["kernels", "x", "w"], ["y0"], "site0", domain="onnxfuse", **attributes)
+    proto.graph.node[0].CopyFrom(node)
+    return session(proto.SerializeToString())
+
+
+def absurd_shapes() -> None:
+    """Rows that 32 bits cannot count, and an output that no memory holds: refused before anything is launched."""
+    on_cpu()
+    counted, wide = plain_product(0, 1), plain_product(1, 2**20)
+    refused(counted, np.zeros((2**16, 2**16, 0), np.float32), "m=4294967296", "32 bits")
+    refused(wide, np.zeros((2**10, 2**10, 1), np.float32), "memory")  # 4 TiB
+    assert driver().fake_launches() == 0
+    np.testing.assert_array_equal(counted.run(None, {"x": np.zeros((2, 3, 0), np.float32)})[0], np.zeros((2, 3, 1)))
+    np.testing.assert_array_equal(
+        wide.run(None, {"x": np.full((1, 2, 1), 3, np.float32)})[0], np.full((1, 2, 2**20), 3)
+    )
 
 
 def launch_error() -> None:

@@ -33,6 +33,7 @@ def fusion(
     out: str = "m n",
     parts: int = 1,
     dtype: DType = F16,
+    out_dtype: DType | None = None,
 ) -> Fusion:
     """A product whose epilogue is tanh(acc0 * acc1 ... + op0 + op1 ...)."""
     packed = "p" in rhs
@@ -58,5 +59,5 @@ def fusion(
         operands=tuple(Tensor(f"operand{index}", kind, dims(text)) for index, (text, kind) in enumerate(operands)),
         loads=tuple(loads),
         steps=tuple(steps),
-        outs=(Out(Tensor("out", dtype, dims(out)), steps[-1].result),),
+        outs=(Out(Tensor("out", out_dtype or dtype, dims(out)), steps[-1].result),),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 from onnxfuse.fusion import PART_AXIS, Fusion, Tensor
@@ -47,6 +48,9 @@ OPS = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "clip": lambda x, low, high: np.minimum(np.maximum(x, low), high),
     "where": _where,
+    "round_f32": lambda x: np.float32(x).astype(np.float64),
+    "round_f16": lambda x: np.float16(x).astype(np.float64),
+    "round_bf16": lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float64),
 }
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onnxfuse.artifact import ALIGNMENTS, Flavour, Mapped, Record, TensorMap, pack, unpack
 from onnxfuse.errors import ModelError
+from tests import fuzz_archive
 
 RECORD = Record(
     kernel="0123abcd",
@@ -44,6 +45,13 @@ def records(draw: st.DrawFn) -> Record:
     min_m, max_m = draw(low_and_high)
     product = draw(st.one_of(st.just((0, 0)), st.tuples(alignments, alignments)))
     maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
+    loads = draw(st.lists(alignments, max_size=12))
+    outs = draw(st.lists(alignments, min_size=1, max_size=4))
+    there = (
+        ([0, 1] if product[0] else [])
+        + [2 + load for load in range(len(loads))]
+        + [2 + 12 + out for out in range(len(outs))]
+    )
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
         entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
@@ -57,11 +65,13 @@ def records(draw: st.DrawFn) -> Record:
         shared_bytes=draw(st.integers(0, 2**20)),
         lhs_alignment=product[0],
         rhs_alignment=product[1],
-        load_alignments=tuple(draw(st.lists(alignments, max_size=12))),
-        out_alignments=tuple(draw(st.lists(alignments, min_size=1, max_size=4))),
+        load_alignments=tuple(loads),
+        out_alignments=tuple(outs),
         image=draw(st.binary(min_size=1, max_size=200)),
         cluster=draw(st.integers(0, 16)),
         maps=tuple(maps),
+        two_levels=draw(st.integers(0, 2**36 - 1)),
+        turned=sum(1 << tensor for tensor in draw(st.sets(st.sampled_from(there)))),
     )
 
 
@@ -118,6 +128,17 @@ def test_garbage_is_refused(data: bytes) -> None:
         unpack(data)
 
 
+@settings(max_examples=500)
+@given(st.lists(records(), min_size=1, max_size=2), st.data())
+def test_an_altered_archive_is_refused_or_read_behind_a_right_checksum(given_records: list[Record], data) -> None:
+    """What tests/fuzz_archive.py does at length: fields overwritten, and the checksum mended."""
+    altered = bytearray(pack(given_records))
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(8, len(altered) - 1))
+        altered[position : position + 1] = data.draw(st.sampled_from((b"\0", b"\1", b"\x80", b"\xff", b"", b"\0\0")))
+    fuzz_archive.read(bytes(altered))
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -135,6 +156,8 @@ def test_garbage_is_refused(data: bytes) -> None:
         ({"out_alignments": (0,)}, "alignment"),
         ({"load_alignments": (4,) * 13}, "count of alignments"),
         ({"image": b""}, "image"),
+        ({"turned": 1, "lhs_alignment": 0, "rhs_alignment": 0}, "turned tensor"),
+        ({"turned": 1 << 2 + 11}, "turned tensor"),
     ],
 )
 def test_a_record_that_the_bridge_would_refuse_cannot_be_made(change: dict, what: str) -> None:

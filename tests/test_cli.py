@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +23,6 @@ GATE = "tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx"
 
 
 def onnxfuse(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     command = [sys.executable, "-m", "onnxfuse", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
@@ -51,7 +52,8 @@ def test_the_report_is_the_documented_json(fused: Path) -> None:
     assert set(site) == {"anchor", "pattern", "features", "nodes", "axes", "operands", "tier", "kernel", "timings"}
     assert (site["pattern"], site["features"]) == ("split_gemm", ["activation", "bias", "gate"])
     assert site["axes"] == "b m k, k (p n), (p n) -> b m n"
-    assert {frozenset(operand) for operand in site["operands"]} == {frozenset({"name", "kind", "width", "reason"})}
+    fields = frozenset({"name", "kind", "width", "bytes", "path", "reason"})
+    assert {frozenset(operand) for operand in site["operands"]} == {fields}
     assert (projection["pattern"], projection["features"]) == ("gemm_epilogue", ["bias"])
     assert report["skipped"] == []
     assert (report["nodes_before"], report["nodes_after"]) == (27, 2)
@@ -66,6 +68,17 @@ def test_explain_tells_the_same_and_writes_nothing(gate: Path, fused: Path) -> N
     assert "rhs     f16[k, n]  parts 1" in text
     assert re.search(r"^ends    at \S+: .+ \(taken\)$", text, re.MULTILINE)
     assert sorted(gate.parent.iterdir()) == before
+
+
+def test_rounding_is_in_the_report(gate: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.onnx"
+    result = onnxfuse(
+        *("optimize", gate, "-o", out, "--arch", "sm_80", "--rounding", "onnx", "--report", tmp_path / "r.json")
+    )
+    assert result.returncode == 0, result.stderr
+    assert all("rounded" in site["features"] for site in json.loads((tmp_path / "r.json").read_text())["fused"])
+    assert "round_f16(acc0)" in onnxfuse("explain", gate, "--arch", "sm_80", "--rounding", "onnx").stdout
+    assert onnxfuse("verify", gate, out, "--shape", "hidden_states=2,3,32").returncode == 0
 
 
 def test_verify_passes_and_fails_with_its_exit_code(gate: Path, fused: Path, tmp_path: Path) -> None:
@@ -103,6 +116,79 @@ def test_an_existing_output_is_kept_without_force(gate: Path, tmp_path: Path) ->
     assert (refused.returncode, out.read_text()) == (1, "mine")
     assert onnxfuse("optimize", gate, "-o", out, "--arch", "sm_80", "--force").returncode == 0
     assert onnxfuse("optimize", gate, "-o", gate, "--arch", "sm_80", "--force").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("optimize", "GATE", "-o", "OUT", "--arch", "sm_80"),
+        ("explain", "GATE", "--arch", "sm_80"),
+        ("verify", "GATE", "FUSED", "--per-site"),
+        ("bench", "GATE", "FUSED", "--device", "cpu", "--runs", "2", "--per-site"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_json_is_all_of_standard_output_and_progress_goes_to_the_terminal(
+    arguments: tuple[str, ...], gate: Path, fused: Path, tmp_path: Path
+) -> None:
+    """Standard error is a terminal here: there the bar is drawn, and standard output has nothing of it."""
+    places = {"GATE": gate, "FUSED": fused, "OUT": tmp_path / "out.onnx"}
+    command = [places.get(argument, argument) for argument in arguments]
+    stdout, stderr = on_terminal(*command, "--json")
+    assert isinstance(json.loads(stdout), dict)
+    assert STEPS[arguments[0]] in stderr
+
+
+# The last step of each: a bar is drawn ten times a second, and at its end.
+STEPS = {
+    "optimize": "writing the model", "explain": "finding fusions", "verify": "computing the reference",
+    "bench": "timing sites",
+}  # fmt: skip
+
+
+def on_terminal(*arguments: object) -> tuple[str, str]:
+    """Standard output, and what a terminal that is standard error shows."""
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "onnxfuse", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, text=True) as process:
+        os.close(terminal)
+        shown = []
+        with suppress(OSError):  # how Linux says that nobody writes to the terminal any more
+            while data := os.read(master, 1 << 16):
+                shown.append(data)
+        os.close(master)
+        stdout = process.stdout.read()
+    assert process.returncode == 0, b"".join(shown).decode()
+    return stdout, b"".join(shown).decode()
+
+
+def test_a_log_has_no_progress(gate: Path, tmp_path: Path) -> None:
+    result = onnxfuse("optimize", gate, "-o", tmp_path / "out.onnx", "--arch", "sm_80")
+    assert result.stderr == ""
+
+
+def test_quiet_commands_print_nothing(gate: Path, fused: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ("optimize", gate, "-o", tmp_path / "out.onnx", "--arch", "sm_80"),
+        ("verify", gate, fused),
+        ("bench", gate, fused, "--device", "cpu", "--runs", "1", "--html", tmp_path / "page.html"),
+    ):
+        assert on_terminal(*arguments, "--quiet") == ("", "")
+    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_bench_prints_a_table_and_keeps_a_page_that_exists(gate: Path, fused: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    arguments = ("bench", gate, fused, "--device", "cpu", "--runs", "1", "--html", page)
+    assert onnxfuse(*arguments).returncode == 1
+    assert page.read_text() == "mine"
+    result = onnxfuse(*arguments, "--force")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert "from the call to the results" in result.stdout
+    assert "sites, microseconds" in result.stdout
+    assert "gate.onnx and fused.onnx" in page.read_text()
 
 
 def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
@@ -154,3 +240,26 @@ def test_a_full_disk_is_one_line(gate: Path) -> None:
     result = onnxfuse("optimize", gate, "-o", "/dev/full/out.onnx", "--arch", "sm_80")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
+
+
+def test_no_name_is_broken_in_a_pipe(gate: Path, tmp_path: Path) -> None:
+    """A terminal of 80 columns wraps a table's cells; what a script reads has each on one line."""
+    model, name = onnx.load(gate), "/a" * 100
+    for index, node in enumerate(model.graph.node):
+        node.name = f"{name}/{node.op_type}_{index}"
+    onnx.save(model, tmp_path / "long.onnx")
+    report = tmp_path / "report.json"
+    result = onnxfuse(
+        "optimize",
+        tmp_path / "long.onnx",
+        "-o",
+        tmp_path / "out.onnx",
+        "--arch",
+        "sm_80",
+        "--report",
+        report,
+        COLUMNS="80",
+    )
+    anchors = [site["anchor"] for site in json.loads(report.read_text())["fused"]]
+    assert anchors
+    assert all(anchor.startswith(name) and anchor in result.stdout for anchor in anchors)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxfuse.fusion import OPS, Value
+from onnxfuse.fusion import OPS, ROUNDS, Value
 from onnxfuse.kernels.emit import TEMPLATES
 from onnxfuse.kernels.epilogue import EXPRESSIONS, constant
 from tests.reference_fusion import OPS as REFERENCE
@@ -71,6 +71,7 @@ CASES = [
     Case("clip", ("x", -1.0, 6.0)),
     Case("clip", ("x", "y", math.inf)),
     Case("where", ("x", "y", 3.0)),
+    *(Case(op, ("x",), ulps=0) for op in sorted(ROUNDS)),
 ]
 
 

@@ -1,6 +1,7 @@
 """The machine code does what the analysis promised, read from the SASS of compiled kernels; no GPU.
 
-Each tensor of the epilogue is reached by accesses of its width, as many as cover a thread's part of the tile.
+Each tensor of the epilogue is reached by accesses of its width, as many as cover a thread's part of the tile, by the
+instruction that its path names; nothing spills to local memory.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ from dataclasses import replace
 
 import pytest
 
+from onnxfuse import hopper_tile
+from onnxfuse.access_path import lhs_path, load_path, out_path
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.errors import CompileError
 from onnxfuse.fusion import Step
+from onnxfuse.hopper_tile import SLAB_ROWS, HopperTile
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.kernels.emit import emit
+from onnxfuse.kernels.hopper import emit as emit_hopper
 from onnxfuse.runtime import disassemble
-from onnxfuse.runtime.compile import compile_source
+from onnxfuse.runtime.compile import CompiledImage, compile_source
 from onnxfuse.tile_footprint import FRAGMENT_ROWS, footprint
 from tests.kernel_problem import Size, make_spec
 
 TILE = Tile(128, 64, 64, 2, 2, 3)
+HOPPER, HOPPER_TILE = ARCHITECTURES["sm_90a"], HopperTile(128, 128, False)
 UNROLLED = 8  # accesses of one tensor that the kernel writes out; more of them are a loop over these
 LANES = 32
 BASE = make_spec("f16", 2, "kn", TILE, Size(504, 136, 248))  # two biases in rows, one output
@@ -38,6 +44,11 @@ def epilogue(*more: Access, out: Access | None = None) -> KernelSpec:
     return replace(BASE, loads=(*BASE.loads, *more), steps=tuple(steps), outs=outs, out_values=(value,))
 
 
+def walked(dtype: DType, width: int, run: int = 0, turned: bool = False, loop: str = "n") -> Access:
+    """A tile whose columns or rows lie in runs, as after heads were split."""
+    return Access("tile", dtype, width, turned, (loop,), run)
+
+
 EPILOGUES = {
     "biases": epilogue(),
     "residual": epilogue(Access("tile", F16, 8)),
@@ -50,14 +61,37 @@ EPILOGUES = {
     "fp32 output": epilogue(out=Access("tile", F32, 4)),
     "output of odd rows": epilogue(out=Access("tile", F16, 1)),
     "output of a quarter of the width": epilogue(Access("tile", F16, 8), out=Access("tile", F16, 2)),
+    "turned residual": epilogue(Access("tile", F16, 8, turned=True)),
+    "turned residual of odd columns": epilogue(Access("tile", F16, 1, turned=True)),
+    "turned fp32 residual and output": epilogue(Access("tile", F32, 2, True), out=Access("tile", F32, 4, True)),
+    "turned output": epilogue(out=Access("tile", F16, 8, turned=True)),
+    "heads": epilogue(out=walked(F16, 8, run=64)),
+    "narrow heads": epilogue(walked(F16, 8, run=40), out=walked(F16, 8, run=40)),
+    "turned output in runs of rows": epilogue(out=walked(F16, 4, turned=True, loop="m")),
 }
 
+# What a path says, and the instruction that does it; the rest goes through registers.
+INSTRUCTIONS = {"TMA store": "UTMASTG", "TMA": "UTMALDG", "cp.async": "LDGSTS", "direct store": "STG", "": "LDG"}
+DIRECT = ("LDG", "LDGSTS", "STG")
 
-def accesses(spec: KernelSpec) -> Counter[tuple[str, int]]:
-    """How often the kernel's code reads (`LDG`, `LDGSTS`) and writes (`STG`) global memory, by bytes of one access."""
-    image = compile_source(emit(spec), ARCHITECTURES["sm_80"])
-    code = re.findall(r"\b(LDG|LDGSTS|STG)\.([A-Z0-9.]+)", disassemble.sass(image.data))
-    return Counter((op, bytes_of(flags)) for op, flags in code)
+Accesses = Counter[tuple[str, int]]
+
+
+def instruction(path: str) -> str:
+    return next(name for words, name in INSTRUCTIONS.items() if words in path)
+
+
+def compiled(kernel: str, spec: KernelSpec) -> CompiledImage:
+    if kernel == "portable":
+        return compile_source(emit(spec), ARCHITECTURES["sm_80"])
+    return compile_source(emit_hopper(spec, HOPPER_TILE, HOPPER.shared_bytes), HOPPER)
+
+
+def accesses(image: CompiledImage) -> Accesses:
+    """How often the kernel's code reads and writes global memory, by bytes of one access; 0 for a box of TMA."""
+    names = "|".join(INSTRUCTIONS.values())
+    code = re.findall(rf"\b({names})\.([A-Z0-9.]+)", disassemble.sass(image.data))
+    return Counter((op, bytes_of(flags) if op in DIRECT else 0) for op, flags in code)
 
 
 def bytes_of(flags: str) -> int:
@@ -65,17 +99,18 @@ def bytes_of(flags: str) -> int:
     return next((sizes[flag] for flag in flags.split(".") if flag in sizes), 4)
 
 
-def promised(spec: KernelSpec) -> Counter[tuple[str, int]]:
-    """What one thread does for the operands and the outputs, from the spec alone."""
-    counts: Counter[tuple[str, int]] = Counter()
+def promised(kernel: str, spec: KernelSpec) -> Accesses:
+    """What the code does for the operands and the outputs, from the spec alone."""
+    counts: Accesses = Counter()
     for load in spec.loads:
         size = load.width * load.dtype.bytes
-        if load.kind == "tile":
-            counts["LDGSTS" if size >= 4 else "LDG", size] += written_out(load, spec)
-        else:
-            counts["LDG", size] += 1
+        counts[instruction(load_path(kernel, load)), size] += (
+            WRITTEN_OUT[kernel](load, spec) if load.kind == "tile" else 1
+        )
     for out in spec.outs:
-        counts["STG", out.width * out.dtype.bytes] += written_out(out, spec)
+        op = instruction(out_path(kernel, out))
+        size, each = (out.width * out.dtype.bytes, WRITTEN_OUT[kernel](out, spec)) if op == "STG" else (0, 1)
+        counts[op, size] += each * (hopper_slabs(spec) if kernel == "sm_90a" else 1)
     return counts
 
 
@@ -87,19 +122,59 @@ def written_out(access: Access, spec: KernelSpec) -> int:
     return passes * min(UNROLLED, staged // access.width // LANES)
 
 
+def hopper_written_out(access: Access, spec: KernelSpec) -> int:
+    """Accesses of one lane to a slab in the code: whole rows a pass, or a loop of two where they are many or walked."""
+    columns = hopper_tile.footprint(spec, HOPPER_TILE, HOPPER.shared_bytes).slab_columns
+    if access.turned or access.two_levels:
+        return min(2, SLAB_ROWS * columns // access.width // LANES)
+    rows = max(LANES // (columns // access.width), 1)
+    passes = -(-SLAB_ROWS // rows)
+    return passes if passes <= UNROLLED else 2
+
+
+def hopper_slabs(spec: KernelSpec) -> int:
+    """Slabs of one warp's part of a tile: their code is written out."""
+    columns = hopper_tile.footprint(spec, HOPPER_TILE, HOPPER.shared_bytes).slab_columns
+    return HOPPER_TILE.group_m // hopper_tile.FRAGMENT_ROWS * (HOPPER_TILE.block_n // columns)
+
+
+WRITTEN_OUT = {"portable": written_out, "sm_90a": hopper_written_out}
+
+
 @pytest.fixture(scope="module")
-def product() -> Counter[tuple[str, int]]:
-    """What the main loop alone does."""
-    counts = accesses(BASE)
-    counts.subtract(promised(BASE))
+def product() -> Accesses:
+    """What the portable kernel's main loop alone does."""
+    counts = accesses(compiled("portable", BASE))
+    counts.subtract(promised("portable", BASE))
     assert set(+counts) == {("LDGSTS", 16)}
     assert not -counts
     return +counts
 
 
 @pytest.mark.parametrize("name", EPILOGUES)
-def test_every_access_is_as_wide_as_promised(name: str, product: Counter[tuple[str, int]]) -> None:
-    assert accesses(EPILOGUES[name]) == product + promised(EPILOGUES[name])
+def test_every_access_is_as_wide_as_promised(name: str, product: Accesses) -> None:
+    image = compiled("portable", EPILOGUES[name])
+    assert accesses(image) == product + promised("portable", EPILOGUES[name])
+    assert (image.local_bytes, image.spill_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_every_access_of_the_hopper_kernel_is_as_wide_as_promised(name: str) -> None:
+    spec = EPILOGUES[name]
+    assert hopper_tile.why_not(spec, HOPPER_TILE, HOPPER.shared_bytes) is None
+    image = compiled("sm_90a", spec)
+    boxes = 1 + spec.parts * HOPPER_TILE.block_n // hopper_tile.rhs_atom(spec, HOPPER_TILE)  # of one stage
+    assert accesses(image) == promised("sm_90a", spec) + Counter({("UTMALDG", 0): boxes})
+    assert (image.local_bytes, image.spill_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("kernel", ["portable", "sm_90a"])
+def test_merged_heads_are_read_as_wide_as_whole_rows(kernel: str) -> None:
+    image = compiled(kernel, replace(BASE, lhs_run=64))
+    widths = {width for op, width in accesses(image) if op in ("LDGSTS", "UTMALDG")}
+    assert widths == {16 if kernel == "portable" else 0}
+    assert instruction(lhs_path(kernel, BASE)) in {op for op, _ in accesses(image)}
+    assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
 
 def test_ptx_has_no_machine_code() -> None:

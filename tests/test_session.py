@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from onnxfuse.errors import DeviceError, ModelError
-from onnxfuse.runtime import bench, driver, session
+from onnxfuse.runtime import driver, session
 from onnxfuse.runtime.session import CPU, CUDA
 
 MODEL = Path(__file__).parents[1] / "models" / "ff_geglu.onnx"
@@ -162,27 +161,3 @@ def test_the_kernel_modules_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "version").write_text(text)
     assert driver.driver_version(tmp_path / "version") == "580.65.06"
     assert driver.driver_version(tmp_path / "absent") is None
-
-
-def test_bench_says_that_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "cuda_usable", lambda: False)
-    with pytest.raises(DeviceError, match="no CUDA device"):
-        bench.bench(MODEL, MODEL)
-
-
-def test_runs_are_interleaved_and_warm_up_is_not_timed() -> None:
-    calls: list[str] = []
-    ticks = itertools.count()
-    times = bench.interleave(
-        lambda: calls.append("a"), lambda: calls.append("b"), runs=3, warmup=2, clock=lambda: float(next(ticks))
-    )
-    assert calls == ["a", "b"] * 5
-    assert [len(each) for each in times] == [3, 3]
-
-
-def test_a_bench_result_has_medians_in_milliseconds_and_their_ratio() -> None:
-    slow, fast = bench._latency([0.002, 0.004, 0.006]), bench._latency([0.002])
-    result = bench.BenchResult(slow, fast, 3, {"x": (2, 3)}, "a GPU", {"driver": "580.65.06"})
-    assert slow.median == pytest.approx(4.0)
-    assert result.to_dict()["ratio"] == pytest.approx(2.0)
-    assert "2.00x" in str(result)

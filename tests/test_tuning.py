@@ -19,6 +19,7 @@ from onnxfuse.extract import fused_nodes, site_model, stock_nodes
 from onnxfuse.packing import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
 from onnxfuse.plan import MAX_M, tile_text
+from onnxfuse.rewrite import opsets_of
 from onnxfuse.runtime.timing_cache import read_times, write_times
 from onnxfuse.runtime.tune import Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.tier import Tier
@@ -247,7 +248,7 @@ def test_a_sites_own_model_computes_what_the_site_does() -> None:
     assert as_tuples(inputs) == [("x0", 1, (7, 320)), ("x1", 1, (320, 1280)), ("x2", 1, (1280,))]
     assert as_tuples(outputs) == [("y0", 1, (7, 640))]
     nodes = stock_nodes(replacement(analysis.sites[0].whole, "ab"))
-    data = site_model(analysis.graphs[0], nodes, as_tuples(inputs), as_tuples(outputs), 2)
+    data = site_model(opsets_of(analysis.graphs[0], nodes), nodes, as_tuples(inputs), as_tuples(outputs), 2)
     onnx.checker.check_model(onnx.load_from_string(data))
     rng = np.random.default_rng(0)
     x = [rng.standard_normal((7, 320)).astype(np.float32) for _ in range(2)]
@@ -311,7 +312,7 @@ def test_models_are_timed_on_whatever_runs_them() -> None:
     analysis = analysed(dtype=1, k=64, n=64)
     inputs, outputs = ports(trial_of(analysis, 64))
     nodes = stock_nodes(replacement(analysis.sites[0].whole, "ab"))
-    whole = site_model(analysis.graphs[0], nodes, as_tuples(inputs), as_tuples(outputs), 3)
+    whole = site_model(opsets_of(analysis.graphs[0], nodes), nodes, as_tuples(inputs), as_tuples(outputs), 3)
     times = time_models({"whole": whole, "broken": b"not a model"}, inputs, outputs, 3, device="cpu")
     assert set(times) == {"whole"}
     assert 0 < times["whole"] < 1e6

@@ -27,7 +27,7 @@ from tests.onnx_build import Builder
 from tests.test_kernel_on_cpu import Range, build_source
 
 SM_80 = ARCHITECTURES["sm_80"]
-TILE = Tile(16, 16, 8, 1, 1, 2)
+TILES = {4: Tile(16, 16, 8, 1, 1, 2), 2: Tile(16, 16, 32, 1, 1, 2)}  # by the size of an element
 
 
 def packed_gate_read_elsewhere(b: Builder) -> list[str]:
@@ -143,7 +143,7 @@ def small(variant: AnyVariant) -> AnyVariant:
     """The planned kernel with a tile that these sizes fill more than once."""
     if isinstance(variant, PointwiseVariant):
         return replace(variant, spec=replace(variant.spec, tile=PointwiseTile(8, 32, 1)))
-    variant = replace(variant, spec=replace(variant.spec, tile=TILE))
+    variant = replace(variant, spec=replace(variant.spec, tile=TILES[variant.spec.dtype.bytes]))
     assert why_not(variant.spec, 227 * 1024) is None
     return variant
 
@@ -164,17 +164,18 @@ def launch(variant: AnyVariant, arguments: Arguments, arrays: list[np.ndarray], 
 
 
 def compute(form: Form, values: dict[str, np.ndarray], folder: Path, variant: int = -1) -> list[np.ndarray]:
-    """What the bridge and the kernel make of a form's inputs; by default the kernel of single elements."""
+    """What the bridge and the kernel make of a form's inputs, of one type; by default the kernel of single elements."""
     attributes = node_attributes(form, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
     arrays = [np.ascontiguousarray(values[tensor.name]) for tensor in form.fusion.inputs]
     shapes = [array.shape for array in arrays]
-    outs = [np.full(shape, np.nan, np.float32) for shape in bridge().arguments(node, shapes)[1]]
+    made = zip(form.fusion.outputs, bridge().arguments(node, shapes)[1], strict=True)
+    outs = [np.full(shape, np.nan, tensor.dtype.numpy) for tensor, shape in made]
     arguments, _ = bridge().arguments(
         node,
         shapes,
-        element_bytes=4,
+        element_bytes=form.fusion.inputs[0].dtype.bytes,
         inputs=[array.ctypes.data for array in arrays],
         outputs=[out.ctypes.data for out in outs],
     )

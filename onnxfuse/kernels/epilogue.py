@@ -76,6 +76,10 @@ EXPRESSIONS: dict[str, Expression] = {
     "gelu_tanh": _template("pointwise::gelu_tanh({})"),
     "clip": _template("pointwise::clip({}, {}, {})"),
     "where": _template("{} != 0.0f ? {} : {}"),
+    # Adding -0 changes no number; as an intrinsic it is never contracted with the product before it into one fma.
+    "round_f32": _template("__fadd_rn({}, -0.0f)"),
+    "round_f16": _template("__half2float(__float2half_rn({}))"),
+    "round_bf16": _template("__bfloat162float(__float2bfloat16_rn({}))"),
 }
 
 

@@ -6,6 +6,7 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
+from onnxfuse.fusion import ROUNDS
 from onnxfuse.hopper_tile import (
     TILE_BYTES,
     WGMMA_STEPS,
@@ -57,7 +58,7 @@ constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 
 {_tables(spec, layout)}
 
-{_fast(functor(spec))}
+{_functor(spec)}
 {wgmma(spec, spec.parts * tile.block_n)}
 }}  // namespace onnxfuse
 """
@@ -71,7 +72,11 @@ _FAST = {
 }
 
 
-def _fast(source: str) -> str:
+def _functor(spec: KernelSpec) -> str:
+    """The functor with fast functions, unless the user wants the model's own bits."""
+    source = functor(spec)
+    if any(step.op in ROUNDS for step in spec.steps):
+        return source
     for accurate, fast in _FAST.items():
         source = source.replace(accurate, fast)
     return source

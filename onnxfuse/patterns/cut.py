@@ -212,7 +212,9 @@ class Cut:
         return Exit(value.name, refs, value.columns.view)
 
     def _check_worth(self, match: Match, leaving: list[_Value], region: Region) -> None:
-        """An intermediate becomes an output when arithmetic behind it is saved, and the kernel has an output left.
+        """An intermediate becomes an output when work behind it is saved, and the kernel has an output left.
+
+        A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read.
 
         A value that a reduction reads stays outside: it is the first step of a normalisation, which the runtime
         computes in one kernel if it finds it whole.
@@ -228,9 +230,15 @@ class Cut:
             without |= self.growth.needs[self._positions[id(value.maker)]]
         gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
         arithmetic = any(pointwise_row(node) is not None and node.op not in REGROUPING for node in gained)
-        transposes = any(map(self._is_work, gained)) and all(len(out.refs) == 1 for out in match.exits)
+        stored = any(value.escapes or self._reads_data(value, region) for value in leaving)
+        transposes = stored and any(map(self._is_work, gained)) and all(len(out.refs) == 1 for out in match.exits)
         if not arithmetic and not transposes:
             raise self._leak(first, "and no arithmetic would be saved")
+
+    def _reads_data(self, value: _Value, region: Region) -> bool:
+        """Whether a reader outside of a region asks for more than a value's shape."""
+        others = [self.growth.nodes[position] for position in _bits(value.readers & ~region & ~self._foldable)]
+        return any(reader.op != "Shape" for reader in (*value.outside, *others))
 
     def _leak(self, value: _Value, why: str) -> NotFusable:
         if value.escapes and not value.outside:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from onnxfuse.dtypes import F32, DType
+from onnxfuse.fusion import ROUNDS
+
 ACC = "acc"
 LOAD = "load"
 CONSTANT = "constant"
@@ -37,9 +40,14 @@ class Expression:
 
 
 class EpilogueGraph:
-    """Hash-consed expressions, in an order in which every expression follows its inputs."""
+    """Hash-consed expressions, in an order in which every expression follows its inputs.
 
-    def __init__(self) -> None:
+    Args:
+        rounds: whether what a node of the model makes is rounded to the type in which the model stores it.
+    """
+
+    def __init__(self, rounds: bool = False) -> None:
+        self.rounds = rounds
         self.expressions: list[Expression] = []
         self._refs: dict[Expression, Ref] = {}
 
@@ -64,6 +72,13 @@ class EpilogueGraph:
     def apply(self, op: str, *inputs: Ref) -> Ref:
         """An IR op."""
         return self._intern(Expression(op, inputs))
+
+    def stored(self, ref: Ref, dtype: DType) -> Ref:
+        """What a node makes, as the next one reads it."""
+        op = f"round_{dtype}"
+        if not self.rounds or self.expressions[ref].op in (op, *(ROUNDS if dtype == F32 else ())):
+            return ref
+        return self.apply(op, ref)
 
     def copied(self, expression: Expression, names: Mapping[Ref, Ref]) -> Ref:
         """An expression of another graph, over what its inputs are called here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from onnxfuse.fusion import NONLINEAR, PART_AXIS, Fusion, Tensor
+from onnxfuse.fusion import NONLINEAR, PART_AXIS, ROUNDS, Fusion, Tensor
 
 
 def features_of(fusion: Fusion, has_cast: bool) -> Fusion:
@@ -52,6 +52,7 @@ _FEATURES: dict[str, Callable[[Fusion], bool]] = {
     "extra_output": lambda fusion: len(fusion.outputs) > 1,
     "gate": lambda fusion: fusion.pattern == "split_gemm",
     "residual": lambda fusion: any(_is_residual(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
+    "rounded": lambda fusion: any(step.op in ROUNDS for step in fusion.steps),
     "scale": lambda fusion: bool(_read_by(fusion, _PRODUCTS)),
 }
 """Feature -> whether a fusion has it."""

@@ -58,10 +58,12 @@ class Growth:
         shapes: by node, the shape that a Reshape reads from outside.
     """
 
-    def __init__(self, graph: Graph, products: tuple[Product, ...], is_taken: Callable[[gs.Node], bool]) -> None:
+    def __init__(
+        self, graph: Graph, products: tuple[Product, ...], is_taken: Callable[[gs.Node], bool], rounds: bool = False
+    ) -> None:
         self.graph = graph
         self.products = products
-        self.epilogue = EpilogueGraph()
+        self.epilogue = EpilogueGraph(rounds)
         self.values: dict[str, Columns | None] = {}
         self.nodes: list[gs.Node] = []
         self.needs: list[int] = []
@@ -177,7 +179,10 @@ class Growth:
             raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
         inputs = [self._argument(tensor, columns[0]) for tensor in node.inputs]
         self._check_keeps_shape(node, len(columns[0].view))
-        self._take(node, replace(columns[0], ref=lower(self.epilogue, inputs, node.attrs)))
+        self._take(node, replace(columns[0], ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
+
+    def _stored(self, node: gs.Node, ref: Ref) -> Ref:
+        return self.epilogue.stored(ref, BY_ONNX[self.graph.dtype(node.outputs[0].name) or 0])
 
     def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
         number = self.graph.dtype(node.outputs[0].name)
@@ -277,7 +282,7 @@ class Growth:
         half = self._known_length(value) // 2
         first, second = self._ranges(replace(value, ref=biased), [half, half])
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
-        self._take(node, replace(first, ref=gated))
+        self._take(node, replace(first, ref=self._stored(node, gated)))
 
     def _ranges(self, value: Columns, sizes: list[int]) -> list[Columns]:
         starts = [0]
@@ -301,7 +306,7 @@ COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
 
 
 def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:
-    """What a product's node makes: the sums with the node's own factors, bias and activation."""
+    """What a product's node makes and stores: the sums with the node's own factors, bias and activation."""
     ref = epilogue.acc(product.out)
     if product.alpha != 1.0:
         ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
@@ -310,4 +315,6 @@ def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str,
         if product.beta != 1.0:
             bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
         ref = epilogue.apply("add", ref, bias)
-    return ref if product.activation is None else product.activation(epilogue, ref)
+    if product.activation is not None:
+        ref = product.activation(epilogue, ref)
+    return epilogue.stored(ref, product.dtype)

@@ -86,7 +86,10 @@ def _parts(match: Match) -> tuple[RhsPart, ...]:
 
 
 def _dtype(graph: Graph, name: str) -> DType:
-    return BY_ONNX[graph.dtype(name) or 0]
+    number = graph.dtype(name)
+    if number not in BY_ONNX:
+        raise NotFusable("unsupported_dtype", name, f"{name!r} is of ONNX element type {number}")
+    return BY_ONNX[number]
 
 
 def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out]:

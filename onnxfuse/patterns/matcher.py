@@ -43,12 +43,13 @@ class Sites(Generic[Site]):
     skipped: tuple[tuple[gs.Node, NotFusable], ...]
 
 
-def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site]) -> Sites[Site]:
+def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site], rounds: bool = False) -> Sites[Site]:
     """Find every fusion of a model; they share no node.
 
     Args:
         graph: the model.
         accept: raises NotFusable for a fusion that no kernel computes; a smaller one is tried then.
+        rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
     """
     products: list[Product] = []
     skipped: list[tuple[gs.Node, NotFusable]] = []
@@ -61,7 +62,7 @@ def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site]) -> Sites[
     places = Places(graph)
     fused: dict[int, Site] = {}
     for group in _siblings(graph, products):
-        skipped += _match_group(graph, group, places, accept, fused)
+        skipped += _match_group(graph, group, places, accept, fused, rounds)
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(fused[index] for index in sorted(fused)), tuple(skipped))
 
@@ -114,6 +115,7 @@ def _match_group(
     places: Places,
     accept: Callable[[Match, Fusion], Site],
     fused: dict[int, Site],
+    rounds: bool,
 ) -> list[tuple[gs.Node, NotFusable]]:
     """Cut matches out of what a group grows into until none is left; `fused` takes them, by their first anchor."""
     refused: list[tuple[gs.Node, NotFusable]] = []
@@ -124,7 +126,7 @@ def _match_group(
             refused.append((product.node, NotFusable("taken", product.label, "its factors belong to another fusion")))
     group = tuple(product for product in group if all(product.node is not node for node, _ in refused))
     while group:
-        cut = Cut(Growth(graph, group, places.is_taken), places)
+        cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
         taken = _largest(graph, cut, accept)
         if taken is not None:
             match, site = taken

@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
+from onnxfuse.facts import CONTRADICTIONS
 from onnxfuse.graph import Graph, Size
 
 SIXTEEN_BIT = (10, 16)  # TensorProto float16, bfloat16
@@ -288,9 +289,12 @@ def viewed(graph: Graph, node: gs.Node, view: View) -> View:
     """The view behind a node of the tables.
 
     Raises:
-        NotFusable: what it does is not known before the run, or is no view.
+        NotFusable: what it does is not known before the run, is no view, or cannot be done to such a tensor.
     """
-    return INPUT_VIEWS[node.op](graph, node, view)
+    try:
+        return INPUT_VIEWS[node.op](graph, node, view)
+    except CONTRADICTIONS:
+        raise NotFusable("invalid_model", "", "its attributes do not go with the shape of its input") from None
 
 
 def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base: Base) -> FallbackShape | None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from onnxfuse.device import nearest
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+_KERNEL_NODE = 0  # CUgraphNodeType
 _NAME_BYTES = 256
+_BUS_BYTES = 16
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 
 
@@ -30,6 +32,35 @@ def device_name(index: int = 0) -> str | None:
     if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetName(name, _NAME_BYTES, device):
         return None
     return name.value.decode(errors="replace")
+
+
+def bus_id(index: int = 0) -> str | None:
+    """Where the device is on the PCI bus, `0000:1B:00.0`; None without such a device."""
+    cuda = _library()
+    if cuda is None or index >= device_count():
+        return None
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(_BUS_BYTES)
+    if cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetPCIBusId(text, _BUS_BYTES, device):
+        return None
+    return text.value.decode()
+
+
+def kernel_nodes(graph: int) -> int | None:
+    """How many nodes of a CUDA graph (a `CUgraph`) launch a kernel; None where the driver does not say."""
+    cuda = _library()
+    count = ctypes.c_size_t()
+    if cuda is None or cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)):
+        return None
+    nodes = (ctypes.c_void_p * count.value)()
+    if cuda.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)):
+        return None
+    return sum(_node_type(cuda, node) == _KERNEL_NODE for node in nodes)
+
+
+def _node_type(cuda: ctypes.CDLL, node: int | None) -> int:
+    kind = ctypes.c_int(-1)
+    cuda.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind))
+    return kind.value
 
 
 def local_architectures() -> list[str]:

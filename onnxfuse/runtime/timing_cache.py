@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from onnxfuse.runtime.cache import UNFINISHED, drop_abandoned
+
 FOLDER = "timings"
 
 Key = Mapping[str, Any]
@@ -43,10 +45,14 @@ def write_times(folder: Path | None, key: Key, times: Mapping[str, float]) -> No
     path = _path(folder, key)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, staging = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"key": _plain(key), "microseconds": dict(times)}, file, indent=2)
-        Path(staging).replace(path)
+        drop_abandoned(path.parent)
+        handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"key": _plain(key), "microseconds": dict(times)}, file, indent=2)
+            Path(name).replace(path)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
 
 def _plain(key: Key) -> Any:

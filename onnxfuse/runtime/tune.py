@@ -26,6 +26,7 @@ BATCH_SECONDS = 2e-3  # of one timed batch of replays; shorter ones measure the 
 MAX_REPLAYS = 200
 ROUNDS = 9
 RANDOM_ELEMENTS = 1 << 20  # drawn once and repeated: to draw a whole weight would take longer than to time it
+WEIGHT_SCALE = 0.05  # of random weights: sums stay in the range where activations bend
 _FATAL = 4
 _FLOAT, _FLOAT16, _BFLOAT16 = 1, 10, 16
 

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from onnxfuse.errors import DeviceError, ModelError
+from onnxfuse.errors import ModelError
 from onnxfuse.probe import Probe, fused_values, write_probed
+from onnxfuse.progress import Progress, counted, silent
 from onnxfuse.reference import write_float64
 from onnxfuse.runtime.accuracy import OutputCheck, Value, check_output
 from onnxfuse.runtime.feeds import Array, InputSpec, from_bfloat16, input_specs, make_feeds
 from onnxfuse.runtime.session import CPU, Provider, default_providers, onnxruntime, open_session
 
-_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 
 Feeds = Mapping[str, Array]
 Values = Mapping[str, Value]
@@ -96,6 +97,7 @@ def verify(
     seed: int = 0,
     runs: int = 1,
     per_site: bool = False,
+    progress: Progress = silent,
 ) -> VerifyResult:
     """Run both models in ONNX Runtime, on CUDA where it is usable, and judge the optimised one.
 
@@ -110,6 +112,7 @@ def verify(
         seed: of the first run's random inputs; the next runs' are the next ones.
         runs: how many random runs, at least.
         per_site: compare what each fused node makes as well.
+        progress: called with what is being done, how much is done, and how much there is.
 
     Raises:
         ModelError: a model cannot be run, or the inputs do not fit it, or the models have different outputs.
@@ -122,10 +125,11 @@ def verify(
         paths = _Paths.make(original, optimized, probes, folder)
         session = open_session(paths.original, providers)
         feeds = list(_feeds(input_specs(session), inputs, shapes, sizes or {}, seed, runs))
-        before = [_outputs(session, original, feed, guessed=inputs is None) for feed in feeds]
+        each = counted("running the original", feeds, progress)
+        before = [_outputs(session, original, feed, guessed=inputs is None) for feed in each]
         del session  # before the next model is loaded
-        after = _run(paths.optimized, optimized, providers, feeds)
-        exact = _run_reference(paths.original, original, feeds, folder)
+        after = _run(paths.optimized, optimized, providers, feeds, progress)
+        exact = _run_reference(paths.original, original, feeds, folder, progress)
     if before[0].keys() != after[0].keys():
         names = [", ".join(run[0]) for run in (after, before)]
         raise ModelError(f"{optimized}: its outputs are {names[0]}; those of {original} are {names[1]}")
@@ -176,23 +180,27 @@ def _check_run(feed: Feeds, before: Values, after: Values, exact: Values, probes
     return RunCheck(shapes, outputs, tuple(checks[probe.name] for probe in probes))
 
 
-def _run(path: Path, label: Path, providers: Sequence[Provider], feeds: Sequence[Feeds]) -> list[dict[str, Value]]:
+def _run(
+    path: Path, label: Path, providers: Sequence[Provider], feeds: Sequence[Feeds], progress: Progress
+) -> list[dict[str, Value]]:
     session = open_session(path, providers)
     specs = input_specs(session)
     try:
         checked = [make_feeds(specs, feed) for feed in feeds]
     except ModelError as error:
         raise ModelError(f"{label}: the original's inputs do not fit: {error}") from error
-    return [_outputs(session, label, feed) for feed in checked]
+    return [_outputs(session, label, feed) for feed in counted("running the optimised model", checked, progress)]
 
 
-def _run_reference(path: Path, label: Path, feeds: Sequence[Feeds], folder: Path) -> list[dict[str, Value]]:
+def _run_reference(
+    path: Path, label: Path, feeds: Sequence[Feeds], folder: Path, progress: Progress
+) -> list[dict[str, Value]]:
     """Run in float64 on the CPU. Unoptimised: constant folding would hold every weight in double at once."""
     options = onnxruntime().SessionOptions()
     options.graph_optimization_level = onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_cpu_mem_arena = False
     session = open_session(write_float64(path, folder), [CPU], options)
-    return [_outputs(session, label, feed) for feed in feeds]
+    return [_outputs(session, label, feed) for feed in counted("computing the reference", feeds, progress)]
 
 
 def _outputs(session: Any, path: Path, feeds: Feeds, guessed: bool = False) -> dict[str, Value]:
@@ -207,20 +215,18 @@ def _outputs(session: Any, path: Path, feeds: Feeds, guessed: bool = False) -> d
     return {name: _from_ort_value(name, value) for name, value in zip(names, results, strict=True)}
 
 
-def to_ort_value(spec: InputSpec, array: Array, device: str = "cpu") -> Any:
-    """An `onnxruntime.OrtValue` for an input, on `cpu` or `cuda`."""
+def to_ort_value(spec: InputSpec, array: Array) -> Any:
+    """An `onnxruntime.OrtValue` for an input, on the CPU."""
     runtime = onnxruntime()
     if spec.element != "bfloat16":
-        return runtime.OrtValue.ortvalue_from_numpy(array, device, 0)
-    if device != "cpu":
-        raise DeviceError(f"input {spec.name!r}: ONNX Runtime's Python API cannot place bfloat16 on a GPU")
-    return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
+        return runtime.OrtValue.ortvalue_from_numpy(array)
+    return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
 
 
 def _from_ort_value(name: str, value: Any) -> Value:
     if not value.is_tensor():
         raise ModelError(f"output {name!r}: outputs of type {value.data_type()} are not supported")
-    if value.element_type() == _BFLOAT16:
+    if value.element_type() == BFLOAT16:
         raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
         return Value(from_bfloat16(np.frombuffer(raw, np.uint16).reshape(value.shape())), "bfloat16")
     array = value.numpy()

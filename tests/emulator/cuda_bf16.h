@@ -12,4 +12,5 @@ inline __nv_bfloat16 to_bfloat16(float x) {  // to nearest even
   if (std::isnan(x)) return {0x7fff};
   return {static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return to_bfloat16(x); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {to_bfloat16(x), to_bfloat16(y)}; }

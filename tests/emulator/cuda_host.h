@@ -52,6 +52,7 @@ inline float __int_as_float(unsigned bits) {
   return value;
 }
 inline float __uint_as_float(unsigned bits) { return __int_as_float(bits); }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __expf(float x) { return expf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
 inline float __fdividef(float x, float y) {

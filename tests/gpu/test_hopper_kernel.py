@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
-from onnxfuse.kernels.emit import ENTRY
 from onnxfuse.kernels.hopper import emit
-from onnxfuse.runtime.compile import compile_source
+from tests.gpu.kernels import load_kernels
 from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, tall_cases, walked_cases
 from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
 
@@ -64,25 +60,13 @@ def _only_on_hopper() -> None:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel, compiled in parallel first and loaded."""
-    import cupy
-
-    folder = tmp_path_factory.mktemp("hopper")
-
-    def compiled(case: HopperCase) -> Path:
-        path = folder / f"{case.name}.cubin"
-        path.write_bytes(compile_source(emit(case.spec, case.tile, DEVICE.shared_bytes), DEVICE).data)
-        return path
-
-    every = [*CASES, *LARGE]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        paths = list(pool.map(compiled, every))
-    loaded = {}
-    for case, path in zip(every, paths, strict=True):
-        function = cupy.RawModule(path=str(path)).get_function(ENTRY)
-        function.max_dynamic_shared_size_bytes = footprint(case.spec, case.tile, DEVICE.shared_bytes).total
-        loaded[case.name] = function
-    return loaded
+    """Every case's kernel."""
+    limit = DEVICE.shared_bytes
+    sources = {
+        case.name: (emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total)
+        for case in (*CASES, *LARGE)
+    }
+    return load_kernels(sources, DEVICE, tmp_path_factory.mktemp("hopper"))
 
 
 def encode(buffer: Buffer, address: int, rule: MapRule, walked: bool, target: int) -> None:

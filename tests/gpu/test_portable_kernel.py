@@ -6,9 +6,7 @@ every tensor is NaN, and the bounds are those of `tests/kernel_problem.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.plan import tiles_for
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_footprint import shared_bytes, why_not
+from tests.gpu.kernels import load_kernels
 from tests.kernel_problem import Problem, Size, make_problem, make_spec
 from tests.test_epilogue_ops import CASES as EXPRESSION_CASES
 from tests.test_epilogue_ops import SWEEP
@@ -143,13 +142,31 @@ def walked_cases() -> Iterator[Case]:
             yield Case(f"{math}-walked-{layout}-{turn}", spec, (size,))
 
 
+def pitch_cases() -> Iterator[Case]:
+    """Rows one, two and eight elements longer than what is read of them, and as far behind a boundary."""
+    for order in ORDERS:
+        for pad in (1, 2, 8):
+            for layout in ("plain", "turned"):
+                size = Size(504, 136, 248, pad=pad)
+                spec = make_spec("f16", 2, order, default_tile("f16", 2), size, "mixed", (None, F32), layout=layout)
+                yield Case(f"pitch-{order}-{pad}-{layout}", spec, (size,))
+
+
 def large_cases() -> Iterator[Case]:
     for math in MATHS:
         size = Size(*LARGE)
         yield Case(f"{math}-large", make_spec(math, 2, "kn", default_tile(math, 2), size), (size,))
 
 
-CASES = [*product_cases(), *tile_cases(), *operand_cases(), *batch_cases(), *walked_cases(), *large_cases()]
+CASES = [
+    *product_cases(),
+    *tile_cases(),
+    *operand_cases(),
+    *batch_cases(),
+    *walked_cases(),
+    *pitch_cases(),
+    *large_cases(),
+]
 
 
 def device_spec() -> DeviceSpec:
@@ -161,25 +178,9 @@ def device_spec() -> DeviceSpec:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel, compiled in parallel first and loaded."""
-    import cupy
-
-    folder, device = tmp_path_factory.mktemp("kernels"), device_spec()
-
-    def compiled(case: Case) -> Path:
-        image = compile_source(emit(case.spec), device)
-        path = folder / f"{case.name}.{'ptx' if device.arch == 'ptx' else 'cubin'}"
-        path.write_bytes(image.data)
-        return path
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        paths = list(pool.map(compiled, CASES))
-    loaded = {}
-    for case, path in zip(CASES, paths, strict=True):
-        function = cupy.RawModule(path=str(path)).get_function(ENTRY)
-        function.max_dynamic_shared_size_bytes = shared_bytes(case.spec)
-        loaded[case.name] = function
-    return loaded
+    """Every case's kernel."""
+    sources = {case.name: (emit(case.spec), shared_bytes(case.spec)) for case in CASES}
+    return load_kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
 
 
 def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:

@@ -5,22 +5,19 @@ Launches, poisoned outputs and bounds are those of the portable kernel's tests.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.kernels.emit import emit
 from onnxfuse.plan import small_m_tiles
-from onnxfuse.runtime.compile import compile_source
 from onnxfuse.small_m_tile import CHUNK, MAX_GATED_THREADS
 from onnxfuse.tile_footprint import shared_bytes, why_not
+from tests.gpu.kernels import load_kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch
 from tests.kernel_problem import Size, make_problem, make_spec
 
@@ -80,24 +77,9 @@ CASES = [*product_cases(), *operand_cases()]
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel, compiled in parallel first and loaded."""
-    import cupy
-
-    folder, device = tmp_path_factory.mktemp("kernels"), device_spec()
-
-    def compiled(case: Case) -> Path:
-        path = folder / f"{case.name}.{'ptx' if device.arch == 'ptx' else 'cubin'}"
-        path.write_bytes(compile_source(emit(case.spec), device).data)
-        return path
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        paths = list(pool.map(compiled, CASES))
-    loaded = {}
-    for case, path in zip(CASES, paths, strict=True):
-        function = cupy.RawModule(path=str(path)).get_function(ENTRY)
-        function.max_dynamic_shared_size_bytes = shared_bytes(case.spec)
-        loaded[case.name] = function
-    return loaded
+    """Every case's kernel."""
+    sources = {case.name: (emit(case.spec), shared_bytes(case.spec)) for case in CASES}
+    return load_kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -11,7 +11,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 6;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -98,18 +98,23 @@ uint32_t parse_header(const uint8_t* data, uint64_t size) {
   return count;
 }
 
-uint8_t parse_alignment(Cursor& cursor) {
-  const auto alignment = cursor.number<uint8_t>();
+constexpr uint8_t kTurned = 128;   // in the byte of an alignment
+
+uint8_t parse_alignment(Cursor& cursor, uint32_t& turned, size_t tensor) {
+  const auto way = cursor.number<uint8_t>();
+  const uint8_t alignment = way & ~kTurned;
+  if (way & kTurned) turned |= 1u << tensor;
+  if (way == kTurned) fail("a record turns a tensor that it does not have", kRemedy);
   if (alignment > 16 || (alignment & (alignment - 1)) != 0) fail("a record has alignment ", int{alignment}, kRemedy);
   return alignment;
 }
 
 // Alignments of tensors of which a kernel has any number; 0 follows the last. Returns how many it has.
 template <size_t Count>
-size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count]) {
+size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count], uint32_t& turned, size_t first) {
   size_t used = 0;
   for (size_t i = 0; i < Count; ++i) {
-    alignments[i] = parse_alignment(cursor);
+    alignments[i] = parse_alignment(cursor, turned, first + i);
     if (alignments[i] == 0) continue;
     if (used != i) fail("the alignments of a record have a gap", kRemedy);
     ++used;
@@ -119,11 +124,11 @@ size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count]) {
 
 Alignments parse_alignments(Cursor& cursor) {
   Alignments alignments;
-  alignments.lhs = parse_alignment(cursor);
-  alignments.rhs = parse_alignment(cursor);
+  alignments.lhs = parse_alignment(cursor, alignments.turned, 0);
+  alignments.rhs = parse_alignment(cursor, alignments.turned, kRhsIndex);
   if ((alignments.lhs == 0) != (alignments.rhs == 0)) fail("a record has half a product", kRemedy);
-  alignments.load_count = parse_alignments(cursor, alignments.loads);
-  alignments.out_count = parse_alignments(cursor, alignments.outs);
+  alignments.load_count = parse_alignments(cursor, alignments.loads, alignments.turned, kFirstLoad);
+  alignments.out_count = parse_alignments(cursor, alignments.outs, alignments.turned, kFirstOut);
   for (int byte = 0; byte < 6; ++byte) alignments.two_levels |= uint64_t{cursor.number<uint8_t>()} << 8 * byte;
   return alignments;
 }
@@ -205,7 +210,7 @@ std::string remedy_for(uint32_t device) {
 // Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
 bool shadows(const Record& earlier, const Record& later) {
   const Alignments &a = earlier.alignments, &b = later.alignments;
-  return earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
+  return a.turned == b.turned && earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
          (~a.two_levels & b.two_levels) == 0 &&
          std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
          std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
@@ -219,6 +224,7 @@ struct Extents {
 struct Need {
   uint8_t alignment;
   uint64_t two_levels;   // bit 0: its rows, bit 1: its columns, bit 2: its batch
+  bool turned;           // accesses go down the rows
 };
 
 // A pitch is a multiple of the alignment, but for the contiguous axis: there, accesses end where a run does.
@@ -228,12 +234,22 @@ bool is_walkable(int extent, int64_t stride, int run, int64_t outer_stride, int6
   return run <= 1 || fits(stride == 1 ? run : stride);
 }
 
+// Whether accesses of several elements find neighbours where they go. A size of 1 that only the run knows may have made
+// another axis contiguous than the one that the kernel was compiled for.
+bool is_contiguous(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int64_t bytes, const Need& need) {
+  if (need.alignment <= bytes) return true;
+  const int64_t stride = need.turned ? tensor.row_stride : tensor.column_stride;
+  const int64_t run = need.turned ? outer.rows : outer.columns;
+  return stride == 1 && run * bytes % need.alignment == 0;
+}
+
 bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extents& extents, int64_t bytes,
           const Need& need) {
   return reinterpret_cast<uintptr_t>(tensor.pointer) % need.alignment == 0 &&
          is_walkable(extents.batch, tensor.batch_stride, outer.batches, outer.batch_stride, bytes, need, 2) &&
          is_walkable(extents.rows, tensor.row_stride, outer.rows, outer.row_stride, bytes, need, 0) &&
-         is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1);
+         is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1) &&
+         is_contiguous(tensor, outer, bytes, need);
 }
 
 // The tensor map of lhs has one axis for batches and runs of columns, so one stride must walk both.
@@ -256,7 +272,9 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   const Alignments& all = record.alignments;
   const Extents lhs{arguments.batch, arguments.m, arguments.k}, rhs{arguments.batch, arguments.k, arguments.n},
       tile{arguments.batch, arguments.m, arguments.n};
-  const auto need = [&](uint8_t alignment, size_t tensor) { return Need{alignment, all.levels_of(tensor)}; };
+  const auto need = [&](uint8_t alignment, size_t tensor) {
+    return Need{alignment, all.levels_of(tensor), (all.turned >> tensor & 1) != 0};
+  };
   const auto words = [](uint8_t alignment) { return text(" needs ", int{alignment}); };
   const bool multiplies = contract.has_product();
   if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {

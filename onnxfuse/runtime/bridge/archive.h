@@ -32,7 +32,8 @@ struct Alignments {
   uint8_t lhs = 1, rhs = 1, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
   size_t load_count = 0, out_count = 0;
   uint64_t two_levels = 0;   // bit 2 t: the kernel walks the rows of tensor t in two levels; 2 t + 1: its columns
-                             // kBatchLevel: the batch of all loads and outputs that need it
+                              // kBatchLevel: the batch of all loads and outputs that need it
+  uint32_t turned = 0;       // bit t: accesses of tensor t go down its rows
 
   bool has_product() const { return lhs != 0; }
   // Bit 0: rows in two levels, bit 1: columns, bit 2: the batch.

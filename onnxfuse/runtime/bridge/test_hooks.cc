@@ -59,7 +59,7 @@ std::string record_text(const Record& record) {
                             int{record.alignments.lhs}, ' ', int{record.alignments.rhs});
   for (uint8_t alignment : record.alignments.loads) result += text(' ', int{alignment});
   for (uint8_t alignment : record.alignments.outs) result += text(' ', int{alignment});
-  result += text(' ', record.alignments.two_levels);
+  result += text(' ', record.alignments.two_levels, ' ', record.alignments.turned);
   result += text(' ', record.cluster, ' ', record.maps.size());
   for (const MapRule& rule : record.maps) {
     result += text(' ', int{static_cast<uint8_t>(rule.tensor)}, ' ', int{rule.index}, ' ', int{rule.rows_contiguous},

@@ -1,0 +1,138 @@
+"""A bench result for people: one HTML page with a bar per site, and the same table on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from rich.markup import escape as escape_markup
+from rich.table import Table
+
+from onnxfuse.runtime.bench import MEASURES, BenchResult
+from onnxfuse.runtime.bench_sites import SiteTimes
+
+FLOOR = (
+    "The floor is the larger of two times: every byte of a site's inputs and outputs once, at the rate at which ONNX "
+    "Runtime's Neg read and wrote a large tensor in this run; and the operations of its products, at the rate of ONNX "
+    "Runtime's MatMul of two large square matrices of the same type in this run."
+)
+SITES = (
+    "Each distinct fused node beside the original nodes that it stands for, with random weights, in models of several "
+    "copies that together miss the cache."
+)
+BARS = (("before", "#9aa5b1"), ("after", "#2f7d4f"), ("floor", "#c9a227"))  # attributes of a site, and their colours
+WIDTH, BAR, GAP = 520, 14, 3  # pixels
+CELLS = 24  # of a terminal's bar
+
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:62em;padding:0 1em;color:#1f2933}"
+    "table{border-collapse:collapse;margin:1em 0}th,td{padding:.3em .8em;text-align:right;border-bottom:1px solid #ddd}"
+    "th:first-child,td:first-child{text-align:left}.warning{background:#fdecea;padding:.5em 1em;margin:.3em 0}"
+    "svg text{font:11px system-ui,sans-serif}small{color:#616e7c}"
+)
+
+
+def html(result: BenchResult, title: str) -> str:
+    """A page that needs nothing but itself.
+
+    Args:
+        result: what was measured.
+        title: names the models.
+    """
+    about = ", ".join(f"{name} {number}" for name, number in result.versions.items())
+    inputs = ", ".join(f"{name}[{', '.join(map(str, shape))}]" for name, shape in result.shapes.items())
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(result.device)}; {escape(about)}<br>{escape(inputs)}; {result.runs} runs of each, in turn</p>",
+        *(f'<p class="warning">Warning: {escape(warning)}</p>' for warning in result.warnings),
+        _measures(result),
+        _sites(result.sites),
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    body = "\n".join(part for part in parts if part)
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def _measures(result: BenchResult) -> str:
+    rows = []
+    for measure in result.comparisons:
+        for label, time in (("original", measure.original), ("optimised", measure.optimized)):
+            figures = ["", "", "", ""] if time is None else [time.median, time.p10, time.p90, time.p99]
+            rows.append([measure.name, label, *map(_milliseconds, figures)])
+        rows[-1].append("" if measure.ratio is None else f"{measure.ratio:.2f}x")
+        rows[-2].append("")
+    how = "".join(
+        f"<li>{measure.name}: {escape(MEASURES[measure.name])}"
+        f"{'' if not measure.why_not else f'. Not measured: {escape(measure.why_not)}'}</li>"
+        for measure in result.comparisons
+    )
+    counts = ["not counted" if count is None else str(count) for count in result.launches]
+    table = _table(["measure", "model", "median ms", "p10", "p90", "p99", "faster"], rows)
+    return f"<h2>Models</h2>{table}<ul>{how}<li>kernels launched by one run: {counts[0]} → {counts[1]}</li></ul>"
+
+
+def _milliseconds(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3f}"
+
+
+def _sites(sites: Sequence[SiteTimes]) -> str:
+    if not sites:
+        return ""
+    rows = [[*_cells(site), _bars(site, _longest(sites))] for site in sites]
+    heads = ["site", "times", "before us", "after us", "floor us", "floor by", "faster", ""]
+    table = _table(heads, rows, markup=(len(heads) - 1,))
+    return f"<h2>Sites</h2><p>{SITES}</p><p><small>{FLOOR}</small></p>{table}"
+
+
+def _cells(site: SiteTimes) -> list[str]:
+    times = [_microseconds(getattr(site, name)) for name, _ in BARS]
+    return [site.name, str(site.count), *times, site.bound_by, "" if site.ratio is None else f"{site.ratio:.2f}x"]
+
+
+def _microseconds(value: float | None) -> str:
+    return "fails" if value is None else f"{value:.1f}"
+
+
+def _longest(sites: Iterable[SiteTimes]) -> float:
+    return max(time for site in sites for time in (site.before, site.after, site.floor) if time is not None)
+
+
+def _bars(site: SiteTimes, longest: float) -> str:
+    """An inline drawing of the three times on one scale for all sites."""
+    shapes = []
+    for index, (name, colour) in enumerate(BARS):
+        time = getattr(site, name)
+        if time is None:
+            continue
+        top, width = index * (BAR + GAP), time / longest * WIDTH
+        shapes.append(f'<rect x="0" y="{top}" width="{width:.2f}" height="{BAR}" fill="{colour}"/>')
+        shapes.append(f'<text x="{width + 4:.2f}" y="{top + BAR - 3}">{name} {_microseconds(time)}</text>')
+    height = len(BARS) * (BAR + GAP)
+    label = f"{site.name}: {', '.join(f'{name} {_microseconds(getattr(site, name))} us' for name, _ in BARS)}"
+    size = f'width="{WIDTH + 110}" height="{height}"'
+    return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], markup: Sequence[int] = ()) -> str:
+    """An HTML table; the cells of the columns in `markup` are HTML already."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{text if index in markup else escape(text)}</td>' for index, text in enumerate(row))}</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def site_table(sites: Sequence[SiteTimes]) -> Table:
+    """The sites for a terminal: the page's figures, and a bar in which `#` is after, and `.` what before had more."""
+    table = Table(title="sites, microseconds: # after, . before", title_justify="left")
+    for heading in ("site", "times", "before", "after", "floor", "floor by", "faster", ""):
+        table.add_column(heading, overflow="fold", justify="left" if heading in ("site", "") else "right")
+    for site in sites:
+        table.add_row(*map(escape_markup, _cells(site)), _text_bar(site, _longest(sites)))
+    return table
+
+
+def _text_bar(site: SiteTimes, longest: float) -> str:
+    after, before = (round((time or 0.0) / longest * CELLS) for time in (site.after, site.before))
+    return "#" * after + "." * (before - after)

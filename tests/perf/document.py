@@ -1,0 +1,114 @@
+"""docs/performance.md from the committed results: `python -m tests.perf.document` writes it, a test compares it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TARGET = ROOT / "docs" / "performance.md"
+HEAD = """\
+# Performance
+
+Made by `python -m tests.perf.document` from the files in `results/`, which the commands below wrote. Every ratio is of
+two times from one run on one GPU. What limits a kernel, and what was tried, is in [the notes](../tests/perf/NOTES.md).
+"""
+
+
+def result(name: str) -> dict[str, Any]:
+    """A committed result file."""
+    loaded: dict[str, Any] = json.loads((ROOT / "results" / f"{name}.json").read_text())
+    return loaded
+
+
+def document() -> str:
+    """The whole page."""
+    return "\n".join(
+        (HEAD, *_whole_models(result("h200")), *_kernels(result("h200-kernels")), *_tuned(result("h200-tune")))
+    )
+
+
+def _source(found: Mapping[str, Any]) -> str:
+    runtime = f", ONNX Runtime {found['onnxruntime']}" if "onnxruntime" in found else ""
+    return f"{found['gpu']}, driver {found['driver']}{runtime}, {found['date']}: `{found['command']}`\n"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_row(heads), _row(["---"] * len(heads)), *map(_row, rows), ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _whole_models(found: Mapping[str, Any]) -> list[str]:
+    sites = (
+        (f"{row['m']}, {row['k']}, {row['n']}", _us(row["stock_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}x")
+        for row in found["sites"]
+    )
+    models = (
+        (
+            f"`{Path(row['model']).name.removesuffix('.onnx')}`",
+            _ms(row["original"]["median"]),
+            _ms(row["optimized"]["median"]),
+            f"{row['ratio']:.2f}x",
+            " -> ".join(map(str, row["launches"])),
+        )
+        for row in found["models"]
+    )
+    return [
+        "## Against stock ONNX Runtime\n",
+        _source(found),
+        *_table(("fp16 GEGLU site: m, k, n of one half", "stock", "fused", "faster"), sites),
+        *_table(("model", "stock", "fused", "faster", "kernels launched"), models),
+    ]
+
+
+def _kernels(found: Mapping[str, Any]) -> list[str]:
+    rows = (
+        (
+            row["problem"], row["order"], _us(row["cublas_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}",
+            "" if row["bar"] is None else f"{row['bar']:.2f}", row["tile"],
+        )
+        for row in found["rows"]
+    )  # fmt: skip
+    heads = ("problem: m, k, n of one part", "weight", "cuBLAS", "fused", "ratio", "aim", "tile")
+    return [
+        "## One kernel against cuBLAS's plain product\n",
+        "The product of the full width alone, without what follows it; the ratio is the fused time over cuBLAS's.\n",
+        _source(found),
+        *_table(heads, rows),
+    ]
+
+
+def _tuned(found: Mapping[str, Any]) -> list[str]:
+    rows = (
+        (
+            row["problem"], row["dtype"], _us(row["microseconds"].get("left alone")), _us(_best(row["microseconds"])),
+            _us(row["microseconds"].get("behind the product")), row["planned"], row["chosen"],
+        )
+        for row in found["rows"]
+    )  # fmt: skip
+    heads = ("problem", "type", "left alone", "one kernel", "behind the product", "by estimate", "by --tune")
+    return ["## What --tune chooses\n", _source(found), *_table(heads, rows)]
+
+
+def _best(times: Mapping[str, float]) -> float | None:
+    """The fastest tile of the first tier."""
+    return min((time for name, time in times.items() if name not in ("left alone", "behind the product")), default=None)
+
+
+def _us(time: float | None) -> str:
+    return "" if time is None else f"{time:.1f} us"
+
+
+def _ms(time: float) -> str:
+    return f"{time:.3f} ms"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document())
+    sys.exit(0)

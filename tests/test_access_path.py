@@ -1,0 +1,126 @@
+"""The table of paths: every access has one, and `explain` prints kind, width, bytes, reason and path of each tensor."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from onnxfuse.access_path import PATHS, kernel_name, lhs_path, load_path, out_path, rhs_path
+from onnxfuse.device import resolve
+from onnxfuse.dtypes import F16, F32
+from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.pipeline import analyse_model, make_report
+from onnxfuse.plan import small_m_tiles
+from onnxfuse.pointwise_tile import PointwiseTile
+from onnxfuse.tier import Tier
+from tests.kernel_problem import Size, make_spec
+from tests.onnx_build import FLOAT16, Builder
+
+TILE = Tile(128, 64, 64, 2, 2, 3)
+VECTOR = "once per tile through shared memory"
+
+
+def test_every_tile_is_of_a_kernel_in_the_table() -> None:
+    tiles = (TILE, HopperTile(128, 64, True), small_m_tiles(1)[0], PointwiseTile(8, 256, 8))
+    assert (
+        [kernel_name(tile) for tile in tiles] == list(PATHS) == ["portable", "sm_90a", "few rows", "behind the product"]
+    )
+
+
+@pytest.mark.parametrize("kernel", PATHS)
+@pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
+def test_every_operand_has_a_path(kernel: str, kind: str) -> None:
+    turns = (False, True) if kernel != "behind the product" else (False,)  # that kernel goes along n only
+    for dtype, width, turned in itertools.product((F16, F32), (1, 2, 4), turns):
+        assert load_path(kernel, Access(kind, dtype, width, turned))
+        assert out_path(kernel, Access("tile", dtype, width, turned))
+
+
+@pytest.mark.parametrize(
+    ("load", "path"),
+    [
+        (Access("scalar", F32, 1), VECTOR),
+        (Access("row", F16, 8), VECTOR),
+        (Access("column", F16, 1), VECTOR),
+        (Access("tile", F16, 8), "cp.async along n"),
+        (Access("tile", F16, 2), "cp.async along n"),
+        (Access("tile", F32, 1), "cp.async along n"),
+        (Access("tile", F16, 1), "element by element along n"),
+        (Access("tile", F16, 8, turned=True), "cp.async along m, turned in shared memory"),
+        (Access("tile", F16, 8, two_levels=("n",), run=64), "cp.async along n, n in runs of 64"),
+        (
+            Access("tile", F16, 8, turned=True, two_levels=("m",)),
+            "cp.async along m, turned in shared memory, m in runs",
+        ),
+    ],
+)
+def test_paths_of_operands(load: Access, path: str) -> None:
+    assert load_path("portable", load) == path
+    assert load_path("few rows", load).startswith("element by element")
+    assert "the main loop" in load_path("sm_90a", load)
+
+
+@pytest.mark.parametrize(
+    ("out", "path"),
+    [
+        (Access("tile", F16, 8), "TMA store"),
+        (Access("tile", F16, 4), "direct store along n"),  # rows that begin on 8 bytes
+        (Access("tile", F32, 4), "direct store along n"),
+        (Access("tile", F16, 8, turned=True), "turned in shared memory, direct store along m"),
+        (Access("tile", F16, 8, two_levels=("n",), run=64), "TMA store, n in runs of 64"),
+        (Access("tile", F16, 8, two_levels=("n",), run=40), "direct store along n, n in runs of 40"),
+    ],
+)
+def test_paths_of_outputs_on_hopper(out: Access, path: str) -> None:
+    assert out_path("sm_90a", out) == path
+    assert "TMA" not in out_path("portable", out)
+
+
+def test_paths_of_the_product() -> None:
+    wide, narrow = (make_spec("f16", 1, "nk", TILE, Size(8, 8, 8), narrow=narrow) for narrow in (False, True))
+    assert (lhs_path("sm_90a", wide), rhs_path("sm_90a", wide)) == ("TMA", "TMA")
+    assert (lhs_path("portable", wide), rhs_path("portable", wide)) == ("cp.async along k", "cp.async along k")
+    assert rhs_path("portable", make_spec("f16", 1, "kn", TILE, Size(8, 8, 8))) == "cp.async along n"
+    assert (lhs_path("portable", narrow), rhs_path("few rows", wide)) == (
+        "element by element along k",
+        "along k into registers",
+    )
+
+
+def test_explain_prints_kind_width_bytes_path_and_reason() -> None:
+    b = Builder(FLOAT16)
+    t = b("MatMul", b.input("x", (2048, 320)), b.array(np.ones((320, 640)), "weight"))
+    t = b("Add", b("Add", t, b.array(np.ones(640), "bias")), b.input("residual", (2048, 640)))
+    report = make_report(analyse_model(b.model(b("Mul", t, b.array(0.5, "half"))), resolve("sm_80,sm_90a", list)))
+    rows = {operand.name: operand for operand in report.fused[0].operands}
+    ahead = f"{VECTOR}, ahead of the main loop"
+    assert [str(rows[name]) for name in ("x", "weight", "bias", "residual")] == [
+        "lhs     x8  16 B  x: 16 bytes; portable: cp.async along k; sm_90a: TMA",
+        "rhs     x8  16 B  weight: 16 bytes; portable: cp.async along n; sm_90a: TMA",
+        f"row     x8  16 B  bias: 16 bytes; portable: {VECTOR}; sm_90a: {ahead}",
+        "tile    x8  16 B  residual: 16 bytes; portable: cp.async along n; "
+        "sm_90a: cp.async along n, beside the main loop",
+    ]
+    (out,) = (operand for operand in report.fused[0].operands if operand.kind == "out")
+    assert out.path == {"portable": "direct store along n", "sm_90a": "TMA store"}
+    entry = report.to_dict()["fused"][0]["operands"][0]
+    assert (entry["width"], entry["bytes"], entry["path"]["sm_90a"]) == (8, 16, "TMA")
+
+
+def test_behind_a_product_the_paths_are_those_of_the_kernel_behind_it() -> None:
+    b = Builder(FLOAT16)
+    t = b("MatMul", b.input("x", (4096, 320)), b.array(np.ones((320, 641)), "weight"))
+    model = b.model(b("Add", t, b.input("residual", (4096, 641))))
+    analysis = analyse_model(model, resolve("sm_100", list))
+    behind = tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites)
+    (site,) = make_report(replace(analysis, sites=behind)).fused
+    assert [(row.kind, row.width, row.path) for row in site.operands] == [
+        ("tile", 1, {"behind the product": "element by element along n"}),
+        ("tile", 1, {"behind the product": "element by element along n"}),
+        ("out", 1, {"behind the product": "direct store along n"}),
+    ]
+    assert site.operands[1].reason == "row pitch 641 is odd"

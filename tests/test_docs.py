@@ -1,0 +1,135 @@
+"""The documentation is what the code does: links, tables and figures are compared, and listings are followed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onnxfuse
+from onnxfuse import fusion
+from onnxfuse.device import resolve
+from onnxfuse.kernels import epilogue
+from onnxfuse.kernels.emit import emit
+from onnxfuse.patterns import pointwise
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.runtime.compile import compile_source
+from tests import reference_fusion, versions
+from tests.matching import FEED, check_meaning, linear, only
+from tests.onnx_build import Builder
+from tests.perf import document
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/perf/*.md"), *ROOT.glob("models/*.md")])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"`((?:onnxfuse|tests|docs|results|samples)/[\w/.-]+)`", text):
+        assert (ROOT / name).exists() or "NAME" in name, name
+    for module in re.findall(r"python -m (tests(?:\.\w+)+)", text):
+        assert importlib.util.find_spec(module), module
+
+
+def test_the_figures_are_those_of_the_committed_results() -> None:
+    assert document.TARGET.read_text() == document.document(), "run `python -m tests.perf.document`"
+
+
+def test_every_module_has_its_stage() -> None:
+    """Leaves and what only presents results need no row; everything on a model's way has one."""
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    aside = {
+        "__init__", "__main__", "cli", "report", "errors", "settings", "dtypes", "device", "dump", "selection", "store",
+        "triton", "pipeline", "extract", "probe", "reference", "operators", "packing", "symbolic", "symbolic_shapes",
+        "behind_product", "hopper_tile", "small_m_tile", "pointwise_tile", "pointwise_plan", "tile_footprint",
+    }  # fmt: skip
+    for path in (ROOT / "onnxfuse").glob("*.py"):
+        assert path.stem in aside or f"`{path.name}`" in text, path.name
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    rows = re.findall(
+        r"^\| [^|]+ \| ([\d.]+) \| `(\w+)` in `([\w/.]+)` \|$", (ROOT / "docs/limits.md").read_text(), re.M
+    )
+    assert len(rows) == 8
+    for value, name, path in rows:
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        assert str(getattr(module, name)) == value, name
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert onnxfuse.__version__ == PROJECT["version"]
+    sources = [path.read_text() for path in (ROOT / "onnxfuse").rglob("*.py")]
+    texts = [node.value for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    assert PROJECT["version"] not in texts
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_supported_versions_of_onnxruntime_are_said_once_everywhere() -> None:
+    newest = versions.NEWEST[0]
+    minors = [int(version.split(".")[1]) for version in versions.NEWEST]
+    assert minors == list(range(minors[0], minors[0] - 3, -1)), "the newest three minor versions"
+    for extra in ("cpu", "gpu"):
+        assert PROJECT["optional-dependencies"][extra][0].endswith(f">={versions.OLDEST}")
+    assert f"ONNX Runtime {versions.OLDEST} to {newest}" in (ROOT / "README.md").read_text()
+    assert f"ONNX Runtime {versions.OLDEST} to {newest}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_one_command_sets_up_and_one_checks() -> None:
+    text, script = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    assert "pip install -e '.[cpu,dev]'" in text
+    for part in ("ruff check .", "ruff format --check .", "mypy", "python -m tests.versions", "pytest -n auto"):
+        assert part in script
+        assert f"`{part}`" in text.replace("\n", " ")
+
+
+# ---- docs/extending.md, followed -----------------------------------------------------------------------------------
+
+
+def listing(op: str) -> str:
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    return next(text for text in found if f'POINTWISE["{op}"]' in text)
+
+
+def follow(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a listing with the tables that it names, which are as they were afterwards."""
+    tables = {
+        "POINTWISE": pointwise.POINTWISE, "OPS": fusion.OPS, "EXPRESSIONS": epilogue.EXPRESSIONS,
+        "REFERENCE": reference_fusion.OPS,
+    }  # fmt: skip
+    for table in tables.values():
+        for key in ("Mean", "Sin", "sin"):
+            monkeypatch.delitem(table, key, raising=False)
+            monkeypatch.setitem(table, key, None)  # so that what the listing adds is taken back
+            del table[key]
+    helpers = {"_op": pointwise._op, "_fold": pointwise._fold, "_template": epilogue._template, "np": np}
+    exec(listing(op), tables | helpers)
+
+
+@pytest.mark.parametrize("op", ["Mean", "Sin"])
+def test_an_op_is_added_by_what_the_page_says(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = Builder()
+    product = linear(b)
+    model = b.model(b(op, product, product) if op == "Mean" else b(op, product))
+    before = analyse_model(model, resolve("sm_80", list))
+    follow(op, monkeypatch)
+    _, fused = only(model)
+    assert len(fused.steps) > sum(len(site.fusion.steps) for site in before.sites)
+    check_meaning(model, fused, FEED)
+    device = resolve("sm_80", list)[0]
+    (site,) = analyse_model(model, (device,)).sites
+    assert compile_source(emit(site.plans[0].variants[0].spec), device).data
