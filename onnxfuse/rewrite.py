@@ -181,7 +181,9 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
         if index in replacement.shapes:
             node = renamed(node, {})
             shape = replacement.shapes[index]
-            shapes += _shape(f"{node.output[0]}/shape", shape, replacement.inputs[shape.base])
+            shapes += _shape(
+                f"{node.output[0]}/shape", shape, "" if shape.is_constant else replacement.inputs[shape.base]
+            )
             node.input[1] = shapes[-1].output[0]
             kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 keeps a dimension
             del node.attribute[:]

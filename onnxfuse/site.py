@@ -109,6 +109,8 @@ def plan_site(
         NotFusable: no kernel computes it, or what it computes is faster without one.
     """
     fusion = fusion if rounds else simplify(fusion)
+    # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
+    exact_fp32 = exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
     widths = analyse(fusion, mapping)
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)

@@ -187,7 +187,26 @@ def einsum_turned(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
 
 
+def spelled_linear(b: Builder) -> str:
+    """A product as elementwise ops: [b, m, 1, k] * [n, k], summed over k."""
+    x = b("Unsqueeze", b.input("x", ("batch", "rows", DEPTH)), b.integers(2))
+    t = b("ReduceSum", b("Mul", x, b.array(draw(8, DEPTH), "weight")), b.integers(-1), keepdims=0)
+    return b("Add", t, b.array(draw(8, seed=1), "bias"))
+
+
+def spelled_scores(b: Builder) -> str:
+    q, k = b("Unsqueeze", b.input("q", Q), b.integers(3)), b("Unsqueeze", b.input("k", K), b.integers(2))
+    return b("Tanh", b("ReduceSum", b("Mul", q, k), b.integers(4), keepdims=0))
+
+
+def spelled_and_squeezed(b: Builder) -> str:
+    x = b("Unsqueeze", b.input("x", ("rows", DEPTH)), b.integers(2))
+    y = b("Unsqueeze", b.input("y", (DEPTH, "keys")), b.integers(0))
+    return b("Relu", b("Squeeze", b("ReduceSum", b("Mul", x, y), b.integers(1)), b.integers(1)))
+
+
 FORMS = [
+    spelled_linear, spelled_scores, spelled_and_squeezed,
     image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
@@ -271,6 +290,26 @@ def test_axes_are_shared_by_lhs_and_rhs(form, lhs: str, rhs: str, operands: list
     fusion = fused(form)
     assert (fusion.lhs.einops, fusion.rhs[0].einops, fusion.outputs[0].einops) == (lhs, rhs, out)
     assert [operand.einops for operand in fusion.operands] == operands
+
+
+def test_what_is_spelled_out_is_as_exact_as_before() -> None:
+    model = built(spelled_linear)
+    (site,) = analyse_model(model, resolve("sm_90a,sm_80", list)).sites
+    assert {variant.spec.math for plan in site.plans for variant in plan.variants} == {"fp32"}
+
+
+def test_the_factors_of_one_fusion_are_not_swallowed_by_another() -> None:
+    b = Builder()
+    x = b("MatMul", b.input("x", ("batch", "rows", DEPTH)), b.array(draw(DEPTH, DEPTH), "first"))
+    factor = b("Unsqueeze", b("Tanh", x), b.integers(2))
+    t = b("ReduceSum", b("Mul", factor, b.array(draw(8, DEPTH), "second")), b.integers(-1), keepdims=0)
+    model = b.model(b("Relu", t))
+    feed = feed_of(model)
+    (expected,) = run(model, feed)
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    assert len(analysis.sites) == 2
+    (actual,) = run(rewritten(analysis), feed)
+    assert expected.tobytes() == actual.tobytes()
 
 
 def test_channels_that_are_split_are_columns() -> None:

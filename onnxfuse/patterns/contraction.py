@@ -62,7 +62,7 @@ def contract(lhs: Source, rhs: Source, labels: Labels) -> Contraction:
     k = tuple(piece for label in contracted for piece in _met(left[label], right[label], names, True))
     dims = {label: _met(left.get(label), right.get(label), names, False) for label in labels.out}
     first = min((place for place, label in enumerate(labels.out) if label in left), default=len(labels.out) - 1)
-    column_labels = [label for label in labels.out[max(first, 0) :] if label not in left]
+    column_labels = [label for label in labels.out[max(first, 0) :] if label in right and label not in left]
     dims |= _columns({label: dims[label] for label in column_labels}, names[1])
     return Contraction(
         lhs=_named(lhs, names[0]),

@@ -121,6 +121,10 @@ def _match_group(
     refused: list[tuple[gs.Node, NotFusable]] = []
     if any(places.is_taken(view.node) for product in group for view in product.views):
         group = _without_views(graph, group, refused)
+    for product in group:
+        if any(places.is_taken(view.node) for view in product.views):
+            refused.append((product.node, NotFusable("taken", product.label, "its factors belong to another fusion")))
+    group = tuple(product for product in group if all(product.node is not node for node, _ in refused))
     while group:
         cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
         taken = _largest(graph, cut, accept)
@@ -129,7 +133,7 @@ def _match_group(
             places.take(match)
             fused[graph.index(match.products[0].node)] = site
             group = tuple(product for product in group if product not in match.products)
-        elif cut.refusals and any(product.views for product in group):
+        elif cut.refusals and any(product.reads_through_views for product in group):
             group = _without_views(graph, group, refused)
         else:
             return refused + [(product.node, cut.reason(product)) for product in group]

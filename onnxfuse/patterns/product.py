@@ -1,9 +1,10 @@
 """Anchors: whatever computes `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[..., k, n]`.
 
 MatMul, Gemm, FusedMatMul and FusedGemm do; either side may be a constant, and either may have the batch dimensions of
-the output, all of them or some. An Einsum of two inputs and a pointwise convolution have their dimensions in another
-order. A convolution's weight `[m, k]` is the lhs, so that what the kernel reads and writes is contiguous along n, the
-positions of an image; only where its channels are split are they the columns, because parts are columns.
+the output, all of them or some. An Einsum of two inputs, a product spelled out as Unsqueeze, Mul and ReduceSum, and a
+pointwise convolution have their dimensions in another order. A convolution's weight `[m, k]` is the lhs, so that what
+the kernel reads and writes is contiguous along n, the positions of an image; only where its channels are split are they
+the columns, because parts are columns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_walkable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.pointwise import POINTWISE
-from onnxfuse.patterns.sources import ANCHORS, InputView, Source, is_stored, sources
+from onnxfuse.patterns.sources import ANCHORS, InputView, Source, is_stored, sources, spelled_factors
 from onnxfuse.patterns.views import COLUMNS, Base, Dim, Piece, View, extent
 
 QUANTIZED = frozenset(
@@ -31,6 +32,7 @@ QUANTIZED = frozenset(
 )
 
 BATCHES = "abcdefghij"  # labels of batch dimensions
+DIMENSIONS = "abcdefgh"  # labels of dimensions in order
 Activation = Callable[[EpilogueGraph, Ref], Ref]
 
 
@@ -92,6 +94,16 @@ class Product:
         return str(self.node.outputs[0].name)
 
     @property
+    def reads_through_views(self) -> bool:
+        """Whether it could also be read without some of its views; the Mul of one that is spelled out is its own."""
+        return any(view.node.op != "Mul" for view in self.views)
+
+    @property
+    def is_spelled_out(self) -> bool:
+        """Whether the model computes it without an op for products."""
+        return bool(self.node.op == "ReduceSum")
+
+    @property
     def n(self) -> int | str:
         """Number of columns; a symbol where only the run knows it."""
         return extent(self.columns)
@@ -100,6 +112,8 @@ class Product:
 def is_anchor(node: gs.Node) -> bool:
     """Whether a node is a product, so that it is fused or listed with a reason."""
     op = qualified_op(node)
+    if op == "ReduceSum":
+        return spelled_factors(node) is not None
     return (op in ANCHORS and (op != "Conv" or _is_pointwise(node))) or op in QUANTIZED
 
 
@@ -122,7 +136,7 @@ def _check_form(node: gs.Node) -> None:
 
 
 def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
-    for tensor in (*node.inputs[:2], *(graph.tensor(source.name) for source in inputs)):
+    for tensor in (*_inputs(node), *(graph.tensor(source.name) for source in inputs)):
         if tensor.inputs and tensor.inputs[0].op == "DequantizeLinear":
             raise NotFusable("quantized", node_label(node), f"{tensor.name!r} comes from a DequantizeLinear")
 
@@ -149,6 +163,10 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
     dtype = _common_dtype(graph, node)
     lhs, rhs, found = _walkable(graph, node, through_views)
     _check_not_quantized(graph, node, lhs, rhs)
+    factors = spelled_factors(node)
+    spelled = () if factors is None else (InputView(factors, None),)
+    if factors is not None and graph.is_escaping(node.inputs[0].name):
+        raise NotFusable("graph_output", node_label(node), f"{node.inputs[0].name!r} is an output of the graph")
     has_bias = len(node.inputs) > 2 and not node.inputs[2].is_empty()
     is_weight = _is_constant(graph, rhs)
     if not is_weight and extent(found.k) == 1:
@@ -156,7 +174,7 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
     return Product(
         node, dtype, lhs.name, rhs.name, is_weight, found.lhs, found.rhs, found.out, found.rows,
         found.columns or (Piece(COLUMNS, 1),), found.k, _base(graph, lhs, rhs, found),
-        (*lhs.views, *rhs.views), (*lhs.copied, *rhs.copied),
+        (*lhs.views, *rhs.views, *spelled), (*lhs.copied, *rhs.copied),
         bias=str(node.inputs[2].name) if has_bias else None, biased=found.out[1:2] if node.op == "Conv" else found.out,
         alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
         activation=_activation(node),
@@ -165,36 +183,44 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
 
 def _walkable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can walk, and the axes that they share."""
-    form = FORMS.get(node.op, _matrices)
+    form, inputs = FORMS.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
-    rights = list(sources(graph, node.inputs[second], "y", 1, through_views))
-    lefts = list(sources(graph, node.inputs[first], "x", 0, through_views))
+    rights = list(sources(graph, inputs[second], "y", 1, through_views))
+    lefts = list(sources(graph, inputs[first], "x", 0, through_views))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:
-            found = contract(lhs, rhs, form(node, len(lhs.seen), len(rhs.seen)))
+            found = contract(lhs, rhs, form(graph, node, lhs.seen, rhs.seen))
         except NotFusable:
             continue
         if is_walkable(found):
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
-    return lhs, rhs, contract(lhs, rhs, form(node, len(lhs.seen), len(rhs.seen)))
+    return lhs, rhs, contract(lhs, rhs, form(graph, node, lhs.seen, rhs.seen))
 
 
-def _matrices(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+def _inputs(node: gs.Node) -> list[gs.Tensor]:
+    """What an anchor multiplies."""
+    factors = spelled_factors(node)
+    return list((factors or node).inputs[:2])
+
+
+def _matrices(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     """The dimensions of a MatMul or Gemm: a batch of matrices each, or a vector."""
+    lhs_rank, rhs_rank = len(lhs), len(rhs)
     first = "k" if lhs_rank == 1 else "km" if node.attrs.get("transA", 0) else "mk"
     second = "k" if rhs_rank == 1 else "nk" if node.attrs.get("transB", 0) else "kn"
     batches = max(lhs_rank - len(first), rhs_rank - len(second))
     batch = BATCHES[:batches]
     if batches > len(batch):
         raise NotFusable("rank_too_high", node_label(node), f"the product has {batches} batch dimensions")
-    lhs, rhs = batch[batches - lhs_rank + len(first) :] + first, batch[batches - rhs_rank + len(second) :] + second
-    return Labels(lhs, rhs, batch + first.replace("k", "") + second.replace("k", ""))
+    left, right = batch[batches - lhs_rank + len(first) :] + first, batch[batches - rhs_rank + len(second) :] + second
+    return Labels(left, right, batch + first.replace("k", "") + second.replace("k", ""))
 
 
-def _image(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+def _image(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     """The dimensions of a pointwise convolution; the weight has one of size 1 for each of an image."""
+    lhs_rank, rhs_rank = len(lhs), len(rhs)
     positions = "hwd"[: lhs_rank - 2]
     if lhs_rank != rhs_rank or len(positions) != lhs_rank - 2:
         raise NotFusable("unknown_rank", node_label(node), f"an input of rank {rhs_rank}, a weight of rank {lhs_rank}")
@@ -209,7 +235,7 @@ def _splits_channels(conv: gs.Node) -> bool:
     return any(reader.op in ("Split", "Slice", "SplitToSequence") for reader in conv.outputs[0].outputs)
 
 
-def _einsum(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
+def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labels:
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
     terms, arrow, out = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
     lhs, _, rhs = terms.partition(",")
@@ -217,15 +243,42 @@ def _einsum(node: gs.Node, lhs_rank: int, rhs_rank: int) -> Labels:
         out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
     summed = (set(lhs) | set(rhs)) - set(out)
     known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
-    ranks = (len(lhs), len(rhs)) == (lhs_rank, rhs_rank)
+    ranks = (len(lhs), len(rhs)) == (len(lhs_view), len(rhs_view))
     if not known or not ranks or not summed or summed - (set(lhs) & set(rhs)) or set(out) - set(lhs + rhs):
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
     return Labels(lhs, rhs, out)
 
 
-FORMS: dict[str, Callable[[gs.Node, int, int], Labels]] = {"Conv": _image, "Einsum": _einsum}
-"""Op -> the labels of its dimensions, given the ranks of lhs and rhs; others multiply matrices."""
+def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
+    """The dimensions of Unsqueeze, Mul, ReduceSum; one of size 1 is no dimension of an input."""
+    rank = max(len(lhs), len(rhs))
+    given = list(node.attrs["axes"]) if "axes" in node.attrs else None
+    if given is None and len(node.inputs) > 1:
+        given = graph.known_integers(node.inputs[1])
+    if not given or rank > len(DIMENSIONS):
+        raise NotFusable("unsupported_product", node_label(node), "which dimensions the ReduceSum sums is not known")
+    summed = {axis % rank for axis in given}
+    left, right = _own_labels(lhs, rank, "ABCDEFGH"), _own_labels(rhs, rank, "01234567")
+    if any(DIMENSIONS[axis] not in left or DIMENSIONS[axis] not in right for axis in summed):
+        raise NotFusable("unsupported_product", node_label(node), "sums a dimension that only one input has")
+    out = (DIMENSIONS[axis] if axis not in summed else "?" for axis in range(rank))
+    kept = node.attrs.get("keepdims", 1)
+    return Labels(left, right, "".join(label for label in out if label != "?" or kept))
+
+
+def _own_labels(view: View, rank: int, ones: str) -> str:
+    """The last of some dimensions; those of size 1 have names that nothing else has."""
+    axes = range(rank - len(view), rank)
+    return "".join(ones[axis] if extent(dim) == 1 else DIMENSIONS[axis] for axis, dim in zip(axes, view, strict=True))
+
+
+FORMS: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
+    "Conv": _image,
+    "Einsum": _einsum,
+    "ReduceSum": _spelled_out,
+}
+"""Op -> the labels of its dimensions, given those of lhs and rhs; others multiply matrices."""
 
 
 def _is_constant(graph: Graph, source: Source) -> bool:
@@ -253,7 +306,7 @@ def _activation(node: gs.Node) -> Activation | None:
 
 
 def _common_dtype(graph: Graph, node: gs.Node) -> DType:
-    numbers = {graph.dtype(tensor.name) for tensor in node.inputs[:2]}
+    numbers = {graph.dtype(tensor.name) for tensor in _inputs(node)}
     (number,) = numbers if len(numbers) == 1 else (None,)
     if number not in BY_ONNX:
         raise NotFusable("unsupported_dtype", node_label(node), f"ONNX element types {sorted(map(str, numbers))}")

@@ -83,6 +83,21 @@ def sources(graph: Graph, tensor: gs.Tensor, axis: str, index: int, through_view
     yield Source(str(tensor.name), own, own)
 
 
+def spelled_factors(node: gs.Node) -> gs.Node | None:
+    """The Mul of a product that is spelled out: Unsqueeze, Mul, ReduceSum; None for any other node."""
+    if node.op != "ReduceSum" or not node.inputs or len(node.inputs[0].inputs) != 1:
+        return None
+    factors = node.inputs[0].inputs[0]
+    broadcast = any(tensor.inputs and tensor.inputs[0].op == "Unsqueeze" for tensor in factors.inputs)
+    return factors if factors.op == "Mul" and broadcast and len(node.inputs[0].outputs) == 1 else None
+
+
+def _multiplies(reader: gs.Node) -> bool:
+    """Whether a node is a product, or the Mul of one that is spelled out."""
+    sums = reader.outputs[0].outputs if reader.op == "Mul" else []
+    return qualified_op(reader) in ANCHORS or any(spelled_factors(node) is reader for node in sums)
+
+
 def shape_text(shape: tuple[Size, ...] | None) -> str:
     """A shape in a sentence."""
     if shape is None:
@@ -131,7 +146,7 @@ def _views_before(graph: Graph, tensor: gs.Tensor) -> list[gs.Node]:
 def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
     """Whether nobody reads a value but one view or products; what reads its shape dies with them."""
     readers = [reader for reader in tensor.outputs if reader.op != "Shape"]
-    expected = (reader is view or (view is None and qualified_op(reader) in ANCHORS) for reader in readers)
+    expected = (reader is view or (view is None and _multiplies(reader)) for reader in readers)
     return all(expected) and not graph.is_escaping(tensor.name)
 
 
