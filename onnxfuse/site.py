@@ -159,7 +159,8 @@ def _traffic(graph: Graph, fusion: Fusion, behind: Form) -> Traffic:
         lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
         product=sum(_row_bytes(fusion, product, ("n", "p")) for product in products),
         rest=sum(_row_bytes(fusion, tensor, ("n", "p")) for tensor in others if behind.mapping.kind(tensor) == "tile"),
-        passes=sum(graph.dtype(graph.nodes[index].outputs[0].name) in BY_ONNX for index in behind.replaced),
+        passes=sum(graph.dtype(graph.nodes[index].outputs[0].name) in BY_ONNX for index in behind.replaced)
+        + sum(product.activation is not None for product in behind.match.products),
     )
 
 

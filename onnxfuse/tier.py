@@ -56,7 +56,8 @@ class Traffic:
         lhs: of one row.
         product: of one row of the product.
         rest: of one row of everything else that is read or written behind the product.
-        passes: nodes behind the product, each of which reads and writes what one kernel keeps in registers.
+        passes: nodes behind the product, each of which reads and writes what one kernel keeps in registers; the
+            activation of a FusedGemm is one too.
     """
 
     weights: int
