@@ -27,13 +27,21 @@ def result(name: str) -> dict[str, Any]:
 def document() -> str:
     """The whole page."""
     return "\n".join(
-        (HEAD, *_whole_models(result("h200")), *_kernels(result("h200-kernels")), *_tuned(result("h200-tune")))
+        (
+            HEAD,
+            "## Against stock ONNX Runtime\n",
+            *_whole_models(result("h200")),
+            *_whole_models(result("h200-unet")),
+            *_kernels(result("h200-kernels")),
+            *_tuned(result("h200-tune")),
+        )
     )
 
 
 def _source(found: Mapping[str, Any]) -> str:
     runtime = f", ONNX Runtime {found['onnxruntime']}" if "onnxruntime" in found else ""
-    return f"{found['gpu']}, driver {found['driver']}{runtime}, {found['date']}: `{found['command']}`\n"
+    part = f" ({found['part']})" if "part" in found else ""
+    return f"{found['gpu']}, driver {found['driver']}{runtime}, {found['date']}: `{found['command']}`{part}\n"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -59,11 +67,11 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
         )
         for row in found["models"]
     )
+    heads = ("stock", "fused", "faster")
     return [
-        "## Against stock ONNX Runtime\n",
         _source(found),
-        *_table(("fp16 GEGLU site: m, k, n of one half", "stock", "fused", "faster"), sites),
-        *_table(("model", "stock", "fused", "faster", "kernels launched"), models),
+        *(_table(("fp16 GEGLU site: m, k, n of one half", *heads), sites) if found["sites"] else ()),
+        *_table(("model", *heads, "kernels launched"), models),
     ]
 
 
