@@ -9,7 +9,6 @@ fails.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
@@ -23,12 +22,11 @@ import numpy as np
 import onnx
 
 import onnxfuse
-from onnxfuse.runtime import driver
 from onnxfuse.runtime.bench import bench, interleave
 from onnxfuse.runtime.verify import verify
 from tests import corpus
 from tests.onnx_build import FLOAT16, Builder
-from tests.perf.compare import add_option, compare, model_costs
+from tests.perf.compare import add_option, compare, model_costs, origin
 from tests.perf.launches import launches
 
 # m, k, n of one half: the GEGLU sites of SD1.5 at 64x64, batch 2, and of SDXL.
@@ -146,10 +144,7 @@ def main() -> None:
     import onnxruntime
 
     results: dict[str, Any] = {
-        "command": "python -m tests.perf --out results/h200.json",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": driver.device_name(),
-        "driver": driver.driver_version(),
+        **origin("python -m tests.perf --out results/h200.json"),
         "onnxruntime": onnxruntime.__version__,
         "sites": [],
         "models": [],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from onnxfuse.runtime import driver
 
 SLOWER = 1.05  # a cost may grow by so much before a comparison fails
 
@@ -31,6 +34,16 @@ def model_costs(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
 def kernel_costs(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
     """Time over cuBLAS's product, of every row of `python -m tests.perf.kernels`."""
     return {f"{row['problem']} {row['order']}": row["ratio"] for row in result["rows"]}
+
+
+def origin(command: str) -> dict[str, str]:
+    """What every result file begins with: the command that makes it, the day, and the machine."""
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": driver.device_name(),
+        "driver": driver.driver_version(),
+    }
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import json
 import statistics
 import sys
@@ -38,7 +37,7 @@ from onnxfuse.simplify import simplify
 from onnxfuse.vector_width import analyse
 from tests.kernel_problem import ARGUMENTS
 from tests.onnx_build import FLOAT16, Builder
-from tests.perf.compare import add_option, compare, kernel_costs
+from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.reference_fusion import evaluate
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
@@ -311,10 +310,7 @@ def main() -> None:
             )
             cupy.get_default_memory_pool().free_all_blocks()
     result = {
-        "command": "python -m tests.perf.kernels --out results/h200-kernels.json",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": driver.device_name(),
-        "driver": driver.driver_version(),
+        **origin("python -m tests.perf.kernels --out results/h200-kernels.json"),
         "rows": rows,
     }
     options.out.write_text(json.dumps(result, indent=2) + "\n")

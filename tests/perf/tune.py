@@ -6,7 +6,6 @@ Weights are [k, n], m is static. For fp16 the first tier is the sm_90a kernel; f
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import tempfile
 import time
@@ -19,6 +18,7 @@ from onnxfuse.runtime import driver
 from onnxfuse.runtime.timing_cache import FOLDER
 from onnxfuse.trial import SessionTimer
 from tests.onnx_build import FLOAT, FLOAT16
+from tests.perf.compare import origin
 from tests.perf.kernels import ROWS, Row, site_model
 
 LARGEST = 4096 * 14336 * 2  # weights above this only once: they take seconds to draw and nothing new to see
@@ -69,10 +69,7 @@ def main() -> None:
             rows.append(made)
             print(line_of(made), flush=True)
     result = {
-        "command": "python -m tests.perf.tune --out results/h200-tune.json",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": driver.device_name(),
-        "driver": driver.driver_version(),
+        **origin("python -m tests.perf.tune --out results/h200-tune.json"),
         "onnxruntime": onnxruntime.__version__,
         "rows": rows,
     }

@@ -13,7 +13,6 @@ Measured as `tests.perf.kernels` does, both sides of a ratio in turn. Every time
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -35,7 +34,7 @@ from onnxfuse.runtime import driver
 from onnxfuse.vector_width import Width, Widths, analyse
 from tests.fusions import fusion
 from tests.kernel_problem import ARGUMENTS, NUMPY
-from tests.perf.compare import add_option, compare, kernel_costs
+from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.perf.kernels import LAUNCHES, REPLAYS, ROTATED_BYTES, cublas_graph, graph_of, launcher, timed_replay
 from tests.reference_fusion import evaluate
 
@@ -270,10 +269,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(spec_of(driver.local_architectures()[0]), Path(folder))
     result = {
-        "command": "python -m tests.perf.widths --out results/h200-widths.json",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpu": driver.device_name(),
-        "driver": driver.driver_version(),
+        **origin("python -m tests.perf.widths --out results/h200-widths.json"),
         "cupy": cupy.__version__,
         "launches": LAUNCHES,
         "rows": rows,
