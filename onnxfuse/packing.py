@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse import hopper_tile
 from onnxfuse.artifact import BATCH_LEVEL, MAX_LOADS, Mapped, Record, TensorMap, pack
-from onnxfuse.device import DeviceSpec
+from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.fusion import Fusion, Pointwise, part_text
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.kernels import pointwise
@@ -22,7 +22,7 @@ from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.progress import Progress
 from onnxfuse.report import axes_text
 from onnxfuse.rewrite import Replacement
-from onnxfuse.runtime.compile import CompiledImage, compile_cached
+from onnxfuse.runtime.compile import CompiledImage, compile_cached, shares_compilation
 from onnxfuse.settings import cache_dir, compile_jobs
 from onnxfuse.site import AnyVariant, Form
 from onnxfuse.tile_footprint import shared_bytes
@@ -36,22 +36,34 @@ class Kernels:
 
 
 def compile_forms(forms: Iterable[Form], progress: Progress | None = None) -> Kernels:
-    """Compile each distinct kernel once.
+    """Compile each distinct kernel once, and PTX beside the architecture whose compilation makes it anyway.
 
     Raises:
         CompileError: NVRTC refused a kernel.
     """
     variants = [pair for form in forms for pair in form.variants]
     wanted = {(kernel_source(variant, device), device.arch): device for device, variant in variants}
+    groups = _groups(wanted)
     images: dict[tuple[str, str], CompiledImage] = {}
     folder = cache_dir()
     with ThreadPoolExecutor(compile_jobs()) as pool:
-        jobs = [pool.submit(compile_cached, source, device, folder) for (source, _), device in wanted.items()]
-        for key, job in zip(wanted, jobs, strict=True):
-            images[key] = job.result()
+        jobs = [pool.submit(compile_cached, source, devices, folder) for source, devices in groups]
+        for (source, devices), job in zip(groups, jobs, strict=True):
+            images |= {(source, device.arch): image for device, image in zip(devices, job.result(), strict=True)}
             if progress is not None:
                 progress("compiling kernels", len(images), len(wanted))
     return Kernels(images)
+
+
+def _groups(wanted: Mapping[tuple[str, str], DeviceSpec]) -> list[tuple[str, tuple[DeviceSpec, ...]]]:
+    """What to compile at once: each kernel for each architecture, PTX with another one where that makes it."""
+    found: list[tuple[str, tuple[DeviceSpec, ...]]] = []
+    beside = {source for (source, _), device in wanted.items() if shares_compilation(device)}
+    for (source, arch), device in wanted.items():
+        ptx = wanted.get((source, PTX)) if shares_compilation(device) else None
+        if arch != PTX or source not in beside:
+            found.append((source, (device,) if ptx is None else (device, ptx)))
+    return found
 
 
 def pack_forms(forms: Sequence[Form], kernels: Kernels) -> tuple[bytes, list[str]]:

@@ -134,5 +134,5 @@ def test_a_full_disk_and_a_read_only_folder_cost_time_only(tmp_path: Path) -> No
 
 def test_a_compilation_without_a_place_to_write_is_right() -> None:
     device = ARCHITECTURES["sm_80"]
-    assert compile_cached(SMALL, device, Path("/proc/onnxfuse")) == compile_source(SMALL, device)
+    assert compile_cached(SMALL, [device], Path("/proc/onnxfuse")) == [compile_source(SMALL, device)]
     cache_process.write_times(Path("/proc/onnxfuse"), key(0), {"one kernel": 1.0})

@@ -87,31 +87,41 @@ def test_missing_headers_name_the_package(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     compiled: list[str] = []
-    original = compiler.compile_source
+    original = compiler.compile_images
 
-    def counted(source, device):
+    def counted(source, devices):
         compiled.append(source)
-        return original(source, device)
+        return original(source, devices)
 
-    monkeypatch.setattr(compiler, "compile_source", counted)
+    monkeypatch.setattr(compiler, "compile_images", counted)
     return compiled
 
 
 @pytest.mark.parametrize("arch", ["sm_80", PTX])
 def test_second_compilation_comes_from_the_cache(tmp_path: Path, count_compilations: list[str], arch: str) -> None:
     device = ARCHITECTURES[arch]
-    first = compile_cached(SMALL, device, tmp_path / "cache")
-    assert compile_cached(SMALL, device, tmp_path / "cache") == first
+    first = compile_cached(SMALL, [device], tmp_path / "cache")
+    assert compile_cached(SMALL, [device], tmp_path / "cache") == first
     assert len(count_compilations) == 1
     (entry,) = (tmp_path / "cache").iterdir()
     names = {"kernel.cu", "kernel.ptx" if arch == PTX else "kernel.cubin", "log.txt", "meta.json"}
     assert {path.name for path in entry.iterdir()} == names
 
 
+def test_ptx_falls_off_on_the_way_to_machine_code(tmp_path: Path, count_compilations: list[str]) -> None:
+    pair = [ARCHITECTURES["sm_80"], ARCHITECTURES[PTX]]
+    assert [device.arch for device in ARCHITECTURES.values() if compiler.shares_compilation(device)] == ["sm_80"]
+    together = compile_cached(SMALL, pair, tmp_path)
+    assert len(count_compilations) == 1
+    assert [compile_cached(SMALL, [device], tmp_path)[0] for device in pair] == together
+    assert len(count_compilations) == 1, "each is an entry of its own"
+    assert together == [compile_source(SMALL, device) for device in pair]
+
+
 @pytest.mark.parametrize("name", ["kernel.cubin", "meta.json", "log.txt", "kernel.cu"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "garbage"])
 def test_damaged_entry_is_compiled_again(tmp_path: Path, count_compilations: list[str], name: str, damage: str) -> None:
-    first = compile_cached(SMALL, DEVICE, tmp_path)
+    first = compile_cached(SMALL, [DEVICE], tmp_path)
     (entry,) = tmp_path.iterdir()
     path = entry / name
     data = path.read_bytes()
@@ -119,34 +129,34 @@ def test_damaged_entry_is_compiled_again(tmp_path: Path, count_compilations: lis
         path.unlink()
     else:
         path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "garbage": b"\xff\xfe" + data}[damage])
-    assert compile_cached(SMALL, DEVICE, tmp_path) == first
-    assert compile_cached(SMALL, DEVICE, tmp_path) == first
+    assert compile_cached(SMALL, [DEVICE], tmp_path) == first
+    assert compile_cached(SMALL, [DEVICE], tmp_path) == first
     assert len(count_compilations) == 2
     assert [child.name for child in tmp_path.iterdir()] == [entry.name], "nothing half-written stays"
 
 
 def test_unwritable_cache_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    assert compile_cached(SMALL, DEVICE, tmp_path / "file" / "cache") == compile_source(SMALL, DEVICE)
+    assert compile_cached(SMALL, [DEVICE], tmp_path / "file" / "cache") == [compile_source(SMALL, DEVICE)]
 
 
 def test_no_cache_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    compile_cached(SMALL, DEVICE, None)
+    compile_cached(SMALL, [DEVICE], None)
     assert not list(tmp_path.iterdir())
 
 
 def test_many_writers_of_one_entry(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        images = list(pool.map(lambda _: compile_cached(SMALL, DEVICE, tmp_path), range(16)))
-    assert len({image.data for image in images}) == 1
+        images = list(pool.map(lambda _: compile_cached(SMALL, [DEVICE], tmp_path), range(16)))
+    assert len({image.data for (image,) in images}) == 1
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_source_arch_and_version_make_the_key(tmp_path: Path) -> None:
     for source in (SMALL, SMALL + "\n"):
         for arch in ("sm_80", "sm_90a"):
-            compile_cached(source, ARCHITECTURES[arch], tmp_path)
+            compile_cached(source, [ARCHITECTURES[arch]], tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
 

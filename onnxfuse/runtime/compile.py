@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.device import ARCHITECTURES, PTX, DeviceSpec
 from onnxfuse.errors import CompileError
 from onnxfuse.runtime.cache import Entry, entry_key, read_entry, write_entry
 
@@ -44,28 +45,53 @@ class CompiledImage:
     local_bytes: int | None
 
 
-def compile_cached(source: str, device: DeviceSpec, cache_dir: Path | None) -> CompiledImage:
-    """Compile one kernel, or read it from the cache; `cache_dir` None works without one.
+def compile_cached(source: str, devices: Sequence[DeviceSpec], cache_dir: Path | None) -> list[CompiledImage]:
+    """Compile one kernel once, or read it from the cache; `cache_dir` None works without one.
+
+    Args:
+        source: CUDA C++.
+        devices: one architecture, or one and PTX of the same number: see `shares_compilation`.
+        cache_dir: folder of the cache.
 
     Raises:
         CompileError: NVRTC or its headers are missing, or it refused the source.
     """
     if cache_dir is None:
-        return compile_source(source, device)
-    options, version = compile_options(device), nvrtc_version()
-    folder = cache_dir / entry_key(source, options, version)
-    image_name = "kernel.ptx" if device.arch == PTX else "kernel.cubin"
-    entry = read_entry(folder, image_name)
-    if entry is not None:
-        return image_of(entry.data, entry.log)
-    image = compile_source(source, device)
-    meta = {"arch": device.arch, "options": options, "nvrtc": version, "registers": image.registers}
-    write_entry(folder, image_name, Entry(source, image.data, image.log), meta)
-    return image
+        return compile_images(source, devices)
+    version = nvrtc_version()
+    folders = [cache_dir / entry_key(source, compile_options(device), version) for device in devices]
+    entries = [read_entry(folder, _image_name(device)) for folder, device in zip(folders, devices, strict=True)]
+    if None not in entries:
+        return [image_of(entry.data, entry.log) for entry in entries if entry is not None]
+    images = compile_images(source, devices)
+    for folder, device, image in zip(folders, devices, images, strict=True):
+        meta = {
+            "arch": device.arch, "options": compile_options(device), "nvrtc": version, "registers": image.registers
+        }  # fmt: skip
+        write_entry(folder, _image_name(device), Entry(source, image.data, image.log), meta)
+    return images
+
+
+def _image_name(device: DeviceSpec) -> str:
+    return "kernel.ptx" if device.arch == PTX else "kernel.cubin"
+
+
+def shares_compilation(device: DeviceSpec) -> bool:
+    """Whether PTX falls off on the way to an architecture's machine code: the text is that of its virtual one."""
+    return device.arch != PTX and device.flavour == 0 and device.capability == ARCHITECTURES[PTX].capability
 
 
 def compile_source(source: str, device: DeviceSpec) -> CompiledImage:
-    """Compile one kernel. Safe to call from several threads at once: NVRTC runs without Python's lock.
+    """Compile one kernel for one architecture; as `compile_images`."""
+    return compile_images(source, (device,))[0]
+
+
+def compile_images(source: str, devices: Sequence[DeviceSpec]) -> list[CompiledImage]:
+    """Compile one kernel once. Safe to call from several threads at once: NVRTC runs without Python's lock.
+
+    Args:
+        source: CUDA C++.
+        devices: one architecture, or one that shares its compilation and PTX.
 
     Raises:
         CompileError: NVRTC or its headers are missing, or it refused the source; the source is then written to a file.
@@ -73,15 +99,17 @@ def compile_source(source: str, device: DeviceSpec) -> CompiledImage:
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source, SOURCE_NAME, (), ())
     try:
-        nvrtc.compileProgram(program, compile_options(device))
-        data = _ptx(nvrtc, program) if device.arch == PTX else _cubin(nvrtc, program)
+        nvrtc.compileProgram(program, compile_options(devices[0]))
         log = _log(nvrtc, program)
+        return [
+            image_of(_ptx(nvrtc, program), "") if device.arch == PTX else image_of(_cubin(nvrtc, program), log)
+            for device in devices
+        ]
     except nvrtc.NVRTCError as error:
         log = _log(nvrtc, program)
         raise CompileError(f"NVRTC: {error}; source in {_keep(source)}\n{log}", log) from None
     finally:
         nvrtc.destroyProgram(program)
-    return image_of(data, log)
 
 
 def compile_options(device: DeviceSpec) -> tuple[str, ...]:
