@@ -54,13 +54,6 @@ struct WarpTile {
   int columns;
 };
 
-template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
-                                              long long column) {
-  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
-         column * tensor.column_stride;
-}
-
 // One vector operand -> fp32 in shared memory. Elements outside of the tensor become 0; what they give is never stored.
 template <typename Access, typename Address>
 __device__ __forceinline__ void stage_vector(float* vector, const Address& address, int length, int valid) {

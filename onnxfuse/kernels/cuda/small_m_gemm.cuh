@@ -66,13 +66,6 @@ struct alignas(2 * ELEMENTS) Chunk {
 using LhsChunk = Chunk<CHUNK>;
 using RhsChunk = Chunk<RHS_K_CONTIGUOUS ? CHUNK : LANE_COLUMNS>;
 
-template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
-                                              long long column) {
-  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
-         column * tensor.column_stride;
-}
-
 __device__ __forceinline__ int lane_group() { return threadIdx.x % WARP_SIZE / 4; }  // g
 __device__ __forceinline__ int lane_depth() { return threadIdx.x % 4 * CHUNK; }      // 8t
 

@@ -17,6 +17,14 @@ __device__ __forceinline__ long long steps(int index, long long stride, int run,
   }
 }
 
+// One element of a tensor that one stride walks along each loop.
+template <typename T>
+__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
+                                              long long column) {
+  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
+         column * tensor.column_stride;
+}
+
 // One element of a load or an output; each loop may be walked in two levels.
 template <typename Access>
 __device__ __forceinline__ typename Access::Type* element_of(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
