@@ -71,20 +71,27 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     columns = tuple(axis for axis in fusion.rhs[0].axes if axis not in (*fusion.lhs.axes, PART_AXIS))
     contracted = tuple(axis for axis in fusion.lhs.axes if axis in fusion.rhs[0].axes and axis not in out)
     rows = tuple(axis for axis in fusion.lhs.axes if axis not in contracted)
-    loops = (*rows, *columns, *contracted)
+    shared = tuple(axis for axis in rows if axis in fusion.rhs[0].axes)
+    alone = tuple(axis for axis in rows if axis not in shared)
+    loops = (*rows, *columns)
 
-    def read(tensor: Tensor, part: int | None) -> np.ndarray:
-        whole = spread(tensor, values[tensor.name], loops if part is None else (PART_AXIS, *loops), sizes)
+    def read(tensor: Tensor, part: int | None, axes: tuple[str, ...]) -> np.ndarray:
+        whole = spread(tensor, values[tensor.name], axes if part is None else (PART_AXIS, *axes), sizes)
         return whole if part is None else whole[part]
 
-    lhs = read(fusion.lhs, None)
-    along = tuple(range(len(rows) + len(columns), len(loops)))
-    names = {
-        f"acc{index}": (lhs * read(fusion.rhs[part.tensor], part.part)).sum(axis=along, keepdims=True)
-        for index, part in enumerate(fusion.parts)
-    }
+    def count(axes: tuple[str, ...]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    batch, k = [sizes[axis] for axis in shared], count(contracted)
+    lhs = read(fusion.lhs, None, (*shared, *alone, *contracted)).reshape(*batch, count(alone), k)
+    order = [(*shared, *alone, *columns).index(axis) for axis in loops]
+    names: dict[str, np.ndarray] = {}
+    for index, part in enumerate(fusion.parts):
+        rhs = read(fusion.rhs[part.tensor], part.part, (*shared, *contracted, *columns))
+        product = lhs @ rhs.reshape(*batch, k, count(columns))
+        names[f"acc{index}"] = product.reshape([sizes[a] for a in (*shared, *alone, *columns)]).transpose(order)
     for index, load in enumerate(fusion.loads):
-        names[f"op{index}"] = read(fusion.operands[load.operand], load.part)
+        names[f"op{index}"] = read(fusion.operands[load.operand], load.part, loops)
     with np.errstate(all="ignore"):
         for step in fusion.steps:
             inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
@@ -92,7 +99,7 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     stored: dict[Tensor, list[np.ndarray]] = {}
     for out in fusion.outs:
         assert out.part is None or out.part == len(stored.get(out.tensor, [])), "parts stand in order"
-        full = [1 if axis in contracted else sizes[axis] for axis in loops]
+        full = [sizes[axis] for axis in loops]
         stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], full))
     return [_laid(tensor, np.stack(parts), (PART_AXIS, *loops), sizes) for tensor, parts in stored.items()]
 

@@ -231,7 +231,7 @@ def against_cublas(bench: Bench, problem: Problem, table: str, bar: float | None
     _, cublas = cublas_graph(buffers, problem.order == "nk")
     ours, product, copied = medians([timed, cublas, bench.copy()])
     residual = M * problem.n * F16.bytes * copied / (2 * COPIED_BYTES)  # a copy reads and writes
-    made = row(problem, table, bar, (ours, product + (residual if bar else 0.0)), variant, buffers.check())
+    made = row(problem, table, bar, ours, product + (residual if bar else 0.0), variant, buffers.check())
     return made | {"cublas_us": product, "residual_us": residual, "copy_tb_s": 2 * COPIED_BYTES / copied / 1e6}
 
 
@@ -240,7 +240,7 @@ def against_each_other(bench: Bench, problem: Problem, peer: Problem, table: str
     peer_timed, peer_buffers, _ = bench.ours(peer)
     ours, other = medians([timed, peer_timed])
     peer_buffers.check()
-    return row(problem, table, bar, (ours, other), variant, buffers.check())
+    return row(problem, table, bar, ours, other, variant, buffers.check())
 
 
 def measure(device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
