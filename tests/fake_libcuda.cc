@@ -27,12 +27,25 @@ struct Function {
   int parts, loads, shared;
 };
 
+struct LaunchAttribute {
+  int which;
+  alignas(8) int value[16];
+};
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
 static std::atomic<int> loads, unloads, launches;
 static std::mutex last_mutex;
 static unsigned last_grid[6], last_shared;
 static Arguments last_arguments;
 static TensorMap last_maps[9];
 static int map_count;
+static bool last_early;
 static thread_local void* current = reinterpret_cast<void*>(0x1000);
 
 extern "C" {
@@ -47,6 +60,7 @@ void fake_last_launch(unsigned* grid, unsigned* shared, Arguments* arguments) {
   *arguments = last_arguments;
 }
 
+int fake_last_early() { return last_early; }
 int fake_last_maps(TensorMap* maps) {
   memcpy(maps, last_maps, sizeof last_maps);
   return map_count;
@@ -76,6 +90,7 @@ static int setting(const char* name, int otherwise) {
 
 int cuInit(unsigned flags) { return flags + setting("FAKE_CUINIT", 0); }
 int cuDeviceGetCount(int* count) { *count = setting("FAKE_DEVICES", 1); return 0; }
+int cuDriverGetVersion(int* version) { *version = setting("FAKE_VERSION", 13000); return 0; }
 int cuGetErrorName(int error, const char** name) {
   *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
   return 0;
@@ -149,6 +164,7 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     memcpy(last_grid, grid, sizeof grid);
     last_shared = shared;
     last_arguments = *a;
+    last_early = false;
     map_count = parameters[1] != nullptr;
     if (map_count) memcpy(last_maps, parameters[1], sizeof last_maps);
   }
@@ -156,6 +172,17 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     for (int m = 0; m < a->m; ++m)
       for (int n = 0; n < a->n; ++n) *at(a->outs[0], a->outs_outer[0], b, m, n) = element(f, a, b, m, n);
   return 0;
+}
+
+int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void** extra) {
+  constexpr int kProgrammaticStreamSerialization = 6;
+  const auto& [grid, block, shared, stream, attributes, count] = *config;
+  if (count != 1 || attributes->which != kProgrammaticStreamSerialization || attributes->value[0] != 1) return 1;
+  const int result = cuLaunchKernel(function, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared, stream,
+                                    parameters, extra);
+  std::lock_guard<std::mutex> lock(last_mutex);
+  last_early = result == 0;
+  return result;
 }
 
 }  // extern "C"

@@ -569,6 +569,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("runs_behind_a_product", {}),
         ("launch_contract", {}),
         ("tensor_maps", {}),
+        ("tensor_maps", {"FAKE_VERSION": "12020"}),
         ("head_split", {}),
         ("unknown_shapes", {}),
         ("lifetimes", {}),

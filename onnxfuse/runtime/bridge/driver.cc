@@ -23,6 +23,9 @@ constexpr int kMapPromoteTo256Bytes = 3;
 constexpr int kMapFillZero = 0;
 constexpr int kMaxDynamicSharedBytes = 8;
 constexpr int kCaptureRelaxed = 2;
+constexpr int kStartEarly = 6;              // programmatic stream serialization
+constexpr int kCapturesEarlyStart = 12030;  // the first driver that records such a launch into a CUDA graph
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
 
 // (context, content hash, bytes) -> module
 using ModuleKey = std::tuple<Context, uint64_t, uint64_t>;
@@ -65,6 +68,11 @@ bool Driver::open() {
                         find(function_attribute_, "cuFuncSetAttribute") && find(launch_, "cuLaunchKernel");
   find(capture_mode_, "cuThreadExchangeStreamCaptureMode");
   find(encode_, "cuTensorMapEncodeTiled");
+  int (*tell_version)(int*) = nullptr;
+  int version = 0;
+  if (find(tell_version, "cuDriverGetVersion") && tell_version(&version) == 0 && version >= kCapturesEarlyStart) {
+    find(launch_early_, "cuLaunchKernelEx");
+  }
   int count = 0;
   return complete && init_(0) == 0 && device_count_(&count) == 0 && count > 0;
 }
@@ -99,11 +107,17 @@ Device Driver::device() const {
           static_cast<uint32_t>(attribute(kMultiprocessors, device)), encode_ != nullptr};
 }
 
-void Driver::launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, Stream stream,
+void Driver::launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool waits, Stream stream,
                     OnnxfuseArguments* arguments, TensorMap* maps) const {
   void* parameters[] = {arguments, maps};
-  check(launch_(function, grid.x, 1, grid.z, threads, 1, 1, shared_bytes, stream, parameters, nullptr),
-        "launch the kernel");
+  if (waits && launch_early_ != nullptr) {
+    const LaunchAttribute early{kStartEarly, {1}};
+    const LaunchConfig config{{grid.x, 1, grid.z}, {threads, 1, 1}, shared_bytes, stream, &early, 1};
+    check(launch_early_(&config, function, parameters, nullptr), "launch the kernel");
+  } else {
+    check(launch_(function, grid.x, 1, grid.z, threads, 1, 1, shared_bytes, stream, parameters, nullptr),
+          "launch the kernel");
+  }
 }
 
 void Driver::encode(const TensorBox& box, TensorMap* map) const {

@@ -33,6 +33,19 @@ struct TensorBox {
   bool is_factor;        // of the product: the tensor cores read it
 };
 
+// CUlaunchAttribute and CUlaunchConfig
+struct LaunchAttribute {
+  int which;
+  alignas(8) int value[16];
+};
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  Stream stream;
+  const LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
 // nullptr when no CUDA device is usable. Opened once per process.
 class Driver;
 const Driver* cuda_driver();
@@ -48,8 +61,9 @@ class Driver {
   struct Grid {
     unsigned x, z;
   };
-  // `maps` is the kernel's second parameter, or nullptr where it has none.
-  void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, Stream stream,
+  // `maps` is the kernel's second parameter, or nullptr where it has none. A kernel that `waits` for the one before it
+  // by itself (griddepcontrol.wait) may start beside that one's end.
+  void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool waits, Stream stream,
               OnnxfuseArguments* arguments, TensorMap* maps) const;
 
   // Describes one tensor to TMA: rank 3, element strides 1, zeros outside.
@@ -81,6 +95,7 @@ class Driver {
                  int, int, int, int) = nullptr;   // optional: drivers before 12.0 know no TMA
   int (*launch_)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                  void**) = nullptr;
+  int (*launch_early_)(const LaunchConfig*, Function, void**, void**) = nullptr;   // optional
 };
 
 // One image in one context. Unloaded when its last user goes.

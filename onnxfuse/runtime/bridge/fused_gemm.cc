@@ -349,8 +349,10 @@ void Kernel::compute(OrtKernelContext* context) const {
     const MapRule& rule = record.maps[i];
     if (rule.tensor != Mapped::kNothing) cuda_driver()->encode(tensor_box(rule, record.alignments, bytes_, arguments), &maps[i]);
   }
+  const bool waits = record.cluster > 0;  // the persistent kernel does
   cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
-                        record.shared_bytes, stream_of(context), &arguments, record.maps.empty() ? nullptr : maps);
+                        record.shared_bytes, waits, stream_of(context), &arguments,
+                        record.maps.empty() ? nullptr : maps);
 }
 
 // ---- What the runtime calls ----------------------------------------------------------------------------------------
