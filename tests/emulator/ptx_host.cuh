@@ -10,6 +10,17 @@ inline void land(const emulator::PendingCopy& copy) {
   memcpy(emulator::shared(copy.shared, copy.count), copy.bytes, copy.count);
 }
 
+inline unsigned short load_two_bytes(const void* global, bool inside) {
+  unsigned short value = 0;
+  if (inside) emulator::check_global(global, sizeof value, false);
+  if (inside) memcpy(&value, global, sizeof value);
+  return value;
+}
+
+inline void store_shared(unsigned shared, unsigned short value) {
+  memcpy(emulator::shared(shared, sizeof value), &value, sizeof value);
+}
+
 template <int BYTES>
 void copy_async(unsigned shared, const void* global, bool inside) {
   emulator::PendingCopy copy{shared, {}, BYTES};

@@ -105,7 +105,7 @@ struct BlockTile {
 
 // The copies that one thread makes of an operand's tiles, k tile after k tile. OUTER_COLUMNS: the tensor's contiguous
 // axis is walked in two levels, as the k of a merged-heads lhs.
-template <typename Tile, int WIDTH, bool OUTER_COLUMNS = false>
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS>
 struct TileCopy {
   static constexpr int PER_ROW = Tile::COLUMNS / WIDTH;
   static constexpr int COUNT = Tile::ROWS * PER_ROW;
@@ -162,10 +162,42 @@ struct TileCopy {
   }
 };
 
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS, int BYTES = WIDTH * sizeof(Element)>
+struct OperandCopy : TileCopy<Tile, WIDTH, OUTER_COLUMNS> {};
+
+// cp.async does not move as little as two bytes: these copies pass through registers, several at once, so that the
+// thread waits for memory once for all of them.
+template <typename Tile, bool OUTER_COLUMNS>
+struct OperandCopy<Tile, 1, OUTER_COLUMNS, 2> : TileCopy<Tile, 1, OUTER_COLUMNS> {
+  using Copies = TileCopy<Tile, 1, OUTER_COLUMNS>;
+  static constexpr int AT_ONCE = 8;
+
+  static __device__ __forceinline__ bool is_copy(int pass) {
+    return pass < Copies::PASSES && static_cast<int>(threadIdx.x) + pass * THREADS < Copies::COUNT;
+  }
+
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
+#pragma unroll 1
+    for (int first = 0; first < Copies::PASSES; first += AT_ONCE) {
+      unsigned short values[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int row = Copies::row(first + i), column = Copies::column(first + i);
+        values[i] = load_two_bytes(Copies::element(first + i), is_copy(first + i) && row < rows && column < columns);
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int row = Copies::row(first + i), column = Copies::column(first + i);
+        if (is_copy(first + i)) store_shared(shared + Tile::offset(row, column), values[i]);
+      }
+    }
+  }
+};
+
 // Everything that fills the ring: lhs and the rhs of every part, advancing along k.
 struct Producer {
-  TileCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
-  TileCopy<RhsTile, RHS_WIDTH> rhs[PARTS];
+  OperandCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
+  OperandCopy<RhsTile, RHS_WIDTH, false> rhs[PARTS];
   int rows;     // of lhs, from the block's first on
   int columns;  // of rhs
   int depth;    // of k, from the next tile on

@@ -10,6 +10,19 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// Zero where not `inside`. Volatile, so that several can be under way before the first is stored.
+__device__ __forceinline__ unsigned short load_two_bytes(const void* global, bool inside) {
+  unsigned short value;
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.b16 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+               : "=&h"(value)
+               : "l"(global), "r"(static_cast<int>(inside)));
+  return value;
+}
+
+__device__ __forceinline__ void store_shared(unsigned shared, unsigned short value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
+}
+
 // Global -> shared without passing through registers. Where not `inside`, writes zeros and does not read: the address
 // may then lie outside of the tensor. Two bytes are less than cp.async can move: they go through a register.
 template <int BYTES>
@@ -25,9 +38,7 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global, 
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], %3, p; }" ::"r"(shared),
                  "l"(global), "r"(outside), "n"(BYTES));
   } else {
-    unsigned short value = 0;
-    if (inside) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(global));
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
+    store_shared(shared, load_two_bytes(global, inside));
   }
 }
 
