@@ -20,7 +20,7 @@ from onnxfuse.runtime.tune import require_gpu
 from onnxfuse.scopes import count_nodes
 from onnxfuse.selection import Candidate, Selection
 from onnxfuse.settings import cache_dir
-from onnxfuse.site import Site, plan_site
+from onnxfuse.site import Site, pays_together, plan_site
 from onnxfuse.trial import SessionTimer, group_sites
 from onnxfuse.tuning import Timer, decide, measure
 
@@ -84,7 +84,8 @@ def _find_sites(
     sites: list[Site] = []
     skipped: list[SkippedSite] = []
     for graph in graphs:
-        found = match_sites(graph, functools.partial(plan_site, graph, devices, exact_fp32, rounds), rounds)
+        accept = functools.partial(plan_site, graph, devices, exact_fp32, rounds)
+        found = match_sites(graph, accept, pays_together, rounds)
         sites += found.fused
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
     return tuple(sites), tuple(skipped)

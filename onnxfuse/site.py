@@ -18,7 +18,7 @@ from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
 from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.simplify import simplify
-from onnxfuse.tier import Tier, Times, Traffic, choose, estimate
+from onnxfuse.tier import Tier, Times, Traffic, choose, estimate, saves
 from onnxfuse.vector_width import analyse
 
 AnyPlan = Plan | PointwisePlan
@@ -123,6 +123,17 @@ def plan_site(
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
     return Site(graph, match, fusion, mapping, plans, behind, tier, estimates)
+
+
+def pays_together(joint: Site, alone: Sequence[Site]) -> bool:
+    """Whether one site takes less time than several that compute the same, by the estimates for every architecture."""
+    return saves({device: _chosen(joint, device) for device in joint.estimates},
+                 {device: [_chosen(site, device) for site in alone] for device in joint.estimates})  # fmt: skip
+
+
+def _chosen(site: Site, device: DeviceSpec) -> list[float]:
+    """Microseconds of a site as the model gets it, at every number of rows."""
+    return [times[site.tier] for times in site.estimates[device]]
 
 
 def _behind(

@@ -18,7 +18,7 @@ one chip must not rest on an estimate for another. PTX, which runs on chips that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
@@ -101,9 +101,29 @@ def estimate_from(device: DeviceSpec, advantage: float, traffic: Traffic, m: int
 
 def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Tier:
     """The tier that is best on every architecture, by its times at every number of rows."""
-    named = {device: times for device, times in architectures.items() if device.arch != PTX} or architectures
-    best = {least_loss(times) for times in named.values()}
+    best = {least_loss(architectures[device]) for device in _named(architectures)}
     return best.pop() if len(best) == 1 else Tier.ONE_KERNEL
+
+
+def _named(architectures: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+    """Those that have a say."""
+    devices = list(architectures)
+    return [device for device in devices if device.arch != PTX] or devices
+
+
+def saves(joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec, Sequence[Sequence[float]]]) -> bool:
+    """Whether one node saves time over several, on every architecture, as a mean over the numbers of rows.
+
+    Args:
+        joint: microseconds of the one, at every number of rows.
+        alone: of each of the several.
+    """
+    return all(_saving(joint[device], alone[device]) > 0 for device in _named(joint))
+
+
+def _saving(joint: Sequence[float], alone: Sequence[Sequence[float]]) -> float:
+    launches = LAUNCH * (len(alone) - 1)
+    return fmean(math.log((sum(each) + launches) / one) for one, *each in zip(joint, *alone, strict=True))
 
 
 def least_loss(times: Sequence[Times]) -> Tier:

@@ -53,6 +53,7 @@ class Cut:
         self.refusals: list[tuple[Region, NotFusable]] = []
         self._positions = {id(node): position for position, node in enumerate(growth.nodes)}
         self._values = [[self._value(node, tensor) for tensor in node.outputs] for node in growth.nodes]
+        self._by_name = {value.name: value for values in self._values for value in values}
         self._foldable = self._find_foldable()
 
     def matches(self) -> Iterator[Match]:
@@ -129,11 +130,38 @@ class Cut:
                 region, match = wider, candidate
         return match
 
+    def joined(self, first: Match, second: Match) -> Match:
+        """One match of two that share no node; each keeps its exits.
+
+        Raises:
+            NotFusable: their columns differ in number, they have more outputs than a kernel, or no place in the model
+                is right for both.
+        """
+        if first.columns != second.columns:
+            raise NotFusable("columns_differ", second.label, f"has other columns than {first.label!r}")
+        region = self.region_of(first) | self.region_of(second)
+        makers = (self._by_name[name].maker for name in (first.out, second.out))
+        match = self._closed(region, max(self._positions[id(maker)] for maker in makers))
+        self._check_outputs(match)
+        return self.places.placed(match)
+
     def _match(self, region: Region, root: int) -> Match:
         """The match of a region whose furthest value is that of `root`.
 
         Raises:
             NotFusable: an intermediate leaves it that cannot become an output, or no place in the model is right.
+        """
+        match = self._closed(region, root)
+        if len(match.exits) > 1:
+            self._check_outputs(match)
+            self._check_worth(match, region)
+        return self.places.placed(match)
+
+    def _closed(self, region: Region, root: int) -> Match:
+        """A region and what leaves it, the value of `root` last.
+
+        Raises:
+            NotFusable: something leaves it that is no range of the columns.
         """
         last = self._values[root][0]
         columns = last.columns
@@ -145,7 +173,7 @@ class Cut:
         nodes = [growth.nodes[position] for position in _bits(region)]
         anchors = {id(node) for node in nodes}
         products = tuple(product for product in growth.products if id(product.node) in anchors)
-        match = Match(
+        return Match(
             products=products,
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
             copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.copied})),
@@ -160,9 +188,6 @@ class Cut:
             shapes=growth.shapes_of(products, nodes),
             stop=self._stop_behind(region),
         )
-        if leaving:
-            self._check_worth(match, leaving, region)
-        return self.places.placed(match)
 
     def _split_span(self, node: gs.Node) -> Iterator[tuple[str, int, int]]:
         """The columns of one product that a node takes apart."""
@@ -211,17 +236,21 @@ class Cut:
         refs = tuple(self.growth.epilogue.moved(value.columns.ref, start) for start in starts)
         return Exit(value.name, refs, value.columns.view)
 
-    def _check_worth(self, match: Match, leaving: list[_Value], region: Region) -> None:
-        """An intermediate becomes an output when work behind it is saved, and the kernel has an output left.
+    def _check_outputs(self, match: Match) -> None:
+        if len(match.roots) > MAX_OUTS:
+            first = self._by_name[match.exits[0].name]
+            raise self._leak(first, f"and the fusion has {len(match.roots)} outputs already")
+
+    def _check_worth(self, match: Match, region: Region) -> None:
+        """An intermediate becomes an output when work behind it is saved.
 
         A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read.
 
         A value that a reduction reads stays outside: it is the first step of a normalisation, which the runtime
         computes in one kernel if it finds it whole.
         """
+        leaving = [self._by_name[out.name] for out in match.exits[:-1]]
         first = leaving[0]
-        if len(match.roots) > MAX_OUTS:
-            raise self._leak(first, f"and the fusion has {len(match.roots)} outputs already")
         tensor = self.growth.graph.nodes[match.nodes[-1]].outputs[0]
         if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
             raise self._leak(first, "and a reduction follows")

@@ -1,19 +1,21 @@
 """The fusions of a model: products of one input grow together, are cut into matches, and own their nodes.
 
+Matches of one input that share no node, as q, k and v, become one where the caller says that this pays.
+
 Products are taken from the last one backwards. So where two of them meet in one node, a residual add for example, the
 later one absorbs it and reads the earlier one's result, which is there by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
+from onnxfuse.fusion import MAX_PARTS, Fusion
 from onnxfuse.graph import Graph, node_label
 from onnxfuse.known_values import is_complete
 from onnxfuse.patterns.cut import Cut
@@ -28,6 +30,13 @@ OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; more of them never meet in one value
 
 Site = TypeVar("Site")
+Accept = Callable[[Match, Fusion], Site]
+Pays = Callable[[Site, Sequence[Site]], bool]
+
+
+def never(joint: object, alone: Sequence[object]) -> bool:
+    """No two matches become one."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -43,12 +52,13 @@ class Sites(Generic[Site]):
     skipped: tuple[tuple[gs.Node, NotFusable], ...]
 
 
-def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site], rounds: bool = False) -> Sites[Site]:
+def match_sites(graph: Graph, accept: Accept[Site], pays: Pays[Site] = never, rounds: bool = False) -> Sites[Site]:
     """Find every fusion of a model; they share no node.
 
     Args:
         graph: the model.
         accept: raises NotFusable for a fusion that no kernel computes; a smaller one is tried then.
+        pays: whether the first argument, one fusion, is better than the second, fusions of products of the same input.
         rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
     """
     products: list[Product] = []
@@ -62,7 +72,7 @@ def match_sites(graph: Graph, accept: Callable[[Match, Fusion], Site], rounds: b
     places = Places(graph)
     fused: dict[int, Site] = {}
     for group in _siblings(graph, products):
-        skipped += _match_group(graph, group, places, accept, fused, rounds)
+        skipped += _match_group(graph, group, places, accept, pays, fused, rounds)
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(fused[index] for index in sorted(fused)), tuple(skipped))
 
@@ -113,7 +123,8 @@ def _match_group(
     graph: Graph,
     group: tuple[Product, ...],
     places: Places,
-    accept: Callable[[Match, Fusion], Site],
+    accept: Accept[Site],
+    pays: Pays[Site],
     fused: dict[int, Site],
     rounds: bool,
 ) -> list[tuple[gs.Node, NotFusable]]:
@@ -127,9 +138,9 @@ def _match_group(
     group = tuple(product for product in group if all(product.node is not node for node, _ in refused))
     while group:
         cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
-        taken = _largest(graph, cut, accept)
+        taken = _largest(graph, cut, group, accept)
         if taken is not None:
-            match, site = taken
+            match, site = _joined(graph, cut, group, taken, accept, pays)
             places.take(match)
             fused[graph.index(match.products[0].node)] = site
             group = tuple(product for product in group if product not in match.products)
@@ -153,17 +164,52 @@ def _without_views(
     return tuple(products)
 
 
-def _largest(graph: Graph, cut: Cut, accept: Callable[[Match, Fusion], Site]) -> tuple[Match, Site] | None:
-    """The first match, from the largest on, that a kernel computes."""
+def _largest(graph: Graph, cut: Cut, products: Sequence[Product], accept: Accept[Site]) -> tuple[Match, Site] | None:
+    """The first match of some products, from the largest on, that a kernel computes."""
     for match in cut.matches():
+        if not all(product in products for product in match.products):
+            continue
         try:
-            check_parts(match)
-            fusion = lower(graph, match, pattern_of(match))
-            _check_reads(graph, match, fusion)
-            return match, accept(match, fusion)
+            return match, _accepted(graph, match, accept)
         except NotFusable as refusal:
             cut.refuse(cut.region_of(match), refusal)
     return None
+
+
+def _accepted(graph: Graph, match: Match, accept: Accept[Site]) -> Site:
+    check_parts(match)
+    fusion = lower(graph, match, pattern_of(match))
+    _check_reads(graph, match, fusion)
+    return accept(match, fusion)
+
+
+def _joined(
+    graph: Graph,
+    cut: Cut,
+    group: Sequence[Product],
+    taken: tuple[Match, Site],
+    accept: Accept[Site],
+    pays: Pays[Site],
+) -> tuple[Match, Site]:
+    """A match, or one of it and others of the same group, as many as pay."""
+    match, site = taken
+    alone = [site]
+    rest = list(group)
+    while pays is not never and len(match.ranges) < MAX_PARTS:
+        rest = [product for product in rest if product not in match.products]
+        other = _largest(graph, cut, rest, accept) if rest else None
+        if other is None:
+            break
+        try:
+            joint = cut.joined(match, other[0])
+            accepted = _accepted(graph, joint, accept)
+        except NotFusable:
+            rest = [product for product in rest if product not in other[0].products]
+            continue
+        if not pays(accepted, [*alone, other[1]]):
+            break
+        match, site, alone = joint, accepted, [*alone, other[1]]
+    return match, site
 
 
 def _check_reads(graph: Graph, match: Match, fusion: Fusion) -> None:

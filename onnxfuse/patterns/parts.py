@@ -3,6 +3,7 @@
 split_gemm     two halves of one product, or of a range of it (GEGLU, SwiGLU, GLU, ReGLU; Flux2 has q, k and v
 beside them), or two products of one input (Llama's gate and up), meet in one value
 gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
+sibling_gemms  products of one input, each with an epilogue and an output of its own (q, k and v)
 column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed
 """
 
@@ -35,9 +36,16 @@ def _all_columns(match: Match) -> bool:
     return len(match.ranges) == 1 and match.ranges[0][0].n == match.columns
 
 
+def _are_siblings(match: Match) -> bool:
+    """Whether every exit reads one product, and not all of them the same."""
+    read = [{leaf.operand for leaf in match.epilogue.leaves(ACC, out.refs)} for out in match.exits]
+    return all(len(names) == 1 for names in read) and len(match.products) > 1
+
+
 PATTERNS: dict[str, Callable[[Match], bool]] = {
     "split_gemm": _is_gate,
     "gemm_epilogue": _all_columns,
+    "sibling_gemms": _are_siblings,
     "column_ranges": lambda match: True,
 }
 """What a match looks like, by the name of the pattern; the first that holds."""
