@@ -45,10 +45,30 @@ def gate_beside_other_columns(b: Builder, k: int, n: int) -> list[str]:
     return [rest, gate(b, *b("Split", packed, outputs=2, axis=-1, num_outputs=2))]
 
 
+def heads_of_siblings(b: Builder, k: int, n: int) -> list[str]:
+    """q, k and v, the second with rows contiguous."""
+    split = [b("Reshape", linear(b, k, n, number), b.integers(0, 0, 2, n // 2)) for number in range(3)]
+    return [
+        b("Transpose", t, perm=perm) for t, perm in zip(split, ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)), strict=True)
+    ]
+
+
+def gate_beside_a_sibling(b: Builder, k: int, n: int) -> list[str]:
+    return [gate(b, *split_num_outputs(b, linear(b, k, 2 * n))), b("Tanh", linear(b, k, n, 1))]
+
+
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
 @pytest.mark.parametrize(
-    "build", [packed_gate_read_elsewhere, dual_gate, residuals_and_their_sum, gate_beside_other_columns]
+    "build",
+    [
+        packed_gate_read_elsewhere,
+        dual_gate,
+        residuals_and_their_sum,
+        gate_beside_other_columns,
+        heads_of_siblings,
+        gate_beside_a_sibling,
+    ],
 )
 def test_every_output_in_a_session(build, dtype: int, k: int, n: int, tmp_path: Path) -> None:
     b = Builder(dtype)
