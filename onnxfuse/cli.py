@@ -18,6 +18,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from onnxfuse import __version__
+from onnxfuse.bench_chart import check_pillow, png
 from onnxfuse.bench_report import html, site_table
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
@@ -41,7 +42,7 @@ from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import VerifyResult
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
-from onnxfuse.store import check_target, save_model, write_text
+from onnxfuse.store import check_target, save_model, write_bytes, write_text
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
@@ -304,6 +305,7 @@ def verify(
 @click.option("--device", type=click.Choice(list(DEVICES)), default="cuda", show_default=True, help="Where both run.")
 @click.option("--per-site", is_flag=True, help="Time each fused node and what it stands for as well.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write a report with a bar per site.")
+@click.option("--png", "chart", type=click.Path(path_type=Path), help="Write the same as an image.")
 @click.option("--force", is_flag=True, help="Overwrite an existing report.")
 @_json
 @_quiet
@@ -318,12 +320,16 @@ def bench(
     device: str,
     per_site: bool,
     page: Path | None,
+    chart: Path | None,
     force: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Time both models, run by run in turn."""
-    _check_report(page, force)
+    for report in (page, chart):
+        _check_report(report, force)
+    if chart is not None:
+        check_pillow()
     with _progress_bar(quiet) as progress:
         result = run_bench(
             original,
@@ -333,11 +339,14 @@ def bench(
             runs=runs,
             warmup=warmup,
             device=device,
-            per_site=per_site or page is not None,
+            per_site=per_site or page is not None or chart is not None,
             progress=progress,
         )
+    title = f"{original.name} and {optimized.name}"
     if page is not None:
-        write_text(page, html(result, f"{original.name} and {optimized.name}"))
+        write_text(page, html(result, title))
+    if chart is not None:
+        write_bytes(chart, png(result, title))
     _print_result(result, as_json, quiet)
     if result.sites and not as_json and not quiet:
         _console().print(site_table(result.sites))

@@ -185,7 +185,16 @@ def write_text(target: Path, text: str) -> None:
     Raises:
         OutputError: the disk refuses.
     """
+    write_bytes(target, text.encode())
+
+
+def write_bytes(target: Path, data: bytes) -> None:
+    """Write a small file, all of it or nothing.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
     try:
-        _write(target, (text.encode(),))
+        _write(target, (data,))
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
