@@ -42,7 +42,7 @@ from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import VerifyResult
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
-from onnxfuse.store import check_target, save_model, write_bytes, write_text
+from onnxfuse.store import check_contexts, check_target, save_model, write_bytes, write_text
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
@@ -156,6 +156,7 @@ def optimize(
     with _progress_bar(quiet) as progress:
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, devices, fp32, selection, rounding)
+        check_contexts(analysis.model, output, force)
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
