@@ -30,7 +30,7 @@ def check_pillow() -> None:
         SettingError: Pillow is not installed.
     """
     if find_spec("PIL") is None:
-        raise SettingError("a PNG needs Pillow, which is not installed: pip install 'onnxfuse[png]'")
+        raise SettingError("a PNG needs Pillow, which is not installed: pip install pillow")
 
 
 def png(result: BenchResult, title: str) -> bytes:
