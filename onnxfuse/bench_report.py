@@ -78,22 +78,25 @@ def _milliseconds(value: float | str) -> str:
 def _sites(sites: Sequence[SiteTimes]) -> str:
     if not sites:
         return ""
-    rows = [[*_cells(site), _bars(site, _longest(sites))] for site in sites]
+    rows = [[*cells(site), _bars(site, longest(sites))] for site in sites]
     heads = ["site", "times", "before us", "after us", "floor us", "floor by", "faster", ""]
     table = _table(heads, rows, markup=(len(heads) - 1,))
     return f"<h2>Sites</h2><p>{SITES}</p><p><small>{FLOOR}</small></p>{table}"
 
 
-def _cells(site: SiteTimes) -> list[str]:
-    times = [_microseconds(getattr(site, name)) for name, _ in BARS]
+def cells(site: SiteTimes) -> list[str]:
+    """What reports say of a site: name, count, before, after, floor, what bounds it, how many times as fast."""
+    times = [microseconds(getattr(site, name)) for name, _ in BARS]
     return [site.name, str(site.count), *times, site.bound_by, "" if site.ratio is None else f"{site.ratio:.2f}x"]
 
 
-def _microseconds(value: float | None) -> str:
+def microseconds(value: float | None) -> str:
+    """A time of a site; None is a model that does not run."""
     return "fails" if value is None else f"{value:.1f}"
 
 
-def _longest(sites: Iterable[SiteTimes]) -> float:
+def longest(sites: Iterable[SiteTimes]) -> float:
+    """The time that all bars are drawn on the scale of."""
     return max(time for site in sites for time in (site.before, site.after, site.floor) if time is not None)
 
 
@@ -106,9 +109,9 @@ def _bars(site: SiteTimes, longest: float) -> str:
             continue
         top, width = index * (BAR + GAP), time / longest * WIDTH
         shapes.append(f'<rect x="0" y="{top}" width="{width:.2f}" height="{BAR}" fill="{colour}"/>')
-        shapes.append(f'<text x="{width + 4:.2f}" y="{top + BAR - 3}">{name} {_microseconds(time)}</text>')
+        shapes.append(f'<text x="{width + 4:.2f}" y="{top + BAR - 3}">{name} {microseconds(time)}</text>')
     height = len(BARS) * (BAR + GAP)
-    label = f"{site.name}: {', '.join(f'{name} {_microseconds(getattr(site, name))} us' for name, _ in BARS)}"
+    label = f"{site.name}: {', '.join(f'{name} {microseconds(getattr(site, name))} us' for name, _ in BARS)}"
     size = f'width="{WIDTH + 110}" height="{height}"'
     return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
 
@@ -129,7 +132,7 @@ def site_table(sites: Sequence[SiteTimes]) -> Table:
     for heading in ("site", "times", "before", "after", "floor", "floor by", "faster", ""):
         table.add_column(heading, overflow="fold", justify="left" if heading in ("site", "") else "right")
     for site in sites:
-        table.add_row(*map(escape_markup, _cells(site)), _text_bar(site, _longest(sites)))
+        table.add_row(*map(escape_markup, cells(site)), _text_bar(site, longest(sites)))
     return table
 
 

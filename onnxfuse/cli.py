@@ -5,47 +5,46 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
-from rich.table import Table
 
 from onnxfuse import __version__
-from onnxfuse.bench_report import html, site_table
+from onnxfuse.bench_chart import check_pillow, png
+from onnxfuse.bench_report import html
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
 from onnxfuse.pipeline import (
     FP32_MODES,
     ROUNDING_MODES,
-    Analysis,
     analyse_model,
     make_report,
     optimize_model,
     tune_model,
 )
-from onnxfuse.progress import Progress
-from onnxfuse.report import Report
-from onnxfuse.runtime.bench import DEVICES, BenchResult
+from onnxfuse.runtime.bench import DEVICES
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
-from onnxfuse.runtime.verify import VerifyResult
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
-from onnxfuse.store import check_target, save_model, write_text
+from onnxfuse.store import check_contexts, check_target, save_model, write_bytes, write_text
+from onnxfuse.terminal import (
+    print_error,
+    print_explanation,
+    print_report,
+    print_result,
+    print_sites,
+    print_written,
+    progress_bar,
+)
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
-UNWRAPPED = 1000  # columns
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 
@@ -59,20 +58,8 @@ def main() -> None:
     except click.Abort:
         sys.exit(INTERRUPTED)
     except OnnxfuseError as error:
-        _errors().print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        print_error(error)
         sys.exit(error.exit_code)
-
-
-def _errors() -> Console:
-    return Console(stderr=True, highlight=False)
-
-
-def _console() -> Console:
-    """As wide as the terminal; in a pipe or a file no name is broken."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = UNWRAPPED
-    return console
 
 
 @click.group()
@@ -152,9 +139,10 @@ def optimize(
         raise SettingError("--budget is how long --tune may measure; give both")
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    with _progress_bar(quiet) as progress:
+    with progress_bar(quiet) as progress:
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, devices, fp32, selection, rounding)
+        check_contexts(analysis.model, output, force)
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
@@ -166,26 +154,13 @@ def optimize(
         click.echo(json.dumps(outcome.to_dict(), indent=2))
     if as_json or quiet:
         return
-    _print_report(_console(), outcome, analysis)
-    _console().print(f"wrote {escape(str(output))}", soft_wrap=True)
+    print_report(outcome, analysis)
+    print_written(output)
 
 
 def _check_report(report: Path | None, force: bool) -> None:
     if report is not None and report.exists() and not force:
         raise OutputError(f"{report}: exists; use --force to overwrite it")
-
-
-@contextmanager
-def _progress_bar(quiet: bool) -> Iterator[Progress]:
-    """A bar on a terminal, nothing in a log; a step whose length is not known (0) moves without a measure."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with ProgressBar(*columns, console=_errors(), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=None)
-
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total or None)
-
-        yield progress
 
 
 @commands.command()
@@ -197,51 +172,14 @@ def _progress_bar(quiet: bool) -> Iterator[Progress]:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def explain(model: Path, arch: str | None, fp32: str, rounding: str, selection: Selection, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
-    with _progress_bar(quiet=False) as progress:
+    with progress_bar(quiet=False) as progress:
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection, rounding)
     outcome = make_report(analysis)
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
         return
-    console = _console()
-    for site, entry in zip(analysis.sites, outcome.fused, strict=True):
-        console.print(escape(entry.text), soft_wrap=True)
-        if site.match.stop is not None:
-            console.print(escape(f"ends    at {site.match.stop}"), soft_wrap=True)
-        for operand in entry.operands:
-            console.print(escape(str(operand)), soft_wrap=True)
-        console.print(escape("\n".join((f"tier    {entry.tier}", *map(str, site.form.plans)))) + "\n", soft_wrap=True)
-    for skipped in outcome.skipped:
-        console.print(escape(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}"), soft_wrap=True)
-
-
-def _print_report(console: Console, report: Report, analysis: Analysis) -> None:
-    table = Table(title="fused", title_justify="left")
-    for heading in ("anchor", "pattern", "features", "nodes", "m, k, n"):
-        table.add_column(heading, overflow="fold")
-    for entry, site in zip(report.fused, analysis.sites, strict=True):
-        sizes = [site.fusion.size(axis) for axis in (site.mapping.m[-1], site.mapping.k[-1], site.mapping.n[-1])]
-        text = ", ".join("?" if size is None else str(size) for size in sizes)
-        features = ", ".join(entry.features)
-        table.add_row(escape(entry.anchor), entry.pattern, features, str(len(entry.nodes)), text)
-    if report.fused:
-        console.print(table)
-    _print_skipped(console, report)
-    console.print(f"{len(report.fused)} fused; nodes {report.nodes_before} -> {report.nodes_after}")
-
-
-def _print_skipped(console: Console, report: Report) -> None:
-    if not report.skipped:
-        return
-    table = Table(title="left alone", title_justify="left")
-    for heading in ("reason", "sites", "example"):
-        table.add_column(heading, overflow="fold")
-    for reason in sorted({entry.reason for entry in report.skipped}):
-        sites = [entry for entry in report.skipped if entry.reason == reason]
-        example = sites[0]
-        table.add_row(reason, str(len(sites)), escape(f"{example.anchor}: {example.detail}"))
-    console.print(table)
+    print_explanation(outcome, analysis)
 
 
 @commands.command()
@@ -276,7 +214,7 @@ def verify(
     """Run both models and compare each with a float64 reference."""
     for path in (original, optimized):
         load_model(path)
-    with _progress_bar(quiet) as progress:
+    with progress_bar(quiet) as progress:
         result = run_verify(
             original,
             optimized,
@@ -288,7 +226,7 @@ def verify(
             per_site=per_site,
             progress=progress,
         )
-    _print_result(result, as_json, quiet)
+    print_result(result, as_json, quiet)
     if not result.passed:
         sys.exit(1)
 
@@ -304,6 +242,7 @@ def verify(
 @click.option("--device", type=click.Choice(list(DEVICES)), default="cuda", show_default=True, help="Where both run.")
 @click.option("--per-site", is_flag=True, help="Time each fused node and what it stands for as well.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write a report with a bar per site.")
+@click.option("--png", "chart", type=click.Path(path_type=Path), help="Write the same as an image.")
 @click.option("--force", is_flag=True, help="Overwrite an existing report.")
 @_json
 @_quiet
@@ -318,13 +257,17 @@ def bench(
     device: str,
     per_site: bool,
     page: Path | None,
+    chart: Path | None,
     force: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Time both models, run by run in turn."""
-    _check_report(page, force)
-    with _progress_bar(quiet) as progress:
+    for report in (page, chart):
+        _check_report(report, force)
+    if chart is not None:
+        check_pillow()
+    with progress_bar(quiet) as progress:
         result = run_bench(
             original,
             optimized,
@@ -333,21 +276,17 @@ def bench(
             runs=runs,
             warmup=warmup,
             device=device,
-            per_site=per_site or page is not None,
+            per_site=per_site or page is not None or chart is not None,
             progress=progress,
         )
+    title = f"{original.name} and {optimized.name}"
     if page is not None:
-        write_text(page, html(result, f"{original.name} and {optimized.name}"))
-    _print_result(result, as_json, quiet)
+        write_text(page, html(result, title))
+    if chart is not None:
+        write_bytes(chart, png(result, title))
+    print_result(result, as_json, quiet)
     if result.sites and not as_json and not quiet:
-        _console().print(site_table(result.sites))
-
-
-def _print_result(result: VerifyResult | BenchResult, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2))
-    elif not quiet:
-        _console().print(escape(str(result)), soft_wrap=True)
+        print_sites(result.sites)
 
 
 @commands.command()
@@ -365,7 +304,7 @@ def library() -> None:
 def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, mount: str) -> None:
     """Write the fused MODEL into FOLDER, a model repository of Triton Inference Server."""
     place = write_triton(model, folder, library_path(), name=name, max_batch=max_batch, mount=mount)
-    _console().print(f"wrote {escape(str(place))}", soft_wrap=True)
+    print_written(place)
 
 
 def _feed_options(inputs: Path | None, shapes: tuple[str, ...]) -> Mapping[str, Any]:

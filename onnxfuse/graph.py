@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import GraphProto, NodeProto, TensorProto, helper
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.facts import Facts
@@ -104,7 +104,7 @@ def reached_functions(places: Iterable[tuple[Graph, Iterable[int]]]) -> frozense
 def _import(scope: Scope) -> tuple[gs.Node, ...]:
     """The scope's nodes by themselves: a reader inside a branch or loop is no reader here."""
     proto = GraphProto(name="scope")
-    proto.node.extend(_without_subgraphs(node) for node in scope.nodes)
+    proto.node.extend(_readable(node) for node in scope.nodes)
     read = {name for node in scope.nodes for name in node.input}
     made = {name for node in scope.nodes for name in node.output}
     proto.initializer.extend(_named(scope.small[name], name) for name in sorted(read - made) if name in scope.small)
@@ -117,14 +117,28 @@ def _import(scope: Scope) -> tuple[gs.Node, ...]:
     return nodes
 
 
-def _without_subgraphs(node: NodeProto) -> NodeProto:
-    if not any(subgraphs(node)):
+def _readable(node: NodeProto) -> NodeProto:
+    """The node as onnx-graphsurgeon can hold it: without graphs inside, and with text for strings.
+
+    What is no text, as the compiled part in an EPContext node, is no option that anybody could know.
+    """
+    if not any(subgraphs(node)) and not any(map(_binary, node.attribute)):
         return node
     bare = NodeProto(op_type=node.op_type, domain=node.domain, name=node.name, input=node.input, output=node.output)
-    bare.attribute.extend(
-        attribute for attribute in node.attribute if not attribute.HasField("g") and not attribute.graphs
-    )
+    for attribute in node.attribute:
+        if attribute.HasField("g") or attribute.graphs:
+            continue
+        bare.attribute.append(helper.make_attribute(attribute.name, "\ufffd") if _binary(attribute) else attribute)
     return bare
+
+
+def _binary(attribute: AttributeProto) -> bool:
+    try:
+        for text in (attribute.s, *attribute.strings):
+            text.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _named(tensor: TensorProto, name: str) -> TensorProto:

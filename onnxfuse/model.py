@@ -144,10 +144,15 @@ def _check_location(model: Model, tensor: TensorProto) -> None:
     """A path that leaves the model's folder by its words; whether a link does is seen where the file is read."""
     if tensor.data_location == TensorProto.EXTERNAL:
         location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        path = os.path.normpath(location)
-        if not location or "\0" in location or Path(path).is_absolute() or Path(path).parts[:1] == (os.pardir,):
+        if leaves_folder(location):
             label = f"{model.label}: the data of {tensor.name!r}"
             raise ModelError(f"{label} lies outside the model's folder, or nowhere: {location[:200]!r}")
+
+
+def leaves_folder(location: str) -> bool:
+    """Whether a path that should be relative to the model leads elsewhere, or nowhere, by its words alone."""
+    path = Path(os.path.normpath(location))
+    return not location or "\0" in location or path.is_absolute() or path.parts[:1] == (os.pardir,)
 
 
 def _same(stored: int, expected: int, what: str, label: str) -> None:

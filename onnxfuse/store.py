@@ -1,18 +1,24 @@
-"""Write a model: atomically, never over its source or an existing file unasked, with its external data beside it."""
+"""Write a model: atomically, never over its source or an existing file unasked, with the files that it names.
+
+External data moves into a folder beside the model. The compiled parts of other providers (EPContext nodes) are left
+as they are, so that the files that they name keep their paths relative to the model.
+"""
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from google.protobuf.message import Message
-from onnx import GraphProto, ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
 from onnxfuse.errors import ModelError, OutputError
-from onnxfuse.model import Model, is_large, tensors
+from onnxfuse.inline import walk
+from onnxfuse.model import Model, is_large, leaves_folder, tensors
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
 ALIGNMENT = 64  # of a tensor in the external file, so that it can be mapped
@@ -40,6 +46,20 @@ def _data_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.data")
 
 
+def check_contexts(source: Model, target: Path, force: bool) -> None:
+    """Refuse before any work if a file that an EPContext node names cannot come along to the target's folder.
+
+    Raises:
+        OutputError: another file is in its place.
+        ModelError: it is missing, or outside the model's folder.
+    """
+    if not _moves(source, target):
+        return
+    for path, destination in _context_files(source.proto, source, target):
+        if destination.exists() and not force and not filecmp.cmp(path, destination, shallow=False):
+            raise OutputError(f"{destination}: exists, and the model needs another there; use --force to overwrite it")
+
+
 def save_model(proto: ModelProto, source: Model, target: Path) -> None:
     """Write a model to `target`; a model over 2 GB gets its weights in `target`.data.
 
@@ -47,11 +67,13 @@ def save_model(proto: ModelProto, source: Model, target: Path) -> None:
 
     Raises:
         OutputError: the disk refuses.
-        ModelError: external data that is missing, or outside the model's folder.
+        ModelError: external data or compiled parts that are missing, or outside the model's folder.
     """
     try:
-        if source.path is not None and target.parent.resolve() != source.path.parent.resolve():
+        if _moves(source, target):
             _copy_external_data(proto, source, target)
+            for path, destination in _context_files(proto, source, target):
+                _copy_file(path, destination)
         if _weight_bytes(proto) > LARGEST_MESSAGE:
             _move_weights_out(proto, target)
         _write(target, _serialized(proto))
@@ -122,32 +144,59 @@ def _varint(number: int) -> bytes:
     return bytes([*encoded, number])
 
 
+def _moves(source: Model, target: Path) -> bool:
+    return source.path is not None and target.parent.resolve() != source.path.parent.resolve()
+
+
 def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:
     """External data is found relative to the model, so a model in another folder takes its files along."""
     folder = _data_path(target).name
     copied: set[str] = set()
     for tensor in (tensor for tensor in tensors(proto) if tensor.data_location == TensorProto.EXTERNAL):
         info = ExternalDataInfo(tensor)
-        path = _inside(source, tensor, info.location)
+        path = _inside(source, f"the data of {tensor.name!r}", info.location)
         if info.location not in copied:
-            destination = target.parent / folder / info.location
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
-            shutil.copyfile(path, temporary)
-            temporary.replace(destination)
+            _copy_file(path, target.parent / folder / info.location)
             copied.add(info.location)
         for entry in tensor.external_data:
             if entry.key == "location":
                 entry.value = f"{folder}/{info.location}"
 
 
-def _inside(source: Model, tensor: TensorProto, location: str) -> Path:
+def _context_files(proto: ModelProto, source: Model, target: Path) -> Iterator[tuple[Path, Path]]:
+    """The files that EPContext nodes name, and where they go: the same path relative to the model."""
+    nodes = (node for body in (proto.graph, *proto.functions) for node in walk(body.node))
+    for node in nodes:
+        location = _context_file(node)
+        if location:
+            yield _inside(source, f"the context of {node.name!r}", location), target.parent / location
+
+
+def _context_file(node: NodeProto) -> str:
+    """The path in `ep_cache_context`; with `embed_mode` 1, the default, the compiled part itself is there."""
+    if (node.domain, node.op_type) != ("com.microsoft", "EPContext"):
+        return ""
+    values = {attribute.name: attribute for attribute in node.attribute}
+    embedded = values["embed_mode"].i if "embed_mode" in values else 1
+    return "" if embedded or "ep_cache_context" not in values else os.fsdecode(values["ep_cache_context"].s)
+
+
+def _copy_file(path: Path, destination: Path) -> None:
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
+    try:
+        shutil.copyfile(path, temporary)
+        temporary.replace(destination)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _inside(source: Model, what: str, location: str) -> Path:
     folder = source.folder.resolve()
-    path = (folder / location).resolve()
-    if not path.is_relative_to(folder):
-        raise ModelError(f"{source.label}: the data of {tensor.name!r} lies outside the model's folder: {location}")
+    if leaves_folder(location) or not (path := (folder / location).resolve()).is_relative_to(folder):
+        raise ModelError(f"{source.label}: {what} lies outside the model's folder: {location[:200]!r}")
     if not path.is_file():
-        raise ModelError(f"{source.label}: the data of {tensor.name!r} is missing: {path}")
+        raise ModelError(f"{source.label}: {what} is missing: {path}")
     return path
 
 
@@ -185,7 +234,16 @@ def write_text(target: Path, text: str) -> None:
     Raises:
         OutputError: the disk refuses.
     """
+    write_bytes(target, text.encode())
+
+
+def write_bytes(target: Path, data: bytes) -> None:
+    """Write a small file, all of it or nothing.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
     try:
-        _write(target, (text.encode(),))
+        _write(target, (data,))
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror}") from error

@@ -17,6 +17,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 from onnxfuse.artifact import Flavour, Record, pack
 from tests.bridge_build import sanitized_library, sanitizer_environment
@@ -60,7 +61,8 @@ def altered_node(source: random.Random) -> Node:
     start = source.randint(0, len(text))
     end = min(len(text), start + source.choice((0, 1, 5)))
     junk = "".join(source.choice(" ,()[]=*->0123456789bmknp\u00e9") for _ in range(source.randint(0, 8)))
-    return dataclasses.replace(NODE, **{name: text[:start] + junk + text[end:]})
+    altered: dict[str, Any] = {name: text[:start] + junk + text[end:]}
+    return dataclasses.replace(NODE, **altered)
 
 
 def one_round(bridge: Bridge, source: random.Random, data: bytes) -> None:

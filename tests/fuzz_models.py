@@ -80,7 +80,8 @@ def _any_node(source: random.Random, model: ModelProto) -> NodeProto:
 
 def _any_tensor(source: random.Random, model: ModelProto) -> TensorProto:
     held = [attribute.t for node in _nodes(model) for attribute in node.attribute if attribute.HasField("t")]
-    return source.choice([*model.graph.initializer, *held] or [TensorProto()])
+    tensors: list[TensorProto] = [*model.graph.initializer, *held]
+    return source.choice(tensors or [TensorProto()])
 
 
 def drop_node(source: random.Random, model: ModelProto) -> None:
@@ -139,10 +140,10 @@ def change_op(source: random.Random, model: ModelProto) -> None:
 
 
 def _attribute(source: random.Random, name: str) -> AttributeProto:
-    words = [source.choice(WORDS) for _ in range(source.randrange(3))]
+    words = [source.choice(WORDS) for _ in range(source.randrange(1, 3))]
     values = (
         source.choice(NUMBERS), source.choice(FLOATS), source.choice(WORDS), source.choices(NUMBERS, k=3),
-        source.choices(FLOATS, k=2), words or [1], numpy_helper.from_array(np.array(source.choice(NUMBERS)), "t"),
+        source.choices(FLOATS, k=2), words, numpy_helper.from_array(np.array(source.choice(NUMBERS)), "t"),
         helper.make_graph([], "empty", [], []),
     )  # fmt: skip
     return helper.make_attribute(name, source.choice(values))

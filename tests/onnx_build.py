@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import onnx
@@ -44,6 +44,12 @@ class Builder:
 
     def scalar(self, value: int) -> str:
         return self.array(np.array(value), integer=True)
+
+    @overload
+    def __call__(self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: object) -> list[str]: ...
+
+    @overload
+    def __call__(self, op: str, *inputs: str, domain: str = "", **attributes: object) -> str: ...
 
     def __call__(
         self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: object

@@ -52,7 +52,9 @@ class Outcome:
     def faults(self) -> list[str]:
         """Everything that makes the model fail; residuals are judged over all models."""
         wrong = [self.fault] if self.fault else []
-        for kind in KINDS[:3] if self.expected is not None else ():
+        if self.expected is None:
+            return wrong
+        for kind in KINDS[:3]:
             found, expected = self.found[kind], self.expected[kind]
             if found < expected or (found > expected and kind in STRICT):
                 wrong.append(f"{kind} {found}, not {expected}")

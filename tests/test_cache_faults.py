@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.runtime.cache import ABANDONED_SECONDS, UNFINISHED, read_entry
+from onnxfuse.runtime.cache import ABANDONED_SECONDS, UNFINISHED, drop_abandoned, read_entry
 from onnxfuse.runtime.compile import compile_cached, compile_source
 from onnxfuse.runtime.timing_cache import FOLDER
 from tests import cache_process
@@ -62,6 +62,9 @@ def test_what_a_killed_process_left_is_removed_later(tmp_path: Path) -> None:
     past = time.time() - 2 * ABANDONED_SECONDS
     for path in leftovers:
         os.utime(path, (past, past))
+    write(tmp_path, 2)
+    assert all(path.exists() for path in leftovers), "once a process"
+    drop_abandoned.cache_clear()
     write(tmp_path, 2)
     assert not any(path.exists() for path in leftovers)
     assert [check(tmp_path, number) for number in range(KERNELS)] == [2] * KERNELS

@@ -177,18 +177,23 @@ def test_quiet_commands_print_nothing(gate: Path, fused: Path, tmp_path: Path) -
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_bench_prints_a_table_and_keeps_a_page_that_exists(gate: Path, fused: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
+def test_bench_prints_a_table_and_keeps_reports_that_exist(gate: Path, fused: Path, tmp_path: Path) -> None:
+    page, chart = tmp_path / "page.html", tmp_path / "chart.png"
+    arguments = ("bench", gate, fused, "--device", "cpu", "--runs", "1", "--html", page, "--png", chart)
+    for report in (page, chart):
+        report.write_text("mine")
+        assert onnxfuse(*arguments).returncode == 1
+        assert report.read_text() == "mine"
+        report.unlink()
     page.write_text("mine")
-    arguments = ("bench", gate, fused, "--device", "cpu", "--runs", "1", "--html", page)
-    assert onnxfuse(*arguments).returncode == 1
-    assert page.read_text() == "mine"
+    chart.write_text("mine")
     result = onnxfuse(*arguments, "--force")
     assert result.returncode == 0
     assert result.stderr == ""
     assert "from the call to the results" in result.stdout
     assert "sites, microseconds" in result.stdout
     assert "gate.onnx and fused.onnx" in page.read_text()
+    assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:

@@ -71,6 +71,25 @@ def test_settings_of_the_session_are_left_as_they_are(fused: Path) -> None:
     assert {key: settings.get_session_config_entry(key) for key in entries} == entries
 
 
+@pytest.mark.parametrize("embedded", ["0", "1"])
+def test_writing_ep_contexts_changes_nothing_where_nothing_is_compiled(
+    fused: Path, embedded: str, tmp_path: Path
+) -> None:
+    settings, expected = options(), bits(fused, options())
+    for key, value in {"enable": "1", "embed_mode": embedded, "file_path": str(tmp_path / "context.onnx")}.items():
+        settings.add_session_config_entry(f"ep.context_{key}", value)
+    assert bits(fused, settings) == expected
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_compiled_by_onnx_runtime_has_the_same_bits(fused: Path, tmp_path: Path) -> None:
+    """The CPU compiles nothing, so what is written has the nodes that ran: those of the fallback functions."""
+    settings = options()
+    onnxfuse.register(settings)
+    onnxruntime.ModelCompiler(settings, str(fused)).compile_to_file(str(tmp_path / "compiled.onnx"))
+    assert bits(tmp_path / "compiled.onnx", options()) == bits(fused, options())
+
+
 def test_several_sessions_and_threads(fused: Path) -> None:
     sessions = [onnxfuse.InferenceSession(fused, options(), providers=[CPU]) for _ in range(2)]
     feeds = [feed(rows) for rows in (1, 5, 16, 33)]

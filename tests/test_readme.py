@@ -5,9 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
+import click
+import pytest
+
 import onnxfuse
+from onnxfuse.cli import commands
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.settings import SETTINGS
@@ -83,3 +88,25 @@ def test_the_test_command_is_what_ci_runs() -> None:
     assert "pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'" in script
     assert "pip install -e '.[cpu,dev]' && pytest -n auto" in README
     assert script.rstrip().endswith("pytest -n auto")
+
+
+def test_the_synopsis_has_every_option_of_every_command() -> None:
+    lines = README.split("## The command line\n\n")[1].split("\n\n")[0]
+    entries = {text.split()[0]: text for text in lines.split("    onnxfuse ")[1:]}
+    assert set(entries) == set(commands.commands)
+    for name, text in entries.items():
+        options = [option for option in commands.commands[name].params if isinstance(option, click.Option)]
+        shown = re.findall(r"(?<![\w-])--?[a-z][\w-]*", text)
+        for option in options:
+            assert set(option.opts) & set(shown), f"{name} {option.opts}"
+        assert set(shown) <= {flag for option in options for flag in option.opts}, name
+
+
+def test_what_is_written_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(PACKAGE.parent / "models" / "ff_geglu.onnx", tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {}
+    exec(block, names)
+    assert names["report"].fused
+    assert names["session"].get_inputs()

@@ -9,11 +9,12 @@ One readable folder an entry, named by the SHA-256 of source, options and compil
 
 An entry is written to a temporary folder and renamed, so it is there as a whole or not at all, also where the process
 is killed. What cannot be read back, or lies under another key, is compiled again, and a folder that cannot be written
-to costs time, not correctness. What a killed process left is removed by later writers.
+to costs time, not correctness. What a killed process left is removed by the first write of a later one.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -81,8 +82,9 @@ def _write_files(folder: Path, image_name: str, entry: Entry, meta: Mapping[str,
     (folder / META).write_text(json.dumps(meta, indent=2), encoding="utf-8")
 
 
+@functools.cache
 def drop_abandoned(folder: Path) -> None:
-    """Remove what processes that were killed had begun to write."""
+    """Remove what processes that were killed had begun to write; once a process, for a folder may have many entries."""
     for path in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process finished it, or removes it as well
             if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:

@@ -145,10 +145,15 @@ def test_a_saved_optimised_model_is_still_fused(
     assert all_bits(open_session(saved), expected) == expected
 
 
-def test_settings_of_ep_context_are_left_as_they_are(fused: Path, expected: dict[int, bytes]) -> None:
+@pytest.mark.parametrize("enabled", ["0", "1"])
+def test_settings_of_ep_context_are_left_as_they_are(
+    fused: Path, expected: dict[int, bytes], enabled: str, tmp_path: Path
+) -> None:
+    """CUDA compiles nothing into a context, so with it enabled the fused nodes run as ever."""
     import onnxruntime
 
-    entries = {"ep.context_enable": "0", "ep.context_embed_mode": "1"}
+    entries = {"ep.context_enable": enabled, "ep.context_embed_mode": "1"}
+    entries["ep.context_file_path"] = str(tmp_path / "context.onnx")
     options = onnxruntime.SessionOptions()
     for key, value in entries.items():
         options.add_session_config_entry(key, value)

@@ -34,7 +34,7 @@ SITES = [
     (8192, 320, 1280), (2048, 640, 2560), (512, 1280, 5120), (128, 1280, 5120), (8192, 640, 2560), (2048, 1280, 5120),
 ]  # fmt: skip
 # True-width models with their shapes: what `python -m tests.perf` times as a whole.
-BLOCK = {"hidden_states": (2, 4096, 320), "encoder_hidden_states": (2, 77, 768)}
+BLOCK: dict[str, tuple[int, ...]] = {"hidden_states": (2, 4096, 320), "encoder_hidden_states": (2, 77, 768)}
 MODELS: dict[str, dict[str, tuple[int, ...]]] = {
     "btb_320.real.torchscript.op17.fp16.dynamic": BLOCK,
     "btb_640.real.torchscript.op17.fp16.dynamic": BLOCK | {"hidden_states": (2, 1024, 640)},
@@ -106,7 +106,8 @@ def time_site(folder: Path, m: int, k: int, n: int) -> dict[str, Any]:
         onnx.save(proto, path)
     assert verify(*paths).passed, f"{m}, {k}, {n} is wrong"
     x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float16)
-    stock, ours = interleave(*(graph_runner(path, x, n, path == paths[1]) for path in paths), runs=20, warmup=5)
+    first, second = (graph_runner(path, x, n, path == paths[1]) for path in paths)
+    stock, ours = interleave(first, second, runs=20, warmup=5)
     before, after = (float(np.median(times)) / REPLAYS / GATES * 1e6 for times in (stock, ours))
     kernel = report.fused[0].kernel
     return {"m": m, "k": k, "n": n, "stock_us": before, "fused_us": after, "ratio": before / after, "kernel": kernel}

@@ -36,7 +36,7 @@ def kernel_costs(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str,
     return {f"{row['problem']} {row['order']}": row["ratio"] for row in result["rows"]}
 
 
-def origin(command: str) -> dict[str, str]:
+def origin(command: str) -> dict[str, str | None]:
     """What every result file begins with: the command that makes it, the day, and the machine."""
     return {
         "command": command,

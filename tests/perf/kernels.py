@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cupy
 import numpy as np
@@ -104,6 +104,30 @@ def _random(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(np.float16)
 
 
+class Sizes(Protocol):
+    """What a launch asks of a problem; its text names a file."""
+
+    @property
+    def m(self) -> int: ...
+
+    @property
+    def n(self) -> int: ...
+
+
+class Copies(Protocol):
+    """Copies of a problem's tensors, for ours and for cuBLAS to rotate through."""
+
+    copies: int
+    x: list[cupy.ndarray]
+    weight: list[cupy.ndarray]
+    product: list[cupy.ndarray]
+
+    @property
+    def row(self) -> Sizes: ...
+
+    def arguments(self, copy: int) -> np.ndarray: ...
+
+
 class Buffers:
     """As many copies of a problem's tensors as it takes to miss the L2 cache."""
 
@@ -168,7 +192,7 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | Non
     return memory, start
 
 
-def launcher(variant: Variant, device: DeviceSpec, buffers: Buffers, folder: Path) -> Callable[[int], None]:
+def launcher(variant: Variant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
     """Launches the variant on one copy of the buffers."""
     # A name of its own: CuPy remembers modules by their path.
     path = folder / f"{buffers.row}.{variant.spec.rhs_order}.cubin".replace(" ", "")
@@ -211,7 +235,7 @@ def graph_of(launch: Callable[[int], None], copies: int, stream: cupy.cuda.Strea
     return lambda: graph.launch(stream)
 
 
-def cublas_graph(buffers: Buffers, transposed: bool) -> tuple[Callable[[], None], Callable[[], float]]:
+def cublas_graph(buffers: Copies, transposed: bool) -> tuple[Callable[[], None], Callable[[], float]]:
     """The peer through torch, which can capture cuBLAS: to time with, where it is installed, and no dependency."""
     import torch
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +96,7 @@ WORTH = [
 
 
 class Row(NamedTuple):
-    """What `kernels.launcher` asks of a problem's sizes."""
+    """A problem's sizes, as `kernels.Sizes`, and a name."""
 
     m: int
     n: int
@@ -105,7 +107,8 @@ class Row(NamedTuple):
 
 
 def shape(tensor: Tensor, built: Fusion) -> tuple[int, ...]:
-    return tuple(int(np.prod([built.size(axis) for axis in dim])) for dim in tensor.dims)
+    sizes = {axis.name: axis.size for axis in built.axes if axis.size is not None}
+    return tuple(math.prod(sizes[axis] for axis in dim) for dim in tensor.dims)
 
 
 def strides(tensor: Tensor, built: Fusion, rows: str, columns: str) -> tuple[int, int]:
@@ -246,10 +249,10 @@ def against_each_other(bench: Bench, problem: Problem, peer: Problem, table: str
 def measure(device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
     bench, rows = Bench(device, folder), []
     jobs: list[Callable[[], dict[str, Any]]] = []
-    jobs += [lambda each=each: against_cublas(bench, each, "floor", 1.03) for each in FLOOR]
-    jobs += [lambda pair=pair: against_each_other(bench, *pair, "turned", 1.10) for pair in TURNS]
-    jobs += [lambda each=each: against_cublas(bench, each, "odd", None) for each in ODD]
-    jobs += [lambda each=each: against_each_other(bench, each, each.narrow, "worth", None) for each in WORTH]
+    jobs += [partial(against_cublas, bench, each, "floor", 1.03) for each in FLOOR]
+    jobs += [partial(against_each_other, bench, each, peer, "turned", 1.10) for each, peer in TURNS]
+    jobs += [partial(against_cublas, bench, each, "odd", None) for each in ODD]
+    jobs += [partial(against_each_other, bench, each, each.narrow, "worth", None) for each in WORTH]
     print(f"{'problem':46} order   ours us   peer us  ratio   bar  widths; tile", flush=True)
     for job in jobs:
         made = job()
