@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.tile_footprint import staged_pitch
 
 VECTOR_BUFFERS = 4
 STAGE_ROW_BYTES = 128  # of k in a stage: the widest swizzle
@@ -35,7 +36,6 @@ MIN_RUN = 32  # columns of an output's runs that TMA stores: slabs lie in one ru
 BANK_WORDS = 32
 SLAB_ROWS = 16  # of one wgmma in a warp
 SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
-STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts
 BOX_ALIGNMENT = 128  # bytes, of a box without a swizzle
 BARRIER_BYTES = 8
 FP32_BYTES = 4
@@ -311,7 +311,7 @@ def max_accumulators(spec: KernelSpec, groups: int) -> int:
 def _staged_bytes(access: Access, columns: int) -> int:
     if access.turned:
         return columns * (SLAB_ROWS * access.dtype.bytes + LDS_BYTES)
-    return SLAB_ROWS * (columns + STAGED_PADDING) * access.dtype.bytes
+    return SLAB_ROWS * staged_pitch(access, columns) * access.dtype.bytes
 
 
 def _vector_bytes(load: Access, tile: HopperTile) -> int:

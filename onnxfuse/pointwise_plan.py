@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import FLOATS
 from onnxfuse.fusion import Pointwise
 from onnxfuse.kernel_spec import Access
 from onnxfuse.plan import MAX_M, access
@@ -66,8 +67,11 @@ def _accesses(pointwise: Pointwise, mapping: AxisMapping) -> tuple[tuple[Access,
     widths = zip(pointwise.operands, operand_widths(pointwise, mapping), strict=True)
     operands = [_along_n(access(pointwise, operand, mapping, width)) for operand, width in widths]
     outs = zip(pointwise.outs, out_widths(pointwise, mapping), strict=True)
-    stored = (replace(access(pointwise, out.tensor, mapping, width), kind="tile") for out, width in outs)
-    return tuple(operands[load.operand] for load in pointwise.loads), tuple(map(_along_n, stored))
+    stored = [_along_n(replace(access(pointwise, out.tensor, mapping, width), kind="tile")) for out, width in outs]
+    # A thread owns what its widest access of numbers moves: of more columns, a warp's accesses would lie apart.
+    span = max(way.width for way in (*operands, *stored) if way.dtype in FLOATS)
+    loads = (operands[load.operand] for load in pointwise.loads)
+    return tuple(replace(load, width=min(load.width, span)) for load in loads), tuple(stored)
 
 
 def _along_n(way: Access) -> Access:

@@ -15,7 +15,7 @@ from onnxfuse.plan import tile_text
 from onnxfuse.pointwise_plan import PointwisePlan
 from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.site import AnyPlan, AnyVariant, Form, Site
-from onnxfuse.vector_width import Width, analyse, operand_widths, out_widths
+from onnxfuse.vector_width import Width, analyse, is_turned, operand_widths, out_widths
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,13 @@ def _operands(form: Form) -> tuple[OperandReport, ...]:
     for index, (operand, width) in enumerate(zip(fusion.operands, operand_widths(fusion, mapping), strict=True)):
         load = next(place for place, load in enumerate(fusion.loads) if load.operand == index)
         path = {kernel: load_path(kernel, each.loads[load]) for kernel, each in specs.items()}
-        rows.append(_row(mapping.kind(operand), operand, width, spec.loads[load].width, path))
+        taken = spec.loads[load].width
+        reason = _why_less(form, operand, width, taken)
+        rows.append(_row(mapping.kind(operand), operand, width, taken, path, reason))
     for index, (out, width) in enumerate(zip(fusion.outs, out_widths(fusion, mapping), strict=True)):
         path = {kernel: out_path(kernel, each.outs[index]) for kernel, each in specs.items()}
-        rows.append(_row("out", out.tensor, width, spec.outs[index].width, path))
+        taken = spec.outs[index].width
+        rows.append(_row("out", out.tensor, width, taken, path, _why_less(form, out.tensor, width, taken)))
     return tuple(rows)
 
 
@@ -187,9 +190,19 @@ def _product_widths(spec: KernelSpec | PointwiseSpec) -> tuple[int, ...]:
     return (spec.lhs_width, spec.rhs_width) if isinstance(spec, KernelSpec) else ()
 
 
-def _row(kind: str, tensor: Tensor, width: Width, taken: int, path: Mapping[str, str]) -> OperandReport:
-    reason = width.reason if taken == width.elements else "m is its contiguous axis, and the kernel goes along n"
-    return OperandReport(tensor.name, kind, taken, taken * tensor.dtype.bytes, path, reason)
+def _row(
+    kind: str, tensor: Tensor, width: Width, taken: int, path: Mapping[str, str], reason: str = ""
+) -> OperandReport:
+    return OperandReport(tensor.name, kind, taken, taken * tensor.dtype.bytes, path, reason or width.reason)
+
+
+def _why_less(form: Form, tensor: Tensor, width: Width, taken: int) -> str:
+    """Why the kernel behind a product takes fewer elements than it may; empty where a kernel takes them all."""
+    if taken == width.elements:
+        return ""
+    if is_turned(form.fusion, tensor, form.mapping):
+        return "m is its contiguous axis, and the kernel goes along n"
+    return "a thread owns no more columns"
 
 
 def _one_line(plan: AnyPlan) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from onnxfuse.axes import AxisMapping, map_axes, map_pointwise
 from onnxfuse.behind_product import behind_product
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dtypes import BY_ONNX, F32
+from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
@@ -170,7 +170,7 @@ def _traffic(graph: Graph, fusion: Fusion, behind: Form) -> Traffic:
         lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
         product=sum(_row_bytes(fusion, product, ("n", "p")) for product in products),
         rest=sum(_row_bytes(fusion, tensor, ("n", "p")) for tensor in others if behind.mapping.kind(tensor) == "tile"),
-        passes=sum(graph.dtype(graph.nodes[index].outputs[0].name) in BY_ONNX for index in behind.replaced)
+        passes=sum(graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX for index in behind.replaced)
         + sum(product.activation is not None for product in behind.match.products),
     )
 

@@ -22,7 +22,7 @@ FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
 CHUNK_BYTES = 16  # the widest copy of one thread
 EXACT_STEP_K = 2  # k of one multiplication without tensor cores
-STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts
+STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts; in bytes 16 at least
 FP32_BYTES = 4
 
 
@@ -103,6 +103,11 @@ def copy_width(width: int, element_bytes: int) -> int:
     return min(width, CHUNK_BYTES // element_bytes)
 
 
+def staged_pitch(access: Access, columns: int) -> int:
+    """Elements from row to row of a staging area."""
+    return columns + max(STAGED_PADDING, CHUNK_BYTES // access.dtype.bytes)
+
+
 def _stage_bytes(spec: KernelSpec) -> int:
     tile = spec.tile
     lhs = tile.block_k * (tile.block_m + _padding(spec, spec.lhs_order == "km"))
@@ -129,7 +134,7 @@ def _staged_bytes(access: Access, tile: Tile, slabs: int) -> int:
     rows, columns = slabs * FRAGMENT_ROWS, tile.block_n // tile.warps_n
     if access.turned:
         return columns * (rows * access.dtype.bytes + CHUNK_BYTES)
-    return rows * (columns + STAGED_PADDING) * access.dtype.bytes
+    return rows * staged_pitch(access, columns) * access.dtype.bytes
 
 
 def _vector_bytes(load: Access, tile: Tile) -> int:

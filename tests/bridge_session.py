@@ -219,6 +219,30 @@ def runs_behind_a_product() -> None:
     assert driver().fake_launches() == 2
 
 
+def masks() -> None:
+    """Operands of type bool, of single bytes; the kernel of the stand-in looks at the product only."""
+    from tests.bridge_hooks import Arguments
+
+    on_cpu()
+    record = Record(**(vars(RECORD) | {"entry": "fake_p2_l0", "load_alignments": (4, 4)}))
+    types = {"in_types": "f32,f32,bool", "axes": "b m k, k (p n), m (p n) -> b m n", "problem": "batch=b m=m n=n k=k"}
+    proto = onnx.load_from_string(model(archive=pack([record]), **types))
+    proto.graph.node[0].input[3] = "mask"
+    proto.graph.input.append(helper.make_tensor_value_info("mask", TensorProto.BOOL, ("M", 2 * N)))
+    made = session(proto.SerializeToString())
+    x = sample(2, 3, K)
+    (y,) = made.run(None, {"x": x, "mask": np.ones((3, 2 * N), np.bool_)})
+    product = x @ WEIGHT
+    np.testing.assert_allclose(y, product[..., :N] * product[..., N:], rtol=1e-4, atol=1e-4)
+    arguments = Arguments()
+    driver().fake_last_launch((ctypes.c_uint * 6)(), ctypes.byref(ctypes.c_uint()), ctypes.byref(arguments))
+    first, second = arguments.loads[0], arguments.loads[1]
+    assert second.pointer - first.pointer == N, "a part is as many bytes away as it has elements"
+    assert (first.row_stride, first.column_stride) == (2 * N, 1)
+    proto.graph.input[-1].type.tensor_type.elem_type = TensorProto.UINT8
+    expect(error_of(proto.SerializeToString()), "node 'site0'", "input 2 is u8", "compiled for bool")
+
+
 def launch_contract() -> None:
     from tests.bridge_hooks import Arguments
 

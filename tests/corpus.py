@@ -59,3 +59,9 @@ def feed(key: str, index: int) -> dict[str, np.ndarray]:
     path = folder() / key
     with np.load(path.with_suffix(f".feed{index}.npz")) as arrays:
         return dict(arrays)
+
+
+def feeds(key: str) -> int:
+    """How many feeds a model has."""
+    path = folder() / key
+    return len(list(path.parent.glob(f"{path.stem}.feed*.npz")))

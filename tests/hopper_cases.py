@@ -106,6 +106,36 @@ def tall_cases() -> Iterator[HopperCase]:
                         yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
+# Masks of every kind and width, in rows, down columns and in runs of heads.
+MASKED = (
+    ("masks", "plain", (Size(130, 96, 128, batch=3), Size(504, 144, 248), Size(1, 16, 64, pad=16))),
+    ("masked", "plain", (Size(77, 136, 72), Size(300, 72, 64, batch=2, pad=8))),
+    ("masks", "plain", (Size(67, 45, 72),)),
+    ("masks", "turned", (Size(144, 72, 64), Size(16, 136, 320, batch=2))),
+    ("masked", "turned", (Size(77, 72, 64),)),
+    ("masks", "heads", (Size(129, 128, 128, batch=2, n_run=64), Size(300, 320, 64, n_run=64))),
+    ("masked", "images", (Size(96, 72, 64, batch=2, m_run=24),)),
+)
+
+
+def masked_cases() -> Iterator[HopperCase]:
+    """Operands of type bool with several shapes of tiles and one or two parts."""
+    turn = 0
+    for kind, layout, sizes in MASKED:
+        for shape in SHAPES[1::3]:
+            for parts in (1, 2):
+                turn += 1
+                order = "nk" if layout == "turned" or any(size.n % 8 for size in sizes) else ("nk", "kn")[turn % 2]
+                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 5 == 0]
+                spec = make_spec(
+                    ("f16", "bf16")[turn // 2 % 2], parts, order, PORTABLE, sizes[0], kind, outs, layout=layout
+                )
+                tile = tile_of(shape, parts, CLUSTERS[turn % 3], False, 2)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                    name = f"{kind}-{layout}-{spec.math}-{order}-{parts}x-{tile}-{turn}"
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+
+
 def cases() -> Iterator[HopperCase]:
     """Every shape with every number of parts; orders, dtypes, clusters and operand kinds take turns."""
     turn = 0

@@ -1,7 +1,7 @@
 """One launch of the GEMM kernel: its tensors in host memory, its arguments, and what it should compute, with bounds.
 
 Shared by the emulator's tests and the GPU's. Tensors lie in padded buffers, so that pitches, offsets and broadcasts are
-those of views; everything around a tensor's own elements is NaN and must neither be used nor be overwritten.
+those of views; everything around a tensor's own elements is NaN, or True, and must neither be used nor be overwritten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
-from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from tests.reference_fusion import OPS
@@ -41,7 +41,9 @@ LAYOUTS = {
     "both": "NmMn",
 }
 
-NUMPY = {F16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16), F32: np.dtype(np.float32)}
+NUMPY = {
+    F16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16), F32: np.dtype(np.float32), BOOL: np.dtype(np.bool_)
+}  # fmt: skip
 ROUNDING = {F16: 2.0**-11, BF16: 2.0**-8, F32: 2.0**-24}  # half a unit in the last place, relative
 SMALLEST = {F16: 2.0**-25, BF16: 2.0**-134, F32: 2.0**-150}  # half a subnormal
 FP32 = 2.0**-23  # tensor cores cut where they align summands: a whole unit in the last place for every addition
@@ -83,6 +85,8 @@ GROWTH: dict[str, Callable[..., np.ndarray]] = {
     "mul": lambda a, b: np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error,
     "gelu": lambda a: 1.13 * a.error + 4 * FP32 * np.abs(a.value),  # 1 + erf loses digits of x when x is negative
     "sigmoid": lambda a: 0.25 * a.error + 4 * FP32,
+    "neg": lambda a: a.error,
+    "where": lambda condition, a, b: np.where(condition.value != 0, a.error, b.error),
 }
 
 
@@ -255,7 +259,7 @@ def _buffer(
     strides = (rows * pitch, pitch, 1)
     buffers = [Buffer(data, pad + part * (columns + pad), shape, strides) for part in range(parts)]
     for buffer in buffers:
-        buffer.view[...] = (rng.standard_normal(shape) * scale).astype(NUMPY[dtype])
+        buffer.view[...] = _random(rng, dtype, shape, scale)
     return buffers
 
 
@@ -276,9 +280,14 @@ def _laid(dtype: DType, size: Size, layout: str, writable: bool = False) -> Buff
     return Buffer(data, size.pad, shape, (stride, strides["m"], strides["n"]), writable, outer)
 
 
-def _filled(rng: np.random.Generator, buffer: Buffer) -> Buffer:
-    buffer.data[buffer.index] = rng.standard_normal(buffer.shape).astype(buffer.data.dtype)
+def _filled(rng: np.random.Generator, dtype: DType, buffer: Buffer) -> Buffer:
+    buffer.data[buffer.index] = _random(rng, dtype, buffer.shape)
     return buffer
+
+
+def _random(rng: np.random.Generator, dtype: DType, shape: tuple[int, int, int], scale: float = 1.0) -> np.ndarray:
+    values = rng.standard_normal(shape) * scale
+    return values > 0 if dtype == BOOL else values.astype(NUMPY[dtype])
 
 
 def _lhs(rng: np.random.Generator, spec: KernelSpec, size: Size) -> Buffer:
@@ -287,7 +296,7 @@ def _lhs(rng: np.random.Generator, spec: KernelSpec, size: Size) -> Buffer:
     if not size.k_run:
         return _buffer(rng, spec.dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
     as_columns = replace(size, n=size.k, n_run=size.k_run)
-    return _filled(rng, _laid(spec.dtype, as_columns, LAYOUTS["heads"]))
+    return _filled(rng, spec.dtype, _laid(spec.dtype, as_columns, LAYOUTS["heads"]))
 
 
 def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
@@ -298,7 +307,7 @@ def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
 
 def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
     if load.kind == "tile" and (load.turned or load.two_levels):
-        return _filled(rng, _laid(load.dtype, size, _layout(load)))
+        return _filled(rng, load.dtype, _laid(load.dtype, size, _layout(load)))
     rows = size.m if load.kind in ("column", "tile") else 1
     columns = size.n if load.kind in ("row", "tile") else 1
     batch = size.batch if load.kind == "tile" else 1
@@ -333,7 +342,7 @@ def _transposed(buffer: Buffer) -> Buffer:
 
 def widest(size: Size, element_bytes: int, extent: int) -> int:
     """The widest access that an extent and the padding allow, in elements."""
-    for width in (8, 4, 2):
+    for width in (16, 8, 4, 2):
         if width * element_bytes <= 16 and extent % width == 0 and size.pad % width == 0:
             return width
     return 1
@@ -344,7 +353,18 @@ KINDS: dict[str, tuple[tuple[str, DType | None], ...]] = {
     "plain": (),
     "residual": (("tile", None),),
     "mixed": (("tile", F32), ("scalar", F32), ("column", F16), ("tile", BF16), ("row", F16)),
+    "masked": (("tile", BOOL),),
+    "masks": (("tile", BOOL), ("row", BOOL), ("tile", None), ("column", BOOL), ("scalar", BOOL)),
 }
+
+
+def with_operand(value: str, index: int, dtype: DType, first: bool) -> list[Step]:
+    """Steps that add a number or subtract it; a mask decides whether a value changes its sign."""
+    result, operand = f"r{index}", f"op{index}"
+    if dtype != BOOL:
+        return [Step(result, "add" if first else "sub", (value, operand))]
+    branches = (value, f"n{index}") if first else (f"n{index}", value)
+    return [Step(f"n{index}", "neg", (value,)), Step(result, "where", (operand, *branches))]
 
 
 def make_spec(
@@ -359,7 +379,7 @@ def make_spec(
     layout: str = "plain",
     lhs_order: str = "mk",
 ) -> KernelSpec:
-    """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then every further operand is added."""
+    """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then `with_operand` for the others."""
     dtype = {"f16": F16, "bf16": BF16}.get(math_mode, F32)
 
     def width(of: DType, extent: int) -> int:
@@ -383,8 +403,7 @@ def make_spec(
     steps += [Step(f"g{part + 1}", "mul", (f"g{part}", f"a{part}")) for part in range(parts - 1)]
     values = [steps[-1].result]
     for index in range(parts, len(operands)):
-        op = "add" if index % 2 else "sub"
-        steps.append(Step(f"r{index}", op, (steps[-1].result, f"op{index}")))
+        steps += with_operand(steps[-1].result, index, operands[index][1], index % 2 == 1)
     values = ([steps[-1].result, *values] * 2)[: len(outs)]
     rhs_extent = size.n if rhs_order == "kn" else size.k
     return KernelSpec(

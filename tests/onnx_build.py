@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FLOAT = onnx.TensorProto.FLOAT
 FLOAT16 = onnx.TensorProto.FLOAT16
+BOOL = onnx.TensorProto.BOOL
 
 
 class Builder:
@@ -37,6 +38,11 @@ class Builder:
         array = np.asarray(value, np.int64 if integer else self.numpy)
         name = name or f"c{len(self.initializers)}"
         self.initializers.append(numpy_helper.from_array(array, name))
+        return name
+
+    def mask(self, value: np.ndarray, name: str = "") -> str:
+        name = name or f"c{len(self.initializers)}"
+        self.initializers.append(numpy_helper.from_array(np.asarray(value, np.bool_), name))
         return name
 
     def integers(self, *values: int) -> str:

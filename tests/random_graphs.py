@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 from hypothesis import strategies as st
-from onnx import ModelProto
+from onnx import ModelProto, helper
 
 from tests.onnx_build import Builder
 
@@ -129,10 +129,7 @@ def _binary(s: Sketch) -> None:
 def _operand(s: Sketch) -> None:
     """An initializer or an input that broadcasts over a value in any of its dimensions."""
     value, op = s.value(), s.pick("Add", "Mul", "Sub", "Min", "Div")
-    keep = [s.draw(st.booleans()) for _ in value.sizes]
-    shape = tuple(size if kept else 1 for size, kept in zip(value.sizes, keep, strict=True))
-    shape = shape[s.draw(st.integers(0, len(shape))) :]
-    numbers = np.asarray(np.tanh(s.numbers(*shape)))
+    numbers = np.asarray(np.tanh(s.numbers(*_broadcast(s, value))))
     if op == "Div":
         numbers = np.asarray(np.where(np.abs(numbers) < 0.5, 0.5, numbers), np.float32)
     operand = _stored_or_given(s, numbers)
@@ -140,8 +137,28 @@ def _operand(s: Sketch) -> None:
     s.add(s.b(op, first, second), value.sizes)
 
 
+def _broadcast(s: Sketch, value: Value) -> tuple[int, ...]:
+    """A shape that broadcasts over a value in any of its dimensions."""
+    keep = [s.draw(st.booleans()) for _ in value.sizes]
+    shape = tuple(size if kept else 1 for size, kept in zip(value.sizes, keep, strict=True))
+    return shape[s.draw(st.integers(0, len(shape))) :]
+
+
+def _masked(s: Sketch) -> None:
+    """A mask that the run or the model knows chooses between a value and a number, a tensor or another value."""
+    value = s.value()
+    mask = _stored_or_given(s, np.asarray(s.numbers(*_broadcast(s, value)) > 0))
+    alike = [other.name for other in s.values if other.sizes == value.sizes]
+    numbers = np.asarray(np.tanh(s.numbers(*_broadcast(s, value))))
+    other = s.pick(s.b.array(-100.0), s.b.array(numbers), s.draw(st.sampled_from(alike)))
+    branches = (value.name, other) if s.draw(st.booleans()) else (other, value.name)
+    s.add(s.b("Where", mask, *branches), value.sizes)
+
+
 def _stored_or_given(s: Sketch, numbers: np.ndarray) -> str:
-    return s.b.array(numbers) if s.draw(st.booleans()) else _input(s, numbers)
+    if not s.draw(st.booleans()):
+        return _input(s, numbers)
+    return s.b.mask(numbers) if numbers.dtype == np.bool_ else s.b.array(numbers)
 
 
 def _input(s: Sketch, numbers: np.ndarray) -> str:
@@ -152,7 +169,8 @@ def _input(s: Sketch, numbers: np.ndarray) -> str:
     fits = rank <= len(s.sizes) and all(a in (b, 1) for a, b in zip(numbers.shape[:-1], s.sizes[-rank:], strict=False))
     dims = [symbol if fits and size != 1 else size for size, symbol in zip(numbers.shape, own, strict=False)]
     s.feeds[name] = numbers
-    return s.b.input(name, (*dims[:-1], numbers.shape[-1]) if fits and rank else numbers.shape)
+    kind = helper.np_dtype_to_tensor_dtype(numbers.dtype)
+    return s.b.input(name, (*dims[:-1], numbers.shape[-1]) if fits and rank else numbers.shape, kind)
 
 
 def _split(s: Sketch) -> None:
@@ -291,6 +309,6 @@ def _half_by_shape(s: Sketch) -> None:
 
 
 STEPS: tuple[Callable[[Sketch], None], ...] = (
-    _unary, _unary, _unary, _binary, _binary, _binary, _binary, _operand, _operand, _split, _gate, _gate, _heads,
-    _reader, _another, _scores, _from_the_left, _normalised, _half_by_shape,
+    _unary, _unary, _unary, _binary, _binary, _binary, _binary, _operand, _operand, _masked, _masked, _split, _gate,
+    _gate, _heads, _reader, _another, _scores, _from_the_left, _normalised, _half_by_shape,
 )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from onnxfuse.access_path import PATHS, kernel_name, lhs_path, load_path, out_path, rhs_path
 from onnxfuse.device import resolve
-from onnxfuse.dtypes import F16, F32
+from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Access, Tile
 from onnxfuse.pipeline import analyse_model, make_report
@@ -35,7 +35,7 @@ def test_every_tile_is_of_a_kernel_in_the_table() -> None:
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
 def test_every_operand_has_a_path(kernel: str, kind: str) -> None:
     turns = (False, True) if kernel != "behind the product" else (False,)  # that kernel goes along n only
-    for dtype, width, turned in itertools.product((F16, F32), (1, 2, 4), turns):
+    for dtype, width, turned in itertools.product((F16, F32, BOOL), (1, 2, 4), turns):
         assert load_path(kernel, Access(kind, dtype, width, turned))
         assert out_path(kernel, Access("tile", dtype, width, turned))
 
@@ -50,6 +50,10 @@ def test_every_operand_has_a_path(kernel: str, kind: str) -> None:
         (Access("tile", F16, 2), "cp.async along n"),
         (Access("tile", F32, 1), "cp.async along n"),
         (Access("tile", F16, 1), "element by element along n"),
+        (Access("tile", BOOL, 16), "cp.async along n"),
+        (Access("tile", BOOL, 4), "cp.async along n"),
+        (Access("tile", BOOL, 2), "element by element along n"),
+        (Access("row", BOOL, 16), VECTOR),
         (Access("tile", F16, 8, turned=True), "cp.async along m, turned in shared memory"),
         (Access("tile", F16, 8, two_levels=("n",), run=64), "cp.async along n, n in runs of 64"),
         (
@@ -109,6 +113,27 @@ def test_explain_prints_kind_width_bytes_path_and_reason() -> None:
     assert out.path == {"portable": "direct store along n", "sm_90a": "TMA store"}
     entry = report.to_dict()["fused"][0]["operands"][0]
     assert (entry["width"], entry["bytes"], entry["path"]["sm_90a"]) == (8, 16, "TMA")
+
+
+def test_explain_prints_masks() -> None:
+    """16 elements at a time; behind a product as many as a thread owns columns."""
+    b = Builder(FLOAT16)
+    t = b("MatMul", b.input("x", (2048, 320)), b.array(np.ones((320, 640)), "weight"))
+    chosen = b("Where", b.input("mask", (2048, 640), BOOL.onnx), t, b.array(-np.inf))
+    model = b.model(b("Where", b.input("columns", (640,), BOOL.onnx), b.array(0.0), chosen))
+    analysis = analyse_model(model, resolve("sm_80,sm_90a", list))
+    behind = replace(analysis, sites=tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites))
+    (whole,), (second,) = make_report(analysis).fused, make_report(behind).fused
+    rows = {operand.name: str(operand) for operand in whole.operands}
+    ahead = f"{VECTOR}, ahead of the main loop"
+    assert rows["mask"] == (
+        "tile    x16 16 B  mask: 16 bytes; portable: cp.async along n; sm_90a: cp.async along n, beside the main loop"
+    )
+    assert rows["columns"] == f"row     x16 16 B  columns: 16 bytes; portable: {VECTOR}; sm_90a: {ahead}"
+    assert {operand.name: (operand.width, operand.reason) for operand in second.operands[1:3]} == {
+        "mask": (8, "a thread owns no more columns"),
+        "columns": (8, "a thread owns no more columns"),
+    }
 
 
 def test_behind_a_product_the_paths_are_those_of_the_kernel_behind_it() -> None:

@@ -567,6 +567,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("runs", {}),
         ("scopes", {}),
         ("runs_behind_a_product", {}),
+        ("masks", {}),
         ("launch_contract", {}),
         ("tensor_maps", {}),
         ("tensor_maps", {"FAKE_VERSION": "12020"}),

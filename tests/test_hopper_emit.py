@@ -11,14 +11,15 @@ from onnxfuse.dtypes import F32
 from onnxfuse.hopper_tile import LHS_ATOM, STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, tall_cases, walked_cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, tall_cases, walked_cases
 from tests.kernel_problem import Size, make_spec
 
 SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
 CASES = list(cases())
 WALKED = list(walked_cases())
 TALL = list(tall_cases())
-SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7]]
+MASKED = list(masked_cases())
+SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3]]
 ALIGNED = Size(504, 136, 248)
 
 
@@ -33,7 +34,7 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
         assert not [code for code in SERIALISED if code in image.log], case.name
 
 
-@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL, *MASKED], ids=lambda case: case.name)
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes

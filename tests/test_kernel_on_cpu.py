@@ -127,6 +127,22 @@ CASES += [
     Case("fp32 km kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(36, 40, 52),), "mixed", lhs_order="km"),
     Case("fp32 km odd", "fp32", 2, "nk", Tile(32, 16, 8, 1, 1, 2), (Size(37, 41, 29),), narrow=True, lhs_order="km"),
 ]
+CASES += [
+    Case("f16 bool", "f16", 1, "kn", SMALL, (Size(40, 96, 104), Size(1, 16, 8), Size(33, 32, 200, pad=16)), "masked"),
+    Case("f16 bool x8", "f16", 2, "nk", SMALL, (Size(50, 40, 64, pad=8), Size(5, 8, 160)), "masks"),
+    Case("bf16 bool x4", "bf16", 1, "kn", Tile(32, 48, 32, 2, 1, 3), (Size(35, 52, 68, pad=4),), "masks"),
+    Case("f16 bool x2", "f16", 1, "nk", SMALL, (Size(35, 50, 66, pad=2),), "masked", (F32,)),
+    Case("f16 odd bool", "f16", 1, "kn", SMALL, (Size(37, 41, 53), Size(1, 1, 1)), "masks", narrow=True),
+    Case("f16 bool batch", "f16", 1, "kn", SMALL, (Size(20, 48, 40, batch=3, broadcast_rhs=False),), "masks"),
+    Case(
+        "f16 bool turned", "f16", 1, "kn", SMALL, (Size(48, 72, 40), Size(16, 40, 48, 2, 16)), "masked", layout="turned"
+    ),
+    Case("bf16 odd bool turned", "bf16", 2, "nk", SMALL, (Size(37, 41, 53),), "masks", narrow=True, layout="turned"),
+    Case("f16 bool heads", "f16", 1, "kn", SMALL, (Size(33, 64, 40, batch=3, n_run=32),), "masks", layout="heads"),
+    Case("f16 bool images", "f16", 1, "nk", SMALL, (Size(80, 48, 72, batch=2, m_run=8),), "masked", layout="images"),
+    Case("tf32 bool", "tf32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 48, 52),), "masks"),
+    Case("fp32 bool both", "fp32", 1, "nk", SMALL, (Size(48, 48, 40, m_run=12, n_run=16),), "masks", layout="both"),
+]
 
 
 def host_source(source: str) -> str:

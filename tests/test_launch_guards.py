@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onnxfuse.axes import AxisMapping, map_axes
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import F16, F32
+from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Tensor
 from onnxfuse.packing import Kernels, kernel_source, node_attributes, pack_forms
@@ -167,6 +167,19 @@ def test_a_size_that_only_the_run_knows_narrows_its_own_tensor_alone(m: int, out
     made = launch(fusion({"m": None, "n": 136, "k": 248}, out="n m", operands=[("m n", F16), ("n", F32)]))
     chosen = made.chosen(made.arguments({"m": m, "n": 136, "k": 248}, {}))
     assert widths(chosen) == {"lhs": [8], "rhs": [8], "loads": [8, 4], "outs": [out]}
+
+
+@pytest.mark.parametrize(("offset", "width"), [(0, 16), (16, 16), (8, 1), (1, 1)])
+def test_a_mask_of_single_bytes_begins_anywhere(offset: int, width: int) -> None:
+    made = launch(fusion({"m": 504, "n": 144, "k": 248}, operands=[("m n", BOOL)]))
+    arguments = made.arguments({"m": 504, "n": 144, "k": 248}, {"operand0": offset})
+    assert widths(made.chosen(arguments))["loads"] == [width]
+
+
+@pytest.mark.parametrize(("m", "width"), [(16, 16), (512, 16), (24, 1), (505, 1), (1, 1)])
+def test_a_mask_turned_by_a_size_of_the_run(m: int, width: int) -> None:
+    made = launch(fusion({"m": None, "n": 144, "k": 248}, operands=[("n m", BOOL)]))
+    assert widths(made.chosen(made.arguments({"m": m, "n": 144, "k": 248}, {})))["loads"] == [width]
 
 
 @pytest.mark.parametrize(("m", "lhs"), [(16, 8), (1, 1), (12, 1)])

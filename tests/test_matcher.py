@@ -20,7 +20,7 @@ from tests.matching import (
     refusal,
     split_num_outputs,
 )
-from tests.onnx_build import FLOAT, Builder
+from tests.onnx_build import BOOL, FLOAT, Builder
 
 
 @pytest.mark.parametrize("activated", [0, 1])
@@ -146,6 +146,56 @@ def test_constant_condition_of_where() -> None:
     model = b.model(b("Where", "condition", t, b("Tanh", t)))
     _, fusion = only(model)
     check_meaning(model, fusion, FEED)
+
+
+MASK_SHAPES = [
+    (), (1,), (N,), (1, 1, N), ("rows", 1), ("batch", 1, 1), ("batch", 1, N), ("batch", "rows", N), ("rows", N),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+@pytest.mark.parametrize("other", [-np.inf, -65504.0, np.finfo(np.float32).min])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_a_mask_that_only_the_run_knows(shape, other: float, branch: int) -> None:
+    b = Builder()
+    mask = b.input("mask", shape, BOOL)
+    branches = [linear(b), b.array(other)]
+    model = b.model(b("Where", mask, *(reversed(branches) if branch else branches)))
+    _, fusion = only(model)
+    assert (fusion.features, fusion.operands[-1].dtype.name) == (("bias", "mask"), "bool")
+    sizes = {"batch": 2, "rows": 5}
+    check_meaning(model, fusion, FEED | {"mask": np.asarray(draw(*(sizes.get(size, size) for size in shape)) > 0)})
+
+
+def test_a_mask_chooses_between_values_and_tensors() -> None:
+    b = Builder()
+    first, second = split_num_outputs(b, linear(b))
+    chosen = b("Where", b.mask(draw(N // 2, seed=3) > 0), first, b("Tanh", second))
+    model = b.model(b("Where", b.mask(draw(5, 1, seed=4) > 0), b.array(draw(5, N // 2, seed=5)), chosen))
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 5
+    _, fusion = only(model)
+    assert (len(fusion.parts), [operand.dtype.name for operand in fusion.operands]) == (
+        2,
+        ["f32", "bool", "bool", "f32"],
+    )
+    check_meaning(model, fusion, FEED)
+
+
+def test_a_transposed_product_under_its_mask() -> None:
+    b = Builder()
+    t = b("Transpose", linear(b), perm=(0, 2, 1))
+    model = b.model(b("Where", b.input("mask", ("batch", N, "rows"), BOOL), t, b.array(0.0)))
+    _, fusion = only(model)
+    assert fusion.operands[-1].einops == "b n m"
+    check_meaning(model, fusion, FEED | {"mask": draw(2, N, 5, seed=6) > 0})
+
+
+def test_a_bool_is_no_number() -> None:
+    """What the product is compared to makes a bool, which no kernel stores."""
+    b = Builder()
+    model = b.model(b("Cast", b("Greater", b("Tanh", linear(b)), b.array(0.0)), to=1))
+    _, fusion = only(model)
+    assert fusion.steps[-1].op == "tanh"
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access
 from onnxfuse.kernels.pointwise import ENTRY, emit
 from onnxfuse.pointwise_tile import MAX_ROWS, THREADS, PointwiseSpec, rows_on_their_way, tile_for
 from onnxfuse.runtime.compile import compile_source
-from tests.kernel_problem import KINDS, LAYOUTS, Buffer, Problem, Size, make_operand, make_output, widest
+from tests.kernel_problem import (
+    KINDS,
+    LAYOUTS,
+    Buffer,
+    Problem,
+    Size,
+    make_operand,
+    make_output,
+    widest,
+    with_operand,
+)
 from tests.test_kernel_on_cpu import build_source, launch
 
 NOTHING = Buffer(np.zeros(1, np.float32), 0, (1, 1, 1), (0, 0, 0))  # there is no lhs
@@ -48,6 +58,11 @@ CASES = [
     Case("f16 images", F16, 1, (Size(48, 40, 1, m_run=24),), "residual", layout="images"),
     Case("f32 swapped rows", F32, 2, (Size(48, 40, 1, m_run=24),), "residual", layout="swapped rows"),
     Case("bf16 turned", BF16, 1, (Size(48, 72, 1),), "mixed", (None, F32), layout="turned"),
+    Case("f16 bool", F16, 2, (Size(37, 96, 1), Size(5, 272, 1, batch=3, pad=16)), "masks"),
+    Case("f16 bool x8", F16, 1, (Size(40, 328, 1), Size(33, 40, 1, pad=8)), "masked", (None, F32)),
+    Case("bf16 odd bool", BF16, 1, (Size(37, 41, 1), Size(1, 1, 1)), "masks", narrow=True),
+    Case("f32 bool turned", F32, 1, (Size(48, 72, 1),), "masks", layout="turned"),
+    Case("f16 bool heads", F16, 1, (Size(33, 96, 1, 3, n_run=32),), "masks", layout="heads"),
 ]
 
 
@@ -60,7 +75,8 @@ def make_spec(case: Case) -> PointwiseSpec:
         across = kind in ("row", "tile") and not case.narrow and dims[-1] == "n"
         run = size.n_run if "N" in dims else size.n
         two_levels = tuple(loop for loop, name in (("m", "M"), ("n", "N")) if name in dims) if kind == "tile" else ()
-        return Access(kind, dtype, widest(size, dtype.bytes, run) if across else 1, False, two_levels)
+        element_bytes = case.dtype.bytes if dtype == BOOL else dtype.bytes  # masks take no more elements than numbers
+        return Access(kind, dtype, widest(size, element_bytes, run) if across else 1, False, two_levels)
 
     made = [access("tile", case.dtype, "plain")] * case.parts + [access("row", case.dtype, "plain")] * case.parts
     loads = (*made, *(access(kind, dtype or case.dtype, case.layout) for kind, dtype in KINDS[case.kind]))
@@ -70,7 +86,7 @@ def make_spec(case: Case) -> PointwiseSpec:
     steps += [Step(f"g{part + 1}", "mul", (f"g{part}", f"a{part}")) for part in parts[:-1]]
     values = [steps[-1].result]
     for index in range(2 * case.parts, len(loads)):
-        steps.append(Step(f"r{index}", ("sub", "add")[index % 2], (steps[-1].result, f"op{index}")))
+        steps += with_operand(steps[-1].result, index, loads[index].dtype, index % 2 == 1)
     values = ([steps[-1].result, *values] * 2)[: len(case.outs)]
     outs = tuple(access("tile", dtype or case.dtype, case.layout) for dtype in case.outs)
     tile = tile_for(loads, outs, size.n, rows_on_their_way(loads, 8))

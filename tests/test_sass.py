@@ -6,6 +6,7 @@ instruction that its path names; nothing spills to local memory.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from onnxfuse import hopper_tile
 from onnxfuse.access_path import lhs_path, load_path, out_path
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.errors import CompileError
 from onnxfuse.fusion import Step
 from onnxfuse.hopper_tile import SLAB_ROWS, HopperTile
@@ -35,10 +36,12 @@ BASE = make_spec("f16", 2, "kn", TILE, Size(504, 136, 248))  # two biases in row
 
 
 def epilogue(*more: Access, out: Access | None = None) -> KernelSpec:
-    """The two biases and GELU of BASE, then one addition for every further operand."""
+    """The two biases and GELU of BASE, then further operands are added; a mask lets the value or -inf pass."""
     steps, value = list(BASE.steps), BASE.out_values[0]
-    for index in range(len(more)):
-        steps.append(Step(f"r{index}", "add", (value, f"op{len(BASE.loads) + index}")))
+    for index, load in enumerate(more, len(BASE.loads)):
+        read = f"op{index}"
+        op, inputs = ("where", (read, value, -math.inf)) if load.dtype == BOOL else ("add", (value, read))
+        steps.append(Step(f"r{index}", op, inputs))
         value = steps[-1].result
     outs = BASE.outs if out is None else (out,)
     return replace(BASE, loads=(*BASE.loads, *more), steps=tuple(steps), outs=outs, out_values=(value,))
@@ -67,6 +70,12 @@ EPILOGUES = {
     "turned output": epilogue(out=Access("tile", F16, 8, turned=True)),
     "heads": epilogue(out=walked(F16, 8, run=64)),
     "narrow heads": epilogue(walked(F16, 8, run=40), out=walked(F16, 8, run=40)),
+    "mask": epilogue(Access("tile", BOOL, 16)),
+    "mask of half the width, and a residual": epilogue(Access("tile", BOOL, 8), Access("tile", F16, 8)),
+    "mask of odd rows": epilogue(Access("tile", BOOL, 1)),
+    "mask of even rows": epilogue(Access("tile", BOOL, 2)),
+    "mask of the columns": epilogue(Access("row", BOOL, 16)),
+    "turned mask": epilogue(Access("tile", BOOL, 16, turned=True)),
     "turned output in runs of rows": epilogue(out=walked(F16, 4, turned=True, loop="m")),
 }
 

@@ -38,6 +38,8 @@ CASES = [
     Case("f16 batch", "f16", 1, "kn", tile(64), (Size(6, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
     Case("f16 head split", "f16", 1, "kn", tile(64), (Size(6, 48, 40, 2, n_run=16),), "residual", layout="heads"),
     Case("bf16 turned", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="turned"),
+    Case("f16 bool", "f16", 2, "nk", tile(16), (Size(5, 48, 72), Size(16, 16, 64, 2, 16)), "masks"),
+    Case("bf16 bool turned", "bf16", 1, "kn", tile(64), (Size(16, 40, 72),), "masks", layout="turned"),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.axes import map_axes
-from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.dtypes import BF16, BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion
 from onnxfuse.vector_width import WIDEST_BYTES, analyse, is_turned
@@ -125,6 +125,20 @@ OPERANDS = [
     ("(p n)", F16, {"n": 137, "p": 3}, "row", 1, False, "second of 3 parts starts at byte 274"),
     ("b m (p n)", F16, {"n": 137}, "tile", 1, False, "second half starts at byte 274"),  # its pitch is even: 274
     ("b m (p n)", F16, {"n": 136}, "tile", 8, False, "16 bytes"),
+    ("b m n", BOOL, {"n": 144}, "tile", 16, False, "16 bytes"),
+    ("b m n", BOOL, {}, "tile", 8, False, "row pitch 136 is a multiple of 8 only"),
+    ("b m n", BOOL, {"n": 134}, "tile", 2, False, "row pitch 134 is a multiple of 2 only"),
+    ("b m n", BOOL, {"n": 137}, "tile", 1, False, "row pitch 137 is odd"),
+    ("m n", BOOL, {"n": 144, "b": None}, "tile", 16, False, "16 bytes"),  # one mask for all of the batch
+    ("b 1 n", BOOL, {"n": 144}, "row", 16, False, "16 bytes"),
+    ("n", BOOL, {"n": 140}, "row", 4, False, "140 elements along n are a multiple of 4 only"),
+    ("b m 1", BOOL, {}, "column", 1, False, "does not vary along n"),
+    ("b 1 1", BOOL, {}, "scalar", 1, False, "does not vary along n"),
+    ("n m", BOOL, {"m": 512}, "tile", 16, True, "16 bytes"),
+    ("b n m", BOOL, {}, "tile", 8, True, "row pitch 504 is a multiple of 8 only"),
+    ("b n m", BOOL, {"m": None}, "tile", 16, True, "16 bytes where m is a multiple of 16"),
+    ("(p n)", BOOL, {"n": 137}, "row", 1, False, "second half starts at byte 137"),
+    ("b m (p n)", BOOL, {"n": 136}, "tile", 8, False, "second half starts at byte 136"),
 ]  # fmt: skip
 
 
@@ -318,7 +332,7 @@ def random_fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, int]]:
     operands = []
     for _ in range(draw(st.integers(0, 2))):
         axes = draw(st.sets(st.sampled_from([*ROWS, *COLUMNS, *(["p"] if parts > 1 else [])])))
-        operands.append((order(*sorted(axes)), draw(st.sampled_from([F16, BF16, F32]))))
+        operands.append((order(*sorted(axes)), draw(st.sampled_from([F16, BF16, F32, BOOL]))))
     lhs = draw(st.sampled_from(["b m k1 k2", "m b k1 k2", "b k1 m k2", "k1 b m k2", "k1 k2 b m", "b k1 k2 m"]))
     built = fusion(
         known, lhs=lhs, rhs=rhs, out=order(*ROWS, *COLUMNS), operands=operands, parts=parts,
@@ -328,7 +342,7 @@ def random_fusions(draw: st.DrawFn) -> tuple[Fusion, dict[str, int]]:
 
 
 @settings(deadline=None)
-@given(random_fusions(), st.integers(0, 7))
+@given(random_fusions(), st.integers(0, 15))
 def test_every_access_of_the_width_is_contiguous_aligned_and_inside(drawn, offset: int) -> None:
     """Twice the width would break a rule or exceed 16 bytes; and a view is legal where its offset is a multiple."""
     built, sizes = drawn
@@ -342,7 +356,7 @@ def test_every_access_of_the_width_is_contiguous_aligned_and_inside(drawn, offse
         elements, unknown = width.elements, [axis for axis in tensor.axes if built.size(axis) is None]
         assert elements * tensor.dtype.bytes <= WIDEST_BYTES
         # Where the run has another size than the widest access asks for, the launch rule takes the narrow kernel.
-        run = sizes | {axis: 8 * sizes[axis] for axis in unknown if width.guarded}
+        run = sizes | {axis: WIDEST_BYTES * sizes[axis] for axis in unknown if width.guarded}
         assert is_legal(lines(tensor, along, loops, run), elements), (role, str(tensor), str(width))
         assert is_legal(lines(tensor, along, loops, run, offset), elements) == (offset % elements == 0)
         worst = run | {axis: 3 for axis in unknown if not width.guarded}

@@ -23,7 +23,7 @@ from onnxfuse.site import AnyVariant, Form
 from onnxfuse.tile_footprint import why_not
 from tests.bridge_hooks import Arguments, Node, bridge
 from tests.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
-from tests.onnx_build import Builder
+from tests.onnx_build import BOOL, Builder
 from tests.test_kernel_on_cpu import Range, build_source
 
 SM_80 = ARCHITECTURES["sm_80"]
@@ -124,25 +124,62 @@ def image_from_rows(b: Builder) -> list[str]:
     return [b("Reshape", b("Transpose", b("Relu", t), perm=(0, 2, 3, 1)), b.integers(0, -1, N))]
 
 
+def causal_scores(b: Builder) -> list[str]:
+    q, k = b.input("q", ("batch", 3, "rows", K)), b.input("keys", ("batch", 3, "rows", K))
+    scores = b("Mul", b("MatMul", q, b("Transpose", k, perm=(0, 1, 3, 2))), b.array(0.5))
+    return [b("Where", b.input("mask", ("batch", 1, "rows", "rows"), BOOL), scores, b.array(-np.inf))]
+
+
+def padding_fills_scores(b: Builder) -> list[str]:
+    q, k = b.input("q", ("batch", 3, "rows", K)), b.input("keys", ("batch", 3, K, "rows"))
+    lowest = b.array(np.finfo(np.float32).min)
+    return [b("Where", b.input("padding", ("batch", 1, 1, "rows"), BOOL), lowest, b("MatMul", q, k))]
+
+
+def masks_of_every_kind(b: Builder) -> list[str]:
+    """A stored row, a column, a scalar and a tile choose among the value, a tensor and numbers."""
+    t = linear(b)
+    t = b("Where", b.mask(draw(N, seed=5) > 0, "stored"), t, b("Tanh", t))
+    t = b("Where", b.input("column", ("rows", 1), BOOL), b.array(-65504.0), t)
+    t = b("Where", b.input("scalar", (), BOOL), t, b.input("other", ("batch", "rows", N)))
+    return [b("Where", b.input("tile", ("rows", N), BOOL), b("Neg", t), t)]
+
+
+def turned_mask(b: Builder) -> list[str]:
+    """Masks that lie as the transposed product does."""
+    t = b("Transpose", linear(b), perm=(0, 2, 1))
+    t = b("Where", b.input("mask", ("batch", N, "rows"), BOOL), t, b.array(0.0))
+    return [b("Where", b.mask(draw(N, 1, seed=6) > 0, "stored"), b.array(-np.inf), t)]
+
+
+def masked_gate(b: Builder) -> list[str]:
+    t = gate(b, *split_num_outputs(b, b("Where", b.mask(draw(N, seed=7) > 0, "stored"), linear(b), b.array(0.25))))
+    return [b("Where", b.input("mask", ("batch", 1, 1), BOOL), t, b.array(-1.0))]
+
+
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
+    causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate,
 ]  # fmt: skip
 
 
 def feeds(model: ModelProto) -> dict[str, np.ndarray]:
     sizes = {"batch": 2, "rows": 5}
-    shapes = {
-        value.name: [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
-        for value in model.graph.input
-    }
-    return {name: draw(*shape, seed=len(name)).astype(np.float32) for name, shape in shapes.items()}
+    made = {}
+    for value in model.graph.input:
+        shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
+        numbers = draw(*shape, seed=len(value.name))
+        is_mask = value.type.tensor_type.elem_type == BOOL
+        made[value.name] = np.asarray(numbers > 0 if is_mask else numbers, np.bool_ if is_mask else np.float32)
+    return made
 
 
 def small(variant: AnyVariant) -> AnyVariant:
     """The planned kernel with a tile that these sizes fill more than once."""
     if isinstance(variant, PointwiseVariant):
-        return replace(variant, spec=replace(variant.spec, tile=PointwiseTile(8, 32, 1)))
+        span = variant.tile.span
+        return replace(variant, spec=replace(variant.spec, tile=PointwiseTile(8, 32 * span, span)))
     variant = replace(variant, spec=replace(variant.spec, tile=TILES[variant.spec.dtype.bytes]))
     assert why_not(variant.spec, 227 * 1024) is None
     return variant
@@ -164,18 +201,18 @@ def launch(variant: AnyVariant, arguments: Arguments, arrays: list[np.ndarray], 
 
 
 def compute(form: Form, values: dict[str, np.ndarray], folder: Path, variant: int = -1) -> list[np.ndarray]:
-    """What the bridge and the kernel make of a form's inputs, of one type; by default the kernel of single elements."""
+    """What the bridge and the kernel make of a form's inputs; by default the kernel of single elements."""
     attributes = node_attributes(form, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
-    arrays = [np.ascontiguousarray(values[tensor.name]) for tensor in form.fusion.inputs]
+    arrays = [np.asarray(values[tensor.name], order="C") for tensor in form.fusion.inputs]
     shapes = [array.shape for array in arrays]
     made = zip(form.fusion.outputs, bridge().arguments(node, shapes)[1], strict=True)
     outs = [np.full(shape, np.nan, tensor.dtype.numpy) for tensor, shape in made]
     arguments, _ = bridge().arguments(
         node,
         shapes,
-        element_bytes=form.fusion.inputs[0].dtype.bytes,
+        element_bytes=[tensor.dtype.bytes for tensor in form.fusion.inputs],
         inputs=[array.ctypes.data for array in arrays],
         outputs=[out.ctypes.data for out in outs],
     )
@@ -215,4 +252,27 @@ def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_pa
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     (actual,) = compute(site.whole, stored | feed, tmp_path, variant=0)
     (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (1, 48), (32, 1), (1, 1), (2, 32, 48), (2, 1, 48)], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_widest_kernel_reads_masks(shape: tuple[int, ...], turned: bool, behind: bool, tmp_path: Path) -> None:
+    """16 elements at a time, also where rows are contiguous; other tensors of the epilogue by fours."""
+    b = Builder()
+    t = b("MatMul", b.input("x", (2, 32, 8)), b.array(draw(8, 48), "weight"))
+    if turned:
+        t, shape = b("Transpose", t, perm=(0, 2, 1)), (*shape[:-2], *shape[-2:][::-1])
+    mask = b.input("mask", shape, BOOL)
+    model = b.model(
+        b("Where", mask, b("Add", t, b.input("residual", (2, 48, 32) if turned else (2, 32, 48))), b.array(-np.inf))
+    )
+    (site,) = analyse_model(model, [SM_80], fp32="tf32" if behind else "exact").sites
+    form = site.behind if behind else site.whole
+    assert form is not None
+    feed = feeds(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    (actual,) = compute(form, stored | feed | run_inputs(model, form.fusion, feed), tmp_path, variant=0)
+    (expected,) = run_values(model, [form.fusion.outputs[0].name], feed)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)

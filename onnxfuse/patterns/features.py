@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from onnxfuse.dtypes import BOOL
 from onnxfuse.fusion import NONLINEAR, PART_AXIS, ROUNDS, Fusion, Tensor
 
 
@@ -51,6 +52,7 @@ _FEATURES: dict[str, Callable[[Fusion], bool]] = {
     "bias": lambda fusion: any(_is_bias(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
     "extra_output": lambda fusion: len(fusion.outputs) > 1,
     "gate": lambda fusion: fusion.pattern == "split_gemm",
+    "mask": lambda fusion: any(tensor.dtype == BOOL for tensor in fusion.operands),
     "residual": lambda fusion: any(_is_residual(fusion, tensor) for tensor in _read_by(fusion, _SUMS)),
     "rounded": lambda fusion: any(step.op in ROUNDS for step in fusion.steps),
     "scale": lambda fusion: bool(_read_by(fusion, _PRODUCTS)),

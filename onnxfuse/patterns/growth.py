@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse.dtypes import BY_ONNX
+from onnxfuse.dtypes import BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
@@ -182,11 +182,11 @@ class Growth:
         self._take(node, replace(columns[0], ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
 
     def _stored(self, node: gs.Node, ref: Ref) -> Ref:
-        return self.epilogue.stored(ref, BY_ONNX[self.graph.dtype(node.outputs[0].name) or 0])
+        return self.epilogue.stored(ref, FLOATS_BY_ONNX[self.graph.dtype(node.outputs[0].name) or 0])
 
     def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
         number = self.graph.dtype(node.outputs[0].name)
-        if number not in BY_ONNX:
+        if number not in FLOATS_BY_ONNX:
             raise NotFusable("unsupported_dtype", "", f"makes ONNX element type {number}")
         shape = self.graph.shape(node.outputs[0].name)
         if shape is not None and len(shape) != rank:

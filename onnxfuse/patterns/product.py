@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse.dtypes import BY_ONNX, DType
+from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, node_label
 from onnxfuse.operators import qualified_op
@@ -308,6 +308,6 @@ def _activation(node: gs.Node) -> Activation | None:
 def _common_dtype(graph: Graph, node: gs.Node) -> DType:
     numbers = {graph.dtype(tensor.name) for tensor in _inputs(node)}
     (number,) = numbers if len(numbers) == 1 else (None,)
-    if number not in BY_ONNX:
+    if number not in FLOATS_BY_ONNX:
         raise NotFusable("unsupported_dtype", node_label(node), f"ONNX element types {sorted(map(str, numbers))}")
-    return BY_ONNX[number]
+    return FLOATS_BY_ONNX[number]

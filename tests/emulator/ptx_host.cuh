@@ -26,7 +26,7 @@ void copy_async(unsigned shared, const void* global, bool inside) {
   emulator::PendingCopy copy{shared, {}, BYTES};
   if (inside) emulator::check_global(global, BYTES, false);
   if (inside) memcpy(copy.bytes, global, BYTES);
-  if (BYTES == 2 || !emulator::block.lazy)
+  if (BYTES <= 2 || !emulator::block.lazy)
     land(copy);
   else
     emulator::fiber().groups.back().push_back(copy);

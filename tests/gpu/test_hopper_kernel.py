@@ -16,7 +16,7 @@ import pytest
 from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
 from onnxfuse.kernels.hopper import emit
 from tests.gpu.kernels import load_kernels
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, tall_cases, walked_cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, tall_cases, walked_cases
 from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ MAP_BYTES = 128
 UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
-CASES = [*cases(), *walked_cases(), *tall_cases()]
+CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases()]
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
 LARGE_TILES = (

@@ -9,6 +9,10 @@ namespace onnxfuse {
 template <int BYTES>
 struct Word;
 template <>
+struct Word<1> {
+  using Type = unsigned char;
+};
+template <>
 struct Word<2> {
   using Type = unsigned short;
 };
@@ -43,6 +47,7 @@ __device__ __forceinline__ Vector load_packed(const typename Vector::Type* share
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(unsigned char value) { return value != 0 ? 1.0f : 0.0f; }  // a bool
 
 // Two neighbours rounded to nearest even: one conversion instruction where the type has one.
 __device__ __forceinline__ void store_pair(float* shared, float first, float second) {

@@ -25,8 +25,13 @@ constexpr int WARP_ROWS = FRAGMENTS_M * FRAGMENT_ROWS;
 constexpr int WARP_COLUMNS = FRAGMENTS_N * FRAGMENT_COLUMNS;
 
 // Staged rows are 8 elements longer than the data: then the 8 rows of a fragment start 4 banks (16-bit) or 8 banks
-// (32-bit) apart, and a warp's 2-element accesses meet no bank conflict.
+// (32-bit) apart, and a warp's 2-element accesses meet no bank conflict. Those of single bytes are 16 longer, because
+// every row begins on a 16-byte boundary.
 constexpr int STAGED_PITCH = WARP_COLUMNS + 8;
+template <typename T>
+constexpr int staged_pitch() {
+  return sizeof(T) == 1 ? WARP_COLUMNS + 16 : STAGED_PITCH;
+}
 constexpr int STAGED_ROWS = SLABS * FRAGMENT_ROWS;
 
 // The staging area of one tile or output. Turned columns are 16 bytes longer than the data: then the columns that a
@@ -37,7 +42,7 @@ struct Staged {
   static constexpr int LINE = Access::TURNED ? STAGED_ROWS : WARP_COLUMNS;  // elements along the contiguous axis
   static constexpr int LINES = Access::TURNED ? WARP_COLUMNS : STAGED_ROWS;
   static constexpr int PER_LINE = LINE / Access::WIDTH;
-  static constexpr int PITCH = Access::TURNED ? STAGED_ROWS + 16 / int(sizeof(T)) : STAGED_PITCH;
+  static constexpr int PITCH = Access::TURNED ? STAGED_ROWS + 16 / int(sizeof(T)) : staged_pitch<T>();
 
   static __device__ __forceinline__ T* at(const unsigned char* staging, int row, int column) {
     T* staged = reinterpret_cast<T*>(const_cast<unsigned char*>(staging) + Access::OFFSET);

@@ -25,7 +25,12 @@ constexpr int SLABS_N = BLOCK_N / SLAB_COLUMNS;
 constexpr int SLABS = SUBTILES * SLABS_N;
 
 // Rows that threads copy are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
+// Those of single bytes are 16 longer, because every row begins on a 16-byte boundary.
 constexpr int STAGED_PITCH = SLAB_COLUMNS + 8;
+template <typename T>
+constexpr int staged_pitch() {
+  return sizeof(T) == 1 ? SLAB_COLUMNS + 16 : STAGED_PITCH;
+}
 
 // Rows that TMA stores are as long as the box, and swizzled where their length is a span of TMA's swizzles; the other
 // lengths (48, 80, ...) spread the 8 rows over the banks well enough.
@@ -103,7 +108,7 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
 template <typename Access>
 struct Staged {
   using T = typename Access::Type;
-  static constexpr int PITCH = Access::TURNED ? WARP_ROWS + 16 / int(sizeof(T)) : STAGED_PITCH;
+  static constexpr int PITCH = Access::TURNED ? WARP_ROWS + 16 / int(sizeof(T)) : staged_pitch<T>();
   static constexpr int ELEMENTS = (Access::TURNED ? SLAB_COLUMNS : WARP_ROWS) * PITCH;
 
   static __device__ __forceinline__ int offset(int row, int column) {
@@ -157,10 +162,10 @@ struct SlabCopy {
       const int limit = column < slab.columns ? rows : 0;
       T* global = element_of<Access>(tensor, outer, slab.batch, slab.row + first_row, slab.column);
       global += column * (Access::WIDTH > 1 ? 1 : tensor.column_stride);
-      Area* shared = staged + first_row * STAGED_PITCH + column;
+      Area* shared = staged + first_row * staged_pitch<T>() + column;
 #pragma unroll (PASSES <= 8 ? PASSES : 2)
       for (int pass = 0; pass < PASSES; ++pass, global += step) {
-        body(shared + pass * ROWS * STAGED_PITCH, global, pass * ROWS < limit);
+        body(shared + pass * ROWS * staged_pitch<T>(), global, pass * ROWS < limit);
       }
       if (PER_ROW <= WARP_SIZE) break;
     }

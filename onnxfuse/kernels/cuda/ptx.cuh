@@ -24,10 +24,10 @@ __device__ __forceinline__ void store_shared(unsigned shared, unsigned short val
 }
 
 // Global -> shared without passing through registers. Where not `inside`, writes zeros and does not read: the address
-// may then lie outside of the tensor. Two bytes are less than cp.async can move: they go through a register.
+// may then lie outside of the tensor. One or two bytes are less than cp.async can move: they go through a register.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global, bool inside) {
-  static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4 || BYTES == 2, "no such copy");
+  static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4 || BYTES == 2 || BYTES == 1, "no such copy");
   const int outside = !inside;
   if constexpr (BYTES == 16) {
     // Past L1, which would hold a copy of what shared memory holds; the rest of the 128-byte line is wanted next.
@@ -37,8 +37,12 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global, 
   } else if constexpr (BYTES == 8 || BYTES == 4) {
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], %3, p; }" ::"r"(shared),
                  "l"(global), "r"(outside), "n"(BYTES));
-  } else {
+  } else if constexpr (BYTES == 2) {
     store_shared(shared, load_two_bytes(global, inside));
+  } else {
+    unsigned short value = 0;
+    if (inside) asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(value) : "l"(global));
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
   }
 }
 

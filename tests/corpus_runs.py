@@ -1,0 +1,36 @@
+"""Whole corpus models, fused and verified against float64 on the best provider of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+
+import onnxfuse
+from onnxfuse.runtime.verify import VerifyResult, verify
+from tests import corpus
+
+TRANSFORMERS = ("bert", "bert_relu", "gpt2", "vit", "clip_vision", "llama", "phi3", "t5v11_encoder")
+DIFFUSERS = (
+    "btb", "btb_320", "btb_640", "btb_1280", "ff_geglu", "ff_geglu_approximate", "ff_gelu", "ff_gelu_approximate",
+    "ff_linear_silu", "ff_swiglu", "ff2d_geglu",
+)  # fmt: skip
+KEYS = corpus.families(*TRANSFORMERS, *DIFFUSERS)
+
+
+def verified(key: str, folder: Path, arch: str) -> VerifyResult:
+    """Fuse a model with its weights, run it with each of its feeds, and judge it.
+
+    Args:
+        key: the model's file in the corpus.
+        folder: for the model before and after.
+        arch: to compile for, `native` for the GPU at hand.
+    """
+    original, fused = folder / "original.onnx", folder / "fused.onnx"
+    onnx.save(corpus.materialize(key), original)
+    made, report = onnxfuse.optimize(original, arch=arch)
+    assert report.fused, f"{key}: nothing is fused"
+    onnx.save(made, fused)
+    del made
+    feeds = [corpus.feed(key, index) for index in range(corpus.feeds(key))]
+    return verify(original, fused, inputs=feeds)
