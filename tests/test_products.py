@@ -52,6 +52,15 @@ def attention_out(b: Builder) -> str:
     return b("Reshape", b("Transpose", t, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH))
 
 
+def attention_out_of_its_own_shape(b: Builder) -> str:
+    """Torch's older exporter merges heads to sizes of the product and of the query; after the fusion nobody asks."""
+    p = b.input("p", P)
+    t = b("MatMul", p, b.input("v", K))
+    own, rows = (b("Gather", b("Shape", value), b.integers(index)) for value, index in ((t, 0), (p, 2)))
+    split = b("Reshape", t, b("Concat", own, b.integers(-1), rows, b.integers(DEPTH), axis=0))
+    return b("Reshape", b("Transpose", split, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH))
+
+
 def attention_out_of_computed_shape(b: Builder) -> str:
     p = b.input("p", P)
     t = b("Transpose", b("MatMul", p, b.input("v", K)), perm=(0, 2, 1, 3))
@@ -210,7 +219,8 @@ FORMS = [
     image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
-    attention_out_of_computed_shape, shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
+    attention_out_of_its_own_shape, attention_out_of_computed_shape,
+    shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
     constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, row_vector, column_vector,
 ]  # fmt: skip
 

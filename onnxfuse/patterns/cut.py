@@ -7,7 +7,7 @@ costs a store that the model makes anyway, and saves what follows a launch and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -23,7 +23,7 @@ from onnxfuse.patterns.match import Columns, Exit, Match, count_of
 from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import VIEWS, columns_dim
+from onnxfuse.patterns.views import VIEWS, columns_dim, only_feeding
 
 # With these alone behind it, an intermediate is not worth an output.
 REGROUPING = frozenset({"Cast", "Identity"})
@@ -54,6 +54,10 @@ class Cut:
         self._positions = {id(node): position for position, node in enumerate(growth.nodes)}
         self._values = [[self._value(node, tensor) for tensor in node.outputs] for node in growth.nodes]
         self._foldable = self._find_foldable()
+        self._reshaped = sum(
+            1 << position for position, node in enumerate(growth.nodes) if growth.graph.index(node) in growth.shapes
+        )
+        self._spared_by: dict[Region, frozenset[int]] = {}
 
     def matches(self) -> Iterator[Match]:
         """Every piece that ends at arithmetic or at a view that is worth it; the furthest first.
@@ -96,9 +100,7 @@ class Cut:
         bit = 1 << self._positions[id(product.node)]
         found = [refusal for region, refusal in self.refusals if region & bit]
         found += [stop.refusal for stop in self.growth.stops if stop.needs & bit]
-        return (
-            found[0] if found else NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
-        )
+        return _weightiest(found) or NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
 
     def region_of(self, match: Match) -> Region:
         """The match's nodes as bits."""
@@ -150,7 +152,7 @@ class Cut:
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
             copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.copied})),
             place=-1,
-            folded=tuple(growth.graph.index(growth.nodes[position]) for position in self._folded(region)),
+            folded=tuple(sorted({*self._spared(region), *self._indices(self._folded(region))})),
             constants=tuple(self._constants(region)),
             columns=columns.length,
             exits=exits,
@@ -192,14 +194,30 @@ class Cut:
     def _constants(self, region: Region) -> Iterator[str]:
         for position in self._folded(region):
             for value in self._values[position]:
-                if value.outside or value.readers & ~region & ~self._foldable:
+                if self._readers_behind(value, region):
                     yield value.name
 
     def _leaving(self, region: Region) -> Iterator[_Value]:
         for position in _bits(region & ~self._foldable):
             for value in self._values[position]:
-                if value.escapes or value.outside or value.readers & ~region & ~self._foldable:
+                if value.escapes or self._readers_behind(value, region):
                     yield value
+
+    def _readers_behind(self, value: _Value, region: Region) -> list[gs.Node]:
+        """The readers of a value that a fusion of the region leaves in the model."""
+        others = (self.growth.nodes[position] for position in _bits(value.readers & ~region & ~self._foldable))
+        spared, index = self._spared(region), self.growth.graph.index
+        return [reader for reader in (*value.outside, *others) if index(reader) not in spared]
+
+    def _spared(self, region: Region) -> frozenset[int]:
+        """The nodes that only make shapes which views of the region take from elsewhere."""
+        views = region & self._reshaped
+        if views not in self._spared_by:
+            self._spared_by[views] = only_feeding(self.growth.graph, list(self._indices(_bits(views))))
+        return self._spared_by[views]
+
+    def _indices(self, positions: Iterable[int]) -> Iterator[int]:
+        return (self.growth.graph.index(self.growth.nodes[position]) for position in positions)
 
     def _exit(self, value: _Value, width: int | str) -> Exit:
         count = 0 if value.columns is None else count_of(value.columns.length, width)
@@ -237,8 +255,7 @@ class Cut:
 
     def _reads_data(self, value: _Value, region: Region) -> bool:
         """Whether a reader outside of a region asks for more than a value's shape."""
-        others = [self.growth.nodes[position] for position in _bits(value.readers & ~region & ~self._foldable)]
-        return any(reader.op != "Shape" for reader in (*value.outside, *others))
+        return any(reader.op != "Shape" for reader in self._readers_behind(value, region))
 
     def _leak(self, value: _Value, why: str) -> NotFusable:
         if value.escapes and not value.outside:
@@ -252,7 +269,12 @@ class Cut:
         """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue."""
         found = [refusal for larger, refusal in self.refusals if larger & region == region]
         found += [stop.refusal for stop in self.growth.stops if stop.needs and stop.needs & ~region == 0]
-        return found[0] if found else None
+        return _weightiest(found)
+
+
+def _weightiest(refusals: list[NotFusable]) -> NotFusable | None:
+    """The first that is not about shape arithmetic, which is in nobody's way where the data stop elsewhere."""
+    return min(refusals, key=lambda refusal: refusal.reason == "unknown_shape_arithmetic", default=None)
 
 
 def _bits(region: Region) -> Iterator[int]:

@@ -6,7 +6,7 @@ Reshape groups and splits their pieces. There is no division in it: a Reshape th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -338,6 +338,26 @@ def _sources(tensor: gs.Tensor) -> Iterator[gs.Tensor]:
                 yield maker.inputs[0]
             else:
                 stack += [value for value in maker.inputs if str(value.name) not in seen]
+
+
+def only_feeding(graph: Graph, views: Collection[int]) -> frozenset[int]:
+    """Shape arithmetic that nothing but the shapes of some views needs; nodes are indices in the graph."""
+    found: set[int] = set()
+    stack = [graph.nodes[view].inputs[1] for view in views]
+    while stack and len(found) < MAX_SHAPE_VALUES * len(views):
+        for maker in stack.pop().inputs:
+            if all(_dies(graph, value, found, views) for value in maker.outputs):
+                found.add(graph.index(maker))
+                stack += [] if maker.op == "Shape" else maker.inputs
+    return frozenset(found)
+
+
+def _dies(graph: Graph, value: gs.Tensor, dead: Collection[int], views: Collection[int]) -> bool:
+    """Whether nothing reads a value but dead nodes, and views as their shape."""
+    readers = ((graph.index(reader), reader.inputs[0]) for reader in value.outputs)
+    return not graph.is_escaping(value.name) and all(
+        index in dead or (index in views and value is not viewed) for index, viewed in readers
+    )
 
 
 def _would_be_cast_only(graph: Graph, tensor: gs.Tensor) -> bool:
