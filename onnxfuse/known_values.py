@@ -92,12 +92,38 @@ def _elementwise(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values,
     def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
         if values[0] is None or values[1] is None or max(values[0].size, values[1].size) > MAX_ENTRIES:
             return None
+        if _are_floats(values[0], values[1]):  # each step is rounded, as a run rounds it
+            with np.errstate(all="ignore"):
+                return np.asarray(_FLOAT_STEPS[node.op](values[0], values[1])) if node.op in _FLOAT_STEPS else None
         lhs, rhs = np.broadcast_arrays(values[0].astype(object), values[1].astype(object))
         pairs = zip(lhs.flat, rhs.flat, strict=True)
         entries = [None if a is None or b is None else _of_64_bits(apply(a, b)) for a, b in pairs]
         return _objects(entries).reshape(lhs.shape)
 
     return evaluate
+
+
+def _are_floats(*values: Array) -> bool:
+    return all(value.dtype in (np.float16, np.float32) for value in values)
+
+
+_FLOAT_STEPS: dict[str, Callable[[Array, Array], Array]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Equal": np.equal,
+}
+FLOAT_OPS = frozenset({*_FLOAT_STEPS, "Sqrt"})  # ops whose results are rounded
+
+
+def _square_root(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    """Of a width of heads, by which an exporter scales the scores of attention."""
+    value = values[0]
+    if value is None or not _are_floats(value):
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.sqrt(value))
 
 
 def _of_64_bits(entry: Any) -> Any:
@@ -165,7 +191,10 @@ def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     value, to = values[0], int(node.attrs["to"])
     if value is None or value.dtype != object:
         return None if value is None else _cast_plain(value, to)
-    return value if to in (6, 7) else None
+    if to in (6, 7):
+        return value
+    known = integers(value)
+    return None if known is None else _cast_plain(np.reshape(known, value.shape), to)
 
 
 def _cast_plain(value: Array, to: int) -> Array | None:
@@ -206,6 +235,7 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Mul": _elementwise(_product),
     "Div": _elementwise(_quotient),
     "Identity": _same,
+    "Sqrt": _square_root,
     "Cast": _cast,
     "Equal": _elementwise(_equality),
     "Where": _where,

@@ -63,10 +63,8 @@ def kinds_of(fusion: Fusion) -> Iterator[str]:
     """What the manifest would count a fusion as: it knows linear layers, whose weight is the rhs."""
     if any(axis[0] not in "knp" for axis in fusion.rhs[0].axes):
         return
-    if len(fusion.rhs) > 1:
-        yield "dual_gates"
-    elif fusion.pattern == "split_gemm":
-        yield "packed_gates"
+    if fusion.pattern == "split_gemm":
+        yield "dual_gates" if len(fusion.rhs) > 1 else "packed_gates"
     elif len(fusion.parts) == 1 and "activation" in fusion.features:
         yield "activations"
     if "residual" in fusion.features:

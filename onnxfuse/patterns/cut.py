@@ -68,6 +68,7 @@ class Cut:
             region = self.growth.needs[position]
             if not self._may_end(position, region):
                 continue
+            region = self._with_other_ranges(region, self._values[position][0])
             try:
                 yield self._widened(region, self._match(region, position), position)
             except NotFusable as refusal:
@@ -80,6 +81,16 @@ class Cut:
             return False
         worth = self._is_computed(node) or any(self._is_work(self.growth.nodes[inside]) for inside in _bits(region))
         return worth and value in self._leaving(region)
+
+    def _with_other_ranges(self, region: Region, root: _Value) -> Region:
+        """Take in the other ranges of a value that could not leave whole: its columns are no dimension any more."""
+        assert root.columns is not None
+        for value in list(self._leaving(region)):
+            columns = value.columns
+            if columns is not None and columns.length != root.columns.length and columns_dim(columns.view) is None:
+                for position in _bits(value.readers):
+                    region |= self.growth.needs[position]
+        return region
 
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
@@ -186,7 +197,8 @@ class Cut:
             return False
         if not value.outside and not value.readers & ~foldable:
             return True
-        return value.columns is None and is_complete(self.growth.graph.known_value(value.maker.outputs[0]))
+        graph, made = self.growth.graph, value.maker.outputs[0]
+        return value.columns is None and is_complete(graph.known_value(made)) and not graph.is_computed_in_16_bits(made)
 
     def _folded(self, region: Region) -> Iterator[int]:
         return (position for position in _bits(self._foldable) if self.growth.needs[position] & region)
@@ -232,7 +244,8 @@ class Cut:
     def _check_worth(self, match: Match, leaving: list[_Value], region: Region) -> None:
         """An intermediate becomes an output when work behind it is saved, and the kernel has an output left.
 
-        A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read.
+        A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read. A range
+        beside others that nothing inside reads is stored instead of the value that it is taken from.
 
         A value that a reduction reads stays outside: it is the first step of a normalisation, which the runtime
         computes in one kernel if it finds it whole.
@@ -243,8 +256,11 @@ class Cut:
         tensor = self.growth.graph.nodes[match.nodes[-1]].outputs[0]
         if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
             raise self._leak(first, "and a reduction follows")
+        intermediates = [value for value in leaving if value.readers & region]
+        if not intermediates:
+            return
         without = 0
-        for value in leaving:
+        for value in intermediates:
             without |= self.growth.needs[self._positions[id(value.maker)]]
         gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
         arithmetic = any(pointwise_row(node) is not None and node.op not in REGROUPING for node in gained)

@@ -15,9 +15,8 @@ import onnx_graphsurgeon as gs
 from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
 from onnxfuse.facts import CONTRADICTIONS
-from onnxfuse.graph import Graph, Size
+from onnxfuse.graph import SIXTEEN_BIT, Graph, Size
 
-SIXTEEN_BIT = (10, 16)  # TensorProto float16, bfloat16
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
 COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs
 REPEATED = "~"  # begins the name of an axis along which an Expand repeats its input
@@ -150,10 +149,10 @@ def columns_dim(view: View) -> int | None:
     return found[0] if whole else None
 
 
-def with_columns(view: View, length: int) -> View:
-    """The view of a range of the columns, which are a dimension of their own."""
-    at = columns_dim(view)
-    return tuple((Piece(COLUMNS, length),) if index == at else dim for index, dim in enumerate(view))
+def with_columns(view: View, index: int, length: int, step: int) -> View:
+    """The view of a range of the columns along a dimension, a step of which is `step` columns."""
+    dim = () if length == 1 < step else (Piece(COLUMNS, length, step),)
+    return (*view[:index], dim, *view[index + 1 :])
 
 
 @dataclass(frozen=True)
