@@ -192,6 +192,12 @@ def einsum_without_arrow(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="ik,jk"))
 
 
+def einsum_of_any_batch(b: Builder) -> str:
+    """Window attention of LongT5, whose windows are a batch beside the heads."""
+    equation = "...qd,...kd->...qk"
+    return b("Tanh", b("Einsum", b.input("q", Q), b.input("k", K), equation=equation))
+
+
 def einsum_turned(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
 
@@ -218,6 +224,7 @@ FORMS = [
     spelled_linear, spelled_scores, spelled_and_squeezed,
     image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
+    einsum_of_any_batch,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_its_own_shape, attention_out_of_computed_shape,
     shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,

@@ -239,6 +239,8 @@ class Growth:
     def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
         """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""
         behind = view[len(view) - len(shape) :]
+        if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, behind, strict=True)):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
         if any(size != 1 and size != extent(dim) for size, dim in zip(shape, behind, strict=True)):
             raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
         return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))

@@ -32,6 +32,7 @@ QUANTIZED = frozenset(
 )
 
 BATCHES = "abcdefghij"  # labels of batch dimensions
+ELLIPSIS = "αβγδεζηθ"  # labels of what an Einsum calls `...`
 DIMENSIONS = "abcdefgh"  # labels of dimensions in order
 Activation = Callable[[EpilogueGraph, Ref], Ref]
 
@@ -239,6 +240,8 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
     terms, arrow, out = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
     lhs, _, rhs = terms.partition(",")
+    lhs, rhs = _without_ellipsis(lhs, len(lhs_view)), _without_ellipsis(rhs, len(rhs_view))
+    out = out.replace("...", "".join(label for label in ELLIPSIS if label in lhs + rhs))
     if not arrow:
         out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
     summed = (set(lhs) | set(rhs)) - set(out)
@@ -248,6 +251,12 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
     return Labels(lhs, rhs, out)
+
+
+def _without_ellipsis(term: str, rank: int) -> str:
+    """`...` are the dimensions that have no letter, those of both inputs from the last one on."""
+    count = rank - len(term.replace("...", ""))
+    return term.replace("...", ELLIPSIS[-count:] if count > 0 else "") if 0 <= count <= len(ELLIPSIS) else term
 
 
 def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
