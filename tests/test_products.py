@@ -160,6 +160,13 @@ def image_to_rows(b: Builder) -> str:
     return b("Reshape", b("Transpose", image(b, "height", "width"), perm=(0, 2, 3, 1)), b.integers(0, -1, 8))
 
 
+def image_of_the_weights_size(b: Builder) -> str:
+    """A convolution that leaves its window to the weight."""
+    return b(
+        "Relu", b("Conv", b.input("x", ("batch", DEPTH, "height", "width")), b.array(draw(8, DEPTH, 1, 1), "weight"))
+    )
+
+
 def rows_to_image(b: Builder) -> str:
     """And out of it: the convolution reads rows."""
     x = b("Transpose", b.input("x", ("batch", "height", "width", DEPTH)), perm=(0, 3, 1, 2))
@@ -222,7 +229,8 @@ def spelled_and_squeezed(b: Builder) -> str:
 
 FORMS = [
     spelled_linear, spelled_scores, spelled_and_squeezed,
-    image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
+    image_activated, image_of_the_weights_size, image_residual, image_of_scales, sequence_activated,
+    volume_activated, image_to_rows,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     einsum_of_any_batch,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,

@@ -110,20 +110,21 @@ class Product:
         return extent(self.columns)
 
 
-def is_anchor(node: gs.Node) -> bool:
+def is_anchor(graph: Graph, node: gs.Node) -> bool:
     """Whether a node is a product, so that it is fused or listed with a reason."""
     op = qualified_op(node)
     if op == "ReduceSum":
         return spelled_factors(node) is not None
-    return (op in ANCHORS and (op != "Conv" or _is_pointwise(node))) or op in QUANTIZED
+    return (op in ANCHORS and (op != "Conv" or _is_pointwise(graph, node))) or op in QUANTIZED
 
 
-def _is_pointwise(conv: gs.Node) -> bool:
+def _is_pointwise(graph: Graph, conv: gs.Node) -> bool:
     """Whether a convolution is a product of each position's channels with one matrix."""
     attrs = conv.attrs
-    ones, pads = (*attrs.get("kernel_shape", [0]), *attrs.get("strides", [1])), attrs.get("pads", [0])
+    kernel = attrs.get("kernel_shape") or (graph.shape(conv.inputs[1].name) or (0, 0, 0))[2:]
+    pads = attrs.get("pads", [0])
     padded = any(pads) or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
-    return set(ones) == {1} and not padded and attrs.get("group", 1) == 1
+    return {*kernel, *attrs.get("strides", [1])} == {1} and not padded and attrs.get("group", 1) == 1
 
 
 def _check_form(node: gs.Node) -> None:
