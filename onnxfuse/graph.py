@@ -11,12 +11,14 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.facts import Facts
 from onnxfuse.inline import FunctionKey, reads_inside, subgraphs
-from onnxfuse.known_values import Array, integers
+from onnxfuse.known_values import FLOAT_OPS, MAX_ENTRIES, Array, integers
 from onnxfuse.model import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.model import ModelProto as ModelProto
 from onnxfuse.model import load_model as load_model
 from onnxfuse.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.symbolic import Size as Size  # re-exported: what a dimension of the graph is
+
+SIXTEEN_BIT = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 class Graph:
@@ -74,10 +76,30 @@ class Graph:
         """A fully known integer tensor, flattened."""
         return integers(self._facts.value(tensor))
 
+    def is_computed_in_16_bits(self, tensor: gs.Tensor) -> bool:
+        """Whether a run may round a known number or not: ONNX Runtime drops casts between nodes of 16-bit numbers."""
+        stack, seen = [tensor], 0
+        while stack:
+            tensor, seen = stack.pop(), seen + 1
+            maker = tensor.inputs[0] if tensor.inputs else None
+            if maker is None or maker.op == "Shape":
+                continue
+            if seen > MAX_ENTRIES or (self.dtype(tensor.name) in SIXTEEN_BIT and _rounds(maker)):
+                return True
+            stack += maker.inputs
+        return False
+
     def dtype(self, name: str) -> int | None:
         """TensorProto.DataType number of a value, None where unknown."""
         tensor_type = self.scope.types.get(name)
         return int(tensor_type.elem_type) or None if tensor_type is not None else None
+
+
+def _rounds(maker: gs.Node) -> bool:
+    """Whether a node of known values makes other numbers than those that it reads, a cast of a stored one aside."""
+    return maker.op in FLOAT_OPS or (
+        maker.op == "Cast" and any(each.op != "Constant" for each in maker.inputs[0].inputs)
+    )
 
 
 def all_graphs(model: Model, functions: Collection[FunctionKey] | None = None) -> tuple[Graph, ...]:

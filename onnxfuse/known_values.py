@@ -7,6 +7,7 @@ both on. So `Div(Add(Gather(Shape(t), -1), 1), 2)` is known as soon as the last 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
@@ -82,22 +83,61 @@ def _gather(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 
 def _slice(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     data, bounds = values[0], [integers(value) for value in values[1:]]
-    if data is None or data.ndim != 1 or len(bounds) < 2 or any(bound is None or len(bound) != 1 for bound in bounds):
+    if data is None or len(bounds) < 2 or None in bounds:
         return None
-    start, stop, step = (bound[0] for bound in (*bounds[:2], bounds[3] if len(bounds) > 3 else [1]) if bound)
-    return data[start:stop:step] if step > 0 else None
+    starts, ends, axes, steps = (*(bound or [] for bound in bounds), None, None)[:4]
+    places: list[slice] = [slice(None)] * data.ndim
+    for start, end, axis, step in zip(starts or (), ends or (), axes or count(), steps or repeat(1), strict=False):
+        places[axis] = slice(start, end, step)
+    return data[tuple(places)]
 
 
 def _elementwise(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values, Shapes], Array | None]:
     def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
         if values[0] is None or values[1] is None or max(values[0].size, values[1].size) > MAX_ENTRIES:
             return None
+        if _are_floats(values[0], values[1]):  # each step is rounded, as a run rounds it
+            with np.errstate(all="ignore"):
+                return np.asarray(_FLOAT_STEPS[node.op](values[0], values[1])) if node.op in _FLOAT_STEPS else None
         lhs, rhs = np.broadcast_arrays(values[0].astype(object), values[1].astype(object))
         pairs = zip(lhs.flat, rhs.flat, strict=True)
         entries = [None if a is None or b is None else _of_64_bits(apply(a, b)) for a, b in pairs]
         return _objects(entries).reshape(lhs.shape)
 
     return evaluate
+
+
+def _are_floats(*values: Array) -> bool:
+    return all(value.dtype in (np.float16, np.float32) for value in values)
+
+
+_FLOAT_STEPS: dict[str, Callable[[Array, Array], Array]] = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Equal": np.equal,
+}
+FLOAT_OPS = frozenset({*_FLOAT_STEPS, "Sqrt"})  # ops whose results are rounded
+
+
+def _square_root(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    """Of a width of heads, by which an exporter scales the scores of attention."""
+    value = values[0]
+    if value is None or not _are_floats(value):
+        return None
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.sqrt(value))
+
+
+def _negative(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    value = values[0]
+    if value is None or value.size > MAX_ENTRIES:
+        return None
+    entries = value.astype(object).ravel()
+    return _objects(
+        [symbolic.negative(entry) if isinstance(entry, str) else None if entry is None else -entry for entry in entries]
+    ).reshape(value.shape)
 
 
 def _of_64_bits(entry: Any) -> Any:
@@ -110,8 +150,10 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def _difference(a: Any, b: Any) -> Any:
+    if isinstance(a, str) and isinstance(b, int):
+        return symbolic.add(a, -b)
     if isinstance(a, str) or isinstance(b, str):
-        return a if b == 0 else 0 if a == b else symbolic.function("-", a, b)
+        return 0 if a == b else symbolic.function("-", a, b)
     return a - b
 
 
@@ -129,6 +171,15 @@ def _quotient(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
     return a / b
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    """How much a window lacks, by which an exporter pads an image; with the sign of the divisor."""
+    return a % b if isinstance(a, int) and isinstance(b, int) and b else None
+
+
+def _modulo(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    return None if node.attrs.get("fmod", 0) else _elementwise(_remainder)(node, values, shapes)
 
 
 def _equality(a: Any, b: Any) -> bool | None:
@@ -165,7 +216,10 @@ def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     value, to = values[0], int(node.attrs["to"])
     if value is None or value.dtype != object:
         return None if value is None else _cast_plain(value, to)
-    return value if to in (6, 7) else None
+    if to in (6, 7):
+        return value
+    known = integers(value)
+    return None if known is None else _cast_plain(np.reshape(known, value.shape), to)
 
 
 def _cast_plain(value: Array, to: int) -> Array | None:
@@ -186,9 +240,14 @@ def _squeeze(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 
 def _reshape(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     value, target = values[0], integers(values[1])
-    if value is None or target is None or len(target) > 1 or (value.size != 1 and target != [-1]):
+    if value is None or target is None:
         return None
-    return value.reshape([-1] * len(target))
+    keeps = not node.attrs.get("allowzero", 0)
+    return value.reshape([value.shape[axis] if size == 0 and keeps else size for axis, size in enumerate(target)])
+
+
+def _transpose(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    return None if values[0] is None else np.transpose(values[0], node.attrs.get("perm"))
 
 
 def _concat(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
@@ -205,7 +264,10 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Sub": _elementwise(_difference),
     "Mul": _elementwise(_product),
     "Div": _elementwise(_quotient),
+    "Mod": _modulo,
     "Identity": _same,
+    "Neg": _negative,
+    "Sqrt": _square_root,
     "Cast": _cast,
     "Equal": _elementwise(_equality),
     "Where": _where,
@@ -213,5 +275,6 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Unsqueeze": _flatten_to_vector,
     "Squeeze": _squeeze,
     "Reshape": _reshape,
+    "Transpose": _transpose,
     "Concat": _concat,
 }

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 Size = int | str | None
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
+_SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 
 
@@ -52,10 +53,24 @@ def divide(size: Size, divisor: Size) -> Size:
 
 
 def add(first: Size, second: Size) -> Size:
-    """The sum of sizes."""
+    """The sum of sizes; numbers that are added to a symbol one after another are one."""
     if isinstance(first, int) and isinstance(second, int):
         return first + second
+    found = _SUM.fullmatch(first) if isinstance(first, str) and isinstance(second, int) else None
+    if found is not None and isinstance(second, int):
+        return add(found[1], int(found[2]) + second)
     return second if first == 0 else first if second == 0 else function("+", first, second)
+
+
+def negative(size: Size) -> Size:
+    """What an exporter writes for the last `size` of a dimension."""
+    return -size if isinstance(size, int) else function("-", 0, size)
+
+
+def is_longer(size: Size, other: Size) -> bool:
+    """Whether a size is another one and a number that is not negative, as that of a padded sequence."""
+    found = _SUM.fullmatch(size) if isinstance(size, str) else None
+    return found is not None and int(found[2]) >= 0 and add(other, int(found[2])) == size
 
 
 def at_most(size: Size, limit: int) -> Size:

@@ -189,11 +189,19 @@ def _slice(known: Known) -> list[Shape | None]:
 def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
     if isinstance(size, int) and isinstance(start, int) and isinstance(end, int) and isinstance(step, int):
         return len(range(size)[start:end:step])
-    if start == 0 and step == 1 and (end == size or (isinstance(end, int) and end >= 2**31 - 1)):
+    if start == 0 and step == 1 and _is_everything(size, end):
+        return size
+    if start == 0 and step == 1 and symbolic.is_longer(size, end):
+        return end
+    if isinstance(size, str) and start == symbolic.negative(size) and step == 1 and _is_everything(size, end):
         return size
     if isinstance(size, int) and start == 0 and step == 1 and isinstance(end, str):
         return symbolic.at_most(end, size)
     return symbolic.function("slice", size, start, end, step)
+
+
+def _is_everything(size: Size, end: Size) -> bool:
+    return end == size or (isinstance(end, int) and end >= 2**31 - 1)
 
 
 def _gather(known: Known) -> list[Shape | None]:
@@ -220,10 +228,10 @@ def _constant_of_shape(known: Known) -> list[Shape | None]:
 
 
 def _range(known: Known) -> list[Shape | None]:
-    bounds = [known.sizes(index) for index in range(3)]
-    if any(bound is None or len(bound) != 1 for bound in bounds):
+    if any(value is None or value.size != 1 for value in known.values):
         return [None]
-    start, limit, step = (bound[0] for bound in bounds if bound)
+    entries = (value.item() for value in known.values if value is not None)
+    start, limit, step = (int(entry) if isinstance(entry, float) and entry.is_integer() else entry for entry in entries)
     if isinstance(start, int) and isinstance(limit, int) and isinstance(step, int) and step:
         return [(len(range(start, limit, step)),)]
     return [(limit if start == 0 and step == 1 else symbolic.function("range", start, limit, step),)]
@@ -238,6 +246,35 @@ def _tile(known: Known) -> list[Shape | None]:
     if shape is None or repeats is None:
         return [None]
     return [tuple(symbolic.multiply(pair) for pair in zip(shape, repeats, strict=True))]
+
+
+def _pad(known: Known) -> list[Shape | None]:
+    shape, pads = known.shape(0), known.node.attrs.get("pads") or known.sizes(1)
+    if shape is None or pads is None:
+        return [None]
+    axes = known.integers(3) if known.shape(3) is not None else list(range(len(shape)))
+    dims = list(shape)
+    for place, axis in enumerate(axes or ()):
+        dims[axis] = _padded(shape[axis], pads[place], pads[place + len(pads) // 2])
+    return [None if axes is None else tuple(dims)]
+
+
+def _padded(size: Size, before: Size, behind: Size) -> Size:
+    if isinstance(before, int) and isinstance(behind, int):
+        return None if size is None else symbolic.add(size, before + behind)
+    return symbolic.function("pad", size, before, behind)
+
+
+def _einsum(known: Known) -> list[Shape | None]:
+    """Each label's size; equal labels are of equal sizes, or one of them is 1."""
+    terms, arrow, out = str(known.node.attrs["equation"]).replace(" ", "").partition("->")
+    sizes: dict[str, Size] = {}
+    for term, shape in zip(terms.split(","), known.shapes, strict=True):
+        if not arrow or shape is None or len(shape) != len(term):
+            return [None]
+        for label, size in zip(term, shape, strict=True):
+            sizes[label] = symbolic.broadcast(sizes.get(label, 1), size)
+    return [tuple(sizes[label] for label in out)]
 
 
 def _convolution(known: Known) -> list[Shape | None]:
@@ -285,9 +322,8 @@ _KEEP_SHAPE = (
     "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "Dropout", "Elu", "Erf", "Exp",
     "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
     "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
-    "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "SimplifiedLayerNormalization",
-    "Sin", "Softmax", "Softplus",
-    "Softsign", "Sqrt", "Swish", "Tanh", "Trilu",
+    "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "Sign",
+    "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tanh", "Trilu",
 )  # fmt: skip
 _BROADCAST = (
     "Add", "And", "BitwiseAnd", "BitwiseOr", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max",
@@ -354,6 +390,7 @@ _RULES: dict[str, Rule] = {
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
     "Conv": _convolution,
+    "Einsum": _einsum,
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
@@ -361,6 +398,7 @@ _RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     "MatMul": _matmul,
     "MaxPool": _convolution,
+    "Pad": _pad,
     "Range": _range,
     "Reshape": _reshape,
     "Resize": _resize,

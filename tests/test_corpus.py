@@ -35,7 +35,7 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))
 def test_every_product_is_fused_once_or_listed(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list))
-    anchors = sum(is_anchor(node) for graph in analysis.graphs for node in graph.nodes)
+    anchors = sum(is_anchor(graph, node) for graph in analysis.graphs for node in graph.nodes)
     assert sum(len(site.match.products) for site in analysis.sites) + len(analysis.skipped) == anchors
     taken = [(site.graph.scope.path, index) for site in analysis.sites for index in site.match.nodes]
     assert len(taken) == len(set(taken))

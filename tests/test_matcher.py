@@ -292,7 +292,7 @@ def softmax(b: Builder) -> str:
         (rows_split, "not_the_last_axis"),
         (strided, "strided_slice"),
         (dynamic_bound, "bounds_not_constant"),
-        (per_head_chunk, "not_the_last_axis"),
+        (per_head_chunk, "strided_slice"),
         (unknown_operand_shape, "unknown_broadcast"),
         (softmax, "unknown_op"),
     ],

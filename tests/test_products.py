@@ -52,6 +52,15 @@ def attention_out(b: Builder) -> str:
     return b("Reshape", b("Transpose", t, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH))
 
 
+def attention_out_of_its_own_shape(b: Builder) -> str:
+    """Torch's older exporter merges heads to sizes of the product and of the query; after the fusion nobody asks."""
+    p = b.input("p", P)
+    t = b("MatMul", p, b.input("v", K))
+    own, rows = (b("Gather", b("Shape", value), b.integers(index)) for value, index in ((t, 0), (p, 2)))
+    split = b("Reshape", t, b("Concat", own, b.integers(-1), rows, b.integers(DEPTH), axis=0))
+    return b("Reshape", b("Transpose", split, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH))
+
+
 def attention_out_of_computed_shape(b: Builder) -> str:
     p = b.input("p", P)
     t = b("Transpose", b("MatMul", p, b.input("v", K)), perm=(0, 2, 1, 3))
@@ -151,6 +160,13 @@ def image_to_rows(b: Builder) -> str:
     return b("Reshape", b("Transpose", image(b, "height", "width"), perm=(0, 2, 3, 1)), b.integers(0, -1, 8))
 
 
+def image_of_the_weights_size(b: Builder) -> str:
+    """A convolution that leaves its window to the weight."""
+    return b(
+        "Relu", b("Conv", b.input("x", ("batch", DEPTH, "height", "width")), b.array(draw(8, DEPTH, 1, 1), "weight"))
+    )
+
+
 def rows_to_image(b: Builder) -> str:
     """And out of it: the convolution reads rows."""
     x = b("Transpose", b.input("x", ("batch", "height", "width", DEPTH)), perm=(0, 3, 1, 2))
@@ -183,6 +199,12 @@ def einsum_without_arrow(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="ik,jk"))
 
 
+def einsum_of_any_batch(b: Builder) -> str:
+    """Window attention of LongT5, whose windows are a batch beside the heads."""
+    equation = "...qd,...kd->...qk"
+    return b("Tanh", b("Einsum", b.input("q", Q), b.input("k", K), equation=equation))
+
+
 def einsum_turned(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
 
@@ -207,10 +229,13 @@ def spelled_and_squeezed(b: Builder) -> str:
 
 FORMS = [
     spelled_linear, spelled_scores, spelled_and_squeezed,
-    image_activated, image_residual, image_of_scales, sequence_activated, volume_activated, image_to_rows,
+    image_activated, image_of_the_weights_size, image_residual, image_of_scales, sequence_activated,
+    volume_activated, image_to_rows,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
+    einsum_of_any_batch,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
-    attention_out_of_computed_shape, shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
+    attention_out_of_its_own_shape, attention_out_of_computed_shape,
+    shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
     constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, row_vector, column_vector,
 ]  # fmt: skip
 

@@ -91,8 +91,7 @@ def bias_of_another_split(b: Builder) -> str:
 
 def unknown_arithmetic(b: Builder) -> str:
     t = product(b)
-    size = b("Mul", b("Shape", t), b.input("factor", (3,), TensorProto.INT64))
-    return b("Reshape", t, size)
+    return b("Mul", b("Shape", t), b.input("factor", (3,), TensorProto.INT64))
 
 
 def reshaped_by_the_run(b: Builder) -> str:

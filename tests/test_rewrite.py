@@ -189,7 +189,7 @@ def test_what_is_not_fused_stays_byte_for_byte() -> None:
 
 def test_fusing_twice_finds_nothing_new_and_keeps_the_first_result() -> None:
     once = fuse(two_gates())
-    assert not any(is_anchor(node) for graph in all_graphs(load_model(once)) for node in graph.nodes)
+    assert not any(is_anchor(graph, node) for graph in all_graphs(load_model(once)) for node in graph.nodes)
 
 
 def test_a_constant_that_others_still_read_stays() -> None:

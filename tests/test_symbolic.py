@@ -60,6 +60,15 @@ def test_other_functions_equal_themselves_only() -> None:
     assert symbolic.multiply((symbolic.add("S", 1), 2)) == "2*(+ S 1)"
 
 
+@given(st.lists(st.integers(-9, 9)))
+def test_numbers_that_are_added_one_after_another_are_one(numbers: list[int]) -> None:
+    size: symbolic.Size = "S"
+    for number in numbers:
+        size = symbolic.add(size, number)
+    assert size == symbolic.add("S", sum(numbers))
+    assert symbolic.is_longer(size, "S") == (sum(numbers) > 0)
+
+
 def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -144,6 +153,29 @@ def expanded_as_torchscript_does(b: Builder, x: str) -> str:
     return b("Expand", b.array(np.ones((1, 1, 8))), sizes)
 
 
+def padded_to_windows(b: Builder, x: str) -> str:
+    """As torch's older exporter pads an image to whole windows: pairs of pads, last dimension first, are turned."""
+    lacking = b("Mod", b("Sub", b.integers(3), b("Mod", *shape_of(b, x, 2), b.integers(3))), b.integers(3))
+    given = b("Concat", b.integers(0), lacking, axis=0)
+    rest = b("ConstantOfShape", b("Sub", b.integers(6), b("Shape", given)), value=ZERO)
+    pairs = b("Reshape", b("Concat", given, rest, axis=0), b.integers(-1, 2))
+    turned = b("Slice", pairs, b.integers(-1), b.integers(-(2**63) + 1), b.integers(0), b.integers(-1))
+    return b("Pad", x, b("Reshape", b("Transpose", turned, perm=[1, 0]), b.integers(-1)))
+
+
+def convolved_causally(b: Builder, x: str) -> str:
+    """A convolution padded on both sides, and what it makes beyond the sequence cut off."""
+    signal = b("Transpose", x, perm=[0, 2, 1])
+    t = b("Conv", signal, b.array(np.ones((8, 1, 3))), group=8, pads=[2, 2])
+    return b("Slice", t, b.integers(0), *shape_of(b, x, 1), b.integers(2))
+
+
+def last_rows(b: Builder, x: str) -> str:
+    rows = b("Neg", b("Sub", b("Add", *shape_of(b, x, 1), b.integers(3)), b.integers(3)))
+    return b("Slice", x, rows, b.integers(2**63 - 1), b.integers(1))
+
+
+ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
     "merged": merged,
@@ -164,6 +196,13 @@ CHAINS = {
     "mask": causal_mask,
     "positions": with_positions,
     "tiled": lambda b, x: b("Tile", x, b.integers(2, 1, 3)),
+    "windows": padded_to_windows,
+    "causal": convolved_causally,
+    "last": last_rows,
+    "padded_rows": lambda b, x: b("Pad", x, b.integers(1, 2), "", b.integers(1)),
+    "einsum": lambda b, x: b("Einsum", x, x, equation="bsk,btk->bst"),
+    "signs": lambda b, x: b("Sign", x),
+    "counted": lambda b, x: b("Range", b.array(0.0), b.array(4.0), b.array(2.0)),
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
 }
 
@@ -191,6 +230,12 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("mask", ("S", "S")),
         ("positions", ("B", "S", 8)),
         ("tiled", ("2*B", "S", 24)),
+        ("windows", ("B", "S", 9)),
+        ("causal", ("B", 8, "S")),
+        ("last", ("B", "S", 8)),
+        ("padded_rows", ("B", "(+ S 3)", 8)),
+        ("einsum", ("B", "S", "S")),
+        ("counted", (2,)),
     ],
 )
 def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:

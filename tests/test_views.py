@@ -193,6 +193,43 @@ def gate_behind_flat_product(b: Builder, x: str) -> str:
     return b("Mul", first, b("Gelu", second))
 
 
+def qkv_in_front(b: Builder, x: str) -> str:
+    """As timm's attention, or the indexing of other exporters: q, k and v become a leading axis, which is split."""
+    packed = b("Reshape", projection(b, x, n=3 * WIDTH), b.integers(0, 0, 3, HEADS, DEPTH))
+    return b("Transpose", packed, perm=(2, 0, 3, 1, 4))
+
+
+def unbound_by_split(b: Builder, x: str) -> list[str]:
+    parts = b("Split", qkv_in_front(b, x), b.integers(1, 1, 1), outputs=3, axis=0)
+    return [b("Squeeze", part, b.integers(0)) for part in parts]
+
+
+def unbound_by_slices(b: Builder, x: str) -> list[str]:
+    packed, axes = qkv_in_front(b, x), b.integers(0)
+    parts = [b("Slice", packed, b.integers(i), b.integers(i + 1), axes) for i in range(3)]
+    return [b("Squeeze", part, axes) for part in parts]
+
+
+def unbound_by_gathers(b: Builder, x: str) -> list[str]:
+    q, k, v = (b("Gather", qkv_in_front(b, x) if i == 0 else "v3_0", b.scalar(i), axis=0) for i in (0, 1, -1))
+    return [b("Mul", q, b.array(0.5)), b("Transpose", k, perm=(0, 1, 3, 2)), v]
+
+
+def heads_of_a_gate(b: Builder, x: str) -> str:
+    """Half of the heads gate the other half."""
+    heads = b("Reshape", projection(b, x), b.integers(0, 0, HEADS, DEPTH))
+    first, second = b("Split", heads, outputs=2, axis=2, num_outputs=2)
+    return b("Mul", first, b("Sigmoid", second))
+
+
+def scaled_by_its_own_width(b: Builder, x: str) -> str:
+    """As torch's older exporter scales queries: the fourth root of the width of heads, read off their shape."""
+    heads = split_heads(b, projection(b, x))
+    width = b("Slice", b("Shape", heads), b.integers(-1), b.integers(2**63 - 1))
+    root = b("Sqrt", b("Cast", width, to=b.dtype))
+    return b("Mul", heads, b("Sqrt", b("Div", b.array([1.0]), root)))
+
+
 def to_images(b: Builder, x: str) -> str:
     t = b("Transpose", projection(b, x), perm=(0, 2, 1))
     return b("Add", t, b.input("image", ("batch", WIDTH, "rows")))
@@ -206,7 +243,8 @@ def squeezed(b: Builder, x: str) -> str:
 FORMS = [
     head_split, head_split_only, head_split_of_its_own_shape, head_split_of_the_inputs_shape, keys, keys_in_steps,
     residual_behind_views, scale_of_one_head, scale_of_each_head, flat_product, qkv, gate_behind_flat_product,
-    to_images, squeezed,
+    to_images, squeezed, unbound_by_split, unbound_by_slices, unbound_by_gathers, heads_of_a_gate,
+    scaled_by_its_own_width,
 ]  # fmt: skip
 STATIC = {"batch": 2, "rows": 5}
 
@@ -310,6 +348,18 @@ def test_an_image_is_read_with_its_rows_contiguous() -> None:
     check_meaning_of_rest(model)
 
 
+def test_a_view_stays_in_its_place_for_those_who_read_it_too() -> None:
+    b = Builder()
+    rows = b("Transpose", b.input("x", ("batch", WIDTH, "rows")), perm=(0, 2, 1))
+    q, v = projection(b, rows), projection(b, rows, seed=4)
+    out = b("MatMul", b.input("p", ("batch", HEADS, "rows", "rows")), split_heads(b, v))
+    model = b.model(b("Tanh", q), b("Relu", out))
+    fused, _ = onnxfuse.optimize(model, arch="ptx")
+    assert sum(node.domain == "onnxfuse" for node in fused.graph.node) == 3
+    for expected, actual in zip(run(model, feed_of(model)), run(fused, feed_of(model)), strict=True):
+        assert expected.tobytes() == actual.tobytes()
+
+
 def check_meaning_of_rest(model: onnx.ModelProto) -> None:
     fused, _ = onnxfuse.optimize(model, arch="ptx")
     feed = feed_of(model)
@@ -332,6 +382,21 @@ def test_a_view_alone_is_not_worth_a_fusion() -> None:
     b = Builder()
     out = b("Reshape", projection(b, b.input("x", (*ROWS, WIDTH)), bias=False), b.integers(0, 0, HEADS, DEPTH))
     assert refusal(b.model(out)).reason == "nothing_follows"
+
+
+def test_an_operand_of_q_k_and_v_beside_all_of_them_is_left_outside() -> None:
+    b = Builder()
+    scaled = b("Mul", qkv_in_front(b, b.input("x", (*ROWS, WIDTH))), b.array(np.arange(3.0).reshape(3, 1, 1, 1, 1)))
+    model = b.model(b("Tanh", b("Gather", scaled, b.scalar(1), axis=0)))
+    check_meaning_of_rest(model)
+
+
+def test_columns_that_lie_apart_are_no_range() -> None:
+    """BLOOM's q, k and v of each head stand side by side."""
+    b = Builder()
+    packed = projection(b, b.input("x", (*ROWS, WIDTH)), bias=False, n=3 * WIDTH)
+    heads = b("Reshape", packed, b.integers(0, 0, HEADS, 3, DEPTH))
+    assert refusal(b.model(b("Gather", heads, b.scalar(1), axis=3))).reason == "strided_slice"
 
 
 def test_values_in_two_orders_do_not_meet() -> None:

@@ -7,7 +7,7 @@ costs a store that the model makes anyway, and saves what follows a launch and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -23,7 +23,7 @@ from onnxfuse.patterns.match import Columns, Exit, Match, count_of
 from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import VIEWS, columns_dim
+from onnxfuse.patterns.views import VIEWS, columns_dim, only_feeding
 
 # With these alone behind it, an intermediate is not worth an output.
 REGROUPING = frozenset({"Cast", "Identity"})
@@ -55,6 +55,10 @@ class Cut:
         self._values = [[self._value(node, tensor) for tensor in node.outputs] for node in growth.nodes]
         self._by_name = {value.name: value for values in self._values for value in values}
         self._foldable = self._find_foldable()
+        self._reshaped = sum(
+            1 << position for position, node in enumerate(growth.nodes) if growth.graph.index(node) in growth.shapes
+        )
+        self._spared_by: dict[Region, frozenset[int]] = {}
 
     def matches(self) -> Iterator[Match]:
         """Every piece that ends at arithmetic or at a view that is worth it; the furthest first.
@@ -65,6 +69,7 @@ class Cut:
             region = self.growth.needs[position]
             if not self._may_end(position, region):
                 continue
+            region = self._with_other_ranges(region, self._values[position][0])
             try:
                 yield self._widened(region, self._match(region, position), position)
             except NotFusable as refusal:
@@ -77,6 +82,16 @@ class Cut:
             return False
         worth = self._is_computed(node) or any(self._is_work(self.growth.nodes[inside]) for inside in _bits(region))
         return worth and value in self._leaving(region)
+
+    def _with_other_ranges(self, region: Region, root: _Value) -> Region:
+        """Take in the other ranges of a value that could not leave whole: its columns are no dimension any more."""
+        assert root.columns is not None
+        for value in list(self._leaving(region)):
+            columns = value.columns
+            if columns is not None and columns.length != root.columns.length and columns_dim(columns.view) is None:
+                for position in _bits(value.readers):
+                    region |= self.growth.needs[position]
+        return region
 
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
@@ -97,9 +112,7 @@ class Cut:
         bit = 1 << self._positions[id(product.node)]
         found = [refusal for region, refusal in self.refusals if region & bit]
         found += [stop.refusal for stop in self.growth.stops if stop.needs & bit]
-        return (
-            found[0] if found else NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
-        )
+        return _weightiest(found) or NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
 
     def region_of(self, match: Match) -> Region:
         """The match's nodes as bits."""
@@ -178,7 +191,7 @@ class Cut:
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
             copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.copied})),
             place=-1,
-            folded=tuple(growth.graph.index(growth.nodes[position]) for position in self._folded(region)),
+            folded=tuple(sorted({*self._spared(region), *self._indices(self._folded(region))})),
             constants=tuple(self._constants(region)),
             columns=columns.length,
             exits=exits,
@@ -209,7 +222,8 @@ class Cut:
             return False
         if not value.outside and not value.readers & ~foldable:
             return True
-        return value.columns is None and is_complete(self.growth.graph.known_value(value.maker.outputs[0]))
+        graph, made = self.growth.graph, value.maker.outputs[0]
+        return value.columns is None and is_complete(graph.known_value(made)) and not graph.is_computed_in_16_bits(made)
 
     def _folded(self, region: Region) -> Iterator[int]:
         return (position for position in _bits(self._foldable) if self.growth.needs[position] & region)
@@ -217,14 +231,30 @@ class Cut:
     def _constants(self, region: Region) -> Iterator[str]:
         for position in self._folded(region):
             for value in self._values[position]:
-                if value.outside or value.readers & ~region & ~self._foldable:
+                if self._readers_behind(value, region):
                     yield value.name
 
     def _leaving(self, region: Region) -> Iterator[_Value]:
         for position in _bits(region & ~self._foldable):
             for value in self._values[position]:
-                if value.escapes or value.outside or value.readers & ~region & ~self._foldable:
+                if value.escapes or self._readers_behind(value, region):
                     yield value
+
+    def _readers_behind(self, value: _Value, region: Region) -> list[gs.Node]:
+        """The readers of a value that a fusion of the region leaves in the model."""
+        others = (self.growth.nodes[position] for position in _bits(value.readers & ~region & ~self._foldable))
+        spared, index = self._spared(region), self.growth.graph.index
+        return [reader for reader in (*value.outside, *others) if index(reader) not in spared]
+
+    def _spared(self, region: Region) -> frozenset[int]:
+        """The nodes that only make shapes which views of the region take from elsewhere."""
+        views = region & self._reshaped
+        if views not in self._spared_by:
+            self._spared_by[views] = only_feeding(self.growth.graph, list(self._indices(_bits(views))))
+        return self._spared_by[views]
+
+    def _indices(self, positions: Iterable[int]) -> Iterator[int]:
+        return (self.growth.graph.index(self.growth.nodes[position]) for position in positions)
 
     def _exit(self, value: _Value, width: int | str) -> Exit:
         count = 0 if value.columns is None else count_of(value.columns.length, width)
@@ -244,7 +274,8 @@ class Cut:
     def _check_worth(self, match: Match, region: Region) -> None:
         """An intermediate becomes an output when work behind it is saved.
 
-        A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read.
+        A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read. A range
+        beside others that nothing inside reads is stored instead of the value that it is taken from.
 
         A value that a reduction reads stays outside: it is the first step of a normalisation, which the runtime
         computes in one kernel if it finds it whole.
@@ -254,8 +285,11 @@ class Cut:
         tensor = self.growth.graph.nodes[match.nodes[-1]].outputs[0]
         if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
             raise self._leak(first, "and a reduction follows")
+        intermediates = [value for value in leaving if value.readers & region]
+        if not intermediates:
+            return
         without = 0
-        for value in leaving:
+        for value in intermediates:
             without |= self.growth.needs[self._positions[id(value.maker)]]
         gained = [self.growth.nodes[position] for position in _bits(region & ~without)]
         arithmetic = any(pointwise_row(node) is not None and node.op not in REGROUPING for node in gained)
@@ -266,8 +300,7 @@ class Cut:
 
     def _reads_data(self, value: _Value, region: Region) -> bool:
         """Whether a reader outside of a region asks for more than a value's shape."""
-        others = [self.growth.nodes[position] for position in _bits(value.readers & ~region & ~self._foldable)]
-        return any(reader.op != "Shape" for reader in (*value.outside, *others))
+        return any(reader.op != "Shape" for reader in self._readers_behind(value, region))
 
     def _leak(self, value: _Value, why: str) -> NotFusable:
         if value.escapes and not value.outside:
@@ -281,7 +314,12 @@ class Cut:
         """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue."""
         found = [refusal for larger, refusal in self.refusals if larger & region == region]
         found += [stop.refusal for stop in self.growth.stops if stop.needs and stop.needs & ~region == 0]
-        return found[0] if found else None
+        return _weightiest(found)
+
+
+def _weightiest(refusals: list[NotFusable]) -> NotFusable | None:
+    """The first that is not about shape arithmetic, which is in nobody's way where the data stop elsewhere."""
+    return min(refusals, key=lambda refusal: refusal.reason == "unknown_shape_arithmetic", default=None)
 
 
 def _bits(region: Region) -> Iterator[int]:

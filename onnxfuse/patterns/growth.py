@@ -1,7 +1,7 @@
 """Grow from products of one input over parts and pointwise nodes, in graph order.
 
-Growth follows readers and absorbs what a table knows: pointwise ops, views, Split and Slice along the columns, and the
-shape arithmetic of a computed chunk. It stops at everything else, and remembers why.
+Growth follows readers and absorbs what a table knows: pointwise ops, views, what takes columns apart, and the shape
+arithmetic of a computed chunk. It stops at everything else, and remembers why.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
+from onnxfuse import symbolic
 from onnxfuse.dtypes import BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
@@ -45,6 +46,14 @@ class Stop:
 
     refusal: NotFusable
     needs: int
+
+
+@dataclass(frozen=True)
+class ColumnAxis:
+    """A dimension of a value that counts its columns, `step` at once."""
+
+    index: int
+    step: int
 
 
 class Growth:
@@ -199,10 +208,17 @@ class Growth:
         value = self.values.get(tensor.name)
         if value is not None:
             return value.ref
+        number = self._number(tensor)
+        return self._operand(tensor, beside) if number is None else self.epilogue.constant(number)
+
+    def _number(self, tensor: gs.Tensor) -> float | None:
+        """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
         known = self.graph.known_value(tensor)
-        if known is not None and known.size == 1 and known.ndim <= 1 and known.dtype != object:
-            return self.epilogue.constant(float(known.reshape(()).item()))
-        return self._operand(tensor, beside)
+        if known is None or known.size != 1 or known.ndim > 1 or known.dtype == object:
+            return None
+        if tensor.name not in self.values and self.graph.is_computed_in_16_bits(tensor):
+            return None
+        return float(known.reshape(()).item())
 
     def _operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         name = str(tensor.name)
@@ -223,18 +239,28 @@ class Growth:
     def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
         """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""
         behind = view[len(view) - len(shape) :]
+        if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, behind, strict=True)):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
         if any(size != 1 and size != extent(dim) for size, dim in zip(shape, behind, strict=True)):
             raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
         return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
 
-    def _check_column_axis(self, value: Columns, axis: int, verb: str) -> None:
-        if axis % len(value.view) != columns_dim(value.view):
+    def _column_axis(self, value: Columns, axis: int, verb: str) -> ColumnAxis:
+        """The axis that a node takes apart; a step along it is one column, or all columns of an outer axis of them."""
+        axis %= len(value.view)
+        if axis == columns_dim(value.view):
+            return ColumnAxis(axis, 1)
+        piece = value.view[axis][0] if len(value.view[axis]) == 1 else None
+        if piece is None or not is_column(piece):
             raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
+        if symbolic.multiply((piece.size, piece.step)) != value.length:
+            raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
+        return ColumnAxis(axis, piece.step)
 
-    def _known_length(self, value: Columns) -> int:
+    def _known_length(self, value: Columns, axis: ColumnAxis) -> int:
         if isinstance(value.length, str):
             raise NotFusable("bounds_not_constant", "", "takes columns apart whose number only the run knows")
-        return value.length
+        return value.length // axis.step
 
     def _single(self, node: gs.Node) -> Columns:
         value = self.values.get(node.inputs[0].name)
@@ -244,13 +270,13 @@ class Growth:
 
     def _absorb_split(self, node: gs.Node) -> None:
         value = self._single(node)
-        self._check_column_axis(value, node.attrs.get("axis", 0), "splits")
-        self._take(node, *self._ranges(value, split_sizes(self.graph, node, self._known_length(value))))
+        axis = self._column_axis(value, node.attrs.get("axis", 0), "splits")
+        self._take(node, *self._ranges(value, axis, split_sizes(self.graph, node, self._known_length(value, axis))))
 
     def _absorb_split_to_sequence(self, node: gs.Node) -> None:
         value = self._single(node)
-        self._check_column_axis(value, node.attrs.get("axis", 0), "splits")
-        ranges = self._ranges(value, sequence_sizes(self.graph, node, self._known_length(value)))
+        axis = self._column_axis(value, node.attrs.get("axis", 0), "splits")
+        ranges = self._ranges(value, axis, sequence_sizes(self.graph, node, self._known_length(value, axis)))
         self._take(node, None)
         self._sequences[str(node.outputs[0].name)] = ranges
 
@@ -266,40 +292,56 @@ class Growth:
         starts, ends, axes, steps = slice_bounds(self.graph, node)
         if len(axes) != 1:
             raise NotFusable("not_the_last_axis", "", "slices along several axes")
-        self._check_column_axis(value, axes[0], "slices")
+        axis = self._column_axis(value, axes[0], "slices")
         if steps != [1]:
             raise NotFusable("strided_slice", "", f"slices with step {steps[0]}")
-        start, stop, _ = slice(starts[0], ends[0]).indices(self._known_length(value))
+        start, stop, _ = slice(starts[0], ends[0]).indices(self._known_length(value, axis))
         if stop <= start:
             raise NotFusable("empty_slice", "", "slices no column")
-        self._take(node, self._range(value, start, stop))
+        self._take(node, self._range(value, axis, start, stop))
+
+    def _absorb_gather(self, node: gs.Node) -> None:
+        """One step along an axis of columns, as indexing takes q, k and v out of one tensor."""
+        value = self._single(node)
+        axis = self._column_axis(value, node.attrs.get("axis", 0), "gathers")
+        position = self.graph.known_value(node.inputs[1])
+        if position is None or position.size != 1 or not is_complete(position):
+            raise NotFusable("bounds_not_constant", "", "which columns it gathers is not known before the run")
+        start = int(position.item()) % self._known_length(value, axis)
+        found = self._range(value, axis, start, start + 1)
+        if position.ndim == 0:
+            found = replace(found, view=(*found.view[: axis.index], *found.view[axis.index + 1 :]))
+        self._take(node, found)
 
     def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
         """The left half of the biased columns times the gelu of the right half."""
         value = self._single(node)
-        self._check_column_axis(value, -1, "splits")
+        axis = self._column_axis(value, -1, "splits")
         biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value))
-        half = self._known_length(value) // 2
-        first, second = self._ranges(replace(value, ref=biased), [half, half])
+        half = self._known_length(value, axis) // 2
+        first, second = self._ranges(replace(value, ref=biased), axis, [half, half])
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
         self._take(node, replace(first, ref=self._stored(node, gated)))
 
-    def _ranges(self, value: Columns, sizes: list[int]) -> list[Columns]:
+    def _ranges(self, value: Columns, axis: ColumnAxis, sizes: list[int]) -> list[Columns]:
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + size)
-        if starts[-1] != value.length:
-            raise NotFusable("invalid_model", "", f"splits {value.length} columns into {starts[-1]}")
-        return [self._range(value, start, stop) for start, stop in pairwise(starts)]
+        length = self._known_length(value, axis)
+        if starts[-1] != length:
+            raise NotFusable("invalid_model", "", f"splits {length} columns into {starts[-1]}")
+        return [self._range(value, axis, start, stop) for start, stop in pairwise(starts)]
 
-    def _range(self, value: Columns, start: int, stop: int) -> Columns:
-        view = with_columns(value.view, stop - start)
-        return Columns(self.epilogue.moved(value.ref, start), stop - start, view)
+    def _range(self, value: Columns, axis: ColumnAxis, start: int, stop: int) -> Columns:
+        view = with_columns(value.view, axis.index, stop - start, axis.step)
+        ref = self.epilogue.moved(value.ref, start * axis.step)
+        return Columns(ref, (stop - start) * axis.step, view)
 
 
 COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
     "Split": Growth._absorb_split,
     "Slice": Growth._absorb_slice,
+    "Gather": Growth._absorb_gather,
     "SplitToSequence": Growth._absorb_split_to_sequence,
     "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
 }

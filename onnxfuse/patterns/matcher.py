@@ -63,7 +63,9 @@ def match_sites(graph: Graph, accept: Accept[Site], pays: Pays[Site] = never, ro
     """
     products: list[Product] = []
     skipped: list[tuple[gs.Node, NotFusable]] = []
-    for node in filter(is_anchor, graph.nodes):
+    for node in graph.nodes:
+        if not is_anchor(graph, node):
+            continue
         try:
             _check_scope(graph, node)
             products.append(read_product(graph, node))

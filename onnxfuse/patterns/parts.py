@@ -14,8 +14,9 @@ from collections.abc import Callable
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import ACC, Ref
-from onnxfuse.patterns.match import Match, count_of
+from onnxfuse.patterns.match import Match, Operand, count_of
 from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.views import is_column
 
 
 def _is_gate(match: Match) -> bool:
@@ -72,9 +73,16 @@ def check_parts(match: Match) -> None:
     if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.exits):
         raise NotFusable("not_equal_parts", match.label, "stores a value that is neither a part nor all of the product")
     for leaf in match.reads:
-        split_alike = match.operands[leaf.operand].columns in (columns, *packed)
+        operand = match.operands[leaf.operand]
+        split_alike = operand.columns in (columns, *packed) and not _has_axis_of_parts(operand, columns)
         if leaf.offset is not None and not (split_alike and _is_start(leaf.offset, columns)):
             raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
+
+
+def _has_axis_of_parts(operand: Operand, columns: int | str) -> bool:
+    """Whether a dimension of an operand counts parts, and not columns."""
+    pieces = (piece for dim in operand.view for piece in dim if is_column(piece))
+    return isinstance(columns, int) and any(piece.step >= columns and piece.size != 1 for piece in pieces)
 
 
 def _is_part(product: Product, start: int, columns: int | str) -> bool:

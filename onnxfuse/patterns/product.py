@@ -32,6 +32,7 @@ QUANTIZED = frozenset(
 )
 
 BATCHES = "abcdefghij"  # labels of batch dimensions
+ELLIPSIS = "αβγδεζηθ"  # labels of what an Einsum calls `...`
 DIMENSIONS = "abcdefgh"  # labels of dimensions in order
 Activation = Callable[[EpilogueGraph, Ref], Ref]
 
@@ -109,20 +110,21 @@ class Product:
         return extent(self.columns)
 
 
-def is_anchor(node: gs.Node) -> bool:
+def is_anchor(graph: Graph, node: gs.Node) -> bool:
     """Whether a node is a product, so that it is fused or listed with a reason."""
     op = qualified_op(node)
     if op == "ReduceSum":
         return spelled_factors(node) is not None
-    return (op in ANCHORS and (op != "Conv" or _is_pointwise(node))) or op in QUANTIZED
+    return (op in ANCHORS and (op != "Conv" or _is_pointwise(graph, node))) or op in QUANTIZED
 
 
-def _is_pointwise(conv: gs.Node) -> bool:
+def _is_pointwise(graph: Graph, conv: gs.Node) -> bool:
     """Whether a convolution is a product of each position's channels with one matrix."""
     attrs = conv.attrs
-    ones, pads = (*attrs.get("kernel_shape", [0]), *attrs.get("strides", [1])), attrs.get("pads", [0])
+    kernel = attrs.get("kernel_shape") or (graph.shape(conv.inputs[1].name) or (0, 0, 0))[2:]
+    pads = attrs.get("pads", [0])
     padded = any(pads) or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
-    return set(ones) == {1} and not padded and attrs.get("group", 1) == 1
+    return {*kernel, *attrs.get("strides", [1])} == {1} and not padded and attrs.get("group", 1) == 1
 
 
 def _check_form(node: gs.Node) -> None:
@@ -239,6 +241,8 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
     terms, arrow, out = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
     lhs, _, rhs = terms.partition(",")
+    lhs, rhs = _without_ellipsis(lhs, len(lhs_view)), _without_ellipsis(rhs, len(rhs_view))
+    out = out.replace("...", "".join(label for label in ELLIPSIS if label in lhs + rhs))
     if not arrow:
         out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
     summed = (set(lhs) | set(rhs)) - set(out)
@@ -248,6 +252,12 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
     return Labels(lhs, rhs, out)
+
+
+def _without_ellipsis(term: str, rank: int) -> str:
+    """`...` are the dimensions that have no letter, those of both inputs from the last one on."""
+    count = rank - len(term.replace("...", ""))
+    return term.replace("...", ELLIPSIS[-count:] if count > 0 else "") if 0 <= count <= len(ELLIPSIS) else term
 
 
 def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:

@@ -6,7 +6,7 @@ Reshape groups and splits their pieces. There is no division in it: a Reshape th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,9 +15,8 @@ import onnx_graphsurgeon as gs
 from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
 from onnxfuse.facts import CONTRADICTIONS
-from onnxfuse.graph import Graph, Size
+from onnxfuse.graph import SIXTEEN_BIT, Graph, Size
 
-SIXTEEN_BIT = (10, 16)  # TensorProto float16, bfloat16
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
 COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs
 REPEATED = "~"  # begins the name of an axis along which an Expand repeats its input
@@ -150,10 +149,10 @@ def columns_dim(view: View) -> int | None:
     return found[0] if whole else None
 
 
-def with_columns(view: View, length: int) -> View:
-    """The view of a range of the columns, which are a dimension of their own."""
-    at = columns_dim(view)
-    return tuple((Piece(COLUMNS, length),) if index == at else dim for index, dim in enumerate(view))
+def with_columns(view: View, index: int, length: int, step: int) -> View:
+    """The view of a range of the columns along a dimension, a step of which is `step` columns."""
+    dim = () if length == 1 < step else (Piece(COLUMNS, length, step),)
+    return (*view[:index], dim, *view[index + 1 :])
 
 
 @dataclass(frozen=True)
@@ -338,6 +337,26 @@ def _sources(tensor: gs.Tensor) -> Iterator[gs.Tensor]:
                 yield maker.inputs[0]
             else:
                 stack += [value for value in maker.inputs if str(value.name) not in seen]
+
+
+def only_feeding(graph: Graph, views: Collection[int]) -> frozenset[int]:
+    """Shape arithmetic that nothing but the shapes of some views needs; nodes are indices in the graph."""
+    found: set[int] = set()
+    stack = [graph.nodes[view].inputs[1] for view in views]
+    while stack and len(found) < MAX_SHAPE_VALUES * len(views):
+        for maker in stack.pop().inputs:
+            if all(_dies(graph, value, found, views) for value in maker.outputs):
+                found.add(graph.index(maker))
+                stack += [] if maker.op == "Shape" else maker.inputs
+    return frozenset(found)
+
+
+def _dies(graph: Graph, value: gs.Tensor, dead: Collection[int], views: Collection[int]) -> bool:
+    """Whether nothing reads a value but dead nodes, and views as their shape."""
+    readers = ((graph.index(reader), reader.inputs[0]) for reader in value.outputs)
+    return not graph.is_escaping(value.name) and all(
+        index in dead or (index in views and value is not viewed) for index, viewed in readers
+    )
 
 
 def _would_be_cast_only(graph: Graph, tensor: gs.Tensor) -> bool:

@@ -107,7 +107,7 @@ def check_sizes(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str, k
     live = session(fused, tmp_path / "fused.onnx", fused=True)
     stock = session(model, tmp_path / "stock.onnx", fused=False) if dtype != BF16 else None
     graph = Graph(load_model(model))
-    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(node)))
+    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(graph, node)))
     stored = {tensor.name: as_float64(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer
               if tensor.name in ("weight", "bias")}  # fmt: skip
     rng = np.random.default_rng(k * n)

@@ -47,7 +47,7 @@ def check(folder: Path, model: onnx.ModelProto, fused: onnx.ModelProto, dtype: i
     """Both sessions round the product, so both may be off by as much as it; float64 is the reference."""
     live = session(fused, folder / "fused.onnx", fused=True)
     graph = Graph(load_model(model))
-    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(node)))
+    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(graph, node)))
     stored = {tensor.name: as_float64(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer
               if tensor.name in ("weight", "bias")}  # fmt: skip
     stock = session(model, folder / "stock.onnx", fused=False) if dtype != BF16 else None

@@ -290,7 +290,7 @@ def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str
 
     model = site_model(row, order)
     graph = Graph(load_model(model))
-    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(node)))
+    _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(graph, node)))
     fusion = simplify(fusion)
     mapping = map_axes(fusion)
     plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=False)
