@@ -355,7 +355,7 @@ def test_a_view_stays_in_its_place_for_those_who_read_it_too() -> None:
     out = b("MatMul", b.input("p", ("batch", HEADS, "rows", "rows")), split_heads(b, v))
     model = b.model(b("Tanh", q), b("Relu", out))
     fused, _ = onnxfuse.optimize(model, arch="ptx")
-    assert sum(node.domain == "onnxfuse" for node in fused.graph.node) == 3
+    assert sum(node.domain == "onnxfuse" for node in fused.graph.node) == 2, "q and v share a kernel"
     for expected, actual in zip(run(model, feed_of(model)), run(fused, feed_of(model)), strict=True):
         assert expected.tobytes() == actual.tobytes()
 

@@ -1,10 +1,9 @@
-"""Kernels of tests, compiled in parallel and loaded without ONNX Runtime."""
+"""Kernels of tests, compiled when they are asked for and loaded without ONNX Runtime."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxfuse.device import PTX, DeviceSpec
@@ -15,20 +14,30 @@ Sources = Mapping[str, tuple[str, int]]
 """Name -> CUDA source, and bytes of dynamic shared memory."""
 
 
-def load_kernels(sources: Sources, device: DeviceSpec, folder: Path) -> dict[str, object]:
-    """Functions of the GPU by the names of their sources; `folder` keeps the images, which CuPy reads from files."""
-    import cupy
+@dataclass
+class Kernels:
+    """Functions of the GPU by the names of their sources: a worker of many compiles those of its own tests alone.
 
-    def compiled(name: str) -> Path:
-        path = folder / f"{name}.{'ptx' if device.arch == PTX else 'cubin'}"
-        path.write_bytes(compile_source(sources[name][0], device).data)
-        return path
+    Attributes:
+        folder: keeps the images, which CuPy reads from files.
+    """
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        paths = list(pool.map(compiled, sources))
-    loaded = {}
-    for (name, (_, shared)), path in zip(sources.items(), paths, strict=True):
+    sources: Sources
+    device: DeviceSpec
+    folder: Path
+    _loaded: dict[str, object] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> object:
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def _load(self, name: str) -> object:
+        import cupy
+
+        source, shared = self.sources[name]
+        path = self.folder / f"{name}.{'ptx' if self.device.arch == PTX else 'cubin'}"
+        path.write_bytes(compile_source(source, self.device).data)
         function = cupy.RawModule(path=str(path)).get_function(ENTRY)
         function.max_dynamic_shared_size_bytes = shared
-        loaded[name] = function
-    return loaded
+        return function

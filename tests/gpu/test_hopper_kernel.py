@@ -15,7 +15,7 @@ import pytest
 
 from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
 from onnxfuse.kernels.hopper import emit
-from tests.gpu.kernels import load_kernels
+from tests.gpu.kernels import Kernels
 from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, tall_cases, walked_cases
 from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
 
@@ -59,14 +59,14 @@ def _only_on_hopper() -> None:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel."""
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The cases' kernels."""
     limit = DEVICE.shared_bytes
     sources = {
         case.name: (emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total)
         for case in (*CASES, *LARGE)
     }
-    return load_kernels(sources, DEVICE, tmp_path_factory.mktemp("hopper"))
+    return Kernels(sources, DEVICE, tmp_path_factory.mktemp("hopper"))
 
 
 def encode(buffer: Buffer, address: int, rule: MapRule, walked: bool, target: int) -> None:
@@ -144,9 +144,7 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
-def test_kernel_computes_the_fusion(
-    case: HopperCase, kernels: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_computes_the_fusion(case: HopperCase, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     # fast_gelu: 1.5e-6 |x|, as pointwise_fast.cuh argues, and its rounding.
     monkeypatch.setitem(GROWTH, "gelu", lambda a: 1.13 * a.error + (1.5e-6 + 4 * FP32) * np.abs(a.value))
     for size in case.sizes:

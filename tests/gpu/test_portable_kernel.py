@@ -21,7 +21,7 @@ from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.plan import tiles_for
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from tests.gpu.kernels import load_kernels
+from tests.gpu.kernels import Kernels
 from tests.kernel_problem import Problem, Size, make_problem, make_spec
 from tests.test_epilogue_ops import CASES as EXPRESSION_CASES
 from tests.test_epilogue_ops import SWEEP
@@ -177,10 +177,10 @@ def device_spec() -> DeviceSpec:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel."""
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The cases' kernels."""
     sources = {case.name: (emit(case.spec), shared_bytes(case.spec)) for case in CASES}
-    return load_kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
+    return Kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
 
 
 def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:
@@ -200,7 +200,7 @@ def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernel_computes_the_fusion(case: Case, kernels: dict[str, object]) -> None:
+def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
     assert why_not(case.spec, device_spec().shared_bytes) is None
     for size in case.sizes:
         problem = make_problem(case.spec, size)

@@ -17,7 +17,7 @@ from onnxfuse.kernels.emit import emit
 from onnxfuse.plan import small_m_tiles
 from onnxfuse.small_m_tile import CHUNK, MAX_GATED_THREADS
 from onnxfuse.tile_footprint import shared_bytes, why_not
-from tests.gpu.kernels import load_kernels
+from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch
 from tests.kernel_problem import Size, make_problem, make_spec
 
@@ -76,14 +76,14 @@ CASES = [*product_cases(), *operand_cases()]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel."""
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    """The cases' kernels."""
     sources = {case.name: (emit(case.spec), shared_bytes(case.spec)) for case in CASES}
-    return load_kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
+    return Kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernel_computes_the_fusion(case: Case, kernels: dict[str, object]) -> None:
+def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
     assert why_not(case.spec, device_spec().shared_bytes) is None
     for size in case.sizes:
         problem = make_problem(case.spec, size)
@@ -91,13 +91,13 @@ def test_kernel_computes_the_fusion(case: Case, kernels: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
-def test_every_run_gives_the_same_bits(case: Case, kernels: dict[str, object]) -> None:
+def test_every_run_gives_the_same_bits(case: Case, kernels: Kernels) -> None:
     problem = make_problem(case.spec, case.sizes[0])
     first, *others = ([out.tobytes() for out in launch(kernels[case.name], problem, None)] for _ in range(RUNS))
     assert all(run == first for run in others)
 
 
-def test_infinities_stay_in_their_row_and_column(kernels: dict[str, object]) -> None:
+def test_infinities_stay_in_their_row_and_column(kernels: Kernels) -> None:
     """What lies beyond k, or in another row, must not meet an infinity: 0 * inf is NaN."""
     case = next(case for case in CASES if case.name.startswith("f16-nk-1-"))
     problem = make_problem(case.spec, Size(5, 24, 40))
