@@ -148,7 +148,7 @@ class Cut:
         match = Match(
             products=products,
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
-            copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.copied})),
+            copied=tuple(sorted({growth.graph.index(node) for node in self._copied(products, nodes)})),
             place=-1,
             folded=tuple(growth.graph.index(growth.nodes[position]) for position in self._folded(region)),
             constants=tuple(self._constants(region)),
@@ -163,6 +163,14 @@ class Cut:
         if leaving:
             self._check_worth(match, leaving, region)
         return self.places.placed(match)
+
+    def _copied(self, products: tuple[Product, ...], nodes: list[gs.Node]) -> Iterator[gs.Node]:
+        """The nodes behind a match's constant weights, and those that make its operands from masks."""
+        for product in products:
+            yield from product.copied
+        for node in nodes:
+            for tensor in node.inputs:
+                yield from self.growth.masks.get(tensor.name, ())
 
     def _split_span(self, node: gs.Node) -> Iterator[tuple[str, int, int]]:
         """The columns of one product that a node takes apart."""
