@@ -175,7 +175,7 @@ def replacement(form: Form, kernel: str) -> Replacement:
     return Replacement(
         graph=form.graph,
         nodes=form.match.nodes,
-        copied=() if form.kept else form.match.copied,
+        copied=form.match.copied,
         place=form.match.place,
         folded=form.match.folded,
         constants=form.match.constants,

@@ -35,7 +35,7 @@ class Replacement:
     Attributes:
         graph: the facts of the scope that the match lies in; stale after the edit.
         nodes: indices of the matched nodes in the scope, ascending.
-        copied: indices of nodes that the matched ones need too, and that stay as long as others need them.
+        copied: indices of nodes that matched ones may need too, and that stay as long as others need them.
         place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
         folded: indices of nodes that are not needed any more: what others read of them are constants.
         constants: the names of those.
@@ -174,10 +174,8 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     """The matched nodes, and before them what some of them read in place of a computed shape."""
     nodes: list[NodeProto] = []
     shapes: list[NodeProto] = []
-    for index in (*replacement.copied, *replacement.nodes):
+    for index in (*_needed(replacement), *(index for index in replacement.nodes if index not in replacement.kept)):
         node = replacement.graph.scope.nodes[index]
-        if index in replacement.kept:
-            continue
         if index in replacement.shapes:
             node = renamed(node, {})
             shape = replacement.shapes[index]
@@ -190,6 +188,18 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
             node.attribute.extend(kept)
         nodes.append(node)
     return nodes, shapes
+
+
+def _needed(replacement: Replacement) -> list[int]:
+    """The copied nodes that the body reads: what only kept products need stays with them."""
+    scope = replacement.graph.scope.nodes
+    read = {value for index in replacement.nodes if index not in replacement.kept for value in scope[index].input}
+    needed: list[int] = []
+    for index in reversed(replacement.copied):
+        if read.intersection(scope[index].output):
+            read.update(scope[index].input)
+            needed.insert(0, index)
+    return needed
 
 
 def _shape(name: str, shape: FallbackShape, base: str) -> list[NodeProto]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 import onnxfuse
@@ -26,11 +27,16 @@ def verified(key: str, folder: Path, arch: str) -> VerifyResult:
         folder: for the model before and after.
         arch: to compile for, `native` for the GPU at hand.
     """
+    feeds = [corpus.feed(key, index) for index in range(corpus.feeds(key))]
+    return judged(corpus.materialize(key), feeds, folder, arch)
+
+
+def judged(model: onnx.ModelProto, feeds: list[dict[str, np.ndarray]], folder: Path, arch: str) -> VerifyResult:
+    """The same of any model of which something is fused."""
     original, fused = folder / "original.onnx", folder / "fused.onnx"
-    onnx.save(corpus.materialize(key), original)
+    onnx.save(model, original)
     made, report = onnxfuse.optimize(original, arch=arch)
-    assert report.fused, f"{key}: nothing is fused"
+    assert report.fused, "nothing is fused"
     onnx.save(made, fused)
     del made
-    feeds = [corpus.feed(key, index) for index in range(corpus.feeds(key))]
     return verify(original, fused, inputs=feeds)

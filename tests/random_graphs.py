@@ -145,9 +145,14 @@ def _broadcast(s: Sketch, value: Value) -> tuple[int, ...]:
 
 
 def _masked(s: Sketch) -> None:
-    """A mask that the run or the model knows chooses between a value and a number, a tensor or another value."""
+    """A mask that the run or the model knows chooses between a value and a number, a tensor or another one."""
     value = s.value()
     mask = _stored_or_given(s, np.asarray(s.numbers(*_broadcast(s, value)) > 0))
+    if s.draw(st.booleans()):
+        mask = s.b("Not", mask)
+    if s.draw(st.integers(0, 3)) == 0:
+        s.add(s.b("Mul", s.b("Cast", mask, to=s.b.dtype), value.name), value.sizes, value.bounded)
+        return
     alike = [other.name for other in s.values if other.sizes == value.sizes]
     numbers = np.asarray(np.tanh(s.numbers(*_broadcast(s, value))))
     other = s.pick(s.b.array(-100.0), s.b.array(numbers), s.draw(st.sampled_from(alike)))

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from onnx import helper, numpy_helper
 
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model
 from tests.matching import (
     ACTIVATIONS,
     FEED,
@@ -20,7 +22,8 @@ from tests.matching import (
     refusal,
     split_num_outputs,
 )
-from tests.onnx_build import BOOL, FLOAT, Builder
+from tests.onnx_build import BOOL, FLOAT, Builder, run
+from tests.sweep import rewritten
 
 
 @pytest.mark.parametrize("activated", [0, 1])
@@ -188,6 +191,38 @@ def test_a_transposed_product_under_its_mask() -> None:
     _, fusion = only(model)
     assert fusion.operands[-1].einops == "b n m"
     check_meaning(model, fusion, FEED | {"mask": draw(2, N, 5, seed=6) > 0})
+
+
+MASK_SPELLINGS = {
+    "cast": (lambda b, mask, t: b("Mul", t, b("Cast", mask, to=FLOAT)), 1),
+    "cast to half and back": (lambda b, mask, t: b("Mul", t, b("Cast", b("Cast", mask, to=10), to=FLOAT)), 0),
+    "not": (lambda b, mask, t: b("Where", b("Not", mask), b.array(-np.inf), t), 1),
+    "cast of not": (lambda b, mask, t: b("Add", b("Cast", b("Not", mask), to=FLOAT), t), 2),
+    "not of not": (lambda b, mask, t: b("Where", b("Not", b("Not", mask)), t, b.array(0.0)), 2),
+}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("spelling", MASK_SPELLINGS)
+def test_a_mask_is_read_as_it_is_stored(spelling: str, elsewhere: bool) -> None:
+    """Its Cast and its Not go with the fusion, and stay where somebody else needs them."""
+    b = Builder()
+    t, mask = linear(b), b.input("mask", ("batch", "rows", 1), BOOL)
+    masked, count = MASK_SPELLINGS[spelling][0](b, mask, t), MASK_SPELLINGS[spelling][1]
+    makers = [node for node in b.nodes if node.op_type in ("Cast", "Not")]
+    is_number = makers[-1].op_type == "Cast"
+    other = [b("Where", makers[-1].output[0], b.array(1.0), b.array(2.0))] if elsewhere and not is_number else []
+    model = b.model(masked, *other, *([makers[-1].output[0]] if elsewhere and is_number else []))
+    match, fusion = only(model)
+    assert (fusion.operands[-1].dtype.name, len(match.copied)) == (("bool", count) if count else ("f32", 0))
+    feed = FEED | {"mask": draw(2, 5, 1, seed=9) > 0}
+    check_meaning(model, fusion, feed)
+    for behind in (False, True):
+        fused = rewritten(analyse_model(model, resolve("sm_80", list)), behind)
+        left = sum(node.op_type in ("Cast", "Not") for node in fused.graph.node)
+        assert left == (len(makers) if elsewhere or not count else 0)
+        for expected, actual in zip(run(model, feed), run(fused, feed), strict=True):
+            assert expected.tobytes() == actual.tobytes()
 
 
 def test_a_bool_is_no_number() -> None:

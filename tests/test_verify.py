@@ -152,6 +152,14 @@ def test_a_reference_that_is_not_finite_is_no_excuse() -> None:
     assert "reference is not finite" in check.reason
 
 
+def test_the_infinity_of_a_mask_is_no_error() -> None:
+    before, after, exact = (Value(np.array([value, -np.inf], np.float32), "float32") for value in (1, 1, 1))
+    check = check_output("y", before, after, exact)
+    assert (check.passed, check.optimized.max) == (True, 0.0)
+    far = Value(np.array([2, -np.inf], np.float32), "float32")
+    assert not check_output("y", before, far, exact).passed
+
+
 def test_infinities_keep_their_sign() -> None:
     plus, minus = (Value(np.array([1, sign * np.inf], np.float32), "float32") for sign in (1, -1))
     exact = Value(np.array([1.0, 1e60]), "float64")

@@ -189,7 +189,7 @@ class Cut:
         return Match(
             products=products,
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
-            copied=tuple(sorted({growth.graph.index(node) for product in products for node in product.copied})),
+            copied=tuple(sorted({growth.graph.index(node) for node in self._copied(products, nodes)})),
             place=-1,
             folded=tuple(sorted({*self._spared(region), *self._indices(self._folded(region))})),
             constants=tuple(self._constants(region)),
@@ -201,6 +201,14 @@ class Cut:
             shapes=growth.shapes_of(products, nodes),
             stop=self._stop_behind(region),
         )
+
+    def _copied(self, products: tuple[Product, ...], nodes: list[gs.Node]) -> Iterator[gs.Node]:
+        """The nodes behind a match's constant weights, and those that make its operands from masks."""
+        for product in products:
+            yield from product.copied
+        for node in nodes:
+            for tensor in node.inputs:
+                yield from self.growth.masks.get(tensor.name, ())
 
     def _split_span(self, node: gs.Node) -> Iterator[tuple[str, int, int]]:
         """The columns of one product that a node takes apart."""

@@ -14,7 +14,7 @@ from itertools import pairwise
 import onnx_graphsurgeon as gs
 
 from onnxfuse import symbolic
-from onnxfuse.dtypes import BY_ONNX, FLOATS_BY_ONNX
+from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
@@ -38,6 +38,7 @@ from onnxfuse.patterns.views import (
 
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
+MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Growth:
         needs: for each node, itself and all absorbed nodes that it needs, as bits by position in `nodes`.
         values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
         shapes: by node, the shape that a Reshape reads from outside.
+        masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Growth:
         self.operands: dict[str, Operand] = {}
         self.stops: list[Stop] = []
         self.shapes: dict[int, FallbackShape] = {}
+        self.masks: dict[str, tuple[gs.Node, ...]] = {}
         self._is_taken = is_taken
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
@@ -209,7 +212,10 @@ class Growth:
         if value is not None:
             return value.ref
         number = self._number(tensor)
-        return self._operand(tensor, beside) if number is None else self.epilogue.constant(number)
+        if number is not None:
+            return self.epilogue.constant(number)
+        maker = self._maker_from_mask(tensor)
+        return self._operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
 
     def _number(self, tensor: gs.Tensor) -> float | None:
         """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
@@ -219,6 +225,22 @@ class Growth:
         if tensor.name not in self.values and self.graph.is_computed_in_16_bits(tensor):
             return None
         return float(known.reshape(()).item())
+
+    def _maker_from_mask(self, tensor: gs.Tensor) -> gs.Node | None:
+        """The Cast or Not that makes an operand from a mask of the same shape."""
+        maker = tensor.inputs[0] if len(tensor.inputs) == 1 else None
+        if maker is None or qualified_op(maker) not in MASK_OPS:
+            return None
+        mask, number = str(maker.inputs[0].name), self.graph.dtype(tensor.name)
+        alike = self.graph.shape(mask) == self.graph.shape(tensor.name)
+        return maker if alike and self.graph.dtype(mask) == BOOL.onnx and number in BY_ONNX else None
+
+    def _from_mask(self, maker: gs.Node, beside: Columns) -> Ref:
+        """What a Cast or a Not makes of a mask's zeros and ones; others may need the node as well."""
+        mask = maker.inputs[0]
+        ref = self._argument(mask, beside)
+        self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
+        return ref if maker.op == "Cast" else self.epilogue.apply("sub", self.epilogue.constant(1.0), ref)
 
     def _operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         name = str(tensor.name)

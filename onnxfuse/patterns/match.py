@@ -65,7 +65,7 @@ class Match:
     Attributes:
         products: the anchors, which multiply the same lhs; those of the epilogue's accumulators.
         nodes: indices of the matched nodes in the main graph, ascending.
-        copied: indices of nodes that make a weight of the match; others may need them as well.
+        copied: indices of nodes that make a weight or a mask of the match; others may need them as well.
         place: the index among them at which the fused node stands.
         folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
         constants: what others read of the folded nodes; constants of the rewritten model.

@@ -103,7 +103,7 @@ def check_output(name: str, original: Value, optimized: Value, exact: Value) -> 
     if not np.isfinite(reference[finite]).all():
         return _refused(name, original, "the float64 reference is not finite where the original is")
     unit = ulp(_rms(reference[finite]), original.dtype)
-    own, ours = (_errors(np.where(finite, values - reference, 0), finite, unit) for values in (before, after))
+    own, ours = (_errors(_difference(values, reference, finite), finite, unit) for values in (before, after))
     tolerance = Errors(max(FACTOR * own.max, ULPS * unit), max(FACTOR * own.rms, ULPS * unit))
     return OutputCheck(name, original.dtype, shape, own, ours, tolerance, _why_not(ours, tolerance))
 
@@ -124,6 +124,11 @@ def _refused(name: str, original: Value, reason: str, error: float = float("inf"
 def _same_non_finite(left: Array, right: Array) -> bool:
     """Whether NaN, infinity and minus infinity lie in the same places."""
     return bool(np.array_equal(np.where(np.isfinite(left), 0, left), np.where(np.isfinite(right), 0, right), True))
+
+
+def _difference(values: Array, reference: Array, counted: Array) -> Array:
+    """Zero where an element does not count: a mask's infinity has no distance from itself."""
+    return np.subtract(values, reference, out=np.zeros_like(values), where=counted)
 
 
 def _errors(difference: Array, counted: Array, unit: float) -> Errors:

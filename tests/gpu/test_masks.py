@@ -1,0 +1,23 @@
+"""Masks of type bool in ONNX Runtime's CUDA provider: each broadcast, both tiers, few and many rows, all widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.corpus_runs import judged
+from tests.masked_models import MODELS, SIZES, built, feed
+from tests.onnx_build import FLOAT, FLOAT16, Builder
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("graph", MODELS)
+def test_a_masked_model_is_as_good_as_the_original(graph: Callable[[Builder], str], dtype: int, tmp_path: Path) -> None:
+    model = built(graph, dtype)
+    result = judged(model, [feed(model, *size) for size in SIZES], tmp_path, "native")
+    assert result.provider.startswith("CUDA")
+    assert result.passed, str(result)
