@@ -110,6 +110,7 @@ class Cut:
         """Why no piece with this product was taken: the largest one's reason, or the first thing in the way."""
         bit = 1 << self._positions[id(product.node)]
         found = [refusal for region, refusal in self.refusals if region & bit]
+        found.sort(key=lambda refusal: refusal.reason == "needs_its_own_result")  # what smaller pieces do not need
         found += [stop.refusal for stop in self.growth.stops if stop.needs & bit]
         return _weightiest(found) or NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
 
@@ -277,7 +278,8 @@ class Cut:
         if value.escapes and not value.outside:
             return NotFusable("graph_output", node_label(value.maker), f"{value.name!r} is a graph output, {why}")
         nodes = self.growth.nodes
-        reader = (*value.outside, *(nodes[position] for position in _bits(value.readers)))[0]
+        readers = (*value.outside, *(nodes[position] for position in _bits(value.readers)))
+        reader = min(readers, key=lambda node: node.op == "Shape")  # who needs the data says more
         detail = f"{value.name!r} is also read by {node_label(reader)!r} ({reader.op}) outside the fusion, {why}"
         return NotFusable("several_readers", node_label(value.maker), detail)
 
