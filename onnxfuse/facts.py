@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse.known_values import Array, known_value, stored_value
+from onnxfuse.known_values import Array, known_values, stored_value
 from onnxfuse.symbolic import Size, canonical
 from onnxfuse.symbolic_shapes import Known, Shape, output_shapes, refined
 
@@ -45,9 +45,9 @@ class Facts:
         shapes = [None if tensor.is_empty() else self.shape(tensor.name) for tensor in node.inputs]
         with suppress(*CONTRADICTIONS):
             self._learn_shapes(node, output_shapes(Known(node, shapes, values)))
-            value = known_value(node, values, shapes) if len(node.outputs) == 1 else None
-            if value is not None:
-                self._values[node.outputs[0].name] = value
+            for tensor, value in zip(node.outputs, known_values(node, values, shapes), strict=False):
+                if value is not None:
+                    self._values[tensor.name] = value
 
     def _learn_shapes(self, node: gs.Node, derived: Iterable[Shape | None]) -> None:
         for tensor, shape in zip(node.outputs, derived, strict=True):

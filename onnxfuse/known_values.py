@@ -29,13 +29,15 @@ def stored_value(constant: gs.Constant) -> Array:
         return np.asarray(constant.values)
 
 
-def known_value(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
-    """The value of a node's only output from what is known of its inputs; entries are None where only the run knows."""
+def known_values(node: gs.Node, values: Values, shapes: Shapes) -> list[Array | None]:
+    """The values of a node's outputs from what is known of its inputs; entries are None where only the run knows."""
+    if node.domain not in (None, "", "ai.onnx"):
+        return []
+    if node.op == "Split":
+        return _split(node, values)
     evaluate = _EVALUATE.get(node.op)
-    if evaluate is None or node.domain not in (None, "", "ai.onnx"):
-        return None
-    value = evaluate(node, values, shapes)
-    return value if value is not None and value.size <= MAX_ENTRIES else None
+    value = evaluate(node, values, shapes) if evaluate is not None and len(node.outputs) == 1 else None
+    return [value] if value is not None and value.size <= MAX_ENTRIES else []
 
 
 def integers(value: Array | None) -> list[int] | None:
@@ -248,6 +250,16 @@ def _reshape(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 
 def _transpose(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     return None if values[0] is None else np.transpose(values[0], node.attrs.get("perm"))
+
+
+def _split(node: gs.Node, values: Values) -> list[Array | None]:
+    """A shape in single sizes, as ONNX Runtime's optimiser takes it apart."""
+    data = values[0]
+    given = node.attrs.get("split") or (integers(values[1]) if len(values) > 1 else None)
+    if data is None or data.ndim != 1 or data.size > MAX_ENTRIES or (len(values) > 1 and given is None):
+        return []
+    chunk = -(-data.size // len(node.outputs))
+    return list(np.split(data, np.cumsum(given or [chunk] * len(node.outputs))[:-1]))
 
 
 def _concat(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:

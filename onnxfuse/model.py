@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the ONNX world name the type only
 
 from onnxfuse.errors import ModelError
-from onnxfuse.inline import functions_of
+from onnxfuse.inline import functions_of, reads
 
 _ELEMENT_BITS = {
     int(getattr(TensorProto, name)): bits
@@ -85,6 +86,7 @@ def _check(model: Model) -> None:
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
+    _put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
 
@@ -160,8 +162,35 @@ def _same(stored: int, expected: int, what: str, label: str) -> None:
         raise ModelError(f"{label} has {stored} {what} and its shape needs {expected}")
 
 
+def _put_in_order(graph: GraphProto) -> None:
+    """Put every node behind those that it reads, and else leave them as they stand; a cycle stays as it is.
+
+    ONNX wants it so, but converters append the casts that they insert, and ONNX Runtime sorts what it loads.
+    """
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    needs = [{makers[name] for name in reads(node) if name in makers} for node in graph.node]
+    if all(index > need for index, own in enumerate(needs) for need in own):
+        return
+    readers: list[list[int]] = [[] for _ in needs]
+    for index, own in enumerate(needs):
+        for need in own:
+            readers[need].append(index)
+    ready, missing = [index for index, own in enumerate(needs) if not own], [len(own) for own in needs]
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for reader in readers[order[-1]]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    if len(order) == len(needs):
+        nodes = list(graph.node)
+        del graph.node[:]
+        graph.node.extend(nodes[index] for index in order)
+
+
 def _check_order(model: Model) -> None:
-    """ONNX wants every node behind the nodes that it reads; a cycle can never be put in such an order."""
+    """Every value is made before it is read; a cycle can never be put in such an order."""
     graph = model.proto.graph
     available = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     available |= {tensor.values.name for tensor in graph.sparse_initializer} | {""}
@@ -172,9 +201,7 @@ def _check_order(model: Model) -> None:
                 continue
             label = node.name or f"{node.op_type} that makes {node.output[0] if node.output else '?'}"
             if name in produced:
-                raise ModelError(
-                    f"{model.label}: node {label!r} reads {name!r} before it is made: a cycle, or nodes out of order"
-                )
+                raise ModelError(f"{model.label}: node {label!r} reads {name!r} before it is made: a cycle")
             raise ModelError(f"{model.label}: node {label!r} reads {name!r}, which nothing makes")
         available.update(node.output)
     for value in graph.output:

@@ -76,6 +76,24 @@ def test_invalid_models_are_named(tmp_path: Path, build, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@given(st.randoms(use_true_random=False))
+def test_nodes_in_any_order_are_the_same_model(random) -> None:
+    """Converters append the casts that they insert; ONNX Runtime sorts what it loads, and so does the loader."""
+    b = Builder()
+    t = b("Add", b("MatMul", b.input("x", ("m", 4)), b.array(np.ones((4, 8)), "weight")), b.array(np.ones(8), "bias"))
+    first, second = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    model = b.model(b("Mul", first, b("Sigmoid", second)))
+    shuffled = onnx.ModelProto()
+    shuffled.CopyFrom(model)
+    del shuffled.graph.node[:]
+    shuffled.graph.node.extend(random.sample(list(model.graph.node), len(model.graph.node)))
+    graph = Graph(load_model(shuffled))
+    made = {name: index for index, node in enumerate(graph.scope.nodes) for name in node.output}
+    assert all(made.get(name, -1) < index for index, node in enumerate(graph.scope.nodes) for name in node.input)
+    assert sorted(node.name for node in graph.nodes) == sorted(node.name for node in model.graph.node)
+    assert load_model(model).proto == model
+
+
 @pytest.mark.parametrize("content", [b"", b"not a model", b"\x08\x09", bytes(range(256)), b"\0" * 100])
 def test_what_is_not_onnx_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.onnx"

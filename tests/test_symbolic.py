@@ -175,6 +175,13 @@ def last_rows(b: Builder, x: str) -> str:
     return b("Slice", x, rows, b.integers(2**63 - 1), b.integers(1))
 
 
+def merged_to_sizes_of_a_split(b: Builder, x: str) -> str:
+    """As ONNX Runtime's optimiser writes several Gathers of one shape."""
+    sizes = b("Split", b("Shape", x), outputs=3, axis=0, num_outputs=3)
+    rows = b("Unsqueeze", b("Mul", *(b("Squeeze", size, b.integers(0)) for size in sizes[:2])), b.integers(0))
+    return b("Reshape", x, b("Concat", rows, sizes[2], axis=0))
+
+
 ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
@@ -199,6 +206,7 @@ CHAINS = {
     "windows": padded_to_windows,
     "causal": convolved_causally,
     "last": last_rows,
+    "sizes": merged_to_sizes_of_a_split,
     "padded_rows": lambda b, x: b("Pad", x, b.integers(1, 2), "", b.integers(1)),
     "einsum": lambda b, x: b("Einsum", x, x, equation="bsk,btk->bst"),
     "signs": lambda b, x: b("Sign", x),
@@ -230,6 +238,7 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("mask", ("S", "S")),
         ("positions", ("B", "S", 8)),
         ("tiled", ("2*B", "S", 24)),
+        ("sizes", ("B*S", 8)),
         ("windows", ("B", "S", 9)),
         ("causal", ("B", 8, "S")),
         ("last", ("B", "S", 8)),

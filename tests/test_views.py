@@ -140,6 +140,13 @@ def head_split_of_its_own_shape(b: Builder, x: str) -> str:
     return split_heads(b, t, shape=computed_shape(b, t, -1, DEPTH))
 
 
+def head_split_of_its_own_sizes(b: Builder, x: str) -> str:
+    """As ONNX Runtime's optimiser takes a shape apart that is read in several places."""
+    t = projection(b, x)
+    batch, rows, _ = b("Split", b("Shape", t), outputs=3, axis=0, num_outputs=3)
+    return split_heads(b, t, shape=b("Concat", batch, rows, b.integers(-1, DEPTH), axis=0))
+
+
 def head_split_of_the_inputs_shape(b: Builder, x: str) -> str:
     return split_heads(b, projection(b, x), shape=computed_shape(b, x, HEADS, -1))
 
@@ -241,7 +248,8 @@ def squeezed(b: Builder, x: str) -> str:
 
 
 FORMS = [
-    head_split, head_split_only, head_split_of_its_own_shape, head_split_of_the_inputs_shape, keys, keys_in_steps,
+    head_split, head_split_only, head_split_of_its_own_shape, head_split_of_its_own_sizes,
+    head_split_of_the_inputs_shape, keys, keys_in_steps,
     residual_behind_views, scale_of_one_head, scale_of_each_head, flat_product, qkv, gate_behind_flat_product,
     to_images, squeezed, unbound_by_split, unbound_by_slices, unbound_by_gathers, heads_of_a_gate,
     scaled_by_its_own_width,

@@ -111,6 +111,7 @@ class Cut:
         """Why no piece with this product was taken: the largest one's reason, or the first thing in the way."""
         bit = 1 << self._positions[id(product.node)]
         found = [refusal for region, refusal in self.refusals if region & bit]
+        found.sort(key=lambda refusal: refusal.reason == "needs_its_own_result")  # what smaller pieces do not need
         found += [stop.refusal for stop in self.growth.stops if stop.needs & bit]
         return _weightiest(found) or NotFusable("nothing_follows", product.label, "nothing pointwise reads the product")
 
@@ -155,7 +156,7 @@ class Cut:
         region = self.region_of(first) | self.region_of(second)
         makers = (self._by_name[name].maker for name in (first.out, second.out))
         match = self._closed(region, max(self._positions[id(maker)] for maker in makers))
-        self._check_outputs(match)
+        self._check_outputs(match, region)
         return self.places.placed(match)
 
     def _match(self, region: Region, root: int) -> Match:
@@ -166,7 +167,7 @@ class Cut:
         """
         match = self._closed(region, root)
         if len(match.exits) > 1:
-            self._check_outputs(match)
+            self._check_outputs(match, region)
             self._check_worth(match, region)
         return self.places.placed(match)
 
@@ -181,7 +182,7 @@ class Cut:
         assert columns is not None
         leaving = [value for value in self._leaving(region) if value is not last]
         furthest = Exit(last.name, (columns.ref,), columns.view)
-        exits = (*(self._exit(value, columns.length) for value in leaving), furthest)
+        exits = (*(self._exit(value, columns.length, region) for value in leaving), furthest)
         growth = self.growth
         nodes = [growth.nodes[position] for position in _bits(region)]
         anchors = {id(node) for node in nodes}
@@ -230,7 +231,7 @@ class Cut:
             return False
         if not value.outside and not value.readers & ~foldable:
             return True
-        graph, made = self.growth.graph, value.maker.outputs[0]
+        graph, made = self.growth.graph, next(each for each in value.maker.outputs if each.name == value.name)
         return value.columns is None and is_complete(graph.known_value(made)) and not graph.is_computed_in_16_bits(made)
 
     def _folded(self, region: Region) -> Iterator[int]:
@@ -264,20 +265,20 @@ class Cut:
     def _indices(self, positions: Iterable[int]) -> Iterator[int]:
         return (self.growth.graph.index(self.growth.nodes[position]) for position in positions)
 
-    def _exit(self, value: _Value, width: int | str) -> Exit:
+    def _exit(self, value: _Value, width: int | str, region: Region) -> Exit:
         count = 0 if value.columns is None else count_of(value.columns.length, width)
         if value.columns is None or not count:
-            raise self._leak(value, "and is not as wide as the result")
+            raise self._leak(value, "and is not as wide as the result", region)
         starts = [0] if isinstance(width, str) else [index * width for index in range(count)]
         if len(starts) > 1 and columns_dim(value.columns.view) is None:
-            raise self._leak(value, "and its columns are reshaped")
+            raise self._leak(value, "and its columns are reshaped", region)
         refs = tuple(self.growth.epilogue.moved(value.columns.ref, start) for start in starts)
         return Exit(value.name, refs, value.columns.view)
 
-    def _check_outputs(self, match: Match) -> None:
+    def _check_outputs(self, match: Match, region: Region) -> None:
         if len(match.roots) > MAX_OUTS:
             first = self._by_name[match.exits[0].name]
-            raise self._leak(first, f"and the fusion has {len(match.roots)} outputs already")
+            raise self._leak(first, f"and the fusion has {len(match.roots)} outputs already", region)
 
     def _check_worth(self, match: Match, region: Region) -> None:
         """An intermediate becomes an output when work behind it is saved.
@@ -292,7 +293,7 @@ class Cut:
         first = leaving[0]
         tensor = self.growth.graph.nodes[match.nodes[-1]].outputs[0]
         if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
-            raise self._leak(first, "and a reduction follows")
+            raise self._leak(first, "and a reduction follows", region)
         intermediates = [value for value in leaving if value.readers & region]
         if not intermediates:
             return
@@ -304,17 +305,17 @@ class Cut:
         stored = any(value.escapes or self._reads_data(value, region) for value in leaving)
         transposes = stored and any(map(self._is_work, gained)) and all(len(out.refs) == 1 for out in match.exits)
         if not arithmetic and not transposes:
-            raise self._leak(first, "and no arithmetic would be saved")
+            raise self._leak(first, "and no arithmetic would be saved", region)
 
     def _reads_data(self, value: _Value, region: Region) -> bool:
         """Whether a reader outside of a region asks for more than a value's shape."""
         return any(reader.op != "Shape" for reader in self._readers_behind(value, region))
 
-    def _leak(self, value: _Value, why: str) -> NotFusable:
-        if value.escapes and not value.outside:
+    def _leak(self, value: _Value, why: str, region: Region) -> NotFusable:
+        readers = self._readers_behind(value, region)
+        if not readers:
             return NotFusable("graph_output", node_label(value.maker), f"{value.name!r} is a graph output, {why}")
-        nodes = self.growth.nodes
-        reader = (*value.outside, *(nodes[position] for position in _bits(value.readers)))[0]
+        reader = min(readers, key=lambda node: node.op == "Shape")  # who needs the data says more
         detail = f"{value.name!r} is also read by {node_label(reader)!r} ({reader.op}) outside the fusion, {why}"
         return NotFusable("several_readers", node_label(value.maker), detail)
 

@@ -173,7 +173,7 @@ class Growth:
         known = all(is_complete(self.graph.known_value(tensor)) for tensor in others)
         if not known or any(self.graph.known_value(tensor) is None for tensor in node.outputs):
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
-        self._take(node, None)
+        self._take(node, *[None] * len(node.outputs))
 
     def _absorb_view(self, node: gs.Node) -> None:
         value = self._single(node)
