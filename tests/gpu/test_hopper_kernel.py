@@ -1,4 +1,4 @@
-"""The sm_90a kernel on the GPU: both schedules, clusters, orders, parts, dtypes, operand kinds, tails in m, n and k.
+"""The sm_90a kernel on the GPU: both schedules, clusters, split k, orders, parts, dtypes, operand kinds, all tails.
 
 Kernels are launched directly, without ONNX Runtime; what the bridge does with tensor maps is done here once more.
 Outputs are poisoned with NaN before each run, the padding around every tensor is NaN, and the bounds are those of
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
 from onnxfuse.kernels.hopper import emit
 from tests.gpu.kernels import load_kernels
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, tall_cases, walked_cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, split_cases, tall_cases, walked_cases
 from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,9 @@ MAP_BYTES = 128
 UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
-CASES = [*cases(), *walked_cases(), *tall_cases()]
+SPLIT = list(split_cases())
+CASES = [*cases(), *walked_cases(), *tall_cases(), *SPLIT]
+RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
 LARGE_TILES = (
@@ -37,6 +40,8 @@ LARGE_TILES = (
     (1, HopperTile(256, 128, False)),
     (1, HopperTile(128, 128, True, groups=4)),
     (2, HopperTile(256, 64, False, groups=4)),
+    (2, HopperTile(128, 64, False, splits=2)),
+    (1, HopperTile(128, 160, False, splits=4)),
 )
 LARGE = [
     HopperCase(
@@ -58,15 +63,12 @@ def _only_on_hopper() -> None:
         pytest.skip("needs compute capability 9.0")
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Every case's kernel."""
+@pytest.fixture
+def kernel(case: HopperCase, tmp_path: Path) -> object:
+    """The case's kernel: each worker compiles those of its own tests."""
     limit = DEVICE.shared_bytes
-    sources = {
-        case.name: (emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total)
-        for case in (*CASES, *LARGE)
-    }
-    return load_kernels(sources, DEVICE, tmp_path_factory.mktemp("hopper"))
+    source = emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total
+    return load_kernels({case.name: source}, DEVICE, tmp_path)[case.name]
 
 
 def encode(buffer: Buffer, address: int, rule: MapRule, walked: bool, target: int) -> None:
@@ -130,10 +132,9 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
     buffers, tile, size = problem.buffers, case.tile, problem.size
     memory = [cupy.asarray(buffer.data.view(np.uint8)) for buffer in buffers]
     addresses = [array.data.ptr for array in memory]
-    cluster = tile.cluster_m * tile.cluster_n
     tiles = math.ceil(size.m / (tile.block_m * tile.cluster_m)) * math.ceil(size.n / (tile.block_n * tile.cluster_n))
     most = blocks or cupy.cuda.Device().attributes["MultiProcessorCount"]
-    grid = min(tiles * size.batch, max(most // cluster, 1)) * cluster
+    grid = min(tiles * size.batch, max(most // tile.cluster, 1)) * tile.cluster
     shared = footprint(case.spec, tile, DEVICE.shared_bytes).total
     arguments = (problem.arguments(addresses), tensor_maps(case, problem, addresses))
     function((grid, 1, 1), (tile.threads, 1, 1), arguments, shared_mem=shared)
@@ -144,15 +145,20 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
-def test_kernel_computes_the_fusion(
-    case: HopperCase, kernels: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_computes_the_fusion(case: HopperCase, kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
     # fast_gelu: 1.5e-6 |x|, as pointwise_fast.cuh argues, and its rounding.
     monkeypatch.setitem(GROWTH, "gelu", lambda a: 1.13 * a.error + (1.5e-6 + 4 * FP32) * np.abs(a.value))
     for size in case.sizes:
         problem = make_problem(case.spec, size)
-        first = launch(kernels[case.name], case, problem)
+        first = launch(kernel, case, problem)
         problem.check(first)
         # The same bits from a few blocks that walk over many tiles.
-        for one, other in zip(first, launch(kernels[case.name], case, problem, blocks=2), strict=True):
+        for one, other in zip(first, launch(kernel, case, problem, blocks=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("case", [SPLIT[0], SPLIT[-1], LARGE[-1]], ids=lambda case: case.name)
+def test_every_run_with_split_k_gives_the_same_bits(case: HopperCase, kernel: object) -> None:
+    problem = make_problem(case.spec, case.sizes[0])
+    first, *others = ([out.tobytes() for out in launch(kernel, case, problem)] for _ in range(RUNS))
+    assert all(run == first for run in others)
