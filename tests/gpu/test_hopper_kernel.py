@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
+from onnxfuse.hopper_tile import HopperTile, footprint
 from onnxfuse.kernels.hopper import emit
 from tests.gpu.kernels import load_kernels
 from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, split_cases, tall_cases, walked_cases
-from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
+from tests.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
+from tests.tensor_maps import MAP_BYTES, Described, described
 
 pytestmark = pytest.mark.gpu
 
-MAP_BYTES = 128
 # Values of cuda.h
 UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
@@ -71,58 +71,30 @@ def kernel(case: HopperCase, tmp_path: Path) -> object:
     return load_kernels({case.name: source}, DEVICE, tmp_path)[case.name]
 
 
-def encode(buffer: Buffer, address: int, rule: MapRule, walked: bool, target: int) -> None:
-    """Write the tensor map of one buffer to a 64-byte boundary in host memory; `walked` is an output in two levels."""
-    extents, strides = walked_axes(buffer) if walked else plain_axes(buffer, rule)
-    size, rank = buffer.data.itemsize, len(extents)
-    for axis in range(1, rank):  # a stride that is never stepped along is still one
-        if extents[axis] == 1 or not strides[axis]:
-            strides[axis] = max(-(-strides[axis - 1] * extents[axis - 1] // 8) * 8, 8)
+def encode(described: Described, address: int, target: int) -> None:
+    """Write one tensor map to a 64-byte boundary in host memory."""
+    size, rank = described.buffer.data.itemsize, len(described.extents)
     element = TFLOAT32 if size == 4 else UINT16
-    box = (rule.box_inner, rule.box_outer, *[1] * (rank - 2))
+    strides = [size * stride for stride in described.strides[1:]]
     result = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(target), element, rank, ctypes.c_uint64(address + buffer.offset * size),
-        (ctypes.c_uint64 * rank)(*extents), (ctypes.c_uint64 * (rank - 1))(*(size * stride for stride in strides[1:])),
-        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
-        INTERLEAVE_NONE, SWIZZLES[rule.swizzle], L2_256_BYTES, FILL_ZERO,
+        ctypes.c_void_p(target), element, rank, ctypes.c_uint64(address + described.buffer.offset * size),
+        (ctypes.c_uint64 * rank)(*described.extents), (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*described.box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        INTERLEAVE_NONE, SWIZZLES[described.swizzle], L2_256_BYTES, FILL_ZERO,
     )  # fmt: skip
-    assert result == 0, (rule, extents, strides, box)
-
-
-def plain_axes(buffer: Buffer, rule: MapRule) -> tuple[list[int], list[int]]:
-    """Extents and strides of the contiguous axis, the other one and the batch; runs of k are batches too."""
-    batch, rows, columns = buffer.shape
-    batch_stride, row_stride, column_stride = buffer.strides
-    inner, outer, pitch = (rows, columns, column_stride) if rule.rows_contiguous else (columns, rows, row_stride)
-    _, run_stride, _, run = buffer.outer
-    if run_stride:
-        inner, batch, batch_stride = run, batch * columns // run, run_stride
-    return [inner, outer, batch if batch_stride else 1], [1, pitch, batch_stride]
-
-
-def walked_axes(buffer: Buffer) -> tuple[list[int], list[int]]:
-    """Extents and strides of the columns of a run, its rows, the runs of columns, those of rows, and the batch."""
-    batch, rows, columns = buffer.shape
-    rows_stride, columns_stride, row_run, column_run = buffer.outer
-    return (
-        [column_run, row_run, columns // column_run, rows // row_run, batch],
-        [1, buffer.strides[1], columns_stride, rows_stride, buffer.strides[0]],
-    )
+    assert result == 0, described
 
 
 def tensor_maps(case: HopperCase, problem: Problem, addresses: list[int]) -> np.ndarray:
     """The kernel's second argument."""
-    rules = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
-    memory = np.zeros(MAP_BYTES * len(rules) + 64, np.uint8)
+    maps = described(case, problem)
+    memory = np.zeros(MAP_BYTES * len(maps) + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    groups = {"lhs": [problem.lhs], "rhs": problem.rhs, "out": problem.outs}
     address_of = {id(buffer): address for buffer, address in zip(problem.buffers, addresses, strict=True)}
-    for place, rule in enumerate(rules):
-        if rule is not None:
-            buffer = groups[rule.tensor][rule.index]
-            walked = rule.tensor == "out" and bool(case.spec.outs[rule.index].two_levels)
-            encode(buffer, address_of[id(buffer)], rule, walked, memory.ctypes.data + start + place * MAP_BYTES)
-    return memory[start : start + MAP_BYTES * len(rules)].view(f"V{MAP_BYTES * len(rules)}")
+    for place, each in enumerate(maps):
+        if each is not None:
+            encode(each, address_of[id(each.buffer)], memory.ctypes.data + start + place * MAP_BYTES)
+    return memory[start : start + MAP_BYTES * len(maps)].view(f"V{MAP_BYTES * len(maps)}")
 
 
 def launch(function, case: HopperCase, problem: Problem, blocks: int | None = None) -> list[np.ndarray]:
