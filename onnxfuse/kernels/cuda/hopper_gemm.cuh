@@ -25,8 +25,8 @@
 //                      block 1   k [....... k)  warp 0: sums -> its ring   warp 1: adds, epilogue
 //                      sums_full: what others hold for this block's warps lies there; sums_read: the ring is free again
 //
-// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks
-// that is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps that
+// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1): whole clusters, at
+// most one for each tile; one block a multiprocessor is best. The second argument holds the tensor maps that
 // `hopper_tile.map_rules` describes.
 //
 // Contract: k > 0; rows of lhs and rhs start on 16-byte boundaries; the WIDTH of a load or output divides n, its

@@ -1,5 +1,5 @@
 // The PTX instructions that only sm_90a has, one function each; the wgmma of the kernel's own width is generated. A
-// shared-memory address is the 32-bit offset that the instructions take; shared memory of the cluster's other block is
+// shared-memory address is the 32-bit offset that the instructions take; shared memory of the cluster's other blocks is
 // reached through `peer`.
 #pragma once
 #include "ptx.cuh"
