@@ -252,12 +252,18 @@ def flow(spec: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> Flow:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes that tiles are priced for; `batch` counts those with an rhs of their own."""
+    """Sizes that tiles are priced for.
+
+    Attributes:
+        batch: counts those with an rhs of their own.
+        guessed: n or the batch may be larger at run time.
+    """
 
     m: int
     n: int
     k: int
     batch: int = 1
+    guessed: bool = False
 
 
 def cost(
@@ -265,14 +271,15 @@ def cost(
 ) -> float:
     """Estimated microseconds: the longer of computing and reading rhs, a little of the shorter, the exchange of sums.
 
-    Infinite for a tile that splits k where its blocks are more than run at once.
+    Infinite for a tile that splits k where its blocks are more than run at once, or may be.
     """
     tile, n = candidate.tile, problem.n
     splits = tile.splits if isinstance(tile, HopperTile) else 1
     k = math.ceil(problem.k / splits)
     rows = math.ceil(problem.m / tile.block_m)
     blocks = problem.batch * rows * math.ceil(n / tile.block_n) * splits
-    if splits > 1 and blocks > device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP:
+    most = device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
+    if splits > 1 and (blocks > most or problem.guessed):
         return math.inf  # a tile for every multiprocessor is faster than a share of one
     waves = math.ceil(blocks / device.multiprocessors)
     depth, pace = k + PIPELINE_FILL, candidate.pace
@@ -303,8 +310,9 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     columns, depth = _static_product(fusion, mapping.n), _static_product(fusion, mapping.k)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
+    guessed = columns is None or (not shared and _static_product(fusion, mapping.batch) is None)
     problems = [
-        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch)
+        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch, guessed)
         for size in ([m] if m else SAMPLED_M)
     ]
     deepest = problems[-1].k

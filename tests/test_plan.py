@@ -113,3 +113,14 @@ def test_blocks_that_split_k_all_run_at_once(parts: int) -> None:
                 tiles = math.ceil(entry.m / tile.block_m) * math.ceil(entry.n / tile.block_n)
                 fits = tiles <= device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP // tile.splits
                 assert fits == math.isfinite(cost)
+
+
+def test_k_is_not_split_where_n_may_be_larger_than_guessed() -> None:
+    split = [
+        cost
+        for entry in planned(ARCHITECTURES["sm_90a"], m=128, n=None, k=5120).ranked
+        for cost, tile in entry.tiles
+        if isinstance(tile, HopperTile) and tile.splits > 1
+    ]
+    assert split
+    assert set(split) == {math.inf}
