@@ -6,7 +6,9 @@ Shared memory of one block, in this order:
     staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand
     vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
-              one for the start of the latter
+              one for the start of the latter; two for the sums that blocks exchange where they split k
+
+Blocks that split k exchange fp32 sums, [warp][register / 4][lane] of four registers each, in place of the ring.
 
 `kernels/cuda/hopper_gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -37,6 +39,7 @@ BANK_WORDS = 32
 SLAB_ROWS = 16  # of one wgmma in a warp
 SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
 BOX_ALIGNMENT = 128  # bytes, of a box without a swizzle
+SPLITS = (1, 2, 4)  # each of a group's four warps belongs to one of the blocks that split k
 BARRIER_BYTES = 8
 FP32_BYTES = 4
 GROUP_WARPS = 4
@@ -58,6 +61,7 @@ class HopperTile:
         group_rows: row tiles that run together, for reuse in L2.
         stages: depth of the ring; 0 for as many as fit.
         groups: consumer groups of four warps; half of them share a tile with `pingpong`, else all.
+        splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
     """
 
     block_m: int
@@ -69,6 +73,12 @@ class HopperTile:
     group_rows: int = 8
     stages: int = 0
     groups: int = 2
+    splits: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n * self.splits
 
     @property
     def threads(self) -> int:
@@ -83,7 +93,9 @@ class HopperTile:
     def __str__(self) -> str:
         groups = f" {self.groups} groups" if self.groups > 2 else ""
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
-        return f"{self.block_m}x{self.block_n} {'ping-pong' if self.pingpong else 'cooperative'}{groups}{cluster}"
+        splits = f" k split by {self.splits}" if self.splits > 1 else ""
+        schedule = "ping-pong" if self.pingpong else "cooperative"
+        return f"{self.block_m}x{self.block_n} {schedule}{groups}{cluster}{splits}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class HopperFootprint:
             included.
         load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
         groups: consumer groups.
+        splits: blocks that share a tile along k.
     """
 
     stages: int
@@ -114,6 +127,7 @@ class HopperFootprint:
     out_buffers: int
     load_buffers: int
     groups: int
+    splits: int
 
     @property
     def vectors_offset(self) -> int:
@@ -128,7 +142,8 @@ class HopperFootprint:
     @property
     def total(self) -> int:
         """Dynamic shared memory of the launch."""
-        return self.barriers_offset + _barriers(self.stages, self.groups * self.load_buffers) * BARRIER_BYTES
+        barriers = _barriers(self.stages, self.groups * self.load_buffers, self.splits)
+        return self.barriers_offset + barriers * BARRIER_BYTES
 
 
 @dataclass(frozen=True)
@@ -237,8 +252,8 @@ def _conflicts(columns: int) -> int:
     return max(map(banks.count, banks))
 
 
-def _barriers(stages: int, slabs: int) -> int:
-    return 2 * (stages + VECTOR_BUFFERS) + (1 + 2 * slabs if slabs else 0)
+def _barriers(stages: int, slabs: int, splits: int) -> int:
+    return 2 * (stages + VECTOR_BUFFERS) + (1 + 2 * slabs if slabs else 0) + (2 if splits > 1 else 0)
 
 
 def _layout(
@@ -259,12 +274,13 @@ def _layout(
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
     staged = GROUP_WARPS * tile.groups * staging
-    fixed = staged + VECTOR_BUFFERS * vectors + _barriers(0, tile.groups * load_buffers) * BARRIER_BYTES
+    fixed = staged + VECTOR_BUFFERS * vectors + _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
     return HopperFootprint(
-        stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups
-    )
+        stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
+        tile.splits,
+    )  # fmt: skip
 
 
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
@@ -294,10 +310,16 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
     if tile.operands_ahead and any(load.kind == "tile" for load in spec.loads):
         return "no registers are left to read tile operands ahead"
     if tile.cluster_m * tile.cluster_n > 2:
-        return "clusters have two blocks at most"
+        return "clusters that share loads have two blocks at most"
+    if tile.splits not in SPLITS:
+        return "k is split by 2 or 4"
+    if tile.splits > 1 and (tile.pingpong or tile.groups > 2 or tile.cluster > tile.splits):
+        return "k is split among blocks with cooperative tiles of two groups that share no loads"
     layout = footprint(spec, replace(tile, stages=0), shared_limit)
     if layout.stages < max(tile.stages, 2):
         return f"{layout.stages} stages fit into shared memory"
+    if tile.splits > 1 and (tile.stages or layout.stages) * layout.stage < tile.block_m * width * FP32_BYTES:
+        return "the ring does not hold the sums"
     return None
 
 

@@ -157,7 +157,7 @@ def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
         "block_n": hopper.block_n * hopper.cluster_n,
         "threads": hopper.threads,
         "shared_bytes": hopper_tile.footprint(spec, hopper, device.shared_bytes).total,
-        "cluster": hopper.cluster_m * hopper.cluster_n,
+        "cluster": hopper.cluster,
         "maps": tuple(map(_tensor_map, hopper_tile.map_rules(spec, hopper, device.shared_bytes))),
     }
 

@@ -13,7 +13,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
-from onnxfuse.hopper_tile import HopperTile, block_k
+from onnxfuse.hopper_tile import FP32_BYTES, HopperTile, block_k
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
@@ -134,12 +134,22 @@ _HOPPER = (
     Candidate(HopperTile(64, 160, pingpong=True), 1.4),
     Candidate(HopperTile(64, 128, pingpong=True), 1.35),
     Candidate(HopperTile(64, 80, pingpong=True), 0.9),
+    *(
+        Candidate(HopperTile(128, width, pingpong=False, splits=splits), pace)
+        for splits in (2, 4)
+        for width, pace in ((160, 1.75), (128, 1.6), (64, 1.2), (80, 1.4))
+    ),
 )
 # Columns of a part of rhs[k, n] are read in swizzles of 64, 32 or 16: the narrower, the more bank conflicts.
 WIDEST_SWIZZLE = 64
 WIDE_SWIZZLE = 32
 NARROW_SWIZZLE = 0.83  # of the pace with 32 columns; with 16, it is 0.4 to 0.8
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
+# Blocks that split k exchange their sums: microseconds, and bytes of a block in one, both estimated. A cluster
+# lies within one of the chip's groups of multiprocessors, and a group may have two more than its clusters fill.
+MEETING = 1.0
+EXCHANGED = 25e3
+MULTIPROCESSOR_GROUP = 16
 AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
 # The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
 # of k a block has on its way, the fewer times it waits.
@@ -192,10 +202,11 @@ def candidates_for(spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candid
     """Every tile that a plan considers, with block_n the columns of one part; those of the faster kernel first."""
     portable = zip(CANDIDATES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
     few_rows = zip(_SMALL_M if spec.math in ("f16", "bf16") else (), small_m_tiles(spec.parts), strict=False)
-    hopper = _HOPPER if device.arch == "sm_90a" else ()
+    hopper = [_hopper_candidate(entry, spec, k) for entry in (_HOPPER if device.arch == "sm_90a" else ())]
+    distinct = {entry.tile: entry for entry in reversed(hopper)}  # of widths that parts round to the same, the first
     return (
         *(replace(entry, tile=tile) for entry, tile in few_rows),
-        *(_hopper_candidate(entry, spec, k) for entry in hopper),
+        *reversed(distinct.values()),
         *(replace(entry, tile=tile) for entry, tile in portable),
     )
 
@@ -241,34 +252,50 @@ def flow(spec: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> Flow:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes that tiles are priced for; `batch` counts those with an rhs of their own."""
+    """Sizes that tiles are priced for.
+
+    Attributes:
+        batch: counts those with an rhs of their own.
+        guessed: n or the batch may be larger at run time.
+    """
 
     m: int
     n: int
     k: int
     batch: int = 1
+    guessed: bool = False
 
 
 def cost(
     candidate: Candidate[Tile | HopperTile], reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec
 ) -> float:
-    """Estimated microseconds: the longer of computing and reading rhs, and a little of the shorter."""
-    tile, n, k = candidate.tile, problem.n, problem.k
+    """Estimated microseconds: the longer of computing and reading rhs, a little of the shorter, the exchange of sums.
+
+    Infinite for a tile that splits k where its blocks are more than run at once, or may be.
+    """
+    tile, n = candidate.tile, problem.n
+    splits = tile.splits if isinstance(tile, HopperTile) else 1
+    k = math.ceil(problem.k / splits)
     rows = math.ceil(problem.m / tile.block_m)
-    tiles = problem.batch * rows * math.ceil(n / tile.block_n)
-    waves = math.ceil(tiles / device.multiprocessors)
+    blocks = problem.batch * rows * math.ceil(n / tile.block_n) * splits
+    most = device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
+    if splits > 1 and (blocks > most or problem.guessed):
+        return math.inf  # a tile for every multiprocessor is faster than a share of one
+    waves = math.ceil(blocks / device.multiprocessors)
     depth, pace = k + PIPELINE_FILL, candidate.pace
     fetched = float(problem.batch * rows * n * spec.parts)  # columns of rhs
     if reads.shared:  # blocks that have no tile in the last wave do not read either
-        fetched = math.ceil(tiles / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
+        fetched = math.ceil(blocks / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
     if isinstance(tile, HopperTile):
         depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
         pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
     computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
     memory = fetched * k * spec.dtype.bytes / device.multiprocessors / BYTES
-    waiting = math.ceil(tiles / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
+    waiting = math.ceil(blocks / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
     reading = max(memory, waiting)
-    return max(computing, reading) + min(computing, reading) / OVERLAP
+    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (splits - 1) / splits
+    meeting = MEETING + sums / EXCHANGED if splits > 1 else 0.0
+    return max(computing, reading) + min(computing, reading) / OVERLAP + meeting
 
 
 def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: DeviceSpec, exact_fp32: bool) -> Plan:
@@ -283,8 +310,9 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     columns, depth = _static_product(fusion, mapping.n), _static_product(fusion, mapping.k)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
+    guessed = columns is None or (not shared and _static_product(fusion, mapping.batch) is None)
     problems = [
-        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch)
+        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch, guessed)
         for size in ([m] if m else SAMPLED_M)
     ]
     deepest = problems[-1].k

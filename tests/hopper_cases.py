@@ -1,4 +1,4 @@
-"""Kernels for tests of sm_90a: tiles in both schedules, clusters, orders, parts, operand kinds, several outputs."""
+"""Kernels for tests of sm_90a: tiles in both schedules, clusters, split k, orders, parts, operand kinds, outputs."""
 
 from __future__ import annotations
 
@@ -133,6 +133,44 @@ def masked_cases() -> Iterator[HopperCase]:
                 tile = tile_of(shape, parts, CLUSTERS[turn % 3], False, 2)
                 if why_not(spec, tile, DEVICE.shared_bytes) is None:
                     name = f"{kind}-{layout}-{spec.math}-{order}-{parts}x-{tile}-{turn}"
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+
+
+# Columns are those of all parts together.
+SPLIT_SHAPES = ((128, 160), (128, 128), (128, 64), (128, 80), (128, 256), (256, 128), (256, 64))
+# k of one step of 64 elements and of fewer steps than blocks, odd numbers of steps, steps that end early.
+SPLIT_SIZES = (
+    Size(1, 8, 8), Size(130, 136, 64), Size(77, 168, 128), Size(129, 264, 200, pad=8), Size(260, 72, 320),
+    Size(300, 328, 448), Size(128, 1280, 1000), Size(65, 72, 264, batch=3, pad=8), Size(512, 160, 1288),
+    Size(200, 96, 72, batch=2, broadcast_rhs=False), Size(16, 640, 2560), Size(385, 40, 576),
+)  # fmt: skip
+SPLIT_WALKED = (
+    ("plain", (Size(130, 72, 256, batch=3, k_run=64), Size(66, 136, 320, batch=2, k_run=64))),
+    ("plain", (Size(257, 328, 128, batch=2, k_run=128), Size(70, 72, 384, batch=3, k_run=128))),
+    ("heads", (Size(130, 192, 328, batch=3, n_run=64), Size(77, 64, 64, n_run=64))),
+    ("both", (Size(195, 64, 200, batch=2, m_run=13, n_run=64), Size(96, 192, 512, m_run=24, n_run=64))),
+    ("turned", (Size(136, 96, 200, batch=2), Size(504, 136, 648))),
+)
+
+
+def split_cases() -> Iterator[HopperCase]:
+    """K split by 2 and 4: every shape; parts, orders, dtypes, layouts and operand kinds take turns."""
+    turn = 0
+    plain = [("plain", SPLIT_SIZES[start::3]) for start in range(3)]
+    for splits in (2, 4):
+        for shape in SPLIT_SHAPES:
+            for layout, sizes in (plain[turn % 3], SPLIT_WALKED[turn % len(SPLIT_WALKED)]):
+                turn += 1
+                parts, order = 1 + turn // 2 % 2, ("nk", "kn")[turn // 3 % 2]
+                kind = ("residual", "plain", "mixed")[turn // 2 % 3]
+                math = ("f16", "bf16", "tf32")[turn % 3 if order == "nk" and layout == "plain" else turn % 2]
+                tall = math != "tf32" and all(size.m % 8 == 0 for size in sizes)
+                lhs_order = "km" if tall else "mk"
+                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 5 == 0]
+                tile = replace(tile_of((*shape, False), parts, (1, 1), False, 2), splits=splits)
+                spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs, layout=layout, lhs_order=lhs_order)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                    name = f"{layout}-{lhs_order}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 

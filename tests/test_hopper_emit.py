@@ -11,7 +11,7 @@ from onnxfuse.dtypes import F32
 from onnxfuse.hopper_tile import LHS_ATOM, STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, tall_cases, walked_cases
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, split_cases, tall_cases, walked_cases
 from tests.kernel_problem import Size, make_spec
 
 SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
@@ -19,7 +19,8 @@ CASES = list(cases())
 WALKED = list(walked_cases())
 TALL = list(tall_cases())
 MASKED = list(masked_cases())
-SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3]]
+SPLIT = list(split_cases())
+SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3], *SPLIT]
 ALIGNED = Size(504, 136, 248)
 
 
@@ -34,11 +35,14 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
         assert not [code for code in SERIALISED if code in image.log], case.name
 
 
-@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL, *MASKED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT], ids=lambda case: case.name)
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
     assert layout.stages >= 2
+    if case.tile.splits > 1:
+        sums = case.tile.block_m * case.tile.block_n * case.spec.parts * F32.bytes
+        assert sums <= layout.stages * layout.stage
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
     rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
     assert len(outs) == len(case.spec.outs)
@@ -67,6 +71,11 @@ def test_refusals_name_their_reason() -> None:
     assert "accumulators" in reason(block_n=112)
     assert "clusters" in reason(cluster_m=2, cluster_n=2)
     assert "stages" in reason(stages=9)
+    assert "2 or 4" in reason(splits=3)
+    assert "cooperative" in reason(splits=2)
+    assert "cooperative" in reason(pingpong=False, splits=2, cluster_m=2)
+    assert reason(pingpong=False, splits=2) == ""
+    assert "sums" in reason(pingpong=False, splits=2, block_n=128, stages=2)
     assert "groups" in reason(groups=3)
     assert "groups" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, "residual"), groups=4)
     assert "accumulators" in reason(groups=4)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from onnxfuse import hopper_tile
 from onnxfuse.axes import map_axes
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
-from onnxfuse.plan import MAX_M, candidates_for, make_plan, tiles_for
+from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.plan import MAX_M, MULTIPROCESSOR_GROUP, candidates_for, make_plan, tiles_for
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
@@ -74,3 +77,50 @@ def test_math_follows_dtype_and_mode(dtype, exact: bool, math: str) -> None:
 @pytest.mark.parametrize(("rhs", "order"), [("k n", "kn"), ("n k", "nk")])
 def test_the_weight_is_read_as_it_lies(rhs: str, order: str) -> None:
     assert planned(ARCHITECTURES["sm_80"], rhs=rhs).variants[0].spec.rhs_order == order
+
+
+def hopper_tile_for(m: int, k: int, n: int, rhs: str) -> HopperTile:
+    plan = planned(ARCHITECTURES["sm_90a"], n=n, k=k, rhs=rhs)
+    tile = next(variant.hopper for variant in plan.variants if variant.min_m <= m <= variant.max_m)
+    assert tile is not None
+    return tile
+
+
+@pytest.mark.parametrize("rhs", ["k n", "n k"])
+@pytest.mark.parametrize(("m", "k", "n"), [(512, 5120, 1280), (128, 5120, 1280), (128, 2560, 1280), (128, 1280, 1280)])
+def test_few_tiles_of_a_deep_product_are_split(m: int, k: int, n: int, rhs: str) -> None:
+    tile = hopper_tile_for(m, k, n, rhs)
+    blocks = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) * tile.splits
+    assert tile.splits > 1
+    assert ARCHITECTURES["sm_90a"].multiprocessors // 2 < blocks + MULTIPROCESSOR_GROUP
+    assert blocks <= ARCHITECTURES["sm_90a"].multiprocessors
+
+
+@pytest.mark.parametrize("rhs", ["k n", "n k"])
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(8192, 320, 1280), (2048, 1280, 5120), (4096, 4096, 4096), (2048, 320, 320), (128, 320, 1280)]
+)
+def test_what_fills_the_chip_or_is_shallow_is_not_split(m: int, k: int, n: int, rhs: str) -> None:
+    assert hopper_tile_for(m, k, n, rhs).splits == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_that_split_k_all_run_at_once(parts: int) -> None:
+    device = ARCHITECTURES["sm_90a"]
+    for entry in planned(device, n=1280, k=5120, parts=parts).ranked:
+        for cost, tile in entry.tiles:
+            if isinstance(tile, HopperTile) and tile.splits > 1:
+                tiles = math.ceil(entry.m / tile.block_m) * math.ceil(entry.n / tile.block_n)
+                fits = tiles <= device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP // tile.splits
+                assert fits == math.isfinite(cost)
+
+
+def test_k_is_not_split_where_n_may_be_larger_than_guessed() -> None:
+    split = [
+        cost
+        for entry in planned(ARCHITECTURES["sm_90a"], m=128, n=None, k=5120).ranked
+        for cost, tile in entry.tiles
+        if isinstance(tile, HopperTile) and tile.splits > 1
+    ]
+    assert split
+    assert set(split) == {math.inf}

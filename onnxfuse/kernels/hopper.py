@@ -39,8 +39,7 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
-    cluster = tile.cluster_m * tile.cluster_n
-    attribute = f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else ""
+    attribute = f"__cluster_dims__({tile.cluster}, 1, 1)" if tile.cluster > 1 else ""
     return f"""\
 // ---- generated
 #define ONNXFUSE_CLUSTER {attribute}
@@ -112,6 +111,7 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "GROUP_M": tile.group_m,
         "CLUSTER_M": tile.cluster_m,
         "CLUSTER_N": tile.cluster_n,
+        "SPLITS": tile.splits,
         "GROUP_ROWS": tile.group_rows,
         "RHS_ATOM": rhs_atom(spec, tile),
         "RHS_BOX_ROWS": rhs_box(spec, tile)[1],

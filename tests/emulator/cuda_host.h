@@ -41,9 +41,14 @@ struct Position {
 };
 inline Position threadIdx, blockIdx, gridDim;
 
+// Of the blocks of a cluster, each behind 24 bits of offset.
+#ifndef EMULATED_BLOCKS
+#define EMULATED_BLOCKS 1
+#endif
 constexpr int EMULATED_SHARED_BYTES = 228 * 1024;
+constexpr int EMULATED_BLOCK_PITCH = 1 << 24;
 extern "C" {
-alignas(1024) inline unsigned char onnxfuse_shared[EMULATED_SHARED_BYTES];
+alignas(1024) inline unsigned char onnxfuse_shared[(EMULATED_BLOCKS - 1) * EMULATED_BLOCK_PITCH + EMULATED_SHARED_BYTES];
 }
 
 inline float __int_as_float(unsigned bits) {
@@ -120,12 +125,15 @@ inline void fail(const std::string& message) {
   while (true) yield();
 }
 
+inline void arrive(Barrier& barrier) {
+  if (++barrier.arrived != barrier.size) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+}
+
 inline void wait(Barrier& barrier) {
   const int generation = barrier.generation;
-  if (++barrier.arrived == barrier.size) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-  }
+  arrive(barrier);
   while (barrier.generation == generation) yield();
 }
 
@@ -145,13 +153,14 @@ inline void check_global(const void* pointer, size_t bytes, bool write) {
 }
 
 inline unsigned char* shared(unsigned address, size_t bytes) {
-  if (address + bytes > EMULATED_SHARED_BYTES) fail("shared memory out of bounds");
+  if (address % EMULATED_BLOCK_PITCH + bytes > EMULATED_SHARED_BYTES) fail("shared memory out of bounds");
   if (address % bytes) fail("misaligned access of shared memory");
   return onnxfuse_shared + address;
 }
 
-inline void run_block(int threads, const std::function<void()>& kernel) {
-  memset(onnxfuse_shared, 0xff, sizeof onnxfuse_shared);  // NaN in every type
+// Fibers for the threads of the current block, whose shared memory is `memory`.
+inline void start_block(int threads, const std::function<void()>& kernel, unsigned char* memory) {
+  memset(memory, 0xff, EMULATED_SHARED_BYTES);  // NaN in every type
   block.fibers = std::vector<Fiber>(threads);
   block.warps.assign(threads / 32, Warp{{32}, {}});
   block.barrier = {threads};
@@ -173,15 +182,24 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
         },
         0);
   }
-  for (bool running = true; running && failure.empty();) {
-    running = false;
-    for (int thread = 0; thread < threads && failure.empty(); ++thread) {
-      threadIdx.x = thread;
-      if (fiber().finished) continue;
-      running = true;
-      swapcontext(&block.scheduler, &block.fibers[thread].context);
-    }
+}
+
+// Every thread of the current block up to its next barrier. Returns whether any was left to run.
+inline bool step_block(bool backwards = false) {
+  bool running = false;
+  const int threads = static_cast<int>(block.fibers.size());
+  for (int i = 0; i < threads && failure.empty(); ++i) {
+    threadIdx.x = backwards ? threads - 1 - i : i;
+    if (fiber().finished) continue;
+    running = true;
+    swapcontext(&block.scheduler, &fiber().context);
   }
+  return running;
+}
+
+inline void run_block(int threads, const std::function<void()>& kernel) {
+  start_block(threads, kernel, onnxfuse_shared);
+  while (failure.empty() && step_block()) continue;
 }
 
 }  // namespace emulator

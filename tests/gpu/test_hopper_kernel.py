@@ -1,4 +1,4 @@
-"""The sm_90a kernel on the GPU: both schedules, clusters, orders, parts, dtypes, operand kinds, tails in m, n and k.
+"""The sm_90a kernel on the GPU: both schedules, clusters, split k, orders, parts, dtypes, operand kinds, all tails.
 
 Kernels are launched directly, without ONNX Runtime; what the bridge does with tensor maps is done here once more.
 Outputs are poisoned with NaN before each run, the padding around every tensor is NaN, and the bounds are those of
@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import ctypes
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from onnxfuse.hopper_tile import HopperTile, MapRule, footprint, map_rules
+from onnxfuse.hopper_tile import HopperTile, footprint
 from onnxfuse.kernels.hopper import emit
 from tests.gpu.kernels import Kernels
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, tall_cases, walked_cases
-from tests.kernel_problem import FP32, GROWTH, Buffer, Problem, Size, make_problem, make_spec
+from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, split_cases, tall_cases, walked_cases
+from tests.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
+from tests.tensor_maps import MAP_BYTES, Described, described
 
 pytestmark = pytest.mark.gpu
 
-MAP_BYTES = 128
 # Values of cuda.h
 UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
-CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases()]
+SPLIT = list(split_cases())
+CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *SPLIT]
+RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
 LARGE_TILES = (
@@ -37,6 +40,8 @@ LARGE_TILES = (
     (1, HopperTile(256, 128, False)),
     (1, HopperTile(128, 128, True, groups=4)),
     (2, HopperTile(256, 64, False, groups=4)),
+    (2, HopperTile(128, 64, False, splits=2)),
+    (1, HopperTile(128, 160, False, splits=4)),
 )
 LARGE = [
     HopperCase(
@@ -58,69 +63,38 @@ def _only_on_hopper() -> None:
         pytest.skip("needs compute capability 9.0")
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    """The cases' kernels."""
+@pytest.fixture
+def kernel(case: HopperCase, tmp_path: Path) -> object:
+    """The case's kernel."""
     limit = DEVICE.shared_bytes
-    sources = {
-        case.name: (emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total)
-        for case in (*CASES, *LARGE)
-    }
-    return Kernels(sources, DEVICE, tmp_path_factory.mktemp("hopper"))
+    source = emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total
+    return Kernels({case.name: source}, DEVICE, tmp_path)[case.name]
 
 
-def encode(buffer: Buffer, address: int, rule: MapRule, walked: bool, target: int) -> None:
-    """Write the tensor map of one buffer to a 64-byte boundary in host memory; `walked` is an output in two levels."""
-    extents, strides = walked_axes(buffer) if walked else plain_axes(buffer, rule)
-    size, rank = buffer.data.itemsize, len(extents)
-    for axis in range(1, rank):  # a stride that is never stepped along is still one
-        if extents[axis] == 1 or not strides[axis]:
-            strides[axis] = max(-(-strides[axis - 1] * extents[axis - 1] // 8) * 8, 8)
+def encode(described: Described, address: int, target: int) -> None:
+    """Write one tensor map to a 64-byte boundary in host memory."""
+    size, rank = described.buffer.data.itemsize, len(described.extents)
     element = TFLOAT32 if size == 4 else UINT16
-    box = (rule.box_inner, rule.box_outer, *[1] * (rank - 2))
+    strides = [size * stride for stride in described.strides[1:]]
     result = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(target), element, rank, ctypes.c_uint64(address + buffer.offset * size),
-        (ctypes.c_uint64 * rank)(*extents), (ctypes.c_uint64 * (rank - 1))(*(size * stride for stride in strides[1:])),
-        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*[1] * rank),
-        INTERLEAVE_NONE, SWIZZLES[rule.swizzle], L2_256_BYTES, FILL_ZERO,
+        ctypes.c_void_p(target), element, rank, ctypes.c_uint64(address + described.buffer.offset * size),
+        (ctypes.c_uint64 * rank)(*described.extents), (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*described.box), (ctypes.c_uint32 * rank)(*[1] * rank),
+        INTERLEAVE_NONE, SWIZZLES[described.swizzle], L2_256_BYTES, FILL_ZERO,
     )  # fmt: skip
-    assert result == 0, (rule, extents, strides, box)
-
-
-def plain_axes(buffer: Buffer, rule: MapRule) -> tuple[list[int], list[int]]:
-    """Extents and strides of the contiguous axis, the other one and the batch; runs of k are batches too."""
-    batch, rows, columns = buffer.shape
-    batch_stride, row_stride, column_stride = buffer.strides
-    inner, outer, pitch = (rows, columns, column_stride) if rule.rows_contiguous else (columns, rows, row_stride)
-    _, run_stride, _, run = buffer.outer
-    if run_stride:
-        inner, batch, batch_stride = run, batch * columns // run, run_stride
-    return [inner, outer, batch if batch_stride else 1], [1, pitch, batch_stride]
-
-
-def walked_axes(buffer: Buffer) -> tuple[list[int], list[int]]:
-    """Extents and strides of the columns of a run, its rows, the runs of columns, those of rows, and the batch."""
-    batch, rows, columns = buffer.shape
-    rows_stride, columns_stride, row_run, column_run = buffer.outer
-    return (
-        [column_run, row_run, columns // column_run, rows // row_run, batch],
-        [1, buffer.strides[1], columns_stride, rows_stride, buffer.strides[0]],
-    )
+    assert result == 0, described
 
 
 def tensor_maps(case: HopperCase, problem: Problem, addresses: list[int]) -> np.ndarray:
     """The kernel's second argument."""
-    rules = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
-    memory = np.zeros(MAP_BYTES * len(rules) + 64, np.uint8)
+    maps = described(case, problem)
+    memory = np.zeros(MAP_BYTES * len(maps) + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    groups = {"lhs": [problem.lhs], "rhs": problem.rhs, "out": problem.outs}
     address_of = {id(buffer): address for buffer, address in zip(problem.buffers, addresses, strict=True)}
-    for place, rule in enumerate(rules):
-        if rule is not None:
-            buffer = groups[rule.tensor][rule.index]
-            walked = rule.tensor == "out" and bool(case.spec.outs[rule.index].two_levels)
-            encode(buffer, address_of[id(buffer)], rule, walked, memory.ctypes.data + start + place * MAP_BYTES)
-    return memory[start : start + MAP_BYTES * len(rules)].view(f"V{MAP_BYTES * len(rules)}")
+    for place, each in enumerate(maps):
+        if each is not None:
+            encode(each, address_of[id(each.buffer)], memory.ctypes.data + start + place * MAP_BYTES)
+    return memory[start : start + MAP_BYTES * len(maps)].view(f"V{MAP_BYTES * len(maps)}")
 
 
 def launch(function, case: HopperCase, problem: Problem, blocks: int | None = None) -> list[np.ndarray]:
@@ -130,10 +104,9 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
     buffers, tile, size = problem.buffers, case.tile, problem.size
     memory = [cupy.asarray(buffer.data.view(np.uint8)) for buffer in buffers]
     addresses = [array.data.ptr for array in memory]
-    cluster = tile.cluster_m * tile.cluster_n
     tiles = math.ceil(size.m / (tile.block_m * tile.cluster_m)) * math.ceil(size.n / (tile.block_n * tile.cluster_n))
     most = blocks or cupy.cuda.Device().attributes["MultiProcessorCount"]
-    grid = min(tiles * size.batch, max(most // cluster, 1)) * cluster
+    grid = min(tiles * size.batch, max(most // tile.cluster, 1)) * tile.cluster
     shared = footprint(case.spec, tile, DEVICE.shared_bytes).total
     arguments = (problem.arguments(addresses), tensor_maps(case, problem, addresses))
     function((grid, 1, 1), (tile.threads, 1, 1), arguments, shared_mem=shared)
@@ -144,13 +117,20 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
-def test_kernel_computes_the_fusion(case: HopperCase, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_computes_the_fusion(case: HopperCase, kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
     # fast_gelu: 1.5e-6 |x|, as pointwise_fast.cuh argues, and its rounding.
     monkeypatch.setitem(GROWTH, "gelu", lambda a: 1.13 * a.error + (1.5e-6 + 4 * FP32) * np.abs(a.value))
     for size in case.sizes:
         problem = make_problem(case.spec, size)
-        first = launch(kernels[case.name], case, problem)
+        first = launch(kernel, case, problem)
         problem.check(first)
         # The same bits from a few blocks that walk over many tiles.
-        for one, other in zip(first, launch(kernels[case.name], case, problem, blocks=2), strict=True):
+        for one, other in zip(first, launch(kernel, case, problem, blocks=2), strict=True):
             np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+@pytest.mark.parametrize("case", [SPLIT[0], SPLIT[-1], LARGE[-1]], ids=lambda case: case.name)
+def test_every_run_with_split_k_gives_the_same_bits(case: HopperCase, kernel: object) -> None:
+    problem = make_problem(case.spec, case.sizes[0])
+    first, *others = ([out.tobytes() for out in launch(kernel, case, problem)] for _ in range(RUNS))
+    assert all(run == first for run in others)

@@ -30,7 +30,7 @@ from onnxfuse.graph import Graph, load_model
 from onnxfuse.kernels.emit import ENTRY
 from onnxfuse.packing import kernel_source, launch_rule
 from onnxfuse.patterns import is_anchor, match_site
-from onnxfuse.plan import Variant, make_plan, tile_text
+from onnxfuse.plan import Plan, Variant, make_plan, tile_text
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.simplify import simplify
@@ -134,7 +134,7 @@ class Buffers:
     def __init__(self, row: Row, fusion: Fusion, stored: dict[str, np.ndarray]) -> None:
         outputs = 2 if row.epilogue == "residual" else 1
         each = 2 * (row.m * row.k + row.k * row.n * row.parts + outputs * row.m * row.n)
-        self.copies = max(2, int(ROTATED_BYTES / each) + 1)
+        self.copies = min(max(2, int(ROTATED_BYTES / each) + 1), LAUNCHES)
         self.row, self.fusion = row, fusion
         self.inputs = {"x": _random(row.m, row.m, row.k)}
         if row.epilogue == "residual":
@@ -192,11 +192,17 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | Non
     return memory, start
 
 
+def image(variant: Variant, device: DeviceSpec, row: object, folder: Path) -> Path:
+    """The machine code, compiled unless it is there. A name of its own: CuPy remembers modules by their path."""
+    path = folder / f"{row}.{variant.spec.rhs_order}.{tile_text(variant.tile)}.cubin".replace(" ", "")
+    if not path.exists():
+        path.write_bytes(compile_source(kernel_source(variant, device), device).data)
+    return path
+
+
 def launcher(variant: Variant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
     """Launches the variant on one copy of the buffers."""
-    # A name of its own: CuPy remembers modules by their path.
-    path = folder / f"{buffers.row}.{variant.spec.rhs_order}.cubin".replace(" ", "")
-    path.write_bytes(compile_source(kernel_source(variant, device), device).data)
+    path = image(variant, device, buffers.row, folder)
     function = cupy.RawModule(path=str(path)).get_function(ENTRY)
     rule = launch_rule(variant, device)
     function.max_dynamic_shared_size_bytes = rule["shared_bytes"]
@@ -285,7 +291,8 @@ def check(buffers: Buffers, stored: dict[str, np.ndarray]) -> float:
     return float(error)
 
 
-def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str, Any]:
+def planned(row: Row, order: str, device: DeviceSpec) -> tuple[Fusion, Plan, dict[str, np.ndarray]]:
+    """The fusion of a problem, its plan and what the model stores."""
     from onnx import numpy_helper
 
     model = site_model(row, order)
@@ -294,9 +301,13 @@ def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str
     fusion = simplify(fusion)
     mapping = map_axes(fusion)
     plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=False)
-    variant = next(variant for variant in plan.variants if variant.min_m <= row.m <= variant.max_m)
     names = ("weight", "bias")
-    stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name in names}
+    return fusion, plan, {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name in names}
+
+
+def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str, Any]:
+    fusion, plan, stored = planned(row, order, device)
+    variant = next(variant for variant in plan.variants if variant.min_m <= row.m <= variant.max_m)
     buffers = Buffers(row, fusion, stored)
     stream = cupy.cuda.Stream(non_blocking=True)
     ours = graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream)

@@ -181,11 +181,12 @@ struct CopyOf<Access, false> {
   using Type = WalkedCopy<Access>;
 };
 
-// One slab of every tile operand -> the staging areas of a group's warps, which begin at `staging`, asynchronously.
+// One slab of every tile operand -> the staging areas of every SPLITS-th of a group's warps, asynchronously. `staging` is
+// that of the first one, number `first`.
 __device__ __forceinline__ void load_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile,
-                                          int index) {
+                                          int index, int first) {
 #pragma unroll 1
-  for (int warp = 0; warp < WARP_GROUP / WARP_SIZE; ++warp, staging += STAGING_BYTES) {
+  for (int warp = first; warp < WARP_GROUP / WARP_SIZE; warp += SPLITS, staging += SPLITS * STAGING_BYTES) {
     const Slab slab(args, tile, index, warp);
     static_for<0, LOADS>([&](auto number) {
       using Access = Load<decltype(number)::value>;

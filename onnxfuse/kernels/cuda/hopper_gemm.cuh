@@ -19,9 +19,14 @@
 //                    `turn` hands the tensor cores over as soon as the last wgmma is issued. It also keeps a team from
 //                    waiting for a stage's phase after next, whose parity is that of the last one.
 //   cooperative      all groups are one team and share each tile: larger tiles, the epilogue is exposed
+//   split k          the SPLITS blocks of a cluster multiply one tile, each a range of its k; a warp's rows belong to
+//                    one of them, which adds up the sums of all and runs their epilogue
+//                      block 0   k [0 .......)  warp 0: adds, epilogue     warp 1: sums -> its ring
+//                      block 1   k [....... k)  warp 0: sums -> its ring   warp 1: adds, epilogue
+//                      sums_full: what others hold for this block's warps lies there; sums_read: the ring is free again
 //
-// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1) with any number of blocks
-// that is a multiple of the cluster; one a multiprocessor is best. The second argument holds the tensor maps that
+// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1): whole clusters, at
+// most one for each tile; one block a multiprocessor is best. The second argument holds the tensor maps that
 // `hopper_tile.map_rules` describes.
 //
 // Contract: k > 0; rows of lhs and rhs start on 16-byte boundaries; the WIDTH of a load or output divides n, its
@@ -38,7 +43,8 @@ namespace onnxfuse {
 
 constexpr int TEAMS = PINGPONG ? 2 : 1;
 constexpr int TEAM_GROUPS = CONSUMERS / TEAMS;
-constexpr int CLUSTER = CLUSTER_M * CLUSTER_N;
+constexpr int SHARING = CLUSTER_M * CLUSTER_N;  // blocks that a stage is sent to
+constexpr int CLUSTER = SHARING * SPLITS;
 constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
 constexpr int ROW_BYTES = 128;                            // of k in a stage: the widest swizzle
 constexpr int BLOCK_K = ROW_BYTES / sizeof(Element);
@@ -64,11 +70,21 @@ constexpr int SLABS_FULL_OFFSET = VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8;
 constexpr int SLABS_EMPTY_OFFSET = SLABS_FULL_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
 constexpr int SLABS_START_OFFSET = SLABS_EMPTY_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
 
+constexpr int SUMS_FULL_OFFSET = SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0);
+constexpr int SUMS_READ_OFFSET = SUMS_FULL_OFFSET + (SPLITS > 1 ? 8 : 0);
+
 // Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
 constexpr int TILE_WARPS = TEAM_GROUPS * 4;
-constexpr int READERS = TILE_WARPS * CLUSTER;
+constexpr int READERS = TILE_WARPS * SHARING;
 
-static_assert(SHARED_BYTES == SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0), "footprint and kernel agree");
+// Of a group, warps whose rows belong to one block.
+constexpr int OWN_WARPS = WARP_GROUP / WARP_SIZE / SPLITS;
+constexpr int WARP_SUMS_BYTES = SUBTILES * ACCUMULATORS * WARP_SIZE * 4;
+
+static_assert(SHARED_BYTES == SUMS_READ_OFFSET + (SPLITS > 1 ? 8 : 0), "footprint and kernel agree");
+static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "warps belong to blocks, and sums are paired");
+static_assert(SPLITS == 1 || (SHARING == 1 && TEAMS == 1), "the blocks of a cluster work on one tile");
+static_assert(SPLITS == 1 || CONSUMERS * 4 * WARP_SUMS_BYTES <= STAGES * STAGE_BYTES, "the ring holds the sums");
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
@@ -140,6 +156,9 @@ struct Walk {
   }
 };
 
+// Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k.
+__device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return (args.k - 1) / (BLOCK_K * SPLITS) + 1; }
+
 // ---- producer
 
 // A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster.
@@ -161,6 +180,7 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
     const int run = args.lhs_outer.columns;
     lhs_batch = lhs_batch * (args.k / run) + k / run;
     lhs_column = k % run;
+    if (SPLITS > 1 && k >= args.k) lhs_column = run;  // those of the next batch follow
   }
   if constexpr (LHS_K_CONTIGUOUS) {
     load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + lhs_row, lhs_batch);
@@ -188,17 +208,24 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
 
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
   const Walk walk(args);
-  const int steps = (args.k - 1) / BLOCK_K + 1;
+  const int steps = steps_of(args);
+  const int first_step = SPLITS > 1 ? rank * steps : 0;
   const int filled = min(steps, STAGES) - 1;
   RingPosition ring;
+  int sums_parity = 0;
   for (int number = walk.first; number < walk.tiles; number += walk.clusters) {
     const OutTile tile = walk.at(number, rank);
+    if (SPLITS > 1 && number != walk.first) {
+      barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
+      shared_to_tma_fence();
+      sums_parity ^= 1;
+    }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
       barrier_arrive_expect(full, STAGE_BYTES);
-      load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, step * BLOCK_K, rank);
+      load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
       if (TILE_LOADS > 0 && step == filled && number == walk.first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
     }
@@ -238,7 +265,8 @@ __device__ __forceinline__ int next_number(const Walk& walk) { return TEAMS * wa
 __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                               int rank, int group) {
   const Walk walk(args);
-  unsigned char* staging = memory + STAGES * STAGE_BYTES + group * WARP_GROUP / WARP_SIZE * STAGING_BYTES;
+  const int first_warp = SPLITS > 1 ? rank : 0;
+  unsigned char* staging = memory + STAGES * STAGE_BYTES + (group * WARP_GROUP / WARP_SIZE + first_warp) * STAGING_BYTES;
   const unsigned full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
   const unsigned empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
   barrier_wait(shared + SLABS_START_OFFSET, 0);
@@ -250,7 +278,7 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
     for (int index = 0; index < SLABS; ++index) {
       const int buffer = index % LOAD_BUFFERS * 8;
       barrier_wait(empty + buffer, slab_parity(count, index) ^ 1);
-      load_slab(staging, args, tile, index);
+      load_slab(staging, args, tile, index, first_warp);
       barrier_arrive_copied(full + buffer);
     }
   }
@@ -262,14 +290,14 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
 __device__ __forceinline__ void release(unsigned shared, int stage) {
   const unsigned empty = shared + EMPTY_OFFSET + stage * 8;
   const int lane = threadIdx.x % WARP_SIZE;
-  if constexpr (CLUSTER > 1) {
-    if (lane < CLUSTER) barrier_arrive_peer(empty, lane);
+  if constexpr (SHARING > 1) {
+    if (lane < SHARING) barrier_arrive_peer(empty, lane);
   } else {
     if (lane == 0) barrier_arrive(empty);
   }
 }
 
-// acc = lhs * rhs over all of k. One stage's wgmma are in flight while the next stage's are issued.
+// acc = lhs * rhs over all of the block's k. One stage's wgmma are in flight while the next stage's are issued.
 __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring,
                                               unsigned shared, int first_row, int steps) {
   int previous = 0;
@@ -310,11 +338,49 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
 }
 
 constexpr int TURN_BARRIER = 1;  // named barrier of team 0; the next is that of team 1
+constexpr int SUMS_BARRIER = 1;  // of all consumers, where there is no turn
+
+// Where a thread's sums lie in a ring, four registers after the other: lanes side by side, without bank conflicts.
+__device__ __forceinline__ int sums_offset() {
+  return threadIdx.x / WARP_SIZE * WARP_SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
+}
+constexpr int SUMS_PITCH = WARP_SIZE * 16;
+
+// This warp's sums for block `owner` of the cluster, which reads them out of the ring.
+__device__ __forceinline__ void give_sums(const float (&acc)[SUBTILES][ACCUMULATORS], unsigned char* memory,
+                                          unsigned shared, int owner) {
+#pragma unroll
+  for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+    const float* sums = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+    *reinterpret_cast<float4*>(memory + sums_offset() + i / 4 * SUMS_PITCH) = {sums[0], sums[1], sums[2], sums[3]};
+  }
+  __syncwarp();
+  if (threadIdx.x % WARP_SIZE == 0) barrier_release_peer(shared + SUMS_FULL_OFFSET, owner);
+}
+
+// What the cluster's other blocks have for this warp is added, in an order that depends on the block alone: `acc` has all
+// of k. All blocks read at once, each from another one.
+__device__ __forceinline__ void take_sums(float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank, int parity) {
+  barrier_acquire(shared + SUMS_FULL_OFFSET, parity);
+#pragma unroll 1
+  for (int distance = 1; distance < SPLITS; ++distance) {
+    const unsigned sums = peer_address(shared + sums_offset(), rank ^ distance);
+#pragma unroll
+    for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+      const float4 peer = load_peer(sums + i / 4 * SUMS_PITCH);
+      float* own = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+      own[0] += peer.x, own[1] += peer.y, own[2] += peer.z, own[3] += peer.w;
+    }
+  }
+  __syncwarp();
+  const int lane = threadIdx.x % WARP_SIZE;
+  if (lane > 0 && lane < SPLITS) barrier_arrive_peer(shared + SUMS_READ_OFFSET, rank ^ lane);
+}
 
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
                                         unsigned shared, int rank, int group) {
   const Walk walk(args);
-  const int steps = (args.k - 1) / BLOCK_K + 1;
+  const int steps = steps_of(args);
   const int team = group / TEAM_GROUPS;
   const int first_row = group % TEAM_GROUPS * GROUP_M;
   unsigned char* staging = memory + STAGES * STAGE_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
@@ -335,8 +401,14 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
     barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
     const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
-    run_epilogue(acc, args, maps, tile, first_row, vectors, staging, slabs_full, slabs_empty,
-                 count / TEAMS);
+    const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
+    if constexpr (SPLITS > 1) named_sync(SUMS_BARRIER, CONSUMERS * WARP_GROUP);  // the last stage has been read
+    if (owner == rank) {
+      if constexpr (SPLITS > 1) take_sums(acc, shared, rank, count % 2);
+      run_epilogue(acc, args, maps, tile, first_row, vectors, staging, slabs_full, slabs_empty, count / TEAMS);
+    } else {
+      give_sums(acc, memory, shared, owner);
+    }
     barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
     count += TEAMS;
     if (PINGPONG) ring.skip(steps);
@@ -359,9 +431,13 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
 #pragma unroll
     for (int slab = 0; slab < CONSUMERS * LOAD_BUFFERS; ++slab) {
       barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, 2 * WARP_SIZE);
-      barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, WARP_GROUP / WARP_SIZE);
+      barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS);
     }
     barrier_init(shared + SLABS_START_OFFSET, 1);
+  }
+  if constexpr (SPLITS > 1) {
+    barrier_init(shared + SUMS_FULL_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS);
+    barrier_init(shared + SUMS_READ_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS);
   }
   barrier_init_fence();
 }
@@ -404,5 +480,5 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(args, maps, onnxfuse_shared, shared, rank, group);
   }
-  if constexpr (CLUSTER > 1) cluster_sync();  // the other block may still send to this one, or wait for its arrivals
+  if constexpr (CLUSTER > 1) cluster_sync();  // another block may still send to this one, read it, or wait for it
 }

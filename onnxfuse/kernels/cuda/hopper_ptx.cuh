@@ -1,5 +1,5 @@
 // The PTX instructions that only sm_90a has, one function each; the wgmma of the kernel's own width is generated. A
-// shared-memory address is the 32-bit offset that the instructions take; shared memory of the cluster's other block is
+// shared-memory address is the 32-bit offset that the instructions take; shared memory of the cluster's other blocks is
 // reached through `peer`.
 #pragma once
 #include "ptx.cuh"
@@ -45,11 +45,28 @@ __device__ __forceinline__ void barrier_arrive_peer(unsigned barrier, int rank) 
                ::"r"(barrier), "r"(rank) : "memory");
 }
 
+// The same, and what this warp did to shared memory before is done for whoever waits with `barrier_acquire`.
+__device__ __forceinline__ void barrier_release_peer(unsigned barrier, int rank) {
+  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; "
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [peer]; }"
+               ::"r"(barrier), "r"(rank) : "memory");
+}
+
 // try_wait sleeps for a while on its own, so the loop is seldom run twice.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
   unsigned done;
   do {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+// The same for what other blocks of the cluster did before they arrived.
+__device__ __forceinline__ void barrier_acquire(unsigned barrier, int parity) {
+  unsigned done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+                 "selp.u32 %0, 1, 0, p; }"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   } while (!done);
 }
@@ -162,6 +179,20 @@ __device__ __forceinline__ int cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address of block `rank` at which it has what this block has at `shared`.
+__device__ __forceinline__ unsigned peer_address(unsigned shared, int rank) {
+  unsigned peer;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(shared), "r"(rank));
+  return peer;
+}
+
+__device__ __forceinline__ float4 load_peer(unsigned peer) {
+  float4 values;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w) : "r"(peer));
+  return values;
 }
 
 // ---- programmatic dependent launch: a no-op unless the launch asked for it.

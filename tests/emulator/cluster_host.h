@@ -1,0 +1,80 @@
+// The blocks of a cluster on the CPU, and copies of TMA that land when nothing else can go on.
+#pragma once
+#include <map>
+
+#include "cuda_host.h"
+
+#define __cluster_dims__(...)
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+inline int __shfl_sync(unsigned, int value, int) { return value; }  // of what all lanes have
+
+namespace emulator {
+
+constexpr int MAX_ROUNDS = 20000;  // many times what a launch takes that does not hang
+
+struct Cluster {
+  int rank = 0;
+  std::vector<Block> blocks;
+  std::vector<std::map<int, Barrier>> barriers;  // of each block, by number
+  Barrier all;
+  bool lazy = false;
+  std::vector<std::function<void()>> copies;  // under way
+
+  Barrier& named(int barrier, int threads) {
+    Barrier& found = barriers[rank][barrier];
+    found.size = threads;
+    return found;
+  }
+
+  void later(const std::function<void()>& copy) {
+    if (lazy) {
+      copies.push_back(copy);
+    } else {
+      copy();
+    }
+  }
+
+  // The copy that has been under way for the longest, or the newest.
+  void land(bool newest) {
+    if (copies.empty()) return;
+    const auto which = newest ? copies.end() - 1 : copies.begin();
+    const std::function<void()> copy = *which;
+    copies.erase(which);
+    copy();
+  }
+};
+
+inline Cluster cluster;
+
+// All threads of the blocks `first` and following, until they end or something fails.
+inline void run_cluster(int blocks, int threads, int first, const std::function<void()>& kernel) {
+  cluster.blocks = std::vector<Block>(blocks);
+  cluster.barriers.assign(blocks, {});
+  cluster.all = {blocks * threads};
+  cluster.copies.clear();
+  const auto in_block = [&](int rank, const auto& body) {
+    cluster.rank = rank;
+    blockIdx.x = first + rank;
+    std::swap(block, cluster.blocks[rank]);
+    body();
+    std::swap(block, cluster.blocks[rank]);
+  };
+  for (int rank = 0; rank < blocks; ++rank) {
+    in_block(rank, [&] { start_block(threads, kernel, onnxfuse_shared + rank * EMULATED_BLOCK_PITCH); });
+  }
+  int round = 0;
+  for (bool running = true; running && failure.empty(); ++round) {
+    running = false;
+    for (int i = 0; i < blocks; ++i) {
+      const int rank = cluster.lazy ? blocks - 1 - i : i;
+      in_block(rank, [&] { running = step_block(cluster.lazy) || running; });
+    }
+    if (round == MAX_ROUNDS) failure = "threads wait for each other";
+  }
+}
+
+}  // namespace emulator

@@ -1,0 +1,29 @@
+// Included after the emitted source: runs its kernel over a grid, cluster by cluster.
+struct EmulatedRange {
+  unsigned char* begin;
+  size_t bytes;
+  int writable;
+};
+
+// Returns what went wrong, or an empty string. With `lazy`, threads and blocks run in the opposite order, and copies land
+// only while somebody waits. No byte may be written twice.
+extern "C" const char* emulate(const OnnxfuseArguments* args, const onnxfuse::Maps* maps, int blocks, int threads, int lazy,
+                               const EmulatedRange* ranges, int range_count) {
+  emulator::failure.clear();
+  emulator::ranges.clear();
+  emulator::cluster.lazy = lazy;
+  for (int i = 0; i < range_count; ++i) {
+    emulator::ranges.push_back(
+        {ranges[i].begin, ranges[i].bytes, ranges[i].writable != 0, std::vector<unsigned char>(ranges[i].bytes)});
+  }
+  gridDim = {static_cast<unsigned>(blocks), 1, 1};
+  for (int first = 0; first < blocks && emulator::failure.empty(); first += EMULATED_BLOCKS) {
+    emulator::run_cluster(EMULATED_BLOCKS, threads, first, [&] { onnxfuse_gemm(*args, *maps); });
+  }
+  for (const auto& range : emulator::ranges) {
+    for (unsigned char writes : range.writes) {
+      if (writes > 1 && emulator::failure.empty()) emulator::failure = "an element was written twice";
+    }
+  }
+  return emulator::failure.c_str();
+}

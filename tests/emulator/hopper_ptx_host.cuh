@@ -1,0 +1,220 @@
+// Stands in for hopper_ptx.cuh: the same functions in C++, for the blocks of a cluster, whose threads are fibers of one
+// thread. A shared-memory address holds the block's rank above 24 bits of offset.
+namespace onnxfuse {
+
+constexpr int WARP_GROUP = 128;
+
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// What a tensor map of the emulator points to; strides in bytes, that of the contiguous axis included.
+struct HostMap {
+  unsigned char* tensor;
+  long long element, rank, swizzle;
+  long long extents[5], strides[5], box[5];
+};
+
+inline const HostMap& host_map(const TensorMap& map) { return *reinterpret_cast<const HostMap*>(map.opaque[0]); }
+inline int cluster_rank() { return emulator::cluster.rank; }
+inline unsigned own_address(unsigned address) { return address | static_cast<unsigned>(cluster_rank()) << 24; }
+inline unsigned peer_address(unsigned shared, int rank) { return (shared & 0xffffff) | static_cast<unsigned>(rank) << 24; }
+
+// ---- mbarrier
+
+struct HostBarrier {
+  int bytes;
+  short pending;
+  unsigned short count : 15, parity : 1;
+};
+static_assert(sizeof(HostBarrier) == 8);
+
+inline HostBarrier& host_barrier(unsigned address) {
+  return *reinterpret_cast<HostBarrier*>(emulator::shared(address, 8));
+}
+
+inline void update(HostBarrier& barrier, int arrivals, int bytes) {
+  barrier.pending -= arrivals;
+  barrier.bytes += bytes;
+  if (barrier.pending < 0) emulator::fail("more arrivals than a phase of a barrier has");
+  if (barrier.pending > 0 || barrier.bytes != 0) return;
+  barrier.pending = barrier.count;
+  barrier.parity ^= 1;
+}
+
+inline void barrier_init(unsigned barrier, int arrivals) {
+  host_barrier(barrier) = {0, static_cast<short>(arrivals), static_cast<unsigned short>(arrivals), 0};
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(unsigned barrier) { update(host_barrier(barrier), 1, 0); }
+inline void barrier_arrive_expect(unsigned barrier, int bytes) { update(host_barrier(barrier), 1, bytes); }
+inline void barrier_arrive_copied(unsigned barrier) { update(host_barrier(barrier), 2, 0); }
+inline void barrier_arrive_peer(unsigned barrier, int rank) { barrier_arrive(peer_address(barrier, rank)); }
+inline void barrier_release_peer(unsigned barrier, int rank) { barrier_arrive(peer_address(barrier, rank)); }
+inline void barrier_wait(unsigned barrier, int parity) {
+  for (bool newest = false; host_barrier(barrier).parity == parity; newest = !newest) {
+    emulator::cluster.land(newest);
+    emulator::yield();
+  }
+}
+inline void barrier_acquire(unsigned barrier, int parity) { barrier_wait(barrier, parity); }
+
+// ---- TMA
+
+inline unsigned swizzled(unsigned address, long long span) {
+  return span == 0 ? address : address ^ (address >> 7 & (span / 16 - 1)) << 4;
+}
+
+// body(shared address, element of the tensor or null outside of it) for every element of a box.
+template <typename Body>
+void for_each_of_box(const HostMap& map, unsigned shared, const int (&place)[5], const Body& body) {
+  for (long long y = 0; y < map.box[1]; ++y) {
+    for (long long x = 0; x < map.box[0]; ++x) {
+      const long long at[5] = {place[0] + x, place[1] + y, place[2], place[3], place[4]};
+      unsigned char* element = map.tensor;
+      bool inside = true;
+      for (int axis = 0; axis < map.rank; ++axis) {
+        inside = inside && at[axis] >= 0 && at[axis] < map.extents[axis];
+        element += at[axis] * map.strides[axis];
+      }
+      const unsigned offset = static_cast<unsigned>((y * map.box[0] + x) * map.element);
+      body(swizzled(shared + offset, map.swizzle), inside ? element : nullptr);
+    }
+  }
+}
+
+inline void land_box(unsigned shared, const HostMap& map, unsigned barrier, int x, int y, int z) {
+  for_each_of_box(map, shared, {x, y, z, 0, 0}, [&](unsigned target, unsigned char* element) {
+    if (element != nullptr) emulator::check_global(element, map.element, false);
+    if (element != nullptr) memcpy(emulator::shared(target, map.element), element, map.element);
+    if (element == nullptr) memset(emulator::shared(target, map.element), 0, map.element);
+  });
+  update(host_barrier(barrier), 0, -static_cast<int>(map.box[0] * map.box[1] * map.element));
+}
+
+inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+  const HostMap& host = host_map(map);
+  emulator::cluster.later([=, &host] { land_box(shared, host, barrier, x, y, z); });
+}
+
+inline void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+  for (int rank = 0; rank < 2; ++rank) load_box(peer_address(shared, rank), map, peer_address(barrier, rank), x, y, z);
+}
+
+inline void store_box(const TensorMap& map, unsigned shared, int x, int y, int z, int u, int v) {
+  const HostMap& host = host_map(map);
+  if (x < 0 || y < 0 || z < 0 || u < 0 || v < 0) emulator::fail("a box is stored that begins before its tensor");
+  for_each_of_box(host, shared, {x, y, z, u, v}, [&](unsigned source, unsigned char* element) {
+    if (element == nullptr) return;
+    emulator::check_global(element, host.element, true);
+    memcpy(element, emulator::shared(source, host.element), host.element);
+  });
+}
+inline void store_box(const TensorMap& map, unsigned shared, int x, int y, int z) { store_box(map, shared, x, y, z, 0, 0); }
+
+inline void prefetch_map(const TensorMap&) {}
+inline void store_commit() {}
+template <int PENDING>
+void store_wait() {}
+inline void shared_to_tma_fence() {}
+
+// ---- wgmma
+
+inline void multiply_fence() {}
+inline void multiply_commit() {}
+// A wgmma is one instruction of four warps: all of them have read a stage when one may give it back.
+template <int PENDING>
+void multiply_wait() {
+  constexpr int BEHIND_NAMED = 16;
+  emulator::wait(emulator::cluster.named(BEHIND_NAMED + threadIdx.x / WARP_GROUP, WARP_GROUP));
+}
+inline void pin(float&) {}
+
+// Where an element of an operand lies: `outer` along m or n, `k` along k. PTX ISA, "Matrix Descriptor".
+inline unsigned operand_address(unsigned long long descriptor, bool k_contiguous, int bytes, int outer, int k) {
+  const auto field = [&](int bit) { return static_cast<unsigned>(descriptor >> bit & 0x3fff) << 4; };
+  const unsigned span = 256u >> (descriptor >> 62), columns = span / bytes;
+  const unsigned place = k_contiguous ? outer / 8 * field(32) + outer % 8 * span + k * bytes
+                                      : outer / columns * field(16) + k / 8 * field(32) + k % 8 * span +
+                                            outer % columns * bytes;
+  return own_address(swizzled(field(0) + place, span));
+}
+
+template <typename T>
+float operand(unsigned long long descriptor, bool k_contiguous, int outer, int k) {
+  T value;
+  memcpy(static_cast<void*>(&value),
+         emulator::shared(operand_address(descriptor, k_contiguous, sizeof(T), outer, k), sizeof(T)), sizeof(T));
+  return to_float(value);
+}
+
+// One thread's share of acc[64, 2 * REGISTERS] (+)= lhs[64, 32 bytes] * rhs[32 bytes, 2 * REGISTERS].
+template <int REGISTERS>
+void multiply(float (&acc)[REGISTERS], unsigned long long lhs, unsigned long long rhs, int accumulate) {
+  constexpr int STEP = 32 / sizeof(Element);
+  const int lane = threadIdx.x % 32, first_row = threadIdx.x % WARP_GROUP / 32 * 16 + lane / 4;
+  float rows[2][STEP];
+  for (int k = 0; k < 2 * STEP; ++k) rows[k / STEP][k % STEP] = operand<Element>(lhs, LHS_K_CONTIGUOUS, first_row + k / STEP * 8, k % STEP);
+  for (int i = 0; i < REGISTERS; i += 4) {
+    for (int column = 0; column < 2; ++column) {
+      float sums[2] = {accumulate ? acc[i + column] : 0, accumulate ? acc[i + 2 + column] : 0};
+      for (int k = 0; k < STEP; ++k) {
+        const float value = operand<Element>(rhs, RHS_K_CONTIGUOUS, i * 2 + lane % 4 * 2 + column, k);
+        for (int half = 0; half < 2; ++half) sums[half] += rows[half][k] * value;
+      }
+      acc[i + column] = sums[0], acc[i + 2 + column] = sums[1];
+    }
+  }
+}
+
+template <bool TRANSPOSED>
+void store_matrices_to(unsigned shared, const unsigned (&matrices)[4]) {
+  emulator::Warp& warp = emulator::warp();
+  const int lane = threadIdx.x % 32;
+  warp.values[lane][0] = shared;
+  __syncwarp();
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const unsigned short bits = matrices[i] >> 16 * half;
+      const int row = lane / 4, column = lane % 4 * 2 + half;
+      unsigned char* line = emulator::shared(warp.values[i * 8 + (TRANSPOSED ? column : row)][0], 16);
+      memcpy(line + (TRANSPOSED ? row : column) * 2, &bits, 2);
+    }
+  }
+  __syncwarp();
+}
+inline void store_matrices(unsigned shared, const unsigned (&matrices)[4]) { store_matrices_to<false>(shared, matrices); }
+inline void store_matrices_transposed(unsigned shared, const unsigned (&matrices)[4]) {
+  store_matrices_to<true>(shared, matrices);
+}
+
+template <typename T>
+unsigned pack_pair(T, float first, float second) {
+  T pair[2];
+  store_pair(pair, first, second);
+  unsigned packed;
+  memcpy(&packed, pair, 4);
+  return packed;
+}
+
+// ---- warp groups and clusters
+
+template <int REGISTERS>
+void take_registers() {}
+template <int REGISTERS>
+void give_registers() {}
+
+inline void named_arrive(int barrier, int threads) { emulator::arrive(emulator::cluster.named(barrier, threads)); }
+inline void named_sync(int barrier, int threads) { emulator::wait(emulator::cluster.named(barrier, threads)); }
+inline void cluster_sync() { emulator::wait(emulator::cluster.all); }
+
+inline float4 load_peer(unsigned peer) {
+  float4 values;
+  memcpy(&values, emulator::shared(peer, 16), 16);
+  return values;
+}
+
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}
+
+}  // namespace onnxfuse

@@ -1,0 +1,125 @@
+"""What splitting k is worth where tiles are few: `python -m tests.perf.splits --out results/h200-splits.json`.
+
+Products of the Stable Diffusion UNet with bias and residual, each with the best two tiles, by the plan's estimate, of
+every number of blocks that share a tile. Measured as `tests.perf.kernels` does, all tiles of a problem in turn. Every
+output is checked against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.fusion import Fusion
+from onnxfuse.hopper_tile import SPLITS, HopperTile
+from onnxfuse.plan import Plan, Variant, replan, tile_text
+from onnxfuse.runtime import driver
+from tests.perf.compare import origin
+from tests.perf.kernels import REPLAYS, Buffers, Row, check, graph_of, image, launcher, planned, timed_replay
+
+EACH = 2  # tiles of one number of blocks
+SITES = [
+    Row(m, k, n, "residual", math.inf)
+    for m, k, n in (
+        (512, 5120, 1280), (128, 5120, 1280), (128, 2560, 1280), (2048, 2560, 640), (512, 1280, 1280),
+        (128, 1280, 1280), (154, 768, 1280),
+    )
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A site with one order of the weight, and the kernels to time."""
+
+    row: Row
+    order: str
+    fusion: Fusion
+    stored: dict[str, np.ndarray]
+    timed: tuple[tuple[float, Variant], ...]
+
+
+def choices(plan: Plan, m: int) -> list[tuple[float, Variant]]:
+    """The tiles to time at a number of rows, with their estimates: the best few of each number of blocks."""
+    ranked = next(entry for entry in plan.ranked if m <= entry.m)
+
+    def best(splits: int) -> Iterator[tuple[float, HopperTile]]:
+        tiles = (pair for pair in ranked.tiles if isinstance(pair[1], HopperTile) and math.isfinite(pair[0]))
+        return ((us, tile) for us, tile in tiles if isinstance(tile, HopperTile) and tile.splits == splits)
+
+    found = [pair for splits in SPLITS for pair, _ in zip(best(splits), range(EACH), strict=False)]
+    return [(us, replan(plan, [(m, tile)]).variants[0]) for us, tile in found]
+
+
+def problems(device: DeviceSpec) -> list[Problem]:
+    made = []
+    for row in SITES:
+        for order in ("nk", "kn"):
+            fusion, plan, stored = planned(row, order, device)
+            made.append(Problem(row, order, fusion, stored, tuple(choices(plan, row.m))))
+    return made
+
+
+def compile_all(all_problems: list[Problem], device: DeviceSpec, folder: Path) -> None:
+    kernels = [(variant, each.row) for each in all_problems for _, variant in each.timed]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kernel: image(kernel[0], device, kernel[1], folder), kernels))
+
+
+def measure(problem: Problem, device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
+    """One row for each tile."""
+    buffers = Buffers(problem.row, problem.fusion, problem.stored)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    replays, errors = [], []
+    for _, variant in problem.timed:
+        for out in buffers.out:
+            out.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        replays.append(graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream))
+        replays[-1]()
+        stream.synchronize()
+        errors.append(check(buffers, problem.stored))
+    rounds = [[timed_replay(replay, stream) for replay in replays] for _ in range(REPLAYS)]
+    times = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return [
+        {
+            "problem": str(problem.row), "order": problem.order, "tile": tile_text(variant.tile), "us": us,
+            "estimated_us": estimated, "error_ulp": error,
+        }
+        for us, error, (estimated, variant) in zip(times, errors, problem.timed, strict=True)
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
+    options = parser.parse_args()
+    device, rows = spec_of(driver.local_architectures()[0]), []
+    print(f"{'problem':24} order       us  estimate  tile", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        everything = problems(device)
+        compile_all(everything, device, Path(folder))
+        for problem in everything:
+            for made in measure(problem, device, Path(folder)):
+                rows.append(made)
+                times = f"{made['us']:8.1f}  {made['estimated_us']:8.1f}"
+                print(f"{made['problem']:24} {made['order']:5} {times}  {made['tile']}", flush=True)
+            cupy.get_default_memory_pool().free_all_blocks()
+    result = {**origin("python -m tests.perf.splits --out results/h200-splits.json"), "rows": rows}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
