@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
 
 from onnxfuse.inline import DOMAIN
-from onnxfuse.rewrite import OVERLOAD_IR_VERSION, Replacement, renamed, renamed_subgraph
+from onnxfuse.rewrite import OVERLOAD_IR_VERSION, Replacement, needed, renamed, renamed_subgraph
 
 Ports = Sequence[tuple[str, int, Sequence[int]]]
 """Name, ONNX element type and shape of what one copy reads or makes."""
@@ -37,17 +37,7 @@ def fused_nodes(whole: Replacement, form: Replacement) -> list[NodeProto]:
     inputs = [KERNELS, *(names[name] for name in form.inputs)]
     outputs = [names[name] for name in form.outputs]
     fused = helper.make_node(form.op_type, inputs, outputs, domain=DOMAIN, **form.attributes)
-    return [*_needed(nodes, kept), fused]
-
-
-def _needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:
-    """The nodes that make some values, and what those need."""
-    needed: list[NodeProto] = []
-    for node in reversed(nodes):
-        if values & set(node.output):
-            needed.insert(0, node)
-            values = values | set(node.input)
-    return needed
+    return [*needed(nodes, kept), fused]
 
 
 def site_model(

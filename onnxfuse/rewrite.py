@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,10 +172,15 @@ def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdPro
 
 def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     """The matched nodes, and before them what some of them read in place of a computed shape."""
-    nodes: list[NodeProto] = []
+    scope = replacement.graph.scope.nodes
+    own = [index for index in replacement.nodes if index not in replacement.kept]
+    # What only kept products need stays with them.
+    nodes = needed(
+        [scope[index] for index in replacement.copied], {value for index in own for value in scope[index].input}
+    )
     shapes: list[NodeProto] = []
-    for index in (*_needed(replacement), *(index for index in replacement.nodes if index not in replacement.kept)):
-        node = replacement.graph.scope.nodes[index]
+    for index in own:
+        node = scope[index]
         if index in replacement.shapes:
             node = renamed(node, {})
             shape = replacement.shapes[index]
@@ -190,16 +195,14 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     return nodes, shapes
 
 
-def _needed(replacement: Replacement) -> list[int]:
-    """The copied nodes that the body reads: what only kept products need stays with them."""
-    scope = replacement.graph.scope.nodes
-    read = {value for index in replacement.nodes if index not in replacement.kept for value in scope[index].input}
-    needed: list[int] = []
-    for index in reversed(replacement.copied):
-        if read.intersection(scope[index].output):
-            read.update(scope[index].input)
-            needed.insert(0, index)
-    return needed
+def needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:
+    """The nodes that make some values, and what those need."""
+    found: list[NodeProto] = []
+    for node in reversed(nodes):
+        if values & set(node.output):
+            found.insert(0, node)
+            values = values | set(node.input)
+    return found
 
 
 def _shape(name: str, shape: FallbackShape, base: str) -> list[NodeProto]:

@@ -306,6 +306,7 @@ def test_copies_miss_the_cache_within_reason() -> None:
     assert copies_for([Port("x0", 10, (8, 8))]) == 24
     assert copies_for([Port("x0", 1, (4096, 4096))]) == 3
     assert copies_for([Port("x0", 10, (4096, 28672))]) == 2
+    assert copies_for([Port("x0", 9, (4096, 16384))]) == 3
 
 
 def test_models_are_timed_on_whatever_runs_them() -> None:
@@ -316,6 +317,25 @@ def test_models_are_timed_on_whatever_runs_them() -> None:
     times = time_models({"whole": whole, "broken": b"not a model"}, inputs, outputs, 3, device="cpu")
     assert set(times) == {"whole"}
     assert 0 < times["whole"] < 1e6
+
+
+@pytest.mark.parametrize("dtype", [1, 10])
+def test_masks_are_timed_as_the_bytes_that_they_are(dtype: int) -> None:
+    b = Builder(dtype)
+    t = b("MatMul", b.input("x", (64, 64)), b.array(np.ones((64, 48)), "weight"))
+    mask = b("Not", b.input("mask", (64, 48), 9))
+    model = b.model(b("Where", mask, b("Add", t, b.array(np.ones(48), "bias")), b.array(-np.inf)))
+    analysis = analyse_model(model, [DEVICE])
+    trial = trial_of(analysis, 64)
+    inputs, outputs = ports(trial)
+    assert [port.bytes for port in inputs if port.element == 9] == [64 * 48]
+    nodes = stock_nodes(replacement(analysis.sites[0].whole, "ab"))
+    whole = site_model(opsets_of(analysis.graphs[0], nodes), nodes, as_tuples(inputs), as_tuples(outputs), 2)
+    assert set(time_models({"whole": whole}, inputs, outputs, 2, device="cpu")) == {"whole"}
+    behind = analysis.sites[0].behind
+    assert behind is not None
+    kept = fused_nodes(replacement(analysis.sites[0].whole, "ab"), replacement(behind, "cd"))
+    assert [node.op_type for node in kept] == ["MatMul", "FusedPointwise"]
 
 
 def test_runners_take_turns() -> None:

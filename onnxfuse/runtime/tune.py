@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxfuse.dtypes import BF16, BOOL, BY_ONNX
 from onnxfuse.errors import DeviceError, OnnxfuseError
 from onnxfuse.runtime.feeds import to_bfloat16
 from onnxfuse.runtime.session import CPU, CUDA, InferenceSession, Provider, cuda_usable, onnxruntime
@@ -28,7 +29,6 @@ ROUNDS = 9
 RANDOM_ELEMENTS = 1 << 20  # drawn once and repeated: to draw a whole weight would take longer than to time it
 WEIGHT_SCALE = 0.05  # of random weights: sums stay in the range where activations bend
 _FATAL = 4
-_FLOAT, _FLOAT16, _BFLOAT16 = 1, 10, 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Port:
     """An input or output of every copy of the site; copy i of it is called `name_i`.
 
     Attributes:
-        element: ONNX element type: float, float16 or bfloat16.
+        element: ONNX element type: float, float16, bfloat16 or, of an input, bool.
         scale: of the random values of an input, a standard deviation.
     """
 
@@ -48,7 +48,7 @@ class Port:
     @property
     def bytes(self) -> int:
         """Size of one copy."""
-        return math.prod(self.shape) * (4 if self.element == _FLOAT else 2)
+        return math.prod(self.shape) * BY_ONNX[self.element].bytes
 
 
 def require_gpu() -> None:
@@ -133,9 +133,11 @@ def _names(port: Port, copies: int) -> Iterator[str]:
 
 def _bits(values: np.ndarray[Any, Any], element: int) -> np.ndarray[Any, Any]:
     """The values rounded to an element type, as unsigned integers: not every type has a NumPy name."""
-    if element == _BFLOAT16:
+    dtype = BY_ONNX[element]
+    if dtype == BF16:
         return to_bfloat16(values)
-    return values.astype(np.float16).view(np.uint16) if element == _FLOAT16 else values.view(np.uint32)
+    numbers = values > 0 if dtype == BOOL else values.astype(dtype.numpy)
+    return numbers.view(f"u{dtype.bytes}")
 
 
 def _runner(data: bytes, buffers: _Buffers, device: str) -> Callable[[int], None]:
