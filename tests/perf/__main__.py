@@ -144,8 +144,9 @@ def main() -> None:
     options = parser.parse_args()
     import onnxruntime
 
+    only = f"--only {options.only} " if options.only else ""
     results: dict[str, Any] = {
-        **origin("python -m tests.perf --out results/h200.json"),
+        **origin(f"python -m tests.perf {only}--out results/{options.out.name}"),
         "onnxruntime": onnxruntime.__version__,
         "sites": [],
         "models": [],

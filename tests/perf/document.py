@@ -33,6 +33,7 @@ def document() -> str:
             *_whole_models(result("h200")),
             *_whole_models(result("h200-unet")),
             *_kernels(result("h200-kernels")),
+            *_widths(result("h200-widths")),
             *_tuned(result("h200-tune")),
         )
     )
@@ -87,6 +88,25 @@ def _kernels(found: Mapping[str, Any]) -> list[str]:
     return [
         "## One kernel against cuBLAS's plain product\n",
         "The product of the full width alone, without what follows it; the ratio is the fused time over cuBLAS's.\n",
+        _source(found),
+        *_table(heads, rows),
+    ]
+
+
+def _widths(found: Mapping[str, Any]) -> list[str]:
+    rows = (
+        (
+            row["problem"], row["order"], _us(row["us"]), _us(row["peer_us"]), f"{row['ratio']:.3f}",
+            "" if row["bar"] is None else f"{row['bar']:.2f}", ", ".join(map(str, row["widths"])), row["tile"],
+        )
+        for row in found["rows"]
+    )  # fmt: skip
+    heads = ("problem", "weight", "fused", "beside", "ratio", "aim", "elements an access", "tile")
+    return [
+        "## What wide accesses are worth\n",
+        "8192 rows, k of 1280, fp16. Beside it in the same run: *floor* and *odd*, cuBLAS's plain product, with the\n"
+        "time that a copy of the residual's size takes where there is an aim; *turned*, the residual stored [m, n];\n"
+        "*worth*, the same epilogue in accesses of one element. An access to lhs, rhs, then each operand and output.\n",
         _source(found),
         *_table(heads, rows),
     ]
