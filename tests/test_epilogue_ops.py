@@ -27,10 +27,11 @@ EMULATOR = Path(__file__).parent / "emulator"
 ULP = 2.0**-23
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-39, -1e-39, 3e38, -3e38, 1e30, -1e30, 1.0, -1.0]
-SWEEP = np.float32(
+SWEEP = np.array(
     SPECIAL
     + [0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 20.0, -20.0, 88.0, -88.0, -88.7, 89.5, -89.5, -103.0, -105.0, 1e4, -1e4]
-    + [sign * 2.0 ** (step / 8) for step in range(-160, 55) for sign in (1, -1)]
+    + [sign * 2.0 ** (step / 8) for step in range(-160, 55) for sign in (1, -1)],
+    np.float32,
 )
 
 

@@ -85,7 +85,7 @@ def run_cuda(live, x: np.ndarray, dtype: int) -> np.ndarray:
     if dtype != BF16:
         return as_float64(result.numpy())
     shape = result.shape()
-    bits = (ctypes.c_uint16 * int(np.prod(shape))).from_address(result.data_ptr())
+    bits = memoryview((ctypes.c_uint16 * int(np.prod(shape))).from_address(result.data_ptr()))
     return as_float64(np.frombuffer(bits, ml_dtypes.bfloat16).reshape(shape).copy())
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import BF16, F16, F32, DType
-from onnxfuse.fusion import Step
+from onnxfuse.fusion import Step, Value
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.plan import tiles_for
@@ -217,7 +217,7 @@ def test_expressions_agree_with_float64(first: int, tmp_path: Path) -> None:
     import cupy
 
     cases = EXPRESSION_CASES[first : first + EXPRESSIONS_AT_ONCE]
-    names = {"x": "acc0", "y": "op0"}
+    names: dict[Value, Value] = {"x": "acc0", "y": "op0"}
     steps = [
         Step(f"t{index}", case.op, tuple(names.get(value, value) for value in case.arguments))
         for index, case in enumerate(cases)
@@ -227,7 +227,7 @@ def test_expressions_agree_with_float64(first: int, tmp_path: Path) -> None:
         F32, "fp32", 1, "kn", 1, 1, (whole,), (whole,) * len(cases), tuple(steps),
         tuple(step.result for step in steps), tiles_for("fp32", 1)[-1],
     )  # fmt: skip
-    pairs = np.float32(np.meshgrid(SWEEP, SWEEP[:48])).reshape(2, -1)
+    pairs = np.array(np.meshgrid(SWEEP, SWEEP[:48]), np.float32).reshape(2, -1)
     pairs[0] += 0.0  # a sum of products has no negative zero
     problem = make_problem(spec, Size(pairs.shape[1], 1, 1))
     problem.lhs.data[:], problem.rhs[0].data[:], problem.loads[0].data[:] = pairs[0], 1.0, pairs[1]

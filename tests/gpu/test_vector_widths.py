@@ -73,9 +73,10 @@ def on_kernel(model: onnx.ModelProto, kernel: str) -> tuple[Analysis, int]:
     moved = 0
     sites = []
     for site in analysis.sites:
-        plans = tuple(moved_plan(plan, kernel) for plan in site.plans)
-        moved += None not in plans
-        sites.append(site if None in plans else replace(site, plans=plans))
+        found = [moved_plan(plan, kernel) for plan in site.plans]
+        plans = tuple(plan for plan in found if plan is not None)
+        moved += len(plans) == len(found)
+        sites.append(replace(site, plans=plans) if len(plans) == len(found) else site)
     return replace(analysis, sites=tuple(sites)), moved
 
 
