@@ -158,7 +158,6 @@ def masked_cases() -> Iterator[HopperCase]:
                 if why_not(spec, tile, DEVICE.shared_bytes) is None:
                     name = f"{kind}-{layout}-{spec.math}-{order}-{parts}x-{tile}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
-<<<<<<< HEAD
 
 
 # Columns are those of all parts together.
@@ -197,29 +196,3 @@ def split_cases() -> Iterator[HopperCase]:
                 if why_not(spec, tile, DEVICE.shared_bytes) is None:
                     name = f"{layout}-{lhs_order}-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
-
-
-def cases() -> Iterator[HopperCase]:
-    """Every shape with every number of parts; orders, dtypes, clusters and operand kinds take turns."""
-    turn = 0
-    for shape in SHAPES:
-        for parts in (1, 2, 3, 4):
-            for cluster in CLUSTERS:
-                turn += 1
-                order, math = ("nk", "kn")[turn % 2], ("f16", "bf16", "tf32")[turn // 5 % 3]
-                kind = ("plain", "residual", "plain", "mixed")[turn // 2 % 4]
-                outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 7 == 3]
-                sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(5))
-                if turn % 6 == 0:
-                    sizes = (Size(65, 72, 40, batch=3, pad=8, broadcast_rhs=turn % 12 == 0), *sizes[1:])
-                if order == "nk" and turn % 8 == 0:  # n is then free: no output or row operand has wide accesses
-                    odd = (replace(size, n=size.n + 1 + index) for index, size in enumerate(sizes))
-                    sizes = (Size(67, 45, 72), *odd)
-                spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, outs)
-                tiles = [tile_of(shape, parts, cluster, turn % 5 == 0 and kind == "plain", groups) for groups in (4, 2)]
-                legal = [tile for tile in tiles[turn // 3 % 2 :] if why_not(spec, tile, DEVICE.shared_bytes) is None]
-                for tile in legal[:1]:
-                    name = f"{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
-                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
-=======
->>>>>>> masks
