@@ -175,11 +175,11 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     scope = replacement.graph.scope.nodes
     own = [index for index in replacement.nodes if index not in replacement.kept]
     # What only kept products need stays with them.
-    nodes = needed(
-        [scope[index] for index in replacement.copied], {value for index in own for value in scope[index].input}
-    )
+    read = {value for index in own for value in scope[index].input}
+    copied = {node.output[0] for node in needed([scope[index] for index in replacement.copied], read)}
+    nodes: list[NodeProto] = []
     shapes: list[NodeProto] = []
-    for index in own:
+    for index in (*(index for index in replacement.copied if scope[index].output[0] in copied), *own):
         node = scope[index]
         if index in replacement.shapes:
             node = renamed(node, {})
