@@ -176,10 +176,10 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     own = [index for index in replacement.nodes if index not in replacement.kept]
     # What only kept products need stays with them.
     read = {value for index in own for value in scope[index].input}
-    copied = {id(node) for node in needed([scope[index] for index in replacement.copied], read)}
+    copied = {node.output[0] for node in needed([scope[index] for index in replacement.copied], read)}
     nodes: list[NodeProto] = []
     shapes: list[NodeProto] = []
-    for index in (*(index for index in replacement.copied if id(scope[index]) in copied), *own):
+    for index in (*(index for index in replacement.copied if scope[index].output[0] in copied), *own):
         node = scope[index]
         if index in replacement.shapes:
             node = renamed(node, {})

@@ -157,10 +157,27 @@ def masked_gate(b: Builder) -> list[str]:
     return [b("Where", b.input("mask", ("batch", 1, 1), BOOL), t, b.array(-1.0))]
 
 
+def heads_of_siblings(b: Builder) -> list[str]:
+    """q, k and v of one input; k lies with its rows contiguous."""
+    x, heads = b.input("x", ("batch", "rows", K)), []
+    for seed, perm in enumerate(((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))):
+        t = b(
+            "Add", b("MatMul", x, b.array(draw(K, N, seed=seed), f"w{seed}")), b.array(draw(N, seed=seed), f"b{seed}")
+        )
+        heads.append(b("Transpose", b("Reshape", t, b.integers(0, 0, 2, N // 2)), perm=perm))
+    return heads
+
+
+def gate_beside_a_sibling(b: Builder) -> list[str]:
+    packed = gate(b, *split_num_outputs(b, linear(b, 2 * N)))
+    return [packed, b("Tanh", b("MatMul", "x", b.array(draw(K, N, seed=8), "sibling")))]
+
+
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
-    causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate,
+    causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate, heads_of_siblings,
+    gate_beside_a_sibling,
 ]  # fmt: skip
 
 
