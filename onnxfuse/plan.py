@@ -145,10 +145,11 @@ WIDEST_SWIZZLE = 64
 WIDE_SWIZZLE = 32
 NARROW_SWIZZLE = 0.83  # of the pace with 32 columns; with 16, it is 0.4 to 0.8
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
-# Blocks that split k exchange their sums: microseconds, and bytes of a block in one, both estimated. A cluster
-# lies within one of the chip's groups of multiprocessors, and a group may have two more than its clusters fill.
+# Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
+# (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
+# two more than its clusters fill.
 MEETING = 1.0
-EXCHANGED = 25e3
+EXCHANGED = 0.42e6
 MULTIPROCESSOR_GROUP = 16
 AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
 # The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
@@ -293,7 +294,7 @@ def cost(
     memory = fetched * k * spec.dtype.bytes / device.multiprocessors / BYTES
     waiting = math.ceil(blocks / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
     reading = max(memory, waiting)
-    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (splits - 1) / splits
+    sums = blocks * tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (splits - 1) / splits
     meeting = MEETING + sums / EXCHANGED if splits > 1 else 0.0
     return max(computing, reading) + min(computing, reading) / OVERLAP + meeting
 
