@@ -32,10 +32,13 @@ def verified(key: str, folder: Path, arch: str) -> VerifyResult:
 
 
 def judged(model: onnx.ModelProto, feeds: list[dict[str, np.ndarray]], folder: Path, arch: str) -> VerifyResult:
-    """The same of any model of which something is fused."""
+    """The same of any model of which something is fused.
+
+    In full precision: ONNX Runtime multiplies fp32 in TF32 at some sizes only, and the bound is its own error.
+    """
     original, fused = folder / "original.onnx", folder / "fused.onnx"
     onnx.save(model, original)
-    made, report = onnxfuse.optimize(original, arch=arch)
+    made, report = onnxfuse.optimize(original, arch=arch, fp32="exact")
     assert report.fused, "nothing is fused"
     onnx.save(made, fused)
     del made

@@ -51,6 +51,17 @@ def test_three_equal_parts_are_one_product() -> None:
     check_meaning(model, fusion, FEED)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_of_one_column_are_parts(count: int) -> None:
+    b = Builder()
+    first, second, *rest = b("Split", linear(b, n=count), outputs=count, axis=-1, num_outputs=count)
+    value = b("Mul", first, b("Sigmoid", second))
+    model = b.model(b("Add", value, b("Tanh", *rest)) if rest else value)
+    match, fusion = only(model)
+    assert (len(fusion.parts), len(match.nodes)) == (count, len(model.graph.node))
+    check_meaning(model, fusion, FEED)
+
+
 @pytest.mark.parametrize("bias_first", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation_is_found_however_it_is_spelled(activation, bias_first: bool) -> None:

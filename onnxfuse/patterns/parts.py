@@ -80,9 +80,9 @@ def check_parts(match: Match) -> None:
 
 
 def _has_axis_of_parts(operand: Operand, columns: int | str) -> bool:
-    """Whether a dimension of an operand counts parts, and not columns."""
+    """Whether a dimension of an operand counts parts, and not columns; parts of one column are columns."""
     pieces = (piece for dim in operand.view for piece in dim if is_column(piece))
-    return isinstance(columns, int) and any(piece.step >= columns and piece.size != 1 for piece in pieces)
+    return isinstance(columns, int) and any(piece.step >= columns > 1 and piece.size != 1 for piece in pieces)
 
 
 def _is_part(product: Product, start: int, columns: int | str) -> bool:
