@@ -232,7 +232,7 @@ class Cut:
         if not value.outside and not value.readers & ~foldable:
             return True
         graph, made = self.growth.graph, next(each for each in value.maker.outputs if each.name == value.name)
-        return value.columns is None and is_complete(graph.known_value(made)) and not graph.is_computed_in_16_bits(made)
+        return value.columns is None and is_complete(graph.known_value(made))
 
     def _folded(self, region: Region) -> Iterator[int]:
         return (position for position in _bits(self._foldable) if self.growth.needs[position] & region)

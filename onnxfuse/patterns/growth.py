@@ -173,6 +173,10 @@ class Growth:
         known = all(is_complete(self.graph.known_value(tensor)) for tensor in others)
         if not known or any(self.graph.known_value(tensor) is None for tensor in node.outputs):
             raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
+        if any(map(self.graph.is_computed_in_16_bits, node.outputs)):
+            raise NotFusable(
+                "unknown_shape_arithmetic", "", f"{node.op} is computed in 16 bits, which a run may not round"
+            )
         self._take(node, *[None] * len(node.outputs))
 
     def _absorb_view(self, node: gs.Node) -> None:
@@ -222,7 +226,7 @@ class Growth:
         known = self.graph.known_value(tensor)
         if known is None or known.size != 1 or known.ndim > 1 or known.dtype == object:
             return None
-        if tensor.name not in self.values and self.graph.is_computed_in_16_bits(tensor):
+        if self.graph.is_computed_in_16_bits(tensor):
             return None
         return float(known.reshape(()).item())
 
