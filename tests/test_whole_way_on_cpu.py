@@ -165,6 +165,7 @@ def heads_of_siblings(b: Builder) -> list[str]:
             "Add", b("MatMul", x, b.array(draw(K, N, seed=seed), f"w{seed}")), b.array(draw(N, seed=seed), f"b{seed}")
         )
         heads.append(b("Transpose", b("Reshape", t, b.integers(0, 0, 2, N // 2)), perm=perm))
+    heads[0] = b("Mul", heads[0], b.input("scale", (1,)))
     return heads
 
 
