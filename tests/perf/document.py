@@ -34,6 +34,7 @@ def document() -> str:
             *_whole_models(result("h200-unet")),
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
+            *_splits(result("h200-splits")),
             *_tuned(result("h200-tune")),
         )
     )
@@ -107,6 +108,19 @@ def _widths(found: Mapping[str, Any]) -> list[str]:
         "8192 rows, k of 1280, fp16. Beside it in the same run: *floor* and *odd*, cuBLAS's plain product, with the\n"
         "time that a copy of the residual's size takes where there is an aim; *turned*, the residual stored [m, n];\n"
         "*worth*, the same epilogue in accesses of one element. An access to lhs, rhs, then each operand and output.\n",
+        _source(found),
+        *_table(heads, rows),
+    ]
+
+
+def _splits(found: Mapping[str, Any]) -> list[str]:
+    rows = (
+        (row["problem"], row["order"], _us(row["us"]), _us(row["estimated_us"]), row["tile"]) for row in found["rows"]
+    )
+    heads = ("problem: m, k, n", "weight", "measured", "estimated then", "tile")
+    return [
+        "## Splitting k where tiles are few\n",
+        "Bias and residual; the plan's estimates were changed after this run.\n",
         _source(found),
         *_table(heads, rows),
     ]
