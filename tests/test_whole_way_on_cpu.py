@@ -169,16 +169,10 @@ def heads_of_siblings(b: Builder) -> list[str]:
     return heads
 
 
-def gate_beside_a_sibling(b: Builder) -> list[str]:
-    packed = gate(b, *split_num_outputs(b, linear(b, 2 * N)))
-    return [packed, b("Tanh", b("MatMul", "x", b.array(draw(K, N, seed=8), "sibling")))]
-
-
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
     causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate, heads_of_siblings,
-    gate_beside_a_sibling,
 ]  # fmt: skip
 
 

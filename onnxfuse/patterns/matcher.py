@@ -193,25 +193,37 @@ def _joined(
     accept: Accept[Site],
     pays: Pays[Site],
 ) -> tuple[Match, Site]:
-    """A match, or one of it and others of the same group, as many as pay."""
+    """A match of one column range, or one of it and others like it of the same group, as many as pay.
+
+    A gate stays by itself: its tile is full, and a report counts it.
+    """
     match, site = taken
     alone = [site]
-    rest = list(group)
-    while pays is not never and len(match.ranges) < MAX_PARTS:
+    rest = [] if pays is never or len(match.ranges) > 1 else list(group)
+    while rest and len(match.ranges) < MAX_PARTS:
         rest = [product for product in rest if product not in match.products]
         other = _largest(graph, cut, rest, accept) if rest else None
         if other is None:
             break
-        try:
-            joint = cut.joined(match, other[0])
-            accepted = _accepted(graph, joint, accept)
-        except NotFusable:
+        joint = _joint(graph, cut, match, other[0], accept)
+        if joint is None:
             rest = [product for product in rest if product not in other[0].products]
-            continue
-        if not pays(accepted, [*alone, other[1]]):
+        elif pays(joint[1], [*alone, other[1]]):
+            (match, site), alone = joint, [*alone, other[1]]
+        else:
             break
-        match, site, alone = joint, accepted, [*alone, other[1]]
     return match, site
+
+
+def _joint(graph: Graph, cut: Cut, first: Match, second: Match, accept: Accept[Site]) -> tuple[Match, Site] | None:
+    """Two matches as one, where a kernel computes it."""
+    if len(second.ranges) > 1:
+        return None
+    try:
+        joint = cut.joined(first, second)
+        return joint, _accepted(graph, joint, accept)
+    except NotFusable:
+        return None
 
 
 def _check_reads(graph: Graph, match: Match, fusion: Fusion) -> None:

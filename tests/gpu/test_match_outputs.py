@@ -53,10 +53,6 @@ def heads_of_siblings(b: Builder, k: int, n: int) -> list[str]:
     ]
 
 
-def gate_beside_a_sibling(b: Builder, k: int, n: int) -> list[str]:
-    return [gate(b, *split_num_outputs(b, linear(b, k, 2 * n))), b("Tanh", linear(b, k, n, 1))]
-
-
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
 @pytest.mark.parametrize(
@@ -67,7 +63,6 @@ def gate_beside_a_sibling(b: Builder, k: int, n: int) -> list[str]:
         residuals_and_their_sum,
         gate_beside_other_columns,
         heads_of_siblings,
-        gate_beside_a_sibling,
     ],
 )
 def test_every_output_in_a_session(build, dtype: int, k: int, n: int, tmp_path: Path) -> None:
