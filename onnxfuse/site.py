@@ -127,8 +127,9 @@ def plan_site(
 
 def pays_together(joint: Site, alone: Sequence[Site]) -> bool:
     """Whether one site takes less time than several that compute the same, by the estimates for every architecture."""
-    return saves({device: _chosen(joint, device) for device in joint.estimates},
-                 {device: [_chosen(site, device) for site in alone] for device in joint.estimates})  # fmt: skip
+    devices = joint.estimates
+    several = {device: [_chosen(site, device) for site in alone] for device in devices}
+    return saves({device: _chosen(joint, device) for device in devices}, several)
 
 
 def _chosen(site: Site, device: DeviceSpec) -> list[float]:

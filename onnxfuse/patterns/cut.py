@@ -231,8 +231,8 @@ class Cut:
             return False
         if not value.outside and not value.readers & ~foldable:
             return True
-        graph, made = self.growth.graph, next(each for each in value.maker.outputs if each.name == value.name)
-        return value.columns is None and is_complete(graph.known_value(made))
+        graph = self.growth.graph
+        return value.columns is None and is_complete(graph.known_value(graph.tensor(value.name)))
 
     def _folded(self, region: Region) -> Iterator[int]:
         return (position for position in _bits(self._foldable) if self.growth.needs[position] & region)

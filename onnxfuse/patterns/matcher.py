@@ -34,11 +34,6 @@ Accept = Callable[[Match, Fusion], Site]
 Pays = Callable[[Site, Sequence[Site]], bool]
 
 
-def never(joint: object, alone: Sequence[object]) -> bool:
-    """No two matches become one."""
-    return False
-
-
 @dataclass(frozen=True)
 class Sites(Generic[Site]):
     """What became of every product of a model, in graph order.
@@ -52,13 +47,16 @@ class Sites(Generic[Site]):
     skipped: tuple[tuple[gs.Node, NotFusable], ...]
 
 
-def match_sites(graph: Graph, accept: Accept[Site], pays: Pays[Site] = never, rounds: bool = False) -> Sites[Site]:
+def match_sites(
+    graph: Graph, accept: Accept[Site], pays: Pays[Site] | None = None, rounds: bool = False
+) -> Sites[Site]:
     """Find every fusion of a model; they share no node.
 
     Args:
         graph: the model.
         accept: raises NotFusable for a fusion that no kernel computes; a smaller one is tried then.
-        pays: whether the first argument, one fusion, is better than the second, fusions of products of the same input.
+        pays: whether the first argument, one fusion, is better than the second, fusions of products of the same input;
+            without it none become one.
         rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
     """
     products: list[Product] = []
@@ -126,7 +124,7 @@ def _match_group(
     group: tuple[Product, ...],
     places: Places,
     accept: Accept[Site],
-    pays: Pays[Site],
+    pays: Pays[Site] | None,
     fused: dict[int, Site],
     rounds: bool,
 ) -> list[tuple[gs.Node, NotFusable]]:
@@ -191,16 +189,17 @@ def _joined(
     group: Sequence[Product],
     taken: tuple[Match, Site],
     accept: Accept[Site],
-    pays: Pays[Site],
+    pays: Pays[Site] | None,
 ) -> tuple[Match, Site]:
     """A match of one column range, or one of it and others like it of the same group, as many as pay.
 
     A gate stays by itself: its tile is full, and a report counts it.
     """
     match, site = taken
-    alone = [site]
-    rest = [] if pays is never or len(match.ranges) > 1 else list(group)
-    while rest and len(match.ranges) < MAX_PARTS:
+    if pays is None or len(match.ranges) > 1:
+        return taken
+    alone, rest = [site], list(group)
+    while len(match.ranges) < MAX_PARTS:
         rest = [product for product in rest if product not in match.products]
         other = _largest(graph, cut, rest, accept) if rest else None
         if other is None:
