@@ -32,8 +32,9 @@ SIZES = [
 ]  # fmt: skip
 
 
-def linear(b: Builder, x: str, k: int, n: int) -> str:
-    """X * weight + bias, the weight stored as [n, k] where n is not a multiple of what TMA wants."""
+def linear(b: Builder, shape: tuple[int, ...], n: int) -> str:
+    """Weight times an input of its own, so that no two join, + bias; stored as [n, k] where TMA cannot read [k, n]."""
+    x, k = b.input(f"x{len(b.nodes)}", shape), shape[-1]
     rng = np.random.default_rng([k, n, len(b.nodes)])
     weight = rng.standard_normal((k, n)) / np.sqrt(k)
     stored = b("Transpose", b.array(weight.T), perm=[1, 0]) if n % 8 else b.array(weight)
@@ -44,25 +45,25 @@ def linear(b: Builder, x: str, k: int, n: int) -> str:
 def every_order() -> onnx.ModelProto:
     """All 24 orders of an output."""
     b = Builder(FLOAT16)
-    x = b.input("x", (2, 3, 128, 72))
-    outs = [linear(b, x, 72, 40)]
+    x = (2, 3, 128, 72)
+    outs = [linear(b, x, 40)]
     for order in itertools.islice(itertools.permutations(range(4)), 1, None):
-        outs.append(b("Transpose", linear(b, x, 72, 40), perm=list(order)))
+        outs.append(b("Transpose", linear(b, x, 40), perm=list(order)))
     return b.model(*outs)
 
 
 def every_operand(m: int, n: int, k: int) -> onnx.ModelProto:
     """Rows, columns, scalars, tiles, once for the batch or not, transposed, of another type, and halves."""
     b = Builder(FLOAT16)
-    x = b.input("x", (2, m, k))
+    x = (2, m, k)
     shapes = [(1, n), (m, 1), (1, 1), (), (m, n), (2, m, n), (2, 1, n), (2, m, 1), (2, 1, 1)]
-    outs = [b("Tanh", b("Add", linear(b, x, k, n), b.input(f"in{i}", shape))) for i, shape in enumerate(shapes)]
+    outs = [b("Tanh", b("Add", linear(b, x, n), b.input(f"in{i}", shape))) for i, shape in enumerate(shapes)]
     turned = b("Transpose", b.input("turned", (n, m)), perm=[1, 0])
-    outs.append(b("Mul", b("Add", linear(b, x, k, n), turned), b.input("scale", (m, 1))))
-    wide = b("Cast", linear(b, x, k, n), to=TensorProto.FLOAT)
+    outs.append(b("Mul", b("Add", linear(b, x, n), turned), b.input("scale", (m, 1))))
+    wide = b("Cast", linear(b, x, n), to=TensorProto.FLOAT)
     scale = b.input("wide scale", (n,), TensorProto.FLOAT)
     outs.append(b("Cast", b("Mul", wide, scale), to=TensorProto.FLOAT16))
-    value, gate = b("Split", linear(b, x, k, 2 * n), outputs=2, axis=-1, num_outputs=2)
+    value, gate = b("Split", linear(b, x, 2 * n), outputs=2, axis=-1, num_outputs=2)
     outs.append(b("Mul", value, b("Sigmoid", gate)))
     return b.model(*outs)
 
@@ -117,14 +118,14 @@ def test_misaligned_pointers_take_a_kernel_that_reads_them(kernel: str, tmp_path
 
     m, k, n = 512, 320, 640
     b = Builder(FLOAT16)
-    out = b("Add", linear(b, b.input("x", (m, k)), k, n), b.input("residual", (m, n)))
+    out = b("Add", linear(b, (m, k), n), b.input("residual", (m, n)))
     analysis, moved = on_kernel(b.model(out), kernel)
     if not moved:
         pytest.skip(f"no site runs on the kernel for {kernel} here")
     fused, _ = optimize_model(analysis)
     onnx.save(fused, tmp_path / "fused.onnx")
     live = onnxfuse.InferenceSession(tmp_path / "fused.onnx", providers=["CUDAExecutionProvider"])
-    shapes = {"x": (m, k), "residual": (m, n), out: (m, n)}
+    shapes = {"x0": (m, k), "residual": (m, n), out: (m, n)}
     values = {name: np.random.default_rng(len(name)).standard_normal(shape).astype(np.float16)
               for name, shape in shapes.items()}  # fmt: skip
 
