@@ -31,7 +31,6 @@ def document() -> str:
             HEAD,
             "## Against stock ONNX Runtime\n",
             *_whole_models(result("h200")),
-            *_whole_models(result("h200-unet")),
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
             *_splits(result("h200-splits")),
@@ -72,7 +71,7 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
     heads = ("stock", "fused", "faster")
     return [
         _source(found),
-        *(_table(("fp16 GEGLU site: m, k, n of one half", *heads), sites) if found["sites"] else ()),
+        *_table(("fp16 GEGLU site: m, k, n of one half", *heads), sites),
         *_table(("model", *heads, "kernels launched"), models),
     ]
 
