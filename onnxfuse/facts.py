@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ from onnxfuse.known_values import Array, known_values, stored_value
 from onnxfuse.symbolic import Size, canonical
 from onnxfuse.symbolic_shapes import Known, Shape, output_shapes, refined
 
+LARGEST = 2**63 - 1  # elements of a tensor
 CONTRADICTIONS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 """What a rule raises for a node whose attributes do not go with its inputs: an axis that is not there, sizes that
 do not multiply. Such a node cannot run, so nothing is known behind it, and nothing has to be."""
@@ -53,11 +55,18 @@ class Facts:
         for tensor, shape in zip(node.outputs, derived, strict=True):
             known = refined(self.shape(tensor.name), shape)
             if known is not None:
-                self._shapes[tensor.name] = known
+                self._shapes[tensor.name] = _possible(known)
 
 
 def _canonical(shape: Shape) -> Shape:
-    return tuple(_size(size) for size in shape)
+    return _possible(tuple(_size(size) for size in shape))
+
+
+def _possible(shape: Shape) -> Shape:
+    """The same shape, or one that tells the rank alone: what a model declares may be true of no tensor."""
+    sizes = [size for size in shape if isinstance(size, int)]
+    false = any(size < 0 for size in sizes) or math.prod(size for size in sizes if size) > LARGEST
+    return (None,) * len(shape) if false else shape
 
 
 def _size(size: Size) -> Size:

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the ONNX world name the type only
 
@@ -77,6 +78,9 @@ def _parse(path: Path) -> ModelProto:
 
 def _check(model: Model) -> None:
     proto = model.proto
+    broken = next(_broken_text(proto), None)
+    if broken is not None:
+        raise ModelError(f"{model.label}: not a valid ONNX model: {broken[:80]!r} is no UTF-8 text")
     if not proto.opset_import or not proto.HasField("graph") or not proto.graph.output:
         raise ModelError(f"{model.label}: not an ONNX model: it has no operator set or no graph output")
     newest = onnx.defs.onnx_opset_version()
@@ -89,6 +93,22 @@ def _check(model: Model) -> None:
     _put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
+
+
+def _broken_text(message: Message) -> Iterator[bytes]:
+    """The strings of a message that are no text: protobuf hands them out as bytes. A tensor's data are not read."""
+    if isinstance(message, TensorProto):
+        fields: Iterable[object] = (message.name, *message.external_data)
+    else:
+        fields = (
+            value for field, value in message.ListFields() if field.type in (field.TYPE_STRING, field.TYPE_MESSAGE)
+        )
+    for value in fields:
+        for each in (value,) if isinstance(value, str | bytes | Message) else cast(Iterable[object], value):
+            if isinstance(each, Message):
+                yield from _broken_text(each)
+            elif isinstance(each, bytes):
+                yield each
 
 
 def _check_functions(model: Model) -> None:

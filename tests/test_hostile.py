@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
@@ -130,6 +131,33 @@ def test_no_rule_takes_a_real_model_for_a_contradiction(key: str, monkeypatch: p
     """Facts forgive a rule that raises; on what real exporters write none may."""
     monkeypatch.setattr("onnxfuse.facts.CONTRADICTIONS", ())
     assert Graph(load_model(corpus.folder() / key)).nodes
+
+
+@pytest.mark.parametrize("rows", [-(2**31), -7, -1, 0, 2**62])
+@pytest.mark.parametrize("name", ["layer_norm", "view_1"])
+def test_a_declaration_that_cannot_be_true_says_nothing(name: str, rows: int) -> None:
+    """Exporters write -1 for what they do not know; ONNX Runtime takes any shape there."""
+    model = onnx.load(ROOT / "models" / "vit.onnx")
+    (declared,) = (value for value in model.graph.value_info if value.name == name)
+    declared.type.tensor_type.shape.dim[0].dim_value = rows
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    assert analysis.sites
+    onnx.checker.check_model(rewritten(analysis))
+
+
+def test_a_scalar_is_no_matrix() -> None:
+    b = Builder()
+    model = b.model(b("Relu", b("MatMul", b.input("scalar", ()), b.input("x", ("m", 4)))))
+    (skipped,) = analyse_model(model, resolve("sm_80", list)).skipped
+    assert (skipped.reason, skipped.anchor) == ("unsupported_product", model.graph.node[0].name)
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
+    model = gate_model()
+    model.graph.name = "some_name"
+    (tmp_path / "bad.onnx").write_bytes(model.SerializeToString().replace(b"some_name", b"some\xdfname"))
+    with pytest.raises(ModelError, match=r"bad.onnx: .*b'some\\xdfname' is no UTF-8 text"):
+        onnxfuse.optimize(tmp_path / "bad.onnx")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38, 1e-45])

@@ -210,6 +210,8 @@ def _inputs(node: gs.Node) -> list[gs.Tensor]:
 def _matrices(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     """The dimensions of a MatMul or Gemm: a batch of matrices each, or a vector."""
     lhs_rank, rhs_rank = len(lhs), len(rhs)
+    if not lhs_rank or not rhs_rank:
+        raise NotFusable("unsupported_product", node_label(node), "an input without dimensions is no matrix")
     first = "k" if lhs_rank == 1 else "km" if node.attrs.get("transA", 0) else "mk"
     second = "k" if rhs_rank == 1 else "nk" if node.attrs.get("transB", 0) else "kn"
     batches = max(lhs_rank - len(first), rhs_rank - len(second))
