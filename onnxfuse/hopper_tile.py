@@ -29,6 +29,7 @@ MAX_WIDTH = 256  # columns of one wgmma
 MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
+SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
 LHS_ATOM = 64  # rows of the widest swizzle's span, of 16-bit elements with m contiguous
 MAX_BOX = 256  # rows of one TMA box
 MAX_STAGES = 8
@@ -62,6 +63,8 @@ class HopperTile:
         stages: depth of the ring; 0 for as many as fit.
         groups: consumer groups of four warps; half of them share a tile with `pingpong`, else all.
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
+        lhs_rows: rows of one box of lhs, of which those behind the last row are not loaded; 0 for one box of all that
+            the block loads. TMA takes longer for a row of zeros than for one that it reads.
     """
 
     block_m: int
@@ -74,6 +77,7 @@ class HopperTile:
     stages: int = 0
     groups: int = 2
     splits: int = 1
+    lhs_rows: int = 0
 
     @property
     def cluster(self) -> int:
@@ -95,7 +99,8 @@ class HopperTile:
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         splits = f" k split by {self.splits}" if self.splits > 1 else ""
         schedule = "ping-pong" if self.pingpong else "cooperative"
-        return f"{self.block_m}x{self.block_n} {schedule}{groups}{cluster}{splits}"
+        boxes = f" lhs by {self.lhs_rows} rows" if self.lhs_rows else ""
+        return f"{self.block_m}x{self.block_n} {schedule}{groups}{cluster}{splits}{boxes}"
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,13 @@ def rhs_atom(spec: KernelSpec, tile: HopperTile) -> int:
     return next(atom for atom in (64, 32, 16) if tile.block_n % atom == 0)
 
 
+def lhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
+    """Elements of one box of lhs along its contiguous and its other axis."""
+    if spec.lhs_order == "km":
+        return LHS_ATOM, block_k(spec)
+    return block_k(spec), tile.lhs_rows or tile.block_m // tile.cluster_n
+
+
 def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
     """Elements of one box of rhs along its contiguous and its other axis.
 
@@ -204,14 +216,12 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
 
     None is an output that needs no map: its 128 bytes are there and not looked at.
     """
-    inner, outer = rhs_box(spec, tile)
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
-    lhs_box = (block_k(spec), tile.block_m // tile.cluster_n) if spec.lhs_order == "mk" else (LHS_ATOM, block_k(spec))
-    lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box)
+    lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box(spec, tile))
+    rhs_swizzle = spec.dtype.bytes * rhs_atom(spec, tile)
     rhs = (
-        MapRule("rhs", part, spec.rhs_order == "nk", spec.dtype.bytes * rhs_atom(spec, tile), inner, outer)
-        for part in range(spec.parts)
+        MapRule("rhs", part, spec.rhs_order == "nk", rhs_swizzle, *rhs_box(spec, tile)) for part in range(spec.parts)
     )
     outs = (
         MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if boxed(out) else None
@@ -302,6 +312,10 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
     if spec.lhs_order == "km" and tile.block_m // tile.cluster_n % LHS_ATOM:
         return f"of lhs with m contiguous a block loads multiples of {LHS_ATOM} rows"
+    if tile.lhs_rows and (spec.lhs_order == "km" or tile.cluster_m * tile.cluster_n > 1):
+        return "lhs comes in boxes of a few rows where k is contiguous and blocks share no loads"
+    if tile.lhs_rows and (tile.block_m % tile.lhs_rows or tile.lhs_rows % SWIZZLE_ROWS):
+        return f"a box of lhs is a part of the tile's rows, and a multiple of {SWIZZLE_ROWS}"
     if tile.block_n % 16 or width > MAX_WIDTH:
         return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
     accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)

@@ -71,7 +71,7 @@ def estimate(plan: Plan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
     one_kernel, tile = ranked.tiles[0]
     factor = advantage(plan.device, plan.variants[0].spec.math, tile) * padding(tile, ranked.n)
-    return estimate_from(plan.device, factor, traffic, ranked.m, one_kernel)
+    return estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
 
 
 def advantage(device: DeviceSpec, arithmetic: str, tile: Tile | HopperTile) -> float:
@@ -84,14 +84,25 @@ def padding(tile: Tile | HopperTile, n: int) -> float:
     return math.ceil(n / tile.block_n) * tile.block_n / n
 
 
-def estimate_from(device: DeviceSpec, advantage: float, traffic: Traffic, m: int, one_kernel: float) -> Times:
-    """The same, given how much faster the library multiplies and how long the one kernel takes."""
+def estimate_from(
+    device: DeviceSpec, advantage: float, traffic: Traffic, m: int, one_kernel: float, copying: float = 0.0
+) -> Times:
+    """The same, given how fast the library multiplies and how long the one kernel takes.
+
+    Args:
+        device: the chip.
+        advantage: how many times as fast the library multiplies.
+        traffic: bytes that the site moves.
+        m: number of rows.
+        one_kernel: microseconds of the one kernel.
+        copying: those of them for copies of single elements, which the library does not need.
+    """
 
     def moving(size: float) -> float:
         return size / device.multiprocessors / BYTES
 
     memory = moving(traffic.weights + m * (traffic.lhs + traffic.product))
-    library = max(one_kernel / advantage, memory)
+    library = max((one_kernel - copying) / advantage, memory)
     return {
         Tier.ONE_KERNEL: one_kernel,
         Tier.LEFT_ALONE: library + traffic.passes * (LAUNCH + moving(m * (traffic.product + traffic.rest))),

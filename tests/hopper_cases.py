@@ -106,6 +106,26 @@ def tall_cases() -> Iterator[HopperCase]:
                         yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
+def few_rows_cases() -> Iterator[HopperCase]:
+    """Lhs in boxes of a few rows, some of which have none; the rows end in every part of a box."""
+    sizes = (
+        Size(1, 8, 8), Size(17, 264, 136), Size(16, 96, 256), Size(33, 40, 72, batch=3, pad=8), Size(63, 136, 640),
+        Size(64, 64, 64), Size(100, 328, 136), Size(129, 48, 72),
+    )  # fmt: skip
+    turn = 0
+    for shape in ((64, 32, True), (64, 128, True), (128, 64, False), (128, 128, True)):
+        for parts in (1, 2):
+            for rows in (8, 16, 32):
+                turn += 1
+                order, math = ("nk", "kn")[turn % 2], ("f16", "bf16", "tf32")[turn % 3]
+                kind = ("plain", "residual", "mixed")[turn // 2 % 3]
+                spec = make_spec(math, parts, "nk" if math == "tf32" else order, PORTABLE, sizes[0], kind)
+                tile = replace(tile_of(shape, parts, (1, 1), False, 2), lhs_rows=rows)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                    name = f"few-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+
+
 def cases() -> Iterator[HopperCase]:
     """Every shape with every number of parts; orders, dtypes, clusters and operand kinds take turns."""
     turn = 0

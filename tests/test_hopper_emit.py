@@ -11,7 +11,17 @@ from onnxfuse.dtypes import F32
 from onnxfuse.hopper_tile import LHS_ATOM, STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, split_cases, tall_cases, walked_cases
+from tests.hopper_cases import (
+    DEVICE,
+    PORTABLE,
+    HopperCase,
+    cases,
+    few_rows_cases,
+    masked_cases,
+    split_cases,
+    tall_cases,
+    walked_cases,
+)
 from tests.kernel_problem import Size, make_spec
 
 SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
@@ -20,7 +30,8 @@ WALKED = list(walked_cases())
 TALL = list(tall_cases())
 MASKED = list(masked_cases())
 SPLIT = list(split_cases())
-SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3], *SPLIT]
+FEW_ROWS = list(few_rows_cases())
+SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3], *SPLIT, *FEW_ROWS]
 ALIGNED = Size(504, 136, 248)
 
 
@@ -35,7 +46,7 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
         assert not [code for code in SERIALISED if code in image.log], case.name
 
 
-@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *FEW_ROWS], ids=lambda case: case.name)
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
@@ -47,7 +58,8 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
     assert len(outs) == len(case.spec.outs)
     size = case.spec.dtype.bytes
-    boxes = case.tile.cluster_n * (case.tile.block_m // case.tile.cluster_n // LHS_ATOM if lhs.rows_contiguous else 1)
+    rows = LHS_ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n
+    boxes = case.tile.block_m // rows
     assert lhs.box_inner * lhs.box_outer * boxes * size == case.tile.block_m * STAGE_ROW_BYTES
     for rule in (lhs, *rhs):
         assert rule.box_inner * size == rule.swizzle
@@ -76,6 +88,11 @@ def test_refusals_name_their_reason() -> None:
     assert "cooperative" in reason(pingpong=False, splits=2, cluster_m=2)
     assert reason(pingpong=False, splits=2) == ""
     assert "sums" in reason(pingpong=False, splits=2, block_n=128, stages=2)
+    assert reason(lhs_rows=16) == reason(lhs_rows=128) == ""
+    assert "multiple of 8" in reason(lhs_rows=4)
+    assert "part of the tile's rows" in reason(lhs_rows=48)
+    assert "share no loads" in reason(lhs_rows=16, cluster_m=2)
+    assert "k is contiguous" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, lhs_order="km"), lhs_rows=16)
     assert "groups" in reason(groups=3)
     assert "groups" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, "residual"), groups=4)
     assert "accumulators" in reason(groups=4)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from onnxfuse.kernels.hopper import emit
-from tests.hopper_cases import DEVICE, HopperCase, cases, split_cases
+from tests.hopper_cases import DEVICE, HopperCase, cases, few_rows_cases, split_cases
 from tests.kernel_problem import Problem, make_problem
 from tests.tensor_maps import MAP_BYTES, described
 from tests.test_kernel_on_cpu import EMULATOR, Range
@@ -109,7 +109,7 @@ def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: i
 
 SPLIT = list(split_cases())
 MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
-SAMPLE = [*list(cases())[::37], *SPLIT[::4]]
+SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(few_rows_cases())[::2]]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)

@@ -113,6 +113,7 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "CLUSTER_N": tile.cluster_n,
         "SPLITS": tile.splits,
         "GROUP_ROWS": tile.group_rows,
+        "LHS_BOX_ROWS": tile.lhs_rows or tile.block_m // tile.cluster_n,
         "RHS_ATOM": rhs_atom(spec, tile),
         "RHS_BOX_ROWS": rhs_box(spec, tile)[1],
         "STAGES": layout.stages,

@@ -17,7 +17,17 @@ import pytest
 from onnxfuse.hopper_tile import HopperTile, footprint
 from onnxfuse.kernels.hopper import emit
 from tests.gpu.kernels import Kernels
-from tests.hopper_cases import DEVICE, PORTABLE, HopperCase, cases, masked_cases, split_cases, tall_cases, walked_cases
+from tests.hopper_cases import (
+    DEVICE,
+    PORTABLE,
+    HopperCase,
+    cases,
+    few_rows_cases,
+    masked_cases,
+    split_cases,
+    tall_cases,
+    walked_cases,
+)
 from tests.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
 from tests.tensor_maps import MAP_BYTES, Described, described
 
@@ -28,7 +38,8 @@ UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 SPLIT = list(split_cases())
-CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *SPLIT]
+FEW_ROWS = list(few_rows_cases())
+CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *SPLIT, *FEW_ROWS]
 RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)

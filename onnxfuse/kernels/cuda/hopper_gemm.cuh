@@ -4,7 +4,8 @@
 //   the last warps   producers: one thread keeps TMA busy, up to STAGES tiles of k ahead, across output tiles; a warp
 //                    brings the row, column and scalar operands of the next tiles, and their places; for each consumer
 //                    group a warp brings its tile operands
-//                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both
+//                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both;
+//                       |  lhs in one box or, where m may be small, in LHS_BOXES, of which only those with rows come
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: 128 bytes of k of BLOCK_M rows of lhs and of
 //                       |  full[stage]: the bytes have landed       BLOCK_N columns of every part of rhs, side by side:
 //                       |  empty[stage]: every reader is done       one wgmma leaves all parts in the same thread
@@ -59,6 +60,7 @@ constexpr int CONSUMER_REGISTERS = 232;
 constexpr int LHS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int RHS_BYTES = WIDTH * ROW_BYTES;
 constexpr int STAGE_BYTES = LHS_BYTES + RHS_BYTES;
+constexpr int LHS_BOXES = BLOCK_M / CLUSTER_N / LHS_BOX_ROWS;  // where k is contiguous; those without rows stay away
 constexpr int FULL_OFFSET = VECTORS_OFFSET + VECTOR_BUFFERS * VECTORS_BYTES;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
 constexpr int VECTORS_FULL_OFFSET = EMPTY_OFFSET + STAGES * 8;
@@ -88,6 +90,7 @@ static_assert(SPLITS == 1 || CONSUMERS * 4 * WARP_SUMS_BYTES <= STAGES * STAGE_B
 static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
+static_assert(LHS_BOXES == 1 || (SHARING == 1 && LHS_K_CONTIGUOUS && BLOCK_M % LHS_BOX_ROWS == 0), "boxes of rows");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
 // ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
@@ -171,10 +174,17 @@ __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsi
   }
 }
 
+// Bytes of a stage of one tile. What a box of lhs that stays away leaves in the ring meets only rows that nobody stores.
+__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments& args, const OutTile& tile) {
+  if constexpr (LHS_BOXES == 1) return STAGE_BYTES;
+  const int boxes = min((args.m - tile.row - 1) / LHS_BOX_ROWS + 1, LHS_BOXES);
+  return STAGE_BYTES - (LHS_BOXES - boxes) * LHS_BOX_ROWS * ROW_BYTES;
+}
+
 __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
-  constexpr int LHS_BOX = BLOCK_M / CLUSTER_N;
-  const int lhs_row = CLUSTER_N > 1 ? rank * LHS_BOX : 0;
+  constexpr int LHS_ROWS = BLOCK_M / CLUSTER_N;
+  const int lhs_row = CLUSTER_N > 1 ? rank * LHS_ROWS : 0;
   int lhs_column = k, lhs_batch = args.lhs.batch_stride ? tile.batch : 0;
   if constexpr (LHS_OUTER_COLUMNS) {  // the map's batches are the runs of k of all batches
     const int run = args.lhs_outer.columns;
@@ -183,10 +193,14 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
     if (SPLITS > 1 && k >= args.k) lhs_column = run;  // those of the next batch follow
   }
   if constexpr (LHS_K_CONTIGUOUS) {
-    load<(CLUSTER_N > 1)>(stage + lhs_row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + lhs_row, lhs_batch);
+#pragma unroll
+    for (int row = lhs_row; row < lhs_row + LHS_ROWS; row += LHS_BOX_ROWS) {
+      if (LHS_BOXES > 1 && tile.row + row >= args.m) break;
+      load<(CLUSTER_N > 1)>(stage + row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + row, lhs_batch);
+    }
   } else {  // boxes of LHS_ATOM rows, side by side as those of rhs are where n is contiguous
 #pragma unroll
-    for (int row = lhs_row; row < lhs_row + LHS_BOX; row += LHS_ATOM) {
+    for (int row = lhs_row; row < lhs_row + LHS_ROWS; row += LHS_ATOM) {
       load<(CLUSTER_N > 1)>(stage + row * ROW_BYTES, maps.lhs, full, tile.row + row, lhs_column, lhs_batch);
     }
   }
@@ -215,6 +229,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   int sums_parity = 0;
   for (int number = walk.first; number < walk.tiles; number += walk.clusters) {
     const OutTile tile = walk.at(number, rank);
+    const int bytes = stage_bytes(args, tile);
     if (SPLITS > 1 && number != walk.first) {
       barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
       shared_to_tma_fence();
@@ -224,7 +239,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
     for (int step = 0; step < steps; ++step) {
       const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
-      barrier_arrive_expect(full, STAGE_BYTES);
+      barrier_arrive_expect(full, bytes);
       load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
       if (TILE_LOADS > 0 && step == filled && number == walk.first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
