@@ -55,12 +55,14 @@ class Ranked:
 
     Attributes:
         copying: of the fastest tile's microseconds, those for copies of single elements.
+        risk: microseconds to expect beside them, where only the run knows whether wider copies are legal.
     """
 
     m: int
     n: int
     tiles: tuple[tuple[float, Tile | HopperTile], ...]
     copying: float = 0.0
+    risk: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,9 @@ LOADED_ROW = 0.0012
 ZERO_ROW = 0.005
 HIDDEN = 0.72
 COPIED = 7.0  # elements that a thread copies where rows begin anywhere, for want of a wider copy: 6.2 to 7.8
+ODDS = (
+    0.5  # of a length that only the run knows being one that wide copies do not fit: texts have any, images even ones
+)
 OVERLAP = 16  # of computing and reading the shorter hides behind the longer, but for one part in 16
 
 
@@ -364,6 +369,10 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     ranked = _rank(base, fitting, problems, device)
+    if widths.lhs.guarded:
+        last, exposed = fitting[-1].tile, replace(base, lhs_width=1)
+        risks = [ODDS * copying(last, exposed, problem, device) for problem in problems]
+        ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
     variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]

@@ -71,7 +71,8 @@ def estimate(plan: Plan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
     one_kernel, tile = ranked.tiles[0]
     factor = advantage(plan.device, plan.variants[0].spec.math, tile) * padding(tile, ranked.n)
-    return estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
+    times = estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
+    return {**times, Tier.ONE_KERNEL: one_kernel + ranked.risk}
 
 
 def advantage(device: DeviceSpec, arithmetic: str, tile: Tile | HopperTile) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.device import ARCHITECTURES
+from onnxfuse.device import ARCHITECTURES, resolve
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Tile
 from onnxfuse.pipeline import analyse_model
@@ -83,6 +83,17 @@ def test_a_faster_library_is_taken_where_multiplying_takes_longest(arch: str, ma
     assert least_loss([estimate_from(device, factor, TRAFFIC, 8192, 2000.0)]) is BEHIND
     assert least_loss([estimate_from(device, factor, TRAFFIC, 16, 14.0)]) is ONE  # bound by reading the weights
     assert least_loss([estimate_from(device, factor, replace(TRAFFIC, passes=1), 8192, 2000.0)]) is ALONE
+
+
+@pytest.mark.parametrize(("keys", "tier"), [("keys", BEHIND), (4096, ONE), (77, BEHIND)])
+def test_rows_of_lhs_that_may_begin_anywhere_are_left_to_the_library(keys: str | int, tier: Tier) -> None:
+    """Attention's second product: its lhs, the probabilities, has rows as long as there are keys."""
+    b = Builder(FLOAT16)
+    probabilities, values = b.input("p", ("batch", 8, 4096, keys)), b.input("v", ("batch", 8, keys, 128))
+    heads = b("Transpose", b("MatMul", probabilities, values), perm=[0, 2, 1, 3])
+    model = b.model(b("Reshape", heads, b.integers(0, 0, -1)))
+    (site,) = analyse_model(model, resolve("sm_90a,sm_80", list)).sites
+    assert site.tier is tier
 
 
 # ---- Against what was measured ---------------------------------------------------------------------------------------
