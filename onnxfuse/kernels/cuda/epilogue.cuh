@@ -12,6 +12,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "ptx.cuh"
+#include "small_copy.cuh"
 #include "walk.cuh"
 
 namespace onnxfuse {
@@ -119,14 +120,19 @@ __device__ __forceinline__ void for_each_access(const OnnxfuseTensor& tensor, co
   }
 }
 
-// STAGED_ROWS rows of every tile operand -> this warp's staging area, asynchronously.
+// STAGED_ROWS rows of every tile operand -> this warp's staging area, asynchronously where cp.async moves as little.
 __device__ __forceinline__ void stage_tiles(unsigned char* staging, const OnnxfuseArguments& args, const WarpTile& tile,
                                             int first_row) {
   static_for<0, LOADS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     using Access = Load<INDEX>;
     using T = typename Access::Type;
-    if constexpr (Access::KIND == Kind::tile) {
+    if constexpr (Access::KIND == Kind::tile && Access::WIDTH * sizeof(T) < CP_ASYNC_BYTES) {
+      const auto shared = [&](int row, int column) { return shared_address(Staged<Access>::at(staging, row, column)); };
+      copy_small_tile<Access, STAGED_ROWS, WARP_COLUMNS>(args.loads[INDEX], args.loads_outer[INDEX], tile.batch,
+                                                         tile.row + first_row, tile.column, tile.rows - first_row,
+                                                         tile.columns, shared);
+    } else if constexpr (Access::KIND == Kind::tile) {
       const auto copy = [&](int row, int column, const T* global, bool inside) {
         T* staged = Staged<Access>::at(staging, row, column);
         copy_async<Access::WIDTH * sizeof(T)>(shared_address(staged), global, inside);

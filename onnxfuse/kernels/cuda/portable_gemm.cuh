@@ -27,6 +27,7 @@
 #include "arguments.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
+#include "small_copy.cuh"
 #include "walk.cuh"
 
 namespace onnxfuse {
@@ -165,32 +166,17 @@ struct TileCopy {
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS, int BYTES = WIDTH * sizeof(Element)>
 struct OperandCopy : TileCopy<Tile, WIDTH, OUTER_COLUMNS> {};
 
-// cp.async does not move as little as two bytes: these copies pass through registers, several at once, so that the
-// thread waits for memory once for all of them.
 template <typename Tile, bool OUTER_COLUMNS>
 struct OperandCopy<Tile, 1, OUTER_COLUMNS, 2> : TileCopy<Tile, 1, OUTER_COLUMNS> {
   using Copies = TileCopy<Tile, 1, OUTER_COLUMNS>;
-  static constexpr int AT_ONCE = 8;
-
-  static __device__ __forceinline__ bool is_copy(int pass) {
-    return pass < Copies::PASSES && static_cast<int>(threadIdx.x) + pass * THREADS < Copies::COUNT;
-  }
 
   __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
-#pragma unroll 1
-    for (int first = 0; first < Copies::PASSES; first += AT_ONCE) {
-      unsigned short values[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = Copies::row(first + i), column = Copies::column(first + i);
-        values[i] = load_two_bytes(Copies::element(first + i), is_copy(first + i) && row < rows && column < columns);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = Copies::row(first + i), column = Copies::column(first + i);
-        if (is_copy(first + i)) store_shared(shared + Tile::offset(row, column), values[i]);
-      }
-    }
+    copy_small<2, Copies::PASSES>([&](int pass) {
+      const int row = Copies::row(pass), column = Copies::column(pass);
+      const bool written = static_cast<int>(threadIdx.x) + pass * THREADS < Copies::COUNT;
+      const bool inside = written && row < rows && column < columns;
+      return SmallCopy{shared + Tile::offset(row, column), Copies::element(pass), inside, written};
+    });
   }
 };
 
