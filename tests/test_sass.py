@@ -185,6 +185,18 @@ def test_copies_through_registers_wait_together(kernel: str, name: str) -> None:
     assert re.fullmatch(f"(L{{{UNROLLED}}}S{{{UNROLLED}}})+", order)
 
 
+@pytest.mark.parametrize(
+    "name", ["residual", "fp32 residual", "turned output", "heads", "mask of half the width, and a residual"]
+)
+def test_a_checked_kernel_has_wide_accesses_and_single_ones(name: str) -> None:
+    wide = replace(EPILOGUES[name], tile=Tile(32, 64, 64, 1, 4, 4))
+    loads, outs = (tuple(replace(each, width=1) for each in group) for group in (wide.loads, wide.outs))
+    single = replace(wide, lhs_width=1, rhs_width=1, loads=loads, outs=outs)
+    image = compiled("portable", replace(wide, checked=True))
+    assert accesses(image) == accesses(compiled("portable", wide)) + accesses(compiled("portable", single))
+    assert (image.local_bytes, image.spill_bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("kernel", ["portable", "sm_90a"])
 def test_merged_heads_are_read_as_wide_as_whole_rows(kernel: str) -> None:
     image = compiled(kernel, replace(BASE, lhs_run=64))

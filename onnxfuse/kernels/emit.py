@@ -62,6 +62,7 @@ constexpr Math MATH = Math::{_MATH[spec.math]};
 constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
+constexpr bool CHECKED = {flag(spec.checked)};
 {_constants(spec)}
 
 {tables}
