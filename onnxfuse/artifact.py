@@ -22,7 +22,7 @@ A node runs the first record of its kernel whose architecture, range of m and al
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
 its strides of more than one element, must be a multiple of the record's alignment. Where that is more than an element,
 columns are neighbours in memory, or rows where accesses go down them: a size of 1 that only the run knows can make
-another axis of the tensor look contiguous.
+another axis of the tensor look contiguous. A kernel that looks at all this by itself has alignments of one element.
 
 The attributes of a fused node are strings that a person can read in any viewer:
 

@@ -11,8 +11,9 @@ from typing import Any
 from onnxfuse import hopper_tile
 from onnxfuse.artifact import BATCH_LEVEL, MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.dtypes import DType
 from onnxfuse.fusion import Fusion, Pointwise, part_text
-from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels import pointwise
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.kernels.hopper import emit as emit_hopper
@@ -101,8 +102,8 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
         flavour=device.flavour,
         min_m=variant.min_m,
         max_m=variant.max_m,
-        load_alignments=tuple(map(_alignment, spec.loads)),
-        out_alignments=tuple(map(_alignment, spec.outs)),
+        load_alignments=tuple(_alignment(spec, load.width, load.dtype) for load in spec.loads),
+        out_alignments=tuple(_alignment(spec, out.width, out.dtype) for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         two_levels=_two_levels(spec),
         turned=_turned(spec),
@@ -110,8 +111,10 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
     )
 
 
-def _alignment(access: Access) -> int:
-    return access.width * access.dtype.bytes
+def _alignment(spec: KernelSpec | PointwiseSpec, width: int, dtype: DType) -> int:
+    """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""
+    checked = isinstance(spec, KernelSpec) and spec.checked
+    return dtype.bytes * (1 if checked else width)
 
 
 def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
@@ -140,8 +143,9 @@ def _behind(variant: PointwiseVariant) -> dict[str, Any]:
 
 
 def _product(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
-    spec, element = variant.spec, variant.spec.dtype.bytes
-    alignments = {"lhs_alignment": spec.lhs_width * element, "rhs_alignment": spec.rhs_width * element}
+    spec = variant.spec
+    widths = {"lhs_alignment": spec.lhs_width, "rhs_alignment": spec.rhs_width}
+    alignments = {name: _alignment(spec, width, spec.dtype) for name, width in widths.items()}
     return {"entry": ENTRY, **alignments, **launch_rule(variant, device)}
 
 

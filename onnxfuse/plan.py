@@ -69,7 +69,7 @@ class Ranked:
 class Plan:
     """The kernels of one fusion on one architecture, in the order in which a launch tries them.
 
-    The first variants use the widest accesses; the last uses single elements and fits any pointer.
+    The first variants use the widest accesses; the last looks at every tensor by itself and fits any pointer.
     """
 
     device: DeviceSpec
@@ -81,6 +81,7 @@ class Plan:
         rows = [
             f"{self.device.arch:<7} m {variant.min_m}..{variant.max_m if variant.max_m < MAX_M else ''}  "
             f"{tile_text(variant.tile)}  lhs x{variant.spec.lhs_width} rhs x{variant.spec.rhs_width}"
+            f"{', where a tensor lies so' if variant.spec.checked else ''}"
             for variant in self.variants
         ]
         rows += [f"{'':<7} not {tile_text(entry.tile)}: {entry.reason}" for entry in self.rejected]
@@ -379,9 +380,9 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
         variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], problems, device))
-    narrow = _variant(_narrow(base), fitting[-1].tile, 0, MAX_M)
-    if all(variant.spec != narrow.spec for variant in variants):
-        variants.append(narrow)
+    last = _variant(_checked(base), fitting[-1].tile, 0, MAX_M)
+    if all(variant.spec != last.spec for variant in variants):
+        variants.append(last)
     return Plan(device, tuple(variants), tuple(rejected), ranked)
 
 
@@ -474,15 +475,10 @@ def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
     return replace(spec, loads=tuple(loads), outs=tuple(outs))
 
 
-def _narrow(spec: KernelSpec) -> KernelSpec:
-    """The same kernel with single-element accesses: legal for every pointer and pitch."""
-    return replace(
-        spec,
-        lhs_width=1,
-        rhs_width=1,
-        loads=tuple(replace(load, width=1) for load in spec.loads),
-        outs=tuple(replace(out, width=1) for out in spec.outs),
-    )
+def _checked(spec: KernelSpec) -> KernelSpec:
+    """The same kernel, legal for every pointer, pitch and size: it takes single elements of what they do not fit."""
+    widths = (spec.lhs_width, spec.rhs_width, *(each.width for each in (*spec.loads, *spec.outs)))
+    return replace(spec, checked=max(widths) > 1)
 
 
 def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate[Tile | HopperTile]], list[Rejected]]:

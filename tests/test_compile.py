@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,19 @@ def test_default_tiles_need_no_local_memory() -> None:
             continue
         assert image.data.startswith(b"\x7fELF")
         assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
+
+
+def test_kernels_that_check_each_tensor_need_no_local_memory() -> None:
+    """Of every dtype, order and number of parts in turn, on the tile that a plan gives them."""
+    specs = []
+    for turn, (math_mode, parts) in enumerate(itertools.product(("f16", "bf16", "tf32", "fp32"), (1, 2, 3, 4))):
+        order, kind = ("kn", "nk")[turn % 2], ("residual", "plain", "mixed", "masks", "masked")[turn % 5]
+        spec = make_spec(math_mode, parts, order, tiles_for(math_mode, parts)[-1], ALIGNED, kind)
+        specs.append(replace(spec, checked=True))
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda spec: compile_source(emit(spec), ARCHITECTURES["sm_80"]), specs))
+    for spec, image in zip(specs, images, strict=True):
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,15 @@ from onnxfuse.dtypes import F16, F32
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.tile_footprint import why_not
-from tests.kernel_problem import Problem, Size, make_problem, make_spec
+from tests.kernel_problem import Buffer, Problem, Size, make_problem, make_spec
 
 EMULATOR = Path(__file__).parent / "emulator"
 
 
 class Range(ctypes.Structure):
-    _fields_ = (("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("writable", ctypes.c_int))
+    _fields_ = (
+        ("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("writable", ctypes.c_int), ("widest", ctypes.c_int)
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,13 @@ def build_source(source: str, entry: str, folder: Path) -> ctypes.CDLL:
 
 
 def launch(library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None) -> list[np.ndarray]:
+    return launch_counted(library, problem, lazy, grid_z)[0]
+
+
+def launch_counted(
+    library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None
+) -> tuple[list[np.ndarray], list[int]]:
+    """The outputs, and the bytes of the widest access to each of the problem's buffers."""
     for out in problem.outs:
         out.data[...] = np.nan
     buffers = problem.buffers
@@ -189,7 +198,7 @@ def launch(library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | Non
     )
     assert failure == b""
     assert conflicts.value == 0, f"{conflicts.value} bank conflicts of ldmatrix"
-    return [out.data.copy() for out in problem.outs]
+    return [out.data.copy() for out in problem.outs], [each.widest for each in ranges]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -204,3 +213,74 @@ def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
         late = launch(library, problem, lazy=True, grid_z=1)
         for first, second in zip(eager, late, strict=True):
             np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+CHECKED = [
+    Case("f16 kn", "f16", 2, "kn", SMALL, (Size(40, 48, 72),), "mixed", (None, F32)),
+    Case("f16 nk", "f16", 1, "nk", SMALL, (Size(35, 40, 72, batch=2, broadcast_rhs=False),), "residual"),
+    Case("f16 masks", "f16", 1, "kn", SMALL, (Size(33, 48, 40),), "masks"),
+    Case("bf16 km turned", "bf16", 1, "kn", SMALL, (Size(40, 48, 72),), "residual", layout="turned", lhs_order="km"),
+    Case("f16 heads", "f16", 1, "kn", SMALL, (Size(33, 48, 80, k_run=40, n_run=24),), "residual", layout="heads"),
+    Case("tf32 images", "tf32", 1, "nk", Tile(32, 32, 16, 2, 1, 3), (Size(48, 40, 28, m_run=24),), layout="images"),
+    Case("fp32 kn", "fp32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52),), "mixed"),
+]
+
+
+def moved(buffer: Buffer, elements: int) -> Buffer:
+    """The same memory, so many elements behind a 16-byte boundary."""
+    data = buffer.data
+    memory = np.zeros(data.nbytes + 16 + elements * data.itemsize, np.uint8)
+    start = -memory.ctypes.data % 16 + elements * data.itemsize
+    copy = memory[start:][: data.nbytes].view(data.dtype)
+    copy[...] = data
+    return replace(buffer, data=copy)
+
+
+def moved_problem(problem: Problem, elements: list[int]) -> Problem:
+    """The problem with each of its buffers moved by its own number of elements."""
+    buffers = [moved(buffer, each) for buffer, each in zip(problem.buffers, elements, strict=True)]
+    loads = 1 + len(problem.rhs)
+    outs = loads + len(problem.loads)
+    return replace(problem, lhs=buffers[0], rhs=buffers[1:loads], loads=buffers[loads:outs], outs=buffers[outs:])
+
+
+def check_ways(library: ctypes.CDLL, problem: Problem, single: list[bool]) -> None:
+    """The result is right, and each buffer is reached by single elements or as wide as the spec says."""
+    outs, widest = launch_counted(library, problem, lazy=True)
+    problem.check(outs)
+    spec = problem.spec
+    widths = [spec.lhs_width, *[spec.rhs_width] * spec.parts, *(each.width for each in (*spec.loads, *spec.outs))]
+    assert widest == [
+        buffer.data.itemsize * (1 if alone else width)
+        for buffer, width, alone in zip(problem.buffers, widths, single, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
+def test_a_checked_kernel_takes_single_elements_of_misaligned_tensors_alone(case: Case, tmp_path: Path) -> None:
+    spec = replace(case.spec, checked=True)
+    library = build(spec, tmp_path)
+    problem = make_problem(spec, case.sizes[0])
+    count = len(problem.buffers)
+    one_each = [[int(place == chosen) for place in range(count)] for chosen in range(count)]
+    for elements in ([0] * count, *one_each, [1] * count):
+        check_ways(library, moved_problem(problem, elements), [moved > 0 for moved in elements])
+    half = [each.width // 2 if each.width > 1 else 0 for each in (*spec.loads, *spec.outs)]
+    elements = [spec.lhs_width // 2, *[0] * spec.parts, *half]
+    check_ways(library, moved_problem(problem, elements), [moved > 0 for moved in elements])
+
+
+def test_a_checked_kernel_takes_single_elements_of_odd_sizes_and_pitches(tmp_path: Path) -> None:
+    spec = replace(make_spec("f16", 1, "nk", SMALL, Size(40, 48, 72), "residual"), checked=True)
+    library = build(spec, tmp_path)
+    for size, lhs, rest in [
+        (Size(37, 48, 72), False, False),  # an odd m matters to nothing
+        (Size(40, 45, 72), False, True),  # of an odd n, rhs[n, k] is none the worse
+        (Size(40, 48, 71), True, False),
+        (Size(40, 48, 72, pad=8), False, False),
+        (Size(40, 48, 72, pad=4), True, True),
+        (Size(1, 1, 1), True, True),
+    ]:
+        problem = make_problem(spec, size)
+        narrow = size.pad == 4 or size.m == 1
+        check_ways(library, problem, [lhs, narrow or lhs, *[narrow or rest] * 3])

@@ -18,6 +18,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.packing import Kernels, kernel_source, node_attributes, pack_forms
 from onnxfuse.plan import Variant, make_plan
 from onnxfuse.rewrite import FUSED_GEMM
@@ -65,6 +66,10 @@ class Launch:
         )
         return self.variants[index]
 
+    def widths(self, arguments: Arguments, capability: int = 80) -> dict[str, list[int]]:
+        """What the chosen kernel takes of each tensor at once."""
+        return widths(self.chosen(arguments, capability), arguments)
+
 
 def shape_of(tensor: Tensor, sizes: Mapping[str, int]) -> list[int]:
     shape = []
@@ -86,18 +91,49 @@ def launch(built: Fusion, arch: str = "sm_80") -> Launch:
     return Launch(built, mapping, plan.variants, archive, Node(**attributes))
 
 
-def widths(variant: Variant) -> dict[str, list[int]]:
-    spec = variant.spec
+def widths(variant: Variant, arguments: Arguments) -> dict[str, list[int]]:
+    """What a kernel takes of each tensor at once: its widths or, where it is checked, those that are legal there."""
+    spec, loads, outs = variant.spec, arguments.loads, arguments.outs
+    k_inside, k_outside = spec.lhs_order == "mk", spec.rhs_order == "kn"
+    lhs_run = arguments.lhs_outer.columns if spec.lhs_run else arguments.k if k_inside else arguments.m
+    lhs_outer = arguments.lhs_outer.column_stride if spec.lhs_run else 0
+
+    def of_product(tensor: Any, width: int, down: bool, *pitches: int) -> int:
+        return allowed(spec, tensor, width, spec.dtype.bytes, down, pitches)
+
+    def of_epilogue(access: Access, tensor: Any, outer: Any) -> int:
+        rows = outer.rows if "m" in access.two_levels else arguments.m
+        columns = outer.columns if "n" in access.two_levels else arguments.n
+        strides = {"m": outer.row_stride, "n": outer.column_stride, "batch": outer.batch_stride}
+        pitches = [strides[loop] for loop in access.two_levels]
+        run = rows if access.turned else columns
+        return allowed(spec, tensor, access.width, access.dtype.bytes, access.turned, [*pitches, run])
+
+    inside = arguments.n if k_outside else arguments.k
     return {
-        "lhs": [spec.lhs_width],
-        "rhs": [spec.rhs_width],
-        "loads": [load.width for load in spec.loads],
-        "outs": [out.width for out in spec.outs],
+        "lhs": [of_product(arguments.lhs, spec.lhs_width, not k_inside, lhs_run, lhs_outer)],
+        "rhs": [of_product(arguments.rhs[part], spec.rhs_width, not k_outside, inside) for part in range(spec.parts)],
+        "loads": [of_epilogue(*each) for each in zip(spec.loads, loads, arguments.loads_outer, strict=False)],
+        "outs": [of_epilogue(*each) for each in zip(spec.outs, outs, arguments.outs_outer, strict=False)],
     }
 
 
+def allowed(spec: KernelSpec, tensor: Any, width: int, element_bytes: int, down: bool, pitches: Sequence[int]) -> int:
+    """The kernel's own rule: all that it has of a tensor, or single elements. `down` its rows, or along its columns."""
+    along, across = (tensor.row_stride, tensor.column_stride)[:: 1 if down else -1]
+    whole = all(each % width == 0 for each in (*pitches, across, tensor.batch_stride))
+    legal = along == 1 and whole and (tensor.pointer or 0) % (width * element_bytes) == 0
+    return width if legal or not spec.checked else 1
+
+
 WIDE = {"lhs": [8], "rhs": [8], "loads": [8, 8], "outs": [8]}
-NARROW = {"lhs": [1], "rhs": [1], "loads": [1, 1], "outs": [1]}
+BIASED = {"lhs": {"lhs": [1]}, "rhs": {"rhs": [1]}, "operand0": {"loads": [1, 8]}, "operand1": {"loads": [8, 1]},
+          "out": {"outs": [1]}}  # fmt: skip
+
+
+def narrow(*names: str) -> dict[str, list[int]]:
+    """Widths of `biased` where some tensors are reached element by element, and no other."""
+    return WIDE | {role: found for name in names for role, found in BIASED[name].items()}
 
 
 def biased(**sizes: int | None) -> Launch:
@@ -110,35 +146,36 @@ def biased(**sizes: int | None) -> Launch:
     [
         ({}, WIDE),
         ({"lhs": 8, "rhs": 16, "operand0": 8, "operand1": 24, "out": 8}, WIDE),
-        ({"lhs": 2}, NARROW),
-        ({"rhs": 2}, NARROW),
-        ({"operand0": 2}, NARROW),
-        ({"operand1": 2}, NARROW),
-        ({"out": 2}, NARROW),
-        ({"lhs": 1}, NARROW),
-        ({"out": 4}, NARROW),
+        ({"lhs": 2}, narrow("lhs")),
+        ({"rhs": 2}, narrow("rhs")),
+        ({"operand0": 2}, narrow("operand0")),
+        ({"operand1": 2}, narrow("operand1")),
+        ({"out": 2}, narrow("out")),
+        ({"lhs": 1}, narrow("lhs")),
+        ({"out": 4}, narrow("out")),
+        ({"lhs": 8, "rhs": 1, "out": 2}, narrow("rhs", "out")),
     ],
 )
 def test_pointers_decide(offsets: Mapping[str, int], expected) -> None:
     """Offsets in elements of 2 bytes, as views of larger tensors have them."""
     biased_launch = biased()
     arguments = biased_launch.arguments({"m": 504, "n": 136, "k": 248}, offsets)
-    assert widths(biased_launch.chosen(arguments)) == expected
+    assert biased_launch.widths(arguments) == expected
 
 
 @pytest.mark.parametrize(
     ("tensor", "pad", "expected"),
     [
         ("lhs", 8, WIDE),
-        ("lhs", 1, NARROW),
-        ("lhs", 2, NARROW),
+        ("lhs", 1, narrow("lhs")),
+        ("lhs", 2, narrow("lhs")),
         ("rhs", 8, WIDE),
-        ("rhs", 1, NARROW),
-        ("rhs", 2, NARROW),
-        ("loads", 1, NARROW),
-        ("loads", 2, NARROW),
-        ("outs", 1, NARROW),
-        ("outs", 2, NARROW),
+        ("rhs", 1, narrow("rhs")),
+        ("rhs", 2, narrow("rhs")),
+        ("loads", 1, narrow("operand1")),
+        ("loads", 2, narrow("operand1")),
+        ("outs", 1, narrow("out")),
+        ("outs", 2, narrow("out")),
         ("outs", 8, WIDE),
     ],
 )
@@ -149,51 +186,53 @@ def test_pitches_decide(tensor: str, pad: int, expected) -> None:
     field = getattr(arguments, tensor)
     place = field if tensor == "lhs" else field[{"rhs": 0, "loads": 1, "outs": 0}[tensor]]
     place.row_stride += pad
-    assert widths(made.chosen(arguments)) == expected
+    assert made.widths(arguments) == expected
 
 
 @pytest.mark.parametrize(
-    ("stride", "expected"), [(1, WIDE), (2, NARROW), (136, NARROW)], ids=["dense", "every second", "turned"]
+    ("stride", "expected"),
+    [(1, WIDE), (2, narrow("operand1")), (136, narrow("operand1"))],
+    ids=["dense", "every second", "turned"],
 )
 def test_an_inner_axis_that_is_not_contiguous_is_read_element_by_element(stride: int, expected) -> None:
     made = biased()
     arguments = made.arguments({"m": 504, "n": 136, "k": 248}, {})
     arguments.loads[1].column_stride = stride
-    assert widths(made.chosen(arguments)) == expected
+    assert made.widths(arguments) == expected
 
 
 @pytest.mark.parametrize(("m", "out"), [(16, 8), (504, 8), (12, 1), (505, 1), (1, 1), (8, 8)])
 def test_a_size_that_only_the_run_knows_narrows_its_own_tensor_alone(m: int, out: int) -> None:
     made = launch(fusion({"m": None, "n": 136, "k": 248}, out="n m", operands=[("m n", F16), ("n", F32)]))
-    chosen = made.chosen(made.arguments({"m": m, "n": 136, "k": 248}, {}))
-    assert widths(chosen) == {"lhs": [8], "rhs": [8], "loads": [8, 4], "outs": [out]}
+    chosen = made.widths(made.arguments({"m": m, "n": 136, "k": 248}, {}))
+    assert chosen == {"lhs": [8], "rhs": [8], "loads": [8, 4], "outs": [out]}
 
 
 @pytest.mark.parametrize(("offset", "width"), [(0, 16), (16, 16), (8, 1), (1, 1)])
 def test_a_mask_of_single_bytes_begins_anywhere(offset: int, width: int) -> None:
     made = launch(fusion({"m": 504, "n": 144, "k": 248}, operands=[("m n", BOOL)]))
     arguments = made.arguments({"m": 504, "n": 144, "k": 248}, {"operand0": offset})
-    assert widths(made.chosen(arguments))["loads"] == [width]
+    assert made.widths(arguments)["loads"] == [width]
 
 
 @pytest.mark.parametrize(("m", "width"), [(16, 16), (512, 16), (24, 1), (505, 1), (1, 1)])
 def test_a_mask_turned_by_a_size_of_the_run(m: int, width: int) -> None:
     made = launch(fusion({"m": None, "n": 144, "k": 248}, operands=[("n m", BOOL)]))
-    assert widths(made.chosen(made.arguments({"m": m, "n": 144, "k": 248}, {})))["loads"] == [width]
+    assert made.widths(made.arguments({"m": m, "n": 144, "k": 248}, {}))["loads"] == [width]
 
 
 @pytest.mark.parametrize(("m", "lhs"), [(16, 8), (1, 1), (12, 1)])
 def test_a_transposed_input_is_read_along_m_where_m_allows_it(m: int, lhs: int) -> None:
     made = launch(fusion({"m": None, "n": 136, "k": 248}, lhs="k m"))
-    assert widths(made.chosen(made.arguments({"m": m, "n": 136, "k": 248}, {})))["lhs"] == [lhs]
+    assert made.widths(made.arguments({"m": m, "n": 136, "k": 248}, {}))["lhs"] == [lhs]
 
 
 @pytest.mark.parametrize(("m", "out"), [(16, 8), (1, 1), (12, 1)])
 def test_a_size_of_one_makes_no_other_axis_contiguous_for_the_kernel(m: int, out: int) -> None:
     """[h, n, 1] lies as [h, n]: its columns are neighbours, and the kernel goes down its rows."""
     made = launch(fusion({"h": 8, "m": None, "n": 136, "k": 248}, lhs="h m k", out="h n m"))
-    chosen = made.chosen(made.arguments({"h": 8, "m": m, "n": 136, "k": 248}, {}))
-    assert widths(chosen)["outs"] == [out]
+    chosen = made.widths(made.arguments({"h": 8, "m": m, "n": 136, "k": 248}, {}))
+    assert chosen["outs"] == [out]
 
 
 @pytest.mark.parametrize(("n", "rhs", "bias"), [(136, 8, [8, 8]), (132, 4, [4, 4]), (137, 1, [1, 1])])
@@ -203,8 +242,8 @@ def test_the_second_half_decides_for_both(n: int, rhs: int, bias: Sequence[int])
     made = launch(fusion(sizes, rhs="k (p n)", operands=[("(p n)", F16)], parts=2))
     arguments = made.arguments(sizes, {})
     assert (arguments.rhs[1].pointer - arguments.rhs[0].pointer) == 2 * n
-    chosen = widths(made.chosen(arguments))
-    assert (chosen["lhs"], chosen["rhs"], chosen["loads"]) == ([8], [rhs], bias)
+    chosen = made.widths(arguments)
+    assert (chosen["lhs"], chosen["rhs"], chosen["loads"]) == ([8], [rhs, rhs], bias)
 
 
 @settings(max_examples=300, deadline=None)
@@ -218,10 +257,11 @@ def test_whatever_is_launched_is_legal_at_every_index(drawn, arch: str, data: st
         assume(False)
     names = [tensor.name for tensor in (*built.inputs, *built.outputs)]
     offsets = {name: data.draw(st.sampled_from([0, 0, 0, 8, 4, 2, 1]), name) for name in names}
-    chosen = widths(made.chosen(made.arguments(sizes, offsets), 90 if arch == "sm_90a" else 80))
+    chosen = made.widths(made.arguments(sizes, offsets), 90 if arch == "sm_90a" else 80)
     loads = iter(chosen["loads"][next(i for i, load in enumerate(built.loads) if load.operand == index)]
                  for index in range(len(built.operands)))  # fmt: skip
-    of_role = {"lhs": iter(chosen["lhs"]), "rhs": iter(chosen["rhs"]), "operand": loads, "out": iter(chosen["outs"])}
+    rhs = iter({part.tensor: width for part, width in zip(built.parts, chosen["rhs"], strict=True)}.values())
+    of_role = {"lhs": iter(chosen["lhs"]), "rhs": rhs, "operand": loads, "out": iter(chosen["outs"])}
     for role, tensor, along, loops in accesses(built, made.mapping):
         width = next(of_role[role])
         elements = lines(tensor, along, loops, sizes, offsets[tensor.name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -47,9 +48,15 @@ def test_every_architecture_has_a_legal_kernel_for_every_m(arch: str, parts: int
 
 
 def test_the_last_variant_takes_any_pointer_and_pitch() -> None:
-    spec = planned(ARCHITECTURES["sm_90a"], parts=2).variants[-1].spec
-    assert (spec.lhs_width, spec.rhs_width) == (1, 1)
-    assert {access.width for access in (*spec.loads, *spec.outs)} == {1}
+    first, last = (planned(ARCHITECTURES["sm_90a"], parts=2).variants[place].spec for place in (0, -1))
+    assert last == replace(first, tile=last.tile, checked=True)
+    assert last.tile.kernel == "portable"
+
+
+def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:
+    variants = planned(ARCHITECTURES["sm_80"], n=137, k=1281).variants
+    assert not any(variant.spec.checked for variant in variants)
+    assert {variant.spec.lhs_width for variant in variants} == {1}
 
 
 def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:

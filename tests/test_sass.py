@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse import hopper_tile
-from onnxfuse.access_path import lhs_path, load_path, out_path
+from onnxfuse.access_path import CP_ASYNC_BYTES, lhs_path, load_path, out_path
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.errors import CompileError
@@ -113,9 +113,9 @@ def promised(kernel: str, spec: KernelSpec) -> Accesses:
     counts: Accesses = Counter()
     for load in spec.loads:
         size = load.width * load.dtype.bytes
-        counts[instruction(load_path(kernel, load)), size] += (
-            WRITTEN_OUT[kernel](load, spec) if load.kind == "tile" else 1
-        )
+        small = kernel == "sm_90a" and size < CP_ASYNC_BYTES
+        each = UNROLLED if small else WRITTEN_OUT[kernel](load, spec)
+        counts[instruction(load_path(kernel, load)), size] += each if load.kind == "tile" else 1
     for out in spec.outs:
         op = instruction(out_path(kernel, out))
         size, each = (out.width * out.dtype.bytes, WRITTEN_OUT[kernel](out, spec)) if op == "STG" else (0, 1)
@@ -174,6 +174,26 @@ def test_every_access_of_the_hopper_kernel_is_as_wide_as_promised(name: str) -> 
     image = compiled("sm_90a", spec)
     boxes = 1 + spec.parts * HOPPER_TILE.block_n // hopper_tile.rhs_atom(spec, HOPPER_TILE)  # of one stage
     assert accesses(image) == promised("sm_90a", spec) + Counter({("UTMALDG", 0): boxes})
+    assert (image.local_bytes, image.spill_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("kernel", ["portable", "sm_90a"])
+@pytest.mark.parametrize("name", ["residual of odd rows", "turned residual of odd columns", "mask of odd rows"])
+def test_copies_through_registers_wait_together(kernel: str, name: str) -> None:
+    code = disassemble.sass(compiled(kernel, EPILOGUES[name]).data)
+    order = "".join(op[0] for op in re.findall(r"\b(LDG|STS)\.[A-Z0-9.]*U(?:16|8)\b", code))
+    assert re.fullmatch(f"(L{{{UNROLLED}}}S{{{UNROLLED}}})+", order)
+
+
+@pytest.mark.parametrize(
+    "name", ["residual", "fp32 residual", "turned output", "heads", "mask of half the width, and a residual"]
+)
+def test_a_checked_kernel_has_wide_accesses_and_single_ones(name: str) -> None:
+    wide = replace(EPILOGUES[name], tile=Tile(32, 64, 64, 1, 4, 4))
+    loads, outs = (tuple(replace(each, width=1) for each in group) for group in (wide.loads, wide.outs))
+    single = replace(wide, lhs_width=1, rhs_width=1, loads=loads, outs=outs)
+    image = compiled("portable", replace(wide, checked=True))
+    assert accesses(image) == accesses(compiled("portable", wide)) + accesses(compiled("portable", single))
     assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
 

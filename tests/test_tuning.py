@@ -107,11 +107,11 @@ def test_each_range_of_rows_gets_its_measured_tile() -> None:
     for m, name in fastest.items():
         variant = next(variant for variant in plan.variants if variant.min_m <= m <= variant.max_m)
         assert tile_text(variant.tile) == name
-    ranged = [variant for variant in plan.variants if variant.spec.lhs_width > 1]
+    ranged = [variant for variant in plan.variants if not variant.spec.checked]
     assert [variant.min_m for variant in ranged] == [0, *(variant.max_m + 1 for variant in ranged[:-1])]
     assert ranged[-1].max_m == MAX_M
     last = plan.variants[-1]
-    assert (last.spec.lhs_width, last.min_m, last.max_m) == (1, 0, MAX_M)
+    assert (last.spec.checked, last.min_m, last.max_m) == (True, 0, MAX_M)
 
 
 def test_few_forms_are_timed_and_one_kernel_at_each_number_of_rows() -> None:

@@ -19,7 +19,7 @@ TEMPLATES = Path(__file__).parent / "cuda"
 
 # What the generated text uses, and what uses the generated text.
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
-_AFTER = {"portable": ("epilogue.cuh", "portable_gemm.cuh"), "small_m": ("small_m_gemm.cuh",)}
+_AFTER = {"portable": ("small_copy.cuh", "epilogue.cuh", "portable_gemm.cuh"), "small_m": ("small_m_gemm.cuh",)}
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "fp32": "fp32"}
 _OWN_INCLUDE = re.compile(r'^#(?:pragma once|include ".*")\n', re.MULTILINE)
 
@@ -62,6 +62,7 @@ constexpr Math MATH = Math::{_MATH[spec.math]};
 constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
+constexpr bool CHECKED = {flag(spec.checked)};
 {_constants(spec)}
 
 {tables}

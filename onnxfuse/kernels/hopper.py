@@ -22,7 +22,7 @@ from onnxfuse.kernels.emit import access_table, flag, template
 from onnxfuse.kernels.epilogue import functor
 
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
-_AFTER = ("hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
+_AFTER = ("small_copy.cuh", "hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
 
 
 def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:

@@ -3,12 +3,13 @@ struct EmulatedRange {
   unsigned char* begin;
   size_t bytes;
   int writable;
+  int widest;  // access to it, in bytes: what comes back
 };
 
 // Returns what went wrong, or an empty string. With `lazy`, threads and blocks run in the opposite order, and copies land
 // only while somebody waits. No byte may be written twice.
 extern "C" const char* emulate(const OnnxfuseArguments* args, const onnxfuse::Maps* maps, int blocks, int threads, int lazy,
-                               const EmulatedRange* ranges, int range_count) {
+                               EmulatedRange* ranges, int range_count) {
   emulator::failure.clear();
   emulator::ranges.clear();
   emulator::cluster.lazy = lazy;
@@ -20,6 +21,7 @@ extern "C" const char* emulate(const OnnxfuseArguments* args, const onnxfuse::Ma
   for (int first = 0; first < blocks && emulator::failure.empty(); first += EMULATED_BLOCKS) {
     emulator::run_cluster(EMULATED_BLOCKS, threads, first, [&] { onnxfuse_gemm(*args, *maps); });
   }
+  for (int i = 0; i < range_count; ++i) ranges[i].widest = static_cast<int>(emulator::ranges[i].widest);
   for (const auto& range : emulator::ranges) {
     for (unsigned char writes : range.writes) {
       if (writes > 1 && emulator::failure.empty()) emulator::failure = "an element was written twice";

@@ -77,6 +77,7 @@ struct Range {
   size_t bytes;
   bool writable;
   std::vector<unsigned char> writes;
+  size_t widest = 0;  // access, in bytes
 };
 
 struct PendingCopy {
@@ -144,6 +145,7 @@ inline void check_global(const void* pointer, size_t bytes, bool write) {
   if (reinterpret_cast<uintptr_t>(address) % bytes) fail("misaligned access of " + std::to_string(bytes) + " bytes");
   for (Range& range : ranges) {
     if (address < range.begin || address + bytes > range.begin + range.bytes) continue;
+    range.widest = std::max(range.widest, bytes);
     if (!write) return;
     if (!range.writable) fail("write into an input");
     for (size_t i = 0; i < bytes; ++i) ++range.writes[address - range.begin + i];

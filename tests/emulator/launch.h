@@ -6,12 +6,13 @@ struct EmulatedRange {
   unsigned char* begin;
   size_t bytes;
   int writable;
+  int widest;  // access to it, in bytes: what comes back
 };
 
 // Returns what went wrong, or an empty string; `conflicts` counts the bank conflicts of ldmatrix. No byte may be
 // written twice.
 extern "C" const char* emulate(const OnnxfuseArguments* args, int grid_x, int grid_z, int threads, int lazy,
-                               const EmulatedRange* ranges, int range_count, int* conflicts) {
+                               EmulatedRange* ranges, int range_count, int* conflicts) {
   emulator::failure.clear();
   emulator::ranges.clear();
   emulator::conflicts = 0;
@@ -27,6 +28,7 @@ extern "C" const char* emulate(const OnnxfuseArguments* args, int grid_x, int gr
       emulator::run_block(threads, [&] { ONNXFUSE_ENTRY(*args); });
     }
   }
+  for (int i = 0; i < range_count; ++i) ranges[i].widest = static_cast<int>(emulator::ranges[i].widest);
   for (const auto& range : emulator::ranges) {
     for (unsigned char writes : range.writes) {
       if (writes > 1 && emulator::failure.empty()) emulator::failure = "an element was written twice";

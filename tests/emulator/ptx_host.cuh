@@ -10,15 +10,17 @@ inline void land(const emulator::PendingCopy& copy) {
   memcpy(emulator::shared(copy.shared, copy.count), copy.bytes, copy.count);
 }
 
-inline unsigned short load_two_bytes(const void* global, bool inside) {
+template <int BYTES>
+unsigned short load_small(const void* global, bool inside) {
   unsigned short value = 0;
-  if (inside) emulator::check_global(global, sizeof value, false);
-  if (inside) memcpy(&value, global, sizeof value);
+  if (inside) emulator::check_global(global, BYTES, false);
+  if (inside) memcpy(&value, global, BYTES);
   return value;
 }
 
-inline void store_shared(unsigned shared, unsigned short value) {
-  memcpy(emulator::shared(shared, sizeof value), &value, sizeof value);
+template <int BYTES>
+void store_small(unsigned shared, unsigned short value) {
+  memcpy(emulator::shared(shared, BYTES), &value, BYTES);
 }
 
 template <int BYTES>
@@ -26,7 +28,7 @@ void copy_async(unsigned shared, const void* global, bool inside) {
   emulator::PendingCopy copy{shared, {}, BYTES};
   if (inside) emulator::check_global(global, BYTES, false);
   if (inside) memcpy(copy.bytes, global, BYTES);
-  if (BYTES <= 2 || !emulator::block.lazy)
+  if (!emulator::block.lazy)
     land(copy);
   else
     emulator::fiber().groups.back().push_back(copy);

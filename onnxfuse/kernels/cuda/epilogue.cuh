@@ -12,6 +12,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "ptx.cuh"
+#include "small_copy.cuh"
 #include "walk.cuh"
 
 namespace onnxfuse {
@@ -50,6 +51,44 @@ struct Staged {
   }
 };
 
+// The same tensor, one element at a time.
+template <typename Access>
+struct Single : Access {
+  static constexpr int WIDTH = 1;
+};
+
+// Whether accesses of WIDTH neighbours are legal everywhere in a tensor: `along` is the distance from neighbour to
+// neighbour; `pitches` has the bits of all other distances and of the length of a run. WIDTH is a power of two.
+template <typename T, int WIDTH>
+__device__ __forceinline__ bool is_legal(const void* pointer, long long along, long long pitches) {
+  const auto address = reinterpret_cast<unsigned long long>(pointer);
+  return address % (WIDTH * sizeof(T)) == 0 && along == 1 && pitches % WIDTH == 0;
+}
+
+template <typename Access>
+__device__ __forceinline__ bool is_legal(const OnnxfuseArguments& args, const OnnxfuseTensor& tensor,
+                                         const OnnxfuseOuter& outer) {
+  const int rows = Access::OUTER_ROWS ? outer.rows : args.m;
+  const int columns = Access::OUTER_COLUMNS ? outer.columns : args.n;
+  long long pitches = tensor.batch_stride | (Access::TURNED ? tensor.column_stride | rows : tensor.row_stride | columns);
+  if constexpr (Access::OUTER_ROWS) pitches |= outer.row_stride;
+  if constexpr (Access::OUTER_COLUMNS) pitches |= outer.column_stride;
+  if constexpr (Access::OUTER_BATCH) pitches |= outer.batch_stride;
+  const long long along = Access::TURNED ? tensor.row_stride : tensor.column_stride;
+  return is_legal<typename Access::Type, Access::WIDTH>(tensor.pointer, along, pitches);
+}
+
+// body(way) with the way to a tensor: its Access or, in a kernel that is CHECKED, Single of it where that is not legal. The
+// whole grid goes the same way.
+template <typename Access, typename Body>
+__device__ __forceinline__ void with_way(const OnnxfuseArguments& args, const OnnxfuseTensor& tensor,
+                                         const OnnxfuseOuter& outer, const Body& body) {
+  if constexpr (CHECKED && Access::WIDTH > 1) {
+    if (!is_legal<Access>(args, tensor, outer)) return body(Single<Access>());
+  }
+  body(Access());
+}
+
 // Where a warp's part of the output tile lies, and how much of the tensor is left from there on.
 struct WarpTile {
   int batch;
@@ -85,7 +124,10 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
     if constexpr (Access::KIND == Kind::scalar) {
       stage_vector<Access>(vector, [&](int) { return at(0, 0); }, 1, 1);
     } else if constexpr (Access::KIND == Kind::row) {
-      stage_vector<Access>(vector, [&](int element) { return at(0, column + element); }, BLOCK_N, args.n - column);
+      with_way<Access>(args, args.loads[INDEX], args.loads_outer[INDEX], [&](auto way) {
+        const auto address = [&](int element) { return at(0, column + element); };
+        stage_vector<decltype(way)>(vector, address, BLOCK_N, args.n - column);
+      });
     } else if constexpr (Access::KIND == Kind::column) {
       stage_vector<Access>(vector, [&](int element) { return at(row + element, 0); }, BLOCK_M, args.m - row);
     }
@@ -119,19 +161,34 @@ __device__ __forceinline__ void for_each_access(const OnnxfuseTensor& tensor, co
   }
 }
 
-// STAGED_ROWS rows of every tile operand -> this warp's staging area, asynchronously.
+// STAGED_ROWS rows of a tile operand -> this warp's staging area, asynchronously where cp.async moves as little.
+template <typename Access>
+__device__ __forceinline__ void stage_tile(unsigned char* staging, const OnnxfuseTensor& tensor,
+                                           const OnnxfuseOuter& outer, const WarpTile& tile, int first_row) {
+  using T = typename Access::Type;
+  const auto shared = [&](int row, int column) { return shared_address(Staged<Access>::at(staging, row, column)); };
+  if constexpr (Access::WIDTH * sizeof(T) < CP_ASYNC_BYTES) {
+    copy_small_tile<Access, STAGED_ROWS, WARP_COLUMNS>(tensor, outer, tile.batch, tile.row + first_row, tile.column,
+                                                       tile.rows - first_row, tile.columns, shared);
+  } else {
+    const auto copy = [&](int row, int column, const T* global, bool inside) {
+      copy_async<Access::WIDTH * sizeof(T)>(shared(row, column), global, inside);
+    };
+    for_each_access<Access>(tensor, outer, tile, first_row, copy);
+  }
+}
+
+// The same of every tile operand.
 __device__ __forceinline__ void stage_tiles(unsigned char* staging, const OnnxfuseArguments& args, const WarpTile& tile,
                                             int first_row) {
   static_for<0, LOADS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
-    using Access = Load<INDEX>;
-    using T = typename Access::Type;
-    if constexpr (Access::KIND == Kind::tile) {
-      const auto copy = [&](int row, int column, const T* global, bool inside) {
-        T* staged = Staged<Access>::at(staging, row, column);
-        copy_async<Access::WIDTH * sizeof(T)>(shared_address(staged), global, inside);
-      };
-      for_each_access<Access>(args.loads[INDEX], args.loads_outer[INDEX], tile, first_row, copy);
+    if constexpr (Load<INDEX>::KIND == Kind::tile) {
+      const OnnxfuseTensor& tensor = args.loads[INDEX];
+      const OnnxfuseOuter& outer = args.loads_outer[INDEX];
+      with_way<Load<INDEX>>(args, tensor, outer, [&](auto way) {
+        stage_tile<decltype(way)>(staging, tensor, outer, tile, first_row);
+      });
     }
   });
 }
@@ -141,13 +198,15 @@ __device__ __forceinline__ void store_tiles(const unsigned char* staging, const 
                                             const WarpTile& tile, int first_row) {
   static_for<0, OUTS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
-    using Access = Out<INDEX>;
-    using T = typename Access::Type;
-    const auto store = [&](int row, int column, T* global, bool inside) {
-      if (!inside) return;
-      store_global(global, load_packed<Packed<T, Access::WIDTH>>(Staged<Access>::at(staging, row, column)));
-    };
-    for_each_access<Access>(args.outs[INDEX], args.outs_outer[INDEX], tile, first_row, store);
+    with_way<Out<INDEX>>(args, args.outs[INDEX], args.outs_outer[INDEX], [&](auto way) {
+      using Access = decltype(way);
+      using T = typename Access::Type;
+      const auto store = [&](int row, int column, T* global, bool inside) {
+        if (!inside) return;
+        store_global(global, load_packed<Packed<T, Access::WIDTH>>(Staged<Access>::at(staging, row, column)));
+      };
+      for_each_access<Access>(args.outs[INDEX], args.outs_outer[INDEX], tile, first_row, store);
+    });
   });
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "hopper_ptx.cuh"
+#include "small_copy.cuh"
 #include "walk.cuh"
 
 namespace onnxfuse {
@@ -181,8 +182,8 @@ struct CopyOf<Access, false> {
   using Type = WalkedCopy<Access>;
 };
 
-// One slab of every tile operand -> the staging areas of every SPLITS-th of a group's warps, asynchronously. `staging` is
-// that of the first one, number `first`.
+// One slab of every tile operand -> the staging areas of every SPLITS-th of a group's warps, asynchronously where cp.async
+// moves as little. `staging` is that of the first one, number `first`.
 __device__ __forceinline__ void load_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile,
                                           int index, int first) {
 #pragma unroll 1
@@ -194,10 +195,18 @@ __device__ __forceinline__ void load_slab(unsigned char* staging, const Onnxfuse
       if constexpr (Access::KIND == Kind::tile) {
         constexpr int NUMBER = decltype(number)::value;
         T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % LOAD_BUFFERS * Staged<Access>::ELEMENTS;
-        const auto copy = [](T* shared, const T* global, bool inside) {
-          if (inside) copy_async<Access::WIDTH * sizeof(T)>(shared_address(shared), global, true);
-        };
-        CopyOf<Access>::Type::for_each(slab, staged, args.loads[NUMBER], args.loads_outer[NUMBER], copy);
+        if constexpr (Access::WIDTH * sizeof(T) < CP_ASYNC_BYTES) {
+          const auto shared = [&](int row, int column) {
+            return shared_address(staged + Staged<Access>::offset(row, column));
+          };
+          copy_small_tile<Access, WARP_ROWS, SLAB_COLUMNS>(args.loads[NUMBER], args.loads_outer[NUMBER], slab.batch,
+                                                           slab.row, slab.column, slab.rows, slab.columns, shared);
+        } else {
+          const auto copy = [](T* shared, const T* global, bool inside) {
+            if (inside) copy_async<Access::WIDTH * sizeof(T)>(shared_address(shared), global, true);
+          };
+          CopyOf<Access>::Type::for_each(slab, staged, args.loads[NUMBER], args.loads_outer[NUMBER], copy);
+        }
       }
     });
   }

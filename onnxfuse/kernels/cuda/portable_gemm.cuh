@@ -19,7 +19,8 @@
 // SHARED_BYTES.
 //
 // Contract: LHS_WIDTH and RHS_WIDTH divide the extents of lhs and rhs along their contiguous axes, and the WIDTH of a load
-// or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside.
+// or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside. A
+// kernel that is CHECKED looks for itself, and takes single elements of a tensor for which that does not hold.
 //
 // The generated text before this file defines Element, MATH, LHS_ and RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_, STAGES and
 // _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
@@ -27,6 +28,7 @@
 #include "arguments.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
+#include "small_copy.cuh"
 #include "walk.cuh"
 
 namespace onnxfuse {
@@ -127,8 +129,12 @@ struct TileCopy {
     return (STRAIGHT ? threadIdx.x : threadIdx.x + pass * THREADS) % PER_ROW * WIDTH;
   }
 
+  static __device__ __forceinline__ const Element* first(const Element* tile, long long stride) {
+    return tile + row(0) * stride + (OUTER_COLUMNS ? 0 : column(0));
+  }
+
   __device__ __forceinline__ void start(const Element* tile, long long stride, const OnnxfuseOuter* levels = nullptr) {
-    source = tile + row(0) * stride + (OUTER_COLUMNS ? 0 : column(0));
+    source = first(tile, stride);
     row_stride = stride;
     outer = levels;
     passed = 0;
@@ -165,39 +171,72 @@ struct TileCopy {
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS, int BYTES = WIDTH * sizeof(Element)>
 struct OperandCopy : TileCopy<Tile, WIDTH, OUTER_COLUMNS> {};
 
-// cp.async does not move as little as two bytes: these copies pass through registers, several at once, so that the
-// thread waits for memory once for all of them.
 template <typename Tile, bool OUTER_COLUMNS>
 struct OperandCopy<Tile, 1, OUTER_COLUMNS, 2> : TileCopy<Tile, 1, OUTER_COLUMNS> {
   using Copies = TileCopy<Tile, 1, OUTER_COLUMNS>;
-  static constexpr int AT_ONCE = 8;
-
-  static __device__ __forceinline__ bool is_copy(int pass) {
-    return pass < Copies::PASSES && static_cast<int>(threadIdx.x) + pass * THREADS < Copies::COUNT;
-  }
 
   __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
-#pragma unroll 1
-    for (int first = 0; first < Copies::PASSES; first += AT_ONCE) {
-      unsigned short values[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = Copies::row(first + i), column = Copies::column(first + i);
-        values[i] = load_two_bytes(Copies::element(first + i), is_copy(first + i) && row < rows && column < columns);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int row = Copies::row(first + i), column = Copies::column(first + i);
-        if (is_copy(first + i)) store_shared(shared + Tile::offset(row, column), values[i]);
-      }
-    }
+    copy_small<2, Copies::PASSES>([&](int pass) {
+      const int row = Copies::row(pass), column = Copies::column(pass);
+      const bool written = static_cast<int>(threadIdx.x) + pass * THREADS < Copies::COUNT;
+      const bool inside = written && row < rows && column < columns;
+      return SmallCopy{shared + Tile::offset(row, column), Copies::element(pass), inside, written};
+    });
   }
 };
 
+// Copies of WIDTH elements or, in a kernel that is CHECKED, of single ones where those are not `legal`.
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS, bool BOTH = CHECKED && (WIDTH > 1)>
+struct RingCopy : OperandCopy<Tile, WIDTH, OUTER_COLUMNS> {
+  using Copies = OperandCopy<Tile, WIDTH, OUTER_COLUMNS>;
+
+  __device__ __forceinline__ void start(const Element* tile, long long stride, bool legal,
+                                        const OnnxfuseOuter* levels = nullptr) {
+    Copies::start(tile, stride, levels);
+  }
+};
+
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS>
+struct RingCopy<Tile, WIDTH, OUTER_COLUMNS, true> : OperandCopy<Tile, WIDTH, OUTER_COLUMNS> {
+  using Wide = OperandCopy<Tile, WIDTH, OUTER_COLUMNS>;
+  using Narrow = OperandCopy<Tile, 1, OUTER_COLUMNS>;
+
+  bool wide;
+
+  __device__ __forceinline__ void start(const Element* tile, long long stride, bool legal,
+                                        const OnnxfuseOuter* levels = nullptr) {
+    Wide::start(tile, stride, levels);
+    wide = legal;
+    if (!wide) this->source = Narrow::first(tile, stride);
+  }
+
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
+    if (wide) return Wide::issue(shared, rows, columns);
+    const Narrow narrow{{this->source, this->row_stride, this->outer, this->passed}};
+    narrow.issue(shared, rows, columns);
+  }
+};
+
+__device__ __forceinline__ bool is_lhs_legal(const OnnxfuseArguments& args) {
+  const OnnxfuseTensor& lhs = args.lhs;
+  const OnnxfuseOuter& outer = args.lhs_outer;
+  const long long along = LHS_K_CONTIGUOUS ? lhs.column_stride : lhs.row_stride;
+  const long long across = LHS_K_CONTIGUOUS ? lhs.row_stride | args.k : lhs.column_stride | args.m;
+  const long long pitches = lhs.batch_stride | (LHS_OUTER_COLUMNS ? lhs.row_stride | outer.columns | outer.column_stride : across);
+  return is_legal<Element, LHS_WIDTH>(lhs.pointer, along, pitches);
+}
+
+__device__ __forceinline__ bool is_rhs_legal(const OnnxfuseArguments& args, int part) {
+  const OnnxfuseTensor& rhs = args.rhs[part];
+  const long long along = RHS_K_CONTIGUOUS ? rhs.row_stride : rhs.column_stride;
+  const long long across = RHS_K_CONTIGUOUS ? rhs.column_stride | args.k : rhs.row_stride | args.n;
+  return is_legal<Element, RHS_WIDTH>(rhs.pointer, along, rhs.batch_stride | across);
+}
+
 // Everything that fills the ring: lhs and the rhs of every part, advancing along k.
 struct Producer {
-  OperandCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
-  OperandCopy<RhsTile, RHS_WIDTH, false> rhs[PARTS];
+  RingCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
+  RingCopy<RhsTile, RHS_WIDTH, false> rhs[PARTS];
   int rows;     // of lhs, from the block's first on
   int columns;  // of rhs
   int depth;    // of k, from the next tile on
@@ -205,12 +244,12 @@ struct Producer {
   __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, int batch)
       : rows(args.m - block.row), columns(args.n - block.column), depth(args.k) {
     lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0),
-              LHS_K_CONTIGUOUS ? args.lhs.row_stride : args.lhs.column_stride, &args.lhs_outer);
+              LHS_K_CONTIGUOUS ? args.lhs.row_stride : args.lhs.column_stride, is_lhs_legal(args), &args.lhs_outer);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const OnnxfuseTensor& tensor = args.rhs[part];
       rhs[part].start(element_pointer<const Element>(tensor, batch, 0, block.column),
-                      RHS_K_CONTIGUOUS ? tensor.column_stride : tensor.row_stride);
+                      RHS_K_CONTIGUOUS ? tensor.column_stride : tensor.row_stride, is_rhs_legal(args, part));
     }
   }
 
@@ -393,7 +432,7 @@ using Fragments = FragmentsOf<MATH == Math::fp32>::Type;
 __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
 // The next fragments are wanted before the next tile. But narrow copies hold registers, which only one set leaves free.
-constexpr bool COPIES_FIRST = LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
+constexpr bool COPIES_FIRST = CHECKED || LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
 
 // Exact fp32 sums each k tile by itself and then the tiles: a chain of k additions would lose log2(k) / 2 bits and more.
 constexpr bool TWO_LEVELS = MATH == Math::fp32;

@@ -10,39 +10,48 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Zero where not `inside`. Volatile, so that several can be under way before the first is stored.
-__device__ __forceinline__ unsigned short load_two_bytes(const void* global, bool inside) {
+// One or two bytes, zero where not `inside`. Volatile, so that several can be under way before the first is stored.
+template <int BYTES>
+__device__ __forceinline__ unsigned short load_small(const void* global, bool inside) {
+  static_assert(BYTES == 2 || BYTES == 1, "small loads");
   unsigned short value;
-  asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.b16 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
-               : "=&h"(value)
-               : "l"(global), "r"(static_cast<int>(inside)));
+  const int valid = inside;
+  if constexpr (BYTES == 2) {
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.b16 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+                 : "=&h"(value)
+                 : "l"(global), "r"(valid));
+  } else {
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.b16 %0, 0; @p ld.global.nc.u8 %0, [%1]; }"
+                 : "=&h"(value)
+                 : "l"(global), "r"(valid));
+  }
   return value;
 }
 
-__device__ __forceinline__ void store_shared(unsigned shared, unsigned short value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
+template <int BYTES>
+__device__ __forceinline__ void store_small(unsigned shared, unsigned short value) {
+  static_assert(BYTES == 2 || BYTES == 1, "small stores");
+  if constexpr (BYTES == 2) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
+  } else {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
+  }
 }
 
 // Global -> shared without passing through registers. Where not `inside`, writes zeros and does not read: the address
-// may then lie outside of the tensor. One or two bytes are less than cp.async can move: they go through a register.
+// may then lie outside of the tensor.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned shared, const void* global, bool inside) {
-  static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4 || BYTES == 2 || BYTES == 1, "no such copy");
+  static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4, "no such copy");
   const int outside = !inside;
   if constexpr (BYTES == 16) {
     // Past L1, which would hold a copy of what shared memory holds; the rest of the 128-byte line is wanted next.
     asm volatile(
         "{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p; }" ::"r"(shared),
         "l"(global), "r"(outside));
-  } else if constexpr (BYTES == 8 || BYTES == 4) {
+  } else {
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; cp.async.ca.shared.global [%0], [%1], %3, p; }" ::"r"(shared),
                  "l"(global), "r"(outside), "n"(BYTES));
-  } else if constexpr (BYTES == 2) {
-    store_shared(shared, load_two_bytes(global, inside));
-  } else {
-    unsigned short value = 0;
-    if (inside) asm volatile("ld.global.nc.u8 %0, [%1];" : "=h"(value) : "l"(global));
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared), "h"(value) : "memory");
   }
 }
 
