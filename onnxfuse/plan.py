@@ -371,8 +371,8 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     ranked = _rank(base, fitting, problems, device)
     if widths.lhs.guarded:
-        last, exposed = fitting[-1].tile, replace(base, lhs_width=1)
-        risks = [ODDS * copying(last, exposed, problem, device) for problem in problems]
+        slowest, exposed = fitting[-1].tile, replace(base, lhs_width=1)
+        risks = [ODDS * copying(slowest, exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
     variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
