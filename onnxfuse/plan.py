@@ -90,6 +90,7 @@ class Plan:
 
 MAX_M = 2**31 - 1
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
+FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
 UNKNOWN = 1024  # an n or k that only the run knows: a sequence like m, but not a short one
 
 
@@ -379,7 +380,8 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
-        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], problems, device))
+        few = [problem for problem in problems if problem.m in FALLBACK_M] or problems
+        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], few, device))
     last = _variant(_checked(base), fitting[-1].tile, 0, MAX_M)
     if all(variant.spec != last.spec for variant in variants):
         variants.append(last)
@@ -472,7 +474,13 @@ def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
         for load, index in zip(spec.loads, fusion.loads, strict=True)
     )
     outs = (replace(out, width=1) if width.guarded else out for out, width in zip(spec.outs, widths.outs, strict=True))
-    return replace(spec, loads=tuple(loads), outs=tuple(outs))
+    return replace(
+        spec,
+        lhs_width=1 if widths.lhs.guarded else spec.lhs_width,
+        rhs_width=1 if widths.rhs.guarded else spec.rhs_width,
+        loads=tuple(loads),
+        outs=tuple(outs),
+    )
 
 
 def _checked(spec: KernelSpec) -> KernelSpec:

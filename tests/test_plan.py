@@ -53,6 +53,24 @@ def test_the_last_variant_takes_any_pointer_and_pitch() -> None:
     assert last.tile.kernel == "portable"
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_rows_of_any_length_still_have_large_tiles(arch: str) -> None:
+    """Attention's scores with keys [k, n], where n counts tokens: seven lengths of eight are no multiple of 8."""
+    plan = planned(ARCHITECTURES[arch], n=None, k=64)
+    odd = [variant for variant in plan.variants if variant.spec.rhs_width == 1 and not variant.spec.checked]
+    assert [variant.max_m for variant in odd][-1] == MAX_M
+    assert all(out.width == 1 for variant in odd for out in variant.spec.outs)
+    assert odd[-1].spec.lhs_width > 1
+    assert odd[-1].tile.block_m * odd[-1].tile.block_n > plan.variants[-1].tile.block_m * plan.variants[-1].tile.block_n
+
+
+def test_few_rows_come_without_rows_of_zeros() -> None:
+    plan = planned(ARCHITECTURES["sm_90a"], n=4096, k=4096, rhs="n k")
+    (tile,) = {variant.hopper for variant in plan.variants if variant.min_m <= 32 <= variant.max_m and variant.hopper}
+    assert tile.lhs_rows == 16
+    assert tile.block_m == 64
+
+
 def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:
     variants = planned(ARCHITECTURES["sm_80"], n=137, k=1281).variants
     assert not any(variant.spec.checked for variant in variants)
