@@ -129,12 +129,8 @@ struct TileCopy {
     return (STRAIGHT ? threadIdx.x : threadIdx.x + pass * THREADS) % PER_ROW * WIDTH;
   }
 
-  static __device__ __forceinline__ const Element* first(const Element* tile, long long stride) {
-    return tile + row(0) * stride + (OUTER_COLUMNS ? 0 : column(0));
-  }
-
   __device__ __forceinline__ void start(const Element* tile, long long stride, const OnnxfuseOuter* levels = nullptr) {
-    source = first(tile, stride);
+    source = tile + row(0) * stride + (OUTER_COLUMNS ? 0 : column(0));
     row_stride = stride;
     outer = levels;
     passed = 0;
@@ -205,9 +201,11 @@ struct RingCopy<Tile, WIDTH, OUTER_COLUMNS, true> : OperandCopy<Tile, WIDTH, OUT
 
   __device__ __forceinline__ void start(const Element* tile, long long stride, bool legal,
                                         const OnnxfuseOuter* levels = nullptr) {
+    Narrow narrow;
     Wide::start(tile, stride, levels);
+    narrow.start(tile, stride, levels);
     wide = legal;
-    if (!wide) this->source = Narrow::first(tile, stride);
+    if (!wide) this->source = narrow.source;
   }
 
   __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
@@ -221,9 +219,10 @@ __device__ __forceinline__ bool is_lhs_legal(const OnnxfuseArguments& args) {
   const OnnxfuseTensor& lhs = args.lhs;
   const OnnxfuseOuter& outer = args.lhs_outer;
   const long long along = LHS_K_CONTIGUOUS ? lhs.column_stride : lhs.row_stride;
-  const long long across = LHS_K_CONTIGUOUS ? lhs.row_stride | args.k : lhs.column_stride | args.m;
-  const long long pitches = lhs.batch_stride | (LHS_OUTER_COLUMNS ? lhs.row_stride | outer.columns | outer.column_stride : across);
-  return is_legal<Element, LHS_WIDTH>(lhs.pointer, along, pitches);
+  const long long across = LHS_K_CONTIGUOUS ? lhs.row_stride : lhs.column_stride;
+  const long long runs = outer.columns | outer.column_stride;
+  const long long run = LHS_OUTER_COLUMNS ? runs : LHS_K_CONTIGUOUS ? args.k : args.m;
+  return is_legal<Element, LHS_WIDTH>(lhs.pointer, along, lhs.batch_stride | across | run);
 }
 
 __device__ __forceinline__ bool is_rhs_legal(const OnnxfuseArguments& args, int part) {
