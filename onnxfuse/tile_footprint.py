@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxfuse import small_m_tile
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
+from onnxfuse.kernel_spec import EXACT, Access, KernelSpec, Tile
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments
-SUMS = {"fp32": 2}  # registers of an accumulator: exact fp32 sums in two levels
+SUMS = dict.fromkeys(EXACT, 2)  # registers of an accumulator: exact fp32 sums in two levels
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
 CHUNK_BYTES = 16  # the widest copy of one thread
-EXACT_STEP_K = 2  # k of one multiplication without tensor cores
+SCALAR_STEP_K = 2  # k of one multiplication without tensor cores
 STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts; in bytes 16 at least
 FP32_BYTES = 4
 
@@ -81,7 +81,7 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     if spec.tile.kernel == "small_m":
         return small_m_tile.why_not(spec, shared_limit)
     tile = spec.tile
-    step_k = EXACT_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
+    step_k = SCALAR_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
     if tile.block_m % (tile.warps_m * FRAGMENT_ROWS) or tile.block_n % (tile.warps_n * FRAGMENT_COLUMNS):
         return f"a warp owns multiples of {FRAGMENT_ROWS} rows and {FRAGMENT_COLUMNS} columns"
     if tile.block_k % (2 * step_k):

@@ -29,7 +29,7 @@ def accesses(draw: st.DrawFn, dtypes: tuple[DType, ...] = ALL) -> Access:
 def specs(draw: st.DrawFn) -> KernelSpec:
     """Any legal kernel that adds all its parts and loads."""
     dtype = draw(st.sampled_from(FLOATS))
-    math_mode = draw(st.sampled_from(["tf32", "fp32"])) if dtype == F32 else dtype.name
+    math_mode = draw(st.sampled_from(["tf32", "fp32", "3xtf32"])) if dtype == F32 else dtype.name
     parts, loads = draw(st.integers(1, 4)), tuple(draw(st.lists(accesses(), max_size=12)))
     names = [f"acc{part}" for part in range(parts)] + [f"op{index}" for index in range(len(loads))]
     steps = [Step("t0", "relu", (names[0],))]
