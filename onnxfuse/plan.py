@@ -119,9 +119,8 @@ _THIRTY_TWO_BIT = (
 _SPLIT = (
     Candidate(Tile(128, 128, 32, 2, 4, 3), 1.0),
     Candidate(Tile(128, 64, 32, 4, 2, 3), 0.85),
-    Candidate(Tile(128, 64, 32, 2, 2, 3), 0.8),
-    Candidate(Tile(64, 64, 32, 2, 2, 3), 0.7),
-    Candidate(Tile(32, 64, 32, 1, 4, 3), 0.5),
+    Candidate(Tile(64, 64, 32, 2, 2, 3), 0.75),
+    Candidate(Tile(32, 64, 32, 2, 2, 3), 0.55),
 )
 _SCALAR = (
     Candidate(Tile(128, 64, 32, 4, 2, 3), 1.0),

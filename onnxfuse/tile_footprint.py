@@ -17,6 +17,8 @@ from onnxfuse.kernel_spec import EXACT, Access, KernelSpec, Tile
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments
+# The same where each factor becomes two and lhs is read word by word, so that less of the rest is left.
+MAX_SPLIT_ACCUMULATORS = 96
 SUMS = dict.fromkeys(EXACT, 2)  # registers of an accumulator: exact fp32 sums in two levels
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
@@ -91,8 +93,9 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     if tile.threads > MAX_THREADS:
         return f"{tile.threads} threads, of {MAX_THREADS} at most"
     accumulators = SUMS.get(spec.math, 1) * spec.parts * tile.block_m * tile.block_n // tile.threads
-    if accumulators > MAX_ACCUMULATORS:
-        return f"{accumulators} accumulators in a thread, of {MAX_ACCUMULATORS} at most"
+    most = MAX_SPLIT_ACCUMULATORS if (spec.math, spec.lhs_order) == ("3xtf32", "km") else MAX_ACCUMULATORS
+    if accumulators > most:
+        return f"{accumulators} accumulators in a thread, of {most} at most"
     if shared_bytes(spec) > shared_limit:
         return f"{shared_bytes(spec)} bytes of shared memory, of {shared_limit} at most"
     return None

@@ -452,6 +452,7 @@ struct FragmentsOf<Math::fp32> {
 };
 
 __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
+__device__ __forceinline__ int previous_stage(int stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
 
 // The next fragments are wanted before the next tile. But narrow copies hold registers, which only one set leaves free.
 constexpr bool COPIES_FIRST = LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
@@ -517,26 +518,27 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][F
   float tile_sum[PARTS][FRAGMENTS_M][FRAGMENTS_N][4] = {};
   clear(acc);
   Fragments fragments[SETS];
-  int read = 0;            // the stage whose steps are multiplied
-  int write = STAGES - 1;  // the stage that the next copies fill
+  int read = 0;  // the stage whose steps are multiplied; the next copies fill the one before
   copy_async_wait<STAGES - 2>();
   __syncthreads();
   if (SETS == 2) fragments[0].load(ring, warp_row, warp_column, 0);
   for (int remaining = k; remaining > 0; remaining -= BLOCK_K) {
 #pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
-      if (SETS == 1) fragments[0].load(ring + read * STAGE_BYTES, warp_row, warp_column, step);
+      if (SETS == 1) {
+        if (step == 0) producer.issue(ring + previous_stage(read) * STAGE_BYTES);
+        fragments[0].load(ring + read * STAGE_BYTES, warp_row, warp_column, step);
+      }
       if (step == STEPS - 1) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();
         read = next_stage(read);
       }
-      if (step == 0 && COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
       if (SETS == 2) {
+        if (step == 0 && COPIES_FIRST) producer.issue(ring + previous_stage(read) * STAGE_BYTES);
         fragments[(step + 1) % SETS].load(ring + read * STAGE_BYTES, warp_row, warp_column, (step + 1) % STEPS);
+        if (step == 0 && !COPIES_FIRST) producer.issue(ring + previous_stage(read) * STAGE_BYTES);
       }
-      if (step == 0 && !COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
-      if (step == 0) write = next_stage(write);
       fragments[step % SETS].multiply(TWO_LEVELS ? tile_sum : acc);
     }
     if (TWO_LEVELS) fold(acc, tile_sum);
