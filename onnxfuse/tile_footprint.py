@@ -17,8 +17,7 @@ from onnxfuse.kernel_spec import EXACT, Access, KernelSpec, Tile
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments
-# The same where each factor becomes two and lhs is read word by word, so that less of the rest is left.
-MAX_SPLIT_ACCUMULATORS = 96
+MAX_SPLIT_ACCUMULATORS = 96  # where each factor becomes two, and the addresses of lhs or of many parts take the rest
 SUMS = dict.fromkeys(EXACT, 2)  # registers of an accumulator: exact fp32 sums in two levels
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
@@ -93,7 +92,8 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     if tile.threads > MAX_THREADS:
         return f"{tile.threads} threads, of {MAX_THREADS} at most"
     accumulators = SUMS.get(spec.math, 1) * spec.parts * tile.block_m * tile.block_n // tile.threads
-    most = MAX_SPLIT_ACCUMULATORS if (spec.math, spec.lhs_order) == ("3xtf32", "km") else MAX_ACCUMULATORS
+    crowded = spec.math == "3xtf32" and (spec.lhs_order == "km" or spec.parts > 2)
+    most = MAX_SPLIT_ACCUMULATORS if crowded else MAX_ACCUMULATORS
     if accumulators > most:
         return f"{accumulators} accumulators in a thread, of {most} at most"
     if shared_bytes(spec) > shared_limit:

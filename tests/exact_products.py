@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -52,7 +53,7 @@ def bound(depth: int, of_ffma: float) -> float:
 
 
 # Rows that hold, beside ones, numbers at the ends of fp32.
-INFINITY, NAN, LARGEST = np.float32(np.inf), np.float32(np.nan), np.finfo(np.float32).max
+INFINITY, NAN, LARGEST = math.inf, math.nan, float(np.finfo(np.float32).max)
 HARD_ROWS: tuple[tuple[float, ...], ...] = (
     (INFINITY,), (-INFINITY,), (INFINITY, -INFINITY), (INFINITY, INFINITY), (NAN,), (-NAN,), (NAN, INFINITY),
     (LARGEST,), (-LARGEST,), (LARGEST, -LARGEST), (LARGEST, LARGEST), (LARGEST, LARGEST, -LARGEST, -LARGEST),
@@ -72,15 +73,18 @@ def hard_problem(rows: Sequence[Sequence[float]], block_m: int) -> tuple[np.ndar
     lhs = np.ones((len(rows) * block_m, depth), np.float32)
     for number, row in enumerate(rows):
         lhs[number * block_m, : len(row)] = row
-    rhs = np.tile(np.float32(HARD_COLUMNS), (depth, 1))
+    rhs = np.tile(np.array(HARD_COLUMNS, np.float32), (depth, 1))
     rhs[1::2, 4:6] *= np.float32(0.75)
     return lhs, rhs
 
 
 def check_hard(out: np.ndarray, ffma: np.ndarray) -> None:
     """The same outputs as FFMA's are infinite, of the same sign, or not a number."""
-    special = [np.where(np.isfinite(values), 0.0, values) for values in (out, ffma)]
-    np.testing.assert_array_equal(*special)
+    np.testing.assert_array_equal(_special(out), _special(ffma))
+
+
+def _special(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(values), np.float32(0.0), values)
 
 
 def check_small(out: np.ndarray, lhs: np.ndarray, rhs: np.ndarray, lost: float) -> None:

@@ -138,8 +138,8 @@ def _exact(found: Mapping[str, Any]) -> list[str]:
     heads = ("problem: m, k, n of one part", "weight", "by", "measured", "cuBLAS", "ratio", "error", "tile")
     return [
         "## Exact fp32\n",
-        "Three TF32 products or FFMA, with every tile, against cuBLAS's plain product in fp32; the error is in units of the\n"
-        "last place at the output's magnitude.\n",
+        "Three TF32 products or FFMA, with every tile, against cuBLAS's plain product in fp32; the error is in units\n"
+        "of the last place at the output's magnitude.\n",
         _source(found),
         *_table(heads, rows),
     ]
