@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from onnxfuse.dtypes import DType
 from onnxfuse.fusion import Step
 
+EXACT = ("fp32", "3xtf32")  # arithmetic with all 24 bits of an fp32 number
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -65,7 +67,8 @@ class KernelSpec:
 
     Attributes:
         dtype: element type of lhs and rhs.
-        math: `f16`, `bf16` and `tf32` use the tensor cores, `fp32` the ordinary fp32 units; all accumulate in fp32.
+        math: `f16`, `bf16` and `tf32` use the tensor cores, and so does `3xtf32`, whose sums are as exact as those of
+            `fp32`, which uses the ordinary fp32 units; all accumulate in fp32.
         parts: products accumulated in one thread.
         rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
         lhs_width: elements of one copy of lhs along its contiguous axis.

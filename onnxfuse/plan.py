@@ -11,7 +11,7 @@ from onnxfuse import small_m_tile
 from onnxfuse.access_path import CP_ASYNC_BYTES
 from onnxfuse.axes import Axes, AxisMapping, flatten, levels
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dtypes import F32
+from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.hopper_tile import FP32_BYTES, HopperTile, block_k
@@ -124,8 +124,15 @@ _THIRTY_TWO_BIT = (
     Candidate(Tile(64, 128, 32, 2, 2, 3), 0.85),
     Candidate(Tile(32, 128, 32, 1, 4, 3), 0.6),
 )
-# Exact fp32 sums in two levels, so a thread holds half as many outputs.
-_EXACT = (
+# Exact fp32 sums in two levels, so a thread holds half as many outputs. The paces of three TF32 products are estimated:
+# smaller parts of a warp split the same operands more often.
+_SPLIT = (
+    Candidate(Tile(128, 128, 32, 2, 4, 3), 1.0),
+    Candidate(Tile(128, 64, 32, 4, 2, 3), 0.85),
+    Candidate(Tile(64, 64, 32, 2, 2, 3), 0.75),
+    Candidate(Tile(32, 64, 32, 2, 2, 3), 0.55),
+)
+_SCALAR = (
     Candidate(Tile(128, 64, 32, 4, 2, 3), 1.0),
     Candidate(Tile(64, 64, 32, 2, 2, 3), 0.9),
     Candidate(Tile(32, 64, 32, 1, 4, 3), 0.7),
@@ -176,14 +183,19 @@ _SMALL_M = (
     Candidate(Tile(16, 32, 32, 1, 1, 1, 16, "small_m"), 0.4),
     Candidate(Tile(16, 32, 64, 1, 1, 1, 8, "small_m"), 0.4),
 )
-CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "fp32": _EXACT}
+CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
+# Exact fp32 where the tensor cores multiply TF32 more than three times as fast as the fp32 units multiply: by the
+# vendor's peaks 8 times on sm_80, 7.4 on sm_90a. On sm_86, sm_89 and sm_120 it is 1 to 2 times; sm_100 is not known.
+EXACT_ON = {"sm_80": "3xtf32", "sm_90a": "3xtf32"}
+SHALLOW = 8  # a product of a smaller depth fills no step of the tensor cores
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
 EXPOSED_EPILOGUE = 128  # and that much longer where no main loop of the sm_90a kernel runs beside it
 
 # One multiprocessor of an H200 in a microsecond: products at a pace of 1, its share of what memory delivers; and how
 # long a block waits, in microseconds, for the loads that it has on their way. Other chips have other units, but similar
-# relations between them.
-PRODUCTS = {"f16": 2.3e6, "bf16": 2.3e6, "tf32": 1.1e6, "fp32": 0.2e6}
+# relations between them. That of 3xtf32 is estimated, not measured: the tensor cores' three products allow 0.37e6, and
+# issuing the 245 instructions of a warp's step, 48 of them on the tensor cores, 0.47e6; neither hides all of the other.
+PRODUCTS = {"f16": 2.3e6, "bf16": 2.3e6, "tf32": 1.1e6, "3xtf32": 0.3e6, "fp32": 0.2e6}
 BYTES = 32.6e3
 ROUND_TRIP = 1.0
 # TMA loads a row of 128 bytes in 1.2 ns, as fast as L2 delivers it, and writes one of zeros, behind the end of lhs, in
@@ -355,11 +367,11 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     Raises:
         NotFusable: no tile fits the architecture's shared memory.
     """
-    base = _spec(fusion, mapping, widths, exact_fp32)
+    columns, depth = _static_product(fusion, mapping.n), _static_product(fusion, mapping.k)
+    base = _spec(fusion, mapping, widths, arithmetic(fusion.lhs.dtype, device, depth, exact_fp32))
     # Batches that share rhs count as rows: the launch rule adds them up as well.
     shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
     m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
-    columns, depth = _static_product(fusion, mapping.n), _static_product(fusion, mapping.k)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
     guessed = columns is None or (not shared and _static_product(fusion, mapping.batch) is None)
     problems = [
@@ -427,7 +439,23 @@ def _variant(base: KernelSpec, tile: Tile | HopperTile, min_m: int, max_m: int) 
     return Variant(replace(base, tile=tile), min_m, max_m)
 
 
-def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool) -> KernelSpec:
+def arithmetic(dtype: DType, device: DeviceSpec, depth: int | None, exact_fp32: bool) -> str:
+    """How products are computed, as `KernelSpec.math` names it.
+
+    Args:
+        dtype: of the factors.
+        device: to compute on.
+        depth: of the product; None where only the run knows.
+        exact_fp32: whether fp32 products are computed in full precision.
+    """
+    if dtype != F32:
+        return dtype.name
+    if not exact_fp32:
+        return "tf32"
+    return "fp32" if depth is not None and depth < SHALLOW else EXACT_ON.get(device.arch, "fp32")
+
+
+def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) -> KernelSpec:
     """The kernel of a fusion but for its tile."""
     operands = [
         access(fusion, operand, mapping, width) for operand, width in zip(fusion.operands, widths.operands, strict=True)
@@ -435,7 +463,7 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, exact_fp32: bool
     outs = [access(fusion, out.tensor, mapping, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
     return KernelSpec(
         dtype=fusion.lhs.dtype,
-        math=("fp32" if exact_fp32 else "tf32") if fusion.lhs.dtype == F32 else fusion.lhs.dtype.name,
+        math=math_mode,
         parts=len(fusion.parts),
         rhs_order=rhs_order(fusion, mapping),
         lhs_width=widths.lhs.elements,

@@ -13,15 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxfuse import small_m_tile
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
+from onnxfuse.kernel_spec import EXACT, Access, KernelSpec, Tile
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments
-SUMS = {"fp32": 2}  # registers of an accumulator: exact fp32 sums in two levels
+MAX_SPLIT_ACCUMULATORS = 96  # where each factor becomes two, and the addresses of lhs or of many parts take the rest
+SUMS = dict.fromkeys(EXACT, 2)  # registers of an accumulator: exact fp32 sums in two levels
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
 CHUNK_BYTES = 16  # the widest copy of one thread
-EXACT_STEP_K = 2  # k of one multiplication without tensor cores
+SCALAR_STEP_K = 2  # k of one multiplication without tensor cores
 STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts; in bytes 16 at least
 FP32_BYTES = 4
 
@@ -81,7 +82,7 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     if spec.tile.kernel == "small_m":
         return small_m_tile.why_not(spec, shared_limit)
     tile = spec.tile
-    step_k = EXACT_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
+    step_k = SCALAR_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
     if tile.block_m % (tile.warps_m * FRAGMENT_ROWS) or tile.block_n % (tile.warps_n * FRAGMENT_COLUMNS):
         return f"a warp owns multiples of {FRAGMENT_ROWS} rows and {FRAGMENT_COLUMNS} columns"
     if tile.block_k % (2 * step_k):
@@ -91,8 +92,10 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     if tile.threads > MAX_THREADS:
         return f"{tile.threads} threads, of {MAX_THREADS} at most"
     accumulators = SUMS.get(spec.math, 1) * spec.parts * tile.block_m * tile.block_n // tile.threads
-    if accumulators > MAX_ACCUMULATORS:
-        return f"{accumulators} accumulators in a thread, of {MAX_ACCUMULATORS} at most"
+    crowded = spec.math == "3xtf32" and (spec.lhs_order == "km" or spec.parts > 2)
+    most = MAX_SPLIT_ACCUMULATORS if crowded else MAX_ACCUMULATORS
+    if accumulators > most:
+        return f"{accumulators} accumulators in a thread, of {most} at most"
     if shared_bytes(spec) > shared_limit:
         return f"{shared_bytes(spec)} bytes of shared memory, of {shared_limit} at most"
     return None

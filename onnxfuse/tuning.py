@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.kernel_spec import Tile
+from onnxfuse.kernel_spec import EXACT, Tile
 from onnxfuse.plan import Plan, Ranked, replan, tile_text
 from onnxfuse.progress import Progress
 from onnxfuse.site import Form, Site
@@ -106,7 +106,7 @@ def _forms(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Form | N
         plans = tuple(each for each in site.behind.plans if each.device == device)
         forms[BEHIND] = replace(site.behind, plans=plans)
     # ONNX Runtime multiplies fp32 in TF32, so it is no choice where exact products were asked for.
-    return forms if plan.variants[0].spec.math == "fp32" else {**forms, LEFT_ALONE: None}
+    return forms if plan.variants[0].spec.math in EXACT else {**forms, LEFT_ALONE: None}
 
 
 def gain(times: Mapping[str, float]) -> float:

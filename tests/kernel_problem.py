@@ -48,6 +48,7 @@ ROUNDING = {F16: 2.0**-11, BF16: 2.0**-8, F32: 2.0**-24}  # half a unit in the l
 SMALLEST = {F16: 2.0**-25, BF16: 2.0**-134, F32: 2.0**-150}  # half a subnormal
 FP32 = 2.0**-23  # tensor cores cut where they align summands: a whole unit in the last place for every addition
 TF32 = 2.0**-11  # rounding of one operand to 10 bits
+SPLIT = 2.0**-21  # what two TF32 numbers are short of each of two operands, and the product that is left out
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def _bounded(value: float) -> Bounded:
 def _product(math_mode: str, lhs: np.ndarray, rhs: np.ndarray, depth: int) -> Bounded:
     lhs, rhs = lhs.astype(np.float64), rhs.astype(np.float64)
     magnitude = np.abs(lhs) @ np.abs(rhs)
-    inputs = 2 * TF32 + TF32**2 if math_mode == "tf32" else 0.0
+    inputs = {"tf32": 2 * TF32 + TF32**2, "3xtf32": SPLIT}.get(math_mode, 0.0)
     return Bounded(lhs @ rhs, magnitude * (inputs + (depth + 1) * FP32))
 
 

@@ -28,7 +28,7 @@ def sampled_kernels() -> list[tuple[str, KernelSpec]]:
     """Every architecture with every dtype, order and number of parts, each with one of the default tiles in turn."""
     kernels = []
     turn = 0
-    for math_mode in ("f16", "bf16", "tf32", "fp32"):
+    for math_mode in ("f16", "bf16", "tf32", "fp32", "3xtf32"):
         for order in ("kn", "nk"):
             for parts in (1, 2, 3, 4):
                 turn += 1
@@ -69,7 +69,7 @@ def test_kernels_that_check_each_tensor_need_no_local_memory() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_default_tile_has_a_fitting_device(arch: str) -> None:
-    for math_mode in ("f16", "tf32", "fp32"):
+    for math_mode in ("f16", "tf32", "fp32", "3xtf32"):
         for parts in (1, 2, 3, 4):
             specs = [make_spec(math_mode, parts, "kn", tile, ALIGNED) for tile in tiles_for(math_mode, parts)]
             assert any(why_not(spec, ARCHITECTURES[arch].shared_bytes) is None for spec in specs)

@@ -13,6 +13,7 @@ from onnxfuse.dtypes import ALL, F16, F32, FLOATS, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.plan import tiles_for
 from onnxfuse.tile_footprint import CHUNK_BYTES, footprint, shared_bytes, why_not
 
 TILES = [Tile(32, 32, 32, 2, 1, 3), Tile(128, 64, 32, 2, 2, 4), Tile(64, 48, 64, 4, 3, 2)]
@@ -29,7 +30,7 @@ def accesses(draw: st.DrawFn, dtypes: tuple[DType, ...] = ALL) -> Access:
 def specs(draw: st.DrawFn) -> KernelSpec:
     """Any legal kernel that adds all its parts and loads."""
     dtype = draw(st.sampled_from(FLOATS))
-    math_mode = draw(st.sampled_from(["tf32", "fp32"])) if dtype == F32 else dtype.name
+    math_mode = draw(st.sampled_from(["tf32", "fp32", "3xtf32"])) if dtype == F32 else dtype.name
     parts, loads = draw(st.integers(1, 4)), tuple(draw(st.lists(accesses(), max_size=12)))
     names = [f"acc{part}" for part in range(parts)] + [f"op{index}" for index in range(len(loads))]
     steps = [Step("t0", "relu", (names[0],))]
@@ -119,3 +120,18 @@ def test_an_illegal_tile_has_a_reason(tile: Tile, limit: int, reason: str) -> No
     out = (Access("tile", F16, 8),)
     spec = KernelSpec(F16, "f16", 1, "kn", 8, 8, (), out, (Step("y", "relu", ("acc0",)),), ("y",), tile)
     assert reason in str(why_not(spec, limit))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", ["mk", "km"])
+def test_exact_products_have_a_tile_whichever_axis_of_lhs_is_contiguous(parts: int, order: str) -> None:
+    out = (Access("tile", F32, 4),)
+    legal = [
+        tile
+        for tile in tiles_for("3xtf32", parts)
+        for spec in [KernelSpec(F32, "3xtf32", parts, "kn", 4, 4, (), out, (), ("acc0",), tile, lhs_order=order)]
+        if why_not(spec, 99 * 1024) is None
+    ]
+    assert legal
+    most = 128 if order == "mk" and parts <= 2 else 96  # registers of one thread for the sums of both levels
+    assert all(2 * parts * tile.block_m * tile.block_n <= tile.threads * most for tile in legal)

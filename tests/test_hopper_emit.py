@@ -77,6 +77,7 @@ def test_refusals_name_their_reason() -> None:
     assert reason() == ""
     assert "16-byte" in reason(replace(spec, lhs_width=4))
     assert "wgmma" in reason(replace(spec, dtype=F32, math="fp32"))
+    assert "wgmma" in reason(replace(spec, dtype=F32, math="3xtf32"))
     assert "k contiguous" in reason(make_spec("tf32", 2, "kn", PORTABLE, ALIGNED))
     assert "rows" in reason(block_m=96)
     assert "columns" in reason(block_n=136)

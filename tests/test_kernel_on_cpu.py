@@ -97,6 +97,14 @@ CASES = [
 ]
 
 
+CASES += [
+    Case("3xtf32 kn", "3xtf32", 1, "kn", Tile(32, 32, 16, 2, 1, 3), (Size(35, 40, 52),), "mixed"),
+    Case("3xtf32 nk", "3xtf32", 2, "nk", Tile(32, 32, 32, 1, 2, 3), (Size(35, 37, 29, pad=1), Size(1, 1, 1))),
+    Case("3xtf32 km kn", "3xtf32", 1, "kn", Tile(64, 32, 16, 2, 1, 3), (Size(68, 40, 52, pad=4),), lhs_order="km"),
+    Case("3xtf32 odd", "3xtf32", 2, "kn", Tile(16, 48, 16, 1, 1, 2), (Size(17, 53, 23, pad=1),), "residual", (F16,)),
+    Case("3xtf32 batch", "3xtf32", 3, "nk", Tile(32, 16, 32, 2, 1, 2), (Size(20, 40, 36, batch=3),), "masked"),
+]
+
 SMALL = Tile(32, 32, 32, 2, 1, 3)
 HEADS = (Size(40, 72, 104, n_run=24, pad=8), Size(33, 48, 40, batch=3, n_run=16), Size(1, 8, 8, n_run=8))
 IMAGES = (Size(48, 40, 64, m_run=24), Size(80, 24, 72, batch=2, m_run=8, pad=8))

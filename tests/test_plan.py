@@ -12,7 +12,7 @@ from onnxfuse.axes import map_axes
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.plan import MAX_M, MULTIPROCESSOR_GROUP, candidates_for, make_plan, tiles_for
+from onnxfuse.plan import MAX_M, MULTIPROCESSOR_GROUP, SHALLOW, candidates_for, make_plan, tiles_for
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
@@ -93,10 +93,22 @@ def test_every_candidate_that_was_not_taken_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "exact", "math"), [(F16, False, "f16"), (BF16, True, "bf16"), (F32, False, "tf32"), (F32, True, "fp32")]
+    ("dtype", "exact", "math"), [(F16, False, "f16"), (BF16, True, "bf16"), (F32, False, "tf32"), (F32, True, "3xtf32")]
 )
 def test_math_follows_dtype_and_mode(dtype, exact: bool, math: str) -> None:
     assert planned(ARCHITECTURES["sm_80"], dtype=dtype, exact=exact).variants[0].spec.math == math
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("depth", [1, SHALLOW - 1, SHALLOW, 1280, None])
+def test_exact_products_take_the_tensor_cores_where_those_are_faster(arch: str, depth: int | None) -> None:
+    """The peaks of TF32 on the tensor cores and of fp32 without them, in TFLOP/s; PTX and sm_100 are not known."""
+    peaks = {"sm_80": (156, 19.5), "sm_86": (75, 37.4), "sm_89": (183, 91.6), "sm_90a": (495, 67), "sm_120": (105, 105)}
+    tensor_cores, scalar = peaks.get(arch, (0, 1))
+    faster = tensor_cores > 3 * scalar and (depth is None or depth >= SHALLOW)
+    plan = planned(ARCHITECTURES[arch], k=depth, dtype=F32, exact=True)
+    assert {variant.spec.math for variant in plan.variants} == {"3xtf32" if faster else "fp32"}
+    assert all(why_not(variant.spec, plan.device.shared_bytes) is None for variant in plan.variants)
 
 
 @pytest.mark.parametrize(("rhs", "order"), [("k n", "kn"), ("n k", "nk")])

@@ -17,7 +17,7 @@ from onnxfuse.tier import LIBRARY_ADVANTAGE, Tier, Times, Traffic, advantage, ch
 from tests.onnx_build import FLOAT, FLOAT16, Builder
 
 ONE, BEHIND, ALONE = Tier.ONE_KERNEL, Tier.BEHIND, Tier.LEFT_ALONE
-MATH = ("f16", "bf16", "tf32", "fp32")
+MATH = ("f16", "bf16", "tf32", "fp32", "3xtf32")
 TRAFFIC = Traffic(weights=2 * 4096 * 8192, lhs=2 * 4096, product=2 * 8192, rest=2 * 4096, passes=5)
 PORTABLE = Tile(64, 64, 32, 2, 2, 3)
 

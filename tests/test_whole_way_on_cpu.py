@@ -27,7 +27,7 @@ from tests.onnx_build import BOOL, Builder
 from tests.test_kernel_on_cpu import Range, build_source
 
 SM_80 = ARCHITECTURES["sm_80"]
-TILES = {4: Tile(16, 16, 8, 1, 1, 2), 2: Tile(16, 16, 32, 1, 1, 2)}  # by the size of an element
+TILES = {4: Tile(16, 16, 16, 1, 1, 2), 2: Tile(16, 16, 32, 1, 1, 2)}  # by the size of an element
 
 
 def packed_gate_read_elsewhere(b: Builder) -> list[str]:

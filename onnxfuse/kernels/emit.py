@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).parent / "cuda"
 # What the generated text uses, and what uses the generated text.
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
 _AFTER = {"portable": ("small_copy.cuh", "epilogue.cuh", "portable_gemm.cuh"), "small_m": ("small_m_gemm.cuh",)}
-_MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "fp32": "fp32"}
+_MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "3xtf32": "split_fp32", "fp32": "fp32"}
 _OWN_INCLUDE = re.compile(r'^#(?:pragma once|include ".*")\n', re.MULTILINE)
 
 
@@ -55,7 +55,7 @@ def _generated(spec: KernelSpec) -> str:
 namespace onnxfuse {{
 
 enum class Kind {{ scalar, row, column, tile }};
-enum class Math {{ half, tf32, fp32 }};
+enum class Math {{ half, tf32, split_fp32, fp32 }};
 
 using Element = {spec.dtype.cuda};
 constexpr Math MATH = Math::{_MATH[spec.math]};

@@ -57,6 +57,11 @@ inline float __int_as_float(unsigned bits) {
   return value;
 }
 inline float __uint_as_float(unsigned bits) { return __int_as_float(bits); }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __expf(float x) { return expf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
@@ -104,6 +109,7 @@ struct Block {
   Barrier barrier;
   ucontext_t scheduler;
   bool lazy;  // cp.async lands as late as it may; otherwise at once
+  bool any;   // of a barrier that asks
 };
 
 inline Block block;
@@ -207,4 +213,13 @@ inline void run_block(int threads, const std::function<void()>& kernel) {
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::wait(emulator::block.barrier); }
+inline int __syncthreads_or(int own) {
+  if (own) emulator::block.any = true;
+  __syncthreads();
+  const bool any = emulator::block.any;
+  __syncthreads();
+  emulator::block.any = false;
+  __syncthreads();
+  return any;
+}
 inline void __syncwarp() { emulator::wait(emulator::warp().barrier); }

@@ -126,12 +126,31 @@ inline float half_of(__half, unsigned word, int half) {
 inline float half_of(__nv_bfloat16, unsigned word, int half) {
   return to_float(__nv_bfloat16{static_cast<unsigned short>(word >> 16 * half)});
 }
-inline float half_of(float, unsigned word, int) { return __int_as_float(word); }
+inline float half_of(float, unsigned word, int) { return __int_as_float(word & 0xffffe000); }  // TF32
+
+// The fp32 number next to `value` towards zero.
+inline float cut(double value) {
+  const float nearest = static_cast<float>(value);
+  return std::isfinite(value) && fabs(nearest) > fabs(value) ? nextafterf(nearest, 0.0f) : nearest;
+}
+
+// sum + products as a tensor core adds: exact products are shifted to the largest exponent, cut to the 24 bits of fp32,
+// added exactly, and the result is cut too. Volta keeps no bit more than that; later ones keep one or two.
+template <int COUNT>
+float add_cut(float sum, const double (&products)[COUNT]) {
+  double largest = fabs(sum), plain = sum;
+  for (double product : products) largest = std::max(largest, fabs(product)), plain += product;
+  if (!std::isfinite(plain) || largest == 0.0) return static_cast<float>(plain);
+  const double unit = std::max(ldexp(1.0, std::ilogb(largest) - 23), 0x1p-149);
+  double units = trunc(sum / unit);
+  for (double product : products) units += trunc(product / unit);
+  return cut(units * unit);
+}
 
 template <typename T>
 void multiply_fragment(T type, float (&acc)[4], const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
   constexpr int PACKED = 4 / sizeof(T);  // elements of one register
-  constexpr int SIDE = 4 * PACKED;       // of k in one register of all lanes of a row
+  constexpr int SIDE = 4 * PACKED;       // of k in one register of all lanes of a row, and of one addition
   emulator::Warp& warp = emulator::warp();
   const int lane = threadIdx.x % 32;
   memcpy(warp.values[lane], lhs, sizeof lhs);
@@ -139,11 +158,13 @@ void multiply_fragment(T type, float (&acc)[4], const unsigned (&lhs)[4], const 
   __syncwarp();
   for (int e = 0; e < 4; ++e) {
     const int row = lane / 4, column = lane % 4 * 2 + e % 2;
-    for (int k = 0; k < 2 * SIDE; ++k) {
-      const int from = k % SIDE / PACKED;
-      const float a = half_of(type, warp.values[row * 4 + from][e / 2 + k / SIDE * 2], k % PACKED);
-      const float b = half_of(type, warp.values[column * 4 + from][4 + k / SIDE], k % PACKED);
-      acc[e] += a * b;
+    for (int side = 0; side < 2; ++side) {
+      double products[SIDE];
+      for (int k = 0; k < SIDE; ++k) {
+        const double a = half_of(type, warp.values[row * 4 + k / PACKED][e / 2 + side * 2], k % PACKED);
+        products[k] = a * half_of(type, warp.values[column * 4 + k / PACKED][4 + side], k % PACKED);
+      }
+      acc[e] = add_cut(acc[e], products);
     }
   }
   __syncwarp();

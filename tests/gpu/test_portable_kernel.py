@@ -29,7 +29,7 @@ from tests.test_epilogue_ops import check as check_expression
 
 pytestmark = pytest.mark.gpu
 
-MATHS = ("f16", "bf16", "tf32", "fp32")
+MATHS = ("f16", "bf16", "tf32", "3xtf32", "fp32")
 ORDERS = ("kn", "nk")
 PARTS = (1, 2, 3, 4)
 

@@ -34,6 +34,7 @@ def document() -> str:
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
             *_splits(result("h200-splits")),
+            *(_exact(result("h200-exact")) if (ROOT / "results" / "h200-exact.json").exists() else ()),
             *_tuned(result("h200-tune")),
         )
     )
@@ -120,6 +121,24 @@ def _splits(found: Mapping[str, Any]) -> list[str]:
     return [
         "## Splitting k where tiles are few\n",
         "Bias and residual; the plan's estimates were changed after this run.\n",
+        _source(found),
+        *_table(heads, rows),
+    ]
+
+
+def _exact(found: Mapping[str, Any]) -> list[str]:
+    rows = (
+        (
+            row["problem"], row["order"], row["math"], _us(row["us"]), _us(row["cublas_us"]), f"{row['ratio']:.2f}",
+            f"{row['error_ulp']:.2f}", row["tile"],
+        )
+        for row in found["rows"]
+    )  # fmt: skip
+    heads = ("problem: m, k, n of one part", "weight", "by", "measured", "cuBLAS", "ratio", "error", "tile")
+    return [
+        "## Exact fp32\n",
+        "Three TF32 products or FFMA, with every tile, against cuBLAS's plain product in fp32; the error is in units\n"
+        "of the last place at the output's magnitude.\n",
         _source(found),
         *_table(heads, rows),
     ]

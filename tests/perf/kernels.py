@@ -100,8 +100,8 @@ def site_model(row: Row, order: str, dtype: int = FLOAT16) -> ModelProto:
     return b.model(b("Mul", value, b("Gelu", gate, approximate="tanh" if row.epilogue == "geglu_tanh" else "none")))
 
 
-def _random(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(np.float16)
+def _random(seed: int, dtype: str, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
 
 class Sizes(Protocol):
@@ -132,19 +132,23 @@ class Buffers:
     """As many copies of a problem's tensors as it takes to miss the L2 cache."""
 
     def __init__(self, row: Row, fusion: Fusion, stored: dict[str, np.ndarray]) -> None:
-        outputs = 2 if row.epilogue == "residual" else 1
-        each = 2 * (row.m * row.k + row.k * row.n * row.parts + outputs * row.m * row.n)
+        outputs, element, self.bytes = (
+            2 if row.epilogue == "residual" else 1,
+            fusion.lhs.dtype.numpy,
+            fusion.lhs.dtype.bytes,
+        )
+        each = self.bytes * (row.m * row.k + row.k * row.n * row.parts + outputs * row.m * row.n)
         self.copies = min(max(2, int(ROTATED_BYTES / each) + 1), LAUNCHES)
         self.row, self.fusion = row, fusion
-        self.inputs = {"x": _random(row.m, row.m, row.k)}
+        self.inputs = {"x": _random(row.m, element, row.m, row.k)}
         if row.epilogue == "residual":
-            self.inputs["residual"] = _random(row.k, row.m, row.n)
+            self.inputs["residual"] = _random(row.k, element, row.m, row.n)
         self.x = [cupy.asarray(self.inputs["x"]) for _ in range(self.copies)]
         self.residual = [cupy.asarray(self.inputs["residual"]) for _ in range(self.copies) if outputs == 2]
         self.weight = [cupy.asarray(stored["weight"]) for _ in range(self.copies)]
         self.bias = cupy.asarray(stored["bias"]) if "bias" in stored else None
-        self.out = [cupy.full((row.m, row.n), np.nan, np.float16) for _ in range(self.copies)]
-        self.product = [cupy.empty((row.m, row.n * row.parts), np.float16) for _ in range(min(self.copies, 4))]
+        self.out = [cupy.full((row.m, row.n), np.nan, element) for _ in range(self.copies)]
+        self.product = [cupy.empty((row.m, row.n * row.parts), element) for _ in range(min(self.copies, 4))]
 
     def arguments(self, copy: int) -> np.ndarray:
         row, arguments = self.row, np.zeros(1, ARGUMENTS)
@@ -152,7 +156,7 @@ class Buffers:
         transposed = self.fusion.rhs[0].axes[-1] == "k"
         width = row.n * row.parts
         for part in range(row.parts):
-            offset = 2 * part * row.n * (row.k if transposed else 1)
+            offset = self.bytes * part * row.n * (row.k if transposed else 1)
             strides = (1, row.k) if transposed else (width, 1)
             arguments["rhs"][0, part] = (self.weight[copy].data.ptr + offset, 0, *strides)
         for index, load in enumerate(self.fusion.loads):
@@ -160,7 +164,7 @@ class Buffers:
                 arguments["loads"][0, index] = (self.residual[copy].data.ptr, 0, row.n, 1)
             else:
                 assert self.bias is not None
-                arguments["loads"][0, index] = (self.bias.data.ptr + 2 * (load.part or 0) * row.n, 0, 0, 1)
+                arguments["loads"][0, index] = (self.bias.data.ptr + self.bytes * (load.part or 0) * row.n, 0, 0, 1)
         arguments["outs"][0, 0] = (self.out[copy].data.ptr, 0, row.n, 1)
         for name, value in (("m", row.m), ("n", row.n), ("k", row.k), ("batch", 1)):
             arguments[name] = value
@@ -194,7 +198,8 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | Non
 
 def image(variant: Variant, device: DeviceSpec, row: object, folder: Path) -> Path:
     """The machine code, compiled unless it is there. A name of its own: CuPy remembers modules by their path."""
-    path = folder / f"{row}.{variant.spec.rhs_order}.{tile_text(variant.tile)}.cubin".replace(" ", "")
+    spec = variant.spec
+    path = folder / f"{row}.{spec.math}.{spec.rhs_order}.{tile_text(variant.tile)}.cubin".replace(" ", "")
     if not path.exists():
         path.write_bytes(compile_source(kernel_source(variant, device), device).data)
     return path
@@ -245,6 +250,7 @@ def cublas_graph(buffers: Copies, transposed: bool) -> tuple[Callable[[], None],
     """The peer through torch, which can capture cuBLAS: to time with, where it is installed, and no dependency."""
     import torch
 
+    torch.set_float32_matmul_precision("highest")  # fp32 in full, not in TF32
     lhs = [torch.as_tensor(x, device="cuda") for x in buffers.x]
     rhs = [torch.as_tensor(w, device="cuda") for w in buffers.weight]
     out = [torch.as_tensor(p, device="cuda") for p in buffers.product]
@@ -279,28 +285,31 @@ def timed_replay(replay: Callable[[], None], stream: cupy.cuda.Stream) -> float:
     return float(cupy.cuda.get_elapsed_time(start, end)) * 1000 / LAUNCHES
 
 
-def check(buffers: Buffers, stored: dict[str, np.ndarray]) -> float:
-    """The largest error on some rows, in units of the last place of fp16 at the output's magnitude."""
+def check(buffers: Buffers, stored: dict[str, np.ndarray], most: float = 2.0) -> float:
+    """The largest error on some rows, in units of the last place of the type at the output's magnitude."""
     rows = np.unique(np.linspace(0, buffers.row.m - 1, CHECKED_ROWS).astype(int))
     inputs = {name: value[rows] for name, value in buffers.inputs.items()}
     (expected,) = evaluate(buffers.fusion, stored | inputs)
     actual = buffers.out[0].get()[rows].astype(np.float64)
-    error = np.abs(actual - expected).max() / (2.0**-10 * max(1.0, np.abs(expected).max()))
-    assert error <= 2.0, f"{buffers.row}: off by {error} units in the last place"
+    unit = float(np.finfo(buffers.out[0].dtype).eps)
+    error = np.abs(actual - expected).max() / (unit * max(1.0, np.abs(expected).max()))
+    assert error <= most, f"{buffers.row}: off by {error} units in the last place"
     assert not any(cupy.isnan(out).any() for out in buffers.out), f"{buffers.row}: outputs were not written"
     return float(error)
 
 
-def planned(row: Row, order: str, device: DeviceSpec) -> tuple[Fusion, Plan, dict[str, np.ndarray]]:
-    """The fusion of a problem, its plan and what the model stores."""
+def planned(
+    row: Row, order: str, device: DeviceSpec, dtype: int = FLOAT16
+) -> tuple[Fusion, Plan, dict[str, np.ndarray]]:
+    """The fusion of a problem, its plan, in full precision where that is fp32, and what the model stores."""
     from onnx import numpy_helper
 
-    model = site_model(row, order)
+    model = site_model(row, order, dtype)
     graph = Graph(load_model(model))
     _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(graph, node)))
     fusion = simplify(fusion)
     mapping = map_axes(fusion)
-    plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=False)
+    plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=True)
     names = ("weight", "bias")
     return fusion, plan, {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name in names}
 

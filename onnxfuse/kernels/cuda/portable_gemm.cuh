@@ -1,12 +1,12 @@
 // One block computes out[BLOCK_M, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[BLOCK_M, k] *
-// rhs_p[k, BLOCK_N]. Runs on sm_80 and later: mma.sync on the tensor cores, or FFMA for exact fp32, with operands from
-// a ring of stages in shared memory.
+// rhs_p[k, BLOCK_N]. Runs on sm_80 and later, with operands from a ring of stages in shared memory: mma.sync on the
+// tensor cores; for exact fp32, three of them on the halves of each factor, or FFMA.
 //
 //   global    tile t+3        tile t+4                 copies run STAGES - 1 tiles ahead, one cp.async group a tile
 //                |  cp.async
 //   ring      [stage 0][stage 1][stage 2][stage 3]     a stage: lhs[BLOCK_M, BLOCK_K], then the rhs tile of every part
 //                          |  ldmatrix
-//   registers   fragments of step s+1 | step s         loaded one step ahead of the multiplication: two sets in turn
+//   registers   fragments of step s+1 | step s         loaded one step ahead of the multiplication, if two sets fit
 //                                          |  mma.sync
 //   registers   acc[part][i][j][4]                     all parts of one output element in the same thread
 //                          |  epilogue.cuh             staged through the ring's memory, which is free by then
@@ -36,12 +36,6 @@ namespace onnxfuse {
 constexpr int CHUNK_BYTES = 16;  // what one lane's address of ldmatrix, and the widest cp.async, covers
 constexpr int CHUNK = CHUNK_BYTES / sizeof(Element);
 constexpr int BANK_CHUNKS = 8;  // 32 banks of 4 bytes: 8 chunks that lie in different banks are read at once
-
-// k of one multiplication: the depth of m16n8k16 (16-bit) and m16n8k8 (TF32). FFMA takes 2, with one 8-byte read a row:
-// more would not leave registers for 128 accumulators.
-constexpr int EXACT_STEP_K = 2;
-constexpr int STEP_K = MATH == Math::fp32 ? EXACT_STEP_K : 2 * CHUNK;
-constexpr int STEPS = BLOCK_K / STEP_K;
 
 // Rows of output tiles whose blocks run together: they share the columns of rhs and the rows of lhs in L2.
 constexpr int GROUP_ROWS = 8;
@@ -81,7 +75,6 @@ constexpr int ALL_STAGING_BYTES = STAGING_BYTES * WARPS_M * WARPS_N;
 
 static_assert(BLOCK_M % (WARPS_M * FRAGMENT_ROWS) == 0, "a warp owns whole fragments");
 static_assert(BLOCK_N % (WARPS_N * 2 * FRAGMENT_COLUMNS) == 0, "one ldmatrix brings the rhs of two fragments");
-static_assert(BLOCK_K % (2 * STEP_K) == 0, "the two sets of fragments take turns");
 static_assert(STAGES >= 2, "a pipeline has two stages at least");
 static_assert(FRAGMENTS_M % SLABS == 0, "passes of the epilogue are equal");
 static_assert(SHARED_BYTES == VECTORS_OFFSET + VECTORS_BYTES, "footprint and kernel agree");
@@ -252,6 +245,12 @@ struct Producer {
     }
   }
 
+  // Fills all stages but one.
+  __device__ __forceinline__ void start(unsigned ring) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) issue(ring + stage * STAGE_BYTES);
+  }
+
   __device__ __forceinline__ void issue(unsigned stage) {
     if (depth > 0) {
       lhs.issue(stage, LHS_K_CONTIGUOUS ? rows : depth, LHS_K_CONTIGUOUS ? depth : rows);
@@ -271,6 +270,8 @@ struct Producer {
 // One step's operands of a warp, as mma.sync wants them: a thread holds, with g = lane / 4 and t = lane % 4, rows g and
 // g + 8 of lhs and column g of rhs.
 struct TensorFragments {
+  static constexpr int STEP_K = 2 * CHUNK;  // the depth of m16n8k16 (16-bit) and m16n8k8 (TF32)
+  static constexpr int SETS = 2;            // the next step's operands are loaded before this one's are multiplied
   unsigned lhs[FRAGMENTS_M][4];
   unsigned rhs[PARTS][FRAGMENTS_N][2];
 
@@ -354,19 +355,76 @@ struct TensorFragments {
   }
 };
 
-// The same for FFMA, with the accumulators where mma.sync would have them: rows g and g + 8, columns 2t and 2t + 1.
-struct ExactFragments {
-  float lhs[FRAGMENTS_M][2][EXACT_STEP_K];
-  float rhs[PARTS][FRAGMENTS_N][2][EXACT_STEP_K];
+// The same for exact fp32. Each factor is the sum of two TF32 numbers, big and small, within 2^-23 of it; small * small is
+// left out, which is another 2^-22. Tensor cores cut what they add: a step's sums begin at zero, the small ones first, and
+// go to the sum of the tile by FADD, which rounds. big is infinite where the factor is, or would round to it, and small is
+// then not a number; nor are the sums, and FFMA takes over.
+struct SplitFragments : TensorFragments {
+  static constexpr int SETS = 1;  // no registers are left for a second
+  // `value` becomes big. Where it is not a number, big may be any, but small is none either. Of small the tensor cores
+  // cut the low bits off.
+  static __device__ __forceinline__ unsigned split(unsigned& value) {
+    const unsigned big = (value + 0x1000) & 0xffffe000;
+    const float small = __uint_as_float(value) - __uint_as_float(big);
+    value = big;
+    return __float_as_uint(small);
+  }
 
-  __device__ __forceinline__ void load_rhs(float (&columns)[2][EXACT_STEP_K], unsigned tile, int column, int step) {
+  __device__ __forceinline__ void multiply(float (&sum)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
+    unsigned small_rhs[PARTS][FRAGMENTS_N][2];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) small_rhs[part][j][e] = split(rhs[part][j][e]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+      unsigned small_lhs[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) small_lhs[e] = split(lhs[i][e]);
+      float step[PARTS][FRAGMENTS_N][4] = {};
+      add_products(step, small_lhs, rhs);
+      add_products(step, lhs[i], small_rhs);
+      add_products(step, lhs[i], rhs);
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS_N; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[part][i][j][e] += step[part][j][e];
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void add_products(float (&step)[PARTS][FRAGMENTS_N][4], const unsigned (&lhs)[4],
+                                                      const unsigned (&rhs)[PARTS][FRAGMENTS_N][2]) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) multiply_fragment(float(), step[part][j], lhs, rhs[part][j]);
+    }
+  }
+};
+
+// The same for FFMA, with the accumulators where mma.sync would have them: rows g and g + 8, columns 2t and 2t + 1.
+struct ScalarFragments {
+  static constexpr int SETS = 2;
+  static constexpr int STEP_K = 2;  // one 8-byte read a row; more would not leave registers for 128 accumulators
+  float lhs[FRAGMENTS_M][2][STEP_K];
+  float rhs[PARTS][FRAGMENTS_N][2][STEP_K];
+
+  __device__ __forceinline__ void load_rhs(float (&columns)[2][STEP_K], unsigned tile, int column, int step) {
     if constexpr (RHS_K_CONTIGUOUS) {
 #pragma unroll
       for (int side = 0; side < 2; ++side)
         load_shared(columns[side], tile + RhsTile::offset(column + side, step * STEP_K));
     } else {
 #pragma unroll
-      for (int k = 0; k < EXACT_STEP_K; ++k) {
+      for (int k = 0; k < STEP_K; ++k) {
         float pair[2];
         load_shared(pair, tile + RhsTile::offset(step * STEP_K + k, column));
         columns[0][k] = pair[0], columns[1][k] = pair[1];
@@ -383,7 +441,7 @@ struct ExactFragments {
         load_shared(lhs[i / 2][i % 2], stage + LhsTile::offset(row, step * STEP_K, lane / 4));
       } else {
 #pragma unroll
-        for (int k = 0; k < EXACT_STEP_K; ++k) {
+        for (int k = 0; k < STEP_K; ++k) {
           lhs[i / 2][i % 2][k] = __uint_as_float(load_shared_word(stage + LhsTile::offset(step * STEP_K + k, row)));
         }
       }
@@ -400,7 +458,7 @@ struct ExactFragments {
 
   __device__ __forceinline__ void multiply(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) const {
 #pragma unroll
-    for (int k = 0; k < EXACT_STEP_K; ++k) {
+    for (int k = 0; k < STEP_K; ++k) {
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
@@ -418,23 +476,41 @@ struct ExactFragments {
   }
 };
 
-template <bool EXACT>
+template <Math>
 struct FragmentsOf {
   using Type = TensorFragments;
 };
 template <>
-struct FragmentsOf<true> {
-  using Type = ExactFragments;
+struct FragmentsOf<Math::split_fp32> {
+  using Type = SplitFragments;
 };
-using Fragments = FragmentsOf<MATH == Math::fp32>::Type;
+template <>
+struct FragmentsOf<Math::fp32> {
+  using Type = ScalarFragments;
+};
 
 __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
+__device__ __forceinline__ int previous_stage(int stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
 
 // The next fragments are wanted before the next tile. But narrow copies hold registers, which only one set leaves free.
 constexpr bool COPIES_FIRST = CHECKED || LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
 
 // Exact fp32 sums each k tile by itself and then the tiles: a chain of k additions would lose log2(k) / 2 bits and more.
-constexpr bool TWO_LEVELS = MATH == Math::fp32;
+constexpr bool TWO_LEVELS = MATH == Math::fp32 || MATH == Math::split_fp32;
+
+__device__ __forceinline__ void clear(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) {
+#pragma unroll
+        for (float& value : acc[part][i][j]) value = 0.0f;
+      }
+    }
+  }
+}
 
 // acc += sum, and sum = 0.
 __device__ __forceinline__ void fold(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4],
@@ -446,38 +522,62 @@ __device__ __forceinline__ void fold(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          acc[part][i][j][e] += sum[part][i][j][e];
-          sum[part][i][j][e] = 0.0f;
-        }
+        for (int e = 0; e < 4; ++e) acc[part][i][j][e] += sum[part][i][j][e];
       }
     }
   }
+  clear(sum);
 }
 
-// acc += lhs * rhs over all of k.
+// False for a sum that is not finite, or may have been cut to the largest number on the way.
+__device__ __forceinline__ bool is_far_from_infinity(const float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
+  bool far = true;
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i) {
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) far = far && fabsf(acc[part][i][j][e]) < 0x1p126f;
+      }
+    }
+  }
+  return far;
+}
+
+// acc = lhs * rhs over all of k.
+template <typename Fragments>
 __device__ __forceinline__ void run_main_loop(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4], Producer& producer,
                                               unsigned ring, int k, int warp_row, int warp_column) {
+  constexpr int SETS = Fragments::SETS, STEPS = BLOCK_K / Fragments::STEP_K;
+  constexpr int UNROLL = SETS == 1 ? 1 : STEPS;  // from other steps, the compiler would draw loads forward and spill
+  static_assert(BLOCK_K % (2 * Fragments::STEP_K) == 0, "two sets of fragments take turns");
   float tile_sum[PARTS][FRAGMENTS_M][FRAGMENTS_N][4] = {};
-  Fragments fragments[2];
-  int read = 0;            // the stage whose steps are multiplied
-  int write = STAGES - 1;  // the stage that the next copies fill
+  clear(acc);
+  Fragments fragments[SETS];
+  int read = 0;  // the stage whose steps are multiplied; the next copies fill the one before
   copy_async_wait<STAGES - 2>();
   __syncthreads();
-  fragments[0].load(ring, warp_row, warp_column, 0);
+  if (SETS == 2) fragments[0].load(ring, warp_row, warp_column, 0);
   for (int remaining = k; remaining > 0; remaining -= BLOCK_K) {
-#pragma unroll
+#pragma unroll UNROLL
     for (int step = 0; step < STEPS; ++step) {
+      if (SETS == 1) {
+        if (step == 0) producer.issue(ring + previous_stage(read) * STAGE_BYTES);
+        fragments[0].load(ring + read * STAGE_BYTES, warp_row, warp_column, step);
+      }
       if (step == STEPS - 1) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();
         read = next_stage(read);
       }
-      if (step == 0 && COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
-      fragments[(step + 1) % 2].load(ring + read * STAGE_BYTES, warp_row, warp_column, (step + 1) % STEPS);
-      if (step == 0 && !COPIES_FIRST) producer.issue(ring + write * STAGE_BYTES);
-      if (step == 0) write = next_stage(write);
-      fragments[step % 2].multiply(TWO_LEVELS ? tile_sum : acc);
+      if (SETS == 2) {
+        if (step == 0 && COPIES_FIRST) producer.issue(ring + previous_stage(read) * STAGE_BYTES);
+        fragments[(step + 1) % SETS].load(ring + read * STAGE_BYTES, warp_row, warp_column, (step + 1) % STEPS);
+        if (step == 0 && !COPIES_FIRST) producer.issue(ring + previous_stage(read) * STAGE_BYTES);
+      }
+      fragments[step % SETS].multiply(TWO_LEVELS ? tile_sum : acc);
     }
     if (TWO_LEVELS) fold(acc, tile_sum);
   }
@@ -493,12 +593,18 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
   const unsigned ring = shared_address(shared);
 
   Producer producer(args, block, batch);
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) producer.issue(ring + stage * STAGE_BYTES);
+  producer.start(ring);
   stage_vectors(shared + VECTORS_OFFSET, args, batch, block.row, block.column);
 
-  float acc[PARTS][FRAGMENTS_M][FRAGMENTS_N][4] = {};
-  run_main_loop(acc, producer, ring, args.k, warp_row, warp_column);
+  float acc[PARTS][FRAGMENTS_M][FRAGMENTS_N][4];
+  run_main_loop<FragmentsOf<MATH>::Type>(acc, producer, ring, args.k, warp_row, warp_column);
+  if constexpr (MATH == Math::split_fp32) {
+    if (__syncthreads_or(!is_far_from_infinity(acc))) {
+      Producer again(args, block, batch);
+      again.start(ring);
+      run_main_loop<ScalarFragments>(acc, again, ring, args.k, warp_row, warp_column);
+    }
+  }
 
   const WarpTile tile{batch, block.row + warp_row, block.column + warp_column, args.m - block.row - warp_row,
                       args.n - block.column - warp_column};

@@ -1,0 +1,154 @@
+"""Exact fp32 by three TF32 products, FFMA and cuBLAS: `python -m tests.perf.exact --out results/h200-exact.json`.
+
+Every tile of either arithmetic, with both orders of the weight, measured as `tests.perf.kernels` does, all kernels of a
+problem in turn. cuBLAS computes the plain product of the full width in fp32, TF32 off. Every output is checked against
+float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.fusion import Fusion
+from onnxfuse.kernel_spec import EXACT, KernelSpec, Tile
+from onnxfuse.plan import MAX_M, Plan, Problem, Variant, candidates_for, cost, flow, tile_text
+from onnxfuse.runtime import driver
+from onnxfuse.tile_footprint import why_not
+from tests.onnx_build import FLOAT
+from tests.perf.compare import origin
+from tests.perf.kernels import (
+    REPLAYS,
+    Buffers,
+    Row,
+    check,
+    cublas_graph,
+    graph_of,
+    image,
+    launcher,
+    planned,
+    timed_replay,
+)  # fmt: skip
+
+MOST_ULP = 16.0  # of the output's magnitude; TF32 makes thousands
+SITES = [
+    Row(8192, 320, 1280, "geglu", math.inf),
+    Row(4096, 768, 3072, "gelu", math.inf),
+    Row(4096, 4096, 4096, "residual", math.inf),
+    Row(128, 1280, 5120, "geglu", math.inf),
+    Row(1, 4096, 4096, "residual", math.inf),
+]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A problem with one order of the weight, and the kernels to time with their estimates."""
+
+    row: Row
+    order: str
+    fusion: Fusion
+    stored: dict[str, np.ndarray]
+    timed: tuple[tuple[float, Variant], ...]
+
+
+def choices(plan: Plan, row: Row) -> list[tuple[float, Variant]]:
+    """Every tile of every exact arithmetic, whichever the plan would take."""
+    base = plan.variants[0].spec
+    found = [(replace(base, math=kind), plan.device) for kind in EXACT]
+    return [pair for spec, device in found for pair in tiles(spec, device, row)]
+
+
+def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[tuple[float, Variant]]:
+    """The legal tiles of one arithmetic, with the plan's estimates."""
+    legal = [
+        (entry, replace(spec, tile=entry.tile))
+        for entry in candidates_for(spec, device, row.k)
+        if isinstance(entry.tile, Tile) and why_not(replace(spec, tile=entry.tile), device.shared_bytes) is None
+    ]
+    sizes = Problem(row.m, row.n, row.k)
+    return [
+        (cost(entry, flow(own, own.tile, device), own, sizes, device), Variant(own, 0, MAX_M)) for entry, own in legal
+    ]
+
+
+def sites(device: DeviceSpec, only: str) -> list[Site]:
+    made = []
+    for row in SITES:
+        for order in ("kn", "nk") if only in str(row) else ():
+            fusion, plan, stored = planned(row, order, device, FLOAT)
+            made.append(Site(row, order, fusion, stored, tuple(choices(plan, row))))
+    return made
+
+
+def compile_all(all_sites: list[Site], device: DeviceSpec, folder: Path) -> None:
+    kernels = [(variant, each.row) for each in all_sites for _, variant in each.timed]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kernel: image(kernel[0], device, kernel[1], folder), kernels))
+
+
+def measure(site: Site, device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
+    """One row for each kernel."""
+    buffers = Buffers(site.row, site.fusion, site.stored)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    peer, peer_time = cublas_graph(buffers, site.order == "nk")
+    peer()
+    replays, errors = [], []
+    for _, variant in site.timed:
+        for out in buffers.out:
+            out.fill(np.nan)
+        cupy.cuda.Device().synchronize()
+        replays.append(graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream))
+        replays[-1]()
+        stream.synchronize()
+        errors.append(check(buffers, site.stored, MOST_ULP))
+    rounds = [(peer_time(), *(timed_replay(replay, stream) for replay in replays)) for _ in range(REPLAYS)]
+    cublas, *times = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return [
+        {
+            "problem": str(site.row), "order": site.order, "math": variant.spec.math, "tile": tile_text(variant.tile),
+            "us": us, "estimated_us": estimated, "cublas_us": cublas, "ratio": us / cublas, "error_ulp": error,
+        }
+        for us, error, (estimated, variant) in zip(times, errors, site.timed, strict=True)
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
+    parser.add_argument("--only", default="", help="only problems whose text contains this")
+    options = parser.parse_args()
+    device, rows = spec_of(driver.local_architectures()[0]), []
+    print(f"{'problem':26} order  math         us  estimate    cuBLAS  ratio    ulp  tile", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        everything = sites(device, options.only)
+        compile_all(everything, device, Path(folder))
+        for site in everything:
+            for made in measure(site, device, Path(folder)):
+                rows.append(made)
+                times = (
+                    f"{made['us']:8.1f}  {made['estimated_us']:8.1f}  {made['cublas_us']:8.1f}  {made['ratio']:5.2f}"
+                )
+                print(
+                    f"{made['problem']:26} {made['order']:5}  {made['math']:7} {times}  {made['error_ulp']:5.2f}  "
+                    f"{made['tile']}",
+                    flush=True,
+                )
+            cupy.get_default_memory_pool().free_all_blocks()
+    result = {**origin("python -m tests.perf.exact --out results/h200-exact.json"), "rows": rows}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
