@@ -10,7 +10,7 @@ from onnxfuse.device import resolve
 from onnxfuse.fusion import Fusion
 from onnxfuse.pipeline import analyse_model
 from tests.matching import check_meaning, draw, only, refusal
-from tests.onnx_build import Builder, run
+from tests.onnx_build import FLOAT16, Builder, run
 from tests.sweep import rewritten
 
 HEADS, DEPTH, GROUP = 4, 6, 2
@@ -284,6 +284,50 @@ def test_it_is_planned_and_bits_are_the_same_without_the_library(form, dtype: in
         for before, after in zip(wanted, run(fused, feed), strict=True):
             assert before.shape == after.shape
             assert before.tobytes() == after.tobytes()
+
+
+def merged_by_shape_of(b: Builder, value: str, v: str) -> str:
+    """P times V in fp32, the heads merged to a size of some value, as decoders of 16 bits do it."""
+    t = b("MatMul", b("Cast", b.input("p", P), to=1), b("Cast", v, to=1))
+    sizes = b("Gather", b("Shape", "p"), b.integers(2)), b("Gather", b("Shape", value), b.integers(3))
+    split = b("Reshape", t, b("Concat", b.integers(-1, HEADS), *sizes, axis=0))
+    return b(
+        "Cast", b("Reshape", b("Transpose", split, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH)), to=FLOAT16
+    )
+
+
+def shape_of_moved(b: Builder) -> list[str]:
+    """Repeated heads: what moves elements rounds none."""
+    v = repeated(b, b("Tanh", b.input("v", ("batch", HEADS // GROUP, "keys", DEPTH))))
+    return [merged_by_shape_of(b, v, v)]
+
+
+def shape_of_computed(b: Builder) -> list[str]:
+    """It is rounded to 16 bits, unless a Cast alone reads it."""
+    v = b("Tanh", b.input("v", K))
+    return [merged_by_shape_of(b, v, v)]
+
+
+def shape_of_rotated(b: Builder) -> list[str]:
+    """A partial rotary embedding: Concat moves 32 bits between what computes, unless something else reads it."""
+    v = b.input("v", K)
+    halves = [b("Slice", v, *map(b.integers, (start, start + DEPTH // 2, 3))) for start in (0, DEPTH // 2)]
+    rotated = b("Concat", b("Tanh", halves[0]), halves[1], axis=3)
+    return [merged_by_shape_of(b, rotated, v), b("Mul", rotated, rotated)]
+
+
+@pytest.mark.parametrize(
+    ("form", "reasons"),
+    [(shape_of_moved, []), (shape_of_computed, ["unknown_shape"]), (shape_of_rotated, ["unknown_shape"])],
+)
+def test_what_reads_a_shape_alone_keeps_its_say_in_how_16_bits_are_rounded(form, reasons: list[str]) -> None:
+    b = Builder(FLOAT16)
+    model = b.model(*form(b))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    assert [skipped.reason for skipped in analysis.skipped] == reasons
+    feed = feed_of(model)
+    for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
+        assert before.tobytes() == after.tobytes()
 
 
 def fused(form) -> Fusion:

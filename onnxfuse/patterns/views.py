@@ -283,6 +283,8 @@ VIEWS: dict[str, Callable[[Graph, gs.Node, View], View]] = {
 INPUT_VIEWS = VIEWS | {"Expand": _expand}
 """The same of nodes before a product, which may repeat what it reads."""
 
+MOVES = frozenset(INPUT_VIEWS) | {"Concat", "Gather", "Identity", "Slice", "Split"}  # elements, and computes nothing
+
 
 def viewed(graph: Graph, node: gs.Node, view: View) -> View:
     """The view behind a node of the tables.
@@ -310,8 +312,8 @@ def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base:
     if node.op == "Expand":
         return _repeats(after, base)
     read = list(_sources(node.inputs[1]))
-    if any(_would_be_cast_only(graph, tensor) for tensor in read):
-        raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is cast to other precision")
+    if any(_would_be_rounded_otherwise(graph, tensor) for tensor in read):
+        raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is rounded for being read")
     shape = shape_of(before, after, base, any(tensor.name == base.name for tensor in read))
     if shape is None:
         raise NotFusable("unknown_shape", "", "reshapes to several sizes that only the run knows")
@@ -359,7 +361,17 @@ def _dies(graph: Graph, value: gs.Tensor, dead: Collection[int], views: Collecti
     )
 
 
-def _would_be_cast_only(graph: Graph, tensor: gs.Tensor) -> bool:
-    """Whether only a Cast would read a 16-bit value without its shape: then ONNX Runtime rounds neither on the CPU."""
+def _would_be_rounded_otherwise(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether ONNX Runtime's CPU provider rounds a 16-bit value, or does not, because its shape is read.
+
+    What computes has no kernel of 16 bits there: what it makes is rounded, unless a Cast to 32 bits alone reads it.
+    What moves elements has one, but between nodes that compute it moves 32 bits.
+    """
+    if graph.dtype(tensor.name) not in SIXTEEN_BIT or not tensor.inputs:
+        return False
     others = [reader.op for reader in tensor.outputs if reader.op != "Shape"]
-    return others == ["Cast"] and graph.dtype(tensor.name) in SIXTEEN_BIT
+    if not any(maker.op in MOVES for maker in tensor.inputs):
+        return others == ["Cast"]
+    sources = (value for maker in tensor.inputs for value in maker.inputs if graph.dtype(value.name) in SIXTEEN_BIT)
+    computed = any(source.op not in MOVES for value in sources for source in value.inputs)
+    return computed and not any(op in MOVES or op == "Cast" for op in others)
