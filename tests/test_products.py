@@ -143,6 +143,33 @@ def image_residual(b: Builder) -> str:
     return b("Div", t, b.array(2.0))
 
 
+def normalized(b: Builder, t: str, channels: int = 8, **attributes: object) -> str:
+    """A BatchNormalization of stored statistics."""
+    vectors = [draw(channels, seed=seed) for seed in range(3)]
+    variance = b.array(np.abs(draw(channels, seed=3)) + 0.1)
+    return b("BatchNormalization", t, *map(b.array, vectors), variance, **attributes)
+
+
+def image_normalized(b: Builder) -> str:
+    return b("Relu", normalized(b, image(b, "height", "width")))
+
+
+def rows_normalized(b: Builder) -> str:
+    x = b.input("x", ("rows", DEPTH))
+    return b("Tanh", normalized(b, b("Gemm", x, b.array(draw(DEPTH, 8)), b.array(draw(8))), epsilon=0.1))
+
+
+def sequence_normalized(b: Builder) -> str:
+    """The channels are the columns, in front of the positions."""
+    x = b.input("x", ("batch", "rows", DEPTH))
+    return normalized(b, b("Transpose", b("MatMul", x, b.array(draw(DEPTH, 8))), perm=(0, 2, 1)))
+
+
+def positions_normalized(b: Builder) -> str:
+    """The channels are rows."""
+    return normalized(b, b("MatMul", b.input("x", ("batch", 3, DEPTH)), b.array(draw(DEPTH, 8))), channels=3)
+
+
 def image_of_scales(b: Builder) -> str:
     return b("Mul", image(b, "height", "width"), b.input("scale", ("batch", 8, 1, 1)))
 
@@ -230,7 +257,7 @@ def spelled_and_squeezed(b: Builder) -> str:
 FORMS = [
     spelled_linear, spelled_scores, spelled_and_squeezed,
     image_activated, image_of_the_weights_size, image_residual, image_of_scales, sequence_activated,
-    volume_activated, image_to_rows,
+    volume_activated, image_to_rows, image_normalized, rows_normalized, sequence_normalized, positions_normalized,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     einsum_of_any_batch,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
@@ -268,6 +295,11 @@ UNPLANNED = (keys_of_all_batches, queries_of_all_batches, batched_weight)
 def test_a_batch_that_lies_apart_is_refused(form) -> None:
     (skipped,) = analyse_model(built(form), resolve("sm_90a,sm_80", list)).skipped
     assert skipped.reason == "axes_do_not_flatten"
+
+
+def test_a_normalization_is_no_activation() -> None:
+    assert "activation" not in fused(sequence_normalized).features
+    assert "activation" in fused(rows_normalized).features
 
 
 @pytest.mark.parametrize("dtype", [1, 10], ids=["f32", "f16"])
@@ -432,6 +464,13 @@ def convolved(b: Builder) -> str:
     return b("Softmax", image(b, "keys"))
 
 
+def trained(b: Builder) -> str:
+    """A BatchNormalization whose statistics are those of the run."""
+    vectors = [b.array(draw(8, seed=seed)) for seed in range(3)]
+    t = image(b, "height", "width")
+    return b("BatchNormalization", t, *vectors, b.array(np.ones(8)), outputs=3, training_mode=1)[0]
+
+
 def split_columns_of_the_run(b: Builder) -> str:
     return b("Split", scores(b), outputs=2, axis=3, num_outputs=2)[0]
 
@@ -447,6 +486,7 @@ def split_columns_of_the_run(b: Builder) -> str:
         (traced, "unsupported_product"),
         (three_inputs, "unsupported_product"),
         (convolved, "unknown_op"),
+        (trained, "unknown_op"),
         (split_columns_of_the_run, "bounds_not_constant"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
