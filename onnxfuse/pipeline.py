@@ -71,7 +71,7 @@ def analyse_model(
     graphs = all_graphs(model)
     find = functools.partial(_find_sites, devices=devices, exact_fp32=fp32 == "exact", rounds=rounding == "onnx")
     sites, skipped = _selected(*find(graphs), selection)
-    reached = reached_functions((site.graph, site.match.nodes) for site in sites)
+    reached = reached_functions((site.graph, (*site.match.shared, *site.match.nodes)) for site in sites)
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
         sites, _ = _selected(*find(graphs), selection)
@@ -96,7 +96,8 @@ def _selected(
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     """The sites that the user wants; the others are left alone like those that no kernel computes."""
     candidates = [
-        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, site.match.nodes)) for site in sites
+        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, (*site.match.shared, *site.match.nodes)))
+        for site in sites
     ]
     selection.check(candidates, PATTERNS)
     refusals = [selection.refusal(candidate) for candidate in candidates]

@@ -39,7 +39,10 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
 def test_every_product_is_fused_once_or_listed(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list))
     anchors = sum(is_anchor(graph, node) for graph in analysis.graphs for node in graph.nodes)
-    assert sum(len(site.match.products) for site in analysis.sites) + len(analysis.skipped) == anchors
+    fused = {id(product.node): site.match.shared for site in analysis.sites for product in site.match.products}
+    assert len(fused) + len(analysis.skipped) == anchors
+    alone = [site for site in analysis.sites if not site.match.shared]
+    assert sum(len(site.match.products) for site in alone) == sum(not shared for shared in fused.values())
     taken = [(site.graph.scope.path, index) for site in analysis.sites for index in site.match.nodes]
     assert len(taken) == len(set(taken))
 
