@@ -113,6 +113,20 @@ def grouped_values(b: Builder) -> str:
     return b("Reshape", b("Transpose", b("MatMul", b.input("p", P), v), perm=(0, 2, 1, 3)), b.integers(0, 0, -1))
 
 
+def tiled_values(b: Builder) -> str:
+    """The same, repeated by Tile."""
+    v = b("Unsqueeze", b.input("v", ("batch", HEADS // GROUP, "keys", DEPTH)), b.integers(2))
+    v = b("Reshape", b("Tile", v, b.integers(1, 1, GROUP, 1, 1)), b.integers(0, HEADS, -1, DEPTH))
+    return b("Reshape", b("Transpose", b("MatMul", b.input("p", P), v), perm=(0, 2, 1, 3)), b.integers(0, 0, -1))
+
+
+def tiled_keys(b: Builder) -> str:
+    """As many repetitions as there are heads: no broadcast, so that the Tile stays outside."""
+    q = b.input("q", ("batch", GROUP * GROUP, "rows", DEPTH))
+    k = b("Tile", b.input("k", ("batch", GROUP, DEPTH, "keys")), b.integers(1, GROUP, 1, 1))
+    return b("Tanh", b("MatMul", q, k))
+
+
 def grouped_keys(b: Builder) -> str:
     k = repeated(b, b.input("k", ("batch", HEADS // GROUP, "keys", DEPTH)))
     t = b("MatMul", b.input("q", Q), b("Transpose", k, perm=(0, 1, 3, 2)))
@@ -263,7 +277,8 @@ FORMS = [
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_its_own_shape, attention_out_of_computed_shape,
     shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
-    constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, row_vector, column_vector,
+    constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, tiled_values,
+    tiled_keys, row_vector, column_vector,
 ]  # fmt: skip
 
 
@@ -378,6 +393,7 @@ def fused(form) -> Fusion:
         (constant_left, "m k", "b k n", ["m 1"], "b m n"),
         (constant_left_turned, "m k", "b k n", [], "b n m"),
         (grouped_values, "b (h g) m k", "b h k n", [], "b m (h g n)"),
+        (tiled_values, "b (h g) m k", "b h k n", [], "b m (h g n)"),
         (grouped_keys, "b (h g) m k", "b h n k", ["b 1 m n"], "b (h g) m n"),
         (column_vector, "b m k", "k", [], "b m"),
         (image_residual, "m k 1 1", "b k n1 n2", ["m", "b m n1 n2"], "b m n1 n2"),

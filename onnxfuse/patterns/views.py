@@ -262,6 +262,19 @@ def _expand(graph: Graph, node: gs.Node, view: View) -> View:
     )
 
 
+def _tile(graph: Graph, node: gs.Node, view: View) -> View:
+    """An Expand that counts repetitions."""
+    repeats = graph.known_integers(node.inputs[1])
+    if repeats is None or len(repeats) != len(view):
+        raise NotFusable("unknown_shape", "", "how often it repeats is not known before the run")
+    if any(count != 1 and extent(dim) != 1 for dim, count in zip(view, repeats, strict=True)):
+        raise NotFusable("unknown_shape", "", "repeats a dimension that is not provably of size 1")
+    return tuple(
+        dim if count == 1 else (Piece(f"{REPEATED}{graph.index(node)}.{index}", count),)
+        for index, (dim, count) in enumerate(zip(view, repeats, strict=True))
+    )
+
+
 def _expanded(dim: Dim, size: Size, axis: str) -> Dim:
     if extent(dim) == size:
         return dim
@@ -280,7 +293,7 @@ VIEWS: dict[str, Callable[[Graph, gs.Node, View], View]] = {
 """ONNX op -> the view of its output, given that of its first input; NotFusable says why there is none."""
 
 
-INPUT_VIEWS = VIEWS | {"Expand": _expand}
+INPUT_VIEWS = VIEWS | {"Expand": _expand, "Tile": _tile}
 """The same of nodes before a product, which may repeat what it reads."""
 
 MOVES = frozenset(INPUT_VIEWS) | {"Concat", "Gather", "Identity", "Slice", "Split"}  # elements, and computes nothing
