@@ -90,9 +90,26 @@ def rotated_queries(b: Builder) -> list[str]:
     return [q, head(b, k), head(b, v)]
 
 
+def shapes_of_their_own(b: Builder) -> list[str]:
+    """Heads are split to sizes that each range is asked for."""
+    heads = []
+    for t in sliced(b, packed(b)):
+        sizes = [b("Gather", b("Shape", t), b.integers(index)) for index in (0, 1)]
+        split = b("Reshape", t, b("Concat", *sizes, b.integers(-1, WIDTH), axis=0))
+        heads.append(b("Transpose", split, perm=(0, 2, 1, 3)))
+    return heads
+
+
+def shapes_of_the_product(b: Builder) -> list[str]:
+    t = packed(b)
+    sizes = [b("Gather", b("Shape", t), b.integers(index)) for index in (0, 1)]
+    shape = b("Concat", *sizes, b.integers(-1, WIDTH), axis=0)
+    return [b("Transpose", b("Reshape", each, shape), perm=(0, 2, 1, 3)) for each in split(b, t)]
+
+
 FORMS = {
     grouped_queries: 3, biased_slices: 3, weight_of_rows: 3, bias_of_a_range: 3, twice_as_wide: 3, no_common_width: 3,
-    one_range_is_read: 1, rotated_queries: 3,
+    one_range_is_read: 1, rotated_queries: 3, shapes_of_their_own: 3, shapes_of_the_product: 3,
 }  # fmt: skip
 
 

@@ -174,8 +174,12 @@ class Cut:
         for position, values in enumerate(self._values):
             span = self._span(values[0], product) if len(values) == 1 else None
             if span is not None:
-                own = [known for known in found if known[0] <= span[0] and span[1] <= known[1]]
-                found[own[0] if own else span] = found.get(own[0] if own else span, 0) | 1 << position
+                own = [known for known in found if known[0] <= span[0] and span[1] <= known[1]] or [span]
+            else:  # arithmetic on the shape of one range is its own
+                arithmetic = all(value.columns is None for value in values)
+                own = [known for known in found if arithmetic and found[known] & self.growth.needs[position]]
+            if span is not None or len(own) == 1:
+                found[own[0]] = found.get(own[0], 0) | 1 << position
         return found
 
     def _span(self, value: _Value, product: Product) -> tuple[int, int] | None:
