@@ -102,9 +102,9 @@ def _selected(
     selection.check(candidates, PATTERNS)
     refusals = [selection.refusal(candidate) for candidate in candidates]
     left = tuple(
-        skipped_site(product.label, NotFusable("not_selected", product.label, refusal))
+        skipped_site(label, NotFusable("not_selected", label, refusal))
         for site, refusal in zip(sites, refusals, strict=True)
-        for product in site.match.products
+        for label in ([site.match.name] if site.match.shared else [product.label for product in site.match.products])
         if refusal
     )
     return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left

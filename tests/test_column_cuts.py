@@ -170,12 +170,22 @@ def test_ranges_of_equal_width_share_a_kernel_where_that_pays() -> None:
     assert [site.fusion.anchor for site in analysis.sites] == ["MatMul_0/0", "MatMul_0/12"]
 
 
+def test_where_a_range_ends_is_told_of_the_range_alone() -> None:
+    """What keeps the ranges out of one fusion is no end of theirs."""
+    assert [match.stop for match, _ in found(built(grouped_queries))] == [None] * 3
+    b = Builder()
+    q, k, v = split(b, packed(b))
+    model = b.model(b("Softmax", head(b, q)), head(b, k), head(b, v))
+    assert [match.stop and match.stop.reason for match, _ in found(model)] == ["unknown_op", None, None]
+
+
 def test_each_range_can_be_left_out() -> None:
     """Then its nodes stay, with the product that they read, and the others are fused all the same."""
     model = built(grouped_queries, FLOAT16)
     selection = Selection(plan={"MatMul_0/12": "column_ranges"})
     analysis = analyse_model(model, resolve("sm_80", list), selection=selection)
-    assert ([site.fusion.anchor for site in analysis.sites], len(analysis.skipped)) == (["MatMul_0/12"], 1)
+    assert [site.fusion.anchor for site in analysis.sites] == ["MatMul_0/12"]
+    assert [(skipped.anchor, skipped.reason) for skipped in analysis.skipped] == [("MatMul_0/0", "not_selected")]
     feed = feed_of(model)
     expected = run(model, feed)
     for before, after in zip(expected, run(rewritten(analysis), feed), strict=True):

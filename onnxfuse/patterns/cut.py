@@ -273,7 +273,7 @@ class Cut:
             epilogue=growth.epilogue,
             operands=growth.operands,
             shapes=growth.shapes_of(products, [*beside, *nodes]),
-            stop=self._stop_behind(region),
+            stop=self._stop_behind(region, shared),
             shared=tuple(sorted(map(growth.graph.index, beside))),
         )
 
@@ -393,10 +393,15 @@ class Cut:
         detail = f"{value.name!r} is also read by {node_label(reader)!r} ({reader.op}) outside the fusion, {why}"
         return NotFusable("several_readers", node_label(value.maker), detail)
 
-    def _stop_behind(self, region: Region) -> NotFusable | None:
-        """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue."""
-        found = [refusal for larger, refusal in self.refusals if larger & region == region]
-        found += [stop.refusal for stop in self.growth.stops if stop.needs and stop.needs & ~region == 0]
+    def _stop_behind(self, region: Region, shared: Region) -> NotFusable | None:
+        """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue.
+
+        A larger piece than one that shares its product is in no match's way.
+        """
+        found = [refusal for larger, refusal in self.refusals if larger & region == region and not shared]
+        found += [
+            stop.refusal for stop in self.growth.stops if stop.needs & region and not stop.needs & ~(region | shared)
+        ]
         return _weightiest(found)
 
 
