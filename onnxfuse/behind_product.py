@@ -20,7 +20,7 @@ def behind_product(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
     Raises:
         NotFusable: the parts and the operands are more than a kernel takes.
     """
-    loads = tuple(Load(part.tensor, part.part) for part in fusion.parts)
+    loads = tuple(Load(part.tensor, part.part, part.start) for part in fusion.parts)
     loads += tuple(replace(load, operand=load.operand + len(products)) for load in fusion.loads)
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", fusion.anchor, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")

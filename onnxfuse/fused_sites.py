@@ -6,6 +6,7 @@ The original nodes are those of the fused node's fallback function, so one file 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,10 +156,10 @@ def _size(entry: str) -> tuple[str, int]:
 
 
 def _dims(text: str) -> list[list[str]]:
-    """The dimensions of an einops item as lists of axes."""
+    """The dimensions of an einops item as lists of axes; of a window (`n:6144`), those of the window."""
     dims: list[list[str]] = []
     inside = False
-    for token in text.replace("(", " ( ").replace(")", " ) ").split():
+    for token in re.sub(r":\d+", "", text).replace("(", " ( ").replace(")", " ) ").split():
         if token in "()":
             inside = token == "("
             dims += [[]] if inside else []
@@ -177,7 +178,7 @@ def _bound(sizes: dict[str, int], dims: list[list[list[str]]], shapes: list[Shap
     """The size of every axis: a dimension tells the one axis of it that is not known yet."""
     for tensor, shape in zip(dims, shapes, strict=True):
         for axes, size in zip(tensor, shape, strict=True):
-            unknown = [axis for axis in axes if axis not in sizes]
+            unknown = [axis for axis in axes if axis not in sizes]  # none in a window
             if len(unknown) == 1:
                 sizes[unknown[0]] = size // math.prod(sizes[axis] for axis in axes if axis != unknown[0])
     return sizes

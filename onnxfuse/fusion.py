@@ -1,6 +1,7 @@
 """The IR of one fusion: named axes, a product in parts, operands, a straight line of pointwise steps. No ONNX in it.
 
-A dimension is a tuple of axes and is written as einops writes it: `f16[b, m, (h d)]`; `1` is a dimension of no axis.
+A dimension is a tuple of axes and is written as einops writes it: `f16[b, m, (h d)]`; `1` is a dimension of no axis,
+and `n:6144` one of 6144 elements of which n is a window.
 The product is `acc_p[batch, m, n] = sum over k of lhs[batch, m, k] * rhs_p[k, n]`; all parts p multiply the same lhs.
 The epilogue computes in fp32 over `acc0 .. accP-1` and over loads, in static single assignment. Steps `round_f16` stand
 where the model stores an intermediate in a narrower type, if the user wants each of them rounded.
@@ -47,11 +48,13 @@ class Tensor:
     Attributes:
         name: the value's name in the model.
         dims: one tuple of axes for each dimension, outermost first; an empty tuple is a dimension of size 1.
+        wide: a dimension whose axes are a window of it, and all elements of it; None where there is none.
     """
 
     name: str
     dtype: DType
     dims: tuple[Dim, ...]
+    wide: tuple[int, int] | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -61,26 +64,40 @@ class Tensor:
     @property
     def einops(self) -> str:
         """The dimensions in einops notation without brackets, `b m (p n)`."""
-        return " ".join(_dim_text(dim) for dim in self.dims)
+        return " ".join(self._dim_texts())
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(_dim_text(dim) for dim in self.dims)}]"
+        return f"{self.dtype}[{', '.join(self._dim_texts())}]"
+
+    def _dim_texts(self) -> list[str]:
+        texts = [_dim_text(dim) for dim in self.dims]
+        if self.wide is not None:
+            texts[self.wide[0]] += f":{self.wide[1]}"
+        return texts
 
 
 @dataclass(frozen=True)
 class Load:
-    """One value that the epilogue reads for each output element: an operand, or one part (column range) of it."""
+    """One value that the epilogue reads for each output element: an operand, or a column range of it.
+
+    Attributes:
+        operand: which.
+        part: index along axis `p`, of one whose columns are parts.
+        start: first column, of one whose columns are wider than the fusion's.
+    """
 
     operand: int
     part: int | None = None
+    start: int | None = None
 
 
 @dataclass(frozen=True)
 class RhsPart:
-    """The right-hand side of one part: an index into `Fusion.rhs`, and the index along axis `p` where it has one."""
+    """The right-hand side of one part: an index into `Fusion.rhs`, and the column range as `Load` has it."""
 
     tensor: int
     part: int | None = None
+    start: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Pointwise:
     """Pointwise steps over operands; by itself, what is fused behind a product that another kernel computes.
 
     Attributes:
-        anchor: name of the MatMul or Gemm.
+        anchor: name of the MatMul or Gemm, with the first column where several fusions share it: `/qkv/MatMul/4096`.
         pattern: a name in `patterns.parts.PATTERNS`.
         features: what the kernel does beside the product, sorted.
         axes: every axis with its size.
@@ -140,6 +157,10 @@ class Pointwise:
 
     def _product_rows(self) -> list[tuple[str, str]]:
         return []
+
+    def starts(self, tensor: Tensor) -> list[int]:
+        """The first column of every window of a tensor that is read."""
+        return [load.start or 0 for load in self.loads if self.operands[load.operand] == tensor]
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -175,7 +196,12 @@ class Fusion(Pointwise):
         return (self.lhs, *self.rhs, *self.operands)
 
     def _product_rows(self) -> list[tuple[str, str]]:
-        return [("lhs", str(self.lhs)), *(("rhs", f"{rhs}  parts {len(self.parts)}") for rhs in self.rhs)]
+        starts = "".join(f"  from {part.start}" for part in self.parts if part.start is not None)
+        return [("lhs", str(self.lhs)), *(("rhs", f"{rhs}  parts {len(self.parts)}{starts}") for rhs in self.rhs)]
+
+    def starts(self, tensor: Tensor) -> list[int]:
+        """The first column of every window of a tensor that is read."""
+        return [*super().starts(tensor), *(part.start or 0 for part in self.parts if self.rhs[part.tensor] == tensor)]
 
 
 def _dim_text(dim: Dim) -> str:
@@ -191,11 +217,13 @@ def value_text(value: Value, fusion: Pointwise) -> str:
     if not value.startswith("op"):
         return value
     load = fusion.loads[int(value[2:])]
-    return f"in{load.operand}{part_text(load.part)}"
+    return f"in{load.operand}{part_text(load.part, load.start)}"
 
 
-def part_text(part: int | None) -> str:
-    """`[p=1]` for a column range, nothing for a whole tensor."""
+def part_text(part: int | None, start: int | None = None) -> str:
+    """`[p=1]` for a part, `[+4096]` for a window, nothing for a whole tensor."""
+    if start is not None:
+        return f"[+{start}]"
     return "" if part is None else f"[{PART_AXIS}={part}]"
 
 

@@ -214,12 +214,12 @@ def _arguments(fusion: Pointwise) -> str:
     first_operand = len(fusion.inputs) - len(fusion.operands)
     groups = {
         "lhs": ["0"] if parts else [],
-        "rhs": [_indexed(1 + part.tensor, part.part) for part in parts],
-        "loads": [_indexed(first_operand + load.operand, load.part) for load in fusion.loads],
+        "rhs": [_indexed(1 + part.tensor, part.part, part.start) for part in parts],
+        "loads": [_indexed(first_operand + load.operand, load.part, load.start) for load in fusion.loads],
         "outs": [_indexed(fusion.outputs.index(out.tensor), out.part) for out in fusion.outs],
     }
     return " ".join(f"{name}={','.join(entries)}" for name, entries in groups.items() if entries)
 
 
-def _indexed(index: int, part: int | None) -> str:
-    return f"{index}{part_text(part)}"
+def _indexed(index: int, part: int | None, start: int | None = None) -> str:
+    return f"{index}{part_text(part, start)}"

@@ -71,7 +71,7 @@ def analyse_model(
     graphs = all_graphs(model)
     find = functools.partial(_find_sites, devices=devices, exact_fp32=fp32 == "exact", rounds=rounding == "onnx")
     sites, skipped = _selected(*find(graphs), selection)
-    reached = reached_functions((site.graph, site.match.nodes) for site in sites)
+    reached = reached_functions((site.graph, (*site.match.shared, *site.match.nodes)) for site in sites)
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
         sites, _ = _selected(*find(graphs), selection)
@@ -96,14 +96,15 @@ def _selected(
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     """The sites that the user wants; the others are left alone like those that no kernel computes."""
     candidates = [
-        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, site.match.nodes)) for site in sites
+        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, (*site.match.shared, *site.match.nodes)))
+        for site in sites
     ]
     selection.check(candidates, PATTERNS)
     refusals = [selection.refusal(candidate) for candidate in candidates]
     left = tuple(
-        skipped_site(product.label, NotFusable("not_selected", product.label, refusal))
+        skipped_site(label, NotFusable("not_selected", label, refusal))
         for site, refusal in zip(sites, refusals, strict=True)
-        for product in site.match.products
+        for label in ([site.match.name] if site.match.shared else [product.label for product in site.match.products])
         if refusal
     )
     return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onnxfuse.axes import AxisMapping, map_axes, map_pointwise
@@ -118,11 +118,17 @@ def plan_site(
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     behind = _behind(graph, match, mapping, devices, rounds) if library_will_do else None
     estimates = _estimates(graph, fusion, plans, behind)
+    if match.shared:  # a product that stays would do all columns, for each of the matches that share it
+        behind, estimates = None, {device: _without_behind(times) for device, times in estimates.items()}
     tier = choose(estimates) if estimates else Tier.ONE_KERNEL
     if tier is Tier.LEFT_ALONE:
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
     return Site(graph, match, fusion, mapping, plans, behind, tier, estimates)
+
+
+def _without_behind(times: Iterable[Times]) -> tuple[Times, ...]:
+    return tuple({tier: each[tier] for tier in each if tier is not Tier.BEHIND} for each in times)
 
 
 def pays_together(joint: Site, alone: Sequence[Site]) -> bool:

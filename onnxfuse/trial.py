@@ -125,4 +125,8 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
 
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[axis] for axis in dim) for dim in tensor.dims)
+    shape = [math.prod(sizes[axis] for axis in dim) for dim in tensor.dims]
+    if tensor.wide is not None:
+        dimension, size = tensor.wide
+        shape[dimension] = size
+    return tuple(shape)

@@ -110,12 +110,19 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
         return Width(1, f"{own[-1]}, not {inner[-1]}, is its contiguous axis")
     run = _run(own, inner)
     sizes = [fusion.size(axis) for axis in run]
-    contiguity = math.prod(size for size in sizes if size is not None)
+    contiguity = math.gcd(math.prod(size for size in sizes if size is not None), *_window(fusion, tensor))
     if contiguity % limit == 0:
         return Width(limit, f"{WIDEST_BYTES} bytes")
     if None in sizes:
         return Width(limit, f"{WIDEST_BYTES} bytes where {' '.join(run)} is a multiple of {limit}", guarded=True)
     return Width(_power_of_two(contiguity), _shortness(fusion, tensor, run, contiguity))
+
+
+def _window(fusion: Pointwise, tensor: Tensor) -> list[int]:
+    """What every access to a window of the contiguous dimension is apart from the next: rows, and first columns."""
+    if tensor.wide is None or tensor.wide[0] != len(tensor.dims) - 1:
+        return []
+    return [tensor.wide[1], *fusion.starts(tensor)]
 
 
 def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:
@@ -133,6 +140,8 @@ def _run(own: Axes, loop: Axes) -> Axes:
 def _shortness(fusion: Pointwise, tensor: Tensor, run: Axes, contiguity: int) -> str:
     """What ends or misaligns wider accesses: where the next part, row, or nothing begins behind a run."""
     outer = stepped(fusion, tensor.axes[: tensor.axes.index(run[0])])
+    if _window(fusion, tensor):
+        return f"rows and first columns of its window are multiples of {contiguity} only"
     if not outer:
         return f"{contiguity} elements along {' '.join(run)} are {_oddness(contiguity)}"
     if outer[-1] == PART_AXIS:

@@ -55,6 +55,18 @@ def with_weights(model: ModelProto) -> ModelProto:
     return model
 
 
+def with_positions(model: ModelProto, positions: int) -> ModelProto:
+    """Widen, in place, the table of positions of a graph without weights, and the ids [1, P] that are read from it."""
+    (table,) = (tensor for tensor in model.graph.initializer if "position_embeddings" in tensor.name)
+    old, table.dims[0] = table.dims[0], positions
+    values = [attribute.t for node in model.graph.node if node.op_type == "Constant" for attribute in node.attribute]
+    for tensor in (tensor for tensor in values if tuple(tensor.dims) == (1, old)):
+        first, second = numpy_helper.to_array(tensor)[0, :2]
+        ids = first + (second - first) * np.arange(positions)[np.newaxis]
+        tensor.CopyFrom(numpy_helper.from_array(ids.astype(np.int64), tensor.name))
+    return model
+
+
 def feed(key: str, index: int) -> dict[str, np.ndarray]:
     path = folder() / key
     with np.load(path.with_suffix(f".feed{index}.npz")) as arrays:

@@ -62,6 +62,17 @@ def spread(tensor: Tensor, value: np.ndarray, axes: tuple[str, ...], sizes: dict
     return own.reshape([sizes[axis] if axis in tensor.axes else 1 for axis in axes])
 
 
+def _window(tensor: Tensor, value: np.ndarray, start: int, sizes: dict[str, int]) -> np.ndarray:
+    """The elements of a tensor that a fusion reads, of one that is wider than its axes."""
+    if tensor.wide is None:
+        return value
+    dimension, size = tensor.wide
+    assert value.shape[dimension] == size
+    width = math.prod(sizes[axis] for axis in tensor.dims[dimension])
+    assert start + width <= size, "a window ends within its dimension"
+    return value.take(range(start, start + width), dimension)
+
+
 def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs of a fusion in float64, given its inputs by name."""
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}
@@ -75,8 +86,9 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     alone = tuple(axis for axis in rows if axis not in shared)
     loops = (*rows, *columns)
 
-    def read(tensor: Tensor, part: int | None, axes: tuple[str, ...]) -> np.ndarray:
-        whole = spread(tensor, values[tensor.name], axes if part is None else (PART_AXIS, *axes), sizes)
+    def read(tensor: Tensor, part: int | None, axes: tuple[str, ...], start: int | None = None) -> np.ndarray:
+        value = _window(tensor, values[tensor.name], start or 0, sizes)
+        whole = spread(tensor, value, axes if part is None else (PART_AXIS, *axes), sizes)
         return whole if part is None else whole[part]
 
     def count(axes: tuple[str, ...]) -> int:
@@ -87,11 +99,11 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     order = [(*shared, *alone, *columns).index(axis) for axis in loops]
     names: dict[str, np.ndarray] = {}
     for index, part in enumerate(fusion.parts):
-        rhs = read(fusion.rhs[part.tensor], part.part, (*shared, *contracted, *columns))
+        rhs = read(fusion.rhs[part.tensor], part.part, (*shared, *contracted, *columns), part.start)
         product = lhs @ rhs.reshape(*batch, k, count(columns))
         names[f"acc{index}"] = product.reshape([sizes[a] for a in (*shared, *alone, *columns)]).transpose(order)
     for index, load in enumerate(fusion.loads):
-        names[f"op{index}"] = read(fusion.operands[load.operand], load.part, loops)
+        names[f"op{index}"] = read(fusion.operands[load.operand], load.part, loops, load.start)
     with np.errstate(all="ignore"):
         for step in fusion.steps:
             inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
@@ -107,7 +119,7 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
 def _bind(fusion: Fusion, values: dict[str, np.ndarray], sizes: dict[str, int | None]) -> None:
     """Sizes that only the run knows, from the inputs' shapes."""
     for tensor in fusion.inputs:
-        for dim, size in zip(tensor.dims, values[tensor.name].shape, strict=True):
+        for dim, size in zip(tensor.dims, values[tensor.name].shape, strict=True):  # none of a window is unknown
             unknown = [axis for axis in dim if sizes[axis] is None]
             if len(unknown) == 1:
                 sizes[unknown[0]] = size // math.prod(sizes[axis] for axis in dim if axis != unknown[0])

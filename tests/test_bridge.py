@@ -212,6 +212,53 @@ def test_behind_a_product_its_parts_are_loads() -> None:
     assert bridge().infer(BEHIND, ["B M 2560", "2560"]) == ["B M 1280"]
 
 
+WINDOW = Node(
+    axes="b m k, k (n1 n2):6144, (n1 n2):6144 -> b n1 m n2",
+    sizes="n1=8 n2=128 k=320",
+    problem="m=b*m n=n1*n2 k=k",
+    arguments="lhs=0 rhs=1[+4096] loads=2[+4096] outs=0",
+    out_types="f16",
+    kernel=RECORD.kernel,
+)
+WINDOW_SHAPES = ((2, 77, 320), (320, 6144), (6144,))
+
+
+def test_a_window_is_an_offset_into_wider_rows() -> None:
+    arguments, out_shapes = bridge().arguments(WINDOW, WINDOW_SHAPES, element_bytes=2, inputs=(4096, 8192, 65536))
+    assert (arguments.m, arguments.n, arguments.k) == (154, 1024, 320)
+    assert (arguments.rhs[0].pointer, arguments.loads[0].pointer) == (8192 + 2 * 4096, 65536 + 2 * 4096)
+    assert (arguments.rhs[0].row_stride, arguments.rhs[0].column_stride) == (6144, 1)
+    assert out_shapes == [(2, 8, 77, 128)]
+    rows = dataclasses.replace(WINDOW, axes="b m k, (n1 n2):6144 k, (n1 n2):6144 -> b n1 m n2")
+    shapes = ((2, 77, 320), (6144, 320), (6144,))
+    turned, _ = bridge().arguments(rows, shapes, element_bytes=2, inputs=(4096, 8192, 65536))
+    assert (turned.rhs[0].pointer, turned.rhs[0].row_stride) == (8192 + 2 * 320 * 4096, 1)
+    assert bridge().infer(WINDOW, ["B M 320", "320 6144", "6144"]) == ["B 8 M 128"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes", "words"),
+    [
+        ({}, (WINDOW_SHAPES[0], (320, 6145), (6144,)), ("dimension 1 of input 1", "6145", "6144")),
+        ({"arguments": "lhs=0 rhs=1[+5121] loads=2 outs=0"}, WINDOW_SHAPES, ("input 1", "1024", "from 5121")),
+        ({"sizes": "n1=49 n2=128 k=320"}, WINDOW_SHAPES, ("6272 elements",)),
+        ({"sizes": "n1=8 k=320"}, WINDOW_SHAPES, ("axis n2",)),
+        ({"arguments": "lhs=0[+1] rhs=1 loads=2 outs=0"}, WINDOW_SHAPES, ("arguments=", "tensor 0 has no window")),
+        ({"arguments": "lhs=0 rhs=1[+n] loads=2 outs=0"}, WINDOW_SHAPES, ("arguments=", "expected a number")),
+        ({"axes": "b m k, k (n1 n2):6144, (n1 n2):6144 -> b n1:8 m n2"}, WINDOW_SHAPES, ("axes=", "of an output")),
+        ({"axes": "b m:77 k:320, k (n1 n2), (n1 n2) -> b n1 m n2"}, WINDOW_SHAPES, ("axes=", "second window")),
+        ({"axes": "b m k 1:3, k (n1 n2), (n1 n2) -> b n1 m n2"}, WINDOW_SHAPES, ("axes=", "no axes")),
+    ],
+)
+def test_a_window_that_does_not_fit_is_named(
+    changes: Mapping[str, str], shapes: Sequence[Sequence[int]], words: Sequence[str]
+) -> None:
+    with pytest.raises(BridgeError) as caught:
+        bridge().arguments(dataclasses.replace(WINDOW, **changes), shapes)
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_a_kernel_with_a_product_is_not_run_without_one() -> None:
     arguments, _ = bridge().arguments(BEHIND, ((2, 77, 2560), (2560,)), element_bytes=2, inputs=(4096, 8192))
     loads = dataclasses.replace(RECORD, min_m=0, load_alignments=(16, 16, 16, 16))
@@ -327,15 +374,22 @@ def test_a_broken_attribute_is_named(changes: Mapping[str, str], words: Sequence
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["axes", "sizes", "problem", "arguments"]), st.data())
-def test_mutated_attributes_never_crash(name: str, data: st.DataObject) -> None:
-    text = GATE.attributes[name]
+@given(
+    st.sampled_from(["axes", "sizes", "problem", "arguments"]),
+    st.sampled_from([(GATE, GATE_SHAPES), (WINDOW, WINDOW_SHAPES)]),
+    st.data(),
+)
+def test_mutated_attributes_never_crash(
+    name: str, given_node: tuple[Node, Sequence[Sequence[int]]], data: st.DataObject
+) -> None:
+    original, shapes = given_node
+    text = original.attributes[name]
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
-    inserted = data.draw(st.text(" ,()[]=*->0123456789bmknp", max_size=6))
-    node = changed(**{name: text[:start] + inserted + text[end:]})
+    inserted = data.draw(st.text(" ,()[]=*->:+0123456789bmknp", max_size=6))
+    node = dataclasses.replace(original, **{name: text[:start] + inserted + text[end:]})
     with contextlib.suppress(BridgeError):
-        bridge().arguments(node, GATE_SHAPES)
+        bridge().arguments(node, shapes)
 
 
 @pytest.mark.parametrize(

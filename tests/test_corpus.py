@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import onnx
 import pytest
@@ -12,7 +13,9 @@ from onnxfuse.fusion import Fusion
 from onnxfuse.inline import reads
 from onnxfuse.patterns import is_anchor
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.runtime.verify import verify
 from tests import corpus, sweep
+from tests.perf.__main__ import MODELS
 
 # Residuals of the manifest that no kernel adds: a time embedding [b, n] that broadcasts over an image [b, n, h, w], and
 # an add of two products, which the manifest counts for both.
@@ -36,7 +39,10 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
 def test_every_product_is_fused_once_or_listed(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list))
     anchors = sum(is_anchor(graph, node) for graph in analysis.graphs for node in graph.nodes)
-    assert sum(len(site.match.products) for site in analysis.sites) + len(analysis.skipped) == anchors
+    fused = {id(product.node): site.match.shared for site in analysis.sites for product in site.match.products}
+    assert len(fused) + len(analysis.skipped) == anchors
+    alone = [site for site in analysis.sites if not site.match.shared]
+    assert sum(len(site.match.products) for site in alone) == sum(not shared for shared in fused.values())
     taken = [(site.graph.scope.path, index) for site in analysis.sites for index in site.match.nodes]
     assert len(taken) == len(set(taken))
 
@@ -52,6 +58,21 @@ def test_no_initializer_is_left_that_nothing_reads(key: str) -> None:
     unread_before = unread(original)
     fused = sweep.rewritten(analyse_model(original, resolve("sm_80", list)))
     assert unread(fused) <= unread_before
+
+
+def test_bert_has_as_many_positions_as_a_measurement_needs(tmp_path: Path) -> None:
+    """`python -m tests.perf` times more tokens than the corpus has positions; the wider graph is as good."""
+    (case,) = (case for case in MODELS if case.positions)
+    (narrow,) = (other for other in MODELS if other.graph == case.graph and other is not case)
+    tokens = case.shapes["input_ids"][1]
+    assert case.positions == tokens
+    paths = tmp_path / "bert.onnx", tmp_path / "bert.fused.onnx"
+    model = case.build()
+    onnx.save(model, paths[0])
+    analysis, before = (analyse_model(each, resolve("sm_80", list)) for each in (model, narrow.build()))
+    assert [str(site.fusion) for site in analysis.sites] == [str(site.fusion) for site in before.sites]
+    onnx.save(sweep.rewritten(analysis), paths[1])
+    assert verify(*paths, shapes=dict.fromkeys(case.shapes, (1, tokens))).passed
 
 
 def unread(model: onnx.ModelProto) -> set[str]:

@@ -11,7 +11,7 @@ from onnxfuse.fusion import Fusion
 from onnxfuse.kernel_spec import EXACT
 from onnxfuse.pipeline import analyse_model
 from tests.matching import check_meaning, draw, only, refusal
-from tests.onnx_build import Builder, run
+from tests.onnx_build import FLOAT16, Builder, run
 from tests.sweep import rewritten
 
 HEADS, DEPTH, GROUP = 4, 6, 2
@@ -114,6 +114,20 @@ def grouped_values(b: Builder) -> str:
     return b("Reshape", b("Transpose", b("MatMul", b.input("p", P), v), perm=(0, 2, 1, 3)), b.integers(0, 0, -1))
 
 
+def tiled_values(b: Builder) -> str:
+    """The same, repeated by Tile."""
+    v = b("Unsqueeze", b.input("v", ("batch", HEADS // GROUP, "keys", DEPTH)), b.integers(2))
+    v = b("Reshape", b("Tile", v, b.integers(1, 1, GROUP, 1, 1)), b.integers(0, HEADS, -1, DEPTH))
+    return b("Reshape", b("Transpose", b("MatMul", b.input("p", P), v), perm=(0, 2, 1, 3)), b.integers(0, 0, -1))
+
+
+def tiled_keys(b: Builder) -> str:
+    """As many repetitions as there are heads: no broadcast, so that the Tile stays outside."""
+    q = b.input("q", ("batch", GROUP * GROUP, "rows", DEPTH))
+    k = b("Tile", b.input("k", ("batch", GROUP, DEPTH, "keys")), b.integers(1, GROUP, 1, 1))
+    return b("Tanh", b("MatMul", q, k))
+
+
 def grouped_keys(b: Builder) -> str:
     k = repeated(b, b.input("k", ("batch", HEADS // GROUP, "keys", DEPTH)))
     t = b("MatMul", b.input("q", Q), b("Transpose", k, perm=(0, 1, 3, 2)))
@@ -142,6 +156,33 @@ def image_activated(b: Builder) -> str:
 def image_residual(b: Builder) -> str:
     t = b("Add", image(b, "height", "width"), b.input("residual", ("batch", 8, "height", "width")))
     return b("Div", t, b.array(2.0))
+
+
+def normalized(b: Builder, t: str, channels: int = 8, **attributes: object) -> str:
+    """A BatchNormalization of stored statistics."""
+    vectors = [draw(channels, seed=seed) for seed in range(3)]
+    variance = b.array(np.abs(draw(channels, seed=3)) + 0.1)
+    return b("BatchNormalization", t, *map(b.array, vectors), variance, **attributes)
+
+
+def image_normalized(b: Builder) -> str:
+    return b("Relu", normalized(b, image(b, "height", "width")))
+
+
+def rows_normalized(b: Builder) -> str:
+    x = b.input("x", ("rows", DEPTH))
+    return b("Tanh", normalized(b, b("Gemm", x, b.array(draw(DEPTH, 8)), b.array(draw(8))), epsilon=0.1))
+
+
+def sequence_normalized(b: Builder) -> str:
+    """The channels are the columns, in front of the positions."""
+    x = b.input("x", ("batch", "rows", DEPTH))
+    return normalized(b, b("Transpose", b("MatMul", x, b.array(draw(DEPTH, 8))), perm=(0, 2, 1)))
+
+
+def positions_normalized(b: Builder) -> str:
+    """The channels are rows."""
+    return normalized(b, b("MatMul", b.input("x", ("batch", 3, DEPTH)), b.array(draw(DEPTH, 8))), channels=3)
 
 
 def image_of_scales(b: Builder) -> str:
@@ -231,13 +272,14 @@ def spelled_and_squeezed(b: Builder) -> str:
 FORMS = [
     spelled_linear, spelled_scores, spelled_and_squeezed,
     image_activated, image_of_the_weights_size, image_residual, image_of_scales, sequence_activated,
-    volume_activated, image_to_rows,
+    volume_activated, image_to_rows, image_normalized, rows_normalized, sequence_normalized, positions_normalized,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     einsum_of_any_batch,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_its_own_shape, attention_out_of_computed_shape,
     shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
-    constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, row_vector, column_vector,
+    constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, tiled_values,
+    tiled_keys, row_vector, column_vector,
 ]  # fmt: skip
 
 
@@ -271,6 +313,11 @@ def test_a_batch_that_lies_apart_is_refused(form) -> None:
     assert skipped.reason == "axes_do_not_flatten"
 
 
+def test_a_normalization_is_no_activation() -> None:
+    assert "activation" not in fused(sequence_normalized).features
+    assert "activation" in fused(rows_normalized).features
+
+
 @pytest.mark.parametrize("dtype", [1, 10], ids=["f32", "f16"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in UNPLANNED], ids=lambda form: form.__name__)
 def test_it_is_planned_and_bits_are_the_same_without_the_library(form, dtype: int) -> None:
@@ -285,6 +332,50 @@ def test_it_is_planned_and_bits_are_the_same_without_the_library(form, dtype: in
         for before, after in zip(wanted, run(fused, feed), strict=True):
             assert before.shape == after.shape
             assert before.tobytes() == after.tobytes()
+
+
+def merged_by_shape_of(b: Builder, value: str, v: str) -> str:
+    """P times V in fp32, the heads merged to a size of some value, as decoders of 16 bits do it."""
+    t = b("MatMul", b("Cast", b.input("p", P), to=1), b("Cast", v, to=1))
+    sizes = b("Gather", b("Shape", "p"), b.integers(2)), b("Gather", b("Shape", value), b.integers(3))
+    split = b("Reshape", t, b("Concat", b.integers(-1, HEADS), *sizes, axis=0))
+    return b(
+        "Cast", b("Reshape", b("Transpose", split, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * DEPTH)), to=FLOAT16
+    )
+
+
+def shape_of_moved(b: Builder) -> list[str]:
+    """Repeated heads: what moves elements rounds none."""
+    v = repeated(b, b("Tanh", b.input("v", ("batch", HEADS // GROUP, "keys", DEPTH))))
+    return [merged_by_shape_of(b, v, v)]
+
+
+def shape_of_computed(b: Builder) -> list[str]:
+    """It is rounded to 16 bits, unless a Cast alone reads it."""
+    v = b("Tanh", b.input("v", K))
+    return [merged_by_shape_of(b, v, v)]
+
+
+def shape_of_rotated(b: Builder) -> list[str]:
+    """A partial rotary embedding: Concat moves 32 bits between what computes, unless something else reads it."""
+    v = b.input("v", K)
+    halves = [b("Slice", v, *map(b.integers, (start, start + DEPTH // 2, 3))) for start in (0, DEPTH // 2)]
+    rotated = b("Concat", b("Tanh", halves[0]), halves[1], axis=3)
+    return [merged_by_shape_of(b, rotated, v), b("Mul", rotated, rotated)]
+
+
+@pytest.mark.parametrize(
+    ("form", "reasons"),
+    [(shape_of_moved, []), (shape_of_computed, ["unknown_shape"]), (shape_of_rotated, ["unknown_shape"])],
+)
+def test_what_reads_a_shape_alone_keeps_its_say_in_how_16_bits_are_rounded(form, reasons: list[str]) -> None:
+    b = Builder(FLOAT16)
+    model = b.model(*form(b))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    assert [skipped.reason for skipped in analysis.skipped] == reasons
+    feed = feed_of(model)
+    for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
+        assert before.tobytes() == after.tobytes()
 
 
 def fused(form) -> Fusion:
@@ -303,6 +394,7 @@ def fused(form) -> Fusion:
         (constant_left, "m k", "b k n", ["m 1"], "b m n"),
         (constant_left_turned, "m k", "b k n", [], "b n m"),
         (grouped_values, "b (h g) m k", "b h k n", [], "b m (h g n)"),
+        (tiled_values, "b (h g) m k", "b h k n", [], "b m (h g n)"),
         (grouped_keys, "b (h g) m k", "b h n k", ["b 1 m n"], "b (h g) m n"),
         (column_vector, "b m k", "k", [], "b m"),
         (image_residual, "m k 1 1", "b k n1 n2", ["m", "b m n1 n2"], "b m n1 n2"),
@@ -389,6 +481,13 @@ def convolved(b: Builder) -> str:
     return b("Softmax", image(b, "keys"))
 
 
+def trained(b: Builder) -> str:
+    """A BatchNormalization whose statistics are those of the run."""
+    vectors = [b.array(draw(8, seed=seed)) for seed in range(3)]
+    t = image(b, "height", "width")
+    return b("BatchNormalization", t, *vectors, b.array(np.ones(8)), outputs=3, training_mode=1)[0]
+
+
 def split_columns_of_the_run(b: Builder) -> str:
     return b("Split", scores(b), outputs=2, axis=3, num_outputs=2)[0]
 
@@ -404,6 +503,7 @@ def split_columns_of_the_run(b: Builder) -> str:
         (traced, "unsupported_product"),
         (three_inputs, "unsupported_product"),
         (convolved, "unknown_op"),
+        (trained, "unknown_op"),
         (split_columns_of_the_run, "bounds_not_constant"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from onnxfuse.axes import map_axes
 from onnxfuse.dtypes import BF16, BOOL, F16, F32
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
+from onnxfuse.fusion import Fusion, RhsPart
 from onnxfuse.vector_width import WIDEST_BYTES, analyse, is_turned
 from tests.addresses import accesses, is_legal, lines
 from tests.fusions import fusion
@@ -209,6 +211,21 @@ ORDERS = [
     ("n m b h", 1, False, "h, not n, is its contiguous axis"),
     ("n m h b", 1, False, "b, not n, is its contiguous axis"),
 ]
+
+
+@pytest.mark.parametrize(("whole", "start"), [(512, 384), (512, 4), (516, 128), (513, 1), (512, 0)])
+@pytest.mark.parametrize("rhs", ["k n", "n k"])
+def test_windows_of_a_weight(rhs: str, whole: int, start: int) -> None:
+    """Every access begins a multiple of the width behind the tensor's first element, whatever the row."""
+    built = fusion({"m": 504, "n": 128, "k": 248}, rhs=rhs)
+    wide = replace(built.rhs[0], wide=(rhs.split().index("n"), whole))
+    built = replace(built, rhs=(wide,), parts=(RhsPart(0, None, start),))
+    width = analyse(built, map_axes(built)).rhs
+    own = rhs == "k n"
+    first = [row * whole + start if own else (row + start) * 248 for row in range(3)]
+    step = math.gcd(*first, 128 if own else 248)
+    assert width.elements == min(step & -step, 8)
+    assert (width.reason == "16 bytes") == (width.elements == 8)
 
 
 def test_all_orders_are_there() -> None:

@@ -169,10 +169,24 @@ def heads_of_siblings(b: Builder) -> list[str]:
     return heads
 
 
+def window(b: Builder) -> list[str]:
+    """Columns that are no part of the product: q of grouped queries."""
+    t = b("Slice", linear(b, n=14), *map(b.integers, (3, 3 + N, 2)))
+    return [b("Transpose", b("Reshape", t, b.integers(0, 0, 2, N // 2)), perm=(0, 2, 1, 3))]
+
+
+def window_of_rows(b: Builder) -> list[str]:
+    """The same of a weight [n, k], and of a tile."""
+    x, residual = b.input("x", ("rows", K)), b.input("residual", ("rows", 14))
+    t = b("Add", b("Gemm", x, b.array(draw(14, K), "weight"), transB=1), residual)
+    return [b("Tanh", b("Slice", t, *map(b.integers, (5, 5 + N, 1))))]
+
+
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
     causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate, heads_of_siblings,
+    window, window_of_rows,
 ]  # fmt: skip
 
 

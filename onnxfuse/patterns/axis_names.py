@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from onnxfuse.dtypes import DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import PART_AXIS, Axis, Dim
+from onnxfuse.fusion import PART_AXIS, Axis, Dim, Tensor
 from onnxfuse.patterns.views import COLUMNS, Piece, View, cut, extent
 
 LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more
@@ -21,19 +22,27 @@ class AxisNames:
         axes: rows, then columns, then k.
         pieces: of each axis.
         width: columns of one part.
+        is_window: whether the only part is one of any width.
     """
 
     axes: tuple[Axis, ...]
     pieces: tuple[Piece, ...]
     width: int | str
+    is_window: bool = False
 
-    def dims(self, view: View) -> tuple[Dim, ...]:
-        """A tensor's dimensions. Columns that are wider than a part are parts side by side."""
-        return tuple(tuple(name for piece in dim for name in self._names(piece)) for dim in view)
+    def tensor(self, name: str, dtype: DType, view: View) -> Tensor:
+        """A tensor. Columns that are wider than a part are parts side by side, or what a window is of."""
+        dims = tuple(tuple(name for piece in dim for name in self._names(piece)) for dim in view)
+        wide = [(index, dim[0].size) for index, dim in enumerate(view) if len(dim) == 1 and self._is_wide(dim[0])]
+        return Tensor(name, dtype, dims, *((index, int(size)) for index, size in wide))
+
+    def _is_wide(self, piece: Piece) -> bool:
+        return self.is_window and _is_packed(piece, self.width)
 
     def _names(self, piece: Piece) -> Dim:
         if _is_packed(piece, self.width):
-            return (PART_AXIS, *self._names(Piece(COLUMNS, self.width)))
+            names = self._names(Piece(COLUMNS, self.width))
+            return names if self.is_window else (PART_AXIS, *names)
         end = piece.step * piece.size if isinstance(piece.size, int) else 0
         parts = sorted(zip(self.pieces, self.axes, strict=True), key=lambda entry: -entry[0].step)
         own = ((part.step, axis.name) for part, axis in parts if part.axis == piece.axis)
@@ -46,7 +55,9 @@ def _is_packed(piece: Piece, width: int | str) -> bool:
     return piece.axis == COLUMNS and sizes and int(piece.size) > int(width)
 
 
-def name_axes(rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable[View]) -> AxisNames:
+def name_axes(
+    rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable[View], is_window: bool = False
+) -> AxisNames:
     """Cut the axes, and name the pieces.
 
     Args:
@@ -54,6 +65,7 @@ def name_axes(rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable
         k: its contracted dimension.
         columns: those of one part.
         tensors: every tensor of the fusion.
+        is_window: whether wider columns are what a window is of, and not parts.
 
     Raises:
         NotFusable: two tensors cut an axis at places that do not divide each other, or there are too many axes.
@@ -70,7 +82,7 @@ def name_axes(rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable
     names = (*_row_names(len(row_pieces)), *_numbered("n", column_pieces), *_numbered("k", k_pieces))
     pieces = (*row_pieces, *column_pieces, *k_pieces)
     sizes = (piece.size if isinstance(piece.size, int) else None for piece in pieces)
-    return AxisNames(tuple(map(Axis, names, sizes)), pieces, width)
+    return AxisNames(tuple(map(Axis, names, sizes)), pieces, width, is_window)
 
 
 def _finest(view: View, cuts: dict[str, set[int]]) -> tuple[Piece, ...]:

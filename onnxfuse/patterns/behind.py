@@ -47,7 +47,11 @@ def _check_shape(graph: Graph, fusion: Fusion, product: Tensor) -> None:
 
 
 def _sizes(fusion: Fusion, tensor: Tensor) -> list[list[int | None]]:
-    return [[fusion.size(axis) for axis in dim] for dim in tensor.dims]
+    sizes = [[fusion.size(axis) for axis in dim] for dim in tensor.dims]
+    if tensor.wide is not None:
+        dimension, whole = tensor.wide
+        sizes[dimension] = [whole]
+    return sizes
 
 
 def _as_made(match: Match) -> Match:

@@ -117,8 +117,11 @@ class Cut:
 
     def region_of(self, match: Match) -> Region:
         """The match's nodes as bits."""
+        return self._region(match.nodes)
+
+    def _region(self, indices: Iterable[int]) -> Region:
         nodes = self.growth.graph.nodes
-        return sum(1 << self._positions[id(nodes[index])] for index in match.nodes)
+        return sum(1 << self._positions[id(nodes[index])] for index in indices)
 
     def _value(self, maker: gs.Node, tensor: gs.Tensor) -> _Value:
         inside = [reader for reader in tensor.outputs if id(reader) in self._positions]
@@ -144,8 +147,76 @@ class Cut:
                 region, match = wider, candidate
         return match
 
+    def splits(self, match: Match) -> bool:
+        """Whether a match takes columns apart."""
+        return any(qualified_op(self.growth.graph.nodes[index]) in COLUMN_OPS for index in match.nodes)
+
+    def apart(self, product: Product) -> Iterator[list[Match]]:
+        """For each column range of a product by itself, the matches that compute it and no other, the largest first.
+
+        Each stands for the nodes behind the range, and multiplies by the range's columns of the weight alone. What they
+        all need, from the product to where it is taken apart, stays until nothing reads it: so there is nothing where
+        somebody else does.
+        """
+        ranges = self._ranges_of(product)
+        region = 0
+        for own in ranges.values():
+            region |= own
+        shared = self._needed(region) & ~region
+        if len(ranges) < 2 or self._is_read_beside(shared, region):
+            return
+        for own in ranges.values():
+            yield list(self._range_matches(own, shared))
+
+    def _ranges_of(self, product: Product) -> dict[tuple[int, int], Region]:
+        """The nodes behind each range of a product, by first and last column; a range of a range is of the larger."""
+        found: dict[tuple[int, int], Region] = {}
+        for position, values in enumerate(self._values):
+            span = self._span(values[0], product) if len(values) == 1 else None
+            if span is not None:
+                own = [known for known in found if known[0] <= span[0] and span[1] <= known[1]] or [span]
+            else:  # arithmetic on the shape of one range is its own
+                arithmetic = all(value.columns is None for value in values)
+                own = [known for known in found if arithmetic and found[known] & self.growth.needs[position]]
+            if span is not None or len(own) == 1:
+                found[own[0]] = found.get(own[0], 0) | 1 << position
+        return found
+
+    def _span(self, value: _Value, product: Product) -> tuple[int, int] | None:
+        """First and last column of a product that a value is one range of; None where it has all of them."""
+        columns = value.columns
+        if columns is None or isinstance(columns.length, str) or columns.length == product.n:
+            return None
+        leaves = self.growth.epilogue.leaves(ACC, (columns.ref,))
+        if len(leaves) != 1 or leaves[0].operand != product.out:
+            return None
+        first = leaves[0].offset or 0
+        return first, first + columns.length
+
+    def _needed(self, region: Region) -> Region:
+        needed = 0
+        for position in _bits(region):
+            needed |= self.growth.needs[position]
+        return needed
+
+    def _is_read_beside(self, shared: Region, region: Region) -> bool:
+        """Whether anything but the ranges reads what they share."""
+        values = (value for position in _bits(shared) for value in self._values[position])
+        return any(value.escapes or value.outside or value.readers & ~(shared | region) for value in values)
+
+    def _range_matches(self, own: Region, shared: Region) -> Iterator[Match]:
+        """The matches of one range that nobody reads further in front than where they end."""
+        first = (own & -own).bit_length() - 1
+        for position in reversed(list(_bits(own))):
+            region = self.growth.needs[position] & own
+            if region >> first & 1 and self._may_end(position, region):
+                try:
+                    yield self._match(region, position, self.growth.needs[position] & shared)
+                except NotFusable as refusal:
+                    self.refuse(region, refusal)
+
     def joined(self, first: Match, second: Match) -> Match:
-        """One match of two that share no node; each keeps its exits.
+        """One match of two that share no node but those of `shared`; each keeps its exits.
 
         Raises:
             NotFusable: their columns differ in number, they have more outputs than a kernel, or no place in the model
@@ -155,24 +226,25 @@ class Cut:
             raise NotFusable("columns_differ", second.label, f"has other columns than {first.label!r}")
         region = self.region_of(first) | self.region_of(second)
         makers = (self._by_name[name].maker for name in (first.out, second.out))
-        match = self._closed(region, max(self._positions[id(maker)] for maker in makers))
+        shared = self._region({*first.shared, *second.shared})
+        match = self._closed(region, max(self._positions[id(maker)] for maker in makers), shared)
         self._check_outputs(match, region)
         return self.places.placed(match)
 
-    def _match(self, region: Region, root: int) -> Match:
+    def _match(self, region: Region, root: int, shared: Region = 0) -> Match:
         """The match of a region whose furthest value is that of `root`.
 
         Raises:
             NotFusable: an intermediate leaves it that cannot become an output, or no place in the model is right.
         """
-        match = self._closed(region, root)
+        match = self._closed(region, root, shared)
         if len(match.exits) > 1:
             self._check_outputs(match, region)
             self._check_worth(match, region)
         return self.places.placed(match)
 
-    def _closed(self, region: Region, root: int) -> Match:
-        """A region and what leaves it, the value of `root` last.
+    def _closed(self, region: Region, root: int, shared: Region = 0) -> Match:
+        """A region and what leaves it, the value of `root` last; what it shares with others stays for these.
 
         Raises:
             NotFusable: something leaves it that is no range of the columns.
@@ -185,12 +257,13 @@ class Cut:
         exits = (*(self._exit(value, columns.length, region) for value in leaving), furthest)
         growth = self.growth
         nodes = [growth.nodes[position] for position in _bits(region)]
-        anchors = {id(node) for node in nodes}
+        beside = [growth.nodes[position] for position in _bits(shared)]
+        anchors = {id(node) for node in (*beside, *nodes)}
         products = tuple(product for product in growth.products if id(product.node) in anchors)
         return Match(
             products=products,
             nodes=tuple(sorted(map(growth.graph.index, nodes))),
-            copied=tuple(sorted({growth.graph.index(node) for node in self._copied(products, nodes)})),
+            copied=tuple(sorted({*map(growth.graph.index, (*beside, *self._copied(products, [*beside, *nodes])))})),
             place=-1,
             folded=tuple(sorted({*self._spared(region), *self._indices(self._folded(region))})),
             constants=tuple(self._constants(region)),
@@ -199,8 +272,9 @@ class Cut:
             split=frozenset(span for node in nodes for span in self._split_span(node)),
             epilogue=growth.epilogue,
             operands=growth.operands,
-            shapes=growth.shapes_of(products, nodes),
-            stop=self._stop_behind(region),
+            shapes=growth.shapes_of(products, [*beside, *nodes]),
+            stop=self._stop_behind(region, shared),
+            shared=tuple(sorted(map(growth.graph.index, beside))),
         )
 
     def _copied(self, products: tuple[Product, ...], nodes: list[gs.Node]) -> Iterator[gs.Node]:
@@ -319,10 +393,15 @@ class Cut:
         detail = f"{value.name!r} is also read by {node_label(reader)!r} ({reader.op}) outside the fusion, {why}"
         return NotFusable("several_readers", node_label(value.maker), detail)
 
-    def _stop_behind(self, region: Region) -> NotFusable | None:
-        """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue."""
-        found = [refusal for larger, refusal in self.refusals if larger & region == region]
-        found += [stop.refusal for stop in self.growth.stops if stop.needs and stop.needs & ~region == 0]
+    def _stop_behind(self, region: Region, shared: Region) -> NotFusable | None:
+        """What ended the growth behind a region: a larger piece's refusal, or an op that is no epilogue.
+
+        A larger piece than one that shares its product is in no match's way.
+        """
+        found = [refusal for larger, refusal in self.refusals if larger & region == region and not shared]
+        found += [
+            stop.refusal for stop in self.growth.stops if stop.needs & region and not stop.needs & ~(region | shared)
+        ]
         return _weightiest(found)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from onnxfuse.dtypes import BOOL
-from onnxfuse.fusion import NONLINEAR, PART_AXIS, ROUNDS, Fusion, Tensor
+from onnxfuse.fusion import NONLINEAR, PART_AXIS, ROUNDS, Fusion, Tensor, Value
 
 
 def features_of(fusion: Fusion, has_cast: bool) -> Fusion:
@@ -43,7 +43,14 @@ def _is_bias(fusion: Fusion, tensor: Tensor) -> bool:
 
 
 def _has_activation(fusion: Fusion) -> bool:
-    return any(step.op in NONLINEAR for step in fusion.steps)
+    """Whether a nonlinear step has the product in it; the root of a variance is none."""
+    made: set[Value] = {f"acc{part}" for part in range(len(fusion.parts))}
+    for step in fusion.steps:
+        if made.intersection(step.inputs):
+            made.add(step.result)
+            if step.op in NONLINEAR:
+                return True
+    return False
 
 
 _SUMS, _PRODUCTS = ("add", "sub"), ("mul", "div")

@@ -21,7 +21,7 @@ from onnxfuse.known_values import is_complete
 from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
-from onnxfuse.patterns.pointwise import Lower, pointwise_row
+from onnxfuse.patterns.pointwise import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 from onnxfuse.patterns.views import (
@@ -193,7 +193,9 @@ class Growth:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
         if len({value.view for value in columns}) != 1:
             raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
-        inputs = [self._argument(tensor, columns[0]) for tensor in node.inputs]
+        if len(node.outputs) != 1:
+            raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
+        inputs = self._arguments(node, columns[0])
         self._check_keeps_shape(node, len(columns[0].view))
         self._take(node, replace(columns[0], ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
 
@@ -207,6 +209,15 @@ class Growth:
         shape = self.graph.shape(node.outputs[0].name)
         if shape is not None and len(shape) != rank:
             raise NotFusable("broadcasts_the_product", "", "an operand has more dimensions than the product")
+
+    def _arguments(self, node: gs.Node, value: Columns) -> list[Ref]:
+        """The inputs' expressions."""
+        channels = CHANNELS.get(qualified_op(node))
+        if channels is None:
+            return [self._argument(tensor, value) for tensor in node.inputs]
+        beside = replace(value, view=value.view[channels : channels + 1])
+        first, *vectors = node.inputs
+        return [self._argument(first, value), *(self._argument(tensor, beside) for tensor in vectors)]
 
     def _argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""

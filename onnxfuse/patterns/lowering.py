@@ -36,15 +36,15 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
     line = _straight_line(match)
     names = _axis_names(match, line)
     fusion = Fusion(
-        anchor=match.label,
+        anchor=match.name,
         pattern=pattern,
         features=(),
         axes=(*names.axes, *_part_axis(match)),
-        lhs=Tensor(first.lhs, first.dtype, names.dims(first.lhs_view)),
+        lhs=names.tensor(first.lhs, first.dtype, first.lhs_view),
         rhs=_weights(match, names),
         parts=_parts(match),
         operands=tuple(
-            Tensor(operand.name, _dtype(graph, operand.name), names.dims(operand.view)) for operand in line.operands
+            names.tensor(operand.name, _dtype(graph, operand.name), operand.view) for operand in line.operands
         ),
         loads=line.loads,
         steps=line.steps,
@@ -55,7 +55,7 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
 
 def product_tensor(match: Match, product: Product) -> Tensor:
     """What a product's node makes, `[..., m, n]` or with its parts packed, `[..., m, (p n)]`."""
-    return Tensor(product.out, product.dtype, _axis_names(match, _straight_line(match)).dims(product.out_view))
+    return _axis_names(match, _straight_line(match)).tensor(product.out, product.dtype, product.out_view)
 
 
 def _axis_names(match: Match, line: _Line) -> AxisNames:
@@ -63,26 +63,32 @@ def _axis_names(match: Match, line: _Line) -> AxisNames:
     inputs = (first.lhs_view, *(product.rhs_view for product in match.products))
     tensors = (*inputs, *(operand.view for operand in line.operands), *(out.view for out in match.exits))
     columns = first.columns if len(first.columns) > 1 else (Piece(COLUMNS, match.columns),)
-    return name_axes(first.row_view, (first.k,), columns, tensors)
+    return name_axes(first.row_view, (first.k,), columns, tensors, match.window is not None)
 
 
 def _part_axis(match: Match) -> tuple[Axis, ...]:
-    packed = {product.n for product, _ in match.ranges} - {match.columns}
+    packed = {product.n for product, _ in match.ranges if match.window is None} - {match.columns}
     return tuple(Axis(PART_AXIS, count_of(width, match.columns)) for width in packed)
 
 
 def _weights(match: Match, names: AxisNames) -> tuple[Tensor, ...]:
     """The right-hand sides, each once."""
     products = {product.rhs: product for product, _ in match.ranges}
-    return tuple(Tensor(product.rhs, product.dtype, names.dims(product.rhs_view)) for product in products.values())
+    return tuple(names.tensor(product.rhs, product.dtype, product.rhs_view) for product in products.values())
 
 
 def _parts(match: Match) -> tuple[RhsPart, ...]:
     weights = list(dict.fromkeys(product.rhs for product, _ in match.ranges))
     return tuple(
-        RhsPart(weights.index(product.rhs), None if product.n == match.columns else count_of(start, match.columns))
-        for product, start in match.ranges
+        RhsPart(weights.index(product.rhs), *_range(match, product.n, start)) for product, start in match.ranges
     )
+
+
+def _range(match: Match, columns: int | str, first: int) -> tuple[int | None, int | None]:
+    """Which columns are read of as many as a tensor has: a part, the start of a window, or neither where it is all."""
+    if columns == match.columns:
+        return None, None
+    return (count_of(first, match.columns), None) if match.window is None else (None, first)
 
 
 def _dtype(graph: Graph, name: str) -> DType:
@@ -97,7 +103,7 @@ def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out
     outs = []
     for out in match.exits:
         packed = len(out.refs) > 1
-        tensor = Tensor(out.name, _dtype(graph, out.name), names.dims(out.view))
+        tensor = names.tensor(out.name, _dtype(graph, out.name), out.view)
         for index, ref in enumerate(out.refs):
             value = line.names[ref]
             assert isinstance(value, str), f"{out.name} is computed from a product"
@@ -120,7 +126,7 @@ def _straight_line(match: Match) -> _Line:
             names[ref] = f"acc{parts.index((expression.operand, expression.offset or 0))}"
         elif expression.op == LOAD:
             index = operands.setdefault(expression.operand, len(operands))
-            load = Load(index, _load_part(match, expression))
+            load = Load(index, *_load_range(match, expression))
             names[ref] = loads.setdefault(load, f"op{len(loads)}")
         else:
             names[ref] = f"t{len(steps)}"
@@ -130,9 +136,6 @@ def _straight_line(match: Match) -> _Line:
     return _Line(tuple(steps), tuple(loads), tuple(match.operands[name] for name in operands), names)
 
 
-def _load_part(match: Match, load: Expression) -> int | None:
-    """Which column range of a packed operand a load reads; None where the operand is not packed."""
-    operand = match.operands[load.operand]
-    if load.offset is None or operand.columns == match.columns:
-        return None
-    return count_of(load.offset, match.columns)
+def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]:
+    """Which columns of an operand a load reads, as `_range` has it."""
+    return (None, None) if load.offset is None else _range(match, match.operands[load.operand].columns, load.offset)

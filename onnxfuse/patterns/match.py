@@ -19,6 +19,16 @@ def count_of(length: int | str, width: int | str) -> int:
     return length // width
 
 
+def is_part(length: int | str, start: int, width: int | str) -> bool:
+    """Whether the range of some columns is one of equal ranges that make up all of them."""
+    return count_of(length, width) > 0 and is_start(start, width)
+
+
+def is_start(start: int, width: int | str) -> bool:
+    """Whether one of equal ranges begins at a column."""
+    return start == 0 or (isinstance(width, int) and start % width == 0)
+
+
 @dataclass(frozen=True)
 class Columns:
     """A value with the product's rows and `length` columns, in the order and grouping of `view`."""
@@ -66,6 +76,7 @@ class Match:
         products: the anchors, which multiply the same lhs; those of the epilogue's accumulators.
         nodes: indices of the matched nodes in the main graph, ascending.
         copied: indices of nodes that make a weight or a mask of the match; others may need them as well.
+        shared: indices of those of `copied` between a product and where other matches take other columns of it.
         place: the index among them at which the fused node stands.
         folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
         constants: what others read of the folded nodes; constants of the rewritten model.
@@ -91,11 +102,17 @@ class Match:
     operands: dict[str, Operand] = field(default_factory=dict)
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
     stop: NotFusable | None = None
+    shared: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
         """Name of the first anchor."""
         return self.products[0].label
+
+    @property
+    def name(self) -> str:
+        """That of the first anchor, with the first column where other matches share the anchor."""
+        return f"{self.label}/{self.ranges[0][1]}" if self.shared else self.label
 
     @property
     def out(self) -> str:
@@ -117,6 +134,12 @@ class Match:
         order = {product.out: index for index, product in enumerate(self.products)}
         found = {(order[leaf.operand], leaf.offset or 0) for leaf in self.leaves(ACC)}
         return [(self.products[index], start) for index, start in sorted(found)]
+
+    @property
+    def window(self) -> int | None:
+        """First column of the only range, if that is none of equal parts of its product."""
+        (product, start), *others = self.ranges
+        return None if others or is_part(product.n, start, self.columns) else start
 
     @property
     def reads(self) -> list[Expression]:

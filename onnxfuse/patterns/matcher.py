@@ -8,7 +8,7 @@ later one absorbs it and reads the earlier one's result, which is there by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -70,7 +70,7 @@ def match_sites(
         except NotFusable as refusal:
             skipped.append((node, refusal))
     places = Places(graph)
-    fused: dict[int, Site] = {}
+    fused: dict[tuple[int, int], Site] = {}
     for group in _siblings(graph, products):
         skipped += _match_group(graph, group, places, accept, pays, fused, rounds)
     skipped.sort(key=lambda entry: graph.index(entry[0]))
@@ -96,7 +96,7 @@ def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:
     refusal = next((refusal for anchor, refusal in sites.skipped if anchor is node), None)
     if refusal is not None:
         raise refusal
-    return next(site for site in sites.fused if graph.index(node) in site[0].nodes)
+    return next(site for site in sites.fused if graph.index(node) in (*site[0].shared, *site[0].nodes))
 
 
 def _siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]]:
@@ -125,10 +125,10 @@ def _match_group(
     places: Places,
     accept: Accept[Site],
     pays: Pays[Site] | None,
-    fused: dict[int, Site],
+    fused: dict[tuple[int, int], Site],
     rounds: bool,
 ) -> list[tuple[gs.Node, NotFusable]]:
-    """Cut matches out of what a group grows into until none is left; `fused` takes them, by their first anchor."""
+    """Cut matches out of what a group grows into until none is left; `fused` takes them, by first anchor and place."""
     refused: list[tuple[gs.Node, NotFusable]] = []
     if any(places.is_taken(view.node) for product in group for view in product.views):
         group = _without_views(graph, group, refused)
@@ -139,11 +139,14 @@ def _match_group(
     while group:
         cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
         taken = _largest(graph, cut, group, accept)
-        if taken is not None:
-            match, site = _joined(graph, cut, group, taken, accept, pays)
-            places.take(match)
-            fused[graph.index(match.products[0].node)] = site
-            group = tuple(product for product in group if product not in match.products)
+        found = _apart(graph, cut, group, taken, accept, pays)
+        if not found and taken is not None:
+            found = [_joined(graph, cut, group, taken, accept, pays)]
+        if found:
+            for match, site in found:
+                places.take(match)
+                fused[graph.index(match.products[0].node), match.place] = site
+            group = tuple(product for product in group if product not in found[0][0].products)
         elif cut.refusals and any(product.reads_through_views for product in group):
             group = _without_views(graph, group, refused)
         else:
@@ -166,14 +169,60 @@ def _without_views(
 
 def _largest(graph: Graph, cut: Cut, products: Sequence[Product], accept: Accept[Site]) -> tuple[Match, Site] | None:
     """The first match of some products, from the largest on, that a kernel computes."""
-    for match in cut.matches():
-        if not all(product in products for product in match.products):
-            continue
+    matches = (match for match in cut.matches() if all(product in products for product in match.products))
+    return _first(graph, cut, matches, accept)
+
+
+def _apart(
+    graph: Graph,
+    cut: Cut,
+    group: Sequence[Product],
+    taken: tuple[Match, Site] | None,
+    accept: Accept[Site],
+    pays: Pays[Site] | None,
+) -> list[tuple[Match, Site]]:
+    """A match for every column range of one product, where no match takes its columns apart; none, or all of them.
+
+    Ranges of equal width become one match where that pays.
+    """
+    if taken is not None and cut.splits(taken[0]):
+        return []
+    for product in group if taken is None else taken[0].products:
+        found = [_first(graph, cut, matches, accept) for matches in cut.apart(product)]
+        known = [entry for entry in found if entry is not None]
+        if known and len(known) == len(found) and not _read_each_other(known):
+            return _paired(graph, cut, known, accept, pays)
+    return []
+
+
+def _first(graph: Graph, cut: Cut, matches: Iterable[Match], accept: Accept[Site]) -> tuple[Match, Site] | None:
+    """The first match that a kernel computes."""
+    for match in matches:
         try:
             return match, _accepted(graph, match, accept)
         except NotFusable as refusal:
             cut.refuse(cut.region_of(match), refusal)
     return None
+
+
+def _read_each_other(found: Sequence[tuple[Match, Site]]) -> bool:
+    """Whether one match reads what another makes: no place may be right for both."""
+    made = {out.name for match, _ in found for out in match.exits}
+    return any(leaf.operand in made for match, _ in found for leaf in match.reads)
+
+
+def _paired(
+    graph: Graph, cut: Cut, found: Sequence[tuple[Match, Site]], accept: Accept[Site], pays: Pays[Site] | None
+) -> list[tuple[Match, Site]]:
+    """Matches of neighbouring ranges as one where that pays: k and v beside a wider q."""
+    paired: list[tuple[Match, Site]] = []
+    for entry in found:
+        joint = _joint(graph, cut, paired[-1][0], entry[0], accept) if paired and pays is not None else None
+        if joint is not None and pays is not None and pays(joint[1], [paired[-1][1], entry[1]]):
+            paired[-1] = joint
+        else:
+            paired.append(entry)
+    return paired
 
 
 def _accepted(graph: Graph, match: Match, accept: Accept[Site]) -> Site:

@@ -4,7 +4,8 @@ split_gemm     two halves of one product, or of a range of it (GEGLU, SwiGLU, GL
 beside them), or two products of one input (Llama's gate and up), meet in one value
 gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
 sibling_gemms  products of one input, each with an epilogue and an output of its own (q, k and v)
-column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed
+column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed. Or one
+range of any width
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from collections.abc import Callable
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import ACC, Ref
-from onnxfuse.patterns.match import Match, Operand, count_of
-from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import is_column
+from onnxfuse.patterns.match import Match, Operand, count_of, is_part, is_start
+from onnxfuse.patterns.views import COLUMNS, Piece, is_column
 
 
 def _is_gate(match: Match) -> bool:
@@ -67,7 +67,10 @@ def check_parts(match: Match) -> None:
     if len(ranges) > MAX_PARTS:
         raise NotFusable("too_many_parts", match.label, f"{len(ranges)} column ranges; a kernel takes {MAX_PARTS}")
     packed = {product.n for product, _ in ranges if product.n != columns}
-    if len(packed) > 1 or any(not _is_part(product, start, columns) for product, start in ranges):
+    if match.window is not None:
+        _check_window(match, *packed)
+        return
+    if len(packed) > 1 or any(not is_part(product.n, start, columns) for product, start in ranges):
         texts = ", ".join(f"{columns} from {start} on of {product.n}" for product, start in ranges)
         raise NotFusable("not_equal_parts", match.label, f"the columns {texts} are not equal parts")
     if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.exits):
@@ -75,7 +78,7 @@ def check_parts(match: Match) -> None:
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         split_alike = operand.columns in (columns, *packed) and not _has_axis_of_parts(operand, columns)
-        if leaf.offset is not None and not (split_alike and _is_start(leaf.offset, columns)):
+        if leaf.offset is not None and not (split_alike and is_start(leaf.offset, columns)):
             raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
 
 
@@ -85,9 +88,12 @@ def _has_axis_of_parts(operand: Operand, columns: int | str) -> bool:
     return isinstance(columns, int) and any(piece.step >= columns > 1 and piece.size != 1 for piece in pieces)
 
 
-def _is_part(product: Product, start: int, columns: int | str) -> bool:
-    return count_of(product.n, columns) > 0 and _is_start(start, columns)
-
-
-def _is_start(start: int, columns: int | str) -> bool:
-    return start == 0 or (isinstance(columns, int) and start % columns == 0)
+def _check_window(match: Match, whole: int | str) -> None:
+    """Operands have the columns of a window, or those of the product that it is of, all in one dimension."""
+    for leaf in match.reads:
+        operand = match.operands[leaf.operand]
+        pieces = [piece for dim in operand.view for piece in dim if is_column(piece)]
+        is_whole = operand.columns == whole and pieces == [Piece(COLUMNS, whole)]
+        is_own = operand.columns == match.columns and leaf.offset == 0
+        if leaf.offset is not None and not (is_whole or is_own):
+            raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")

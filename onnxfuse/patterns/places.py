@@ -28,12 +28,12 @@ class Places:
         return self.graph.index(node) in self._places
 
     def take(self, match: Match) -> None:
-        """Give a match its nodes, and the views of its inputs: nobody else's fusion may swallow what they read.
+        """Give a match its nodes, the views of its inputs, what it shares: no other fusion may swallow what they read.
 
-        The views stay where they are for those who read them too.
+        The views and what is shared stay where they are for those who read them too.
         """
         views = (self.graph.index(view.node) for product in match.products for view in product.views)
-        self._places.update({view: view for view in views})
+        self._places.update({index: index for index in (*views, *match.shared)})
         self._places.update(dict.fromkeys((*match.nodes, *match.folded), match.place))
 
     def placed(self, match: Match) -> Match:

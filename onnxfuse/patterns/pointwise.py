@@ -106,6 +106,16 @@ def _prelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> R
     return graph.apply("add", graph.apply("relu", inputs[0]), below)
 
 
+def _batch_normalization(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    """What inference makes of stored statistics."""
+    if attributes.get("training_mode", 0):
+        raise NotFusable("unknown_op", "", "a BatchNormalization that trains is not pointwise")
+    x, scale, bias, mean, variance = inputs
+    epsilon = graph.constant(float(attributes.get("epsilon", 1e-5)))
+    factor = graph.apply("div", scale, graph.apply("sqrt", graph.apply("add", variance, epsilon)))
+    return graph.apply("add", graph.apply("mul", graph.apply("sub", x, mean), factor), bias)
+
+
 def _identity(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
     return inputs[0]
 
@@ -149,10 +159,14 @@ POINTWISE: dict[str, Lower] = {
     "Min": _fold("min"),
     "Max": _fold("max"),
     "Where": _op("where"),
+    "BatchNormalization": _batch_normalization,
     "Cast": _cast,
     "Identity": _identity,
 }
 """Rows by ONNX op of the default domain; a lowering takes the inputs' expressions and the node's attributes."""
+
+CHANNELS = {"BatchNormalization": 1}
+"""Ops whose further inputs are vectors along one dimension of the first, and which; others broadcast."""
 
 MICROSOFT: dict[str, Lower] = {
     "Gelu": _op("gelu"),

@@ -262,6 +262,19 @@ def _expand(graph: Graph, node: gs.Node, view: View) -> View:
     )
 
 
+def _tile(graph: Graph, node: gs.Node, view: View) -> View:
+    """An Expand that counts repetitions."""
+    repeats = graph.known_integers(node.inputs[1])
+    if repeats is None or len(repeats) != len(view):
+        raise NotFusable("unknown_shape", "", "how often it repeats is not known before the run")
+    if any(count != 1 and extent(dim) != 1 for dim, count in zip(view, repeats, strict=True)):
+        raise NotFusable("unknown_shape", "", "repeats a dimension that is not provably of size 1")
+    return tuple(
+        dim if count == 1 else (Piece(f"{REPEATED}{graph.index(node)}.{index}", count),)
+        for index, (dim, count) in enumerate(zip(view, repeats, strict=True))
+    )
+
+
 def _expanded(dim: Dim, size: Size, axis: str) -> Dim:
     if extent(dim) == size:
         return dim
@@ -280,8 +293,10 @@ VIEWS: dict[str, Callable[[Graph, gs.Node, View], View]] = {
 """ONNX op -> the view of its output, given that of its first input; NotFusable says why there is none."""
 
 
-INPUT_VIEWS = VIEWS | {"Expand": _expand}
+INPUT_VIEWS = VIEWS | {"Expand": _expand, "Tile": _tile}
 """The same of nodes before a product, which may repeat what it reads."""
+
+MOVES = frozenset(INPUT_VIEWS) | {"Concat", "Gather", "Identity", "Slice", "Split"}  # elements, and computes nothing
 
 
 def viewed(graph: Graph, node: gs.Node, view: View) -> View:
@@ -310,8 +325,8 @@ def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base:
     if node.op == "Expand":
         return _repeats(after, base)
     read = list(_sources(node.inputs[1]))
-    if any(_would_be_cast_only(graph, tensor) for tensor in read):
-        raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is cast to other precision")
+    if any(_would_be_rounded_otherwise(graph, tensor) for tensor in read):
+        raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is rounded for being read")
     shape = shape_of(before, after, base, any(tensor.name == base.name for tensor in read))
     if shape is None:
         raise NotFusable("unknown_shape", "", "reshapes to several sizes that only the run knows")
@@ -359,7 +374,17 @@ def _dies(graph: Graph, value: gs.Tensor, dead: Collection[int], views: Collecti
     )
 
 
-def _would_be_cast_only(graph: Graph, tensor: gs.Tensor) -> bool:
-    """Whether only a Cast would read a 16-bit value without its shape: then ONNX Runtime rounds neither on the CPU."""
+def _would_be_rounded_otherwise(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether ONNX Runtime's CPU provider rounds a 16-bit value, or does not, because its shape is read.
+
+    What computes has no kernel of 16 bits there: what it makes is rounded, unless a Cast to 32 bits alone reads it.
+    What moves elements has one, but between nodes that compute it moves 32 bits.
+    """
+    if graph.dtype(tensor.name) not in SIXTEEN_BIT or not tensor.inputs:
+        return False
     others = [reader.op for reader in tensor.outputs if reader.op != "Shape"]
-    return others == ["Cast"] and graph.dtype(tensor.name) in SIXTEEN_BIT
+    if not any(maker.op in MOVES for maker in tensor.inputs):
+        return others == ["Cast"]
+    sources = (value for maker in tensor.inputs for value in maker.inputs if graph.dtype(value.name) in SIXTEEN_BIT)
+    computed = any(source.op not in MOVES for value in sources for source in value.inputs)
+    return computed and not any(op in MOVES or op == "Cast" for op in others)

@@ -53,6 +53,30 @@ def heads_of_siblings(b: Builder, k: int, n: int) -> list[str]:
     ]
 
 
+def heads_of_grouped_queries(b: Builder, k: int, n: int) -> list[str]:
+    """As wide a q as three k or v: windows of one weight, biased before they are taken."""
+    ranges = b("Split", linear(b, k, 5 * n), b.integers(3 * n, n, n), outputs=3, axis=-1)
+    split = [b("Reshape", t, b.integers(0, 0, -1, n // 2)) for t in ranges]
+    return [b("Transpose", t, perm=(0, 2, 1, 3)) for t in split]
+
+
+@pytest.mark.parametrize(("k", "n"), SIZES)
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
+@pytest.mark.parametrize("fp32", ["tf32", "exact"])
+def test_windows_of_one_weight_in_a_session(fp32: str, dtype: int, k: int, n: int, tmp_path: Path) -> None:
+    b = Builder(dtype)
+    b.input("x", (2, "rows", k))
+    model = b.model(*heads_of_grouped_queries(b, k, n))
+    fused, report = onnxfuse.optimize(model, arch="native", fp32=fp32)
+    if (dtype, fp32) != (FLOAT, "tf32"):  # where the library may be faster
+        assert len(report.fused) >= 2
+        assert {node.op_type for node in fused.graph.node} == {"FusedGemm"}
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    onnx.save(model, before)
+    onnx.save(fused, after)
+    assert verify(before, after, sizes={"rows": ROWS}).passed
+
+
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
 @pytest.mark.parametrize(

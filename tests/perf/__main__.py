@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,49 @@ from tests.perf.launches import launches
 SITES = [
     (8192, 320, 1280), (2048, 640, 2560), (512, 1280, 5120), (128, 1280, 5120), (8192, 640, 2560), (2048, 1280, 5120),
 ]  # fmt: skip
-# True-width models with their shapes: what `python -m tests.perf` times as a whole.
+
+
+@dataclass(frozen=True)
+class Case:
+    """A true-width model of the corpus that is timed as a whole.
+
+    Attributes:
+        graph: its file's name without the suffix.
+        shapes: of its inputs.
+        positions: entries of its table of positions, where the shapes need more than the corpus has.
+    """
+
+    graph: str
+    shapes: dict[str, tuple[int, ...]]
+    positions: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What a result calls it."""
+        wider = f".{self.positions}_positions" if self.positions else ""
+        return f"real/{self.graph}{wider}.onnx"
+
+    def build(self) -> onnx.ModelProto:
+        """The model with weights."""
+        model = onnx.load(corpus.folder() / f"real/{self.graph}.onnx")
+        return corpus.with_weights(corpus.with_positions(model, self.positions) if self.positions else model)
+
+
+BERT = "bert.real.torchscript.op17.fp16.dynamic.eager"
 BLOCK: dict[str, tuple[int, ...]] = {"hidden_states": (2, 4096, 320), "encoder_hidden_states": (2, 77, 768)}
-MODELS: dict[str, dict[str, tuple[int, ...]]] = {
-    "btb_320.real.torchscript.op17.fp16.dynamic": BLOCK,
-    "btb_640.real.torchscript.op17.fp16.dynamic": BLOCK | {"hidden_states": (2, 1024, 640)},
-    "btb_1280.real.torchscript.op17.fp16.dynamic": BLOCK | {"hidden_states": (2, 256, 1280)},
-    "phi3.real.torchscript.op17.fp16.dynamic": {"input_ids": (1, 2048), "attention_mask": (1, 2048)},
-    "llama.real.torchscript.op17.fp16.dynamic": {"input_ids": (1, 2048), "attention_mask": (1, 2048)},
-    "bert.real.torchscript.op17.fp16.dynamic.eager": {"input_ids": (64, 64), "attention_mask": (64, 64)},
-    "sd15_unet.real.torchscript.op17.fp16.dynamic": {
-        "sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)
-    },
-}  # fmt: skip
+MODELS = [
+    Case("btb_320.real.torchscript.op17.fp16.dynamic", BLOCK),
+    Case("btb_640.real.torchscript.op17.fp16.dynamic", BLOCK | {"hidden_states": (2, 1024, 640)}),
+    Case("btb_1280.real.torchscript.op17.fp16.dynamic", BLOCK | {"hidden_states": (2, 256, 1280)}),
+    Case("phi3.real.torchscript.op17.fp16.dynamic", {"input_ids": (1, 2048), "attention_mask": (1, 2048)}),
+    Case("llama.real.torchscript.op17.fp16.dynamic", {"input_ids": (1, 2048), "attention_mask": (1, 2048)}),
+    Case(BERT, {"input_ids": (64, 64), "attention_mask": (64, 64)}),
+    Case(BERT, {"input_ids": (32, 128), "attention_mask": (32, 128)}, positions=128),
+    Case(
+        "sd15_unet.real.torchscript.op17.fp16.dynamic",
+        {"sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)},
+    ),
+]
 INPUTS, WEIGHTS = 4, 8  # gates of one model: what a run costs the host is shared among them
 GATES = INPUTS * WEIGHTS
 REPLAYS = 5  # of one timed batch
@@ -113,20 +144,20 @@ def time_site(folder: Path, m: int, k: int, n: int) -> dict[str, Any]:
     return {"m": m, "k": k, "n": n, "stock_us": before, "fused_us": after, "ratio": before / after, "kernel": kernel}
 
 
-def time_model(folder: Path, key: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def time_model(folder: Path, case: Case) -> dict[str, Any]:
     """Latency of a whole model, stock and fused, verified first."""
     original, fused = folder / "model.onnx", folder / "model.fused.onnx"
-    onnx.save(corpus.materialize(key), original)
+    onnx.save(case.build(), original)
     start = time.perf_counter()
     proto, report = onnxfuse.optimize(original, arch="native")
     seconds = time.perf_counter() - start
     fused.write_bytes(proto.SerializeToString())
     with ThreadPoolExecutor(2) as pool:  # beside the verification, most of which the CPU does
-        counts = [pool.submit(launches, path, shapes) for path in (original, fused)]
-        checked = verify(original, fused, shapes=shapes)
-    result = bench(original, fused, shapes=shapes, measures=("latency",))
+        counts = [pool.submit(launches, path, case.shapes) for path in (original, fused)]
+        checked = verify(original, fused, shapes=case.shapes)
+    result = bench(original, fused, shapes=case.shapes, measures=("latency",))
     return {
-        "model": key,
+        "model": case.name,
         "optimize_seconds": seconds,
         "fused": len(report.fused),
         "nodes": [report.nodes_before, report.nodes_after],
@@ -160,16 +191,14 @@ def main() -> None:
                 f"{site}: stock {row['stock_us']:.1f} us, fused {row['fused_us']:.1f} us, {row['ratio']:.2f}x",
                 flush=True,
             )
-        for model, shapes in MODELS.items():
-            if options.only not in model:
+        for case in MODELS:
+            if options.only not in case.name:
                 continue
-            row = time_model(folder, f"real/{model}.onnx", shapes)
+            row = time_model(folder, case)
             results["models"].append(row)
             text = f"stock {row['original']['median']:.3f} ms, fused {row['optimized']['median']:.3f} ms"
-            print(
-                f"{model}: {text}, {row['ratio']:.2f}x, launches {row['launches']}, verified {row['verify']['passed']}",
-                flush=True,
-            )
+            text += f", {row['ratio']:.2f}x, launches {row['launches']}, verified {row['verify']['passed']}"
+            print(f"{case.name}: {text}", flush=True)
             options.out.write_text(json.dumps(results, indent=2) + "\n")
     sys.exit(compare(results, options.against, model_costs))
 

@@ -67,6 +67,10 @@ std::string sizes_text(const Contract& contract, const Group& group, const Sizes
 
 // What one dimension of one input says about the sizes. Returns whether it said something new.
 bool bind_dimension(const Contract& contract, const Group& group, int64_t dim, const Place& where, Sizes& sizes) {
+  if (group.whole != kUnknown) {   // a window says nothing of its dimension, nor the dimension of it
+    if (dim != group.whole) fail(where, " is ", dim, " and should be ", group.whole);
+    return false;
+  }
   const GroupSize size = group_size(group, sizes);
   if (size.unknown_count > 1) return false;
   if (size.unknown_count == 0) {
@@ -112,10 +116,12 @@ Sizes strides_of(const Contract& contract, const std::vector<Group>& dims, const
   Sizes strides(contract.axes.size(), kUnknown);
   int64_t stride = 1;
   for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
+    const int64_t inner = stride;
     for (auto axis = dim->rbegin(); axis != dim->rend(); ++axis) {
       strides[*axis] = stride;
       stride = multiply(stride, sizes[*axis], "the number of elements of a tensor");
     }
+    if (dim->whole != kUnknown) stride = multiply(inner, dim->whole, "the number of elements of a tensor");
   }
   return strides;
 }
@@ -172,14 +178,28 @@ void check_walked(const Contract& contract, const std::vector<Group>& dims, cons
   }
 }
 
-int64_t part_offset(const Contract& contract, const Sizes& sizes, const Sizes& strides, const Reference& reference,
-                    const Place& tensor) {
-  if (reference.part_axis == kNone) return 0;
+// Where the window of a tensor begins, which must end within its dimension.
+int64_t window_offset(const Contract& contract, const Sizes& sizes, const Sizes& strides,
+                      const std::vector<Group>& dims, const Reference& reference, const Place& tensor) {
+  const Group* dim = wide_dimension(dims);
+  if (dim == nullptr) return 0;
+  const int64_t width = group_size(*dim, sizes).known;
+  if (width > dim->whole || reference.start > dim->whole - width) {
+    fail(tensor, " has no ", width, " elements from ", reference.start, " on in ", dimension_text(contract, *dim), ":",
+         dim->whole);
+  }
+  return reference.start * strides[dim->back()];
+}
+
+int64_t part_offset(const Contract& contract, const Sizes& sizes, const Sizes& strides, const std::vector<Group>& dims,
+                    const Reference& reference, const Place& tensor) {
+  if (reference.part_axis == kNone) return window_offset(contract, sizes, strides, dims, reference, tensor);
   if (reference.part >= sizes[reference.part_axis]) {
     fail(tensor, " has no index ", reference.part, " along axis ", contract.axes[reference.part_axis].name, "=",
          sizes[reference.part_axis]);
   }
-  return reference.part * strides[reference.part_axis];
+  return reference.part * strides[reference.part_axis] +
+         window_offset(contract, sizes, strides, dims, reference, tensor);
 }
 
 struct LevelledTensor {
@@ -199,7 +219,7 @@ LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const s
   const Group &rows = row_loop.axes, &columns = column_loop.axes;
   const Sizes strides = strides_of(contract, dims, sizes);
   check_walked(contract, dims, sizes, reference, {&contract.batch, &rows, &columns}, tensor);
-  const int64_t offset = part_offset(contract, sizes, strides, reference, tensor);
+  const int64_t offset = part_offset(contract, sizes, strides, dims, reference, tensor);
   OnnxfuseTensor result;
   // Integer arithmetic: the base of an empty tensor may be null.
   result.pointer = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base) + offset * bytes);
@@ -220,7 +240,9 @@ int extent(const Group& group, const Sizes& sizes, const char* name) {
   return static_cast<int>(size);
 }
 
-bool same_group(const Group& left, const Group& right) { return !left.empty() && left == right; }
+bool same_group(const Group& left, const Group& right) {
+  return !left.empty() && left == right && left.whole == right.whole;
+}
 
 // The symbol of an input's dimension that is made of exactly these axes.
 std::string symbol_of(const Contract& contract, const std::vector<std::vector<SymbolicDim>>& inputs,

@@ -118,7 +118,7 @@ bool has_axis(const std::vector<Group>& dims, int axis) {
   return std::any_of(dims.begin(), dims.end(), [&](const Group& group) { return contains(group, axis); });
 }
 
-// One dimension: `m`, `(h d)`, `()` or `1`.
+// One dimension but for its window: `m`, `(h d)`, `()` or `1`.
 Group parse_dimension(Contract& contract, Reader& reader) {
   if (reader.take("(")) {
     Group group;
@@ -137,6 +137,10 @@ std::vector<Group> parse_item(Contract& contract, Reader& reader, bool* last, bo
     *last = !*arrow && reader.at_end();
     if (*arrow || *last || reader.take(",")) break;
     Group group = parse_dimension(contract, reader);
+    if (reader.take(":")) {
+      if (wide_dimension(dims) != nullptr || group.empty()) reader.wrong("a window of no axes, or a second window");
+      group.whole = reader.number();
+    }
     for (size_t i = 0; i < group.size(); ++i) {
       if (has_axis(dims, group[i]) || std::count(group.begin(), group.end(), group[i]) > 1) {
         reader.wrong(text("axis ", contract.axes[group[i]].name, " is twice in one tensor"));
@@ -152,6 +156,9 @@ void parse_axes(const NodeText& node, Contract& contract) {
   auto* tensors = &contract.inputs;
   for (bool last = false, arrow = false; !last;) {
     tensors->push_back(parse_item(contract, reader, &last, &arrow));
+    if (tensors == &contract.outputs && wide_dimension(tensors->back()) != nullptr) {
+      reader.wrong("a window of an output, whose other elements nothing would write");
+    }
     if (arrow && tensors == &contract.outputs) reader.wrong("a second '->'");
     if (arrow) tensors = &contract.outputs;
   }
@@ -198,6 +205,12 @@ Reference parse_reference(Contract& contract, Reader& reader, const std::vector<
   if (tensor >= static_cast<int64_t>(tensors.size())) reader.wrong(text("there is no tensor ", tensor));
   reference.tensor = static_cast<int>(tensor);
   if (!reader.take("[")) return reference;
+  if (reader.take("+")) {
+    if (wide_dimension(tensors[tensor]) == nullptr) reader.wrong(text("tensor ", tensor, " has no window"));
+    reference.start = reader.number();
+    reader.expect("]");
+    return reference;
+  }
   reference.part_axis = known_axis(contract, reader, reader.name());
   if (!has_axis(tensors[tensor], reference.part_axis)) {
     reader.wrong(text("tensor ", tensor, " has no axis ", contract.axes[reference.part_axis].name));
@@ -282,6 +295,11 @@ void check_counts(const Contract& contract) {
 }
 
 }  // namespace
+
+const Group* wide_dimension(const std::vector<Group>& dims) {
+  const auto found = std::find_if(dims.begin(), dims.end(), [](const Group& dim) { return dim.whole != kUnknown; });
+  return found == dims.end() ? nullptr : &*found;
+}
 
 bool contains(const Group& group, int axis) { return std::find(group.begin(), group.end(), axis) != group.end(); }
 

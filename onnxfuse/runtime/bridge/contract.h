@@ -27,18 +27,24 @@ const ElementType* element_type(int onnx);
 constexpr int64_t kUnknown = -1;
 constexpr int kNone = -1;
 
-using Group = std::vector<int>;   // axes, outermost first
+// Axes, outermost first. Those of a dimension may be a window of it, which then has `whole` elements.
+struct Group : std::vector<int> {
+  using vector::vector;
+  int64_t whole = kUnknown;
+};
 
 struct Axis {
   std::string name;
   int64_t size = kUnknown;   // static size
 };
 
-// One argument of the kernel: a tensor, or index `part` along axis `part_axis` of it.
+// One argument of the kernel: a tensor, or index `part` along axis `part_axis` of it, or the window that begins at
+// element `start` of its wide dimension.
 struct Reference {
   int tensor = 0;
   int part_axis = kNone;
   int64_t part = 0;
+  int64_t start = 0;
 };
 
 struct Contract {
@@ -57,6 +63,9 @@ struct Contract {
 
 // Throws Error naming the attribute and the text at fault.
 Contract parse_contract(const NodeText& node);
+
+// The dimension of a tensor that is read through a window, or nullptr.
+const Group* wide_dimension(const std::vector<Group>& dims);
 
 bool contains(const Group& group, int axis);
 
