@@ -17,7 +17,7 @@ _SINGLE = "element by element"
 PATHS = {
     "portable": {
         "product": "cp.async along {axis}",
-        "narrow product": "element by element along {axis}",
+        "narrow product": "words shifted in registers along {axis}",
         "scalar": _VECTOR,
         "row": _VECTOR,
         "column": _VECTOR,

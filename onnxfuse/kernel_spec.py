@@ -77,8 +77,8 @@ class KernelSpec:
         outs: the stored tensors; `out_values` names the value that each stores.
         lhs_run: columns of one run where no single stride walks the k of lhs, as after heads were merged; else 0.
         lhs_order: `mk` where k is the contiguous axis of lhs, `km` where m is.
-        checked: the portable kernel looks at the address and the pitches of each tensor, and takes single elements of
-            one that its width does not fit; otherwise the launch rule looks, and takes another kernel.
+        checked: the portable kernel looks at the address and the pitches of each tensor, and treats one that its
+            width does not fit as one of width 1; otherwise the launch rule looks, and takes another kernel.
     """
 
     dtype: DType

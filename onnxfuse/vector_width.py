@@ -13,7 +13,7 @@ aligned in all of them. lhs and rhs are read along their contiguous axis, a tile
 contiguous axis, along m.
 
 Where the contiguous axis is a size that only the run knows, the width is `guarded`: the launch rule looks at the size,
-and where it does not fit a kernel that reaches this tensor element by element takes over. Pointers are guarded always:
+and where it does not fit a kernel that takes this tensor for one of width 1 takes over. Pointers are guarded always:
 where one does not fit, the plan's last kernel decides for each tensor by itself (compare nvFuser's vectorization of
 epilogue inputs).
 """

@@ -90,7 +90,7 @@ def test_paths_of_the_product() -> None:
     assert (lhs_path("portable", wide), rhs_path("portable", wide)) == ("cp.async along k", "cp.async along k")
     assert rhs_path("portable", make_spec("f16", 1, "kn", TILE, Size(8, 8, 8))) == "cp.async along n"
     assert (lhs_path("portable", narrow), rhs_path("few rows", wide)) == (
-        "element by element along k",
+        "words shifted in registers along k",
         "along k into registers",
     )
 

@@ -146,7 +146,9 @@ def test_nothing_is_left_of_the_product_and_bits_are_the_same(form, dtype: int) 
     analysis = analyse_model(model, resolve("sm_90a,sm_80", list), fp32="exact")
     assert not analysis.skipped
     fused = rewritten(analysis)
-    assert not {"MatMul", "Split", "Slice"} & {node.op_type for node in fused.graph.node} or form is rotated_queries
+    whole = form is no_common_width and dtype == FLOAT16  # reading windows that begin anywhere costs more than a Split
+    left = {"MatMul", "Split", "Slice"} & {node.op_type for node in fused.graph.node}
+    assert not left or whole or form is rotated_queries
     assert all(node.op_type != "MatMul" for node in fused.graph.node)
     for feed, wanted in zip(feeds, expected, strict=True):
         for before, after in zip(wanted, run(fused, feed), strict=True):

@@ -252,20 +252,25 @@ def moved_problem(problem: Problem, elements: list[int]) -> Problem:
     return replace(problem, lhs=buffers[0], rhs=buffers[1:loads], loads=buffers[loads:outs], outs=buffers[outs:])
 
 
+SHIFTED_BYTES = 8  # of the words out of which rows of 16-bit elements are cut that begin anywhere
+
+
 def check_ways(library: ctypes.CDLL, problem: Problem, single: list[bool]) -> None:
-    """The result is right, and each buffer is reached by single elements or as wide as the spec says."""
+    """The result is right, and each buffer is reached as wide as the spec says, or in the way that is always legal."""
     outs, widest = launch_counted(library, problem, lazy=True)
     problem.check(outs)
     spec = problem.spec
     widths = [spec.lhs_width, *[spec.rhs_width] * spec.parts, *(each.width for each in (*spec.loads, *spec.outs))]
+    shifted = SHIFTED_BYTES if spec.dtype.bytes == 2 and problem.size.m > 1 else spec.dtype.bytes
+    always = [shifted] * (1 + spec.parts) + [each.dtype.bytes for each in (*spec.loads, *spec.outs)]
     assert widest == [
-        buffer.data.itemsize * (1 if alone else width)
-        for buffer, width, alone in zip(problem.buffers, widths, single, strict=True)
+        legal if alone else width * buffer.data.itemsize
+        for buffer, width, legal, alone in zip(problem.buffers, widths, always, single, strict=True)
     ]
 
 
 @pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
-def test_a_checked_kernel_takes_single_elements_of_misaligned_tensors_alone(case: Case, tmp_path: Path) -> None:
+def test_a_checked_kernel_goes_another_way_to_misaligned_tensors_alone(case: Case, tmp_path: Path) -> None:
     spec = replace(case.spec, checked=True)
     library = build(spec, tmp_path)
     problem = make_problem(spec, case.sizes[0])
@@ -278,7 +283,7 @@ def test_a_checked_kernel_takes_single_elements_of_misaligned_tensors_alone(case
     check_ways(library, moved_problem(problem, elements), [moved > 0 for moved in elements])
 
 
-def test_a_checked_kernel_takes_single_elements_of_odd_sizes_and_pitches(tmp_path: Path) -> None:
+def test_a_checked_kernel_goes_another_way_to_odd_sizes_and_pitches(tmp_path: Path) -> None:
     spec = replace(make_spec("f16", 1, "nk", SMALL, Size(40, 48, 72), "residual"), checked=True)
     library = build(spec, tmp_path)
     for size, lhs, rest in [
@@ -292,3 +297,33 @@ def test_a_checked_kernel_takes_single_elements_of_odd_sizes_and_pitches(tmp_pat
         problem = make_problem(spec, size)
         narrow = size.pad == 4 or size.m == 1
         check_ways(library, problem, [lhs, narrow or lhs, *[narrow or rest] * 3])
+
+
+ANYWHERE = [
+    Case("f16 mk kn", "f16", 2, "kn", SMALL, (Size(37, 41, 77), Size(5, 40, 64, pad=1)), narrow=True),
+    Case("bf16 mk nk", "bf16", 1, "nk", SMALL, (Size(35, 67, 45, batch=2, broadcast_rhs=False),), narrow=True),
+    Case("f16 km nk", "f16", 1, "nk", SMALL, (Size(41, 33, 37, batch=2, pad=3),), narrow=True, lhs_order="km"),
+    Case("f16 runs", "f16", 1, "kn", SMALL, (Size(33, 9, 66, 2, 5, k_run=33), Size(3, 35, 40, k_run=8)), narrow=True),
+    Case("f16 uneven", "f16", 1, "kn", Tile(32, 48, 64, 2, 1, 2), (Size(33, 49, 67),), narrow=True),
+    Case("f16 tiny", "f16", 1, "kn", SMALL, (Size(1, 1, 1), Size(3, 3, 3), Size(2, 1, 13)), narrow=True),
+]
+
+
+def cut(buffer: Buffer) -> Buffer:
+    """The memory from the tensor's first element to its last."""
+    first, last = int(buffer.index.min()), int(buffer.index.max())
+    return replace(buffer, data=buffer.data[first : last + 1], offset=buffer.offset - first)
+
+
+@pytest.mark.parametrize("case", ANYWHERE, ids=lambda case: case.name)
+def test_rows_that_begin_anywhere_are_read_inside_of_their_tensor(case: Case, tmp_path: Path) -> None:
+    """At every distance of lhs and of rhs from a 16-byte boundary; the emulator refuses a read of any other byte."""
+    library = build(case.spec, tmp_path)
+    for size in case.sizes:
+        whole = make_problem(case.spec, size)
+        tight = replace(whole, lhs=cut(whole.lhs), rhs=[cut(part) for part in whole.rhs])
+        for elements in range(8):
+            rhs = [(3 * elements + part) % 8 for part in range(case.parts)]
+            rest = [0] * len((*whole.loads, *whole.outs))
+            problem = moved_problem(tight, [elements, *rhs, *rest])
+            problem.check(launch(library, problem, lazy=True))

@@ -32,6 +32,7 @@ TILE = Tile(128, 64, 64, 2, 2, 3)
 HOPPER, HOPPER_TILE = ARCHITECTURES["sm_90a"], HopperTile(128, 128, False)
 UNROLLED = 8  # accesses of one tensor that the kernel writes out; more of them are a loop over these
 LANES = 32
+WORDS_OF_PIECE = 3  # of 8 bytes, that 16 bytes which begin anywhere can touch
 BASE = make_spec("f16", 2, "kn", TILE, Size(504, 136, 248))  # two biases in rows, one output
 
 
@@ -183,6 +184,18 @@ def test_copies_through_registers_wait_together(kernel: str, name: str) -> None:
     code = disassemble.sass(compiled(kernel, EPILOGUES[name]).data)
     order = "".join(op[0] for op in re.findall(r"\b(LDG|STS)\.[A-Z0-9.]*U(?:16|8)\b", code))
     assert re.fullmatch(f"(L{{{UNROLLED}}}S{{{UNROLLED}}})+", order)
+
+
+@pytest.mark.parametrize("tile", [TILE, Tile(128, 128, 64, 2, 2, 3), Tile(128, 256, 64, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize("order", ["kn", "nk"])
+def test_rows_that_begin_anywhere_are_read_in_words_that_wait_together(order: str, tile: Tile) -> None:
+    parts = 1 if tile.block_n > TILE.block_n else 2
+    image = compiled("portable", make_spec("f16", parts, order, tile, Size(37, 41, 53), narrow=True))
+    order_of_accesses = re.findall(r"\b(LDG\.E\.64|LDGSTS|STS\.128)\b", disassemble.sass(image.data))
+    batches = re.findall("L+S+", "".join(op[0] for op in order_of_accesses))
+    assert {batch.count("L") / batch.count("S") for batch in batches} == {WORDS_OF_PIECE}
+    assert {batch.count("S") for batch in batches} == {4}
+    assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,9 @@ inline unsigned __float_as_uint(float value) {
   memcpy(&bits, &value, 4);
   return bits;
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> shift % 32);
+}
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __expf(float x) { return expf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.

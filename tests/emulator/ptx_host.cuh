@@ -72,6 +72,10 @@ void store_global(typename Vector::Type* global, const Vector& packed) {
   memcpy(static_cast<void*>(global), &packed, sizeof(Vector));
 }
 
+inline void store_shared(unsigned address, const Packed<unsigned, 4>& packed) {
+  memcpy(emulator::shared(address, sizeof packed), &packed, sizeof packed);
+}
+
 template <int COUNT>
 void load_shared(float (&values)[COUNT], unsigned address) {
   memcpy(values, emulator::shared(address, sizeof values), sizeof values);

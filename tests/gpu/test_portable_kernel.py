@@ -152,6 +152,23 @@ def pitch_cases() -> Iterator[Case]:
                 yield Case(f"pitch-{order}-{pad}-{layout}", spec, (size,))
 
 
+def anywhere_cases() -> Iterator[Case]:
+    """Rows of lhs and rhs at every distance from a 16-byte boundary: whole, in runs, and with m contiguous."""
+    for math in ("f16", "bf16"):
+        for turn, order in enumerate(ORDERS):
+            sizes = [Size(131, 153, 77, batch=3, pad=pad, broadcast_rhs=pad % 2 == 0) for pad in range(8)]
+            long = Size(520, 264, 2047)
+            for tile in tiles_for(math, 1):
+                spec = make_spec(math, 1, order, tile, long, narrow=True)
+                yield Case(f"{math}-anywhere-{order}-{tile.block_m}x{tile.block_n}", spec, (*sizes, long))
+            tile = default_tile(math, 2, turn + 1)
+            spec = make_spec(math, 2, order, tile, long, narrow=True, lhs_order="km")
+            yield Case(f"{math}-anywhere-km-{order}", spec, (*sizes, long))
+            runs = [Size(131, 67, 231, batch=2, pad=pad, k_run=77) for pad in range(8)]
+            spec = make_spec(math, 1, order, tile, runs[0], narrow=True)
+            yield Case(f"{math}-anywhere-runs-{order}", spec, tuple(runs))
+
+
 def large_cases() -> Iterator[Case]:
     for math in MATHS:
         size = Size(*LARGE)
@@ -165,6 +182,7 @@ CASES = [
     *batch_cases(),
     *walked_cases(),
     *pitch_cases(),
+    *anywhere_cases(),
     *large_cases(),
 ]
 

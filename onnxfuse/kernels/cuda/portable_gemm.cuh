@@ -20,7 +20,8 @@
 //
 // Contract: LHS_WIDTH and RHS_WIDTH divide the extents of lhs and rhs along their contiguous axes, and the WIDTH of a load
 // or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside. A
-// kernel that is CHECKED looks for itself, and takes single elements of a tensor for which that does not hold.
+// kernel that is CHECKED looks for itself, and treats a tensor for which that does not hold as one of width 1. Of lhs
+// and rhs, 16-bit elements of width 1 pass through registers on their way to the ring (ShiftedCopy).
 //
 // The generated text before this file defines Element, MATH, LHS_ and RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_, STAGES and
 // _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
@@ -98,6 +99,15 @@ struct BlockTile {
   }
 };
 
+// The bytes of a tensor, as addresses: of its first element, and of the first byte behind its last.
+struct Span {
+  unsigned long long begin;
+  unsigned long long end;
+
+  __device__ __forceinline__ Span(const void* first, const Element* last)
+      : begin(reinterpret_cast<unsigned long long>(first)), end(reinterpret_cast<unsigned long long>(last + 1)) {}
+};
+
 // The copies that one thread makes of an operand's tiles, k tile after k tile. OUTER_COLUMNS: the tensor's contiguous
 // axis is walked in two levels, as the k of a merged-heads lhs.
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS>
@@ -137,14 +147,17 @@ struct TileCopy {
     }
   }
 
-  __device__ __forceinline__ const Element* element(int pass) const {
+  // Element `number` of a copy.
+  __device__ __forceinline__ const Element* element(int pass, int number = 0) const {
     const Element* line = source + (row(pass) - row(0)) * row_stride;
-    if constexpr (OUTER_COLUMNS) return line + steps<true>(passed + column(pass), 1, outer->columns, outer->column_stride);
-    return line + (column(pass) - column(0));
+    if constexpr (OUTER_COLUMNS) {
+      return line + steps<true>(passed + column(pass) + number, 1, outer->columns, outer->column_stride);
+    }
+    return line + (column(pass) - column(0) + number);
   }
 
   // Copies the next tile, of which `rows` and `columns` lie inside the tensor; zeros elsewhere.
-  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns, const Span&) const {
 #pragma unroll UNROLL
     for (int pass = 0; pass < PASSES; ++pass) {
       if (COUNT % THREADS != 0 && static_cast<int>(threadIdx.x) + pass * THREADS >= COUNT) break;
@@ -157,24 +170,124 @@ struct TileCopy {
   }
 };
 
-template <typename Tile, int WIDTH, bool OUTER_COLUMNS, int BYTES = WIDTH * sizeof(Element)>
-struct OperandCopy : TileCopy<Tile, WIDTH, OUTER_COLUMNS> {};
+using ShiftedWord = Packed<unsigned, 2>;
+constexpr int SHIFTED_WORDS = 3;  // that a piece of CHUNK elements which begins anywhere can touch
 
+// The CHUNK elements that begin `offset` bytes behind the first of the words; an element is of 16 bits.
+__device__ __forceinline__ Packed<unsigned, 4> shifted(const ShiftedWord (&words)[SHIFTED_WORDS], unsigned offset) {
+  unsigned line[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {
+    line[i] = offset & 4 ? words[(i + 1) / 2].values[(i + 1) % 2] : words[i / 2].values[i % 2];
+  }
+  Packed<unsigned, 4> piece;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) piece.values[i] = __funnelshift_r(line[i], line[i + 1], offset % 4 * 8);
+  return piece;
+}
+
+// The first `count` elements; zeros behind them.
+__device__ __forceinline__ Packed<unsigned, 4> leading(const Packed<unsigned, 4>& piece, int count) {
+  Packed<unsigned, 4> kept;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    kept.values[i] = piece.values[i] & (count > 2 * i + 1 ? 0xffffffff : count > 2 * i ? 0xffff : 0);
+  }
+  return kept;
+}
+
+// For rows of 16-bit elements that begin anywhere, which cp.async cannot copy. CHUNK neighbours in shared memory are one
+// piece: it is cut out of aligned words, and those of several pieces are under way at once. A piece that lies in two
+// runs of columns, or whose words reach beyond the tensor, is copied element by element.
 template <typename Tile, bool OUTER_COLUMNS>
-struct OperandCopy<Tile, 1, OUTER_COLUMNS, 2> : TileCopy<Tile, 1, OUTER_COLUMNS> {
-  using Copies = TileCopy<Tile, 1, OUTER_COLUMNS>;
+struct ShiftedCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
+  using Pieces = TileCopy<Tile, CHUNK, OUTER_COLUMNS>;
+  using Pieces::column, Pieces::element, Pieces::row;
+  // As many as accumulators and the parts' pointers leave registers for.
+  static constexpr int MOST = PARTS * FRAGMENTS_M * FRAGMENTS_N <= 16 ? 8 : PARTS < 4 ? 4 : 2;
+  static constexpr int BATCHES = (Pieces::PASSES + MOST - 1) / MOST;
+  static constexpr int AT_ONCE = (Pieces::PASSES + BATCHES - 1) / BATCHES;
 
-  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
-    copy_small<2, Copies::PASSES>([&](int pass) {
-      const int row = Copies::row(pass), column = Copies::column(pass);
-      const bool written = static_cast<int>(threadIdx.x) + pass * THREADS < Copies::COUNT;
-      const bool inside = written && row < rows && column < columns;
-      return SmallCopy{shared + Tile::offset(row, column), Copies::element(pass), inside, written};
-    });
+  static __device__ __forceinline__ bool is_written(int pass) {
+    if (AT_ONCE * BATCHES * THREADS == Pieces::COUNT) return true;
+    return static_cast<int>(threadIdx.x) + pass * THREADS < Pieces::COUNT;
+  }
+
+  static __device__ __forceinline__ bool is_inside(int pass, int rows, int columns) {
+    return is_written(pass) && row(pass) < rows && column(pass) < columns;
+  }
+
+  static __device__ __forceinline__ unsigned target(unsigned shared, int pass) {
+    return shared + Tile::offset(row(pass), column(pass));
+  }
+
+  // element(first + number), by one addition where it can be.
+  __device__ __forceinline__ const Element* next(const Element* first_element, int first, int number) const {
+    if constexpr (!Pieces::STRAIGHT) return element(first + number);
+    return first_element + number * (THREADS / Pieces::PER_ROW) * this->row_stride;
+  }
+
+  // Whether words may be read for a piece, of which `columns - column(pass)` elements lie inside the tensor.
+  __device__ __forceinline__ bool is_whole(int pass, unsigned long long word, int columns, const Span& span) const {
+    bool whole = word >= span.begin && word <= span.end - SHIFTED_WORDS * sizeof(ShiftedWord);
+    if constexpr (OUTER_COLUMNS) {
+      const int run = this->outer->columns;
+      whole = whole && (this->passed + column(pass)) % run + min(columns - column(pass), CHUNK) <= run;
+    }
+    return whole;
+  }
+
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns, const Span& span) const {
+    bool left = false;
+#pragma unroll 1
+    for (int first = 0; first < AT_ONCE * BATCHES; first += AT_ONCE) {
+      const Element* first_element = element(first);
+      ShiftedWord words[AT_ONCE][SHIFTED_WORDS];
+      unsigned offsets[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const auto address = reinterpret_cast<unsigned long long>(next(first_element, first, i));
+        offsets[i] = address % sizeof(ShiftedWord);
+        const unsigned long long word = address - offsets[i];
+        const bool inside = is_inside(first + i, rows, columns);
+        const bool whole = is_whole(first + i, word, columns, span);
+        left |= inside && !whole;
+#pragma unroll
+        for (int number = 0; number < SHIFTED_WORDS; ++number) {
+          const auto* global = reinterpret_cast<const unsigned*>(word + number * sizeof(ShiftedWord));
+          words[i][number] = load_cached<ShiftedWord>(global, inside && whole);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const auto piece = leading(shifted(words[i], offsets[i]), columns - column(first + i));
+        if (is_written(first + i)) store_shared(target(shared, first + i), piece);
+      }
+    }
+    if (left) copy_rest(shared, rows, columns, span);
+  }
+
+  // The pieces that are not whole.
+  __device__ __forceinline__ void copy_rest(unsigned shared, int rows, int columns, const Span& span) const {
+#pragma unroll 1
+    for (int pass = 0; pass < Pieces::PASSES; ++pass) {
+      const auto address = reinterpret_cast<unsigned long long>(element(pass));
+      const unsigned long long word = address - address % sizeof(ShiftedWord);
+      if (!is_inside(pass, rows, columns) || is_whole(pass, word, columns, span)) continue;
+      copy_small<sizeof(Element), CHUNK>([&](int number) {
+        const unsigned to = target(shared, pass) + number * sizeof(Element);
+        return SmallCopy{to, element(pass, number), number < columns - column(pass), true};
+      });
+    }
   }
 };
 
-// Copies of WIDTH elements or, in a kernel that is CHECKED, of single ones where those are not `legal`.
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS, int BYTES = WIDTH * sizeof(Element)>
+struct OperandCopy : TileCopy<Tile, WIDTH, OUTER_COLUMNS> {};
+template <typename Tile, int WIDTH, bool OUTER_COLUMNS>
+struct OperandCopy<Tile, WIDTH, OUTER_COLUMNS, 2> : ShiftedCopy<Tile, OUTER_COLUMNS> {};
+
+// Copies of WIDTH elements or, in a kernel that is CHECKED, those of width 1 where they are not `legal`.
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS, bool BOTH = CHECKED && (WIDTH > 1)>
 struct RingCopy : OperandCopy<Tile, WIDTH, OUTER_COLUMNS> {
   using Copies = OperandCopy<Tile, WIDTH, OUTER_COLUMNS>;
@@ -201,10 +314,14 @@ struct RingCopy<Tile, WIDTH, OUTER_COLUMNS, true> : OperandCopy<Tile, WIDTH, OUT
     if (!wide) this->source = narrow.source;
   }
 
-  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns) const {
-    if (wide) return Wide::issue(shared, rows, columns);
-    const Narrow narrow{{this->source, this->row_stride, this->outer, this->passed}};
-    narrow.issue(shared, rows, columns);
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns, const Span& span) const {
+    if (wide) return Wide::issue(shared, rows, columns, span);
+    Narrow narrow;
+    narrow.source = this->source;
+    narrow.row_stride = this->row_stride;
+    narrow.outer = this->outer;
+    narrow.passed = this->passed;
+    narrow.issue(shared, rows, columns, span);
   }
 };
 
@@ -225,6 +342,19 @@ __device__ __forceinline__ bool is_rhs_legal(const OnnxfuseArguments& args, int 
   return is_legal<Element, RHS_WIDTH>(rhs.pointer, along, rhs.batch_stride | across);
 }
 
+__device__ __forceinline__ Span lhs_span(const OnnxfuseArguments& args) {
+  const OnnxfuseTensor& lhs = args.lhs;
+  const OnnxfuseOuter& outer = args.lhs_outer;
+  const Element* last = element_pointer<const Element>(lhs, args.batch - 1, args.m - 1, 0) +
+                        steps<LHS_OUTER_COLUMNS>(args.k - 1, lhs.column_stride, outer.columns, outer.column_stride);
+  return Span(lhs.pointer, last);
+}
+
+__device__ __forceinline__ Span rhs_span(const OnnxfuseArguments& args, int part) {
+  const OnnxfuseTensor& rhs = args.rhs[part];
+  return Span(rhs.pointer, element_pointer<const Element>(rhs, args.batch - 1, args.k - 1, args.n - 1));
+}
+
 // Everything that fills the ring: lhs and the rhs of every part, advancing along k.
 struct Producer {
   RingCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
@@ -232,9 +362,10 @@ struct Producer {
   int rows;     // of lhs, from the block's first on
   int columns;  // of rhs
   int depth;    // of k, from the next tile on
+  const OnnxfuseArguments& arguments;
 
   __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, int batch)
-      : rows(args.m - block.row), columns(args.n - block.column), depth(args.k) {
+      : rows(args.m - block.row), columns(args.n - block.column), depth(args.k), arguments(args) {
     lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0),
               LHS_K_CONTIGUOUS ? args.lhs.row_stride : args.lhs.column_stride, is_lhs_legal(args), &args.lhs_outer);
 #pragma unroll
@@ -253,12 +384,13 @@ struct Producer {
 
   __device__ __forceinline__ void issue(unsigned stage) {
     if (depth > 0) {
-      lhs.issue(stage, LHS_K_CONTIGUOUS ? rows : depth, LHS_K_CONTIGUOUS ? depth : rows);
+      lhs.issue(stage, LHS_K_CONTIGUOUS ? rows : depth, LHS_K_CONTIGUOUS ? depth : rows, lhs_span(arguments));
       lhs.advance(LHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_K * lhs.row_stride);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const unsigned tile = stage + LhsTile::BYTES + part * RhsTile::BYTES;
-        rhs[part].issue(tile, RHS_K_CONTIGUOUS ? columns : depth, RHS_K_CONTIGUOUS ? depth : columns);
+        rhs[part].issue(tile, RHS_K_CONTIGUOUS ? columns : depth, RHS_K_CONTIGUOUS ? depth : columns,
+                        rhs_span(arguments, part));
         rhs[part].advance(RHS_K_CONTIGUOUS ? BLOCK_K : BLOCK_K * rhs[part].row_stride);
       }
       depth -= BLOCK_K;

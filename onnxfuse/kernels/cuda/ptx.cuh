@@ -99,14 +99,23 @@ __device__ __forceinline__ Vector load_streamed(const typename Vector::Type* glo
 }
 template <typename Vector>
 __device__ __forceinline__ Vector load_cached(const typename Vector::Type* global, bool inside) {
-  static_assert(sizeof(Vector) == 16, "wide loads");
+  static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8, "wide loads");
   Vector packed;
-  auto& bits = reinterpret_cast<uint4&>(packed);
-  asm volatile(
-      "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
-      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
-      : "l"(global), "r"(static_cast<int>(inside)));
+  const int valid = inside;
+  if constexpr (sizeof(Vector) == 16) {
+    auto& bits = reinterpret_cast<uint4&>(packed);
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
+        "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
+        : "l"(global), "r"(valid));
+  } else {
+    auto& bits = reinterpret_cast<uint2&>(packed);
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
+        : "=&r"(bits.x), "=&r"(bits.y)
+        : "l"(global), "r"(valid));
+  }
   return packed;
 }
 
@@ -124,6 +133,12 @@ __device__ __forceinline__ void store_global(typename Vector::Type* global, cons
   } else {
     *reinterpret_cast<Bits*>(global) = bits;
   }
+}
+
+__device__ __forceinline__ void store_shared(unsigned shared, const Packed<unsigned, 4>& packed) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(packed.values[0]), "r"(packed.values[1]),
+               "r"(packed.values[2]), "r"(packed.values[3])
+               : "memory");
 }
 
 __device__ __forceinline__ void load_shared(float (&values)[2], unsigned shared) {
