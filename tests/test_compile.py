@@ -67,6 +67,19 @@ def test_kernels_that_check_each_tensor_need_no_local_memory() -> None:
         assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
 
 
+def test_kernels_of_rows_that_begin_anywhere_need_no_local_memory() -> None:
+    """The largest tile, with every order of both operands and every number of parts."""
+    specs = [
+        make_spec("f16", parts, order, tiles_for("f16", parts)[0], ALIGNED, kind, narrow=True, lhs_order=lhs_order)
+        for parts, order in itertools.product((1, 2, 3, 4), ("kn", "nk"))
+        for lhs_order, kind in (("mk", "mixed"), ("km", "masks"))
+    ]
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda spec: compile_source(emit(spec), DEVICE), specs))
+    for spec, image in zip(specs, images, strict=True):
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_default_tile_has_a_fitting_device(arch: str) -> None:
     for math_mode in ("f16", "tf32", "fp32", "3xtf32"):
