@@ -15,6 +15,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.reference import float64_model, write_float64
 from tests import corpus
 from tests.onnx_build import run
+from tests.tf32 import to_tf32
 
 FAMILIES = ("btb", "ff_geglu", "ff2d_geglu", "ff_swiglu", "sd15_unet_mini", "bert", "vit", "ff_gelu")
 EXACT = 1e-13  # relative to the largest value: some tens of roundings in double
@@ -253,10 +254,8 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
             write_float64(tmp_path / name, tmp_path)
 
 
-def to_tf32(values: np.ndarray) -> np.ndarray:
-    """Float32 with 10 explicit bits, from the bits themselves: to nearest, halfway values to the even neighbour."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+def in_tf32(values: np.ndarray) -> np.ndarray:
+    return to_tf32(values).astype(np.float64)
 
 
 def tf32_of(model: ModelProto, *arrays: np.ndarray) -> np.ndarray:
@@ -282,16 +281,16 @@ def test_both_factors_of_every_kind_of_product_are_rounded_and_nothing_else() ->
     lhs, rhs, bias = (np.random.default_rng(seed).standard_normal((9, 9)).astype(np.float32) for seed in range(3))
     exact_bias, image = bias.astype(np.float64), X[0, :, :, :].reshape(1, 6, 9, 8)
     weight = np.random.default_rng(4).standard_normal((4, 6, 1, 1)).astype(np.float32)
-    product = to_tf32(lhs) @ to_tf32(rhs)
+    product = in_tf32(lhs) @ in_tf32(rhs)
     assert_exact(tf32_of(one_node("MatMul", [lhs, rhs]), lhs, rhs), product)
     assert_exact(tf32_of(one_node("Gemm", [lhs, rhs, bias]), lhs, rhs, bias), product + exact_bias)
     assert_exact(tf32_of(one_node("Einsum", [lhs, rhs], equation="mk,kn->mn"), lhs, rhs), product)
-    convolved = np.einsum("oi,bihw->bohw", to_tf32(weight)[:, :, 0, 0], to_tf32(image))
+    convolved = np.einsum("oi,bihw->bohw", in_tf32(weight)[:, :, 0, 0], in_tf32(image))
     assert_exact(tf32_of(one_node("Conv", [image, weight], weights=1), image), convolved)
     fused = one_node("FusedMatMul", [lhs, rhs], domain="com.microsoft", transB=1)
     fused.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     found = tf32_of(fused, lhs, rhs)  # which ONNX Runtime computes in float32
-    assert np.abs(found - to_tf32(lhs) @ to_tf32(rhs).T).max() < 1e-5
+    assert np.abs(found - in_tf32(lhs) @ in_tf32(rhs).T).max() < 1e-5
     assert np.abs(found - exact(fused, lhs, rhs)).max() > 1e-4
     assert_exact(tf32_of(one_node("Mul", [lhs, rhs]), lhs, rhs), lhs.astype(np.float64) * rhs)
 
@@ -315,7 +314,7 @@ def test_products_of_the_models_own_float32_are_rounded(before: int, rounds: boo
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     stored = numpy_helper.to_array(constant).astype(np.float64)
     (found,) = run(float64_model(model, tf32=True), {"x": x})
-    assert_exact(found, to_tf32(x) @ to_tf32(stored) if rounds else x.astype(np.float64) @ stored)
+    assert_exact(found, in_tf32(x) @ in_tf32(stored) if rounds else x.astype(np.float64) @ stored)
 
 
 @pytest.mark.parametrize("key", corpus.families("bert", "ff2d_geglu", "ff_swiglu", size="tiny"))
