@@ -89,7 +89,7 @@ def write_float64(source: Path, folder: Path, tf32: bool = False) -> Path:
 
     Args:
         source: the model.
-        folder: one that holds no other form.
+        folder: where `reference.onnx` is written.
         tf32: round both factors of float32 products to TF32.
 
     Raises:
