@@ -41,6 +41,9 @@ The attributes of a fused node are strings that a person can read in any viewer:
     out_types   `f16`, `f32` or `bf16` for each output, comma separated
     in_types    the same for each input (integers and `bool` as well: `i64`, `u8`); may be missing. With it, a tool that
                 changed the model's types afterwards is found when the session loads
+    math        how the kernels compute products, as `KernelSpec.math` names it: `tf32`, or `3xtf32,fp32` where
+                architectures differ. Missing in a node that computes no product. By `tf32` `onnxfuse verify` knows what
+                to allow; the bridge ignores it
     fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
 
 An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and

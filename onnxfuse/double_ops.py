@@ -43,6 +43,15 @@ WriteOut = Callable[[Emitter, NodeProto], bool]
 """Emits nodes in place of one, the last of which makes its result; False where it cannot."""
 
 
+def round_to_tf32(e: Emitter, x: str) -> str:
+    """Emit the nearest number of 11 significant bits, TF32's precision: Veltkamp's splitting of a double.
+
+    Of what float32 holds, halfway values go to the even neighbour.
+    """
+    spread = e("Mul", x, 2.0**42 + 1)
+    return e("Sub", spread, e("Sub", spread, x))
+
+
 @cache
 def erfc_polynomial() -> tuple[float, ...]:
     """Coefficients, highest power first, of exp(z*z) * erfc(z) over s = (z - 2.5) / (z + 2.5) for z in [0, 6].

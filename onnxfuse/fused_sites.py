@@ -15,7 +15,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, Tenso
 
 from onnxfuse.dtypes import ALL
 from onnxfuse.extract import KERNELS, Ports, site_model
-from onnxfuse.inline import DOMAIN
+from onnxfuse.inline import DOMAIN, walk
 from onnxfuse.model import Model, load_model
 from onnxfuse.store import save_model
 
@@ -52,6 +52,17 @@ class FusedSite:
     node: NodeProto
     body: FunctionProto
     kernels: bytes
+
+
+def uses_tf32(model: Path) -> bool:
+    """Whether some fused node, at any depth, says that its kernels compute products in TF32.
+
+    Raises:
+        ModelError: the model cannot be read.
+    """
+    nodes = (node for node in walk(load_model(model).proto.graph.node) if node.domain == DOMAIN)
+    maths = (each.s.decode() for node in nodes for each in node.attribute if each.name == "math")
+    return any("tf32" in names.split(",") for names in maths)
 
 
 def write_with_shapes(model: Path, target: Path) -> list[str]:

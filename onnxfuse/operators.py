@@ -14,6 +14,8 @@ import onnx_graphsurgeon as gs
 from onnx import TypeProto, defs
 from onnx.shape_inference import InferenceContext
 
+PRODUCTS = frozenset({"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum", "Conv"})
+
 # Operator -> outputs that have the element type of its first float input.
 MICROSOFT: dict[str, tuple[int, ...]] = {
     "Attention": (0,),

@@ -204,8 +204,16 @@ def node_attributes(form: Form, kernel: str) -> dict[str, str]:
         "arguments": _arguments(fusion),
         "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
         "out_types": ",".join(tensor.dtype.name for tensor in fusion.outputs),
+        **_math(form),
         "fusion": str(fusion),
     }
+
+
+def _math(form: Form) -> dict[str, str]:
+    """How the kernels multiply, those of each architecture."""
+    specs = (variant.spec for _, variant in form.variants)
+    found = sorted({spec.math for spec in specs if isinstance(spec, KernelSpec)})
+    return {"math": ",".join(found)} if found else {}
 
 
 def _arguments(fusion: Pointwise) -> str:

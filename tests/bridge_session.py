@@ -36,6 +36,7 @@ ATTRIBUTES = {
     "arguments": "lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0",
     "out_types": "f32",
     "in_types": "f32,f32,f32",
+    "math": "tf32",
     "fusion": "for people",
 }
 RANDOM = np.random.default_rng(7)

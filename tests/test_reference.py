@@ -15,6 +15,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.reference import float64_model, write_float64
 from tests import corpus
 from tests.onnx_build import run
+from tests.tf32 import to_tf32
 
 FAMILIES = ("btb", "ff_geglu", "ff2d_geglu", "ff_swiglu", "sd15_unet_mini", "bert", "vit", "ff_gelu")
 EXACT = 1e-13  # relative to the largest value: some tens of roundings in double
@@ -251,3 +252,74 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
     for name in ("bad.onnx", "absent.onnx"):
         with pytest.raises(ModelError, match=name):
             write_float64(tmp_path / name, tmp_path)
+
+
+def in_tf32(values: np.ndarray) -> np.ndarray:
+    return to_tf32(values).astype(np.float64)
+
+
+def tf32_of(model: ModelProto, *arrays: np.ndarray) -> np.ndarray:
+    (result,) = run(float64_model(model, tf32=True), {f"x{index}": array for index, array in enumerate(arrays)})
+    assert result.dtype == np.float64
+    return result
+
+
+def test_factors_are_rounded_to_tf32_to_the_bit() -> None:
+    last = np.float32(2.0**-10)
+    steps = np.arange(-4096, 4096, dtype=np.float32) * last / 64  # each 64th between neighbours, halfway among them
+    near = np.concatenate([1 + steps[steps >= 0], 1.5 + steps, np.float32(2) + steps])
+    random = np.random.default_rng(3).standard_normal(2000).astype(np.float32)
+    tiny, huge = np.finfo(np.float32).tiny, np.float32(2.0**126)
+    x = np.concatenate([near, -near, random, near * tiny, near * huge, np.zeros(1, np.float32)])
+    one = np.ones((1, 1), np.float32)
+    rounded = tf32_of(one_node("MatMul", [x[:, None], one], weights=1), x[:, None])[:, 0]
+    assert np.array_equal(rounded, to_tf32(x))
+    assert (rounded != x).mean() > 0.5
+
+
+def test_both_factors_of_every_kind_of_product_are_rounded_and_nothing_else() -> None:
+    lhs, rhs, bias = (np.random.default_rng(seed).standard_normal((9, 9)).astype(np.float32) for seed in range(3))
+    exact_bias, image = bias.astype(np.float64), X[0, :, :, :].reshape(1, 6, 9, 8)
+    weight = np.random.default_rng(4).standard_normal((4, 6, 1, 1)).astype(np.float32)
+    product = in_tf32(lhs) @ in_tf32(rhs)
+    assert_exact(tf32_of(one_node("MatMul", [lhs, rhs]), lhs, rhs), product)
+    assert_exact(tf32_of(one_node("Gemm", [lhs, rhs, bias]), lhs, rhs, bias), product + exact_bias)
+    assert_exact(tf32_of(one_node("Einsum", [lhs, rhs], equation="mk,kn->mn"), lhs, rhs), product)
+    convolved = np.einsum("oi,bihw->bohw", in_tf32(weight)[:, :, 0, 0], in_tf32(image))
+    assert_exact(tf32_of(one_node("Conv", [image, weight], weights=1), image), convolved)
+    fused = one_node("FusedMatMul", [lhs, rhs], domain="com.microsoft", transB=1)
+    fused.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    found = tf32_of(fused, lhs, rhs)  # which ONNX Runtime computes in float32
+    assert np.abs(found - in_tf32(lhs) @ in_tf32(rhs).T).max() < 1e-5
+    assert np.abs(found - exact(fused, lhs, rhs)).max() > 1e-4
+    assert_exact(tf32_of(one_node("Mul", [lhs, rhs]), lhs, rhs), lhs.astype(np.float64) * rhs)
+
+
+@pytest.mark.parametrize(("before", "rounds"), [(TensorProto.FLOAT, True), (TensorProto.FLOAT16, False)])
+def test_products_of_the_models_own_float32_are_rounded(before: int, rounds: bool) -> None:
+    """The type is that of the model, behind Casts and in a branch, not that of the double that takes its place."""
+    x, w = (np.random.default_rng(seed).standard_normal((5, 5)).astype(np.float32) for seed in range(2))
+    product = helper.make_graph([helper.make_node("MatMul", ["cast", "c"], ["p"])], "then", [],
+                                [helper.make_tensor_value_info("p", before, None)])  # fmt: skip
+    constant = numpy_helper.from_array(w.astype(helper.tensor_dtype_to_np_dtype(before)))
+    nodes = [
+        helper.make_node("Cast", ["x"], ["cast"], to=before),
+        helper.make_node("Constant", [], ["c"], value=constant),
+        helper.make_node("If", ["yes"], ["chosen"], then_branch=product, else_branch=product),
+        helper.make_node("Cast", ["chosen"], ["y"], to=TensorProto.FLOAT),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [5, 5]) for name in "xy"]
+    yes = numpy_helper.from_array(np.array(True), "yes")
+    graph = helper.make_graph(nodes, "types", values[:1], values[1:], [yes])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    stored = numpy_helper.to_array(constant).astype(np.float64)
+    (found,) = run(float64_model(model, tf32=True), {"x": x})
+    assert_exact(found, in_tf32(x) @ in_tf32(stored) if rounds else x.astype(np.float64) @ stored)
+
+
+@pytest.mark.parametrize("key", corpus.families("bert", "ff2d_geglu", "ff_swiglu", size="tiny"))
+def test_tf32_changes_the_fp32_products_of_real_exports_alone(key: str) -> None:
+    model, feed = corpus.materialize(key), corpus.feed(key, 0)
+    exact, rounded = (run(float64_model(model, tf32), feed)[0] for tf32 in (False, True))
+    error = np.abs(rounded - exact).max() / np.abs(exact).max()
+    assert 2.0**-20 < error < 2.0**-7 if ".fp32." in key else error == 0

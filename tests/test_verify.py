@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -11,11 +13,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
 from onnxfuse.errors import ModelError
+from onnxfuse.fused_sites import uses_tf32
 from onnxfuse.runtime import feeds, verify
-from onnxfuse.runtime.accuracy import Value, check_output, ulp
+from onnxfuse.runtime.accuracy import BY_ORIGINAL, BY_TF32, BY_ULP, OutputCheck, Value, check_output, ulp
 from onnxfuse.runtime.feeds import InputSpec, load_npz, make_feeds
 from onnxfuse.runtime.session import CPU
-from tests.onnx_build import Builder
+from tests.onnx_build import FLOAT, FLOAT16, Builder
+from tests.tf32 import to_tf32
 
 MODELS = Path(__file__).parents[1] / "models"
 SPECS = (
@@ -142,8 +146,163 @@ def test_one_bad_element_of_many_fails_by_the_largest_error() -> None:
     check = check_output(
         "y", Value(exact.astype(np.float16), "float16"), Value(bad, "float16"), Value(exact, "float64")
     )
-    assert check.reason == "the largest error is above what is allowed"
+    assert check.reason == "the largest error is above what is allowed, 4 ulp"
     assert check.optimized.rms <= check.tolerance.rms
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    return values.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def test_what_tf32_computes_is_allowed_where_fused_nodes_use_it_and_no_more() -> None:
+    lhs, rhs = (np.random.default_rng(seed).standard_normal((90, 90)).astype(np.float32) for seed in range(2))
+    double = lhs.astype(np.float64), rhs.astype(np.float64)
+    original, exact = Value(lhs @ rhs, "float32"), Value(double[0] @ double[1], "float64")
+    rounded = Value(to_tf32(lhs).astype(np.float64) @ to_tf32(rhs).astype(np.float64), "float64")
+
+    def check(optimized: np.ndarray, in_tf32: Value | None = rounded) -> OutputCheck:
+        return check_output("y", original, Value(optimized, "float32"), exact, in_tf32)
+
+    computed = to_tf32(lhs) @ to_tf32(rhs)
+    good = check(computed)
+    assert good.passed
+    assert "(twice the error of TF32)" in str(good)
+    assert (good.tolerance.max_term, good.tolerance.rms_term) == (BY_TF32, BY_TF32)
+    assert good.tolerance.max == 2 * np.abs(rounded.array - exact.array).max()
+    assert not check(computed, None).passed
+    assert not check(to_bf16(lhs) @ to_bf16(rhs)).passed
+    wrong = computed.copy()
+    wrong[7, 5] += 0.05
+    assert check(wrong).reason == "the largest error is above what is allowed, twice the error of TF32"
+    assert check(wrong).optimized.worst == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("own", "tf32", "term"), [(3, 0, BY_ULP), (3, 1, BY_ULP), (20, 3, BY_ORIGINAL), (3, 20, BY_TF32)]
+)
+def test_the_largest_term_is_the_bound_and_is_named(own: int, tf32: int, term: str) -> None:
+    one_ulp = 2.0**-23
+    exact = np.full(100, 1.5)
+    before = Value((exact + own / 2 * one_ulp).astype(np.float32), "float32")
+    rounded = Value(exact + tf32 * one_ulp, "float64")
+    allowed = max(4, 2 * round(own / 2), 2 * tf32)
+    for error, passes in ((allowed, True), (allowed + 1, False)):
+        after = Value((exact + error * one_ulp).astype(np.float32), "float32")
+        check = check_output("y", before, after, Value(exact, "float64"), rounded)
+        assert check.passed == passes
+        assert (check.tolerance.max_term, check.tolerance.rms_term) == (term, term)
+        assert term in str(check)
+        assert passes or check.reason.endswith(term)
+
+
+def test_a_tf32_reference_that_is_not_finite_allows_nothing() -> None:
+    exact, before = Value(np.ones(3), "float64"), Value(np.ones(3, np.float32), "float32")
+    after = Value(np.array([1, 1.01, 1], np.float32), "float32")
+    assert not check_output("y", before, after, exact, Value(np.array([1, np.nan, 1]), "float64")).passed
+
+
+def masked(scores: np.ndarray, number: float) -> np.ndarray:
+    """Every third element another number, as a mask writes it."""
+    return np.where(np.arange(scores.size) % 3 == 0, number, scores)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_wrong_element_beside_the_lowest_number_is_found(dtype: str, sign: int) -> None:
+    """The masks' numbers change nothing of how all others are judged, and are judged themselves."""
+    kind = np.dtype(dtype) if dtype != "bfloat16" else np.dtype(ml_dtypes.bfloat16)
+    number = sign * float(ml_dtypes.finfo(kind).max)
+    exact = np.random.default_rng(5).standard_normal(300)
+    stored = exact.astype(kind).astype(np.float64)
+    before = Value(masked(stored, number), dtype)
+
+    def check(after: np.ndarray) -> OutputCheck:
+        return check_output("y", before, Value(after, dtype), Value(masked(exact, number), "float64"))
+
+    others = np.arange(300) % 3 != 0
+    alone = check_output("y", *(Value(stored[others], dtype),) * 2, Value(exact[others], "float64"))
+    good = check(before.array)
+    assert good.passed
+    assert (good.original.max, good.original.rms) == (alone.original.max, alone.original.rms)
+    assert good.tolerance == alone.tolerance
+    wrong = before.array.copy()
+    wrong[1] += 0.1 if dtype != "bfloat16" else 0.5
+    assert "largest error" in check(wrong).reason
+    for instead in (0.0, number / 2, exact[0]):
+        wrong = before.array.copy()
+        wrong[3] = instead
+        assert check(wrong).reason.startswith("near the type's largest number the largest error is above")
+        assert check(wrong).optimized.worst == (3,)
+
+
+def test_a_mask_that_is_added_in_16_bits_is_as_good_as_the_original() -> None:
+    """There a score moves the lowest number by a few units: these count where the sums are, not where scores are."""
+    lowest = float(np.finfo(np.float16).min)
+    scores = np.random.default_rng(6).standard_normal(300) * 30
+    exact = masked(np.zeros(300), lowest) + np.abs(scores)
+    before = Value(exact.astype(np.float16), "float16")
+    after = np.where(exact < -1000, before.array + np.float16(32), before.array).astype(np.float16)
+    assert check_output("y", before, Value(after, "float16"), Value(exact, "float64")).passed
+    after[1] += np.float16(1)
+    assert not check_output("y", before, Value(after, "float16"), Value(exact, "float64")).passed
+
+
+def two_products(dtype: int) -> onnx.ModelProto:
+    b = Builder(dtype)
+    weights = (np.random.default_rng(seed).standard_normal((64, 64)) / 8 for seed in range(2))
+    first, second = (b.array(weight) for weight in weights)
+    return b.model(b("Tanh", b("MatMul", b("Gelu", b("MatMul", b.input("x", ["m", 64]), first)), second)))
+
+
+def rounded_weights(model: onnx.ModelProto, rounding: Callable[[np.ndarray], np.ndarray], path: Path) -> Path:
+    """The model with weights of another precision: what its kernels make of them, for nodes that run on the CPU."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for tensor in changed.graph.initializer:
+        if len(tensor.dims) == 2:
+            tensor.CopyFrom(numpy_helper.from_array(rounding(numpy_helper.to_array(tensor)), tensor.name))
+    return save(changed, path)
+
+
+def test_verify_allows_for_tf32_where_nodes_say_it_and_cuda_runs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = save(two_products(FLOAT), tmp_path / "original.onnx")
+    tf32, exact = (onnxfuse.optimize(original, arch="sm_80", fp32=mode)[0] for mode in ("tf32", "exact"))
+    cut = rounded_weights(tf32, to_tf32, tmp_path / "tf32.onnx")
+    assert not verify.verify(original, cut).passed, "on the CPU nothing is computed in TF32"
+    monkeypatch.setattr(verify, "CUDA", CPU)  # the provider whose nodes run kernels
+    result = verify.verify(original, cut, runs=2, per_site=True)
+    assert result.passed, str(result)
+    checks = [check for run in result.runs for check in (*run.outputs, *run.sites)]
+    assert {check.tolerance.max_term for check in checks} == {BY_TF32}
+    assert result.to_dict()["runs"][0]["outputs"][0]["tolerance"]["max_term"] == BY_TF32
+    assert not verify.verify(original, rounded_weights(tf32, to_bf16, tmp_path / "bf16.onnx")).passed
+    assert not verify.verify(original, rounded_weights(exact, to_tf32, tmp_path / "exact.onnx")).passed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "arch", "math"),
+    [
+        (FLOAT, "tf32", "sm_80", "tf32"),
+        (FLOAT, "exact", "sm_80", "3xtf32"),
+        (FLOAT, "exact", "sm_80,sm_86", "3xtf32,fp32"),
+        (FLOAT16, "tf32", "sm_80", "f16"),
+    ],
+)
+def test_a_fused_node_says_how_it_multiplies(dtype: int, mode: str, arch: str, math: str, tmp_path: Path) -> None:
+    model, report = onnxfuse.optimize(two_products(dtype), arch=arch, fp32=mode)
+    nodes = [node for node in model.graph.node if node.domain == "onnxfuse"]
+    assert len(nodes) == len(report.fused) == 2
+    for node in nodes:
+        assert {each.name: each.s.decode() for each in node.attribute}["math"] == math
+    path = save(model, tmp_path / "fused.onnx")
+    assert uses_tf32(path) == (math == "tf32")
+    for node in nodes:  # as in a file that was written before nodes said it
+        kept = [each for each in node.attribute if each.name != "math"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+    assert not uses_tf32(save(model, path))
 
 
 def test_a_reference_that_is_not_finite_is_no_excuse() -> None:

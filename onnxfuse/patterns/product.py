@@ -17,11 +17,11 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, node_label
-from onnxfuse.operators import qualified_op
+from onnxfuse.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_walkable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.pointwise import POINTWISE
-from onnxfuse.patterns.sources import ANCHORS, InputView, Source, is_stored, sources, spelled_factors
+from onnxfuse.patterns.sources import InputView, Source, is_stored, sources, spelled_factors
 from onnxfuse.patterns.views import COLUMNS, Base, Dim, Piece, View, extent
 
 QUANTIZED = frozenset(
@@ -115,7 +115,7 @@ def is_anchor(graph: Graph, node: gs.Node) -> bool:
     op = qualified_op(node)
     if op == "ReduceSum":
         return spelled_factors(node) is not None
-    return (op in ANCHORS and (op != "Conv" or _is_pointwise(graph, node))) or op in QUANTIZED
+    return (op in PRODUCTS and (op != "Conv" or _is_pointwise(graph, node))) or op in QUANTIZED
 
 
 def _is_pointwise(graph: Graph, conv: gs.Node) -> bool:

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
-from onnxfuse.operators import qualified_op
+from onnxfuse.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.views import (
     INPUT_VIEWS,
     Base,
@@ -24,7 +24,6 @@ from onnxfuse.patterns.views import (
     viewed,
 )
 
-ANCHORS = frozenset({"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum", "Conv"})
 STORED_VIEWS = frozenset({"Identity", "Transpose"})
 MAX_STORED_VIEWS = 8
 
@@ -95,7 +94,7 @@ def spelled_factors(node: gs.Node) -> gs.Node | None:
 def _multiplies(reader: gs.Node) -> bool:
     """Whether a node is a product, or the Mul of one that is spelled out."""
     sums = reader.outputs[0].outputs if reader.op == "Mul" else []
-    return qualified_op(reader) in ANCHORS or any(spelled_factors(node) is reader for node in sums)
+    return qualified_op(reader) in PRODUCTS or any(spelled_factors(node) is reader for node in sums)
 
 
 def shape_text(shape: tuple[Size, ...] | None) -> str:

@@ -1,8 +1,19 @@
 """How far is a value from the float64 reference, and is that near enough?
 
 The rule is derived, never tuned. For each value, the largest and the root mean square error of the optimised model may
-each be at most twice the original's own, or 4 ulp of the value's type at its root mean square magnitude, whichever is
-larger. NaN and infinities must lie in the same places as in the original. Integers must be equal.
+each be at most the largest of:
+
+- twice the original's own;
+- where fused nodes compute fp32 products in TF32, twice the error of TF32: how far the float64 reference moves when
+  both factors of each of the original's fp32 products are rounded to TF32. At small sizes ONNX Runtime multiplies in
+  full fp32, so the original's own error says nothing of it;
+- 4 ulp of the value's type at its root mean square magnitude.
+
+Twice the larger of two errors is no less than their sum, so that a model which has both passes. NaN and infinities must
+lie in the same places as in the original. Integers must be equal.
+
+Elements that the original puts in the top binade of the type are judged by the same rule apart from all others: they
+hold the type's lowest or largest number, which masks write, and beside its ulp no error of a result would count.
 """
 
 from __future__ import annotations
@@ -15,6 +26,7 @@ from onnxfuse.runtime.feeds import Array
 
 FACTOR = 2.0
 ULPS = 4
+BY_ORIGINAL, BY_TF32, BY_ULP = "twice the original's own", "twice the error of TF32", f"{ULPS} ulp"
 # dtype -> bits of the significand after the point, smallest exponent of a normal number.
 _PRECISION = {"float16": (10, -14), "bfloat16": (7, -126), "float32": (23, -126), "float64": (52, -1022)}
 
@@ -49,6 +61,23 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """What the optimised model's errors may be at most.
+
+    Attributes:
+        max: the largest.
+        rms: the root mean square.
+        max_term: which term of the rule the first is, in words.
+        rms_term: which the second is.
+    """
+
+    max: float = 0.0
+    rms: float = 0.0
+    max_term: str = ""
+    rms_term: str = ""
+
+
+@dataclass(frozen=True)
 class OutputCheck:
     """The verdict on one value.
 
@@ -56,9 +85,9 @@ class OutputCheck:
         name: the value's name.
         dtype: its type, `float16`.
         shape: its shape in this run.
-        original: the original's errors.
-        optimized: the optimised model's errors.
-        tolerance: what the optimised model's largest and root mean square error may be at most.
+        original: the original's errors, outside of the type's top binade unless `reason` is of that.
+        optimized: the optimised model's errors, at the same elements.
+        tolerance: what the latter may be at most.
         reason: why it failed, in one sentence; empty when it passed.
     """
 
@@ -67,7 +96,7 @@ class OutputCheck:
     shape: tuple[int, ...]
     original: Errors
     optimized: Errors
-    tolerance: Errors
+    tolerance: Tolerance
     reason: str = ""
 
     @property
@@ -79,16 +108,30 @@ class OutputCheck:
         verdict = "ok" if self.passed else f"FAILED: {self.reason}"
         lines = [f"{self.name}  {self.dtype}[{', '.join(map(str, self.shape))}]  {verdict}"]
         for kind in ("max", "rms", "mean", "p999"):
-            allowed = f"  allowed {getattr(self.tolerance, kind):.3g}" if kind in ("max", "rms") else ""
+            allowed = self._allowed(kind) if kind in ("max", "rms") else ""
             own, ours = (getattr(errors, kind) for errors in (self.original, self.optimized))
             lines.append(f"  {kind:<4} error  original {own:.3g}  optimised {ours:.3g}{allowed}")
         place = ", ".join(map(str, self.optimized.worst))
         lines.append(f"  largest at [{place}], {self.optimized.ulp:.3g} ulp; the original's {self.original.ulp:.3g}")
         return "\n".join(lines)
 
+    def _allowed(self, kind: str) -> str:
+        term = getattr(self.tolerance, f"{kind}_term")
+        return f"  allowed {getattr(self.tolerance, kind):.3g}{f' ({term})' if term else ''}"
 
-def check_output(name: str, original: Value, optimized: Value, exact: Value) -> OutputCheck:
-    """Judge one value by the rule at the top of this file."""
+
+def check_output(
+    name: str, original: Value, optimized: Value, exact: Value, in_tf32: Value | None = None
+) -> OutputCheck:
+    """Judge one value by the rule at the top of this file.
+
+    Args:
+        name: what the verdict calls it.
+        original: the original's, floats or integers `[...]`.
+        optimized: the optimised model's.
+        exact: the float64 reference's.
+        in_tf32: what the float64 reference makes of rounded factors, where TF32 is allowed.
+    """
     shape = original.array.shape
     if (optimized.array.shape, optimized.dtype) != (shape, original.dtype):
         found, expected = f"{optimized.dtype}{list(optimized.array.shape)}", f"{original.dtype}{list(shape)}"
@@ -102,10 +145,29 @@ def check_output(name: str, original: Value, optimized: Value, exact: Value) -> 
     finite = np.isfinite(before)
     if not np.isfinite(reference[finite]).all():
         return _refused(name, original, "the float64 reference is not finite where the original is")
-    unit = ulp(_rms(reference[finite]), original.dtype)
-    own, ours = (_errors(_difference(values, reference, finite), finite, unit) for values in (before, after))
-    tolerance = Errors(max(FACTOR * own.max, ULPS * unit), max(FACTOR * own.rms, ULPS * unit))
-    return OutputCheck(name, original.dtype, shape, own, ours, tolerance, _why_not(ours, tolerance))
+    rounded = reference if in_tf32 is None else in_tf32.array
+    top = finite & (np.abs(before) >= _top_binade(original.dtype))
+    others, highest = (_judge(before, after, reference, rounded, each, original.dtype) for each in (finite & ~top, top))
+    reason, beside = (_why_not(ours, tolerance) for _, ours, tolerance in (others, highest))
+    if beside and not reason:
+        return OutputCheck(name, original.dtype, shape, *highest, f"near the type's largest number {beside}")
+    return OutputCheck(name, original.dtype, shape, *others, reason)
+
+
+def _judge(
+    before: Array, after: Array, reference: Array, rounded: Array, counted: Array, dtype: str
+) -> tuple[Errors, Errors, Tolerance]:
+    """The original's and the optimised model's errors, and what the latter may be, over the elements that count."""
+    unit = ulp(_rms(reference[counted]), dtype)
+    own, ours = (_errors(_difference(values, reference, counted), counted, unit) for values in (before, after))
+    known = counted & np.isfinite(rounded)  # an infinity that is a factor has no splitting
+    tf32 = _errors(_difference(rounded, reference, known), known, unit)
+    near = ULPS * unit
+    (largest, max_term), (rms, rms_term) = (
+        max((near, BY_ULP), (FACTOR * mine, BY_ORIGINAL), (FACTOR * theirs, BY_TF32), key=lambda term: term[0])
+        for mine, theirs in ((own.max, tf32.max), (own.rms, tf32.rms))
+    )
+    return own, ours, Tolerance(largest, rms, max_term, rms_term)
 
 
 def ulp(magnitude: float, dtype: str) -> float:
@@ -115,10 +177,15 @@ def ulp(magnitude: float, dtype: str) -> float:
     return float(2.0 ** (max(exponent, smallest) - bits))
 
 
+def _top_binade(dtype: str) -> float:
+    """The smallest number of the type's largest exponent."""
+    return float(2.0 ** (1 - _PRECISION[dtype][1]))
+
+
 def _refused(name: str, original: Value, reason: str, error: float = float("inf")) -> OutputCheck:
     """A verdict without measured errors."""
-    none = Errors(0.0, 0.0)
-    return OutputCheck(name, original.dtype, original.array.shape, none, Errors(error, error), none, reason)
+    wrong = Errors(error, error)
+    return OutputCheck(name, original.dtype, original.array.shape, Errors(0.0, 0.0), wrong, Tolerance(), reason)
 
 
 def _same_non_finite(left: Array, right: Array) -> bool:
@@ -145,12 +212,13 @@ def _errors(difference: Array, counted: Array, unit: float) -> Errors:
 
 
 def _rms(values: Array) -> float:
-    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+    largest = float(np.abs(values).max(initial=0.0))  # whose square may be no float64
+    return largest * float(np.sqrt(np.mean(np.square(values / largest)))) if largest else 0.0
 
 
-def _why_not(errors: Errors, tolerance: Errors) -> str:
+def _why_not(errors: Errors, tolerance: Tolerance) -> str:
     if errors.max > tolerance.max:
-        return "the largest error is above what is allowed"
+        return f"the largest error is above what is allowed, {tolerance.max_term}"
     if errors.rms > tolerance.rms:
-        return "the root mean square error is above what is allowed"
+        return f"the root mean square error is above what is allowed, {tolerance.rms_term}"
     return ""
