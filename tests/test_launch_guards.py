@@ -87,7 +87,8 @@ def launch(built: Fusion, arch: str = "sm_80") -> Launch:
     form = Form(nowhere, nowhere, FUSED_GEMM, (), built, mapping, (plan,))
     kernels = Kernels({(kernel_source(variant, device), arch): IMAGE for variant in plan.variants})
     archive, (name,) = pack_forms([form], kernels)
-    attributes = {key: text for key, text in node_attributes(form, name).items() if key != "fusion"}
+    ignored = ("math", "fusion")  # by the bridge
+    attributes = {key: text for key, text in node_attributes(form, name).items() if key not in ignored}
     return Launch(built, mapping, plan.variants, archive, Node(**attributes))
 
 
