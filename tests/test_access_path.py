@@ -139,7 +139,7 @@ def test_explain_prints_masks() -> None:
 def test_behind_a_product_the_paths_are_those_of_the_kernel_behind_it() -> None:
     b = Builder(FLOAT16)
     t = b("MatMul", b.input("x", (4096, 320)), b.array(np.ones((320, 641)), "weight"))
-    model = b.model(b("Add", t, b.input("residual", (4096, 641))))
+    model = b.model(b("Tanh", b("Add", t, b.input("residual", (4096, 641)))))
     analysis = analyse_model(model, resolve("sm_100", list))
     behind = tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites)
     (site,) = make_report(replace(analysis, sites=behind)).fused

@@ -34,8 +34,9 @@ def document() -> str:
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
             *_splits(result("h200-splits")),
-            *(_exact(result("h200-exact")) if (ROOT / "results" / "h200-exact.json").exists() else ()),
+            *_exact(result("h200-exact")),
             *_tuned(result("h200-tune")),
+            *_soaked(result("h200-soak")),
         )
     )
 
@@ -141,6 +142,17 @@ def _exact(found: Mapping[str, Any]) -> list[str]:
         "of the last place at the output's magnitude.\n",
         _source(found),
         *_table(heads, rows),
+    ]
+
+
+def _soaked(found: Mapping[str, Any]) -> list[str]:
+    runs, wrong, failed = sum(found["runs"].values()), len(found["wrong"]), len(found["failures"])
+    return [
+        "## Under load\n",
+        f"{found['seconds']:.0f} seconds, {found['threads']} threads, two models, shapes that change from run to run:\n"
+        f"{runs:,} runs, {found['checked']:,} outputs judged, {wrong} wrong, {failed} failed. From the third quarter of\n"
+        f"the time to the last the process's memory grew by {found['host_growth']:,} bytes; other work left the GPU.\n",
+        _source(found),
     ]
 
 
