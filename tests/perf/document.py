@@ -151,7 +151,7 @@ def _soaked(found: Mapping[str, Any]) -> list[str]:
         "## Under load\n",
         f"{found['seconds']:.0f} seconds, {found['threads']} threads, two models, shapes that change from run to run:\n"
         f"{runs:,} runs, {found['checked']:,} outputs judged, {wrong} wrong, {failed} failed. From the third quarter\n"
-        f"of the time to the last the process's memory grew by {found['host_growth']:,} bytes; other work left the GPU.\n",
+        f"of the time to the last its memory grew by {found['host_growth']:,} bytes, as other work left the GPU.\n",
         _source(found),
     ]
 
