@@ -9,58 +9,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import statistics
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cupy
-import numpy as np
 
+from onnxfuse import plan as planning
 from onnxfuse.device import DeviceSpec, spec_of
-from onnxfuse.fusion import Fusion
 from onnxfuse.kernel_spec import EXACT, KernelSpec, Tile
-from onnxfuse.plan import MAX_M, Plan, Problem, Variant, candidates_for, cost, flow, tile_text
+from onnxfuse.plan import MAX_M, Plan, Variant, candidates_for, cost, flow, tile_text
 from onnxfuse.runtime import driver
 from onnxfuse.tile_footprint import why_not
 from tests.onnx_build import FLOAT
 from tests.perf.compare import origin
-from tests.perf.kernels import (
-    REPLAYS,
-    Buffers,
-    Row,
-    check,
-    cublas_graph,
-    graph_of,
-    image,
-    launcher,
-    planned,
-    timed_replay,
-)  # fmt: skip
+from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, planned, timed_replay
+from tests.perf.splits import Problem, compile_all, prepare
 
 MOST_ULP = 16.0  # of the output's magnitude; TF32 makes thousands
 SITES = [
-    Row(8192, 320, 1280, "geglu", math.inf),
-    Row(4096, 768, 3072, "gelu", math.inf),
-    Row(4096, 4096, 4096, "residual", math.inf),
-    Row(128, 1280, 5120, "geglu", math.inf),
-    Row(1, 4096, 4096, "residual", math.inf),
+    Row(8192, 320, 1280, "geglu"),
+    Row(4096, 768, 3072, "gelu"),
+    Row(4096, 4096, 4096, "residual"),
+    Row(128, 1280, 5120, "geglu"),
+    Row(1, 4096, 4096, "residual"),
 ]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A problem with one order of the weight, and the kernels to time with their estimates."""
-
-    row: Row
-    order: str
-    fusion: Fusion
-    stored: dict[str, np.ndarray]
-    timed: tuple[tuple[float, Variant], ...]
 
 
 def choices(plan: Plan, row: Row) -> list[tuple[float, Variant]]:
@@ -77,42 +52,28 @@ def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[tuple[float, V
         for entry in candidates_for(spec, device, row.k)
         if isinstance(entry.tile, Tile) and why_not(replace(spec, tile=entry.tile), device.shared_bytes) is None
     ]
-    sizes = Problem(row.m, row.n, row.k)
+    sizes = planning.Problem(row.m, row.n, row.k)
     return [
         (cost(entry, flow(own, own.tile, device), own, sizes, device), Variant(own, 0, MAX_M)) for entry, own in legal
     ]
 
 
-def sites(device: DeviceSpec, only: str) -> list[Site]:
+def sites(device: DeviceSpec, only: str) -> list[Problem]:
     made = []
     for row in SITES:
         for order in ("kn", "nk") if only in str(row) else ():
             fusion, plan, stored = planned(row, order, device, FLOAT)
-            made.append(Site(row, order, fusion, stored, tuple(choices(plan, row))))
+            made.append(Problem(row, order, fusion, stored, tuple(choices(plan, row))))
     return made
 
 
-def compile_all(all_sites: list[Site], device: DeviceSpec, folder: Path) -> None:
-    kernels = [(variant, each.row) for each in all_sites for _, variant in each.timed]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda kernel: image(kernel[0], device, kernel[1], folder), kernels))
-
-
-def measure(site: Site, device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
+def measure(site: Problem, device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
     """One row for each kernel."""
     buffers = Buffers(site.row, site.fusion, site.stored)
     stream = cupy.cuda.Stream(non_blocking=True)
     peer, peer_time = cublas_graph(buffers, site.order == "nk")
     peer()
-    replays, errors = [], []
-    for _, variant in site.timed:
-        for out in buffers.out:
-            out.fill(np.nan)
-        cupy.cuda.Device().synchronize()
-        replays.append(graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream))
-        replays[-1]()
-        stream.synchronize()
-        errors.append(check(buffers, site.stored, MOST_ULP))
+    replays, errors = prepare(site, buffers, stream, device, folder, MOST_ULP)
     rounds = [(peer_time(), *(timed_replay(replay, stream) for replay in replays)) for _ in range(REPLAYS)]
     cublas, *times = (statistics.median(times) for times in zip(*rounds, strict=True))
     return [
