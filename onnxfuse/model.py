@@ -17,7 +17,7 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the ONNX world name the type only
 
 from onnxfuse.errors import ModelError
-from onnxfuse.inline import functions_of, reads
+from onnxfuse.inline import functions_of, reads, walk
 
 _ELEMENT_BITS = {
     int(getattr(TensorProto, name)): bits
@@ -90,6 +90,7 @@ def _check(model: Model) -> None:
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
+    _check_splits(model)
     _put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
@@ -109,6 +110,16 @@ def _broken_text(message: Message) -> Iterator[bytes]:
                 yield from _broken_text(each)
             elif isinstance(each, bytes):
                 yield each
+
+
+def _check_splits(model: Model) -> None:
+    """A Split has as many outputs as it says: ONNX's own shape inference takes that for granted, and would abort."""
+    functions = (function.node for function in model.proto.functions)
+    for node in (node for nodes in (model.proto.graph.node, *functions) for node in walk(nodes)):
+        counts = [attribute.i for attribute in node.attribute if attribute.name == "num_outputs"]
+        if node.op_type == "Split" and counts and counts != [len(node.output)]:
+            label = node.name or ", ".join(node.output)
+            raise ModelError(f"{model.label}: the Split {label!r} has {len(node.output)} outputs and says {counts[0]}")
 
 
 def _check_functions(model: Model) -> None:

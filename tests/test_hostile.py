@@ -152,6 +152,18 @@ def test_a_scalar_is_no_matrix() -> None:
     assert (skipped.reason, skipped.anchor) == ("unsupported_product", model.graph.node[0].name)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 2**40])
+def test_a_split_has_as_many_outputs_as_it_says(count: int) -> None:
+    """In a process of its own: where ONNX's shape inference meets such a node first, it aborts."""
+    b = Builder(opset=20)
+    model = b.model(*b("Split", b.input("x", ("m", 6)), outputs=2, axis=1, num_outputs=2))
+    next(each for each in model.graph.node[0].attribute if each.name == "num_outputs").i = count
+    data = model.SerializeToString()
+    code = f"import onnx, onnxfuse; onnxfuse.optimize(onnx.ModelProto.FromString({data!r}), arch='sm_80')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"has 2 outputs and says {count}" in done.stderr.splitlines()[-1]
+
+
 def test_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
     model = gate_model()
     model.graph.name = "some_name"
