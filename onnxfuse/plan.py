@@ -54,7 +54,7 @@ class Ranked:
     """Every legal tile at one number of rows, and n columns, with its estimated microseconds, the fastest first.
 
     Attributes:
-        copying: of the fastest tile's microseconds, those for copies of single elements.
+        copying: of the fastest tile's microseconds, those for copies through registers.
         risk: microseconds to expect beside them, where only the run knows whether wider copies are legal.
     """
 
@@ -124,8 +124,7 @@ _THIRTY_TWO_BIT = (
     Candidate(Tile(64, 128, 32, 2, 2, 3), 0.85),
     Candidate(Tile(32, 128, 32, 1, 4, 3), 0.6),
 )
-# Exact fp32 sums in two levels, so a thread holds half as many outputs. The paces of three TF32 products are estimated:
-# smaller parts of a warp split the same operands more often.
+# Exact fp32 sums in two levels, so a thread holds half as many outputs.
 _SPLIT = (
     Candidate(Tile(128, 128, 32, 2, 4, 3), 1.0),
     Candidate(Tile(128, 64, 32, 4, 2, 3), 0.85),
@@ -204,10 +203,9 @@ LOADED_ROW = 0.0012
 ZERO_ROW = 0.005
 HIDDEN = 0.72
 SHOWN = 0.02  # of what hides: among tiles that are equal otherwise, the one without such rows is taken
-COPIED = 30.0  # elements that a thread copies where rows begin anywhere: 8192 x 1280 x 1281 with weights [k, n]
-ODDS = (
-    0.5  # of a length that only the run knows being one that wide copies do not fit: texts have any, images even ones
-)
+COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
+# Of a length that only the run knows being one that wide copies do not fit: texts have any, images even ones.
+ODDS = 0.5
 OVERLAP = 16  # of computing and reading the shorter hides behind the longer, but for one part in 16
 
 
@@ -316,7 +314,7 @@ def cost(
     splits = tile.splits if isinstance(tile, HopperTile) else 1
     k = math.ceil(problem.k / splits)
     rows = math.ceil(problem.m / tile.block_m)
-    blocks = problem.batch * rows * math.ceil(n / tile.block_n) * splits
+    blocks = _tiles(problem, tile) * splits
     most = device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
     if splits > 1 and (blocks > most or problem.guessed):
         return math.inf  # a tile for every multiprocessor is faster than a share of one
@@ -339,27 +337,31 @@ def cost(
     return longer + min(computing, reading) / OVERLAP + added
 
 
+def _tiles(problem: Problem, tile: Tile | HopperTile) -> int:
+    """Tiles of the whole output."""
+    return problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+
+
 def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, longer: float) -> float:
     """Microseconds more that TMA takes for rows of zeros, of which most hide behind the longer of the other two."""
     if not isinstance(tile, HopperTile):
         return 0.0
-    tiles = problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
-    steps = math.ceil(tiles * tile.splits / device.multiprocessors) * math.ceil(problem.k / tile.splits / block_k(spec))
+    waves = math.ceil(_tiles(problem, tile) * tile.splits / device.multiprocessors)
+    steps = waves * math.ceil(problem.k / tile.splits / block_k(spec))
     rows = min(problem.m, tile.block_m) + tile.block_n * spec.parts
-    outside = -problem.m % (tile.lhs_rows or tile.block_m)
-    shown = LOADED_ROW * steps * rows - HIDDEN * longer
-    hidden = SHOWN * ZERO_ROW * steps * outside
-    return max(shown + ZERO_ROW * steps * outside, 0.0) - max(shown, 0.0) + hidden
+    zeros = ZERO_ROW * steps * (-problem.m % (tile.lhs_rows or tile.block_m))
+    uncovered = LOADED_ROW * steps * rows - HIDDEN * longer
+    return max(uncovered + zeros, 0.0) - max(uncovered, 0.0) + SHOWN * zeros
 
 
 def copying(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds in which the portable kernel copies operands element by element, which cp.async cannot."""
+    """Microseconds in which the portable kernel copies operands through registers, where cp.async cannot."""
     if isinstance(tile, HopperTile) or tile.kernel == "small_m":
         return 0.0
     operands = ((spec.lhs_width, tile.block_m), (spec.rhs_width, tile.block_n * spec.parts))
     rows = sum(rows for width, rows in operands if width * spec.dtype.bytes < CP_ASYNC_BYTES)
-    blocks = problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
-    waves, depth = math.ceil(blocks / device.multiprocessors), math.ceil(problem.k / tile.block_k) * tile.block_k
+    waves = math.ceil(_tiles(problem, tile) / device.multiprocessors)
+    depth = math.ceil(problem.k / tile.block_k) * tile.block_k
     return waves * rows * depth / tile.threads / COPIED
 
 
