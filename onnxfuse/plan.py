@@ -202,7 +202,6 @@ ROUND_TRIP = 1.0
 LOADED_ROW = 0.0012
 ZERO_ROW = 0.005
 HIDDEN = 0.72
-SHOWN = 0.02  # of what hides: among tiles that are equal otherwise, the one without such rows is taken
 COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
 # Of a length that only the run knows being one that wide copies do not fit: texts have any, images even ones.
 ODDS = 0.5
@@ -351,7 +350,7 @@ def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device
     rows = min(problem.m, tile.block_m) + tile.block_n * spec.parts
     zeros = ZERO_ROW * steps * (-problem.m % (tile.lhs_rows or tile.block_m))
     uncovered = LOADED_ROW * steps * rows - HIDDEN * longer
-    return max(uncovered + zeros, 0.0) - max(uncovered, 0.0) + SHOWN * zeros
+    return max(uncovered + zeros, 0.0) - max(uncovered, 0.0)
 
 
 def copying(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
