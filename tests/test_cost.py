@@ -20,7 +20,9 @@ WIDTH = 16
 BLOCK_NODES = 26
 SITES = 4  # of a block: gate, down projection, query, output projection
 SECONDS = 30.0  # of one core for 20,000 nodes
-NOISE = 1.5  # twice the nodes may take three times as long: other processes share the machine
+GROWTH = 8  # times the nodes; a cost that is quadratic and counts at all shows up far beyond NOISE
+NOISE = 2.0  # times the linear cost that a measurement may take: other processes share the machine
+RUNS = 3  # of the fastest of which a cost is judged
 
 
 def stored(b: Builder) -> dict[str, str]:
@@ -99,7 +101,11 @@ def seconds(build: Callable[[int], onnx.ModelProto], nodes: int) -> float:
 @pytest.mark.parametrize(("build", "nodes"), [(model, 20_000), (branches, 5_000)])
 def test_thousands_of_nodes_take_seconds_and_cost_grows_linearly(build, nodes: int) -> None:
     seconds(build, 100)  # imports and caches
-    half, whole = seconds(build, nodes // 2), seconds(build, nodes)
-    print(f"{nodes // 2} nodes: {half:.1f} s, {nodes} nodes: {whole:.1f} s")
-    assert whole < SECONDS
-    assert whole < 2 * NOISE * half
+    part = min(seconds(build, nodes // GROWTH) for _ in range(RUNS))
+    bound = min(SECONDS, GROWTH * NOISE * part)
+    for _ in range(RUNS):
+        whole = seconds(build, nodes)
+        print(f"{nodes // GROWTH} nodes: {part:.1f} s, {nodes} nodes: {whole:.1f} s")
+        if whole < bound:
+            break
+    assert whole < bound
