@@ -15,13 +15,14 @@ from onnxfuse.device import resolve
 from onnxfuse.dtypes import F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_LOADS, Fusion, Pointwise, Tensor
-from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
+from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.pointwise_plan import make_pointwise_plan
 from onnxfuse.tier import Tier
 from tests import corpus
 from tests.fusions import dims, fusion
 from tests.onnx_build import FLOAT16, Builder, run
 from tests.reference_fusion import OPS, evaluate, spread
+from tests.sweep import rewritten
 
 SIZES = {"b": 2, "m": 3, "n": 4, "k": 5, "p": 2}
 
@@ -117,10 +118,7 @@ def behind_everywhere(model: ModelProto) -> tuple[Analysis, ModelProto]:
     analysis = analyse_model(model, resolve("sm_80", list))
     assert analysis.sites
     assert all(site.behind is not None or site.match.shapes for site in analysis.sites)
-    tiers = [Tier.ONE_KERNEL if site.behind is None else Tier.BEHIND for site in analysis.sites]
-    pairs = zip(analysis.sites, tiers, strict=True)
-    analysis = replace(analysis, sites=tuple(replace(site, tier=tier) for site, tier in pairs))
-    return analysis, optimize_model(analysis)[0]
+    return analysis, rewritten(analysis, behind=True)
 
 
 KEYS = corpus.families("ff_geglu", "ff_swiglu", "ff_gelu", "phi3", "bert", "sd15_unet_mini", size="tiny")
@@ -132,8 +130,8 @@ def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     analysis, fused = behind_everywhere(original)
     onnx.checker.check_model(fused)
     made = [node.op_type for node in fused.graph.node]
-    assert made.count("FusedPointwise") == sum(site.tier is Tier.BEHIND for site in analysis.sites)
-    assert made.count("FusedGemm") == sum(site.tier is Tier.ONE_KERNEL for site in analysis.sites)
+    assert made.count("FusedPointwise") == sum(site.behind is not None for site in analysis.sites)
+    assert made.count("FusedGemm") == sum(site.behind is None for site in analysis.sites)
     for index in (0, 1):
         feed = corpus.feed(key, index)
         for expected, actual in zip(run(original, feed), run(fused, feed), strict=True):

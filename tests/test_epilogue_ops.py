@@ -9,9 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +19,9 @@ from hypothesis import strategies as st
 from onnxfuse.fusion import OPS, ROUNDS, Value
 from onnxfuse.kernels.emit import TEMPLATES
 from onnxfuse.kernels.epilogue import EXPRESSIONS, constant
+from tests.host_build import EMULATOR, build_library
 from tests.reference_fusion import OPS as REFERENCE
 
-EMULATOR = Path(__file__).parent / "emulator"
 ULP = 2.0**-23
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-39, -1e-39, 3e38, -3e38, 1e30, -1e30, 1.0, -1.0]
@@ -100,10 +98,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 }}"""
         for index, case in enumerate(CASES)
     )
-    (folder / "ops.cpp").write_text(f'#include "cuda_host.h"\n{headers}\n{functions}\n')
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{EMULATOR}"]
-    subprocess.run([*command, "ops.cpp", "-o", "ops.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "ops.so"))
+    return build_library(f'#include "cuda_host.h"\n{headers}\n{functions}\n', folder)
 
 
 def test_tables_have_the_same_keys() -> None:

@@ -91,7 +91,7 @@ def test_the_proof_of_a_guide_needs_its_changes(guide: str, project: Path) -> No
         if language in ("python", "console") and not text.startswith("# onnxfuse/"):
             if language == "console":
                 with pytest.raises(AssertionError, match=r"failed|error"):
-                    run(project, text)
+                    run(project, text.replace("pytest", "pytest -x"))
             else:
                 append(project, text)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,10 @@ import pytest
 
 from onnxfuse.kernels.hopper import emit
 from tests.hopper_cases import DEVICE, HopperCase, cases, few_rows_cases, split_cases
+from tests.host_build import EMULATOR, build_library
 from tests.kernel_problem import Problem, make_problem
 from tests.tensor_maps import MAP_BYTES, described
-from tests.test_kernel_on_cpu import EMULATOR, Range
+from tests.test_kernel_on_cpu import Range
 
 MAX_WORK = 1e7  # products of one size: seconds on the CPU
 
@@ -57,11 +57,7 @@ def _replaced(source: str, first: str, behind: str, text: str) -> str:
 
 
 def build(case: HopperCase, folder: Path) -> ctypes.CDLL:
-    (folder / "kernel.cpp").write_text(host_source(case))
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-fno-gnu-unique"]
-    command += [f"-I{EMULATOR}", f"-DEMULATED_BLOCKS={case.tile.cluster}"]
-    subprocess.run([*command, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library = build_library(host_source(case), folder, f"-DEMULATED_BLOCKS={case.tile.cluster}")
     library.emulate.restype = ctypes.c_char_p
     return library
 

@@ -7,7 +7,6 @@ once, ldmatrix meets no bank conflict, and the result does not depend on when as
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +17,8 @@ from onnxfuse.dtypes import F16, F32
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.tile_footprint import why_not
+from tests.host_build import EMULATOR, build_library
 from tests.kernel_problem import Buffer, Problem, Size, make_problem, make_spec
-
-EMULATOR = Path(__file__).parent / "emulator"
 
 
 class Range(ctypes.Structure):
@@ -169,11 +167,7 @@ def build(spec: KernelSpec, folder: Path) -> ctypes.CDLL:
 
 
 def build_source(source: str, entry: str, folder: Path) -> ctypes.CDLL:
-    (folder / "kernel.cpp").write_text(host_source(source))
-    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off", f"-I{EMULATOR}"]
-    command.append(f"-DONNXFUSE_ENTRY={entry}")
-    subprocess.run([*command, "kernel.cpp", "-o", "kernel.so"], cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library = build_library(host_source(source), folder, f"-DONNXFUSE_ENTRY={entry}")
     library.emulate.restype = ctypes.c_char_p
     return library
 

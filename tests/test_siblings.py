@@ -170,7 +170,7 @@ def site_of(m: int, k: int, n: int) -> list[Site]:
     """What becomes of three projections of an input [m, k] to n columns each."""
     b = Builder(FLOAT16)
     b.input("x", (m, k))
-    weights = [b.array(draw(k, n, seed=number), f"w{number}") for number in range(3)]
+    weights = [b.array(np.zeros((k, n), np.float16), f"w{number}") for number in range(3)]
     model = b.model(*(b("Tanh", b("MatMul", "x", weight)) for weight in weights))
     return list(analyse_model(model, [DEVICE]).sites)
 

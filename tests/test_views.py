@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-import onnxfuse
+from onnxfuse.device import resolve
 from onnxfuse.errors import NotFusable
 from onnxfuse.patterns.views import Base, Piece, View, axis_view, extent, refined, regroup, shape_of
+from onnxfuse.pipeline import analyse_model
 from tests.matching import check_meaning, draw, only, refusal, sites
 from tests.onnx_build import Builder, run
+from tests.sweep import rewritten
+
+DEVICES = resolve("ptx", list)
 
 # ---- a view is what NumPy does
 
@@ -288,7 +292,7 @@ def test_the_fusion_means_what_the_graph_computes(form, static: bool) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_bits_are_the_same_without_the_library_and_one_node_is_left(form, dtype: int) -> None:
     model = built(form, static=False, dtype=dtype)
-    fused, _ = onnxfuse.optimize(model, arch="ptx")
+    fused = rewritten(analyse_model(model, DEVICES))
     # What is computed in 16 bits is left to the run, which may not round it; from constants alone by now.
     scale = ["Cast", "Sqrt", "Div", "Sqrt"] if form is scaled_by_its_own_width and dtype == 10 else []
     assert [node.op_type for node in fused.graph.node] == [*scale, "FusedGemm"]
@@ -331,7 +335,7 @@ def test_views_of_lhs_become_its_axes(form) -> None:
     _, fusion = only(model)
     assert fusion.lhs.name == "x"
     check_meaning(model, fusion, feed_of(model))
-    fused, _ = onnxfuse.optimize(model, arch="ptx")
+    fused = rewritten(analyse_model(model, DEVICES))
     assert [node.op_type for node in fused.graph.node] == ["FusedGemm"]
     for expected, actual in zip(run(model, feed_of(model)), run(fused, feed_of(model)), strict=True):
         assert expected.tobytes() == actual.tobytes()
@@ -364,14 +368,14 @@ def test_a_view_stays_in_its_place_for_those_who_read_it_too() -> None:
     q, v = projection(b, rows), projection(b, rows, seed=4)
     out = b("MatMul", b.input("p", ("batch", HEADS, "rows", "rows")), split_heads(b, v))
     model = b.model(b("Tanh", q), b("Relu", out))
-    fused, _ = onnxfuse.optimize(model, arch="ptx")
+    fused = rewritten(analyse_model(model, DEVICES))
     assert sum(node.domain == "onnxfuse" for node in fused.graph.node) == 2, "q and v share a kernel"
     for expected, actual in zip(run(model, feed_of(model)), run(fused, feed_of(model)), strict=True):
         assert expected.tobytes() == actual.tobytes()
 
 
 def check_meaning_of_rest(model: onnx.ModelProto) -> None:
-    fused, _ = onnxfuse.optimize(model, arch="ptx")
+    fused = rewritten(analyse_model(model, DEVICES))
     feed = feed_of(model)
     assert run(model, feed)[0].tobytes() == run(fused, feed)[0].tobytes()
 
