@@ -182,6 +182,9 @@ _SMALL_M = (
     Candidate(Tile(16, 32, 32, 1, 1, 1, 16, "small_m"), 0.4),
     Candidate(Tile(16, 32, 64, 1, 1, 1, 8, "small_m"), 0.4),
 )
+# The same bytes a stage as above.
+_SMALL_M_TF32 = tuple(replace(each, tile=replace(each.tile, block_k=each.tile.block_k // 2)) for each in _SMALL_M)
+FEW_ROWS = {"f16": _SMALL_M, "bf16": _SMALL_M, "tf32": _SMALL_M_TF32, "3xtf32": (), "fp32": ()}
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
 # Exact fp32 where the tensor cores multiply TF32 more than three times as fast as the fp32 units multiply: by the
 # vendor's peaks 8 times on sm_80, 7.4 on sm_90a. On sm_86, sm_89 and sm_120 it is 1 to 2 times; sm_100 is not known.
@@ -223,9 +226,10 @@ def tiles_for(math: str, parts: int) -> tuple[Tile, ...]:
     return tuple(replace(entry.tile, block_n=_columns(entry.tile, parts)) for entry in CANDIDATES[math])
 
 
-def small_m_tiles(parts: int) -> tuple[Tile, ...]:
+def small_m_tiles(math: str, parts: int) -> tuple[Tile, ...]:
     """The candidate tiles of the kernel for few rows, with block_n the columns of one part."""
-    return tuple(replace(entry.tile, block_n=max(entry.tile.block_n // parts // 8, 1) * 8) for entry in _SMALL_M)
+    tiles = (entry.tile for entry in FEW_ROWS[math])
+    return tuple(replace(tile, block_n=max(tile.block_n // parts // 8, 1) * 8) for tile in tiles)
 
 
 def _columns(tile: Tile, parts: int) -> int:
@@ -237,7 +241,7 @@ def _columns(tile: Tile, parts: int) -> int:
 def candidates_for(spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate[Tile | HopperTile], ...]:
     """Every tile that a plan considers, with block_n the columns of one part; those of the faster kernel first."""
     portable = zip(CANDIDATES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
-    few_rows = zip(_SMALL_M if spec.math in ("f16", "bf16") else (), small_m_tiles(spec.parts), strict=False)
+    few_rows = zip(FEW_ROWS[spec.math], small_m_tiles(spec.math, spec.parts), strict=True)
     hopper = [_hopper_candidate(entry, spec, k) for entry in (_HOPPER if device.arch == "sm_90a" else ())]
     distinct = {entry.tile: entry for entry in reversed(hopper)}  # of widths that parts round to the same, the first
     return (

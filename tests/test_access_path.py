@@ -25,7 +25,7 @@ VECTOR = "once per tile through shared memory"
 
 
 def test_every_tile_is_of_a_kernel_in_the_table() -> None:
-    tiles = (TILE, HopperTile(128, 64, True), small_m_tiles(1)[0], PointwiseTile(8, 256, 8))
+    tiles = (TILE, HopperTile(128, 64, True), small_m_tiles("f16", 1)[0], PointwiseTile(8, 256, 8))
     assert (
         [kernel_name(tile) for tile in tiles] == list(PATHS) == ["portable", "sm_90a", "few rows", "behind the product"]
     )

@@ -12,7 +12,7 @@ from onnxfuse.axes import map_axes
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.plan import MAX_M, MULTIPROCESSOR_GROUP, SHALLOW, candidates_for, make_plan, tiles_for
+from onnxfuse.plan import MAX_M, MULTIPROCESSOR_GROUP, SHALLOW, candidates_for, make_plan, small_m_tiles, tiles_for
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
@@ -88,7 +88,8 @@ def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:
 def test_every_candidate_that_was_not_taken_says_why() -> None:
     plan = planned(ARCHITECTURES["sm_86"], dtype=F32)
     taken = {variant.spec.tile for variant in plan.variants}
-    assert taken | {entry.tile for entry in plan.rejected} == set(tiles_for("tf32", 1))
+    everything = {*tiles_for("tf32", 1), *small_m_tiles("tf32", 1)}
+    assert taken | {entry.tile for entry in plan.rejected} == everything
     assert all(entry.reason for entry in plan.rejected)
 
 

@@ -14,6 +14,7 @@ from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import emit
 from onnxfuse.plan import small_m_tiles
 from onnxfuse.runtime.compile import compile_source
+from onnxfuse.small_m_tile import chunk
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Size, make_problem, make_spec
 from tests.test_kernel_on_cpu import Case, build, launch
@@ -40,12 +41,26 @@ CASES = [
     Case("bf16 turned", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="turned"),
     Case("f16 bool", "f16", 2, "nk", tile(16), (Size(5, 48, 72), Size(16, 16, 64, 2, 16)), "masks"),
     Case("bf16 bool turned", "bf16", 1, "kn", tile(64), (Size(16, 40, 72),), "masks", layout="turned"),
+    Case("tf32 nk", "tf32", 1, "nk", tile(32, 16), (Size(1, 4, 4), Size(16, 67, 268), replace(TAIL, n=33)), "residual"),
+    Case("tf32 kn", "tf32", 1, "kn", tile(64, 16), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "residual"),
+    Case("tf32 kn gate", "tf32", 2, "kn", tile(32, 32), (Size(5, 52, 60, pad=4), Size(9, 200, 168)), "mixed"),
+    Case("tf32 nk gate", "tf32", 2, "nk", tile(16, 32), (Size(16, 40, 204), Size(17, 19, 76)), "mixed", (F16, F32)),
+    Case("tf32 kn narrow", "tf32", 1, "kn", tile(16, 16), (Size(8, 132, 44), Size(9, 20, 204)), "residual"),
+    Case("tf32 kn narrow gate", "tf32", 2, "kn", tile(8, 16, 3, 4), (Size(11, 132, 300),), "mixed"),
+    Case("tf32 three", "tf32", 3, "kn", tile(16, 16, 3, 4), (Size(7, 36, 524),)),
+    Case("tf32 batch", "tf32", 1, "kn", tile(32, 16), (Size(6, 36, 44, batch=3, broadcast_rhs=False),), "masks"),
+    Case("tf32 turned", "tf32", 2, "nk", tile(16, 16), (Size(5, 40, 72),), "mixed", layout="turned"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
-    spec = replace(case.spec, lhs_width=8, rhs_width=8, outs=tuple(replace(out, width=1) for out in case.spec.outs))
+    spec = replace(
+        case.spec,
+        lhs_width=chunk(case.spec),
+        rhs_width=chunk(case.spec),
+        outs=tuple(replace(out, width=1) for out in case.spec.outs),
+    )
     assert why_not(spec, 99 * 1024) is None
     library = build(spec, tmp_path)
     for size in case.sizes:
@@ -58,11 +73,12 @@ def small_kernels(arch: str) -> list[KernelSpec]:
     """Every candidate tile with every order, number of parts and epilogue that one architecture runs."""
     kinds = {1: ("plain", "residual", "mixed"), 2: ("plain", "residual", "mixed"), 3: ("plain",), 4: ("residual",)}
     specs = [
-        make_spec(("f16", "bf16")[parts % 2], parts, order, tile, Size(16, 4096, 4096), kind)
+        make_spec(math, parts, order, tile, Size(16, 4096, 4096), kind)
         for order in ("nk", "kn")
         for parts in (1, 2, 3, 4)
-        for tile in small_m_tiles(parts)
-        for kind in kinds[parts]
+        for math in (("f16", "bf16")[parts % 2], "tf32")
+        for tile in small_m_tiles(math, parts)
+        for kind in kinds[parts][: 1 if math == "tf32" else None]
     ]
     return [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
 
@@ -80,15 +96,16 @@ def test_candidates_need_no_local_memory(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("rhs", ["n k", "k n"])
 @pytest.mark.parametrize(("parts", "n", "k"), [(2, 14336, 4096), (2, 5120, 1280), (2, 1280, 320), (1, 4096, 4096)])
-def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int) -> None:
-    plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs)
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype) -> None:
+    plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype)
     assert plan.variants[0].spec.tile.kernel == "small_m"
     assert plan.variants[0].max_m >= 16
     assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants if variant.max_m > 64)
 
 
-@pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4096, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
-def test_it_is_for_wide_accesses_of_16_bit_types(dtype, n: int, k: int) -> None:
+@pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4097, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
+def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
     plan = planned(ARCHITECTURES["sm_90a"], m=1, n=n, k=k, dtype=dtype)
     assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants)
 
@@ -96,7 +113,7 @@ def test_it_is_for_wide_accesses_of_16_bit_types(dtype, n: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"math": "tf32"}, "no kernel for tf32"),
+        ({"math": "3xtf32"}, "no kernel for 3xtf32"),
         ({"rhs_width": 4}, "16-byte boundaries"),
         ({"tile": replace(tile(32), block_m=32)}, "16 rows"),
         ({"tile": tile(20)}, "multiple of 8"),

@@ -36,7 +36,7 @@ from onnxfuse.runtime.compile import compile_source
 from onnxfuse.simplify import simplify
 from onnxfuse.vector_width import analyse
 from tests.kernel_problem import ARGUMENTS
-from tests.onnx_build import FLOAT16, Builder
+from tests.onnx_build import FLOAT, FLOAT16, Builder
 from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.reference_fusion import evaluate
 
@@ -46,24 +46,30 @@ REPLAYS = 9
 CHECKED_ROWS = 16
 MAP_BYTES = 128
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by bytes
+TF32_EPS = 2.0**-10
 
 
 @dataclass(frozen=True)
 class Row:
-    """A problem and its bar, if any: time over cuBLAS's plain product of the full width. n is that of one part."""
+    """A problem and its bar, if any: time over cuBLAS's plain product of the full width. n is that of one part.
+
+    It is in fp16, or in fp32 that both compute in TF32.
+    """
 
     m: int
     k: int
     n: int
     epilogue: str
     bar: float | None = None
+    tf32: bool = False
 
     @property
     def parts(self) -> int:
         return 2 if self.epilogue in ("geglu", "geglu_tanh", "swiglu") else 1
 
     def __str__(self) -> str:
-        return f"{self.m}, {self.k}, {self.n} {self.epilogue}"
+        return f"{self.m}, {self.k}, {self.n} {self.epilogue}{' tf32' if self.tf32 else ''}"
 
 
 ROWS = [
@@ -79,6 +85,9 @@ ROWS = [
     *(Row(m, 4096, 4096, "residual") for m in (17, 32, 64, 96)),
     *(Row(m, 14336, 4096, "residual") for m in (17, 64)),
     *(Row(m, 1280, 5120, "geglu") for m in (17, 64)),
+    *(Row(m, 4096, 4096, "residual", tf32=True) for m in (1, 16, 64)),
+    *(Row(m, 768, 3072, "gelu", tf32=True) for m in (8, 128, 4096)),
+    *(Row(m, 4096, 14336, "swiglu", tf32=True) for m in (1, 16)),
 ]  # fmt: skip
 
 
@@ -175,8 +184,10 @@ class Buffers:
         return arguments
 
 
-def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | None]) -> tuple[np.ndarray, int]:
-    """The tensor maps of a launch and their address; the memory must outlive the launch."""
+def tensor_maps(
+    arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | None], size: int
+) -> tuple[np.ndarray, int]:
+    """The tensor maps of a launch whose elements have so many bytes, and their address; the memory must outlive it."""
     memory = np.zeros(MAP_BYTES * len(rules) + 64, np.uint8)
     start = memory.ctypes.data + -memory.ctypes.data % 64
     m, n, k = (int(arguments[name][0]) for name in "mnk")
@@ -189,9 +200,9 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | Non
         rows, columns = extents[rule.tensor]
         turned = rule.rows_contiguous
         inner, outer = (rows, columns) if turned else (columns, rows)
-        pitch = 2 * int(tensor["column_stride" if turned else "row_stride"])
+        pitch = size * int(tensor["column_stride" if turned else "row_stride"])
         done = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-            ctypes.c_void_p(start + place * MAP_BYTES), 1, 3, ctypes.c_uint64(int(tensor["pointer"])),
+            ctypes.c_void_p(start + place * MAP_BYTES), MAP_TYPES[size], 3, ctypes.c_uint64(int(tensor["pointer"])),
             (ctypes.c_uint64 * 3)(inner, outer, 1), (ctypes.c_uint64 * 2)(pitch, pitch * outer),
             (ctypes.c_uint32 * 3)(rule.box_inner, rule.box_outer, 1), (ctypes.c_uint32 * 3)(1, 1, 1),
             0, SWIZZLES[rule.swizzle], 3, 0,
@@ -227,7 +238,7 @@ def launcher(variant: Variant, device: DeviceSpec, buffers: Copies, folder: Path
             prepared.append((arguments,))
             continue
         rules = hopper_tile.map_rules(variant.spec, variant.hopper, device.shared_bytes)
-        memory, start = tensor_maps(arguments, rules)
+        memory, start = tensor_maps(arguments, rules, variant.spec.dtype.bytes)
         kept.append(memory)
         offset = start - memory.ctypes.data
         maps = memory[offset : offset + MAP_BYTES * len(rules)].view(f"V{MAP_BYTES * len(rules)}")
@@ -250,11 +261,13 @@ def graph_of(launch: Callable[[int], None], copies: int, stream: cupy.cuda.Strea
     return lambda: graph.launch(stream)
 
 
-def cublas_graph(buffers: Copies, transposed: bool) -> tuple[Callable[[], None], Callable[[], float]]:
+def cublas_graph(
+    buffers: Copies, transposed: bool, tf32: bool = False
+) -> tuple[Callable[[], None], Callable[[], float]]:
     """The peer through torch, which can capture cuBLAS: to time with, where it is installed, and no dependency."""
     import torch
 
-    torch.set_float32_matmul_precision("highest")  # fp32 in full, not in TF32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     lhs = [torch.as_tensor(x, device="cuda") for x in buffers.x]
     rhs = [torch.as_tensor(w, device="cuda") for w in buffers.weight]
     out = [torch.as_tensor(p, device="cuda") for p in buffers.product]
@@ -290,12 +303,12 @@ def timed_replay(replay: Callable[[], None], stream: cupy.cuda.Stream) -> float:
 
 
 def check(buffers: Buffers, stored: dict[str, np.ndarray], most: float = 2.0) -> float:
-    """The largest error on some rows, in units of the last place of the type at the output's magnitude."""
+    """The largest error on some rows, in units of the last place of the arithmetic at the output's magnitude."""
     rows = np.unique(np.linspace(0, buffers.row.m - 1, CHECKED_ROWS).astype(int))
     inputs = {name: value[rows] for name, value in buffers.inputs.items()}
     (expected,) = evaluate(buffers.fusion, stored | inputs)
     actual = buffers.out[0].get()[rows].astype(np.float64)
-    unit = float(np.finfo(buffers.out[0].dtype).eps)
+    unit = TF32_EPS if buffers.row.tf32 else float(np.finfo(buffers.out[0].dtype).eps)
     error = np.abs(actual - expected).max() / (unit * max(1.0, np.abs(expected).max()))
     assert error <= most, f"{buffers.row}: off by {error} units in the last place"
     assert not any(cupy.isnan(out).any() for out in buffers.out), f"{buffers.row}: outputs were not written"
@@ -305,15 +318,16 @@ def check(buffers: Buffers, stored: dict[str, np.ndarray], most: float = 2.0) ->
 def planned(
     row: Row, order: str, device: DeviceSpec, dtype: int = FLOAT16
 ) -> tuple[Fusion, Plan, dict[str, np.ndarray]]:
-    """The fusion of a problem, its plan, in full precision where that is fp32, and what the model stores."""
+    """The fusion of a problem, its plan, and what the model stores; fp32 is in full precision, but for rows in TF32."""
     from onnx import numpy_helper
 
+    dtype = FLOAT if row.tf32 else dtype
     model = site_model(row, order, dtype)
     graph = Graph(load_model(model))
     _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(graph, node)))
     fusion = simplify(fusion)
     mapping = map_axes(fusion)
-    plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=True)
+    plan = make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=not row.tf32)
     names = ("weight", "bias")
     return fusion, plan, {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name in names}
 
@@ -324,7 +338,7 @@ def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str
     buffers = Buffers(row, fusion, stored)
     stream = cupy.cuda.Stream(non_blocking=True)
     ours = graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream)
-    peer, peer_time = cublas_graph(buffers, order == "nk")
+    peer, peer_time = cublas_graph(buffers, order == "nk", row.tf32)
     for replay in (ours, peer):
         replay()
     cupy.cuda.Device().synchronize()

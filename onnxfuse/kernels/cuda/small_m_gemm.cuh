@@ -1,7 +1,7 @@
 // One block computes out[16, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[16, k] * rhs_p[k, BLOCK_N]
 // for few rows, as in decoding: the time is that of reading rhs once, so rhs goes straight from memory into the
 // registers that mma.sync wants, 16 bytes a lane and a load, and no warp waits for another until k is done. For 16-bit
-// types, on sm_80 and later.
+// types and for fp32 in TF32, on sm_80 and later.
 //
 //   global      rhs, BLOCK_K of all columns     lhs, BLOCK_K of 16 rows     each warp every WARPS_K-th block of k
 //                  |  past L1                      |  through L1
@@ -21,8 +21,11 @@
 //   rhs[k, n]   lane 4g + t loads columns 8g .. 8g+7 of rows 8t .. 8t+7: column g of fragment j is column 8g + j;
 //               in narrow tiles columns 4g .. 4g+3, and so on
 //
+// So it is for 16-bit types. Of fp32, 16 bytes are four elements instead of eight: k 4t .. 4t+3, two for each mma, and
+// columns 4g .. 4g+3.
+//
 // Launch and arguments: as the portable kernel's. Contract: pointers, strides and the extents of lhs and rhs along
-// their contiguous axes are multiples of 8 elements; loads and outputs are read and written element by element.
+// their contiguous axes are multiples of 16 bytes; loads and outputs are read and written element by element.
 //
 // The generated text before this file defines Element, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K, STAGES,
 // RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
@@ -34,8 +37,9 @@
 namespace onnxfuse {
 
 constexpr int WARP_SIZE = 32;
-constexpr int CHUNK = 8;            // elements of one 16-byte load
-constexpr int MULTIPLICATIONS = 2;  // mma that eight k of each lane feed
+constexpr int CHUNK = 16 / sizeof(Element);  // elements of one load
+constexpr int WORD_ELEMENTS = 4 / sizeof(Element);
+constexpr int MULTIPLICATIONS = 2;  // mma that a chunk of each lane feeds
 constexpr int STEP_K = 4 * CHUNK;   // a row's four lanes, a chunk of lhs each
 constexpr int STEPS = BLOCK_K / STEP_K;
 constexpr int FRAGMENT_COLUMNS = 8;
@@ -53,21 +57,22 @@ constexpr int SET_FRAGMENTS = FRAGMENTS / SETS;
 constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
 
 static_assert(BLOCK_M == 16, "the rows of one mma");
-static_assert(BLOCK_N % CHUNK == 0 && BLOCK_K % STEP_K == 0, "whole chunks");
+static_assert(BLOCK_N % FRAGMENT_COLUMNS == 0 && BLOCK_K % STEP_K == 0, "whole fragments and chunks");
+static_assert(MATH == Math::half || MATH == Math::tf32, "exact fp32 has no kernel for few rows");
 static_assert(SUMS_PITCH >= FRAGMENTS * FRAGMENT_COLUMNS && SUMS_PITCH % 2 == 0, "footprint and kernel agree");
 static_assert(SHARED_BYTES == WARPS_K * WARP_SUMS * sizeof(float), "footprint and kernel agree");
 
 // Neighbours of one tensor, as the registers that they are.
 template <int ELEMENTS>
-struct alignas(2 * ELEMENTS) Chunk {
+struct alignas(ELEMENTS * sizeof(Element)) Chunk {
   using Type = Element;
-  unsigned pairs[ELEMENTS / 2];
+  unsigned words[ELEMENTS / WORD_ELEMENTS];
 };
 using LhsChunk = Chunk<CHUNK>;
 using RhsChunk = Chunk<RHS_K_CONTIGUOUS ? CHUNK : LANE_COLUMNS>;
 
 __device__ __forceinline__ int lane_group() { return threadIdx.x % WARP_SIZE / 4; }  // g
-__device__ __forceinline__ int lane_depth() { return threadIdx.x % 4 * CHUNK; }      // 8t
+__device__ __forceinline__ int lane_depth() { return threadIdx.x % 4 * CHUNK; }      // 8t, or 4t
 
 // Rows and columns beyond the tensor repeat its last ones: their results are never stored.
 struct LhsStream {
@@ -97,10 +102,10 @@ struct RhsStream {  // rhs[n, k]: a set is a fragment
   }
   __device__ __forceinline__ const Element* chunk(int set, int, int k) const { return columns[set] + k; }
 
-  static __device__ __forceinline__ void fragment(unsigned (&pairs)[2], const RhsChunk (&chunks)[SET_LOADS], int,
+  static __device__ __forceinline__ void fragment(unsigned (&words)[2], const RhsChunk (&chunks)[SET_LOADS], int,
                                                   int half) {
-    pairs[0] = chunks[0].pairs[2 * half];
-    pairs[1] = chunks[0].pairs[2 * half + 1];
+    words[0] = chunks[0].words[2 * half];
+    words[1] = chunks[0].words[2 * half + 1];
   }
   static __device__ __forceinline__ void store(float* row, const float (&acc)[FRAGMENTS][4], int half) {
 #pragma unroll
@@ -129,15 +134,19 @@ struct RhsStream<false> {  // rhs[k, n]: a set is a group, and its loads are row
     return columns[set] + k * row_stride[set] + row * row_stride[set];
   }
 
-  // Element j of two chunks, neighbours along k, side by side.
-  static __device__ __forceinline__ unsigned pair(const RhsChunk& first, const RhsChunk& second, int j) {
-    const unsigned low = first.pairs[j / 2], high = second.pairs[j / 2];
-    return j % 2 == 0 ? (low & 0xffff) | high << 16 : low >> 16 | (high & 0xffff0000);
+  // Element j of the chunks that make a word, neighbours along k: of one in fp32, of two in 16 bits, side by side.
+  static __device__ __forceinline__ unsigned word(const RhsChunk* rows, int j) {
+    if constexpr (WORD_ELEMENTS == 1) {
+      return rows[0].words[j];
+    } else {
+      const unsigned low = rows[0].words[j / 2], high = rows[1].words[j / 2];
+      return j % 2 == 0 ? (low & 0xffff) | high << 16 : low >> 16 | (high & 0xffff0000);
+    }
   }
-  static __device__ __forceinline__ void fragment(unsigned (&pairs)[2], const RhsChunk (&rows)[SET_LOADS], int j,
+  static __device__ __forceinline__ void fragment(unsigned (&words)[2], const RhsChunk (&rows)[SET_LOADS], int j,
                                                   int half) {
-    pairs[0] = pair(rows[4 * half], rows[4 * half + 1], j);
-    pairs[1] = pair(rows[4 * half + 2], rows[4 * half + 3], j);
+    words[0] = word(rows + 2 * half * WORD_ELEMENTS, j);
+    words[1] = word(rows + (2 * half + 1) * WORD_ELEMENTS, j);
   }
   static __device__ __forceinline__ void store(float* row, const float (&acc)[FRAGMENTS][4], int half) {
 #pragma unroll
@@ -151,6 +160,15 @@ struct RhsStream<false> {  // rhs[k, n]: a set is a group, and its loads are row
   }
 };
 using Rhs = RhsStream<RHS_K_CONTIGUOUS>;
+
+// To TF32, of fp32.
+template <int WORDS>
+__device__ __forceinline__ void round_each(unsigned (&words)[WORDS]) {
+  if constexpr (MATH == Math::tf32) {
+#pragma unroll
+    for (unsigned& word : words) round_to_tf32(word);
+  }
+}
 
 // BLOCK_K of both operands in one lane's registers.
 struct Stage {
@@ -179,18 +197,23 @@ struct Stage {
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[FRAGMENTS][4], int set) const {
+  __device__ __forceinline__ void multiply(float (&acc)[FRAGMENTS][4], int set) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
+      if (set == 0) {  // the other sets find it rounded
+        round_each(lhs[step][0].words);
+        round_each(lhs[step][1].words);
+      }
 #pragma unroll
       for (int half = 0; half < MULTIPLICATIONS; ++half) {
-        const unsigned* first = lhs[step][0].pairs + 2 * half;
-        const unsigned* second = lhs[step][1].pairs + 2 * half;
+        const unsigned* first = lhs[step][0].words + 2 * half;
+        const unsigned* second = lhs[step][1].words + 2 * half;
         const unsigned rows[4] = {first[0], second[0], first[1], second[1]};
 #pragma unroll
         for (int j = 0; j < SET_FRAGMENTS; ++j) {
           unsigned columns[2];
           Rhs::fragment(columns, rhs[set][step], j, half);
+          round_each(columns);
           multiply_fragment(Element(), acc[set * SET_FRAGMENTS + j], rows, columns);
         }
       }
