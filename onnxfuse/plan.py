@@ -183,8 +183,8 @@ _SMALL_M = (
     Candidate(Tile(16, 32, 64, 1, 1, 1, 8, "small_m"), 0.4),
 )
 # The same bytes a stage as above.
-_SMALL_M_TF32 = tuple(replace(each, tile=replace(each.tile, block_k=each.tile.block_k // 2)) for each in _SMALL_M)
-FEW_ROWS = {"f16": _SMALL_M, "bf16": _SMALL_M, "tf32": _SMALL_M_TF32, "3xtf32": (), "fp32": ()}
+_SMALL_M_FP32 = tuple(replace(each, tile=replace(each.tile, block_k=each.tile.block_k // 2)) for each in _SMALL_M)
+FEW_ROWS = {"f16": _SMALL_M, "bf16": _SMALL_M, "tf32": _SMALL_M_FP32, "3xtf32": _SMALL_M_FP32, "fp32": ()}
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
 # Exact fp32 where the tensor cores multiply TF32 more than three times as fast as the fp32 units multiply: by the
 # vendor's peaks 8 times on sm_80, 7.4 on sm_90a. On sm_86, sm_89 and sm_120 it is 1 to 2 times; sm_100 is not known.

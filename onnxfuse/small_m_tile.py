@@ -7,7 +7,7 @@ Shared memory of one block holds the sums of its warps, each of another share of
 
 from __future__ import annotations
 
-from onnxfuse.kernel_spec import EXACT, KernelSpec
+from onnxfuse.kernel_spec import KernelSpec
 
 ROWS = 16  # of one mma
 FRAGMENT_COLUMNS = 8
@@ -18,7 +18,7 @@ MAX_THREADS = 1024
 MAX_GATED_THREADS = 384  # lanes of several parts of rhs[k, n] differ in where they read, which takes registers
 MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
 OTHER_REGISTERS = 32  # counters, addresses of lhs, what is being multiplied
-ROUNDING_REGISTERS = 8  # of fp32 on its way to TF32
+ROUNDING_REGISTERS = {"tf32": 8, "3xtf32": 48}  # of fp32 on its way to TF32, or to two numbers of it
 MAX_ROUNDED_PARTS = 3  # of rhs[k, n] in fp32: with four, ptxas has too few registers for addresses on sm_120
 ADDRESS_REGISTERS = 3  # of each fragment: a pointer, and a part of what advances it
 REGISTERS = 65536  # of one multiprocessor
@@ -62,14 +62,14 @@ def registers(spec: KernelSpec) -> int:
 def resident_blocks(spec: KernelSpec) -> int:
     """Blocks that the compiler leaves registers for on one multiprocessor."""
     needed = registers(spec) + OTHER_REGISTERS + ADDRESS_REGISTERS * columns(spec) // FRAGMENT_COLUMNS
-    needed += ROUNDING_REGISTERS if spec.math == "tf32" else 0
+    needed += ROUNDING_REGISTERS.get(spec.math, 0)
     return max(REGISTERS // (spec.tile.threads * needed), 1)
 
 
 def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec in `shared_limit` bytes of shared memory, or None if it can."""
     tile = spec.tile
-    if spec.math in EXACT:
+    if spec.math == "fp32":
         return f"few rows: no kernel for {spec.math}"
     if min(spec.lhs_width, spec.rhs_width) < chunk(spec):
         return "few rows: rows of lhs and rhs begin on 16-byte boundaries"
@@ -82,7 +82,7 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     limit = MAX_GATED_THREADS if spec.rhs_order == "kn" and spec.parts > 1 else MAX_THREADS
     if tile.threads > limit:
         return f"{tile.threads} threads, of {limit} at most"
-    if spec.math == "tf32" and spec.rhs_order == "kn" and spec.parts > MAX_ROUNDED_PARTS:
+    if spec.math in ROUNDING_REGISTERS and spec.rhs_order == "kn" and spec.parts > MAX_ROUNDED_PARTS:
         return f"few rows: {spec.parts} parts of rhs[k, n] in fp32, of {MAX_ROUNDED_PARTS} at most"
     if registers(spec) > MAX_REGISTERS:
         return f"{registers(spec)} registers for accumulators and stages, of {MAX_REGISTERS} at most"

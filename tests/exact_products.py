@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from tests.kernel_problem import SPLIT, Problem, Size, make_problem
 
 ULP = 2.0**-23
+CHUNK = 4  # elements in 16 bytes
 SHALLOW = 7  # below, the error of each product shows; above, that of their sum
 DEPTHS = (1, 3, 7, 64, 1000, 4096)
 Run = Callable[[Problem], np.ndarray]
@@ -21,6 +23,17 @@ def spec_of(math_mode: str, tile: Tile, lhs_order: str = "mk", rhs_order: str = 
     """A product alone, of any size."""
     out = (Access("tile", F32, 1),)
     return KernelSpec(F32, math_mode, 1, rhs_order, 1, 1, (), out, (), ("acc0",), tile, lhs_order=lhs_order)
+
+
+def few_rows_spec(tile: Tile, rhs_order: str) -> KernelSpec:
+    """The same by the kernel for few rows, whose rows begin on 16-byte boundaries."""
+    return replace(spec_of("3xtf32", tile, rhs_order=rhs_order), lhs_width=CHUNK, rhs_width=CHUNK)
+
+
+def whole_chunks(lhs: np.ndarray, rhs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same product with zeros up to the next 16 bytes of k."""
+    missing = -len(rhs) % CHUNK
+    return np.pad(lhs, ((0, 0), (0, missing))), np.pad(rhs, ((0, missing), (0, 0)))
 
 
 def problem_of(spec: KernelSpec, lhs: np.ndarray, rhs: np.ndarray) -> Problem:

@@ -20,43 +20,52 @@ from tests.exact_products import (
     check_hard,
     check_small,
     draw,
+    few_rows_spec,
     hard_problem,
     problem_of,
     relative_error,
     spec_of,
+    whole_chunks,
 )  # fmt: skip
 from tests.kernel_problem import Size, make_problem
 from tests.test_kernel_on_cpu import build, launch
 
 TILE = Tile(32, 32, 32, 2, 1, 3)
+FEW_ROWS = Tile(16, 32, 16, 1, 1, 2, 2, "small_m")
 M, N = 33, 24
 SUBNORMAL_TF32 = 2.0**-136
 
+SPECS = {name: spec_of(name, TILE) for name in ("tf32", "fp32", "3xtf32")}
+SPECS |= {f"few rows {order}": few_rows_spec(FEW_ROWS, order) for order in ("kn", "nk")}
+SPLIT = [name for name, spec in SPECS.items() if spec.math == "3xtf32"]
 Multiply = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def multiply(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
-    """Lhs * rhs in an arithmetic, whenever asynchronous copies land."""
+    """Lhs * rhs by a kernel, whenever asynchronous copies land."""
     libraries: dict[str, ctypes.CDLL] = {}
 
-    def run(math_mode: str, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-        spec = spec_of(math_mode, TILE)
-        if math_mode not in libraries:
-            libraries[math_mode] = build(spec, tmp_path_factory.mktemp(math_mode))
+    def run(name: str, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+        spec, shape = SPECS[name], (len(lhs), rhs.shape[1])
+        if name not in libraries:
+            libraries[name] = build(spec, tmp_path_factory.mktemp("kernel"))
+        if name.startswith("few"):
+            lhs, rhs = whole_chunks(lhs, rhs)
         problem = problem_of(spec, lhs, rhs)
-        (eager,), (late,) = (launch(libraries[math_mode], problem, lazy) for lazy in (False, True))
+        (eager,), (late,) = (launch(libraries[name], problem, lazy) for lazy in (False, True))
         np.testing.assert_array_equal(eager, late)
-        return eager.reshape(len(lhs), rhs.shape[1])
+        return eager.reshape(shape)
 
     return run
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_three_products_are_as_accurate_as_ffma(kind: str, depth: int, multiply: Multiply) -> None:
+@pytest.mark.parametrize("kernel", SPLIT)
+def test_three_products_are_as_accurate_as_ffma(kernel: str, kind: str, depth: int, multiply: Multiply) -> None:
     lhs, rhs = draw(kind, M, depth), draw(kind, depth, N)
-    ffma, split = (relative_error(multiply(math, lhs, rhs), lhs, rhs) for math in ("fp32", "3xtf32"))
+    ffma, split = (relative_error(multiply(name, lhs, rhs), lhs, rhs) for name in ("fp32", kernel))
     assert split <= bound(depth, ffma)
 
 
@@ -66,17 +75,19 @@ def test_one_product_in_tf32_is_not(multiply: Multiply) -> None:
     assert single > 100 * bound(64, ffma)
 
 
-def test_what_is_not_finite_comes_out_as_of_ffma(multiply: Multiply) -> None:
+@pytest.mark.parametrize("kernel", SPLIT)
+def test_what_is_not_finite_comes_out_as_of_ffma(kernel: str, multiply: Multiply) -> None:
     lhs, rhs = hard_problem(HARD_ROWS, TILE.block_m)
     ffma = multiply("fp32", lhs, rhs)
     assert np.isnan(ffma).any()
     assert np.isinf(ffma).any()
-    check_hard(multiply("3xtf32", lhs, rhs), ffma)
+    check_hard(multiply(kernel, lhs, rhs), ffma)
 
 
-def test_numbers_below_the_smallest_of_tf32_count(multiply: Multiply) -> None:
+@pytest.mark.parametrize("kernel", SPLIT)
+def test_numbers_below_the_smallest_of_tf32_count(kernel: str, multiply: Multiply) -> None:
     lhs, rhs = hard_problem(SMALL_ROWS, TILE.block_m)
-    check_small(multiply("3xtf32", lhs, rhs), lhs, rhs, SUBNORMAL_TF32)
+    check_small(multiply(kernel, lhs, rhs), lhs, rhs, SUBNORMAL_TF32)
 
 
 def test_the_emulator_cuts_what_it_adds(tmp_path: Path) -> None:

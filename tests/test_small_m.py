@@ -12,7 +12,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import small_m_tiles
+from onnxfuse.plan import EXACT_ON, small_m_tiles
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.small_m_tile import chunk
 from onnxfuse.tile_footprint import why_not
@@ -47,6 +47,9 @@ CASES = [
     Case("tf32 nk gate", "tf32", 2, "nk", tile(16, 32), (Size(16, 40, 204), Size(17, 19, 76)), "mixed", (F16, F32)),
     Case("tf32 kn narrow", "tf32", 1, "kn", tile(16, 16), (Size(8, 132, 44), Size(9, 20, 204)), "residual"),
     Case("tf32 kn narrow gate", "tf32", 2, "kn", tile(8, 16, 3, 4), (Size(11, 132, 300),), "mixed"),
+    Case("3xtf32 nk", "3xtf32", 1, "nk", tile(32, 16), (Size(1, 4, 4), Size(16, 67, 268), TAIL), "residual"),
+    Case("3xtf32 kn", "3xtf32", 2, "kn", tile(32, 16), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "mixed"),
+    Case("3xtf32 kn narrow", "3xtf32", 1, "kn", tile(16, 16), (Size(8, 132, 44), Size(9, 20, 204)), "masks"),
     Case("tf32 three", "tf32", 3, "kn", tile(16, 16, 3, 4), (Size(7, 36, 524),)),
     Case("tf32 batch", "tf32", 1, "kn", tile(32, 16), (Size(6, 36, 44, batch=3, broadcast_rhs=False),), "masks"),
     Case("tf32 turned", "tf32", 2, "nk", tile(16, 16), (Size(5, 40, 72),), "mixed", layout="turned"),
@@ -76,9 +79,9 @@ def small_kernels(arch: str) -> list[KernelSpec]:
         make_spec(math, parts, order, tile, Size(16, 4096, 4096), kind)
         for order in ("nk", "kn")
         for parts in (1, 2, 3, 4)
-        for math in (("f16", "bf16")[parts % 2], "tf32")
+        for math in (("f16", "bf16")[parts % 2], "tf32", *EXACT_ON.get(arch, "").split())
         for tile in small_m_tiles(math, parts)
-        for kind in kinds[parts][: 1 if math == "tf32" else None]
+        for kind in kinds[parts][: 1 if "tf32" in math else None]
     ]
     return [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
 
@@ -96,9 +99,9 @@ def test_candidates_need_no_local_memory(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("rhs", ["n k", "k n"])
 @pytest.mark.parametrize(("parts", "n", "k"), [(2, 14336, 4096), (2, 5120, 1280), (2, 1280, 320), (1, 4096, 4096)])
-@pytest.mark.parametrize("dtype", [F16, F32])
-def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype) -> None:
-    plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "exact"), [(F16, False), (F32, False), (F32, True)])
+def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype, exact: bool) -> None:
+    plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype, exact=exact)
     assert plan.variants[0].spec.tile.kernel == "small_m"
     assert plan.variants[0].max_m >= 16
     assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants if variant.max_m > 64)
@@ -113,7 +116,7 @@ def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"math": "3xtf32"}, "no kernel for 3xtf32"),
+        ({"math": "fp32"}, "no kernel for fp32"),
         ({"rhs_width": 4}, "16-byte boundaries"),
         ({"tile": replace(tile(32), block_m=32)}, "16 rows"),
         ({"tile": tile(20)}, "multiple of 8"),

@@ -10,7 +10,7 @@ import pytest
 
 from onnxfuse.kernel_spec import EXACT, Tile
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import tiles_for
+from onnxfuse.plan import small_m_tiles, tiles_for
 from onnxfuse.tile_footprint import shared_bytes
 from tests.exact_products import (
     DEPTHS,
@@ -21,10 +21,12 @@ from tests.exact_products import (
     check_hard,
     check_small,
     draw,
+    few_rows_spec,
     hard_problem,
     problem_of,
     relative_error,
     spec_of,
+    whole_chunks,
 )  # fmt: skip
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import device_spec, launch
@@ -33,6 +35,8 @@ pytestmark = pytest.mark.gpu
 
 LARGE = Tile(128, 64, 32, 4, 2, 3)  # of both arithmetics
 ORDERS = [("mk", "kn"), ("mk", "nk"), ("km", "kn"), ("km", "nk")]
+FEW_ROWS = "few rows"
+KERNELS = [("3xtf32", *order) for order in ORDERS] + [(FEW_ROWS, *order) for order in ORDERS[:2]]
 M, N = 200, 136
 FLUSHED = 2.0**-126  # what a multiplication may take for nothing
 
@@ -43,14 +47,17 @@ Multiply = Callable[..., np.ndarray]
 def multiply(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
     """Lhs * rhs in an arithmetic, both tensors in an order."""
     specs = {(kind, *order): spec_of(kind, LARGE, *order) for kind in EXACT for order in ORDERS}
+    specs |= {(FEW_ROWS, "mk", order): few_rows_spec(small_m_tiles("3xtf32", 1)[0], order) for order in ("kn", "nk")}
     sources = {"-".join(key): (emit(spec), shared_bytes(spec)) for key, spec in specs.items()}
     folder: Path = tmp_path_factory.mktemp("exact")
     kernels = Kernels(sources, device_spec(), folder)
 
     def run(kind: str, lhs: np.ndarray, rhs: np.ndarray, order: tuple[str, str] = ("mk", "kn")) -> np.ndarray:
-        key = (kind, *order)
+        key, shape = (kind, *order), (len(lhs), rhs.shape[1])
+        if kind == FEW_ROWS:
+            lhs, rhs = whole_chunks(lhs, rhs)
         (out,) = launch(kernels["-".join(key)], problem_of(specs[key], lhs, rhs), None)
-        return out.reshape(len(lhs), rhs.shape[1])
+        return out.reshape(shape)
 
     return run
 
@@ -59,23 +66,25 @@ def test_both_have_the_tile() -> None:
     assert all(LARGE in tiles_for(kind, 1) for kind in EXACT)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("kernel", KERNELS, ids="-".join)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_products_are_as_accurate_as_ffma(
-    kind: str, depth: int, order: tuple[str, str], multiply: Multiply
+    kind: str, depth: int, kernel: tuple[str, str, str], multiply: Multiply
 ) -> None:
-    lhs, rhs = draw(kind, M, depth), draw(kind, depth, N)
-    ffma, split = (relative_error(multiply(math, lhs, rhs, order), lhs, rhs) for math in ("fp32", "3xtf32"))
+    lhs, rhs, order = draw(kind, M, depth), draw(kind, depth, N), kernel[1:]
+    ffma, split = (relative_error(multiply(math, lhs, rhs, order), lhs, rhs) for math in ("fp32", kernel[0]))
     print(f"{kind} {depth}: {split * 2**23:.2f} units, FFMA {ffma * 2**23:.2f}")
     assert split <= bound(depth, ffma)
 
 
-def test_what_is_not_finite_comes_out_as_of_ffma(multiply: Multiply) -> None:
+@pytest.mark.parametrize("kernel", ["3xtf32", FEW_ROWS])
+def test_what_is_not_finite_comes_out_as_of_ffma(kernel: str, multiply: Multiply) -> None:
     lhs, rhs = hard_problem(HARD_ROWS, LARGE.block_m)
-    check_hard(multiply("3xtf32", lhs, rhs), multiply("fp32", lhs, rhs))
+    check_hard(multiply(kernel, lhs, rhs), multiply("fp32", lhs, rhs))
 
 
-def test_numbers_below_the_smallest_normal_one_are_flushed_at_most(multiply: Multiply) -> None:
+@pytest.mark.parametrize("kernel", ["3xtf32", FEW_ROWS])
+def test_numbers_below_the_smallest_normal_one_are_flushed_at_most(kernel: str, multiply: Multiply) -> None:
     lhs, rhs = hard_problem(SMALL_ROWS, LARGE.block_m)
-    check_small(multiply("3xtf32", lhs, rhs), lhs, rhs, FLUSHED)
+    check_small(multiply(kernel, lhs, rhs), lhs, rhs, FLUSHED)

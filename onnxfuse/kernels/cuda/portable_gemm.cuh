@@ -28,6 +28,7 @@
 #pragma once
 #include "arguments.cuh"
 #include "epilogue.cuh"
+#include "exact.cuh"
 #include "ptx.cuh"
 #include "small_copy.cuh"
 #include "walk.cuh"
@@ -487,21 +488,9 @@ struct TensorFragments {
   }
 };
 
-// The same for exact fp32. Each factor is the sum of two TF32 numbers, big and small, within 2^-23 of it; small * small is
-// left out, which is another 2^-22. Tensor cores cut what they add: a step's sums begin at zero, the small ones first, and
-// go to the sum of the tile by FADD, which rounds. big is infinite where the factor is, or would round to it, and small is
-// then not a number; nor are the sums, and FFMA takes over.
+// The same for exact fp32, as exact.cuh says: a step's sums go to those of the tile.
 struct SplitFragments : TensorFragments {
   static constexpr int SETS = 1;  // no registers are left for a second
-  // `value` becomes big. Where it is not a number, big may be any, but small is none either. Of small the tensor cores
-  // cut the low bits off.
-  static __device__ __forceinline__ unsigned split(unsigned& value) {
-    const unsigned big = (value + 0x1000) & 0xffffe000;
-    const float small = __uint_as_float(value) - __uint_as_float(big);
-    value = big;
-    return __float_as_uint(small);
-  }
-
   __device__ __forceinline__ void multiply(float (&sum)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
     unsigned small_rhs[PARTS][FRAGMENTS_N][2];
 #pragma unroll
@@ -661,8 +650,7 @@ __device__ __forceinline__ void fold(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_
   clear(sum);
 }
 
-// False for a sum that is not finite, or may have been cut to the largest number on the way.
-__device__ __forceinline__ bool is_far_from_infinity(const float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
+__device__ __forceinline__ bool are_far_from_infinity(const float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {
   bool far = true;
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
@@ -671,7 +659,7 @@ __device__ __forceinline__ bool is_far_from_infinity(const float (&acc)[PARTS][F
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) far = far && fabsf(acc[part][i][j][e]) < 0x1p126f;
+        for (int e = 0; e < 4; ++e) far = far && is_far_from_infinity(acc[part][i][j][e]);
       }
     }
   }
@@ -731,7 +719,7 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
   float acc[PARTS][FRAGMENTS_M][FRAGMENTS_N][4];
   run_main_loop<FragmentsOf<MATH>::Type>(acc, producer, ring, args.k, warp_row, warp_column);
   if constexpr (MATH == Math::split_fp32) {
-    if (__syncthreads_or(!is_far_from_infinity(acc))) {
+    if (__syncthreads_or(!are_far_from_infinity(acc))) {
       Producer again(args, block, batch);
       again.start(ring);
       run_main_loop<ScalarFragments>(acc, again, ring, args.k, warp_row, warp_column);

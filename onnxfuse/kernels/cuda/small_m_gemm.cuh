@@ -1,7 +1,7 @@
 // One block computes out[16, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[16, k] * rhs_p[k, BLOCK_N]
 // for few rows, as in decoding: the time is that of reading rhs once, so rhs goes straight from memory into the
 // registers that mma.sync wants, 16 bytes a lane and a load, and no warp waits for another until k is done. For 16-bit
-// types and for fp32 in TF32, on sm_80 and later.
+// types and for fp32, in TF32 or exact, on sm_80 and later.
 //
 //   global      rhs, BLOCK_K of all columns     lhs, BLOCK_K of 16 rows     each warp every WARPS_K-th block of k
 //                  |  past L1                      |  through L1
@@ -31,6 +31,7 @@
 // RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "arguments.cuh"
+#include "exact.cuh"
 #include "ptx.cuh"
 #include "walk.cuh"
 
@@ -58,7 +59,8 @@ constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
 
 static_assert(BLOCK_M == 16, "the rows of one mma");
 static_assert(BLOCK_N % FRAGMENT_COLUMNS == 0 && BLOCK_K % STEP_K == 0, "whole fragments and chunks");
-static_assert(MATH == Math::half || MATH == Math::tf32, "exact fp32 has no kernel for few rows");
+static_assert(MATH != Math::fp32, "exact fp32 is computed on the tensor cores");
+constexpr bool IS_SPLIT = MATH == Math::split_fp32;
 static_assert(SUMS_PITCH >= FRAGMENTS * FRAGMENT_COLUMNS && SUMS_PITCH % 2 == 0, "footprint and kernel agree");
 static_assert(SHARED_BYTES == WARPS_K * WARP_SUMS * sizeof(float), "footprint and kernel agree");
 
@@ -161,12 +163,39 @@ struct RhsStream<false> {  // rhs[k, n]: a set is a group, and its loads are row
 };
 using Rhs = RhsStream<RHS_K_CONTIGUOUS>;
 
-// To TF32, of fp32.
+// To TF32.
 template <int WORDS>
 __device__ __forceinline__ void round_each(unsigned (&words)[WORDS]) {
   if constexpr (MATH == Math::tf32) {
 #pragma unroll
     for (unsigned& word : words) round_to_tf32(word);
+  }
+}
+
+// Words of exact fp32 become big, as exact.cuh calls it; elsewhere nothing is small.
+template <int WORDS>
+struct Small {
+  unsigned words[WORDS];
+
+  __device__ __forceinline__ Small(unsigned (&values)[WORDS]) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) words[i] = IS_SPLIT ? split(values[i]) : 0;
+  }
+};
+
+__device__ __forceinline__ void add_product(float (&acc)[4], const unsigned (&rows)[4], const Small<4>& small_rows,
+                                            unsigned (&columns)[2]) {
+  if constexpr (IS_SPLIT) {
+    const Small<2> small_columns(columns);
+    float step[4] = {};
+    multiply_fragment(Element(), step, small_rows.words, columns);
+    multiply_fragment(Element(), step, rows, small_columns.words);
+    multiply_fragment(Element(), step, rows, columns);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[e] += step[e];
+  } else {
+    round_each(columns);
+    multiply_fragment(Element(), acc, rows, columns);
   }
 }
 
@@ -208,13 +237,13 @@ struct Stage {
       for (int half = 0; half < MULTIPLICATIONS; ++half) {
         const unsigned* first = lhs[step][0].words + 2 * half;
         const unsigned* second = lhs[step][1].words + 2 * half;
-        const unsigned rows[4] = {first[0], second[0], first[1], second[1]};
+        unsigned rows[4] = {first[0], second[0], first[1], second[1]};
+        const Small<4> small_rows(rows);
 #pragma unroll
         for (int j = 0; j < SET_FRAGMENTS; ++j) {
           unsigned columns[2];
           Rhs::fragment(columns, rhs[set][step], j, half);
-          round_each(columns);
-          multiply_fragment(Element(), acc[set * SET_FRAGMENTS + j], rows, columns);
+          add_product(acc[set * SET_FRAGMENTS + j], rows, small_rows, columns);
         }
       }
     }
@@ -250,13 +279,17 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const 
   }
 }
 
+template <typename T>
+__device__ __forceinline__ float read_element(const T* element) {
+  return to_float(load_global<Packed<T, 1>>(element).values[0]);
+}
+
 template <typename Access>
 __device__ __forceinline__ float read_operand(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
                                               int row, int column) {
   const bool by_row = Access::KIND == Kind::column || Access::KIND == Kind::tile;
   const bool by_column = Access::KIND == Kind::row || Access::KIND == Kind::tile;
-  const auto* element = element_of<Access>(tensor, outer, batch, by_row ? row : 0, by_column ? column : 0);
-  return to_float(load_global<Packed<typename Access::Type, 1>>(element).values[0]);
+  return read_element(element_of<Access>(tensor, outer, batch, by_row ? row : 0, by_column ? column : 0));
 }
 
 template <typename T>
@@ -283,9 +316,39 @@ __device__ __forceinline__ void store_outputs(const float (&acc)[PARTS], const O
   });
 }
 
-// Adds the sums of all warps, always in the same order, and stores what the epilogue makes of them.
-__device__ __forceinline__ void finish(const float* sums, const OnnxfuseArguments& args, int batch, int first_row,
-                                       int first_column) {
+// One element of a product by FFMA, straight from memory: slow, for the rare tile with a sum that is not finite. It sums
+// pieces of k, and then the pieces, for the accuracy of the portable kernel.
+__device__ __forceinline__ float product_by_ffma(const OnnxfuseTensor& lhs, const OnnxfuseTensor& rhs, int batch, int row,
+                                              int column, int depth) {
+  constexpr int PIECE = 32;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int begin = 0; begin < depth; begin += PIECE) {
+    float piece = 0.0f;
+#pragma unroll 1
+    for (int k = begin; k < min(begin + PIECE, depth); ++k) {
+      const float first = read_element(element_pointer<const Element>(lhs, batch, row, k));
+      piece = fmaf(first, read_element(element_pointer<const Element>(rhs, batch, k, column)), piece);
+    }
+    sum += piece;
+  }
+  return sum;
+}
+
+__device__ __forceinline__ bool are_far_from_infinity(const float (&acc)[FRAGMENTS][4]) {
+  bool far = true;
+#pragma unroll
+  for (int f = 0; f < FRAGMENTS; ++f) {
+#pragma unroll
+    for (float sum : acc[f]) far = far && is_far_from_infinity(sum);
+  }
+  return far;
+}
+
+// Adds the sums of all warps, always in the same order, and stores what the epilogue makes of them. Unless `valid`, the
+// sums are computed again.
+__device__ __forceinline__ void finish(const float* sums, bool valid, const OnnxfuseArguments& args, int batch,
+                                       int first_row, int first_column) {
   const int rows = min(args.m - first_row, BLOCK_M);
 #pragma unroll 1
   for (int element = threadIdx.x; element < rows * BLOCK_N; element += THREADS) {
@@ -297,6 +360,11 @@ __device__ __forceinline__ void finish(const float* sums, const OnnxfuseArgument
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         acc[part] += sums[warp * WARP_SUMS + row * SUMS_PITCH + part * BLOCK_N + column];
+      }
+    }
+    if constexpr (IS_SPLIT) {
+      for (int part = 0; !valid && part < PARTS; ++part) {
+        acc[part] = product_by_ffma(args.lhs, args.rhs[part], batch, first_row + row, first_column + column, args.k);
       }
     }
     store_outputs(acc, args, batch, first_row + row, first_column + column);
@@ -318,8 +386,13 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
     float* target = sums + threadIdx.x / WARP_SIZE * WARP_SUMS + own_row * SUMS_PITCH;
     if (row + own_row < args.m) Rhs::store(target, acc, half);
   }
-  __syncthreads();
-  finish(sums, args, batch, row, column);
+  bool valid = true;
+  if constexpr (IS_SPLIT) {
+    valid = !__syncthreads_or(!are_far_from_infinity(acc));
+  } else {
+    __syncthreads();
+  }
+  finish(sums, valid, args, batch, row, column);
 }
 
 }  // namespace onnxfuse
