@@ -11,10 +11,10 @@ from onnxfuse.axes import AxisMapping
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.plan import tile_text
 from onnxfuse.pointwise_plan import PointwisePlan
 from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.site import AnyPlan, AnyVariant, Form, Site
+from onnxfuse.tile_candidates import tile_text
 from onnxfuse.vector_width import Width, analyse, is_turned, operand_widths, out_widths
 
 

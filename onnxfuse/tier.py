@@ -26,7 +26,8 @@ from statistics import fmean
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Tile
-from onnxfuse.plan import BYTES, Plan, Ranked
+from onnxfuse.plan import Plan, Ranked
+from onnxfuse.tile_cost import BYTES
 
 
 class Tier(Enum):

@@ -15,10 +15,11 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import EXACT, Tile
-from onnxfuse.plan import Plan, Ranked, replan, tile_text
+from onnxfuse.plan import Plan, Ranked, replan
 from onnxfuse.progress import Progress
 from onnxfuse.site import Form, Site
 from onnxfuse.tier import Tier, Times, choose
+from onnxfuse.tile_candidates import tile_text
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
 TUNED_M = (16, 64, 256, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M

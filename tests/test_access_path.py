@@ -14,9 +14,9 @@ from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Access, Tile
 from onnxfuse.pipeline import analyse_model, make_report
-from onnxfuse.plan import small_m_tiles
 from onnxfuse.pointwise_tile import PointwiseTile
 from onnxfuse.tier import Tier
+from onnxfuse.tile_candidates import small_m_tiles
 from tests.kernel_problem import Size, make_spec
 from tests.onnx_build import FLOAT16, Builder
 

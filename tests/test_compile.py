@@ -13,9 +13,9 @@ from onnxfuse.device import ARCHITECTURES, PTX
 from onnxfuse.errors import CompileError
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.plan import tiles_for
 from onnxfuse.runtime import compile as compiler
 from onnxfuse.runtime.compile import compile_cached, compile_source
+from onnxfuse.tile_candidates import tiles_for
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Size, make_spec
 

@@ -13,7 +13,7 @@ from onnxfuse.dtypes import ALL, F16, F32, FLOATS, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.plan import tiles_for
+from onnxfuse.tile_candidates import tiles_for
 from onnxfuse.tile_footprint import CHUNK_BYTES, footprint, shared_bytes, why_not
 
 TILES = [Tile(32, 32, 32, 2, 1, 3), Tile(128, 64, 32, 2, 2, 4), Tile(64, 48, 64, 4, 3, 2)]

@@ -12,7 +12,9 @@ from onnxfuse.axes import map_axes
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.plan import MAX_M, MULTIPROCESSOR_GROUP, SHALLOW, candidates_for, make_plan, small_m_tiles, tiles_for
+from onnxfuse.plan import MAX_M, SHALLOW, make_plan
+from onnxfuse.tile_candidates import candidates_for, small_m_tiles, tiles_for
+from onnxfuse.tile_cost import MULTIPROCESSOR_GROUP
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion

@@ -12,9 +12,10 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import EXACT_ON, small_m_tiles
+from onnxfuse.plan import EXACT_ON
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.small_m_tile import chunk
+from onnxfuse.tile_candidates import small_m_tiles
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Size, make_problem, make_spec
 from tests.test_kernel_on_cpu import Case, build, launch

@@ -18,11 +18,12 @@ from onnxfuse.errors import DeviceError, SettingError
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes
 from onnxfuse.packing import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
-from onnxfuse.plan import MAX_M, tile_text
+from onnxfuse.plan import MAX_M
 from onnxfuse.rewrite import opsets_of
 from onnxfuse.runtime.timing_cache import read_times, write_times
 from onnxfuse.runtime.tune import Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.tier import Tier
+from onnxfuse.tile_candidates import tile_text
 from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tuning import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial
 from tests.conftest import has_gpu

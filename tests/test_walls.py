@@ -31,6 +31,8 @@ PURE = (
     "access_path",
     "kernel_spec",
     "plan",
+    "tile_candidates",
+    "tile_cost",
     "tile_footprint",
     "hopper_tile",
     "small_m_tile",
@@ -39,14 +41,15 @@ PURE = (
     "pointwise_plan",
     "tier",
 )
+PLANNING = ("onnxfuse.plan", "onnxfuse.tile_candidates", "onnxfuse.tile_cost")
 LEAVES = ("progress", "errors", "settings", "dtypes", "device", "selection")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
 FORBIDDEN = {
     "kernels": ("onnxfuse.runtime", "onnxfuse.graph", "onnxfuse.patterns", "onnxfuse.rewrite"),
-    "patterns": ("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.plan", "onnxfuse.artifact"),
+    "patterns": ("onnxfuse.runtime", "onnxfuse.kernels", *PLANNING, "onnxfuse.artifact"),
     "runtime": ("onnxfuse.patterns", "onnxfuse.pipeline", "onnxfuse.rewrite"),
-    "rewrite": ("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.plan"),
-    "graph": ("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.patterns", "onnxfuse.plan"),
+    "rewrite": ("onnxfuse.runtime", "onnxfuse.kernels", *PLANNING),
+    "graph": ("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.patterns", *PLANNING),
 }
 
 

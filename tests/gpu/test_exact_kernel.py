@@ -10,7 +10,7 @@ import pytest
 
 from onnxfuse.kernel_spec import EXACT, Tile
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import small_m_tiles, tiles_for
+from onnxfuse.tile_candidates import small_m_tiles, tiles_for
 from onnxfuse.tile_footprint import shared_bytes
 from tests.exact_products import (
     DEPTHS,

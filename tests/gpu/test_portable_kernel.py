@@ -18,8 +18,8 @@ from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.fusion import Step, Value
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.plan import tiles_for
 from onnxfuse.runtime.compile import compile_source
+from onnxfuse.tile_candidates import tiles_for
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from tests.gpu.kernels import Kernels
 from tests.kernel_problem import Problem, Size, make_problem, make_spec

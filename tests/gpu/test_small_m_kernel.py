@@ -14,8 +14,8 @@ import pytest
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import emit
-from onnxfuse.plan import small_m_tiles
 from onnxfuse.small_m_tile import chunk
+from onnxfuse.tile_candidates import small_m_tiles
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch

@@ -17,11 +17,13 @@ from typing import Any
 
 import cupy
 
-from onnxfuse import plan as planning
+from onnxfuse import tile_cost
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.kernel_spec import EXACT, KernelSpec, Tile
-from onnxfuse.plan import MAX_M, Plan, Variant, candidates_for, cost, flow, tile_text
+from onnxfuse.plan import MAX_M, Plan, Variant
 from onnxfuse.runtime import driver
+from onnxfuse.tile_candidates import candidates_for, tile_text
+from onnxfuse.tile_cost import cost, flow
 from onnxfuse.tile_footprint import why_not
 from tests.onnx_build import FLOAT
 from tests.perf.compare import origin
@@ -52,7 +54,7 @@ def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[tuple[float, V
         for entry in candidates_for(spec, device, row.k)
         if isinstance(entry.tile, Tile) and why_not(replace(spec, tile=entry.tile), device.shared_bytes) is None
     ]
-    sizes = planning.Problem(row.m, row.n, row.k)
+    sizes = tile_cost.Problem(row.m, row.n, row.k)
     return [
         (cost(entry, flow(own, own.tile, device), own, sizes, device), Variant(own, 0, MAX_M)) for entry, own in legal
     ]

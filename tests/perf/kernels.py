@@ -30,10 +30,11 @@ from onnxfuse.graph import Graph, load_model
 from onnxfuse.kernels.emit import ENTRY
 from onnxfuse.packing import kernel_source, launch_rule
 from onnxfuse.patterns import is_anchor, match_site
-from onnxfuse.plan import Plan, Variant, make_plan, tile_text
+from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.simplify import simplify
+from onnxfuse.tile_candidates import tile_text
 from onnxfuse.vector_width import analyse
 from tests.kernel_problem import ARGUMENTS
 from tests.onnx_build import FLOAT, FLOAT16, Builder

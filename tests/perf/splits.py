@@ -25,8 +25,9 @@ import numpy as np
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.fusion import Fusion
 from onnxfuse.hopper_tile import SPLITS, HopperTile
-from onnxfuse.plan import Plan, Variant, replan, tile_text
+from onnxfuse.plan import Plan, Variant, replan
 from onnxfuse.runtime import driver
+from onnxfuse.tile_candidates import tile_text
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, check, graph_of, image, launcher, planned, timed_replay
 

@@ -31,8 +31,9 @@ from onnxfuse.axes import map_axes
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.dtypes import F16, F32, DType
 from onnxfuse.fusion import Axis, Fusion, Tensor
-from onnxfuse.plan import Variant, make_plan, tile_text
+from onnxfuse.plan import Variant, make_plan
 from onnxfuse.runtime import driver
+from onnxfuse.tile_candidates import tile_text
 from onnxfuse.vector_width import Width, Widths, analyse
 from tests.fusions import fusion
 from tests.kernel_problem import ARGUMENTS, NUMPY

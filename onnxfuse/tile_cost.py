@@ -1,0 +1,145 @@
+"""What a tile costs: microseconds of a problem, estimated from what was measured on an H200."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from onnxfuse import small_m_tile
+from onnxfuse.access_path import CP_ASYNC_BYTES
+from onnxfuse.device import DeviceSpec
+from onnxfuse.hopper_tile import FP32_BYTES, HopperTile, block_k
+from onnxfuse.hopper_tile import footprint as hopper_footprint
+from onnxfuse.kernel_spec import KernelSpec, Tile
+from onnxfuse.tile_candidates import Candidate
+from onnxfuse.tile_footprint import shared_bytes
+
+# One multiprocessor of an H200 in a microsecond: products at a pace of 1, its share of what memory delivers; and how
+# long a block waits, in microseconds, for the loads that it has on their way. Other chips have other units, but similar
+# relations between them. Of 3xtf32 the tensor cores' three products allow 0.37e6, and issuing the 245 instructions of a
+# warp's step, 48 of them on the tensor cores, 0.47e6; neither hides all of the other.
+PRODUCTS = {"f16": 2.3e6, "bf16": 2.3e6, "tf32": 1.1e6, "3xtf32": 0.21e6, "fp32": 0.15e6}
+BYTES = 32.6e3
+ROUND_TRIP = 1.0
+# TMA loads a row of 128 bytes in 1.2 ns, as fast as L2 delivers it, and writes one of zeros, behind the end of lhs, in
+# 5. That hides behind 72 % of what else a kernel waits for. Measured with 17 to 128 rows of two products on an H200.
+LOADED_ROW = 0.0012
+ZERO_ROW = 0.005
+HIDDEN = 0.72
+COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
+OVERLAP = 16  # of computing and reading the shorter hides behind the longer, but for one part in 16
+PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
+EXPOSED_EPILOGUE = 128  # and that much longer where no main loop of the sm_90a kernel runs beside it
+LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
+# Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
+# (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
+# two more than its clusters fill.
+MEETING = 1.0
+EXCHANGED = 0.42e6
+MULTIPROCESSOR_GROUP = 16
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How a tile's blocks read rhs.
+
+    Attributes:
+        blocks: that run at once on the whole chip.
+        depth: of k, that a block has on its way at any time.
+        shared: row tiles with the same columns meet in L2, so that memory is read once for all of them.
+    """
+
+    blocks: int
+    depth: int
+    shared: bool
+
+
+def flow(spec: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> Flow:
+    """How a legal tile reads rhs."""
+    if isinstance(tile, HopperTile):
+        stages = hopper_footprint(spec, tile, device.shared_bytes).stages
+        return Flow(device.multiprocessors, stages * block_k(spec), shared=True)
+    own = replace(spec, tile=tile)
+    if tile.kernel == "small_m":
+        resident = small_m_tile.resident_blocks(own)
+        return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages, shared=False)
+    resident = max(device.shared_bytes // shared_bytes(own), 1)
+    return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k, shared=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that tiles are priced for.
+
+    Attributes:
+        batch: counts those with an rhs of their own.
+        guessed: n or the batch may be larger at run time.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    guessed: bool = False
+
+
+def cost(
+    candidate: Candidate[Tile | HopperTile], reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec
+) -> float:
+    """Estimated microseconds: the longer of computing and reading rhs, a little of the shorter, and what adds to both.
+
+    Infinite for a tile that splits k where its blocks are more than run at once, or may be.
+    """
+    tile, n = candidate.tile, problem.n
+    splits = tile.splits if isinstance(tile, HopperTile) else 1
+    k = math.ceil(problem.k / splits)
+    rows = math.ceil(problem.m / tile.block_m)
+    blocks = _tiles(problem, tile) * splits
+    most = device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
+    if splits > 1 and (blocks > most or problem.guessed):
+        return math.inf  # a tile for every multiprocessor is faster than a share of one
+    waves = math.ceil(blocks / device.multiprocessors)
+    depth, pace = k + PIPELINE_FILL, candidate.pace
+    fetched = float(problem.batch * rows * n * spec.parts)  # columns of rhs
+    if reads.shared:  # blocks that have no tile in the last wave do not read either
+        fetched = math.ceil(blocks / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
+    if isinstance(tile, HopperTile):
+        depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
+        pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
+    computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
+    memory = fetched * k * spec.dtype.bytes / device.multiprocessors / BYTES
+    waiting = math.ceil(blocks / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
+    reading = max(memory, waiting)
+    sums = blocks * tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (splits - 1) / splits
+    meeting = MEETING + sums / EXCHANGED if splits > 1 else 0.0
+    longer = max(computing, reading)
+    added = meeting + _filling(tile, spec, problem, device, longer) + copying(tile, spec, problem, device)
+    return longer + min(computing, reading) / OVERLAP + added
+
+
+def _tiles(problem: Problem, tile: Tile | HopperTile) -> int:
+    """Tiles of the whole output."""
+    return problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+
+
+def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, longer: float) -> float:
+    """Microseconds more that TMA takes for rows of zeros, of which most hide behind the longer of the other two."""
+    if not isinstance(tile, HopperTile):
+        return 0.0
+    waves = math.ceil(_tiles(problem, tile) * tile.splits / device.multiprocessors)
+    steps = waves * math.ceil(problem.k / tile.splits / block_k(spec))
+    rows = min(problem.m, tile.block_m) + tile.block_n * spec.parts
+    zeros = ZERO_ROW * steps * (-problem.m % (tile.lhs_rows or tile.block_m))
+    uncovered = LOADED_ROW * steps * rows - HIDDEN * longer
+    return max(uncovered + zeros, 0.0) - max(uncovered, 0.0)
+
+
+def copying(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    """Microseconds in which the portable kernel copies operands through registers, where cp.async cannot."""
+    if isinstance(tile, HopperTile) or tile.kernel == "small_m":
+        return 0.0
+    operands = ((spec.lhs_width, tile.block_m), (spec.rhs_width, tile.block_n * spec.parts))
+    rows = sum(rows for width, rows in operands if width * spec.dtype.bytes < CP_ASYNC_BYTES)
+    waves = math.ceil(_tiles(problem, tile) / device.multiprocessors)
+    depth = math.ceil(problem.k / tile.block_k) * tile.block_k
+    return waves * rows * depth / tile.threads / COPIED
