@@ -102,8 +102,8 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
         flavour=device.flavour,
         min_m=variant.min_m,
         max_m=variant.max_m,
-        load_alignments=tuple(_alignment(spec, load.width, load.dtype) for load in spec.loads),
-        out_alignments=tuple(_alignment(spec, out.width, out.dtype) for out in spec.outs),
+        load_alignments=tuple(_alignment(spec.checked, load.width, load.dtype) for load in spec.loads),
+        out_alignments=tuple(_alignment(_checks_outs(spec), out.width, out.dtype) for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         two_levels=_two_levels(spec),
         turned=_turned(spec),
@@ -111,10 +111,13 @@ def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels
     )
 
 
-def _alignment(spec: KernelSpec | PointwiseSpec, width: int, dtype: DType) -> int:
+def _alignment(checked: bool, width: int, dtype: DType) -> int:
     """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""
-    checked = isinstance(spec, KernelSpec) and spec.checked
     return dtype.bytes * (1 if checked else width)
+
+
+def _checks_outs(spec: KernelSpec | PointwiseSpec) -> bool:
+    return isinstance(spec, KernelSpec) and spec.checked
 
 
 def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
@@ -145,7 +148,7 @@ def _behind(variant: PointwiseVariant) -> dict[str, Any]:
 def _product(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
     spec = variant.spec
     widths = {"lhs_alignment": spec.lhs_width, "rhs_alignment": spec.rhs_width}
-    alignments = {name: _alignment(spec, width, spec.dtype) for name, width in widths.items()}
+    alignments = {name: _alignment(spec.checked, width, spec.dtype) for name, width in widths.items()}
     return {"entry": ENTRY, **alignments, **launch_rule(variant, device)}
 
 

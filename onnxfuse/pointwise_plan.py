@@ -57,6 +57,8 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     variants = [PointwiseVariant(replace(spec, tile=flat), 0, few), PointwiseVariant(spec, few + 1, MAX_M)]
     if flat == tall:
         variants = [PointwiseVariant(spec, 0, MAX_M)]
+    if any(load.width > 1 for load in loads):
+        variants.append(PointwiseVariant(checked_spec(spec, columns), 0, MAX_M))
     narrow = _narrow(spec, columns)
     if narrow != spec:
         variants.append(PointwiseVariant(narrow, 0, MAX_M))
@@ -77,6 +79,13 @@ def _accesses(pointwise: Pointwise, mapping: AxisMapping) -> tuple[tuple[Access,
 def _along_n(way: Access) -> Access:
     """The kernel goes along the rows only: where m is contiguous it takes one element at a time."""
     return replace(way, width=1, turned=False) if way.turned else way
+
+
+def checked_spec(spec: PointwiseSpec, columns: int) -> PointwiseSpec:
+    """The same kernel, legal for every pointer and pitch of what it reads, with rows to hold single elements of it."""
+    singles = tuple(replace(load, width=1) for load in spec.loads)
+    rows = rows_on_their_way(singles, spec.tile.span)
+    return replace(spec, tile=tile_for(spec.loads, spec.outs, columns, rows), checked=True)
 
 
 def _narrow(spec: PointwiseSpec, columns: int) -> PointwiseSpec:

@@ -44,6 +44,8 @@ class PointwiseSpec:
     Attributes:
         loads: what the steps call `op0`, `op1`, ...
         outs: the stored tensors; `out_values` names the value that each stores.
+        checked: the kernel looks at the address and the pitches of each load, and reads one that its width does not fit
+            element by element. Stores are as wide as the tensors say: of single ones, a span's would lie apart.
     """
 
     loads: tuple[Access, ...]
@@ -51,6 +53,7 @@ class PointwiseSpec:
     steps: tuple[Step, ...]
     out_values: tuple[str, ...]
     tile: PointwiseTile
+    checked: bool = False
 
 
 def span_of(loads: tuple[Access, ...], outs: tuple[Access, ...]) -> int:

@@ -182,8 +182,7 @@ def _widest(plan: AnyPlan) -> Iterator[AnyVariant]:
     first = plan.variants[0].spec
     for variant in plan.variants:
         same = (variant.spec.loads, variant.spec.outs) == (first.loads, first.outs)
-        checked = isinstance(variant.spec, KernelSpec) and variant.spec.checked
-        if same and not checked and _product_widths(variant.spec) == _product_widths(first):
+        if same and not variant.spec.checked and _product_widths(variant.spec) == _product_widths(first):
             yield variant
 
 

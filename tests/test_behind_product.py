@@ -104,9 +104,11 @@ def test_few_rows_are_spread_over_more_blocks() -> None:
     behind = behind_product(built, products_of(built))
     (device,) = resolve("sm_90a", list)
     plan = make_pointwise_plan(behind, map_pointwise(behind, map_axes(built)), device)
-    flat, tall, narrow = plan.variants
+    flat, tall, checked, narrow = plan.variants
     assert flat.tile.block_m < tall.tile.block_m
     assert (flat.min_m, flat.max_m + 1, tall.max_m) == (0, tall.min_m, narrow.max_m)
+    assert checked.spec.checked
+    assert (checked.spec.loads, checked.spec.outs) == (tall.spec.loads, tall.spec.outs)
     assert {access.width for access in (*narrow.spec.loads, *narrow.spec.outs)} == {1}
 
 

@@ -13,21 +13,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.axes import AxisMapping, map_axes
+from onnxfuse.axes import AxisMapping, map_axes, map_pointwise
+from onnxfuse.behind_product import behind_product
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Tensor
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.packing import Kernels, kernel_source, node_attributes, pack_forms
-from onnxfuse.plan import Variant, make_plan
-from onnxfuse.rewrite import FUSED_GEMM
+from onnxfuse.plan import Plan, Variant, make_plan
+from onnxfuse.pointwise_plan import PointwisePlan, make_pointwise_plan
+from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.runtime.compile import CompiledImage
-from onnxfuse.site import Form
+from onnxfuse.site import AnyVariant, Form
 from onnxfuse.vector_width import analyse
 from tests.addresses import accesses, is_legal, lines
 from tests.bridge_hooks import Arguments, Node, bridge
 from tests.fusions import fusion
+from tests.test_behind_product import products_of
 from tests.test_vector_width import random_fusions
 
 IMAGE = CompiledImage(b"// no machine code", "", None, None, None)  # the rule does not look into it
@@ -38,9 +41,9 @@ APART = 1 << 20  # bytes from tensor to tensor
 class Launch:
     """A planned and packed fusion, and how the bridge chooses from it."""
 
-    fusion: Fusion
+    fusion: Pointwise
     mapping: AxisMapping
-    variants: tuple[Variant, ...]
+    variants: tuple[AnyVariant, ...]
     archive: bytes
     node: Node
 
@@ -60,7 +63,7 @@ class Launch:
             self.node, shapes, element_bytes=self.input_bytes, inputs=pointers[:count], outputs=pointers[count:]
         )[0]
 
-    def chosen(self, arguments: Arguments, capability: int = 80) -> Variant:
+    def chosen(self, arguments: Arguments, capability: int = 80) -> AnyVariant:
         index = bridge().choose(
             self.archive, self.node, arguments, capability=capability, element_bytes=self.input_bytes
         )
@@ -83,13 +86,46 @@ def shape_of(tensor: Tensor, sizes: Mapping[str, int]) -> list[int]:
 def launch(built: Fusion, arch: str = "sm_80") -> Launch:
     mapping, device = map_axes(built), ARCHITECTURES[arch]
     plan = make_plan(built, mapping, analyse(built, mapping), device, exact_fp32=False)
+    return packed(FUSED_GEMM, built, mapping, plan)
+
+
+def launch_behind(built: Fusion, arch: str = "sm_80") -> Launch:
+    """Of the kernel behind the product."""
+    behind = behind_product(built, products_of(built))
+    mapping = map_pointwise(behind, map_axes(built))
+    return packed(FUSED_POINTWISE, behind, mapping, make_pointwise_plan(behind, mapping, ARCHITECTURES[arch]))
+
+
+def packed(op: str, built: Pointwise, mapping: AxisMapping, plan: Plan | PointwisePlan) -> Launch:
     nowhere: Any = None  # no graph: the rule knows the node's attributes only
-    form = Form(nowhere, nowhere, FUSED_GEMM, (), built, mapping, (plan,))
-    kernels = Kernels({(kernel_source(variant, device), arch): IMAGE for variant in plan.variants})
+    form = Form(nowhere, nowhere, op, (), built, mapping, (plan,))
+    kernels = Kernels({(kernel_source(variant, plan.device), plan.device.arch): IMAGE for variant in plan.variants})
     archive, (name,) = pack_forms([form], kernels)
     ignored = ("math", "fusion")  # by the bridge
     attributes = {key: text for key, text in node_attributes(form, name).items() if key not in ignored}
     return Launch(built, mapping, plan.variants, archive, Node(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "checked", "width"),
+    [
+        ({}, False, 8),
+        ({"product0": 8, "operand0": 16, "operand1": 8, "out": 8}, False, 8),
+        ({"product0": 1}, True, 8),
+        ({"operand0": 2}, True, 8),
+        ({"operand1": 4}, True, 8),
+        ({"product0": 1, "operand0": 2, "operand1": 4}, True, 8),
+        ({"out": 4}, False, 1),
+        ({"operand0": 1, "out": 1}, False, 1),
+    ],
+)
+def test_behind_a_product_what_is_read_is_checked_and_what_is_written_is_not(
+    offsets: Mapping[str, int], checked: bool, width: int
+) -> None:
+    made = launch_behind(fusion({"m": None, "n": 136, "k": 248}, operands=[("n", F16), ("m n", F16)]))
+    for m in (1, 504, 9000):
+        spec = made.chosen(made.arguments({"m": m, "n": 136}, offsets)).spec
+        assert (spec.checked, {each.width for each in (*spec.loads, *spec.outs)}) == (checked, {width})
 
 
 def widths(variant: Variant, arguments: Arguments) -> dict[str, list[int]]:

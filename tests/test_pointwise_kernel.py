@@ -14,6 +14,7 @@ from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access
 from onnxfuse.kernels.pointwise import ENTRY, emit
+from onnxfuse.pointwise_plan import checked_spec
 from onnxfuse.pointwise_tile import MAX_ROWS, THREADS, PointwiseSpec, rows_on_their_way, tile_for
 from onnxfuse.runtime.compile import compile_source
 from tests.kernel_problem import (
@@ -27,7 +28,7 @@ from tests.kernel_problem import (
     widest,
     with_operand,
 )
-from tests.test_kernel_on_cpu import build_source, launch
+from tests.test_kernel_on_cpu import build_source, launch, launch_counted, moved_problem
 
 NOTHING = Buffer(np.zeros(1, np.float32), 0, (1, 1, 1), (0, 0, 0))  # there is no lhs
 
@@ -93,6 +94,11 @@ def make_spec(case: Case) -> PointwiseSpec:
     return PointwiseSpec(loads, outs, tuple(steps), tuple(values), tile)
 
 
+def checked(spec: PointwiseSpec) -> PointwiseSpec:
+    """As the plan makes it."""
+    return checked_spec(spec, spec.tile.block_n)
+
+
 def make_problem(spec: PointwiseSpec, size: Size, case: Case) -> Problem:
     """The products lie plainly, other tensors as the case says; the kernel reaches a turned one element by element."""
     rng, turned = np.random.default_rng([size.m, size.n]), LAYOUTS[case.layout][-1] == "m"
@@ -111,9 +117,41 @@ def test_kernel_computes_the_steps(case: Case, tmp_path: Path) -> None:
         problem.check(launch(library, problem, lazy=False, grid_z=1))
 
 
+WIDE = [case for case in CASES if not case.narrow]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
+def test_a_checked_kernel_reads_misaligned_tensors_alone_by_elements(case: Case, tmp_path: Path) -> None:
+    spec = checked(make_spec(case))
+    library = build_source(emit(spec), ENTRY, tmp_path)
+    problem = make_problem(spec, case.sizes[0], case)
+    count, outs = len(spec.loads), [0] * len(spec.outs)
+    one_each = [[int(place == chosen) for place in range(count)] for chosen in range(count)]
+    for elements in ([0] * count, *one_each, [1] * count):
+        moved = moved_problem(problem, [0, *elements, *outs])
+        results, widest = launch_counted(library, moved, lazy=False)
+        moved.check(results)
+        widths = [1 if shifted else load.width for load, shifted in zip(spec.loads, elements, strict=True)]
+        accesses = zip(spec.loads, widths, widest[1:], strict=False)
+        assert all(found == width * load.dtype.bytes for load, width, found in accesses)
+        assert widest[1 + count :] == [out.width * out.dtype.bytes for out in spec.outs]
+
+
+def test_a_checked_kernel_reads_a_tensor_of_odd_pitch_by_elements(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "f16 residual")
+    spec = checked(make_spec(case))
+    library = build_source(emit(spec), ENTRY, tmp_path)
+    odd, even = (make_problem(spec, Size(70, 520, 1, pad=pad), case) for pad in (3, 8))
+    problem = replace(even, loads=[*even.loads[:-1], odd.loads[-1]])
+    results, widest = launch_counted(library, problem, lazy=False)
+    problem.check(results)
+    assert widest[1:] == [16, 16, 2, 16]
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_kernels_need_no_local_memory(arch: str) -> None:
     specs = [make_spec(case) for case in CASES]
+    specs += [checked(make_spec(case)) for case in WIDE]
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(emit(spec), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):

@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).parent / "cuda"
 # What the generated text uses, and what uses the generated text.
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
 _AFTER = {
-    "portable": ("exact.cuh", "small_copy.cuh", "epilogue.cuh", "portable_gemm.cuh"),
+    "portable": ("way.cuh", "exact.cuh", "small_copy.cuh", "epilogue.cuh", "portable_gemm.cuh"),
     "small_m": ("exact.cuh", "small_m_gemm.cuh"),
 }
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "3xtf32": "split_fp32", "fp32": "fp32"}

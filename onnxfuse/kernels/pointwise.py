@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.emit import access_table, template
+from onnxfuse.kernels.emit import access_table, flag, template
 from onnxfuse.kernels.epilogue import pointwise_functor
 from onnxfuse.pointwise_tile import PointwiseSpec
 
 ENTRY = "onnxfuse_pointwise"
 
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
+_AFTER = ("way.cuh", "fused_pointwise.cuh")
 
 
 def emit(spec: PointwiseSpec) -> str:
     """The CUDA source of a kernel."""
     before = "\n".join(template(name) for name in _BEFORE)
-    return f"{before}\n{_generated(spec)}\n{template('fused_pointwise.cuh')}"
+    after = "\n".join(template(name) for name in _AFTER)
+    return f"{before}\n{_generated(spec)}\n{after}"
 
 
 def _generated(spec: PointwiseSpec) -> str:
@@ -40,6 +42,7 @@ namespace onnxfuse {{
 enum class Kind {{ scalar, row, column, tile }};
 
 {numbers}
+constexpr bool CHECKED = {flag(spec.checked)};
 
 {tables}
 

@@ -2,7 +2,8 @@
 //
 // Memory bounds it, so the work of a thread is what keeps memory busy: SPAN adjacent columns of ROWS rows, all of their
 // loads on their way before the first result is computed. Every tensor is read and written as wide as it allows, WIDTH
-// elements at a time; SPAN is the widest of them. What does not vary along the rows is read once for all of them.
+// elements at a time; SPAN is the widest of them. What does not vary along the rows is read once for all of them. A kernel
+// that is CHECKED reads a tensor for which WIDTH is not legal element by element.
 //
 //                 COLUMN_THREADS x SPAN columns
 //               +------------------------------+
@@ -13,6 +14,7 @@
 #include "arguments.cuh"
 #include "ptx.cuh"
 #include "walk.cuh"
+#include "way.cuh"
 
 namespace onnxfuse {
 
@@ -48,19 +50,20 @@ __device__ __forceinline__ auto& own_span(Operands<LOADS>& operands) {
 constexpr bool varies_along_rows(Kind kind) { return kind == Kind::column || kind == Kind::tile; }
 constexpr bool varies_along_columns(Kind kind) { return kind == Kind::row || kind == Kind::tile; }
 
-// `left` columns of the tensor begin at the span's first; a chunk lies inside or outside as a whole.
-template <typename Access>
+// In accesses of the way's WIDTH. `left` columns of the tensor begin at the span's first; a chunk lies inside or outside
+// as a whole.
+template <typename Way, typename Access>
 __device__ __forceinline__ void read_span(Span<Access>& span, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
                                           int batch, int row, int column, int left) {
-  using Chunk = Packed<typename Access::Type, Access::WIDTH>;
-  if constexpr (varies_along_columns(Access::KIND)) {
+  using Chunk = Packed<typename Access::Type, Way::WIDTH>;
 #pragma unroll
-    for (int i = 0; i < SPAN; i += Access::WIDTH) {
-      const auto* element = element_of<Access>(tensor, outer, batch, row, column + i);
-      if (i < left) span.chunks[i / Access::WIDTH] = load_global<Chunk>(element);
+  for (int i = 0; i < SPAN; i += Way::WIDTH) {
+    const auto* element = element_of<Access>(tensor, outer, batch, row, column + i);
+    if constexpr (Way::WIDTH == Access::WIDTH) {
+      if (i < left) span.chunks[i / Way::WIDTH] = load_global<Chunk>(element);
+    } else {
+      if (i < left) span.at(i) = load_global<Chunk>(element).values[0];
     }
-  } else {
-    span.chunks[0] = load_global<Chunk>(element_of<Access>(tensor, outer, batch, row, 0));
   }
 }
 
@@ -72,7 +75,17 @@ __device__ __forceinline__ void read_operands(Operands<LOADS>& operands, const O
     constexpr int I = decltype(index)::value;
     if constexpr (varies_along_rows(Load<I>::KIND) == ALONG_ROWS) {
       auto& span = own_span<I>(operands);
-      read_span(span, args.loads[I], args.loads_outer[I], batch, ALONG_ROWS ? row : 0, column, args.n - column);
+      const auto& tensor = args.loads[I];
+      const auto& outer = args.loads_outer[I];
+      const int first = ALONG_ROWS ? row : 0;
+      if constexpr (varies_along_columns(Load<I>::KIND)) {
+        with_way<Load<I>>(args, tensor, outer, [&](auto way) {
+          read_span<decltype(way)>(span, tensor, outer, batch, first, column, args.n - column);
+        });
+      } else {
+        span.chunks[0] = load_global<Packed<typename Load<I>::Type, 1>>(
+            element_of<Load<I>>(tensor, outer, batch, first, 0));
+      }
     }
   });
 }
