@@ -21,11 +21,13 @@ from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
 from onnxfuse.plan import Plan, replan
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.verify import verify
+from onnxfuse.tier import Tier
 from tests.onnx_build import FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = ("portable", "sm_90a", "few rows")
+BEHIND = "behind the product"
 SIZES = [
     (504, 136, 248), (504, 136, 249), (504, 137, 248), (505, 136, 248), (505, 137, 249), (504, 138, 250),
     (136, 136, 136),
@@ -71,14 +73,17 @@ def every_operand(m: int, n: int, k: int) -> onnx.ModelProto:
 def on_kernel(model: onnx.ModelProto, kernel: str) -> tuple[Analysis, int]:
     """The analysis with every site on one kernel where it can be, and how many are."""
     analysis = analyse_model(model, resolve("native", local_architectures))
+    if kernel == BEHIND:
+        sites = tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites)
+        return replace(analysis, sites=sites), len(sites)
     moved = 0
-    sites = []
+    made = []
     for site in analysis.sites:
         found = [moved_plan(plan, kernel) for plan in site.plans]
         plans = tuple(plan for plan in found if plan is not None)
         moved += len(plans) == len(found)
-        sites.append(replace(site, plans=plans) if len(plans) == len(found) else site)
-    return replace(analysis, sites=tuple(sites)), moved
+        made.append(replace(site, plans=plans) if len(plans) == len(found) else site)
+    return replace(analysis, sites=tuple(made)), moved
 
 
 def moved_plan(plan: Plan, kernel: str) -> Plan | None:
@@ -111,7 +116,7 @@ def test_every_operand(sizes: tuple[int, int, int], kernel: str, tmp_path: Path)
     check(every_operand(*sizes), kernel, 12, tmp_path)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, BEHIND])
 def test_misaligned_pointers_take_a_kernel_that_reads_them(kernel: str, tmp_path: Path) -> None:
     """Through IO binding, each tensor by itself at 1, 2 and 4 elements behind a 16-byte boundary, then all of them."""
     import cupy
