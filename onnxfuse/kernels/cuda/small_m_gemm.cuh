@@ -27,7 +27,7 @@
 // Launch and arguments: as the portable kernel's. Contract: pointers, strides and the extents of lhs and rhs along
 // their contiguous axes are multiples of 16 bytes; loads and outputs are read and written element by element.
 //
-// The generated text before this file defines Element, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K, STAGES,
+// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K, STAGES,
 // RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "arguments.cuh"
