@@ -44,7 +44,7 @@ def host_source(case: HopperCase) -> str:
     source = _replaced(source, "// ---- hopper_ptx.cuh", "// ---- hopper_epilogue.cuh", _text("hopper_ptx_host.cuh"))
     shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
     source = re.sub(r"extern __shared__ [^;]*;", shared, source).replace("pointwise::fast_", "pointwise::")
-    return f'#include "cluster_host.h"\n{source}{_text("cluster_launch.h")}'
+    return f'#include "cuda_host.h"\n#include "cluster_host.h"\n{source}{_text("cluster_launch.h")}'
 
 
 def _text(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -74,16 +75,16 @@ def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
 
 
 def small_kernels(arch: str) -> list[KernelSpec]:
-    """Every candidate tile with every order, number of parts and epilogue that one architecture runs."""
-    kinds = {1: ("plain", "residual", "mixed"), 2: ("plain", "residual", "mixed"), 3: ("plain",), 4: ("residual",)}
-    specs = [
-        make_spec(math, parts, order, tile, Size(16, 4096, 4096), kind)
+    """Every candidate tile with every order, number of parts and arithmetic of one architecture, epilogues in turn."""
+    products = [
+        (math, parts, order, tile)
         for order in ("nk", "kn")
         for parts in (1, 2, 3, 4)
         for math in (("f16", "bf16")[parts % 2], "tf32", *EXACT_ON.get(arch, "").split())
         for tile in small_m_tiles(math, parts)
-        for kind in kinds[parts][: 1 if "tf32" in math else None]
     ]
+    kinds = itertools.cycle(("plain", "residual", "mixed"))
+    specs = [make_spec(*each, Size(16, 4096, 4096), kind) for each, kind in zip(products, kinds, strict=False)]
     return [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
 
 

@@ -1,4 +1,5 @@
 // Included after the emitted source: runs its kernel over a grid, cluster by cluster.
+static_assert(EMULATED_BLOCKS <= EMULATED_MAX_BLOCKS);
 struct EmulatedRange {
   unsigned char* begin;
   size_t bytes;

@@ -41,14 +41,13 @@ struct Position {
 };
 inline Position threadIdx, blockIdx, gridDim;
 
-// Of the blocks of a cluster, each behind 24 bits of offset.
-#ifndef EMULATED_BLOCKS
-#define EMULATED_BLOCKS 1
-#endif
+// Of the blocks of a cluster, each behind 24 bits of offset; memory that no block touches costs nothing.
+constexpr int EMULATED_MAX_BLOCKS = 4;
 constexpr int EMULATED_SHARED_BYTES = 228 * 1024;
 constexpr int EMULATED_BLOCK_PITCH = 1 << 24;
 extern "C" {
-alignas(1024) inline unsigned char onnxfuse_shared[(EMULATED_BLOCKS - 1) * EMULATED_BLOCK_PITCH + EMULATED_SHARED_BYTES];
+alignas(1024) inline unsigned char
+    onnxfuse_shared[(EMULATED_MAX_BLOCKS - 1) * EMULATED_BLOCK_PITCH + EMULATED_SHARED_BYTES];
 }
 
 inline float __int_as_float(unsigned bits) {
