@@ -19,7 +19,6 @@ MAX_GATED_THREADS = 384  # lanes of several parts of rhs[k, n] differ in where t
 MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
 OTHER_REGISTERS = 32  # counters, addresses of lhs, what is being multiplied
 ROUNDING_REGISTERS = {"tf32": 8, "3xtf32": 48}  # of fp32 on its way to TF32, or to two numbers of it
-FOUR_PARTS_REGISTERS = 24  # of rhs[k, n], where lanes differ in part, row and column
 MAX_ROUNDED_PARTS = 3  # of rhs[k, n] in fp32: with four, ptxas has too few registers for addresses on sm_120
 ADDRESS_REGISTERS = 3  # of each fragment: a pointer, and a part of what advances it
 REGISTERS = 65536  # of one multiprocessor
@@ -64,7 +63,6 @@ def resident_blocks(spec: KernelSpec) -> int:
     """Blocks that the compiler leaves registers for on one multiprocessor."""
     needed = registers(spec) + OTHER_REGISTERS + ADDRESS_REGISTERS * columns(spec) // FRAGMENT_COLUMNS
     needed += ROUNDING_REGISTERS.get(spec.math, 0)
-    needed += FOUR_PARTS_REGISTERS if spec.rhs_order == "kn" and spec.parts == 4 else 0
     return max(REGISTERS // (spec.tile.threads * needed), 1)
 
 

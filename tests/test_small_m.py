@@ -84,7 +84,11 @@ def small_kernels(arch: str) -> list[KernelSpec]:
         for tile in small_m_tiles(math, parts)
     ]
     kinds = itertools.cycle(("plain", "residual", "mixed"))
-    specs = [make_spec(*each, Size(16, 4096, 4096), kind) for each, kind in zip(products, kinds, strict=False)]
+    # Of four parts with the nine loads of "mixed" ptxas spills 32 bytes on sm_120, with whatever registers.
+    specs = [
+        make_spec(math, parts, order, tile, Size(16, 4096, 4096), "residual" if parts == 4 else kind)
+        for (math, parts, order, tile), kind in zip(products, kinds, strict=False)
+    ]
     return [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
 
 
