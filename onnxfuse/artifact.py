@@ -69,13 +69,13 @@ MAX_BOX = 256  # elements of one side of a TMA box
 MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
-_MAGIC = b"onnxfuse"
-_VERSION = 6
-_HEADER = struct.Struct("<8sIIQ")
+MAGIC = b"onnxfuse"
+VERSION = 6
+HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
 _MAP = struct.Struct("<BBBBHH")
-_TABLE_START = _HEADER.size + _CHECKSUM.size
+_TABLE_START = HEADER.size + _CHECKSUM.size
 _IMAGE_BOUNDARY = 64
 _LEVEL_BYTES = 6
 _TENSORS = 2 + MAX_LOADS + MAX_OUTS
@@ -176,7 +176,7 @@ def pack(records: tuple[Record, ...] | list[Record]) -> bytes:
     """The archive of some records, in their order. Equal records give equal bytes."""
     offsets, images, end = _place_images(records, _TABLE_START + len(records) * _RECORD.size)
     table = b"".join(_pack_record(record, offsets[record.image]) for record in records)
-    header = _HEADER.pack(_MAGIC, _VERSION, len(records), end)
+    header = HEADER.pack(MAGIC, VERSION, len(records), end)
     body = table + images
     return header + _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(header))) + body
 
@@ -278,15 +278,15 @@ def _pack_record(record: Record, offset: int) -> bytes:
 
 def _check_header(data: bytes) -> int:
     """The number of records, after everything that can be checked without them."""
-    if len(data) < _TABLE_START or not data.startswith(_MAGIC):
+    if len(data) < _TABLE_START or not data.startswith(MAGIC):
         raise ModelError(f"not an archive of kernels ({len(data)} bytes); {_REMEDY}")
-    _, version, count, size = _HEADER.unpack_from(data)
-    if version != _VERSION:
-        raise ModelError(f"the archive has version {version} and this onnxfuse reads version {_VERSION}; {_REMEDY}")
+    _, version, count, size = HEADER.unpack_from(data)
+    if version != VERSION:
+        raise ModelError(f"the archive has version {version} and this onnxfuse reads version {VERSION}; {_REMEDY}")
     if size != len(data):
         raise ModelError(f"the archive should have {size} bytes and has {len(data)}; {_REMEDY}")
-    checksum = zlib.crc32(memoryview(data)[_TABLE_START:], zlib.crc32(data[: _HEADER.size]))
-    if _CHECKSUM.unpack_from(data, _HEADER.size) != (checksum,):
+    checksum = zlib.crc32(memoryview(data)[_TABLE_START:], zlib.crc32(data[: HEADER.size]))
+    if _CHECKSUM.unpack_from(data, HEADER.size) != (checksum,):
         raise ModelError(f"the archive's checksum does not match its bytes; {_REMEDY}")
     if _TABLE_START + count * _RECORD.size > size:
         raise ModelError(f"the archive cannot hold {count} records; {_REMEDY}")

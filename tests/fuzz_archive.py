@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import struct
 import sys
+import tempfile
 import zlib
+from dataclasses import replace
+from pathlib import Path
 
 from onnxfuse import artifact
 from onnxfuse.errors import ModelError
-
-HEADER = struct.Struct("<8sIIQ")
 
 
 def mended(data: bytes) -> bytes:
@@ -24,7 +25,7 @@ def mended(data: bytes) -> bytes:
     if len(data) < 32:
         return data
     count = struct.unpack_from("<I", data, 12)[0]
-    header = HEADER.pack(b"onnxfuse", 3, count, len(data))
+    header = artifact.HEADER.pack(artifact.MAGIC, artifact.VERSION, count, len(data))
     return header + struct.pack("<Q", zlib.crc32(data[32:], zlib.crc32(header))) + data[32:]
 
 
@@ -39,11 +40,32 @@ def read(data: bytes) -> tuple[artifact.Record, ...]:
     return records
 
 
-if __name__ == "__main__":
+def seeds() -> list[bytes]:
+    """Archives to start from: bytes out of nothing hardly ever become one."""
+    first = artifact.Record(
+        kernel="0123abcd", entry="onnxfuse_gemm", capability=90, flavour=artifact.Flavour.SPECIFIC, min_m=1, max_m=4096,
+        block_m=128, block_n=64, threads=256, shared_bytes=100_000, lhs_alignment=16, rhs_alignment=8,
+        load_alignments=(16, 4), out_alignments=(16,), image=b"\x7fELF not really",
+    )  # fmt: skip
+    tensor_map = artifact.TensorMap(artifact.Mapped.OUT, 0, False, 128, 64, 8)
+    mapped = replace(first, cluster=2, maps=(tensor_map,), turned=1)
+    behind = replace(first, kernel="89ef", lhs_alignment=0, rhs_alignment=0, two_levels=1 << 3)
+    portable = replace(first, flavour=artifact.Flavour.PTX, min_m=4097, max_m=2**31 - 1, image=b"//" * 40)
+    return [artifact.pack(records) for records in ([first], [mapped], [behind], [first, portable, mapped], [])]
+
+
+def main() -> None:
     import atheris
 
     atheris.instrument_func(artifact.unpack)
     for name in ("_check_header", "_unpack_record", "_unpack_maps", "_text", "_without_padding", "_check"):
         setattr(artifact, name, atheris.instrument_func(getattr(artifact, name)))
-    atheris.Setup(sys.argv, read)
-    atheris.Fuzz()
+    with tempfile.TemporaryDirectory() as folder:
+        for index, seed in enumerate(seeds()):
+            (Path(folder) / str(index)).write_bytes(seed)
+        atheris.Setup([*sys.argv, folder], read)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -139,6 +139,16 @@ def test_an_altered_archive_is_refused_or_read_behind_a_right_checksum(given_rec
     fuzz_archive.read(bytes(altered))
 
 
+@pytest.mark.parametrize("data", fuzz_archive.seeds(), ids=len)
+def test_mending_an_archive_brings_a_reader_behind_its_header(data: bytes) -> None:
+    count = len(unpack(data))
+    wrong = b"another " + bytes(4) + data[12:16] + bytes(16) + data[32:]
+    with pytest.raises(ModelError, match="not an archive"):
+        unpack(wrong)
+    assert fuzz_archive.mended(wrong) == data
+    assert len(fuzz_archive.read(wrong)) == count
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
