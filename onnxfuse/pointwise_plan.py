@@ -59,9 +59,8 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
         variants = [PointwiseVariant(spec, 0, MAX_M)]
     if any(load.width > 1 for load in loads):
         variants.append(PointwiseVariant(checked_spec(spec, columns), 0, MAX_M))
-    narrow = _narrow(spec, columns)
-    if narrow != spec:
-        variants.append(PointwiseVariant(narrow, 0, MAX_M))
+    if any(out.width > 1 for out in outs):
+        variants.append(PointwiseVariant(_narrow(spec, columns), 0, MAX_M))
     return PointwisePlan(device, tuple(variants))
 
 

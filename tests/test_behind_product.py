@@ -112,6 +112,16 @@ def test_few_rows_are_spread_over_more_blocks() -> None:
     assert {access.width for access in (*narrow.spec.loads, *narrow.spec.outs)} == {1}
 
 
+def test_no_kernel_follows_one_that_fits_everything() -> None:
+    """Columns of an output that lies turned are stored one by one, so what is read decides alone."""
+    built = fusion({"m": None, "n": 1280, "k": 5}, out="n m", operands=[("m n", F16)])
+    behind = behind_product(built, products_of(built))
+    (device,) = resolve("sm_90a", list)
+    plan = make_pointwise_plan(behind, map_pointwise(behind, map_axes(built)), device)
+    assert {out.width for out in plan.variants[0].spec.outs} == {1}
+    assert [variant.spec.checked for variant in plan.variants][-2:] == [False, True]
+
+
 # ---- In a model ------------------------------------------------------------------------------------------------------
 
 
