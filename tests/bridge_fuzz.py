@@ -15,13 +15,13 @@ import os
 import random
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 from onnxfuse.artifact import Flavour, Record, pack
 from tests.bridge_build import sanitized_library, sanitizer_environment
 from tests.bridge_hooks import Arguments, Bridge, BridgeError, Node, load
+from tests.fuzz_archive import mended
 
 RECORD = Record(
     kernel="ab12", entry="gemm", capability=90, flavour=Flavour.SPECIFIC, min_m=0, max_m=4096, block_m=64, block_n=64,
@@ -47,12 +47,8 @@ def altered_archive(source: random.Random, data: bytes) -> bytes:
         bytes_now[position : position + width] = value.to_bytes(width, "little")
     if source.random() < 0.3:
         del bytes_now[source.randrange(0, len(bytes_now)) :]
-    if source.random() < 0.9 and len(bytes_now) >= 32:
-        bytes_now[:12] = data[:12]
-        bytes_now[16:24] = len(bytes_now).to_bytes(8, "little")
-        checksum = zlib.crc32(bytes_now[32:], zlib.crc32(bytes_now[:24]))
-        bytes_now[24:32] = checksum.to_bytes(8, "little")
-    return bytes(bytes_now)
+    altered = bytes(bytes_now)
+    return mended(altered) if source.random() < 0.9 else altered
 
 
 def altered_node(source: random.Random) -> Node:

@@ -19,6 +19,12 @@ from pathlib import Path
 from onnxfuse import artifact
 from onnxfuse.errors import ModelError
 
+RECORD = artifact.Record(
+    kernel="0123abcd", entry="onnxfuse_gemm", capability=90, flavour=artifact.Flavour.SPECIFIC, min_m=1, max_m=4096,
+    block_m=128, block_n=64, threads=256, shared_bytes=100_000, lhs_alignment=16, rhs_alignment=8,
+    load_alignments=(16, 4), out_alignments=(16,), image=b"\x7fELF not really",
+)  # fmt: skip
+
 
 def mended(data: bytes) -> bytes:
     """The bytes with the magic, version, size and checksum that let a reader go on."""
@@ -42,16 +48,11 @@ def read(data: bytes) -> tuple[artifact.Record, ...]:
 
 def seeds() -> list[bytes]:
     """Archives to start from: bytes out of nothing hardly ever become one."""
-    first = artifact.Record(
-        kernel="0123abcd", entry="onnxfuse_gemm", capability=90, flavour=artifact.Flavour.SPECIFIC, min_m=1, max_m=4096,
-        block_m=128, block_n=64, threads=256, shared_bytes=100_000, lhs_alignment=16, rhs_alignment=8,
-        load_alignments=(16, 4), out_alignments=(16,), image=b"\x7fELF not really",
-    )  # fmt: skip
     tensor_map = artifact.TensorMap(artifact.Mapped.OUT, 0, False, 128, 64, 8)
-    mapped = replace(first, cluster=2, maps=(tensor_map,), turned=1)
-    behind = replace(first, kernel="89ef", lhs_alignment=0, rhs_alignment=0, two_levels=1 << 3)
-    portable = replace(first, flavour=artifact.Flavour.PTX, min_m=4097, max_m=2**31 - 1, image=b"//" * 40)
-    return [artifact.pack(records) for records in ([first], [mapped], [behind], [first, portable, mapped], [])]
+    mapped = replace(RECORD, cluster=2, maps=(tensor_map,), turned=1)
+    behind = replace(RECORD, kernel="89ef", lhs_alignment=0, rhs_alignment=0, two_levels=1 << 3)
+    portable = replace(RECORD, flavour=artifact.Flavour.PTX, min_m=4097, max_m=2**31 - 1, image=b"//" * 40)
+    return [artifact.pack(records) for records in ([RECORD], [mapped], [behind], [RECORD, portable, mapped], [])]
 
 
 def main() -> None:

@@ -11,24 +11,7 @@ from hypothesis import strategies as st
 from onnxfuse.artifact import ALIGNMENTS, Flavour, Mapped, Record, TensorMap, pack, unpack
 from onnxfuse.errors import ModelError
 from tests import fuzz_archive
-
-RECORD = Record(
-    kernel="0123abcd",
-    entry="onnxfuse_gemm",
-    capability=90,
-    flavour=Flavour.SPECIFIC,
-    min_m=1,
-    max_m=4096,
-    block_m=128,
-    block_n=64,
-    threads=256,
-    shared_bytes=100_000,
-    lhs_alignment=16,
-    rhs_alignment=8,
-    load_alignments=(16, 4),
-    out_alignments=(16,),
-    image=b"\x7fELF not really",
-)
+from tests.fuzz_archive import RECORD
 
 alignments = st.sampled_from(ALIGNMENTS)
 low_and_high = st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(sorted)
