@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from onnxfuse.dtypes import F32
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
-from tests.kernel_problem import SPLIT, Problem, Size, make_problem
+from tests.kernel_problem import SPLIT, Problem, Size, in_chunks, make_problem
 
 ULP = 2.0**-23
 CHUNK = 4  # elements in 16 bytes
@@ -27,7 +26,7 @@ def spec_of(math_mode: str, tile: Tile, lhs_order: str = "mk", rhs_order: str = 
 
 def few_rows_spec(tile: Tile, rhs_order: str) -> KernelSpec:
     """The same by the kernel for few rows, whose rows begin on 16-byte boundaries."""
-    return replace(spec_of("3xtf32", tile, rhs_order=rhs_order), lhs_width=CHUNK, rhs_width=CHUNK)
+    return in_chunks(spec_of("3xtf32", tile, rhs_order=rhs_order))
 
 
 def whole_chunks(lhs: np.ndarray, rhs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ import numpy as np
 from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
+from onnxfuse.small_m_tile import chunk
 from tests.reference_fusion import OPS
 
 TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])
@@ -228,6 +229,11 @@ def _product(math_mode: str, lhs: np.ndarray, rhs: np.ndarray, depth: int) -> Bo
 def _stored(result: Bounded, dtype: DType, shape: tuple[int, int, int]) -> Bounded:
     value, error = np.broadcast_to(result.value, shape), np.broadcast_to(result.error, shape)
     return Bounded(value, error + ROUNDING[dtype] * (np.abs(value) + error) + SMALLEST[dtype])
+
+
+def in_chunks(spec: KernelSpec) -> KernelSpec:
+    """What the kernel for few rows asks of lhs and rhs; the epilogue's accesses stay as they are."""
+    return replace(spec, lhs_width=chunk(spec), rhs_width=chunk(spec))
 
 
 def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:

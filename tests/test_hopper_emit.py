@@ -31,7 +31,7 @@ TALL = list(tall_cases())
 MASKED = list(masked_cases())
 SPLIT = list(split_cases())
 FEW_ROWS = list(few_rows_cases())
-SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3], *SPLIT[::2], *FEW_ROWS[::2]]
+SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3], *SPLIT, *FEW_ROWS]
 ALIGNED = Size(504, 136, 248)
 
 

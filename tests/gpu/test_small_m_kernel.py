@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 
 from onnxfuse.dtypes import BF16, F16, F32, DType
-from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import emit
-from onnxfuse.small_m_tile import chunk
 from onnxfuse.tile_candidates import small_m_tiles
 from onnxfuse.tile_footprint import shared_bytes, why_not
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch
-from tests.kernel_problem import Size, make_problem, make_spec
+from tests.kernel_problem import Size, in_chunks, make_problem, make_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -35,11 +33,6 @@ WIDE = [
 NARROW_N = [(1, 1, 8), (2, 3, 40), (5, 13, 520), (16, 67, 136), (17, 33, 1032), (9, 129, 4096)]  # for rhs[n, k] only
 
 
-def aligned(spec: KernelSpec) -> KernelSpec:
-    """What the kernel asks of lhs and rhs; the epilogue's accesses stay those of the first size."""
-    return replace(spec, lhs_width=chunk(spec), rhs_width=chunk(spec))
-
-
 def product_cases() -> Iterator[Case]:
     turn = 0
     for math in ("f16", "bf16", "tf32"):
@@ -50,7 +43,7 @@ def product_cases() -> Iterator[Case]:
                     sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(8))
                     sizes += tuple(Size(*shape) for shape in NARROW_N) if order == "nk" else ()
                     kind = ("plain", "residual")[turn % 2]
-                    spec = aligned(make_spec(math, parts, order, tile, sizes[0], kind, narrow=True))
+                    spec = in_chunks(make_spec(math, parts, order, tile, sizes[0], kind, narrow=True))
                     if why_not(spec, MOST_SHARED_BYTES) is None:
                         yield Case(f"{math}-{order}-{parts}-block{tile.block_n}-{turn}", spec, sizes)
 
@@ -61,17 +54,17 @@ def operand_cases() -> Iterator[Case]:
         for name, out in outs.items():
             for order in ("kn", "nk"):
                 size = Size(13, 152, 104, pad=8)
-                spec = aligned(make_spec(math, 2, order, small_m_tiles(math, 2)[0], size, "mixed", out))
+                spec = in_chunks(make_spec(math, 2, order, small_m_tiles(math, 2)[0], size, "mixed", out))
                 yield Case(f"{math}-{order}-out-{name}", spec, (size, replace(size, m=35, pad=24)))
         batch = Size(9, 72, 40, batch=5, broadcast_rhs=False)
         yield Case(
             f"{math}-batch",
-            aligned(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], batch, "mixed")),
+            in_chunks(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], batch, "mixed")),
             (batch,),
             grid_z=2,
         )
         swapped = Size(13, 40, 48, batch=2, pad=8, transposed=True)
-        spec = aligned(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], swapped, "mixed", narrow=True))
+        spec = in_chunks(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], swapped, "mixed", narrow=True))
         yield Case(f"{math}-transposed", spec, (swapped,))
 
 
