@@ -19,10 +19,10 @@ def has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any("gpu" in item.keywords for item in items) or has_gpu():
+    if not any(item.get_closest_marker("gpu") for item in items) or has_gpu():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

@@ -16,7 +16,7 @@ import pytest
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.fusion import Step, Value
-from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.tile_candidates import tiles_for
@@ -27,8 +27,7 @@ from tests.test_epilogue_ops import CASES as EXPRESSION_CASES
 from tests.test_epilogue_ops import SWEEP
 from tests.test_epilogue_ops import check as check_expression
 
-pytestmark = pytest.mark.gpu
-
+H200 = ARCHITECTURES["sm_90a"]
 MATHS = ("f16", "bf16", "tf32", "3xtf32", "fp32")
 ORDERS = ("kn", "nk")
 PARTS = (1, 2, 3, 4)
@@ -71,8 +70,14 @@ def rotated(shapes: list[tuple[int, int, int]], turn: int, count: int) -> tuple[
     return tuple(Size(*shapes[(turn * count + index) % len(shapes)]) for index in range(count))
 
 
-def default_tile(math: str, parts: int, turn: int = 0):
-    tiles = tiles_for(math, parts)
+def offered(math: str, parts: int) -> list[Tile]:
+    """The tiles that a plan may take."""
+    specs = (make_spec(math, parts, "kn", tile, Size(8, 8, 8)) for tile in tiles_for(math, parts))
+    return [spec.tile for spec in specs if why_not(spec, H200.shared_bytes) is None]
+
+
+def default_tile(math: str, parts: int, turn: int = 0) -> Tile:
+    tiles = offered(math, parts)
     return tiles[turn % len(tiles)]
 
 
@@ -92,7 +97,7 @@ def product_cases() -> Iterator[Case]:
 def tile_cases() -> Iterator[Case]:
     for math in MATHS:
         for parts in PARTS:
-            for index, tile in enumerate(tiles_for(math, parts)):
+            for index, tile in enumerate(offered(math, parts)):
                 sizes = rotated(WIDE, index + parts, 5)
                 yield Case(
                     f"{math}-{parts}-tile{index}", make_spec(math, parts, "kn", tile, sizes[0], "residual"), sizes
@@ -187,6 +192,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("math", MATHS)
+@pytest.mark.parametrize("parts", PARTS)
+def test_every_case_has_a_tile_that_a_plan_takes(math: str, parts: int) -> None:
+    cases = [case for case in CASES if case.spec.math == math and case.spec.parts == parts]
+    assert cases
+    assert not [(case.name, reason) for case in cases if (reason := why_not(case.spec, H200.shared_bytes))]
+
+
 def device_spec() -> DeviceSpec:
     import cupy
 
@@ -217,6 +230,7 @@ def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:
     ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
     assert why_not(case.spec, device_spec().shared_bytes) is None
@@ -229,6 +243,7 @@ EXPRESSIONS_AT_ONCE = 4
 APPROXIMATED = ("sigmoid", "gelu_tanh")  # through __expf: off by 4e-7 of the numerator, as pointwise.cuh argues
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("first", range(0, len(EXPRESSION_CASES), EXPRESSIONS_AT_ONCE))
 def test_expressions_agree_with_float64(first: int, tmp_path: Path) -> None:
     """The GPU's own functions: x comes in as the product x * 1, y as a tile operand."""
