@@ -71,14 +71,15 @@ class Traffic:
 def estimate(plan: Plan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
     one_kernel, tile = ranked.tiles[0]
-    factor = advantage(plan.device, plan.variants[0].spec.math, tile) * padding(tile, ranked.n)
+    factor = advantage(plan.device, plan.variants[0].spec.math, tile, ranked.m) * padding(tile, ranked.n)
     times = estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
     return {**times, Tier.ONE_KERNEL: one_kernel + ranked.risk}
 
 
-def advantage(device: DeviceSpec, arithmetic: str, tile: Tile | HopperTile) -> float:
-    """How many times as fast the library multiplies as a tile does."""
-    if isinstance(tile, HopperTile) or tile.kernel == "small_m":  # few rows wait for memory, whoever multiplies
+def advantage(device: DeviceSpec, arithmetic: str, tile: Tile | HopperTile, m: int) -> float:
+    """How many times as fast the library multiplies m rows as a tile does."""
+    waits = isinstance(tile, Tile) and tile.kernel == "small_m" and m <= tile.block_m  # for memory, whoever multiplies
+    if isinstance(tile, HopperTile) or waits:
         return 1.0
     return LIBRARY_ADVANTAGE.get((device.arch, arithmetic), 1.0)
 

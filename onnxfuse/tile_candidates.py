@@ -63,20 +63,20 @@ _HOPPER = (
     Candidate(HopperTile(128, 128, pingpong=False), 1.6),
     Candidate(HopperTile(128, 224, pingpong=False), 1.6),
     Candidate(HopperTile(128, 256, pingpong=False), 1.5),
-    Candidate(HopperTile(128, 80, pingpong=False), 1.4),
-    Candidate(HopperTile(64, 160, pingpong=True), 1.4),
-    Candidate(HopperTile(64, 128, pingpong=True), 1.35),
-    Candidate(HopperTile(64, 80, pingpong=True), 0.9),
+    Candidate(HopperTile(128, 80, pingpong=False), 1.2),
     Candidate(HopperTile(128, 64, pingpong=True), 1.2),
-    Candidate(HopperTile(128, 64, pingpong=False), 1.2),
+    Candidate(HopperTile(128, 64, pingpong=False), 1.25),
     *(
-        Candidate(HopperTile(64, width, pingpong=True, lhs_rows=16), pace)
-        for width, pace in ((160, 1.4), (128, 1.35), (96, 0.9), (64, 0.7), (32, 0.38))
+        Candidate(HopperTile(64, width, pingpong=True, lhs_rows=lhs_rows), pace)
+        for lhs_rows in (0, 32, 16)
+        for width, pace in ((160, 1.23), (128, 1.36), (96, 1.25), (80, 1.13), (64, 0.95), (32, 0.49))
     ),
     *(
-        Candidate(HopperTile(128, width, pingpong=False, splits=splits), pace)
+        Candidate(HopperTile(128, width, pingpong=False, splits=splits, lhs_rows=lhs_rows), pace)
+        for lhs_rows in (0, 64, 32)
         for splits in (2, 4)
-        for width, pace in ((160, 1.75), (128, 1.6), (64, 1.2), (80, 1.4))
+        for width, pace in ((160, 1.75), (128, 1.6), (80, 1.2), (64, 1.25))
+        if not lhs_rows or width <= 80
     ),
 )
 # The kernel for few rows. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more
@@ -94,7 +94,7 @@ CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT
 # Columns of a part of rhs[k, n] are read in swizzles of 64, 32 or 16: the narrower, the more bank conflicts.
 WIDEST_SWIZZLE = 64
 WIDE_SWIZZLE = 32
-NARROW_SWIZZLE = 0.83  # of the pace with 32 columns; with 16, it is 0.4 to 0.8
+NARROW_SWIZZLE = {64: 0.7, 128: 0.83}  # of the pace, by rows, with 32 columns; with 16, it is 0.4 to 0.8
 AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
 
 
@@ -145,7 +145,7 @@ def _hopper_candidate(entry: Candidate[HopperTile], spec: KernelSpec, k: int) ->
     columns = max(tile.block_n // spec.parts // 16, 1) * 16
     pace = entry.pace * columns * spec.parts / tile.block_n
     if spec.rhs_order == "kn" and columns % WIDEST_SWIZZLE:
-        pace *= NARROW_SWIZZLE
+        pace *= NARROW_SWIZZLE[tile.block_m]
     return Candidate(replace(tile, block_n=columns, operands_ahead=ahead), pace)
 
 

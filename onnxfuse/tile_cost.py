@@ -20,12 +20,15 @@ from onnxfuse.tile_footprint import shared_bytes
 # warp's step, 48 of them on the tensor cores, 0.47e6; neither hides all of the other.
 PRODUCTS = {"f16": 2.3e6, "bf16": 2.3e6, "tf32": 1.1e6, "3xtf32": 0.21e6, "fp32": 0.15e6}
 BYTES = 32.6e3
+BOXED = 0.98  # of what memory delivers, where TMA loads rhs: 32 rows of 4096 x 14336 SwiGLU
 ROUND_TRIP = 1.0
-# TMA loads a row of 128 bytes in 1.2 ns, as fast as L2 delivers it, and writes one of zeros, behind the end of lhs, in
-# 5. That hides behind 72 % of what else a kernel waits for. Measured with 17 to 128 rows of two products on an H200.
-LOADED_ROW = 0.0012
-ZERO_ROW = 0.005
-HIDDEN = 0.72
+SUMMING = 0.5  # microseconds in which the warps of a block for few rows add up what each has
+# TMA loads a row of 128 bytes in 1.8 ns, takes 1 ns for a row of zeros, behind the end of lhs, 3.5 in a tall box, and
+# 20 for another box. Most of that hides behind what else a kernel waits for. Measured with 1 to 512 rows on an H200
+# (results/h200-few-rows.json).
+LOADED_ROW = 0.0018
+ZERO_ROW = {16: 0.001, 32: 0.001, 64: 0.001, 128: 0.0035}  # by rows of the box
+BOX = 0.02
 COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
 OVERLAP = 16  # of computing and reading the shorter hides behind the longer, but for one part in 16
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
@@ -34,8 +37,8 @@ LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes 
 # Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
 # (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
 # two more than its clusters fill.
-MEETING = 1.0
-EXCHANGED = 0.42e6
+MEETING = 1.1
+EXCHANGED = 0.7e6
 MULTIPROCESSOR_GROUP = 16
 
 
@@ -90,31 +93,42 @@ def cost(
 
     Infinite for a tile that splits k where its blocks are more than run at once, or may be.
     """
-    tile, n = candidate.tile, problem.n
+    tile = candidate.tile
     splits = tile.splits if isinstance(tile, HopperTile) else 1
     k = math.ceil(problem.k / splits)
-    rows = math.ceil(problem.m / tile.block_m)
     blocks = _tiles(problem, tile) * splits
     most = device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
     if splits > 1 and (blocks > most or problem.guessed):
         return math.inf  # a tile for every multiprocessor is faster than a share of one
     waves = math.ceil(blocks / device.multiprocessors)
     depth, pace = k + PIPELINE_FILL, candidate.pace
-    fetched = float(problem.batch * rows * n * spec.parts)  # columns of rhs
-    if reads.shared:  # blocks that have no tile in the last wave do not read either
-        fetched = math.ceil(blocks / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
     if isinstance(tile, HopperTile):
         depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
         pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
     computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
-    memory = fetched * k * spec.dtype.bytes / device.multiprocessors / BYTES
+    memory = _loading(tile, reads, spec, problem, device)
     waiting = math.ceil(blocks / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
     reading = max(memory, waiting)
     sums = blocks * tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (splits - 1) / splits
     meeting = MEETING + sums / EXCHANGED if splits > 1 else 0.0
-    longer = max(computing, reading)
-    added = meeting + _filling(tile, spec, problem, device, longer) + copying(tile, spec, problem, device)
-    return longer + min(computing, reading) / OVERLAP + added
+    summing = SUMMING if isinstance(tile, Tile) and tile.kernel == "small_m" else 0.0
+    longer, shorter = max(computing, reading), min(computing, reading)
+    added = meeting + summing + _filling(tile, spec, problem, device, longer) + copying(tile, spec, problem, device)
+    return longer + shorter / OVERLAP + added
+
+
+def _loading(tile: Tile | HopperTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    """Microseconds in which rhs comes from memory."""
+    rows = math.ceil(problem.m / tile.block_m)
+    columns = float(problem.batch * problem.n * spec.parts)
+    if isinstance(tile, HopperTile):
+        columns /= BOXED
+    elif not reads.shared:
+        columns *= rows
+    else:  # blocks that have no tile in the last wave do not read either
+        waves = math.ceil(_tiles(problem, tile) / reads.blocks)
+        columns = waves * reads.blocks * tile.block_n * spec.parts / rows
+    return columns * problem.k * spec.dtype.bytes / device.multiprocessors / BYTES
 
 
 def _tiles(problem: Problem, tile: Tile | HopperTile) -> int:
@@ -123,15 +137,15 @@ def _tiles(problem: Problem, tile: Tile | HopperTile) -> int:
 
 
 def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, longer: float) -> float:
-    """Microseconds more that TMA takes for rows of zeros, of which most hide behind the longer of the other two."""
+    """Microseconds more that TMA takes for rows of zeros and many boxes: most hide behind the longer of the others."""
     if not isinstance(tile, HopperTile):
         return 0.0
     waves = math.ceil(_tiles(problem, tile) * tile.splits / device.multiprocessors)
     steps = waves * math.ceil(problem.k / tile.splits / block_k(spec))
-    rows = min(problem.m, tile.block_m) + tile.block_n * spec.parts
-    zeros = ZERO_ROW * steps * (-problem.m % (tile.lhs_rows or tile.block_m))
-    uncovered = LOADED_ROW * steps * rows - HIDDEN * longer
-    return max(uncovered + zeros, 0.0) - max(uncovered, 0.0)
+    rows, box = min(problem.m, tile.block_m), tile.lhs_rows or tile.block_m
+    more = steps * (ZERO_ROW[box] * (-problem.m % box) + BOX * (math.ceil(rows / box) - 1))
+    uncovered = LOADED_ROW * steps * (rows + tile.block_n * spec.parts) - longer
+    return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / OVERLAP
 
 
 def copying(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:

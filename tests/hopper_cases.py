@@ -113,17 +113,19 @@ def few_rows_cases() -> Iterator[HopperCase]:
         Size(64, 64, 64), Size(100, 328, 136), Size(129, 48, 72),
     )  # fmt: skip
     turn = 0
-    for shape in ((64, 32, True), (64, 128, True), (128, 64, False), (128, 128, True)):
+    shapes = [(shape, 1, rows) for shape in ((64, 32, True), (64, 128, True), (128, 64, False), (128, 128, True))
+              for rows in (8, 16, 32)]  # fmt: skip
+    shapes += [((128, columns, False), splits, rows) for columns in (64, 80) for splits in (2, 4) for rows in (32, 64)]
+    for shape, splits, rows in shapes:
         for parts in (1, 2):
-            for rows in (8, 16, 32):
-                turn += 1
-                order, math = ("nk", "kn")[turn % 2], ("f16", "bf16", "tf32")[turn % 3]
-                kind = ("plain", "residual", "mixed")[turn // 2 % 3]
-                spec = make_spec(math, parts, "nk" if math == "tf32" else order, PORTABLE, sizes[0], kind)
-                tile = replace(tile_of(shape, parts, (1, 1), False, 2), lhs_rows=rows)
-                if why_not(spec, tile, DEVICE.shared_bytes) is None:
-                    name = f"few-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
-                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+            turn += 1
+            order, math = ("nk", "kn")[turn % 2], ("f16", "bf16", "tf32")[turn % 3]
+            kind = ("residual", "mixed")[turn % 2] if splits > 1 else ("plain", "residual", "mixed")[turn // 2 % 3]
+            spec = make_spec(math, parts, "nk" if math == "tf32" else order, PORTABLE, sizes[0], kind)
+            tile = replace(tile_of(shape, parts, (1, 1), False, 2), lhs_rows=rows, splits=splits)
+            if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                name = f"few-{math}-{spec.rhs_order}-{parts}x-{tile}-{kind}-{turn}"
+                yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
 def cases() -> Iterator[HopperCase]:

@@ -66,11 +66,14 @@ def test_rows_of_any_length_still_have_large_tiles(arch: str) -> None:
     assert odd[-1].tile.block_m * odd[-1].tile.block_n > plan.variants[-1].tile.block_m * plan.variants[-1].tile.block_n
 
 
-def test_few_rows_come_without_rows_of_zeros() -> None:
-    plan = planned(ARCHITECTURES["sm_90a"], n=4096, k=4096, rhs="n k")
-    (tile,) = {variant.hopper for variant in plan.variants if variant.min_m <= 32 <= variant.max_m and variant.hopper}
-    assert tile.lhs_rows == 16
-    assert tile.block_m == 64
+@pytest.mark.parametrize("rhs", ["k n", "n k"])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1280, 5120), (4096, 14336)])
+def test_few_rows_come_in_one_box_with_few_rows_of_zeros(n: int, k: int, rhs: str) -> None:
+    """A second box takes TMA as long as 20 rows, and rows of zeros cost most in a box of 128."""
+    plan = planned(ARCHITECTURES["sm_90a"], n=n, k=k, rhs=rhs)
+    for m, rows in ((32, 32), (64, 64)):
+        (tile,) = {variant.hopper for variant in plan.variants if variant.min_m <= m <= variant.max_m if variant.hopper}
+        assert (tile.lhs_rows or tile.block_m) == rows
 
 
 def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:
@@ -80,7 +83,7 @@ def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:
 
 
 def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:
-    plan = planned(ARCHITECTURES["sm_90a"])
+    plan = planned(ARCHITECTURES["sm_90a"], n=4096, k=4096)
     wide = plan.variants[:-1]
     assert [variant.min_m for variant in wide] == [0, *(variant.max_m + 1 for variant in wide[:-1])]
     assert wide[-1].max_m == MAX_M

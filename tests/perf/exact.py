@@ -69,13 +69,13 @@ def sites(device: DeviceSpec, only: str) -> list[Problem]:
     return made
 
 
-def measure(site: Problem, device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
+def measure(site: Problem, device: DeviceSpec, folder: Path, most_ulp: float = MOST_ULP) -> list[dict[str, Any]]:
     """One row for each kernel."""
     buffers = Buffers(site.row, site.fusion, site.stored)
     stream = cupy.cuda.Stream(non_blocking=True)
-    peer, peer_time = cublas_graph(buffers, site.order == "nk")
+    peer, peer_time = cublas_graph(buffers, site.order == "nk", site.row.tf32)
     peer()
-    replays, errors = prepare(site, buffers, stream, device, folder, MOST_ULP)
+    replays, errors = prepare(site, buffers, stream, device, folder, most_ulp)
     rounds = [(peer_time(), *(timed_replay(replay, stream) for replay in replays)) for _ in range(REPLAYS)]
     cublas, *times = (statistics.median(times) for times in zip(*rounds, strict=True))
     return [
@@ -92,13 +92,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
     parser.add_argument("--only", default="", help="only problems whose text contains this")
     options = parser.parse_args()
-    device, rows = spec_of(driver.local_architectures()[0]), []
+    device = spec_of(driver.local_architectures()[0])
+    rows = measure_all(sites(device, options.only), device)
+    result = {**origin("python -m tests.perf.exact --out results/h200-exact.json"), "rows": rows}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure_all(everything: list[Problem], device: DeviceSpec, most_ulp: float = MOST_ULP) -> list[dict[str, Any]]:
+    """One row for each kernel of each problem, printed as it comes."""
     print(f"{'problem':26} order  math         us  estimate    cuBLAS  ratio    ulp  tile", flush=True)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        everything = sites(device, options.only)
         compile_all(everything, device, Path(folder))
         for site in everything:
-            for made in measure(site, device, Path(folder)):
+            for made in measure(site, device, Path(folder), most_ulp):
                 rows.append(made)
                 times = (
                     f"{made['us']:8.1f}  {made['estimated_us']:8.1f}  {made['cublas_us']:8.1f}  {made['ratio']:5.2f}"
@@ -109,8 +116,7 @@ def main() -> None:
                     flush=True,
                 )
             cupy.get_default_memory_pool().free_all_blocks()
-    result = {**origin("python -m tests.perf.exact --out results/h200-exact.json"), "rows": rows}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""The kernels for few rows side by side: `python -m tests.perf.few_rows --out results/h200-few-rows.json`.
+
+With 1 to 512 rows a plan chooses between the kernel for few rows, tiles of 64 or 128 rows in the sm_90a kernel with lhs
+in boxes of some heights and k split or not, and the portable kernel. Here the best tiles of each, by the plan's
+estimate, are measured as `tests.perf.kernels` does, all of a problem in turn with cuBLAS. Every output is checked
+against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.kernel_spec import Tile
+from onnxfuse.plan import Plan, Variant, replan
+from onnxfuse.runtime import driver
+from tests.perf.compare import origin
+from tests.perf.exact import measure_all
+from tests.perf.kernels import Row, planned
+from tests.perf.splits import Problem
+
+EACH = {"small_m": 1, "sm_90a": 3, "portable": 1}  # tiles of a kernel
+MOST_ULP = 2.0  # of the arithmetic at the output's magnitude
+# Rows by k, n and epilogue.
+HALF = {
+    (4096, 4096, "residual"): (1, 16, 32, 64, 96, 128),
+    (14336, 4096, "residual"): (32, 64),
+    (4096, 14336, "swiglu"): (16, 64),
+    (1280, 5120, "geglu"): (1, 16, 64, 128),
+    (5120, 1280, "residual"): (32, 128, 512),
+    (1280, 1280, "residual"): (128, 512),
+}
+TF32 = {(4096, 4096, "residual"): (1, 16, 64, 128), (1280, 5120, "geglu"): (1, 64)}
+SITES = [
+    Row(m, k, n, epilogue, tf32=tf32)
+    for tf32, problems in ((False, HALF), (True, TF32))
+    for (k, n, epilogue), rows in problems.items()
+    for m in rows
+]
+
+
+def kernel_of(tile: Tile | HopperTile) -> str:
+    """Which of the three kernels a tile is for."""
+    return "sm_90a" if isinstance(tile, HopperTile) else tile.kernel
+
+
+def choices(plan: Plan, m: int) -> tuple[tuple[float, Variant], ...]:
+    """The best tiles of each kernel at a number of rows, by the plan's estimate, with that estimate."""
+    ranked = next(entry for entry in plan.ranked if m <= entry.m)
+    kernels: dict[str, list[tuple[float, Tile | HopperTile]]] = {}
+    for us, tile in ranked.tiles:
+        if math.isfinite(us):
+            kernels.setdefault(kernel_of(tile), []).append((us, tile))
+    best = [pair for kernel, tiles in kernels.items() for pair in tiles[: EACH[kernel]]]
+    return tuple((us, replan(plan, [(m, tile)]).variants[0]) for us, tile in best)
+
+
+def sites(device: DeviceSpec, only: str) -> list[Problem]:
+    made = []
+    for row in SITES:
+        for order in ("kn", "nk") if only in str(row) else ():
+            fusion, plan, stored = planned(row, order, device)
+            made.append(Problem(row, order, fusion, stored, choices(plan, row.m)))
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
+    parser.add_argument("--only", default="", help="only problems whose text contains this")
+    options = parser.parse_args()
+    device = spec_of(driver.local_architectures()[0])
+    rows = measure_all(sites(device, options.only), device, MOST_ULP)
+    result = {**origin("python -m tests.perf.few_rows --out results/h200-few-rows.json"), "rows": rows}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
