@@ -64,7 +64,7 @@ class HopperTile:
         groups: consumer groups of four warps; half of them share a tile with `pingpong`, else all.
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
         lhs_rows: rows of one box of lhs, of which those behind the last row are not loaded; 0 for one box of all that
-            the block loads. TMA takes longer for a row of zeros than for one that it reads.
+            the block loads. A box takes TMA time by itself, and so do rows of zeros in a tall one.
     """
 
     block_m: int

@@ -53,7 +53,7 @@ _SCALAR = (
     Candidate(Tile(64, 64, 32, 2, 2, 3), 0.9),
     Candidate(Tile(32, 64, 32, 1, 4, 3), 0.7),
 )
-# The sm_90a kernel.
+# The sm_90a kernel. Few rows come in a box that is little taller than they are many.
 _HOPPER = (
     Candidate(HopperTile(128, 192, pingpong=True), 1.75),
     Candidate(HopperTile(128, 160, pingpong=True), 1.9),

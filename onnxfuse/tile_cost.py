@@ -29,10 +29,12 @@ SUMMING = 0.5  # microseconds in which the warps of a block for few rows add up 
 LOADED_ROW = 0.0018
 ZERO_ROW = {16: 0.001, 32: 0.001, 64: 0.001, 128: 0.0035}  # by rows of the box
 BOX = 0.02
+SHOWN = 4  # of that one part in 4 never hides
 COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
 OVERLAP = 16  # of computing and reading the shorter hides behind the longer, but for one part in 16
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
 EXPOSED_EPILOGUE = 128  # and that much longer where no main loop of the sm_90a kernel runs beside it
+STEP = 0.14  # microseconds of a step of the sm_90a kernel's ring at least, however narrow the tile
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
 # Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
 # (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
@@ -106,6 +108,8 @@ def cost(
         depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
         pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
     computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
+    if isinstance(tile, HopperTile):
+        computing = max(computing, STEP * waves * math.ceil(k / block_k(spec)))
     memory = _loading(tile, reads, spec, problem, device)
     waiting = math.ceil(blocks / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
     reading = max(memory, waiting)
@@ -121,13 +125,12 @@ def _loading(tile: Tile | HopperTile, reads: Flow, spec: KernelSpec, problem: Pr
     """Microseconds in which rhs comes from memory."""
     rows = math.ceil(problem.m / tile.block_m)
     columns = float(problem.batch * problem.n * spec.parts)
-    if isinstance(tile, HopperTile):
-        columns /= BOXED
-    elif not reads.shared:
-        columns *= rows
-    else:  # blocks that have no tile in the last wave do not read either
-        waves = math.ceil(_tiles(problem, tile) / reads.blocks)
-        columns = waves * reads.blocks * tile.block_n * spec.parts / rows
+    waves = math.ceil(_tiles(problem, tile) / reads.blocks)
+    in_waves = waves * reads.blocks * tile.block_n * spec.parts / rows  # as if no block were missing in the last one
+    if isinstance(tile, HopperTile):  # the others then read faster, though not as fast as all
+        columns = (columns + in_waves) / 2 if waves > 1 else columns / BOXED
+    else:
+        columns = in_waves if reads.shared else columns * rows
     return columns * problem.k * spec.dtype.bytes / device.multiprocessors / BYTES
 
 
@@ -145,7 +148,7 @@ def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device
     rows, box = min(problem.m, tile.block_m), tile.lhs_rows or tile.block_m
     more = steps * (ZERO_ROW[box] * (-problem.m % box) + BOX * (math.ceil(rows / box) - 1))
     uncovered = LOADED_ROW * steps * (rows + tile.block_n * spec.parts) - longer
-    return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / OVERLAP
+    return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / SHOWN
 
 
 def copying(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:

@@ -25,7 +25,7 @@ from onnxfuse.runtime.tune import Port, copies_for, require_gpu, side_by_side, t
 from onnxfuse.tier import Tier
 from onnxfuse.tile_candidates import tile_text
 from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at, trial_models
-from onnxfuse.tuning import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial
+from onnxfuse.tuning import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial, contenders
 from tests.conftest import has_gpu
 from tests.onnx_build import FLOAT16, Builder, run
 
@@ -125,6 +125,21 @@ def test_few_forms_are_timed_and_one_kernel_at_each_number_of_rows() -> None:
             if form is not None and name != BEHIND:
                 chosen = [variant for _, variant in form.variants if variant.min_m <= trial.m <= variant.max_m]
                 assert tile_text(chosen[0].tile) == name
+
+
+def test_contenders_are_more_than_boxes_of_one_tile() -> None:
+    """The first of each in the plan's order."""
+    (site,) = analysed().sites
+    (plan,) = (plan for plan in site.plans if plan.device == DEVICE)
+    for entry in plan.ranked:
+        ranked = [tile for _, tile in entry.tiles]
+        tiles = contenders(entry)
+        assert tiles[0] == ranked[0]
+        assert sorted(tiles, key=ranked.index) == tiles
+        shapes = [tile_text(tile).split(" lhs by")[0] for tile in tiles]
+        assert len(set(shapes)) == len(shapes) == FEW
+        passed_over = ranked[: ranked.index(tiles[-1])]
+        assert {tile_text(tile).split(" lhs by")[0] for tile in passed_over} <= set(shapes)
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))

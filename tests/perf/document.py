@@ -33,6 +33,7 @@ def document() -> str:
             *_whole_models(result("h200")),
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
+            *_few_rows(result("h200-few-rows")),
             *_splits(result("h200-splits")),
             *_exact(result("h200-exact")),
             *_tuned(result("h200-tune")),
@@ -125,6 +126,33 @@ def _splits(found: Mapping[str, Any]) -> list[str]:
         _source(found),
         *_table(heads, rows),
     ]
+
+
+def _few_rows(found: Mapping[str, Any]) -> list[str]:
+    problems: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in found["rows"]:
+        problems.setdefault((row["problem"], row["order"]), []).append(row)
+    rows = (
+        (*problem, _us(taken["cublas_us"]), _us(taken["us"]), f"{taken['ratio']:.2f}", taken["tile"], _us(best["us"]))
+        for problem, timed in problems.items()
+        for taken, best in [(min(timed, key=_estimated), min(timed, key=_measured))]
+    )
+    heads = ("problem: m, k, n of one part", "weight", "cuBLAS", "planned", "ratio", "planned tile", "best timed")
+    return [
+        "## Few rows\n",
+        "The tile that the plan takes, and the fastest of those timed; cuBLAS computes the plain product of the full\n"
+        "width. In TF32 with weights [k, n] the product is left to the library from 17 rows on.\n",
+        _source(found),
+        *_table(heads, rows),
+    ]
+
+
+def _estimated(row: Mapping[str, Any]) -> float:
+    return float(row["estimated_us"])
+
+
+def _measured(row: Mapping[str, Any]) -> float:
+    return float(row["us"])
 
 
 def _exact(found: Mapping[str, Any]) -> list[str]:
