@@ -96,29 +96,53 @@ def cost(
     Infinite for a tile that splits k where its blocks are more than run at once, or may be.
     """
     tile = candidate.tile
-    splits = tile.splits if isinstance(tile, HopperTile) else 1
-    k = math.ceil(problem.k / splits)
-    blocks = _tiles(problem, tile) * splits
-    most = device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
-    if splits > 1 and (blocks > most or problem.guessed):
+    if _splits(tile) > 1 and (problem.guessed or _blocks(tile, problem) > _at_once(device)):
         return math.inf  # a tile for every multiprocessor is faster than a share of one
-    waves = math.ceil(blocks / device.multiprocessors)
-    depth, pace = k + PIPELINE_FILL, candidate.pace
-    if isinstance(tile, HopperTile):
-        depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
-        pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
-    computing = waves * tile.block_m * tile.block_n * spec.parts * depth / pace / PRODUCTS[spec.math]
-    if isinstance(tile, HopperTile):
-        computing = max(computing, STEP * waves * math.ceil(k / block_k(spec)))
-    memory = _loading(tile, reads, spec, problem, device)
-    waiting = math.ceil(blocks / reads.blocks) * math.ceil(k / reads.depth) * ROUND_TRIP
-    reading = max(memory, waiting)
-    sums = blocks * tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (splits - 1) / splits
-    meeting = MEETING + sums / EXCHANGED if splits > 1 else 0.0
-    summing = SUMMING if isinstance(tile, Tile) and tile.kernel == "small_m" else 0.0
+    computing = _computing(candidate, spec, problem, device)
+    reading = max(_loading(tile, reads, spec, problem, device), _waiting(tile, reads, problem))
     longer, shorter = max(computing, reading), min(computing, reading)
-    added = meeting + summing + _filling(tile, spec, problem, device, longer) + copying(tile, spec, problem, device)
-    return longer + shorter / OVERLAP + added
+    added = _summing(tile, spec, problem) + copying(tile, spec, problem, device)
+    return longer + shorter / OVERLAP + added + _filling(tile, spec, problem, device, longer)
+
+
+def _splits(tile: Tile | HopperTile) -> int:
+    """Blocks that share a tile along k."""
+    return tile.splits if isinstance(tile, HopperTile) else 1
+
+
+def _tiles(problem: Problem, tile: Tile | HopperTile) -> int:
+    """Tiles of the whole output."""
+    return problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+
+
+def _blocks(tile: Tile | HopperTile, problem: Problem) -> int:
+    """Blocks that the whole output needs."""
+    return _tiles(problem, tile) * _splits(tile)
+
+
+def _waves(tile: Tile | HopperTile, problem: Problem, device: DeviceSpec) -> int:
+    """Blocks that a multiprocessor computes one after the other."""
+    return math.ceil(_blocks(tile, problem) / device.multiprocessors)
+
+
+def _at_once(device: DeviceSpec) -> int:
+    """Multiprocessors that clusters can fill."""
+    return device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
+
+
+def _computing(
+    candidate: Candidate[Tile | HopperTile], spec: KernelSpec, problem: Problem, device: DeviceSpec
+) -> float:
+    """Microseconds in which a multiprocessor multiplies, its tiles' prologues and epilogues among them."""
+    tile, waves, pace = candidate.tile, _waves(candidate.tile, problem, device), candidate.pace
+    k = math.ceil(problem.k / _splits(tile))
+    products = waves * tile.block_m * tile.block_n * spec.parts
+    depth = k + PIPELINE_FILL
+    if not isinstance(tile, HopperTile):
+        return products * depth / pace / PRODUCTS[spec.math]
+    depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
+    pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
+    return max(products * depth / pace / PRODUCTS[spec.math], STEP * waves * math.ceil(k / block_k(spec)))
 
 
 def _loading(tile: Tile | HopperTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
@@ -134,17 +158,27 @@ def _loading(tile: Tile | HopperTile, reads: Flow, spec: KernelSpec, problem: Pr
     return columns * problem.k * spec.dtype.bytes / device.multiprocessors / BYTES
 
 
-def _tiles(problem: Problem, tile: Tile | HopperTile) -> int:
-    """Tiles of the whole output."""
-    return problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+def _waiting(tile: Tile | HopperTile, reads: Flow, problem: Problem) -> float:
+    """Microseconds in which blocks wait for what they have on its way."""
+    trips = math.ceil(math.ceil(problem.k / _splits(tile)) / reads.depth)
+    return math.ceil(_blocks(tile, problem) / reads.blocks) * trips * ROUND_TRIP
+
+
+def _summing(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem) -> float:
+    """Microseconds in which warps or blocks add up what each has of a tile."""
+    if isinstance(tile, Tile):
+        return SUMMING if tile.kernel == "small_m" else 0.0
+    if tile.splits == 1:
+        return 0.0
+    sums = _tiles(problem, tile) * tile.block_m * tile.block_n * spec.parts * FP32_BYTES * (tile.splits - 1)
+    return MEETING + sums / EXCHANGED
 
 
 def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, longer: float) -> float:
     """Microseconds more that TMA takes for rows of zeros and many boxes: most hide behind the longer of the others."""
     if not isinstance(tile, HopperTile):
         return 0.0
-    waves = math.ceil(_tiles(problem, tile) * tile.splits / device.multiprocessors)
-    steps = waves * math.ceil(problem.k / tile.splits / block_k(spec))
+    steps = _waves(tile, problem, device) * math.ceil(problem.k / tile.splits / block_k(spec))
     rows, box = min(problem.m, tile.block_m), tile.lhs_rows or tile.block_m
     more = steps * (ZERO_ROW[box] * (-problem.m % box) + BOX * (math.ceil(rows / box) - 1))
     uncovered = LOADED_ROW * steps * (rows + tile.block_n * spec.parts) - longer
@@ -157,6 +191,5 @@ def copying(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device:
         return 0.0
     operands = ((spec.lhs_width, tile.block_m), (spec.rhs_width, tile.block_n * spec.parts))
     rows = sum(rows for width, rows in operands if width * spec.dtype.bytes < CP_ASYNC_BYTES)
-    waves = math.ceil(_tiles(problem, tile) / device.multiprocessors)
     depth = math.ceil(problem.k / tile.block_k) * tile.block_k
-    return waves * rows * depth / tile.threads / COPIED
+    return _waves(tile, problem, device) * rows * depth / tile.threads / COPIED
