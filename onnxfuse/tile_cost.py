@@ -178,10 +178,12 @@ def _filling(tile: Tile | HopperTile, spec: KernelSpec, problem: Problem, device
     """Microseconds more that TMA takes for rows of zeros and many boxes: most hide behind the longer of the others."""
     if not isinstance(tile, HopperTile):
         return 0.0
-    steps = _waves(tile, problem, device) * math.ceil(problem.k / tile.splits / block_k(spec))
+    waves, steps = _waves(tile, problem, device), math.ceil(problem.k / tile.splits / block_k(spec))
+    ragged = math.ceil(waves / math.ceil(problem.m / tile.block_m))  # only the last tiles along m have rows of zeros
     rows, box = min(problem.m, tile.block_m), tile.lhs_rows or tile.block_m
-    more = steps * (ZERO_ROW[box] * (-problem.m % box) + BOX * (math.ceil(rows / box) - 1))
-    uncovered = LOADED_ROW * steps * (rows + tile.block_n * spec.parts) - longer
+    zeros = ragged * steps * ZERO_ROW[box] * (-problem.m % box)
+    more = zeros + waves * steps * BOX * (math.ceil(rows / box) - 1)
+    uncovered = LOADED_ROW * waves * steps * (rows + tile.block_n * spec.parts) - longer
     return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / SHOWN
 
 

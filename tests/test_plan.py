@@ -148,6 +148,19 @@ def test_what_fills_the_chip_or_is_shallow_is_not_split(m: int, k: int, n: int, 
     assert hopper_tile_for(m, k, n, rhs).splits == 1
 
 
+@pytest.mark.parametrize("m", [4097, 6304, 8200, 12000])
+@pytest.mark.parametrize(("n", "k", "parts"), [(5120, 1280, 1), (4096, 4096, 1), (14336, 4096, 2)])
+def test_a_ragged_end_of_many_rows_is_no_reason_for_small_tiles(m: int, n: int, k: int, parts: int) -> None:
+    """Rows of zeros fill the last of many tiles only. One batch, as of an image model of fixed sizes."""
+    packed = {"p": parts} if parts > 1 else {}
+    rhs = "(p n) k" if parts > 1 else "n k"
+    built = fusion({"m": m, "n": n, "k": k, **packed}, lhs="m k", out="m n", rhs=rhs, parts=parts)
+    mapping = map_axes(built)
+    tile = make_plan(built, mapping, analyse(built, mapping), ARCHITECTURES["sm_90a"], False).variants[0].hopper
+    assert tile is not None
+    assert (tile.block_m, tile.lhs_rows) == (128, 0)
+
+
 @pytest.mark.parametrize("rhs", ["k n", "n k"])
 def test_one_full_wave_is_taken_over_a_second_that_is_not(rhs: str) -> None:
     """128 rows of SwiGLU: 61 us with 128 tiles, 68 with 224 narrower ones on 132 multiprocessors."""
