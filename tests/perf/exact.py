@@ -27,8 +27,8 @@ from onnxfuse.tile_cost import cost, flow
 from onnxfuse.tile_footprint import why_not
 from tests.onnx_build import FLOAT
 from tests.perf.compare import origin
-from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, planned, timed_replay
-from tests.perf.splits import Problem, compile_all, prepare
+from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, timed_replay
+from tests.perf.splits import Problem, Timed, compile_all, prepare, problems
 
 MOST_ULP = 16.0  # of the output's magnitude; TF32 makes thousands
 SITES = [
@@ -40,14 +40,14 @@ SITES = [
 ]
 
 
-def choices(plan: Plan, row: Row) -> list[tuple[float, Variant]]:
+def choices(plan: Plan, row: Row) -> list[Timed]:
     """Every tile of every exact arithmetic, whichever the plan would take."""
     base = plan.variants[0].spec
     found = [(replace(base, math=kind), plan.device) for kind in EXACT]
     return [pair for spec, device in found for pair in tiles(spec, device, row)]
 
 
-def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[tuple[float, Variant]]:
+def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[Timed]:
     """The legal tiles of one arithmetic, with the plan's estimates."""
     legal = [
         (entry, replace(spec, tile=entry.tile))
@@ -58,15 +58,6 @@ def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[tuple[float, V
     return [
         (cost(entry, flow(own, own.tile, device), own, sizes, device), Variant(own, 0, MAX_M)) for entry, own in legal
     ]
-
-
-def sites(device: DeviceSpec, only: str) -> list[Problem]:
-    made = []
-    for row in SITES:
-        for order in ("kn", "nk") if only in str(row) else ():
-            fusion, plan, stored = planned(row, order, device, FLOAT)
-            made.append(Problem(row, order, fusion, stored, tuple(choices(plan, row))))
-    return made
 
 
 def measure(site: Problem, device: DeviceSpec, folder: Path, most_ulp: float = MOST_ULP) -> list[dict[str, Any]]:
@@ -93,7 +84,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only problems whose text contains this")
     options = parser.parse_args()
     device = spec_of(driver.local_architectures()[0])
-    rows = measure_all(sites(device, options.only), device)
+    timed = [row for row in SITES if options.only in str(row)]
+    rows = measure_all(problems(timed, device, choices, FLOAT), device)
     result = {**origin("python -m tests.perf.exact --out results/h200-exact.json"), "rows": rows}
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 

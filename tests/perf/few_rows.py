@@ -13,15 +13,15 @@ import json
 import math
 from pathlib import Path
 
-from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.device import spec_of
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.kernel_spec import Tile
-from onnxfuse.plan import Plan, Variant, replan
+from onnxfuse.plan import Plan, replan
 from onnxfuse.runtime import driver
 from tests.perf.compare import origin
 from tests.perf.exact import measure_all
-from tests.perf.kernels import Row, planned
-from tests.perf.splits import Problem
+from tests.perf.kernels import Row
+from tests.perf.splits import Timed, problems
 
 EACH = {"small_m": 1, "sm_90a": 3, "portable": 1}  # tiles of a kernel
 MOST_ULP = 2.0  # of the arithmetic at the output's magnitude
@@ -48,24 +48,15 @@ def kernel_of(tile: Tile | HopperTile) -> str:
     return "sm_90a" if isinstance(tile, HopperTile) else tile.kernel
 
 
-def choices(plan: Plan, m: int) -> tuple[tuple[float, Variant], ...]:
-    """The best tiles of each kernel at a number of rows, by the plan's estimate, with that estimate."""
-    ranked = next(entry for entry in plan.ranked if m <= entry.m)
+def choices(plan: Plan, row: Row) -> list[Timed]:
+    """The best tiles of each kernel, by the plan's estimate, with that estimate."""
+    ranked = next(entry for entry in plan.ranked if row.m <= entry.m)
     kernels: dict[str, list[tuple[float, Tile | HopperTile]]] = {}
     for us, tile in ranked.tiles:
         if math.isfinite(us):
             kernels.setdefault(kernel_of(tile), []).append((us, tile))
     best = [pair for kernel, tiles in kernels.items() for pair in tiles[: EACH[kernel]]]
-    return tuple((us, replan(plan, [(m, tile)]).variants[0]) for us, tile in best)
-
-
-def sites(device: DeviceSpec, only: str) -> list[Problem]:
-    made = []
-    for row in SITES:
-        for order in ("kn", "nk") if only in str(row) else ():
-            fusion, plan, stored = planned(row, order, device)
-            made.append(Problem(row, order, fusion, stored, choices(plan, row.m)))
-    return made
+    return [(us, replan(plan, [(row.m, tile)]).variants[0]) for us, tile in best]
 
 
 def main() -> None:
@@ -74,7 +65,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only problems whose text contains this")
     options = parser.parse_args()
     device = spec_of(driver.local_architectures()[0])
-    rows = measure_all(sites(device, options.only), device, MOST_ULP)
+    timed = [row for row in SITES if options.only in str(row)]
+    rows = measure_all(problems(timed, device, choices), device, MOST_ULP)
     result = {**origin("python -m tests.perf.few_rows --out results/h200-few-rows.json"), "rows": rows}
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -8,12 +8,13 @@ output is checked against float64.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from onnxfuse.hopper_tile import SPLITS, HopperTile
 from onnxfuse.plan import Plan, Variant, replan
 from onnxfuse.runtime import driver
 from onnxfuse.tile_candidates import tile_text
+from tests.onnx_build import FLOAT16
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, check, graph_of, image, launcher, planned, timed_replay
 
@@ -42,6 +44,9 @@ SITES = [
 ]  # fmt: skip
 
 
+Timed = tuple[float, Variant]  # a kernel, after the plan's estimate of it in microseconds
+
+
 @dataclass(frozen=True)
 class Problem:
     """A site with one order of the weight, and the kernels to time."""
@@ -50,27 +55,29 @@ class Problem:
     order: str
     fusion: Fusion
     stored: dict[str, np.ndarray]
-    timed: tuple[tuple[float, Variant], ...]
+    timed: tuple[Timed, ...]
 
 
-def choices(plan: Plan, m: int) -> list[tuple[float, Variant]]:
-    """The tiles to time at a number of rows, with their estimates: the best few of each number of blocks."""
-    ranked = next(entry for entry in plan.ranked if m <= entry.m)
+def choices(plan: Plan, row: Row) -> list[Timed]:
+    """The tiles to time, with their estimates: the best few of each number of blocks."""
+    ranked = next(entry for entry in plan.ranked if row.m <= entry.m)
 
     def best(splits: int) -> Iterator[tuple[float, HopperTile]]:
         tiles = (pair for pair in ranked.tiles if isinstance(pair[1], HopperTile) and math.isfinite(pair[0]))
         return ((us, tile) for us, tile in tiles if isinstance(tile, HopperTile) and tile.splits == splits)
 
     found = [pair for splits in SPLITS for pair, _ in zip(best(splits), range(EACH), strict=False)]
-    return [(us, replan(plan, [(m, tile)]).variants[0]) for us, tile in found]
+    return [(us, replan(plan, [(row.m, tile)]).variants[0]) for us, tile in found]
 
 
-def problems(device: DeviceSpec) -> list[Problem]:
+def problems(
+    rows: Iterable[Row], device: DeviceSpec, choose: Callable[[Plan, Row], Sequence[Timed]], dtype: int = FLOAT16
+) -> list[Problem]:
+    """Each row with either order of the weight, and the kernels that `choose` names."""
     made = []
-    for row in SITES:
-        for order in ("nk", "kn"):
-            fusion, plan, stored = planned(row, order, device)
-            made.append(Problem(row, order, fusion, stored, tuple(choices(plan, row.m))))
+    for row, order in itertools.product(rows, ("kn", "nk")):
+        fusion, plan, stored = planned(row, order, device, dtype)
+        made.append(Problem(row, order, fusion, stored, tuple(choose(plan, row))))
     return made
 
 
@@ -119,7 +126,7 @@ def main() -> None:
     device, rows = spec_of(driver.local_architectures()[0]), []
     print(f"{'problem':24} order       us  estimate  tile", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        everything = problems(device)
+        everything = problems(SITES, device, choices)
         compile_all(everything, device, Path(folder))
         for problem in everything:
             for made in measure(problem, device, Path(folder)):
