@@ -2,7 +2,8 @@
 
 Shared memory of one block, in this order:
 
-    ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it
+    ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it; of rhs with
+              n contiguous first the columns of all parts that fill whole swizzles, then the rest of all parts
     staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand
     vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
@@ -30,10 +31,15 @@ MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96
 TILE_LOAD_REGISTERS = 32
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
-LHS_ATOM = 64  # rows of the widest swizzle's span, of 16-bit elements with m contiguous
+ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
 MAX_BOX = 256  # rows of one TMA box
-MAX_STAGES = 8
-ENOUGH_STAGES = 4  # from here on, room for outputs and operands is worth more than another stage
+MAX_MAPS = 9  # of one launch
+MAX_STAGES = 16
+# A load takes a microsecond: a ring holds at least the work for so many products of one k, and so many stages. From
+# there on, room for outputs and operands is worth more than another stage. But four groups take turns at the tensor
+# cores, and narrow slabs cost them nothing.
+ENOUGH_PRODUCTS = {2: 80 * 1024, 4: 1024 * 1024}
+ENOUGH_STAGES = 4
 MAX_SLAB_COLUMNS = 96
 MIN_RUN = 32  # columns of an output's runs that TMA stores: slabs lie in one run, and narrower ones are slow
 BANK_WORDS = 32
@@ -181,27 +187,45 @@ def block_k(spec: KernelSpec) -> int:
     return STAGE_ROW_BYTES // spec.dtype.bytes
 
 
-def rhs_atom(spec: KernelSpec, tile: HopperTile) -> int:
-    """Elements of the swizzle's span along the contiguous axis of rhs: of k, or of n as far as it divides a part."""
+@dataclass(frozen=True)
+class RhsPiece:
+    """Columns of every part of rhs that come in boxes of one width, and that one wgmma multiplies.
+
+    Attributes:
+        columns: of one part.
+        atom: elements of the swizzle's span along the contiguous axis, k or n.
+    """
+
+    columns: int
+    atom: int
+
+
+def rhs_pieces(spec: KernelSpec, tile: HopperTile) -> tuple[RhsPiece, ...]:
+    """A tile's columns: where n is contiguous, those of a part that fill the widest swizzles, then the rest.
+
+    TMA takes as long for a row of a narrow box as for one of 128 bytes.
+    """
     if spec.rhs_order == "nk":
-        return block_k(spec)
-    return next(atom for atom in (64, 32, 16) if tile.block_n % atom == 0)
+        return (RhsPiece(tile.block_n, block_k(spec)),)
+    rest = tile.block_n % ATOM
+    pieces = RhsPiece(tile.block_n - rest, ATOM), RhsPiece(rest, 32 if rest % 32 == 0 else 16)
+    return tuple(piece for piece in pieces if piece.columns)
 
 
 def lhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
     """Elements of one box of lhs along its contiguous and its other axis."""
     if spec.lhs_order == "km":
-        return LHS_ATOM, block_k(spec)
+        return ATOM, block_k(spec)
     return block_k(spec), tile.lhs_rows or tile.block_m // tile.cluster_n
 
 
-def rhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
+def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, int]:
     """Elements of one box of rhs along its contiguous and its other axis.
 
     In a cluster that shares rhs each block loads half of every box and sends it to both.
     """
     rows = block_k(spec) if spec.rhs_order == "kn" else tile.block_n
-    return rhs_atom(spec, tile), rows // tile.cluster_m
+    return piece.atom, rows // tile.cluster_m
 
 
 def boxed(out: Access) -> bool:
@@ -212,16 +236,19 @@ def boxed(out: Access) -> bool:
 
 
 def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
-    """The tensor maps of a launch, in the order of the kernel's second argument: lhs, rhs of each part, each output.
+    """The tensor maps of a launch, in the order of the kernel's second argument: lhs, rhs, each output.
+
+    Those of rhs are each part's, of one piece after the other.
 
     None is an output that needs no map: its 128 bytes are there and not looked at.
     """
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
     lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box(spec, tile))
-    rhs_swizzle = spec.dtype.bytes * rhs_atom(spec, tile)
     rhs = (
-        MapRule("rhs", part, spec.rhs_order == "nk", rhs_swizzle, *rhs_box(spec, tile)) for part in range(spec.parts)
+        MapRule("rhs", part, spec.rhs_order == "nk", spec.dtype.bytes * piece.atom, *rhs_box(spec, tile, piece))
+        for piece in rhs_pieces(spec, tile)
+        for part in range(spec.parts)
     )
     outs = (
         MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if boxed(out) else None
@@ -235,12 +262,16 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFo
     lengths = _slab_lengths(spec, tile.block_n)
     widest = _slab_columns(lengths)
     narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
+    lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
+    slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
     candidates = [
         _layout(spec, tile, shared_limit, columns, buffers, whole)
         for whole in (True, False)
-        for columns, buffers in ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
+        for columns, buffers in slabs
     ]
-    return max(candidates, key=lambda layout: min(layout.stages, ENOUGH_STAGES))
+    products = tile.block_m * tile.block_n * spec.parts
+    enough = max(-(-ENOUGH_PRODUCTS[tile.groups] // products), ENOUGH_STAGES)
+    return max(candidates, key=lambda layout: min(layout.stages, enough))
 
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
@@ -310,8 +341,8 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return "two groups, or four where no operand is a tile"
     if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
         return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
-    if spec.lhs_order == "km" and tile.block_m // tile.cluster_n % LHS_ATOM:
-        return f"of lhs with m contiguous a block loads multiples of {LHS_ATOM} rows"
+    if spec.lhs_order == "km" and tile.block_m // tile.cluster_n % ATOM:
+        return f"of lhs with m contiguous a block loads multiples of {ATOM} rows"
     if tile.lhs_rows and (spec.lhs_order == "km" or tile.cluster_m * tile.cluster_n > 1):
         return "lhs comes in boxes of a few rows where k is contiguous and blocks share no loads"
     if tile.lhs_rows and (tile.block_m % tile.lhs_rows or tile.lhs_rows % SWIZZLE_ROWS):
@@ -323,6 +354,8 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return f"{accumulators} accumulators in a thread, of {most} at most"
     if tile.operands_ahead and any(load.kind == "tile" for load in spec.loads):
         return "no registers are left to read tile operands ahead"
+    if 1 + spec.parts * len(rhs_pieces(spec, tile)) + len(spec.outs) > MAX_MAPS:
+        return f"a launch has {MAX_MAPS} tensor maps at most"
     if tile.cluster_m * tile.cluster_n > 2:
         return "clusters that share loads have two blocks at most"
     if tile.splits not in SPLITS:

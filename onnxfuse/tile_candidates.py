@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.hopper_tile import FRAGMENT_ROWS, HopperTile, rhs_pieces
 from onnxfuse.hopper_tile import why_not as hopper_why_not
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.tile_footprint import why_not
@@ -63,6 +63,7 @@ _HOPPER = (
     Candidate(HopperTile(128, 128, pingpong=False), 1.6),
     Candidate(HopperTile(128, 224, pingpong=False), 1.6),
     Candidate(HopperTile(128, 256, pingpong=False), 1.5),
+    Candidate(HopperTile(128, 96, pingpong=False), 1.4),
     Candidate(HopperTile(128, 80, pingpong=False), 1.2),
     Candidate(HopperTile(128, 64, pingpong=True), 1.2),
     Candidate(HopperTile(128, 64, pingpong=False), 1.25),
@@ -91,11 +92,12 @@ _SMALL_M = (
 _SMALL_M_FP32 = tuple(replace(each, tile=replace(each.tile, block_k=each.tile.block_k // 2)) for each in _SMALL_M)
 FEW_ROWS = {"f16": _SMALL_M, "bf16": _SMALL_M, "tf32": _SMALL_M_FP32, "3xtf32": _SMALL_M_FP32, "fp32": ()}
 CANDIDATES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
-# Columns of a part of rhs[k, n] are read in swizzles of 64, 32 or 16: the narrower, the more bank conflicts.
-WIDEST_SWIZZLE = 64
-WIDE_SWIZZLE = 32
-NARROW_SWIZZLE = {64: 0.7, 128: 0.83}  # of the pace, by rows, with 32 columns; with 16, it is 0.4 to 0.8
+NARROWEST_BOX = 16  # columns of rhs[k, n]
 AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
+# The chip deals blocks to eight or so groups of multiprocessors in turn, each with a path to L2 of its own. Where four
+# rows of tiles run together, those of one wave have most of their operands in common with others of their group; in
+# products of many waves, eight rows are as good.
+ONE_WAVE_GROUP_ROWS = 4
 
 
 def tile_text(tile: Tile | HopperTile) -> str:
@@ -142,17 +144,18 @@ def _hopper_candidate(entry: Candidate[HopperTile], spec: KernelSpec, k: int) ->
     """The tile's width shared among the parts, in whole steps of wgmma's transposed operand; narrower is slower."""
     tile = entry.tile
     ahead = tile.groups == 2 and spec.parts * k <= AHEAD_DEPTH and all(load.kind != "tile" for load in spec.loads)
+    group_rows = tile.group_rows if tile.pingpong and tile.block_m == 128 else ONE_WAVE_GROUP_ROWS
     columns = max(tile.block_n // spec.parts // 16, 1) * 16
     pace = entry.pace * columns * spec.parts / tile.block_n
-    if spec.rhs_order == "kn" and columns % WIDEST_SWIZZLE:
-        pace *= NARROW_SWIZZLE[tile.block_m]
-    return Candidate(replace(tile, block_n=columns, operands_ahead=ahead), pace)
+    return Candidate(replace(tile, block_n=columns, operands_ahead=ahead, group_rows=group_rows), pace)
 
 
 def obstacle(base: KernelSpec, tile: Tile | HopperTile, device: DeviceSpec) -> str | None:
     """Why a kernel cannot run with a tile, or would be slow with it for certain; None if it can."""
     if isinstance(tile, HopperTile):
-        if base.rhs_order == "kn" and tile.block_n % WIDE_SWIZZLE:
-            return "rhs with n contiguous would be read in the narrowest swizzle, which is slow"
+        pieces = rhs_pieces(base, tile)
+        few = len(pieces) > 1 and pieces[-1].columns == NARROWEST_BOX and tile.block_m > FRAGMENT_ROWS
+        if pieces[-1].atom == NARROWEST_BOX and not few:
+            return "rhs with n contiguous would be read in the narrowest boxes, which is slow"
         return hopper_why_not(base, tile, device.shared_bytes)
     return why_not(replace(base, tile=tile), device.shared_bytes)

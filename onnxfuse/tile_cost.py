@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from onnxfuse import small_m_tile
 from onnxfuse.access_path import CP_ASYNC_BYTES
 from onnxfuse.device import DeviceSpec
-from onnxfuse.hopper_tile import FP32_BYTES, HopperTile, block_k
+from onnxfuse.hopper_tile import FP32_BYTES, HopperTile, block_k, rhs_pieces
 from onnxfuse.hopper_tile import footprint as hopper_footprint
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.tile_candidates import Candidate
@@ -35,11 +35,13 @@ OVERLAP = 16  # of computing and reading the shorter hides behind the longer, bu
 PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as products of this depth
 EXPOSED_EPILOGUE = 128  # and that much longer where no main loop of the sm_90a kernel runs beside it
 STEP = 0.14  # microseconds of a step of the sm_90a kernel's ring at least, however narrow the tile
+# Of a ping-pong or cooperative tile's pace, where boxes of rhs[k, n] with so many columns follow those of 64, by rows.
+NARROW_BOXES = {(128, 32): 0.92, (128, 16): 0.87, (64, 32): 0.85, (64, 16): 0.7}
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
 # Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
 # (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
 # two more than its clusters fill.
-MEETING = 1.1
+MEETING = 1.7
 EXCHANGED = 0.7e6
 MULTIPROCESSOR_GROUP = 16
 
@@ -136,13 +138,17 @@ def _computing(
     """Microseconds in which a multiprocessor multiplies, its tiles' prologues and epilogues among them."""
     tile, waves, pace = candidate.tile, _waves(candidate.tile, problem, device), candidate.pace
     k = math.ceil(problem.k / _splits(tile))
-    products = waves * tile.block_m * tile.block_n * spec.parts
-    depth = k + PIPELINE_FILL
+    products = tile.block_m * tile.block_n * spec.parts  # of one k of a block
+    depth = waves * (k + PIPELINE_FILL)
     if not isinstance(tile, HopperTile):
         return products * depth / pace / PRODUCTS[spec.math]
-    depth += EXPOSED_EPILOGUE if not tile.pingpong or waves == 1 else 0
+    exposed = 1 if tile.pingpong else waves  # epilogues beside which nothing is multiplied
+    depth += exposed * EXPOSED_EPILOGUE
+    pieces = rhs_pieces(spec, tile)
+    narrow = NARROW_BOXES[tile.block_m, pieces[-1].atom] if len(pieces) > 1 else 1.0
     pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
-    return max(products * depth / pace / PRODUCTS[spec.math], STEP * waves * math.ceil(k / block_k(spec)))
+    steps = waves * math.ceil(k / block_k(spec))
+    return max(products * depth / pace / PRODUCTS[spec.math], STEP * steps) / narrow
 
 
 def _loading(tile: Tile | HopperTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:

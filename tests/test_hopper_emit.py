@@ -7,8 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from onnxfuse import artifact
 from onnxfuse.dtypes import F32
-from onnxfuse.hopper_tile import LHS_ATOM, STAGE_ROW_BYTES, HopperTile, footprint, map_rules, why_not
+from onnxfuse.hopper_tile import (
+    ATOM,
+    MAX_MAPS,
+    STAGE_ROW_BYTES,
+    HopperTile,
+    footprint,
+    map_rules,
+    rhs_pieces,
+    why_not,
+)
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.runtime.compile import compile_source
 from tests.hopper_cases import (
@@ -55,12 +65,18 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
         sums = case.tile.block_m * case.tile.block_n * case.spec.parts * F32.bytes
         assert sums <= layout.stages * layout.stage
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
-    rhs, outs = rhs[: case.spec.parts], rhs[case.spec.parts :]
+    pieces = rhs_pieces(case.spec, case.tile)
+    rhs, outs = rhs[: case.spec.parts * len(pieces)], rhs[case.spec.parts * len(pieces) :]
     assert len(outs) == len(case.spec.outs)
+    assert 1 + len(rhs) + len(outs) <= artifact.MAX_MAPS == MAX_MAPS
+    assert sum(piece.columns for piece in pieces) == case.tile.block_n
     size = case.spec.dtype.bytes
-    rows = LHS_ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n
+    rows = ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n
     boxes = case.tile.block_m // rows
     assert lhs.box_inner * lhs.box_outer * boxes * size == case.tile.block_m * STAGE_ROW_BYTES
+    for rule, piece in zip(rhs, (piece for piece in pieces for _ in range(case.spec.parts)), strict=True):
+        along_n = rule.box_outer * case.tile.cluster_m if rule.rows_contiguous else rule.box_inner
+        assert piece.columns % along_n == 0
     for rule in (lhs, *rhs):
         assert rule.box_inner * size == rule.swizzle
         assert max(rule.box_inner, rule.box_outer) <= 256
@@ -82,6 +98,9 @@ def test_refusals_name_their_reason() -> None:
     assert "rows" in reason(block_m=96)
     assert "columns" in reason(block_n=136)
     assert "accumulators" in reason(block_n=112)
+    three = make_spec("f16", 3, "kn", PORTABLE, ALIGNED, outs=(None, None, None))
+    assert reason(three, block_n=64) == ""
+    assert "tensor maps" in reason(three, block_n=80, pingpong=False)
     assert "clusters" in reason(cluster_m=2, cluster_n=2)
     assert "stages" in reason(stages=9)
     assert "2 or 4" in reason(splits=3)

@@ -40,7 +40,7 @@ def host_source(case: HopperCase) -> str:
     source = emit(case.spec, case.tile, DEVICE.shared_bytes)
     source = _replaced(source, "// ---- ptx.cuh", "// ---- pointwise.cuh", _text("ptx_host.cuh"))
     source = _replaced(source, "// ---- pointwise_fast.cuh", "// ---- generated", "")
-    source = _replaced(source, "// Where not `accumulate`", "}  // namespace onnxfuse", "")
+    source = _replaced(source, "// acc[64, COLUMNS], registers", "}  // namespace onnxfuse", "")
     source = _replaced(source, "// ---- hopper_ptx.cuh", "// ---- hopper_epilogue.cuh", _text("hopper_ptx_host.cuh"))
     shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
     source = re.sub(r"extern __shared__ [^;]*;", shared, source).replace("pointwise::fast_", "pointwise::")

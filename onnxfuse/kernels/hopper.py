@@ -14,8 +14,8 @@ from onnxfuse.hopper_tile import (
     HopperTile,
     boxed,
     footprint,
-    rhs_atom,
     rhs_box,
+    rhs_pieces,
 )
 from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.emit import access_table, flag, template
@@ -58,7 +58,7 @@ constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 {_tables(spec, layout)}
 
 {_functor(spec)}
-{wgmma(spec, spec.parts * tile.block_n)}
+{multiplications(spec, tile)}
 }}  // namespace onnxfuse
 """
 
@@ -98,6 +98,7 @@ def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
 
 
 def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
+    pieces = rhs_pieces(spec, tile)
     constants = {
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
@@ -114,8 +115,11 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "SPLITS": tile.splits,
         "GROUP_ROWS": tile.group_rows,
         "LHS_BOX_ROWS": tile.lhs_rows or tile.block_m // tile.cluster_n,
-        "RHS_ATOM": rhs_atom(spec, tile),
-        "RHS_BOX_ROWS": rhs_box(spec, tile)[1],
+        "RHS_COLUMNS": pieces[0].columns,
+        "RHS_ATOM": pieces[0].atom,
+        "REST_ATOM": pieces[-1].atom,
+        "RHS_PIECES": len(pieces),
+        "RHS_BOX_ROWS": rhs_box(spec, tile, pieces[0])[1],
         "STAGES": layout.stages,
         "SLAB_COLUMNS": layout.slab_columns,
         "OUT_BUFFERS": layout.out_buffers,
@@ -129,20 +133,35 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
     return "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
 
 
-def wgmma(spec: KernelSpec, width: int) -> str:
-    """The function `multiply`: acc[64, width] (+)= lhs[64, step] * rhs[step, width], operands by descriptor."""
-    registers = width // 2
-    names = ", ".join(f"%{index}" for index in range(registers))
-    operands = ", ".join(f'"+f"(acc[{index}])' for index in range(registers))
-    lhs, rhs, accumulate = (f"%{registers + index}" for index in range(3))
+def multiplications(spec: KernelSpec, tile: HopperTile) -> str:
+    """The function `multiply<FIRST, COLUMNS>` for each piece of the tile's columns."""
+    pieces = rhs_pieces(spec, tile)
+    widths = [spec.parts * piece.columns for piece in pieces]
+    firsts = [sum(widths[:index]) // 2 for index in range(len(widths))]
+    registers = sum(widths) // 2
+    functions = (wgmma(spec, first, width, registers) for first, width in zip(firsts, widths, strict=True))
+    return f"""\
+// acc[64, COLUMNS], registers from FIRST on, (+)= lhs[64, step] * rhs[step, COLUMNS], operands by descriptor.
+// Where not `accumulate`, the old accumulators are not read.
+template <int FIRST, int COLUMNS>
+__device__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs, int accumulate);
+{"".join(functions)}"""
+
+
+def wgmma(spec: KernelSpec, first: int, width: int, registers: int) -> str:
+    """One of them: a wgmma on `width` of all the columns whose sums are a thread's `registers`."""
+    count = width // 2
+    names = ", ".join(f"%{index}" for index in range(count))
+    operands = ", ".join(f'"+f"(acc[{first + index}])' for index in range(count))
+    lhs, rhs, accumulate = (f"%{count + index}" for index in range(3))
     kind = f"m64n{width}k{WGMMA_STEPS[spec.math]}.f32.{spec.math}.{spec.math}"
     # Only 16-bit operands may be transposed: the last two immediates of their wgmma.
     transposed = f", {int(spec.lhs_order == 'km')}, {int(spec.rhs_order == 'kn')}"
     immediates = f"1, 1{transposed if spec.dtype.bytes == 2 else ''}"
     return f"""\
-// Where not `accumulate`, the old accumulators are not read.
-__device__ __forceinline__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs,
-                                         int accumulate) {{
+template <>
+__device__ __forceinline__ void multiply<{first}, {width}>(float (&acc)[{registers}], unsigned long long lhs,
+                                                       unsigned long long rhs, int accumulate) {{
   asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
                "wgmma.mma_async.sync.aligned.{kind} "
                "{{{names}}}, "

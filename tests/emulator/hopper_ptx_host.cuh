@@ -148,21 +148,22 @@ float operand(unsigned long long descriptor, bool k_contiguous, int outer, int k
   return to_float(value);
 }
 
-// One thread's share of acc[64, 2 * REGISTERS] (+)= lhs[64, 32 bytes] * rhs[32 bytes, 2 * REGISTERS].
-template <int REGISTERS>
+// One thread's share of acc[64, COLUMNS], registers from FIRST on, (+)= lhs[64, 32 bytes] * rhs[32 bytes, COLUMNS].
+template <int FIRST, int COLUMNS, int REGISTERS>
 void multiply(float (&acc)[REGISTERS], unsigned long long lhs, unsigned long long rhs, int accumulate) {
   constexpr int STEP = 32 / sizeof(Element);
   const int lane = threadIdx.x % 32, first_row = threadIdx.x % WARP_GROUP / 32 * 16 + lane / 4;
   float rows[2][STEP];
   for (int k = 0; k < 2 * STEP; ++k) rows[k / STEP][k % STEP] = operand<Element>(lhs, LHS_K_CONTIGUOUS, first_row + k / STEP * 8, k % STEP);
-  for (int i = 0; i < REGISTERS; i += 4) {
+  for (int i = 0; i < COLUMNS / 2; i += 4) {
+    float* own = acc + FIRST + i;
     for (int column = 0; column < 2; ++column) {
-      float sums[2] = {accumulate ? acc[i + column] : 0, accumulate ? acc[i + 2 + column] : 0};
+      float sums[2] = {accumulate ? own[column] : 0, accumulate ? own[2 + column] : 0};
       for (int k = 0; k < STEP; ++k) {
         const float value = operand<Element>(rhs, RHS_K_CONTIGUOUS, i * 2 + lane % 4 * 2 + column, k);
         for (int half = 0; half < 2; ++half) sums[half] += rows[half][k] * value;
       }
-      acc[i + column] = sums[0], acc[i + 2 + column] = sums[1];
+      own[column] = sums[0], own[2 + column] = sums[1];
     }
   }
 }

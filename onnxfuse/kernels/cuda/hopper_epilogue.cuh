@@ -44,10 +44,11 @@ __device__ __forceinline__ int box_offset(int row, int column) {
   return row * BOX_BYTES + (BOX_CHUNKS > 1 ? chunk ^ row / (8 / BOX_CHUNKS) % BOX_CHUNKS : chunk) * 16;
 }
 
-// The kernel's second argument. `outs` holds maps of the boxed outputs only.
+// The kernel's second argument. Of rhs, those of all parts' first columns and, with two pieces, those of the others;
+// `outs` holds maps of the boxed outputs only.
 struct Maps {
   TensorMap lhs;
-  TensorMap rhs[PARTS];
+  TensorMap rhs[RHS_PIECES * PARTS];
   TensorMap outs[OUTS];
 };
 
@@ -386,6 +387,13 @@ __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, co
   }
 }
 
+// The register that holds a part's column `column`, the first of a unit: the columns of a piece lie side by side for all
+// parts, one piece behind the other.
+__device__ __forceinline__ constexpr int accumulator_of(int part, int column) {
+  return column < RHS_COLUMNS ? (part * RHS_COLUMNS + column) / 2
+                              : (PARTS * RHS_COLUMNS + part * (BLOCK_N - RHS_COLUMNS) + column - RHS_COLUMNS) / 2;
+}
+
 // The functor on one unit, and the results into the staging area.
 __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const UnitOperands& operands,
                                          unsigned char* staging, int first_column, int column, int buffer) {
@@ -395,7 +403,7 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
     float2 pairs[PARTS];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      const int first = (part * BLOCK_N + first_column) / 2 + i / 2 * 4 + i % 2 * 2;
+      const int first = accumulator_of(part, first_column) + i / 2 * 4 + i % 2 * 2;
       pairs[part] = make_float2(acc[first], acc[first + 1]);
     }
     apply_epilogue(pairs, operands[i / 2][i % 2], results[i / 2][i % 2]);

@@ -8,7 +8,8 @@
 //                       |  lhs in one box or, where m may be small, in LHS_BOXES, of which only those with rows come
 //   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: 128 bytes of k of BLOCK_M rows of lhs and of
 //                       |  full[stage]: the bytes have landed       BLOCK_N columns of every part of rhs, side by side:
-//                       |  empty[stage]: every reader is done       one wgmma leaves all parts in the same thread
+//                       |  empty[stage]: every reader is done       one wgmma leaves all parts in the same thread, or two
+//                       |                                           where not all columns fill the widest swizzle
 //   4 warps each     consumer groups
 //                       |  wgmma m64 x (PARTS * BLOCK_N) x 32 bytes of k, fp32 accumulators in registers
 //                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
@@ -34,7 +35,7 @@
 // strides and its pointer.
 //
 // The generated text before this file defines Element, RHS_K_CONTIGUOUS, the constants, the tables Load<I> and Out<I>,
-// the struct Epilogue, and multiply(): one wgmma of the kernel's width.
+// the struct Epilogue, and multiply(): one wgmma of a piece of the columns.
 #pragma once
 #include "arguments.cuh"
 #include "hopper_epilogue.cuh"
@@ -104,18 +105,40 @@ __device__ constexpr unsigned long long descriptor(int swizzle_span, int leading
 // The address field; behind its 18 bits, a shared-memory address holds the block's rank in the cluster.
 __device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
 
-// k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of RHS_ATOM columns,
-// then the next RHS_ATOM columns; m contiguous: the same with LHS_ATOM, which one wgmma reads.
-constexpr int ATOM_BYTES = RHS_ATOM * sizeof(Element);
+// k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of an atom's columns,
+// then the next atom; m contiguous: the same with LHS_ATOM, which one wgmma reads.
 constexpr int LHS_ATOM = ROW_BYTES / sizeof(Element);
 constexpr unsigned long long K_CONTIGUOUS_DESCRIPTOR = descriptor(128, 16, 8 * ROW_BYTES);
 constexpr int K_CONTIGUOUS_STEP = STEP_K * sizeof(Element) / 16;
 constexpr unsigned long long LHS_DESCRIPTOR =
     LHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ROW_BYTES, BLOCK_K * ROW_BYTES, 8 * ROW_BYTES);
-constexpr unsigned long long RHS_DESCRIPTOR =
-    RHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ATOM_BYTES, BLOCK_K * ATOM_BYTES, 8 * ATOM_BYTES);
 constexpr int LHS_STEP = LHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ROW_BYTES / 16;
-constexpr int RHS_STEP = RHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ATOM_BYTES / 16;
+
+// Columns of every part, from FIRST on, that one wgmma multiplies: COLUMNS of them, in boxes of ATOM where n is
+// contiguous, of all of them where k is.
+template <int FIRST, int COLUMNS, int ATOM>
+struct Piece {
+  static constexpr int ATOM_BYTES = ATOM * sizeof(Element);
+  static constexpr unsigned long long DESCRIPTOR =
+      RHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ATOM_BYTES, BLOCK_K * ATOM_BYTES, 8 * ATOM_BYTES);
+  static constexpr int STEP = RHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ATOM_BYTES / 16;
+  static constexpr int FIRST_COLUMN = FIRST;
+  static constexpr int PART_COLUMNS = COLUMNS;
+  static constexpr int ALL_COLUMNS = PARTS * COLUMNS;
+  static constexpr int FIRST_ACCUMULATOR = PARTS * FIRST / 2;
+  static constexpr int OFFSET = LHS_BYTES + PARTS * FIRST * ROW_BYTES;  // in a stage
+  static constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? COLUMNS : ATOM;
+  static constexpr int BOX_ROW_BYTES = RHS_K_CONTIGUOUS ? ROW_BYTES : ATOM_BYTES;
+  static constexpr int FIRST_MAP = FIRST > 0 ? PARTS : 0;
+
+  static __device__ __forceinline__ void multiply_step(float (&acc)[ACCUMULATORS], unsigned long long lhs,
+                                                       unsigned stage, int step, int accumulate) {
+    const unsigned long long rhs = DESCRIPTOR | descriptor_address(stage + OFFSET);
+    multiply<FIRST_ACCUMULATOR, ALL_COLUMNS>(acc, lhs, rhs + step * STEP, accumulate);
+  }
+};
+using MainPiece = Piece<0, RHS_COLUMNS, RHS_ATOM>;
+using RestPiece = Piece<RHS_COLUMNS, BLOCK_N - RHS_COLUMNS, REST_ATOM>;
 
 // ---- which tile
 
@@ -181,6 +204,24 @@ __device__ __forceinline__ int stage_bytes(const OnnxfuseArguments& args, const 
   return STAGE_BYTES - (LHS_BOXES - boxes) * LHS_BOX_ROWS * ROW_BYTES;
 }
 
+// Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of a
+// cluster that shares rhs loads its half of the rows in shared memory.
+template <typename Columns>
+__device__ __forceinline__ void load_piece(unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                           const Maps& maps, const OutTile& tile, int k, int rank) {
+  const int row = CLUSTER_M > 1 ? rank * RHS_BOX_ROWS : 0;
+#pragma unroll
+  for (int first = 0; first < Columns::ALL_COLUMNS; first += Columns::BOX_COLUMNS) {
+    const int part = first / Columns::PART_COLUMNS;
+    const int column = tile.column + Columns::FIRST_COLUMN + first % Columns::PART_COLUMNS;
+    const unsigned target = stage + Columns::OFFSET + first * ROW_BYTES + row * Columns::BOX_ROW_BYTES;
+    const int x = RHS_K_CONTIGUOUS ? k : column;
+    const int y = (RHS_K_CONTIGUOUS ? column : k) + row;
+    const TensorMap& map = maps.rhs[Columns::FIRST_MAP + part];
+    load<(CLUSTER_M > 1)>(target, map, full, x, y, args.rhs[part].batch_stride ? tile.batch : 0);
+  }
+}
+
 __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
   constexpr int LHS_ROWS = BLOCK_M / CLUSTER_N;
@@ -204,20 +245,8 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
       load<(CLUSTER_N > 1)>(stage + row * ROW_BYTES, maps.lhs, full, tile.row + row, lhs_column, lhs_batch);
     }
   }
-  // Boxes side by side: the columns of a part or, where n is contiguous, the columns of a swizzle. Of each, a block of
-  // a cluster that shares rhs loads its half of the rows in shared memory.
-  constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? BLOCK_N : RHS_ATOM;
-  constexpr int BOX_ROW_BYTES = RHS_K_CONTIGUOUS ? ROW_BYTES : ATOM_BYTES;
-  const int row = CLUSTER_M > 1 ? rank * RHS_BOX_ROWS : 0;
-#pragma unroll
-  for (int first = 0; first < WIDTH; first += BOX_COLUMNS) {
-    const int part = first / BLOCK_N;
-    const int column = tile.column + first % BLOCK_N;
-    const unsigned target = stage + LHS_BYTES + first * ROW_BYTES + row * BOX_ROW_BYTES;
-    const int x = RHS_K_CONTIGUOUS ? k : column;
-    const int y = (RHS_K_CONTIGUOUS ? column : k) + row;
-    load<(CLUSTER_M > 1)>(target, maps.rhs[part], full, x, y, args.rhs[part].batch_stride ? tile.batch : 0);
-  }
+  load_piece<MainPiece>(stage, full, args, maps, tile, k, rank);
+  if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(stage, full, args, maps, tile, k, rank);
 }
 
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
@@ -321,14 +350,14 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
     barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
     const unsigned stage = shared + ring.stage * STAGE_BYTES;
     const unsigned long long lhs = LHS_DESCRIPTOR | descriptor_address(stage + first_row * ROW_BYTES);
-    const unsigned long long rhs = RHS_DESCRIPTOR | descriptor_address(stage + LHS_BYTES);
     multiply_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_K / STEP_K; ++i) {
 #pragma unroll
       for (int subtile = 0; subtile < SUBTILES; ++subtile) {
         const unsigned long long rows = lhs + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16;
-        multiply(acc[subtile], rows + i * LHS_STEP, rhs + i * RHS_STEP, step + i > 0);
+        MainPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, step + i > 0);
+        if constexpr (RHS_PIECES > 1) RestPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, step + i > 0);
       }
     }
     multiply_commit();
