@@ -7,16 +7,17 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
               no such tensor; 128 more: accesses go down its rows), u48 levels (bit 2 t: the kernel walks the rows of
               the t-th of these tensors in two levels, bit 2 t + 1: its columns; bit 36: the batch of the loads and outs
-              that need it), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index,
-              rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from the start of the archive, u64
-              image bytes
+              that need it, 37: that of lhs, 38: of rhs), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8
+              bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from
+              the start of the archive, u64 image bytes
     images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
               image that several records share is stored once
 
 A record with cluster 0 gets one block for each tile of block_m x block_n, and grid.z counts the batch. With cluster c
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
-multiple of c. Tensor maps are rank 3 (contiguous axis, other axis, batch), encoded at launch and passed as the kernel's
-second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, and 3 a place that the kernel does not look at.
+multiple of c. Tensor maps are rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches,
+the runs), encoded at launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an
+output, and 3 a place that the kernel does not look at.
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
@@ -63,14 +64,15 @@ from onnxfuse.errors import ModelError
 
 MAX_LOADS = 12
 MAX_OUTS = 4
-BATCH_LEVEL = 1 << 2 * (2 + MAX_LOADS + MAX_OUTS)  # of a record's levels
+BATCH_LEVEL = 1 << 2 * (2 + MAX_LOADS + MAX_OUTS)  # of a record's levels: loads and outs
+FACTOR_BATCH_LEVELS = (2 * BATCH_LEVEL, 4 * BATCH_LEVEL)  # lhs, rhs
 MAX_MAPS = 9
 MAX_BOX = 256  # elements of one side of a TMA box
 MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 6
+VERSION = 7
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
@@ -210,7 +212,7 @@ def _check(record: Record) -> None:
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (len(record.image) > 0, "image"),
         (0 <= record.cluster <= 16, "cluster"),
-        (0 <= record.two_levels < 2 * BATCH_LEVEL, "levels"),
+        (0 <= record.two_levels < 2 * FACTOR_BATCH_LEVELS[-1], "levels"),
         (all(_all_alignments(record)[bit] for bit in _bits(record.turned)), "turned tensor"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )

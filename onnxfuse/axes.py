@@ -3,12 +3,13 @@
 A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
 and one that lacks an axis is broadcast along it (stride 0). Row axes that one stride walks in lhs are all `m`, so that
 tiles are full whatever the size of each; but an operand that has some of them only, as a scale of each image, makes the
-outer ones the batch, along which it is a plain vector. So do row axes that lie apart in lhs.
+outer ones the batch, along which it is a plain vector. So do row axes that lie apart in lhs, beside those that rhs has
+as well.
 
 A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
 `[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
-another from run to run. Of lhs that may be k, where it is contiguous, of operands and outputs batch, m and n, of rhs
-nothing.
+another from run to run. Of lhs that may be k, where it is contiguous, of lhs and rhs the batch, as that of heads in
+`[b, s, h, d]`, of operands and outputs batch, m and n.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     out = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
     lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
     shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
-    rows = _row_groups(fusion, tuple(axis for axis in lhs if axis in out and axis not in rhs))
+    own = tuple(axis for axis in lhs if axis in out and axis not in rhs)
+    rows = _row_groups(fusion, own)
     outer, columns = _column_groups(fusion, tuple(axis for axis in rhs if axis in out and axis not in lhs))
-    shared = (*outer, *shared)
     contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
-    first_m = 1 if len(rows) > 1 and not shared else 0
-    batch = shared or tuple(axis for group in rows[:first_m] for axis in group)
+    apart = levels(fusion, fusion.lhs, own) > 1 if shared else len(rows) > 1
+    first_m = 1 if apart and not outer else 0
+    inner = {*shared, *(axis for group in rows[:first_m] for axis in group)}
+    batch = (*outer, *(axis for axis in lhs if axis in inner))
     mapping = AxisMapping(batch, tuple(axis for group in rows[first_m:] for axis in group), columns, contracted)
     _check_contiguous(fusion, mapping)
     for loop, tensors, most in _walks(fusion, mapping):
@@ -148,7 +151,7 @@ def _tensors(fusion: Pointwise) -> tuple[Tensor, ...]:
 def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[Tensor, ...], int]]:
     """Each loop, tensors that are walked along it, and in how many levels a kernel can."""
     epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
-    yield mapping.batch, (fusion.lhs, *fusion.rhs), 1
+    yield mapping.batch, (fusion.lhs, *fusion.rhs), MOST_LEVELS
     yield mapping.batch, epilogue, MOST_LEVELS
     yield mapping.m, (fusion.lhs,), 1
     yield mapping.k, (fusion.lhs,), 1 if reads_rows(fusion, mapping) else MOST_LEVELS

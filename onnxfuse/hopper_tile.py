@@ -335,6 +335,9 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
         return "TMA needs rows of lhs and rhs on 16-byte boundaries"
     if spec.lhs_run % block_k(spec):
         return f"a run of {spec.lhs_run} columns of lhs is no multiple of {block_k(spec)}"
+    batch_runs = spec.lhs_batch_runs or spec.rhs_batch_runs
+    if batch_runs and (tile.cluster_m * tile.cluster_n > 1 or (spec.lhs_batch_runs and spec.lhs_run)):
+        return "blocks share no operand whose batches lie in runs, and of lhs either they do or k does"
     if any({*load.two_levels} - {"batch"} for load in spec.loads if load.kind != "tile"):
         return "one stride walks each loop of a row or column"
     if tile.groups not in MAX_ACCUMULATORS or (tile.groups > 2 and any(load.kind == "tile" for load in spec.loads)):

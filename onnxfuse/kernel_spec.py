@@ -79,6 +79,8 @@ class KernelSpec:
         lhs_order: `mk` where k is the contiguous axis of lhs, `km` where m is.
         checked: the portable kernel looks at the address and the pitches of each tensor, and treats one that its
             width does not fit as one of width 1; otherwise the launch rule looks, and takes another kernel.
+        lhs_batch_runs: no single stride walks the batches of lhs: the kernel steps through runs of them.
+        rhs_batch_runs: the same of rhs.
     """
 
     dtype: DType
@@ -95,3 +97,5 @@ class KernelSpec:
     lhs_run: int = 0
     lhs_order: str = "mk"
     checked: bool = False
+    lhs_batch_runs: bool = False
+    rhs_batch_runs: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse import hopper_tile
-from onnxfuse.artifact import BATCH_LEVEL, MAX_LOADS, Mapped, Record, TensorMap, pack
+from onnxfuse.artifact import BATCH_LEVEL, FACTOR_BATCH_LEVELS, MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.dtypes import DType
 from onnxfuse.fusion import Fusion, Pointwise, part_text
@@ -127,7 +127,9 @@ def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
     outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
     walked = (lhs | loads | outs).items()
     levels = sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops if loop != "batch")
-    return levels | (BATCH_LEVEL if any("batch" in loops for _, loops in walked) else 0)
+    factors = (spec.lhs_batch_runs, spec.rhs_batch_runs) if isinstance(spec, KernelSpec) else ()
+    batches = sum(bit for bit, runs in zip(FACTOR_BATCH_LEVELS, factors, strict=False) if runs)
+    return levels | batches | (BATCH_LEVEL if any("batch" in loops for _, loops in walked) else 0)
 
 
 def _turned(spec: KernelSpec | PointwiseSpec) -> int:

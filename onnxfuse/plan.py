@@ -210,6 +210,8 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) 
         tile=CANDIDATES["f16"][0].tile,  # stands in until a candidate is chosen
         lhs_run=_run(fusion, fusion.lhs, mapping.k) or 0,
         lhs_order=lhs_order(fusion, mapping),
+        lhs_batch_runs=levels(fusion, fusion.lhs, mapping.batch) > 1,
+        rhs_batch_runs=levels(fusion, fusion.rhs[0], mapping.batch) > 1,
     )
 
 

@@ -48,6 +48,7 @@ class Arguments(ctypes.Structure):
         ("k", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("lhs_outer", Outer),
+        ("rhs_outer", Outer),
         ("loads_outer", Outer * MAX_LOADS),
         ("outs_outer", Outer * MAX_OUTS),
     )

@@ -140,11 +140,10 @@ static float* at(const Tensor& t, const OnnxfuseOuter& o, long long batch, long 
 }
 
 static float element(const Function* f, const Arguments* a, int b, int m, int n) {
-  const OnnxfuseOuter whole{0, 0, 0, a->k, a->n, a->batch};
   float result = 1;
   for (int part = 0; part < f->parts; ++part) {
     float sum = 0;
-    for (int k = 0; k < a->k; ++k) sum += *at(a->lhs, a->lhs_outer, b, m, k) * *at(a->rhs[part], whole, b, k, n);
+    for (int k = 0; k < a->k; ++k) sum += *at(a->lhs, a->lhs_outer, b, m, k) * *at(a->rhs[part], a->rhs_outer, b, k, n);
     result *= sum;
   }
   for (int load = 0; load < f->loads; ++load) result += *at(a->loads[load], a->loads_outer[load], b, m, n);

@@ -88,6 +88,37 @@ def walked_cases() -> Iterator[HopperCase]:
                     yield HopperCase(name.replace(" ", "-"), spec, tile, tuple(fitting))
 
 
+BATCH_RUNS = (
+    Size(130, 136, 64, 6, 8, False, lhs_batch_run=3, rhs_batch_run=3),
+    Size(257, 72, 320, 4, 0, False, lhs_batch_run=2, rhs_batch_run=4),
+    Size(72, 40, 72, 6, 8, False, lhs_batch_run=3, rhs_batch_run=2, same_runs=True),
+)
+
+
+def batch_runs_cases() -> Iterator[HopperCase]:
+    """Batches of lhs and of rhs, or of one of them, in runs, as heads lie before they are split."""
+    turn = 0
+    for shape in SHAPES[1::2]:
+        for lhs, rhs in ((True, True), (True, False), (False, True)):
+            turn += 1
+            order, lhs_order = ("nk", "kn")[turn % 2], ("mk", "km")[turn % 4 == 3]
+            sizes = tuple(
+                replace(
+                    size,
+                    m=size.m // 8 * 8,
+                    lhs_batch_run=lhs * size.lhs_batch_run,
+                    rhs_batch_run=rhs * size.rhs_batch_run,
+                )
+                for size in BATCH_RUNS
+            )
+            kind = ("residual", "plain")[turn % 2]
+            spec = make_spec(("f16", "bf16")[turn % 2], 1, order, PORTABLE, sizes[0], kind, lhs_order=lhs_order)
+            tile = tile_of(shape, 1, (1, 1), False, 2)
+            if why_not(spec, tile, DEVICE.shared_bytes) is None:
+                name = f"batch-runs-{spec.math}-{lhs_order}-{order}-{tile}-{kind}-{turn}"
+                yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+
+
 def tall_cases() -> Iterator[HopperCase]:
     """M is the contiguous axis of lhs, with both orders of rhs."""
     sizes = (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8), Size(256, 200, 1280))

@@ -27,7 +27,7 @@ OUTER = np.dtype(
 ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
-    + [("lhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
+    + [("lhs_outer", OUTER), ("rhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
 )
 
 # How tile operands and outputs lie in memory, outermost dimension first: `m` and `n` whole, or in runs: `M` counts the
@@ -66,6 +66,9 @@ class Size:
     m_run: int = 1
     n_run: int = 1
     k_run: int = 0  # lhs lies as [batch, k / k_run, m, k_run]; 0: as [batch, m, k]
+    lhs_batch_run: int = 0  # lhs lies as [batch / run, m, run, k], as heads do before they are split; likewise km
+    rhs_batch_run: int = 0  # the same of rhs
+    same_runs: bool = False  # all runs of batches read the same: lhs lies as [run, m, k], and rhs likewise
 
 
 @dataclass
@@ -102,6 +105,7 @@ class Buffer:
     strides: tuple[int, int, int]
     writable: bool = False
     outer: tuple[int, int, int, int] = (0, 0, 1, 1)  # strides of runs of rows and columns, their lengths
+    batch_outer: tuple[int, int] = (0, 0)  # the same of batches; 0 where one stride walks them
 
     @property
     def index(self) -> np.ndarray:
@@ -110,7 +114,11 @@ class Buffer:
         row_stride, column_stride, rows, columns = self.outer
         at_row = _steps(row, self.strides[1], rows, row_stride)
         at_column = _steps(column, self.strides[2], columns, column_stride)
-        return self.offset + batch * self.strides[0] + at_row + at_column
+        outer_stride, batches = self.batch_outer
+        at_batch = batch * self.strides[0]
+        if batches:
+            at_batch = batch // batches * outer_stride + batch % batches * self.strides[0]
+        return self.offset + at_batch + at_row + at_column
 
     @property
     def values(self) -> np.ndarray:
@@ -169,6 +177,8 @@ class Problem:
         for name in ("m", "n", "k", "batch"):
             arguments[name] = getattr(self.size, name)
         arguments["lhs_outer"] = self._outer(self.lhs)
+        for rhs in self.rhs[:1]:
+            arguments["rhs_outer"] = self._outer(rhs)
         for name, buffers in (("loads_outer", self.loads), ("outs_outer", self.outs)):
             for index, buffer in enumerate(buffers):
                 arguments[name][0, index] = self._outer(buffer)
@@ -176,7 +186,8 @@ class Problem:
 
     def _outer(self, buffer: Buffer) -> tuple[int, ...]:
         row_stride, column_stride, rows, columns = buffer.outer
-        return row_stride, column_stride, 0, rows, columns, self.size.batch, 0
+        batch_stride, batches = buffer.batch_outer
+        return row_stride, column_stride, batch_stride, rows, columns, batches or self.size.batch, 0
 
     def expected(self) -> list[Bounded]:
         """Every output with its bound, before and after rounding to its type."""
@@ -243,7 +254,7 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     rhs_batch = 1 if size.broadcast_rhs else size.batch
     swap = spec.rhs_order == "nk"
     rhs_shape = (rhs_batch, size.n, size.k) if swap else (rhs_batch, size.k, size.n)
-    packed = _buffer(rng, spec.dtype, rhs_shape, size.pad, scale, spec.parts)
+    packed = _buffer(rng, spec.dtype, rhs_shape, size.pad, scale, spec.parts, size.rhs_batch_run, size.same_runs)
     loads = [make_operand(rng, load, size) for load in spec.loads]
     outs = [make_output(out, size) for out in spec.outs]
     return Problem(
@@ -257,17 +268,26 @@ def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
 
 
 def _buffer(
-    rng: np.random.Generator, dtype: DType, shape: tuple[int, int, int], pad: int, scale: float, parts: int = 1
+    rng: np.random.Generator,
+    dtype: DType,
+    shape: tuple[int, int, int],
+    pad: int,
+    scale: float,
+    parts: int = 1,
+    batch_run: int = 0,
+    same_runs: bool = False,
 ) -> list[Buffer]:
-    """`parts` tensors of one shape, side by side in each row of one buffer."""
+    """`parts` tensors of one shape, side by side in each row of one buffer; so are the rows of a run of batches."""
     batch, rows, columns = shape
     pitch = parts * (columns + pad)
-    data = np.full(batch * rows * pitch + 2 * pad, np.nan, np.float32).astype(NUMPY[dtype])
-    strides = (rows * pitch, pitch, 1)
-    buffers = [Buffer(data, pad + part * (columns + pad), shape, strides) for part in range(parts)]
-    for buffer in buffers:
-        buffer.view[...] = _random(rng, dtype, shape, scale)
-    return buffers
+    assert not batch_run or batch % batch_run == 0, "runs are whole"
+    strides, runs = (rows * pitch, pitch, 1), (0, batch_run)
+    if batch_run and not same_runs:
+        strides, runs = (pitch, batch_run * pitch, 1), (batch_run * rows * pitch, batch_run)
+    stored = batch_run if batch_run and same_runs else batch
+    data = np.full(stored * rows * pitch + 2 * pad, np.nan, np.float32).astype(NUMPY[dtype])
+    places = [pad + part * (columns + pad) for part in range(parts)]
+    return [_filled(rng, dtype, Buffer(data, place, shape, strides, batch_outer=runs), scale) for place in places]
 
 
 def _laid(dtype: DType, size: Size, layout: str, writable: bool = False) -> Buffer:
@@ -287,8 +307,8 @@ def _laid(dtype: DType, size: Size, layout: str, writable: bool = False) -> Buff
     return Buffer(data, size.pad, shape, (stride, strides["m"], strides["n"]), writable, outer)
 
 
-def _filled(rng: np.random.Generator, dtype: DType, buffer: Buffer) -> Buffer:
-    buffer.data[buffer.index] = _random(rng, dtype, buffer.shape)
+def _filled(rng: np.random.Generator, dtype: DType, buffer: Buffer, scale: float = 1.0) -> Buffer:
+    buffer.data[buffer.index] = _random(rng, dtype, buffer.shape, scale)
     return buffer
 
 
@@ -298,10 +318,11 @@ def _random(rng: np.random.Generator, dtype: DType, shape: tuple[int, int, int],
 
 
 def _lhs(rng: np.random.Generator, spec: KernelSpec, size: Size) -> Buffer:
-    if spec.lhs_order == "km":
-        return _transposed(_buffer(rng, spec.dtype, (size.batch, size.k, size.m), size.pad, 1.0)[0])
-    if not size.k_run:
-        return _buffer(rng, spec.dtype, (size.batch, size.m, size.k), size.pad, 1.0)[0]
+    turned = spec.lhs_order == "km"
+    if turned or not size.k_run:
+        shape = (size.batch, size.k, size.m) if turned else (size.batch, size.m, size.k)
+        (buffer,) = _buffer(rng, spec.dtype, shape, size.pad, 1.0, 1, size.lhs_batch_run, size.same_runs)
+        return _transposed(buffer) if turned else buffer
     as_columns = replace(size, n=size.k, n_run=size.k_run)
     return _filled(rng, spec.dtype, _laid(spec.dtype, as_columns, LAYOUTS["heads"]))
 
@@ -427,4 +448,6 @@ def make_spec(
         tile=tile,
         lhs_run=size.k_run,
         lhs_order=lhs_order,
+        lhs_batch_runs=size.lhs_batch_run > 0,
+        rhs_batch_runs=size.rhs_batch_run > 0,
     )

@@ -42,13 +42,19 @@ def described(case: HopperCase, problem: Problem) -> list[Described | None]:
 
 
 def plain_axes(buffer: Buffer, rule: MapRule) -> tuple[list[int], list[int]]:
-    """Extents and strides of the contiguous axis, the other one and the batch; runs of k are batches too."""
+    """Extents and strides of the contiguous axis, the other one and the batch, and of runs of batches.
+
+    Runs of k are batches too.
+    """
     batch, rows, columns = buffer.shape
     batch_stride, row_stride, column_stride = buffer.strides
     inner, outer, pitch = (rows, columns, column_stride) if rule.rows_contiguous else (columns, rows, row_stride)
     _, run_stride, _, run = buffer.outer
     if run_stride:
         inner, batch, batch_stride = run, batch * columns // run, run_stride
+    runs_stride, batches = buffer.batch_outer
+    if batches:
+        return [inner, outer, batches, batch // batches if runs_stride else 1], [1, pitch, batch_stride, runs_stride]
     return [inner, outer, batch if batch_stride else 1], [1, pitch, batch_stride]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from onnxfuse.artifact import Flavour, Record, pack
 from tests.bridge_build import ROOT, bridge_library, fake_driver_folder
-from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, Arguments, BridgeError, Node, Outer, Tensor, bridge
+from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, MAX_PARTS, Arguments, BridgeError, Node, Outer, Tensor, bridge
 from tests.conftest import has_gpu
 from tests.test_artifact import RECORD, records
 
@@ -110,8 +110,9 @@ def cases(draw: st.DrawFn) -> Case:
         ]
         return draw(grouped([axis for block in draw(st.permutations(chosen)) for axis in block]))
 
-    tensors = {"lhs": tensor("batch", "m", "k", apart="k")}
-    tensors["rhs0"] = tensor(*draw(st.sampled_from([("p", "n", "k"), ("k", "n")])))
+    tensors = {"lhs": tensor("batch", "m", "k", apart=("batch", "k"))}
+    rhs = draw(st.sampled_from([("p", "n", "k"), ("k", "n"), ("batch", "p", "n", "k"), ("batch", "k", "n")]))
+    tensors["rhs0"] = tensor(*rhs, apart=("batch",))
     for index in range(draw(st.integers(0, 2))):
         tensors[f"load{index}"] = tensor("batch", "m", "n", "p", apart="mn", optional=True)
     tensors["out0"] = tensor("batch", "m", "n", apart="mn")
@@ -168,7 +169,7 @@ def test_every_index_reaches_the_element_that_numpy_reaches(case: Case) -> None:
     assert (arguments.batch, arguments.m, arguments.n, arguments.k) == tuple(sizes.values())
     assert out_shapes == [case.shape("out0")]
     assert_same(case, "lhs", [arguments.lhs], ("batch", "m", "k"), [arguments.lhs_outer])
-    assert_same(case, "rhs0", arguments.rhs, ("batch", "k", "n"))
+    assert_same(case, "rhs0", arguments.rhs, ("batch", "k", "n"), [arguments.rhs_outer] * MAX_PARTS)
     first = 0
     for name in inputs[2:]:
         loads, outers = arguments.loads[first:MAX_LOADS], arguments.loads_outer[first:MAX_LOADS]
@@ -575,6 +576,27 @@ def test_levels_decide(outer: Mapping[str, int], levels: int, expected: int | No
         assert choose(carried, arguments) == expected
 
 
+SCORES = Node(
+    "b m h k, b n h k -> b h m n", "batch=b*h m=m n=n k=k", "lhs=0 rhs=1 outs=0", out_types="f16", kernel="0123abcd"
+)
+
+
+@pytest.mark.parametrize(("levels", "missing"), [(0, "lhs"), (1 << 37, "rhs 0"), (1 << 38, "lhs"), (3 << 37, None)])
+def test_batches_in_runs_want_a_kernel_that_walks_them(levels: int, missing: str | None) -> None:
+    arguments = bridge().arguments(SCORES, ((2, 64, 4, 64), (2, 48, 4, 64)), element_bytes=2, inputs=(1024, 2048),
+                                   outputs=(8192,))[0]  # fmt: skip
+    assert (arguments.lhs.batch_stride, arguments.lhs_outer.batches, arguments.lhs_outer.batch_stride) == (64, 4, 16384)
+    assert (arguments.rhs[0].batch_stride, arguments.rhs_outer.batches, arguments.rhs_outer.batch_stride) == (
+        64, 4, 12288,
+    )  # fmt: skip
+    carried = pack([dataclasses.replace(ANY, load_alignments=(), two_levels=levels)])
+    if missing is None:
+        assert bridge().choose(carried, SCORES, arguments) == 0
+    else:
+        with pytest.raises(BridgeError, match=missing):
+            bridge().choose(carried, SCORES, arguments)
+
+
 def test_no_alignment_fits() -> None:
     with pytest.raises(BridgeError, match="lhs needs 16-byte alignment"):
         choose([WIDE], plain_arguments(k=36))
@@ -593,7 +615,7 @@ def test_unknown_kernel_and_wrong_counts() -> None:
 def test_the_argument_struct_is_the_one_of_the_kernels() -> None:
     import ctypes
 
-    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 17 * 40
+    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 18 * 40
 
 
 def test_only_the_entry_point_and_the_hooks_are_exported() -> None:

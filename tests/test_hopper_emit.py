@@ -25,6 +25,7 @@ from tests.hopper_cases import (
     DEVICE,
     PORTABLE,
     HopperCase,
+    batch_runs_cases,
     cases,
     few_rows_cases,
     masked_cases,
@@ -41,7 +42,16 @@ TALL = list(tall_cases())
 MASKED = list(masked_cases())
 SPLIT = list(split_cases())
 FEW_ROWS = list(few_rows_cases())
-SAMPLE = [*CASES[:: max(len(CASES) // 16, 1)], *WALKED[::8], *TALL[::7], *MASKED[::3], *SPLIT, *FEW_ROWS]
+BATCH_RUNS = list(batch_runs_cases())
+SAMPLE = [
+    *CASES[:: max(len(CASES) // 16, 1)],
+    *WALKED[::8],
+    *TALL[::7],
+    *MASKED[::3],
+    *SPLIT,
+    *FEW_ROWS,
+    *BATCH_RUNS[::3],
+]
 ALIGNED = Size(504, 136, 248)
 
 
@@ -56,7 +66,9 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
         assert not [code for code in SERIALISED if code in image.log], case.name
 
 
-@pytest.mark.parametrize("case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *FEW_ROWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *FEW_ROWS, *BATCH_RUNS], ids=lambda case: case.name
+)
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
@@ -113,6 +125,10 @@ def test_refusals_name_their_reason() -> None:
     assert "part of the tile's rows" in reason(lhs_rows=48)
     assert "share no loads" in reason(lhs_rows=16, cluster_m=2)
     assert "k is contiguous" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, lhs_order="km"), lhs_rows=16)
+    runs = replace(spec, rhs_batch_runs=True)
+    assert reason(runs) == ""
+    assert "runs" in reason(runs, cluster_m=2)
+    assert "runs" in reason(replace(spec, lhs_batch_runs=True, lhs_run=64))
     assert "groups" in reason(groups=3)
     assert "groups" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, "residual"), groups=4)
     assert "accumulators" in reason(groups=4)

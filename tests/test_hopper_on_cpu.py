@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from onnxfuse.kernels.hopper import emit
-from tests.hopper_cases import DEVICE, HopperCase, cases, few_rows_cases, split_cases
+from tests.hopper_cases import DEVICE, HopperCase, batch_runs_cases, cases, few_rows_cases, split_cases
 from tests.host_build import EMULATOR, build_library
 from tests.kernel_problem import Problem, make_problem
 from tests.tensor_maps import MAP_BYTES, described
@@ -105,7 +105,7 @@ def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: i
 
 SPLIT = list(split_cases())
 MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
-SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(few_rows_cases())[::2]]
+SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(few_rows_cases())[::2], *list(batch_runs_cases())[::2]]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)

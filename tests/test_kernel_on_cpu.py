@@ -124,6 +124,36 @@ CASES += [
     Case("f16 odd merged heads", "f16", 2, "nk", SMALL, (Size(35, 67, 45, k_run=9),), narrow=True),
     Case("tf32 merged heads", "tf32", 1, "kn", Tile(32, 48, 16, 2, 1, 3), (Size(35, 44, 60, k_run=20),)),
 ]
+# As [b, s, h, d] in memory, h of the batch: both factors of scores, and one of them.
+BOTH_RUNS = (
+    Size(40, 72, 64, 6, 8, False, lhs_batch_run=3, rhs_batch_run=3),
+    Size(33, 40, 24, 4, 0, False, lhs_batch_run=4, rhs_batch_run=2),
+    Size(20, 72, 40, 6, 8, False, lhs_batch_run=2, rhs_batch_run=3, same_runs=True),
+)
+CASES += [
+    Case("f16 batch runs", "f16", 1, "nk", SMALL, BOTH_RUNS, "residual"),
+    Case(
+        "bf16 batch runs of rhs",
+        "bf16",
+        2,
+        "kn",
+        Tile(32, 32, 32, 1, 2, 3),
+        (Size(33, 48, 72, 6, 0, False, rhs_batch_run=2),),
+    ),
+    Case("tf32 batch runs", "tf32", 1, "kn", Tile(32, 48, 16, 2, 1, 3), BOTH_RUNS[:1]),
+    Case(
+        "f16 odd batch runs", "f16", 1, "nk", SMALL, (Size(35, 37, 45, 4, 0, False, False, 1, 1, 0, 2, 2),), narrow=True
+    ),
+    Case("f16 km batch runs", "f16", 1, "kn", SMALL, (Size(40, 72, 56, 6, 8, lhs_batch_run=2),), lhs_order="km"),
+    Case(
+        "f16 merged heads of batch runs",
+        "f16",
+        1,
+        "kn",
+        SMALL,
+        (Size(40, 72, 120, 4, 0, False, k_run=24, rhs_batch_run=2),),
+    ),
+]
 TALL = (Size(40, 72, 104), Size(8, 8, 8, batch=2), Size(72, 40, 37, pad=8))
 CASES += [
     Case("f16 km kn", "f16", 1, "kn", SMALL, TALL, "residual", lhs_order="km"),

@@ -226,6 +226,17 @@ def einsum_out(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("p", P), b.input("v", K), equation="bhmn,bhnd->bmhd"))
 
 
+def einsum_scores_of_unsplit_heads(b: Builder) -> str:
+    """As Flax writes attention: heads behind the rows of both inputs."""
+    q, k = b.input("q", ("batch", "rows", HEADS, DEPTH)), b.input("k", ("batch", "keys", HEADS, DEPTH))
+    return b("Mul", b("Einsum", q, k, equation="bqhd,bkhd->bhqk"), b.array(0.5))
+
+
+def einsum_out_of_unsplit_heads(b: Builder) -> str:
+    v = b.input("v", ("batch", "keys", HEADS, DEPTH))
+    return b("Relu", b("Einsum", b.input("p", P), v, equation="bhqk,bkhd->bqhd"))
+
+
 def einsum_linear(b: Builder) -> str:
     x = b.input("x", ("batch", "rows", DEPTH))
     return b("Add", b("Einsum", x, b.array(draw(8, DEPTH)), equation="bmk, nk -> bmn"), b.array(draw(8, seed=1)))
@@ -274,7 +285,7 @@ FORMS = [
     image_activated, image_of_the_weights_size, image_residual, image_of_scales, sequence_activated,
     volume_activated, image_to_rows, image_normalized, rows_normalized, sequence_normalized, positions_normalized,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
-    einsum_of_any_batch,
+    einsum_of_any_batch, einsum_scores_of_unsplit_heads, einsum_out_of_unsplit_heads,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_its_own_shape, attention_out_of_computed_shape,
     shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
@@ -303,23 +314,13 @@ def test_the_fusion_means_what_the_graph_computes(form) -> None:
     check_meaning(model, fusion, feed_of(model))
 
 
-# A batch that one input has in parts only; no kernel walks an input in two groups of batches.
-UNPLANNED = (keys_of_all_batches, queries_of_all_batches, batched_weight)
-
-
-@pytest.mark.parametrize("form", UNPLANNED, ids=lambda form: form.__name__)
-def test_a_batch_that_lies_apart_is_refused(form) -> None:
-    (skipped,) = analyse_model(built(form), resolve("sm_90a,sm_80", list)).skipped
-    assert skipped.reason == "axes_do_not_flatten"
-
-
 def test_a_normalization_is_no_activation() -> None:
     assert "activation" not in fused(sequence_normalized).features
     assert "activation" in fused(rows_normalized).features
 
 
 @pytest.mark.parametrize("dtype", [1, 10], ids=["f32", "f16"])
-@pytest.mark.parametrize("form", [form for form in FORMS if form not in UNPLANNED], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_it_is_planned_and_bits_are_the_same_without_the_library(form, dtype: int) -> None:
     model = built(form, dtype)
     feeds = [feed_of(model), feed_of(model, batch=1, rows=1, keys=1), feed_of(model, rows=8, keys=8)]

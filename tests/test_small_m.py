@@ -38,6 +38,13 @@ CASES = [
     Case("f16 three", "f16", 3, "kn", tile(16, 32, 3, 4), (Size(7, 40, 520),)),
     Case("f16 four", "f16", 4, "nk", tile(8, 128, 2, 1), (Size(3, 21, 328),), "residual"),
     Case("f16 batch", "f16", 1, "kn", tile(64), (Size(6, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
+    Case("f16 batch runs", "f16", 1, "nk", tile(32), (
+        Size(6, 40, 40, 6, 8, False, lhs_batch_run=3, rhs_batch_run=2),
+        Size(6, 40, 40, 6, 8, False, lhs_batch_run=3, rhs_batch_run=2, same_runs=True),
+    )),
+    Case("3xtf32 batch runs", "3xtf32", 1, "kn", tile(16, 16), (
+        Size(5, 36, 44, 4, 4, False, lhs_batch_run=2, rhs_batch_run=2),
+    )),
     Case("f16 head split", "f16", 1, "kn", tile(64), (Size(6, 48, 40, 2, n_run=16),), "residual", layout="heads"),
     Case("bf16 turned", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="turned"),
     Case("f16 bool", "f16", 2, "nk", tile(16), (Size(5, 48, 72), Size(16, 16, 64, 2, 16)), "masks"),

@@ -65,6 +65,8 @@ constexpr Math MATH = Math::{_MATH[spec.math]};
 constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
+constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
+constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
 constexpr bool CHECKED = {flag(spec.checked)};
 {_constants(spec)}
 

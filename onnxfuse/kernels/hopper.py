@@ -52,6 +52,8 @@ constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool PINGPONG = {flag(tile.pingpong)};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
+constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
+constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
 constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 {_constants(spec, tile, layout)}
 

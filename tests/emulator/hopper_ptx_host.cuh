@@ -83,8 +83,8 @@ void for_each_of_box(const HostMap& map, unsigned shared, const int (&place)[5],
   }
 }
 
-inline void land_box(unsigned shared, const HostMap& map, unsigned barrier, int x, int y, int z) {
-  for_each_of_box(map, shared, {x, y, z, 0, 0}, [&](unsigned target, unsigned char* element) {
+inline void land_box(unsigned shared, const HostMap& map, unsigned barrier, int x, int y, int z, int u) {
+  for_each_of_box(map, shared, {x, y, z, u, 0}, [&](unsigned target, unsigned char* element) {
     if (element != nullptr) emulator::check_global(element, map.element, false);
     if (element != nullptr) memcpy(emulator::shared(target, map.element), element, map.element);
     if (element == nullptr) memset(emulator::shared(target, map.element), 0, map.element);
@@ -92,9 +92,13 @@ inline void land_box(unsigned shared, const HostMap& map, unsigned barrier, int 
   update(host_barrier(barrier), 0, -static_cast<int>(map.box[0] * map.box[1] * map.element));
 }
 
-inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z, int u) {
   const HostMap& host = host_map(map);
-  emulator::cluster.later([=, &host] { land_box(shared, host, barrier, x, y, z); });
+  emulator::cluster.later([=, &host] { land_box(shared, host, barrier, x, y, z, u); });
+}
+inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+  if (host_map(map).rank > 3) emulator::fail("a box of rank 3 is loaded from a map of rank 4");
+  load_box(shared, map, barrier, x, y, z, 0);
 }
 
 inline void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {

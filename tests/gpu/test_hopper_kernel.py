@@ -21,6 +21,7 @@ from tests.hopper_cases import (
     DEVICE,
     PORTABLE,
     HopperCase,
+    batch_runs_cases,
     cases,
     few_rows_cases,
     masked_cases,
@@ -39,7 +40,7 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 SPLIT = list(split_cases())
 FEW_ROWS = list(few_rows_cases())
-CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *SPLIT, *FEW_ROWS]
+CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *batch_runs_cases(), *SPLIT, *FEW_ROWS]
 RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)

@@ -126,6 +126,43 @@ def check_sizes(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str, k
         assert error.max() <= bound, f"m={m} k={k} n={n}: error {error.max():.3g} over {bound:.3g}"
 
 
+# Batches that lie apart in an input, or that it lacks: heads as Flax leaves them, keys and queries of all batches, a
+# weight of each head. Then the shapes of both inputs.
+BATCHES = {
+    "bqhd,bkhd->bhqk": (("b", "q", 3, 64), ("b", "k", 3, 64)),
+    "bhqk,bkhd->bqhd": (("b", 3, "q", "k"), ("b", "k", 3, 64)),
+    "bhqd,hkd->bhqk": (("b", 3, "q", 64), (3, "k", 64)),
+    "hqd,bhkd->bhqk": ((3, "q", 64), ("b", 3, "k", 64)),
+    "bthd,hde->bthe": (("b", "q", 3, 64), (3, 64, 72)),
+}
+
+
+@pytest.mark.parametrize("equation", BATCHES)
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_batches_that_lie_apart(tmp_path: Path, dtype: int, equation: str) -> None:
+    b = Builder(dtype)
+    lhs, rhs = (b.input(name, shape) for name, shape in zip("xy", BATCHES[equation], strict=True))
+    model = b.model(b("Tanh", b("Mul", b("Einsum", lhs, rhs, equation=equation), b.array(0.125))))
+    fused, report = onnxfuse.optimize(model, arch="native", fp32="exact")
+    assert len(report.fused) == 1, report
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    rng = np.random.default_rng(0)
+    for sizes in (
+        {"b": 2, "q": 130, "k": 72},
+        {"b": 1, "q": 16, "k": 8},
+        {"b": 5, "q": 1, "k": 200},
+        {"b": 3, "q": 77, "k": 77},
+    ):
+        x, y = (
+            rng.standard_normal([sizes.get(size, size) for size in shape]).astype(b.numpy)
+            for shape in BATCHES[equation]
+        )
+        expected = np.tanh(0.125 * np.einsum(equation, as_float64(x), as_float64(y)))
+        (result,) = live.run(None, {"x": x, "y": y})
+        error = np.abs(as_float64(result) - expected).max()
+        assert error <= ULPS * EPSILON[dtype], (sizes, error)
+
+
 def test_eight_threads_share_a_session(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

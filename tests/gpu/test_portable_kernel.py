@@ -147,6 +147,15 @@ def walked_cases() -> Iterator[Case]:
             yield Case(f"{math}-walked-{layout}-{turn}", spec, (size,))
 
 
+def batch_runs_cases() -> Iterator[Case]:
+    """Batches of both factors, or of one, in runs, as heads lie before they are split."""
+    for math in MATHS:
+        for turn, (lhs, rhs, same) in enumerate(((3, 3, False), (2, 0, False), (0, 3, False), (3, 2, True))):
+            size = Size(130, 72, 88, 6, 8, False, lhs_batch_run=lhs, rhs_batch_run=rhs, same_runs=same)
+            spec = make_spec(math, 1, ORDERS[turn % 2], default_tile(math, 1), size, ("residual", "plain")[turn % 2])
+            yield Case(f"{math}-batch-runs-{turn}", spec, (size,))
+
+
 def pitch_cases() -> Iterator[Case]:
     """Rows one, two and eight elements longer than what is read of them, and as far behind a boundary."""
     for order in ORDERS:
@@ -186,6 +195,7 @@ CASES = [
     *operand_cases(),
     *batch_cases(),
     *walked_cases(),
+    *batch_runs_cases(),
     *pitch_cases(),
     *anywhere_cases(),
     *large_cases(),

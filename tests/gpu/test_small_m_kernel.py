@@ -63,6 +63,9 @@ def operand_cases() -> Iterator[Case]:
             (batch,),
             grid_z=2,
         )
+        runs = Size(9, 72, 40, 6, 8, False, lhs_batch_run=2, rhs_batch_run=3)
+        spec = in_chunks(make_spec(math, 1, "nk", small_m_tiles(math, 1)[0], runs, "mixed"))
+        yield Case(f"{math}-batch-runs", spec, (runs,))
         swapped = Size(13, 40, 48, batch=2, pad=8, transposed=True)
         spec = in_chunks(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], swapped, "mixed", narrow=True))
         yield Case(f"{math}-transposed", spec, (swapped,))

@@ -35,7 +35,8 @@ struct OnnxfuseArguments {
   int n;                                      // columns of one part
   int k;
   int batch;
-  OnnxfuseOuter lhs_outer;                        // of the same tensors
+  OnnxfuseOuter lhs_outer;                    // of the same tensors
+  OnnxfuseOuter rhs_outer;                    // of every part
   OnnxfuseOuter loads_outer[ONNXFUSE_MAX_LOADS];
   OnnxfuseOuter outs_outer[ONNXFUSE_MAX_OUTS];
 };

@@ -92,6 +92,8 @@ static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_B
 static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
 static_assert(LHS_BOXES == 1 || (SHARING == 1 && LHS_K_CONTIGUOUS && BLOCK_M % LHS_BOX_ROWS == 0), "boxes of rows");
+static_assert(SHARING == 1 || !(LHS_OUTER_BATCH || RHS_OUTER_BATCH), "boxes that blocks share have rank 3");
+static_assert(!(LHS_OUTER_BATCH && LHS_OUTER_COLUMNS), "the map's batches are runs of k or of batches");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
 // ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
@@ -187,13 +189,30 @@ __device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return 
 
 // ---- producer
 
-// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster.
-template <bool SHARED>
-__device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned full, int x, int y, int z) {
-  if constexpr (SHARED) {
-    load_box_to_both(shared, map, full, x, y, z);
+// Where a batch lies along the batches of a factor's map, and along its runs of them: where the tensor is broadcast, there
+// is one.
+struct BatchPlace {
+  int batch, run;
+
+  __device__ __forceinline__ BatchPlace(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int number,
+                                        bool in_runs) {
+    const int runs = in_runs ? number / outer.batches : 0;
+    batch = tensor.batch_stride ? number - runs * outer.batches : 0;
+    run = in_runs && outer.batch_stride ? runs : 0;
+  }
+};
+
+// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster. With IN_RUNS the map
+// has runs of batches.
+template <bool SHARED, bool IN_RUNS>
+__device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned full, int x, int y,
+                                     const BatchPlace& place) {
+  if constexpr (IN_RUNS) {
+    load_box(shared, map, full, x, y, place.batch, place.run);
+  } else if constexpr (SHARED) {
+    load_box_to_both(shared, map, full, x, y, place.batch);
   } else {
-    load_box(shared, map, full, x, y, z);
+    load_box(shared, map, full, x, y, place.batch);
   }
 }
 
@@ -218,7 +237,8 @@ __device__ __forceinline__ void load_piece(unsigned stage, unsigned full, const 
     const int x = RHS_K_CONTIGUOUS ? k : column;
     const int y = (RHS_K_CONTIGUOUS ? column : k) + row;
     const TensorMap& map = maps.rhs[Columns::FIRST_MAP + part];
-    load<(CLUSTER_M > 1)>(target, map, full, x, y, args.rhs[part].batch_stride ? tile.batch : 0);
+    const BatchPlace place(args.rhs[part], args.rhs_outer, tile.batch, RHS_OUTER_BATCH);
+    load<(CLUSTER_M > 1), RHS_OUTER_BATCH>(target, map, full, x, y, place);
   }
 }
 
@@ -226,10 +246,11 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
   constexpr int LHS_ROWS = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_ROWS : 0;
-  int lhs_column = k, lhs_batch = args.lhs.batch_stride ? tile.batch : 0;
+  int lhs_column = k;
+  BatchPlace place(args.lhs, args.lhs_outer, tile.batch, LHS_OUTER_BATCH);
   if constexpr (LHS_OUTER_COLUMNS) {  // the map's batches are the runs of k of all batches
     const int run = args.lhs_outer.columns;
-    lhs_batch = lhs_batch * (args.k / run) + k / run;
+    place.batch = place.batch * (args.k / run) + k / run;
     lhs_column = k % run;
     if (SPLITS > 1 && k >= args.k) lhs_column = run;  // those of the next batch follow
   }
@@ -237,12 +258,14 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
 #pragma unroll
     for (int row = lhs_row; row < lhs_row + LHS_ROWS; row += LHS_BOX_ROWS) {
       if (LHS_BOXES > 1 && tile.row + row >= args.m) break;
-      load<(CLUSTER_N > 1)>(stage + row * ROW_BYTES, maps.lhs, full, lhs_column, tile.row + row, lhs_batch);
+      const int y = tile.row + row;
+      load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, lhs_column, y, place);
     }
   } else {  // boxes of LHS_ATOM rows, side by side as those of rhs are where n is contiguous
 #pragma unroll
     for (int row = lhs_row; row < lhs_row + LHS_ROWS; row += LHS_ATOM) {
-      load<(CLUSTER_N > 1)>(stage + row * ROW_BYTES, maps.lhs, full, tile.row + row, lhs_column, lhs_batch);
+      const int x = tile.row + row;
+      load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, x, lhs_column, place);
     }
   }
   load_piece<MainPiece>(stage, full, args, maps, tile, k, rank);

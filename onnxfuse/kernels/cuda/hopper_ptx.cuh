@@ -71,8 +71,8 @@ __device__ __forceinline__ void barrier_acquire(unsigned barrier, int parity) {
   } while (!done);
 }
 
-// ---- TMA: a box of a tensor map of rank 3 <-> shared memory; elements outside of the tensor are read as zero and not
-// written. x is the contiguous axis, z the batch.
+// ---- TMA: a box of a tensor map <-> shared memory; elements outside of the tensor are read as zero and not written. x
+// is the contiguous axis, z the batch, which in a load of rank 4 lies in runs: u is the run's number.
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -82,6 +82,13 @@ __device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, 
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z,
+                                         int u) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
 }
 
 // Into both blocks of a cluster of two, at the same offsets; each block's own barrier counts the bytes.

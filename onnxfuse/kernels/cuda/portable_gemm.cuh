@@ -333,27 +333,31 @@ __device__ __forceinline__ bool is_lhs_legal(const OnnxfuseArguments& args) {
   const long long across = LHS_K_CONTIGUOUS ? lhs.row_stride : lhs.column_stride;
   const long long runs = outer.columns | outer.column_stride;
   const long long run = LHS_OUTER_COLUMNS ? runs : LHS_K_CONTIGUOUS ? args.k : args.m;
-  return is_legal<Element, LHS_WIDTH>(lhs.pointer, along, lhs.batch_stride | across | run);
+  const long long batches = lhs.batch_stride | (LHS_OUTER_BATCH ? outer.batch_stride : 0);
+  return is_legal<Element, LHS_WIDTH>(lhs.pointer, along, batches | across | run);
 }
 
 __device__ __forceinline__ bool is_rhs_legal(const OnnxfuseArguments& args, int part) {
   const OnnxfuseTensor& rhs = args.rhs[part];
   const long long along = RHS_K_CONTIGUOUS ? rhs.row_stride : rhs.column_stride;
   const long long across = RHS_K_CONTIGUOUS ? rhs.column_stride | args.k : rhs.row_stride | args.n;
-  return is_legal<Element, RHS_WIDTH>(rhs.pointer, along, rhs.batch_stride | across);
+  const long long batches = rhs.batch_stride | (RHS_OUTER_BATCH ? args.rhs_outer.batch_stride : 0);
+  return is_legal<Element, RHS_WIDTH>(rhs.pointer, along, batches | across);
 }
 
 __device__ __forceinline__ Span lhs_span(const OnnxfuseArguments& args) {
   const OnnxfuseTensor& lhs = args.lhs;
   const OnnxfuseOuter& outer = args.lhs_outer;
-  const Element* last = element_pointer<const Element>(lhs, args.batch - 1, args.m - 1, 0) +
+  const Element* last = factor_pointer<Element, LHS_OUTER_BATCH>(lhs, outer, args.batch - 1, args.m - 1, 0) +
                         steps<LHS_OUTER_COLUMNS>(args.k - 1, lhs.column_stride, outer.columns, outer.column_stride);
   return Span(lhs.pointer, last);
 }
 
 __device__ __forceinline__ Span rhs_span(const OnnxfuseArguments& args, int part) {
   const OnnxfuseTensor& rhs = args.rhs[part];
-  return Span(rhs.pointer, element_pointer<const Element>(rhs, args.batch - 1, args.k - 1, args.n - 1));
+  const Element* last =
+      factor_pointer<Element, RHS_OUTER_BATCH>(rhs, args.rhs_outer, args.batch - 1, args.k - 1, args.n - 1);
+  return Span(rhs.pointer, last);
 }
 
 // Everything that fills the ring: lhs and the rhs of every part, advancing along k.
@@ -367,12 +371,12 @@ struct Producer {
 
   __device__ __forceinline__ Producer(const OnnxfuseArguments& args, const BlockTile& block, int batch)
       : rows(args.m - block.row), columns(args.n - block.column), depth(args.k), arguments(args) {
-    lhs.start(element_pointer<const Element>(args.lhs, batch, block.row, 0),
+    lhs.start(factor_pointer<Element, LHS_OUTER_BATCH>(args.lhs, args.lhs_outer, batch, block.row, 0),
               LHS_K_CONTIGUOUS ? args.lhs.row_stride : args.lhs.column_stride, is_lhs_legal(args), &args.lhs_outer);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const OnnxfuseTensor& tensor = args.rhs[part];
-      rhs[part].start(element_pointer<const Element>(tensor, batch, 0, block.column),
+      rhs[part].start(factor_pointer<Element, RHS_OUTER_BATCH>(tensor, args.rhs_outer, batch, 0, block.column),
                       RHS_K_CONTIGUOUS ? tensor.column_stride : tensor.row_stride, is_rhs_legal(args, part));
     }
   }

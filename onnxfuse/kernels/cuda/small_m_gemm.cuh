@@ -84,7 +84,7 @@ struct LhsStream {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int inside = min(row + lane_group() + half * 8, args.m - 1);
-      rows[half] = element_pointer<const Element>(args.lhs, batch, inside, lane_depth());
+      rows[half] = factor_pointer<Element, LHS_OUTER_BATCH>(args.lhs, args.lhs_outer, batch, inside, lane_depth());
     }
   }
   __device__ __forceinline__ const Element* chunk(int half, int k) const { return rows[half] + k; }
@@ -99,7 +99,8 @@ struct RhsStream {  // rhs[n, k]: a set is a fragment
     for (int set = 0; set < SETS; ++set) {
       const int at = set * FRAGMENT_COLUMNS;
       const int inside = min(column + at % BLOCK_N + lane_group(), args.n - 1);
-      columns[set] = element_pointer<const Element>(args.rhs[at / BLOCK_N], batch, lane_depth(), inside);
+      const OnnxfuseTensor& tensor = args.rhs[at / BLOCK_N];
+      columns[set] = factor_pointer<Element, RHS_OUTER_BATCH>(tensor, args.rhs_outer, batch, lane_depth(), inside);
     }
   }
   __device__ __forceinline__ const Element* chunk(int set, int, int k) const { return columns[set] + k; }
@@ -128,7 +129,7 @@ struct RhsStream<false> {  // rhs[k, n]: a set is a group, and its loads are row
       const int at = min((set * LANE_GROUPS + lane_group()) * LANE_COLUMNS, WIDTH - LANE_COLUMNS);
       const OnnxfuseTensor& tensor = args.rhs[at / BLOCK_N];
       const int inside = min(column + at % BLOCK_N, args.n - LANE_COLUMNS);
-      columns[set] = element_pointer<const Element>(tensor, batch, lane_depth(), inside);
+      columns[set] = factor_pointer<Element, RHS_OUTER_BATCH>(tensor, args.rhs_outer, batch, lane_depth(), inside);
       row_stride[set] = tensor.row_stride;
     }
   }
@@ -318,17 +319,19 @@ __device__ __forceinline__ void store_outputs(const float (&acc)[PARTS], const O
 
 // One element of a product by FFMA, straight from memory: slow, for the rare tile with a sum that is not finite. It sums
 // pieces of k, and then the pieces, for the accuracy of the portable kernel.
-__device__ __forceinline__ float product_by_ffma(const OnnxfuseTensor& lhs, const OnnxfuseTensor& rhs, int batch, int row,
-                                              int column, int depth) {
+__device__ __forceinline__ float product_by_ffma(const OnnxfuseArguments& args, int part, int batch, int row,
+                                                 int column) {
   constexpr int PIECE = 32;
   float sum = 0.0f;
 #pragma unroll 1
-  for (int begin = 0; begin < depth; begin += PIECE) {
+  for (int begin = 0; begin < args.k; begin += PIECE) {
     float piece = 0.0f;
 #pragma unroll 1
-    for (int k = begin; k < min(begin + PIECE, depth); ++k) {
-      const float first = read_element(element_pointer<const Element>(lhs, batch, row, k));
-      piece = fmaf(first, read_element(element_pointer<const Element>(rhs, batch, k, column)), piece);
+    for (int k = begin; k < min(begin + PIECE, args.k); ++k) {
+      const Element* first = factor_pointer<Element, LHS_OUTER_BATCH>(args.lhs, args.lhs_outer, batch, row, k);
+      const Element* second =
+          factor_pointer<Element, RHS_OUTER_BATCH>(args.rhs[part], args.rhs_outer, batch, k, column);
+      piece = fmaf(read_element(first), read_element(second), piece);
     }
     sum += piece;
   }
@@ -364,7 +367,7 @@ __device__ __forceinline__ void finish(const float* sums, bool valid, const Onnx
     }
     if constexpr (IS_SPLIT) {
       for (int part = 0; !valid && part < PARTS; ++part) {
-        acc[part] = product_by_ffma(args.lhs, args.rhs[part], batch, first_row + row, first_column + column, args.k);
+        acc[part] = product_by_ffma(args, part, batch, first_row + row, first_column + column);
       }
     }
     store_outputs(acc, args, batch, first_row + row, first_column + column);

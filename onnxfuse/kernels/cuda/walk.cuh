@@ -17,12 +17,13 @@ __device__ __forceinline__ long long steps(int index, long long stride, int run,
   }
 }
 
-// One element of a tensor that one stride walks along each loop.
-template <typename T>
-__device__ __forceinline__ T* element_pointer(const OnnxfuseTensor& tensor, long long batch, long long row,
-                                              long long column) {
-  return static_cast<T*>(tensor.pointer) + batch * tensor.batch_stride + row * tensor.row_stride +
-         column * tensor.column_stride;
+// One element of a factor of the product: one stride walks its rows, one its columns, and one its batches unless they are
+// OUTER_BATCH.
+template <typename T, bool OUTER_BATCH>
+__device__ __forceinline__ const T* factor_pointer(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
+                                                   long long row, long long column) {
+  const long long first = steps<OUTER_BATCH>(batch, tensor.batch_stride, outer.batches, outer.batch_stride);
+  return static_cast<const T*>(tensor.pointer) + first + row * tensor.row_stride + column * tensor.column_stride;
 }
 
 // One element of a load or an output; each loop may be walked in two levels.

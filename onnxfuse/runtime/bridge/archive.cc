@@ -11,7 +11,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 6;
+constexpr uint32_t kVersion = 7;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -280,9 +280,8 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
     return text("lhs", words(all.lhs));
   }
-  const OnnxfuseOuter one_run{0, 0, 0, rhs.rows, rhs.columns, rhs.batch};
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    if (!fits(arguments.rhs[i], one_run, rhs, bytes.rhs[i], need(all.rhs, kRhsIndex))) {
+    if (!fits(arguments.rhs[i], arguments.rhs_outer, rhs, bytes.rhs[i], need(all.rhs, kRhsIndex))) {
       return text("rhs ", i, words(all.rhs));
     }
   }

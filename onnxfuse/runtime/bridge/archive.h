@@ -32,18 +32,19 @@ struct Alignments {
   uint8_t lhs = 1, rhs = 1, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
   size_t load_count = 0, out_count = 0;
   uint64_t two_levels = 0;   // bit 2 t: the kernel walks the rows of tensor t in two levels; 2 t + 1: its columns
-                              // kBatchLevel: the batch of all loads and outputs that need it
+                              // kBatchLevel: the batch of all loads and outputs that need it; behind it, of lhs, of rhs
   uint32_t turned = 0;       // bit t: accesses of tensor t go down its rows
 
   bool has_product() const { return lhs != 0; }
   // Bit 0: rows in two levels, bit 1: columns, bit 2: the batch.
   uint64_t levels_of(size_t tensor) const {
-    return (two_levels >> 2 * tensor & 3) | (tensor > 1 ? two_levels >> kBatchLevel & 1 : 0) << 2;
+    const size_t batch_level = kBatchLevel + (tensor > 1 ? 0 : 1 + tensor);
+    return (two_levels >> 2 * tensor & 3) | (two_levels >> batch_level & 1) << 2;
   }
 };
 
 // Tensors in `two_levels`: lhs is 0.
-constexpr size_t kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;
+constexpr size_t kLhsIndex = 0, kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;
 
 enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3 };
 

@@ -345,12 +345,15 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
   };
   const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
   if (contract.has_product()) {
-    const LevelledTensor lhs = read(contract.lhs, 1, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
+    const Loop m_of_factor{contract.m, 1};
+    const LevelledTensor lhs = read(contract.lhs, kMostLevels, m_of_factor, {contract.k, kMostLevels}, bytes.lhs);
     arguments->lhs = lhs.tensor;
     arguments->lhs_outer = lhs.outer;
   }
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    arguments->rhs[i] = read(contract.rhs[i], 1, {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]).tensor;
+    const LevelledTensor rhs = read(contract.rhs[i], kMostLevels, {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]);
+    arguments->rhs[i] = rhs.tensor;
+    arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
     const LevelledTensor load = read(contract.loads[i], kMostLevels, m, n, bytes.loads[i]);

@@ -277,6 +277,18 @@ TensorBox stacked_box(const MapRule& rule, const OnnxfuseTensor& tensor, const O
           {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
 }
 
+// A factor whose batches lie in runs: [runs, batches of a run, rows, columns], the last two as in plain_box.
+TensorBox batches_box(const MapRule& rule, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int rows,
+                      int columns, int batch, int64_t size) {
+  TensorBox box = plain_box(rule, tensor, rows, columns, outer.batches, size);
+  const uint64_t runs = outer.batch_stride == 0 ? 1 : batch / outer.batches;
+  box.rank = 4;
+  box.extents[3] = runs;
+  box.strides[2] = usable_stride(outer.batch_stride, size, runs, box.strides[1] * box.extents[2]);
+  box.box[3] = 1;
+  return box;
+}
+
 // [batch, runs of rows, runs of columns, rows of a run, columns of a run]
 TensorBox runs_box(const MapRule& rule, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int rows, int columns,
                    int batch, int64_t size) {
@@ -296,13 +308,21 @@ TensorBox runs_box(const MapRule& rule, const OnnxfuseTensor& tensor, const Onnx
 
 TensorBox tensor_box(const MapRule& rule, const Alignments& alignments, const ElementBytes& bytes,
                      const OnnxfuseArguments& args) {
+  const auto has_batch_runs = [&](size_t tensor) { return (alignments.levels_of(tensor) & 4) != 0; };
   switch (rule.tensor) {
     case Mapped::kLhs:
+      if (has_batch_runs(kLhsIndex)) {
+        return batches_box(rule, args.lhs, args.lhs_outer, args.m, args.k, args.batch, bytes.lhs);
+      }
       if (args.lhs_outer.columns < args.k) {
         return stacked_box(rule, args.lhs, args.lhs_outer, args.m, args.k, args.batch, bytes.lhs);
       }
       return plain_box(rule, args.lhs, args.m, args.k, args.batch, bytes.lhs);
     case Mapped::kRhs:
+      if (has_batch_runs(kRhsIndex)) {
+        return batches_box(rule, args.rhs[rule.index], args.rhs_outer, args.k, args.n, args.batch,
+                           bytes.rhs[rule.index]);
+      }
       return plain_box(rule, args.rhs[rule.index], args.k, args.n, args.batch, bytes.rhs[rule.index]);
     default:
       if ((alignments.levels_of(kFirstOut + rule.index) & 3) != 0) {
