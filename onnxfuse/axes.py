@@ -71,6 +71,29 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     return mapping
 
 
+def spread_axes(fusion: Fusion) -> Axes:
+    """The axes along which operands repeat the product, as pixels do a time embedding."""
+    own = {*fusion.lhs.axes, *fusion.rhs[0].axes, PART_AXIS}
+    return tuple(axis for axis in fusion.outs[-1].tensor.axes if axis not in own)
+
+
+def map_spread(fusion: Fusion) -> AxisMapping:
+    """The loops of a kernel behind a product that its operands repeat: n is what neighbours differ in.
+
+    Raises:
+        NotFusable: an output is not repeated; a kernel would write it once for each repetition.
+    """
+    out = tuple(axis for axis in fusion.outs[-1].tensor.axes if axis != PART_AXIS)
+    if any(set(each.tensor.axes) - {PART_AXIS} != set(out) for each in fusion.outs):
+        raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand is longer than one output, not than all")
+    spread = spread_axes(fusion)
+    rows = out
+    while rows and (rows[-1] in spread) == (out[-1] in spread):
+        rows = rows[:-1]
+    contracted = tuple(axis for axis in fusion.lhs.axes if axis in fusion.rhs[0].axes and axis not in out)
+    return AxisMapping((), rows, out[len(rows) :], contracted)
+
+
 def _column_groups(fusion: Fusion, columns: Axes) -> tuple[Axes, Axes]:
     """The axes of rhs alone that are a batch, and those that are n.
 

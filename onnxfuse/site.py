@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnxfuse.axes import AxisMapping, map_axes, map_pointwise
+from onnxfuse.axes import AxisMapping, map_axes, map_pointwise, map_spread, spread_axes
 from onnxfuse.behind_product import behind_product
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Pointwise, Tensor
+from onnxfuse.fusion import NONLINEAR, Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
 from onnxfuse.patterns import Match, match_behind
 from onnxfuse.plan import Plan, Variant, make_plan
@@ -65,6 +65,7 @@ class Site:
     """One fusion with every decision about it.
 
     Attributes:
+        plans: of the form with the product in the kernel; none where there is no such kernel.
         behind: the form that leaves the product an ordinary node; None where there is no such form.
         tier: which form the model gets.
         estimates: the tiers' times on each architecture, at every number of rows that its plan was made for.
@@ -109,6 +110,8 @@ def plan_site(
         NotFusable: no kernel computes it, or what it computes is faster without one.
     """
     fusion = fusion if rounds else simplify(fusion)
+    if spread_axes(fusion):
+        return _plan_spread(graph, devices, exact_fp32, rounds, match, fusion)
     # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
     exact_fp32 = exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
@@ -125,6 +128,38 @@ def plan_site(
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
     return Site(graph, match, fusion, mapping, plans, behind, tier, estimates)
+
+
+def _plan_spread(
+    graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool, match: Match, fusion: Fusion
+) -> Site:
+    """A site whose operands repeat its product: the product stays with the library, whatever the architecture.
+
+    Raises:
+        NotFusable: `broadcasts_the_product`, where that is not possible, or would repeat an activation.
+    """
+    mapping = map_spread(fusion)
+    exact = exact_fp32 and fusion.lhs.dtype == F32
+    refused = exact or match.shared or len(fusion.outs) > 1 or _repeats_an_activation(fusion)
+    behind = None if refused else _behind(graph, match, mapping, devices, rounds)
+    if behind is None:
+        raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand is longer than the product")
+    return Site(graph, match, fusion, mapping, (), behind, Tier.BEHIND)
+
+
+def _repeats_an_activation(fusion: Fusion) -> bool:
+    """Whether a function of the product alone would be computed again for each repetition."""
+    alone = {f"acc{part}" for part in range(len(fusion.parts))}
+    long = {axis for axis in spread_axes(fusion) if fusion.size(axis) != 1}
+    alone |= {
+        f"op{index}" for index, load in enumerate(fusion.loads) if not long & {*fusion.operands[load.operand].axes}
+    }
+    for step in fusion.steps:
+        if all(isinstance(value, float) or value in alone for value in step.inputs):
+            alone.add(step.result)
+            if step.op in NONLINEAR:
+                return True
+    return False
 
 
 def _without_behind(times: Iterable[Times]) -> tuple[Times, ...]:

@@ -88,6 +88,8 @@ def _breadth_first(groups: Sequence[Sequence[Site]], device: DeviceSpec) -> Iter
 
 
 def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
+    if not site.plans:  # no kernel has the product in it: there is nothing to choose
+        return []
     ranked = {entry.m: entry for entry in _plan_of(site, device).ranked}
     rows = [m for m in MIDDLE_FIRST if m in ranked] if len(ranked) > 1 else list(ranked)
     return [Trial(site, m, _forms(site, device, ranked[m])) for m in rows]

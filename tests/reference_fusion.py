@@ -85,6 +85,7 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     shared = tuple(axis for axis in rows if axis in fusion.rhs[0].axes)
     alone = tuple(axis for axis in rows if axis not in shared)
     loops = (*rows, *columns)
+    repeated = tuple(axis for axis in out if axis not in (*loops, PART_AXIS))
 
     def read(tensor: Tensor, part: int | None, axes: tuple[str, ...], start: int | None = None) -> np.ndarray:
         value = _window(tensor, values[tensor.name], start or 0, sizes)
@@ -101,7 +102,9 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     for index, part in enumerate(fusion.parts):
         rhs = read(fusion.rhs[part.tensor], part.part, (*shared, *contracted, *columns), part.start)
         product = lhs @ rhs.reshape(*batch, k, count(columns))
-        names[f"acc{index}"] = product.reshape([sizes[a] for a in (*shared, *alone, *columns)]).transpose(order)
+        product = product.reshape([sizes[a] for a in (*shared, *alone, *columns)]).transpose(order)
+        names[f"acc{index}"] = product.reshape(*product.shape, *[1] * len(repeated))
+    loops = (*loops, *repeated)
     for index, load in enumerate(fusion.loads):
         names[f"op{index}"] = read(fusion.operands[load.operand], load.part, loops, load.start)
     with np.errstate(all="ignore"):

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
+from onnxfuse.axes import spread_axes
 from onnxfuse.device import resolve
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import ModelProto
@@ -74,14 +75,18 @@ def kinds_of(fusion: Fusion) -> Iterator[str]:
 
 
 def rewritten(analysis: Analysis, behind: bool = False) -> ModelProto:
-    """The optimised model without machine code, which no CPU looks at; `behind` its products, wherever that can be."""
+    """The optimised model without machine code, which no CPU looks at.
+
+    Nodes are `behind` their products wherever that can be, or only where there is no other form.
+    """
     sites = tuple(_bare(site, behind) for site in analysis.sites)
     return optimize_model(replace(analysis, sites=sites))[0]
 
 
 def _bare(site: Site, behind: bool) -> Site:
     second = site.behind and replace(site.behind, plans=())
-    return replace(site, plans=(), behind=second, tier=Tier.BEHIND if behind and second else Tier.ONE_KERNEL)
+    taken = second and (behind or spread_axes(site.fusion))
+    return replace(site, plans=(), behind=second, tier=Tier.BEHIND if taken else Tier.ONE_KERNEL)
 
 
 def feeds_of(path: Path, model: ModelProto) -> Iterator[dict[str, np.ndarray]]:

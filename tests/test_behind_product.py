@@ -20,9 +20,11 @@ from onnxfuse.pointwise_plan import make_pointwise_plan
 from onnxfuse.tier import Tier
 from tests import corpus
 from tests.fusions import dims, fusion
+from tests.matching import check_meaning
 from tests.onnx_build import FLOAT16, Builder, run
 from tests.reference_fusion import OPS, evaluate, spread
 from tests.sweep import rewritten
+from tests.test_products import feed_of
 
 SIZES = {"b": 2, "m": 3, "n": 4, "k": 5, "p": 2}
 
@@ -205,3 +207,77 @@ def test_exact_products_are_never_left_to_the_library() -> None:
     model = b.model(b("Relu", b("MatMul", b.input("x", (4096, 4096)), weight)))
     (site,) = analyse_model(model, resolve("sm_100", list), "exact").sites
     assert (site.tier, site.behind) == (Tier.ONE_KERNEL, None)
+
+
+# ---- Operands that repeat the product
+
+
+def repeated(b: Builder, columns: int, places: tuple[int, ...], **gemm: int) -> str:
+    """A product of one row an image, with dimensions of size 1 where pixels are."""
+    rng = np.random.default_rng(5)
+    t = b("Gemm", b.input("t", ("batch", 6)), b.array(rng.standard_normal((columns, 6))),
+          b.array(rng.standard_normal(columns)), transB=1, **gemm)  # fmt: skip
+    for place in places:
+        t = b("Unsqueeze", t, b.integers(place))
+    return t
+
+
+def time_embedding(b: Builder) -> str:
+    """As a ResNet block of a UNet adds it."""
+    return b("Add", b.input("x", ("batch", 8, "height", "width")), repeated(b, 8, (2, 3)))
+
+
+def embedding_first(b: Builder) -> str:
+    return b("Add", repeated(b, 8, (2,)), b.input("x", ("batch", 8, "length")))
+
+
+def channels_last(b: Builder) -> str:
+    return b("Add", repeated(b, 8, (1, 1)), b.input("x", ("batch", "height", "width", 8)))
+
+
+def scale_and_shift(b: Builder) -> str:
+    """Two halves of the product, as in adaptive group normalisation."""
+    scale, shift = b("Split", repeated(b, 16, (2, 3)), outputs=2, axis=1, num_outputs=2)
+    scaled = b("Mul", b.input("x", ("batch", 8, "height", "width")), b("Add", scale, b.array(1.0)))
+    return b("Relu", b("Add", scaled, shift))
+
+
+def one_image(b: Builder) -> str:
+    t = b("Unsqueeze", b("MatMul", b.input("t", (1, 6)), b.array(np.ones((6, 8)))), b.integers(2))
+    return b("Mul", t, b.input("x", ("batch", 8, "length")))
+
+
+REPEATED = [time_embedding, embedding_first, channels_last, scale_and_shift, one_image]
+
+
+@pytest.mark.parametrize("dtype", [1, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize("form", REPEATED, ids=lambda form: form.__name__)
+def test_what_repeats_a_product_is_one_kernel_behind_it(form, dtype: int) -> None:
+    b = Builder(dtype)
+    model = b.model(form(b))
+    (site,) = analyse_model(model, resolve("sm_90a,sm_80", list)).sites
+    assert (site.tier, site.plans) == (Tier.BEHIND, ())
+    fused = rewritten(analyse_model(model, resolve("sm_90a,sm_80", list)))
+    assert [node.op_type for node in fused.graph.node][1:] == ["FusedPointwise"]
+    for sizes in (
+        {"batch": 2, "height": 3, "width": 5, "length": 7},
+        {"batch": 1, "height": 1, "width": 1, "length": 1},
+    ):
+        feed = feed_of(model, **sizes)
+        if dtype != FLOAT16:
+            check_meaning(model, site.fusion, feed)
+        assert run(fused, feed)[0].tobytes() == run(model, feed)[0].tobytes()
+
+
+def test_an_activation_is_not_repeated() -> None:
+    b = Builder(FLOAT16)
+    model = b.model(b("Mul", b.input("x", ("batch", 8, "height", "width")), b("Sigmoid", repeated(b, 8, (2, 3)))))
+    (site,) = analyse_model(model, resolve("sm_90a", list)).sites
+    assert (site.tier, site.fusion.outs[0].tensor.einops) == (Tier.ONE_KERNEL, "m n 1 1")
+    assert site.match.stop is not None
+
+
+def test_exact_products_are_not_repeated_either() -> None:
+    b = Builder()
+    (skipped,) = analyse_model(b.model(time_embedding(b)), resolve("sm_90a", list), "exact").skipped
+    assert skipped.reason == "broadcasts_the_product"

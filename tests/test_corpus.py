@@ -17,9 +17,8 @@ from onnxfuse.runtime.verify import verify
 from tests import corpus, sweep
 from tests.perf.__main__ import MODELS
 
-# Residuals of the manifest that no kernel adds: a time embedding [b, n] that broadcasts over an image [b, n, h, w], and
-# an add of two products, which the manifest counts for both.
-LEFT = {"sd15_unet": 22, "sd15_unet_mini": 8, "glu_last_used_twice": 1}
+# An add of two products, which the manifest counts for both.
+LEFT = {"glu_last_used_twice": 1}
 
 
 def count(fusions: list[Fusion]) -> Counter[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onnxfuse.dtypes import DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import PART_AXIS, Axis, Dim, Tensor
-from onnxfuse.patterns.views import COLUMNS, Piece, View, cut, extent
+from onnxfuse.patterns.views import COLUMNS, SPREAD, Piece, View, cut, extent
 
 LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more
 MOST_AXES = 2 + len(LEADING_AXES)
@@ -19,7 +19,7 @@ class AxisNames:
     """The IR's axes and the pieces that they are.
 
     Attributes:
-        axes: rows, then columns, then k.
+        axes: rows, then columns, then k, then those along which operands repeat the product.
         pieces: of each axis.
         width: columns of one part.
         is_window: whether the only part is one of any width.
@@ -79,8 +79,11 @@ def name_axes(
     row_pieces = _finest(rows, cuts)
     column_pieces = _finest((columns,), cuts)
     k_pieces = _finest(k, cuts)
+    spread = {piece.axis: piece for view in tensors for dim in view for piece in dim if piece.axis.startswith(SPREAD)}
+    spread_pieces = _finest((tuple(spread.values()),), cuts)
     names = (*_row_names(len(row_pieces)), *_numbered("n", column_pieces), *_numbered("k", k_pieces))
-    pieces = (*row_pieces, *column_pieces, *k_pieces)
+    names = (*names, *_numbered("s", spread_pieces))
+    pieces = (*row_pieces, *column_pieces, *k_pieces, *spread_pieces)
     sizes = (piece.size if isinstance(piece.size, int) else None for piece in pieces)
     return AxisNames(tuple(map(Axis, names, sizes)), pieces, width, is_window)
 

@@ -7,7 +7,7 @@ arithmetic of a computed chunk. It stops at everything else, and remembers why.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,8 +25,11 @@ from onnxfuse.patterns.pointwise import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 from onnxfuse.patterns.views import (
+    SPREAD,
     VIEWS,
+    Dim,
     FallbackShape,
+    Piece,
     View,
     columns_dim,
     extent,
@@ -191,13 +194,22 @@ class Growth:
             raise NotFusable("too_many_operands", "", f"{node.op} of {len(node.inputs)} inputs")
         if len({value.length for value in columns}) != 1:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
-        if len({value.view for value in columns}) != 1:
-            raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
         if len(node.outputs) != 1:
             raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
-        inputs = self._arguments(node, columns[0])
-        self._check_keeps_shape(node, len(columns[0].view))
-        self._take(node, replace(columns[0], ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
+        value = replace(columns[0], view=self._spread(node, _common_view(columns)))
+        inputs = self._arguments(node, value)
+        self._check_keeps_shape(node, len(value.view))
+        self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
+
+    def _spread(self, node: gs.Node, view: View) -> View:
+        """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
+        dims = list(view)
+        for tensor in node.inputs:
+            shape = None if tensor.name in self.values or tensor.is_empty() else self.graph.shape(tensor.name)
+            for place, size in enumerate(reversed(shape or ()), 1):
+                if place <= len(dims) and size not in (None, 1) and extent(dims[-place]) == 1:
+                    dims[-place] = (Piece(f"{SPREAD}{self.graph.index(node)}.{len(dims) - place}", size),)
+        return tuple(dims)
 
     def _stored(self, node: gs.Node, ref: Ref) -> Ref:
         return self.epilogue.stored(ref, FLOATS_BY_ONNX[self.graph.dtype(node.outputs[0].name) or 0])
@@ -373,6 +385,23 @@ class Growth:
         view = with_columns(value.view, axis.index, stop - start, axis.step)
         ref = self.epilogue.moved(value.ref, start * axis.step)
         return Columns(ref, (stop - start) * axis.step, view)
+
+
+def _common_view(columns: Sequence[Columns]) -> View:
+    """The dimensions of values that meet: they are the same, but that only some may be repeated by an operand."""
+    dims = list(columns[0].view)
+    for view in (value.view for value in columns[1:]):
+        if len(view) != len(dims):
+            raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
+        dims = [_common_dim(one, other) for one, other in zip(dims, view, strict=True)]
+    return tuple(dims)
+
+
+def _common_dim(one: Dim, other: Dim) -> Dim:
+    for dim, short in ((one, other), (other, one)):
+        if one == other or (dim and dim[0].axis.startswith(SPREAD) and extent(short) == 1):
+            return dim
+    raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
 
 
 COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {

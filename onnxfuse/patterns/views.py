@@ -20,6 +20,7 @@ from onnxfuse.graph import SIXTEEN_BIT, Graph, Size
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
 COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs
 REPEATED = "~"  # begins the name of an axis along which an Expand repeats its input
+SPREAD = "^"  # of one along which an operand repeats the product, as pixels do a time embedding
 
 
 @dataclass(frozen=True)
