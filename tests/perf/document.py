@@ -31,6 +31,8 @@ def document() -> str:
             HEAD,
             "## Against stock ONNX Runtime\n",
             *_whole_models(result("h200")),
+            *_models(result("h200-unet")),
+            *_launches(result("h200-launch")),
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
             *_few_rows(result("h200-few-rows")),
@@ -61,6 +63,19 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
         (f"{row['m']}, {row['k']}, {row['n']}", _us(row["stock_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}x")
         for row in found["sites"]
     )
+    heads = ("stock", "fused", "faster")
+    return [
+        _source(found),
+        *_table(("fp16 GEGLU site: m, k, n of one half", *heads), sites),
+        *_model_table(found),
+    ]
+
+
+def _models(found: Mapping[str, Any]) -> list[str]:
+    return ["Later, on another machine with a faster host:\n", _source(found), *_model_table(found)]
+
+
+def _model_table(found: Mapping[str, Any]) -> list[str]:
     models = (
         (
             f"`{Path(row['model']).name.removesuffix('.onnx')}`",
@@ -71,11 +86,20 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
         )
         for row in found["models"]
     )
-    heads = ("stock", "fused", "faster")
+    return _table(("model", "stock", "fused", "faster", "kernels launched"), models)
+
+
+def _launches(found: Mapping[str, Any]) -> list[str]:
+    rows = (
+        (f"{row['m']} x {row['width']}", *(_us(row[f"{name}_us"]) for name in ("neg", "fused", "original")))
+        for row in found["rows"]
+    )
     return [
+        "## What a fused node costs the host\n",
+        f"Chains of {found['nodes']} nodes put on the stream without waiting for the GPU: `Neg`, a fused MatMul, bias\n"
+        "and Relu, and the three nodes that it stands for.\n",
         _source(found),
-        *_table(("fp16 GEGLU site: m, k, n of one half", *heads), sites),
-        *_table(("model", *heads, "kernels launched"), models),
+        *_table(("rows x columns", "Neg", "fused", "original, three nodes"), rows),
     ]
 
 
