@@ -74,7 +74,8 @@ def map_axes(fusion: Fusion) -> AxisMapping:
 def spread_axes(fusion: Fusion) -> Axes:
     """The axes along which operands repeat the product, as pixels do a time embedding."""
     own = {*fusion.lhs.axes, *fusion.rhs[0].axes, PART_AXIS}
-    return tuple(axis for axis in fusion.outs[-1].tensor.axes if axis not in own)
+    stored = dict.fromkeys(axis for out in fusion.outs for axis in out.tensor.axes)
+    return tuple(axis for axis in stored if axis not in own)
 
 
 def map_spread(fusion: Fusion) -> AxisMapping:

@@ -279,6 +279,40 @@ def _scores(s: Sketch) -> None:
     s.add(out, (*value.sizes[:-1], other.sizes[-2]))
 
 
+def _scores_of_unsplit_heads(s: Sketch) -> None:
+    """The same with the batches behind the rows, in both or in the second value only."""
+    value = s.value()
+    rank = len(value.sizes)
+    alike = [other for other in s.values if len(other.sizes) == rank > 2 and other.sizes[1:] == value.sizes[1:]]
+    if not alike:
+        return
+    other = s.draw(st.sampled_from(alike))
+    batch = "xyzw"[: rank - 2]
+    first, second = f"i{batch}k", f"j{batch}k"
+    out = s.b("Einsum", value.name, s.b("Tanh", other.name), equation=f"{first},{second}->{batch}ij")
+    s.add(out, (*value.sizes[1:-1], value.sizes[0], other.sizes[0]))
+
+
+def _repeating(s: Sketch) -> None:
+    """An operand that is longer than a value, along a dimension of size 1 that the value has or gets."""
+    value, op = s.value(), s.pick("Add", "Mul", "Sub", "Min")
+    name, sizes = value.name, list(value.sizes)
+    places = [place for place, size in enumerate(sizes) if size == 1]
+    if len(sizes) < 4 and (not places or s.draw(st.booleans())):
+        place = s.draw(st.integers(0, len(sizes)))
+        name = s.b("Unsqueeze", name, s.b.integers(place))
+        sizes.insert(place, 1)
+    elif places:
+        place = s.draw(st.sampled_from(places))
+    else:
+        return
+    sizes[place] = s.pick(2, 3)
+    keep = [at == place or s.draw(st.integers(0, 3)) > 0 for at in range(len(sizes))]
+    shape = [size if kept else 1 for size, kept in zip(sizes, keep, strict=True)]
+    operand = _stored_or_given(s, np.asarray(np.tanh(s.numbers(*shape))))
+    s.add(s.b(op, *((name, operand) if s.draw(st.booleans()) else (operand, name))), tuple(sizes))
+
+
 def _from_the_left(s: Sketch) -> None:
     """A constant times a value, or a pointwise convolution of it, which is the same product."""
     value = s.value()
@@ -315,5 +349,6 @@ def _half_by_shape(s: Sketch) -> None:
 
 STEPS: tuple[Callable[[Sketch], None], ...] = (
     _unary, _unary, _unary, _binary, _binary, _binary, _binary, _operand, _operand, _masked, _masked, _split, _gate,
-    _gate, _heads, _reader, _another, _scores, _from_the_left, _normalised, _half_by_shape,
+    _gate, _heads, _reader, _another, _scores, _scores_of_unsplit_heads, _repeating, _from_the_left, _normalised,
+    _half_by_shape,
 )  # fmt: skip

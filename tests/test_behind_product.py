@@ -281,3 +281,11 @@ def test_exact_products_are_not_repeated_either() -> None:
     b = Builder()
     (skipped,) = analyse_model(b.model(time_embedding(b)), resolve("sm_90a", list), "exact").skipped
     assert skipped.reason == "broadcasts_the_product"
+
+
+def test_a_product_that_is_also_stored_short_stays_as_it_is() -> None:
+    b = Builder(FLOAT16)
+    t = repeated(b, 8, (2, 3))
+    model = b.model(b("Add", b.input("x", ("batch", 8, "height", "width")), t), t)
+    (skipped,) = analyse_model(model, resolve("sm_90a", list)).skipped
+    assert skipped.reason in ("broadcasts_the_product", "nothing_follows")

@@ -511,3 +511,11 @@ def split_columns_of_the_run(b: Builder) -> str:
 )
 def test_what_is_left_alone_says_why(form, reason: str) -> None:
     assert refusal(built(form)).reason == reason
+
+
+def test_an_image_of_one_row_is_not_taken_apart_along_its_columns() -> None:
+    b = Builder()
+    t = b("Conv", b.input("x", ("batch", 6, 1, 8)), b.array(draw(4, 6, 1, 1), "weight"), kernel_shape=[1, 1])
+    first, second = b("Split", t, b.integers(4, 4), outputs=2, axis=-1)
+    model = b.model(b("Mul", first, b("Tanh", second)))
+    assert refusal(model).reason in ("not_the_last_axis", "nothing_follows")

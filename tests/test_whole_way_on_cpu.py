@@ -24,7 +24,9 @@ from onnxfuse.tile_footprint import why_not
 from tests.bridge_hooks import Arguments, Node, bridge
 from tests.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.onnx_build import BOOL, Builder
+from tests.test_behind_product import REPEATED
 from tests.test_kernel_on_cpu import Range, build_source
+from tests.test_products import feed_of
 
 SM_80 = ARCHITECTURES["sm_80"]
 TILES = {4: Tile(16, 16, 16, 1, 1, 2), 2: Tile(16, 16, 32, 1, 1, 2)}  # by the size of an element
@@ -272,6 +274,20 @@ def test_the_kernel_computes_what_the_graph_computes(graph, behind: bool, tmp_pa
     expected = run_values(model, [tensor.name for tensor in form.fusion.outputs], feed)
     for wanted, found in zip(expected, actual, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("graph", REPEATED, ids=lambda graph: graph.__name__)
+@pytest.mark.parametrize("variant", [0, -1])
+def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None:
+    b = Builder()
+    model = b.model(graph(b))
+    (site,) = analyse_model(model, [SM_80]).sites
+    feed = feed_of(model, batch=2, height=3, width=4, length=8)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    values = stored | feed | run_inputs(model, site.form.fusion, feed)
+    (actual,) = compute(site.form, values, tmp_path, variant)
+    (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("order", ["kn", "nk"])

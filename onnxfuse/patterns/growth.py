@@ -25,6 +25,7 @@ from onnxfuse.patterns.pointwise import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 from onnxfuse.patterns.views import (
+    COLUMNS,
     SPREAD,
     VIEWS,
     Dim,
@@ -297,6 +298,8 @@ class Growth:
     def _column_axis(self, value: Columns, axis: int, verb: str) -> ColumnAxis:
         """The axis that a node takes apart; a step along it is one column, or all columns of an outer axis of them."""
         axis %= len(value.view)
+        if any(is_column(piece) and piece.axis != COLUMNS for dim in value.view for piece in dim):
+            raise NotFusable("not_the_last_axis", "", f"{verb} columns of several axes, as an image's are")
         if axis == columns_dim(value.view):
             return ColumnAxis(axis, 1)
         piece = value.view[axis][0] if len(value.view[axis]) == 1 else None
