@@ -9,35 +9,30 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse import symbolic
 from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
 from onnxfuse.operators import qualified_op
+from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
 from onnxfuse.patterns.views import (
-    COLUMNS,
     SPREAD,
     VIEWS,
     Dim,
     FallbackShape,
     Piece,
     View,
-    columns_dim,
     extent,
     fallback_shape,
     is_column,
     viewed,
-    with_columns,
 )
 
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
@@ -51,14 +46,6 @@ class Stop:
 
     refusal: NotFusable
     needs: int
-
-
-@dataclass(frozen=True)
-class ColumnAxis:
-    """A dimension of a value that counts its columns, `step` at once."""
-
-    index: int
-    step: int
 
 
 class Growth:
@@ -295,40 +282,18 @@ class Growth:
             raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
         return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
 
-    def _column_axis(self, value: Columns, axis: int, verb: str) -> ColumnAxis:
-        """The axis that a node takes apart; a step along it is one column, or all columns of an outer axis of them."""
-        axis %= len(value.view)
-        if any(is_column(piece) and piece.axis != COLUMNS for dim in value.view for piece in dim):
-            raise NotFusable("not_the_last_axis", "", f"{verb} columns of several axes, as an image's are")
-        if axis == columns_dim(value.view):
-            return ColumnAxis(axis, 1)
-        piece = value.view[axis][0] if len(value.view[axis]) == 1 else None
-        if piece is None or not is_column(piece):
-            raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
-        if symbolic.multiply((piece.size, piece.step)) != value.length:
-            raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
-        return ColumnAxis(axis, piece.step)
-
-    def _known_length(self, value: Columns, axis: ColumnAxis) -> int:
-        if isinstance(value.length, str):
-            raise NotFusable("bounds_not_constant", "", "takes columns apart whose number only the run knows")
-        return value.length // axis.step
-
     def _single(self, node: gs.Node) -> Columns:
         value = self.values.get(node.inputs[0].name)
         if value is None:
             raise NotFusable("unknown_op", "", f"{node.op} of shape arithmetic")
         return value
 
-    def _absorb_split(self, node: gs.Node) -> None:
-        value = self._single(node)
-        axis = self._column_axis(value, node.attrs.get("axis", 0), "splits")
-        self._take(node, *self._ranges(value, axis, split_sizes(self.graph, node, self._known_length(value, axis))))
+    def _absorb_ranges(self, node: gs.Node) -> None:
+        ranges = TAKES_APART[node.op](self.graph, self.epilogue, node, self._single(node))
+        self._take(node, *ranges)
 
     def _absorb_split_to_sequence(self, node: gs.Node) -> None:
-        value = self._single(node)
-        axis = self._column_axis(value, node.attrs.get("axis", 0), "splits")
-        ranges = self._ranges(value, axis, sequence_sizes(self.graph, node, self._known_length(value, axis)))
+        ranges = split_to_sequence(self.graph, self.epilogue, node, self._single(node))
         self._take(node, None)
         self._sequences[str(node.outputs[0].name)] = ranges
 
@@ -339,55 +304,21 @@ class Growth:
             raise NotFusable("bounds_not_constant", "", "which element of the sequence is not known before the run")
         self._take(node, ranges[position[0]])
 
-    def _absorb_slice(self, node: gs.Node) -> None:
-        value = self._single(node)
-        starts, ends, axes, steps = slice_bounds(self.graph, node)
-        if len(axes) != 1:
-            raise NotFusable("not_the_last_axis", "", "slices along several axes")
-        axis = self._column_axis(value, axes[0], "slices")
-        if steps != [1]:
-            raise NotFusable("strided_slice", "", f"slices with step {steps[0]}")
-        start, stop, _ = slice(starts[0], ends[0]).indices(self._known_length(value, axis))
-        if stop <= start:
-            raise NotFusable("empty_slice", "", "slices no column")
-        self._take(node, self._range(value, axis, start, stop))
-
-    def _absorb_gather(self, node: gs.Node) -> None:
-        """One step along an axis of columns, as indexing takes q, k and v out of one tensor."""
-        value = self._single(node)
-        axis = self._column_axis(value, node.attrs.get("axis", 0), "gathers")
-        position = self.graph.known_value(node.inputs[1])
-        if position is None or position.size != 1 or not is_complete(position):
-            raise NotFusable("bounds_not_constant", "", "which columns it gathers is not known before the run")
-        start = int(position.item()) % self._known_length(value, axis)
-        found = self._range(value, axis, start, start + 1)
-        if position.ndim == 0:
-            found = replace(found, view=(*found.view[: axis.index], *found.view[axis.index + 1 :]))
-        self._take(node, found)
-
     def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
         """The left half of the biased columns times the gelu of the right half."""
         value = self._single(node)
-        axis = self._column_axis(value, -1, "splits")
         biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value))
-        half = self._known_length(value, axis) // 2
-        first, second = self._ranges(replace(value, ref=biased), axis, [half, half])
+        both = whole(self.epilogue, replace(value, ref=biased), -1, "splits")
+        first, second = both.ranges([both.length // 2] * 2)
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
         self._take(node, replace(first, ref=self._stored(node, gated)))
 
-    def _ranges(self, value: Columns, axis: ColumnAxis, sizes: list[int]) -> list[Columns]:
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + size)
-        length = self._known_length(value, axis)
-        if starts[-1] != length:
-            raise NotFusable("invalid_model", "", f"splits {length} columns into {starts[-1]}")
-        return [self._range(value, axis, start, stop) for start, stop in pairwise(starts)]
 
-    def _range(self, value: Columns, axis: ColumnAxis, start: int, stop: int) -> Columns:
-        view = with_columns(value.view, axis.index, stop - start, axis.step)
-        ref = self.epilogue.moved(value.ref, start * axis.step)
-        return Columns(ref, (stop - start) * axis.step, view)
+COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
+    **dict.fromkeys(TAKES_APART, Growth._absorb_ranges),
+    "SplitToSequence": Growth._absorb_split_to_sequence,
+    "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
+}
 
 
 def _common_view(columns: Sequence[Columns]) -> View:
@@ -405,15 +336,6 @@ def _common_dim(one: Dim, other: Dim) -> Dim:
         if one == other or (dim and dim[0].axis.startswith(SPREAD) and extent(short) == 1):
             return dim
     raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
-
-
-COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
-    "Split": Growth._absorb_split,
-    "Slice": Growth._absorb_slice,
-    "Gather": Growth._absorb_gather,
-    "SplitToSequence": Growth._absorb_split_to_sequence,
-    "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
-}
 
 
 def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:

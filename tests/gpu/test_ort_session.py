@@ -128,7 +128,7 @@ def check_sizes(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str, k
 
 # Batches that lie apart in an input, or that it lacks: heads as Flax leaves them, keys and queries of all batches, a
 # weight of each head. Then the shapes of both inputs.
-BATCHES = {
+BATCHES: dict[str, tuple[tuple[int | str, ...], tuple[int | str, ...]]] = {
     "bqhd,bkhd->bhqk": (("b", "q", 3, 64), ("b", "k", 3, 64)),
     "bhqk,bkhd->bqhd": (("b", 3, "q", "k"), ("b", "k", 3, 64)),
     "bhqd,hkd->bhqk": (("b", 3, "q", 64), (3, "k", 64)),
@@ -154,7 +154,7 @@ def test_batches_that_lie_apart(tmp_path: Path, dtype: int, equation: str) -> No
         {"b": 3, "q": 77, "k": 77},
     ):
         x, y = (
-            rng.standard_normal([sizes.get(size, size) for size in shape]).astype(b.numpy)
+            rng.standard_normal([size if isinstance(size, int) else sizes[size] for size in shape]).astype(b.numpy)
             for shape in BATCHES[equation]
         )
         expected = np.tanh(0.125 * np.einsum(equation, as_float64(x), as_float64(y)))

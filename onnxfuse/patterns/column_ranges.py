@@ -1,0 +1,130 @@
+"""What nodes take apart: the columns of a value as those of its ranges, each a value of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse import symbolic
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph import Graph
+from onnxfuse.known_values import is_complete
+from onnxfuse.patterns.epilogue_graph import EpilogueGraph
+from onnxfuse.patterns.match import Columns
+from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
+from onnxfuse.patterns.views import COLUMNS, columns_dim, is_column, with_columns
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The columns of a value along one of its dimensions.
+
+    Attributes:
+        epilogue: that the value is an expression of.
+        value: whose columns they are.
+        index: the dimension.
+        step: columns that a step along it passes.
+    """
+
+    epilogue: EpilogueGraph
+    value: Columns
+    index: int
+    step: int
+
+    @property
+    def length(self) -> int:
+        """Steps along the dimension.
+
+        Raises:
+            NotFusable: only the run knows them.
+        """
+        if isinstance(self.value.length, str):
+            raise NotFusable("bounds_not_constant", "", "takes columns apart whose number only the run knows")
+        return self.value.length // self.step
+
+    def range(self, start: int, stop: int) -> Columns:
+        """Some of them."""
+        view = with_columns(self.value.view, self.index, stop - start, self.step)
+        ref = self.epilogue.moved(self.value.ref, start * self.step)
+        return Columns(ref, (stop - start) * self.step, view)
+
+    def ranges(self, sizes: list[int]) -> list[Columns]:
+        """All of them, in ranges of some sizes.
+
+        Raises:
+            NotFusable: the sizes are those of more or fewer columns.
+        """
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + size)
+        if starts[-1] != self.length:
+            raise NotFusable("invalid_model", "", f"splits {self.length} columns into {starts[-1]}")
+        return [self.range(start, stop) for start, stop in pairwise(starts)]
+
+
+def whole(epilogue: EpilogueGraph, value: Columns, axis: int, verb: str) -> Whole:
+    """The columns that a node takes apart; a step along its axis is one, or all those of an outer axis of them.
+
+    Raises:
+        NotFusable: the axis does not count the value's columns, or they do not lie side by side.
+    """
+    axis %= len(value.view)
+    if any(is_column(piece) and piece.axis != COLUMNS for dim in value.view for piece in dim):
+        raise NotFusable("not_the_last_axis", "", f"{verb} columns of several axes, as an image's are")
+    if axis == columns_dim(value.view):
+        return Whole(epilogue, value, axis, 1)
+    piece = value.view[axis][0] if len(value.view[axis]) == 1 else None
+    if piece is None or not is_column(piece):
+        raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
+    if symbolic.multiply((piece.size, piece.step)) != value.length:
+        raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
+    return Whole(epilogue, value, axis, piece.step)
+
+
+def split(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
+    """The outputs of a Split."""
+    found = whole(epilogue, value, node.attrs.get("axis", 0), "splits")
+    return found.ranges(split_sizes(graph, node, found.length))
+
+
+def split_to_sequence(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
+    """The elements of what a SplitToSequence makes."""
+    found = whole(epilogue, value, node.attrs.get("axis", 0), "splits")
+    return found.ranges(sequence_sizes(graph, node, found.length))
+
+
+def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
+    starts, ends, axes, steps = slice_bounds(graph, node)
+    if len(axes) != 1:
+        raise NotFusable("not_the_last_axis", "", "slices along several axes")
+    found = whole(epilogue, value, axes[0], "slices")
+    if steps != [1]:
+        raise NotFusable("strided_slice", "", f"slices with step {steps[0]}")
+    start, stop, _ = slice(starts[0], ends[0]).indices(found.length)
+    if stop <= start:
+        raise NotFusable("empty_slice", "", "slices no column")
+    return [found.range(start, stop)]
+
+
+def _gather(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
+    """One step along an axis of columns, as indexing takes q, k and v out of one tensor."""
+    found = whole(epilogue, value, node.attrs.get("axis", 0), "gathers")
+    position = graph.known_value(node.inputs[1])
+    if position is None or position.size != 1 or not is_complete(position):
+        raise NotFusable("bounds_not_constant", "", "which columns it gathers is not known before the run")
+    start = int(position.item()) % found.length
+    taken = found.range(start, start + 1)
+    if position.ndim == 0:
+        taken = replace(taken, view=(*taken.view[: found.index], *taken.view[found.index + 1 :]))
+    return [taken]
+
+
+TAKES_APART: dict[str, Callable[[Graph, EpilogueGraph, gs.Node, Columns], list[Columns]]] = {
+    "Split": split,
+    "Slice": _slice,
+    "Gather": _gather,
+}
+"""Op -> its outputs, given its first input; NotFusable where they are no ranges of its columns."""
