@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,13 +93,20 @@ ROWS = [
 ]  # fmt: skip
 
 
+@lru_cache(maxsize=1)
+def _weight_and_bias(k: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """[k, width] and [width]; rows of one weight stand one behind the other, and the numbers take a second."""
+    rng = np.random.default_rng(k)
+    return rng.standard_normal((k, width), np.float32) / np.sqrt(k, dtype=np.float32), rng.standard_normal(width)
+
+
 def site_model(row: Row, order: str, dtype: int = FLOAT16) -> ModelProto:
     """The problem as an exporter writes it, with weights [k, n] (MatMul) or [n, k] (Gemm with transB)."""
     b = Builder(dtype)
     x, width = b.input("x", ("m", row.k)), row.n * row.parts
-    rng = np.random.default_rng(row.k)
-    weight = (rng.standard_normal((row.k, width), np.float32) / np.sqrt(row.k)).astype(b.numpy)
-    bias = () if row.epilogue in ("swiglu", "geglu_tanh") else (b.array(rng.standard_normal(width), "bias"),)
+    numbers, biases = _weight_and_bias(row.k, width)
+    weight = numbers.astype(b.numpy)
+    bias = () if row.epilogue in ("swiglu", "geglu_tanh") else (b.array(biases, "bias"),)
     if order == "nk":
         t = b("Gemm", x, b.array(np.ascontiguousarray(weight.T), "weight"), *bias, transB=1)
     else:
