@@ -68,7 +68,7 @@ def main() -> None:
     timed = [row for row in SITES if options.only in str(row)]
     rows = measure_all(problems(timed, device, choices), device, MOST_ULP)
     result = {**origin("python -m tests.perf.few_rows --out results/h200-few-rows.json"), "rows": rows}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
