@@ -79,14 +79,8 @@ def spread_axes(fusion: Fusion) -> Axes:
 
 
 def map_spread(fusion: Fusion) -> AxisMapping:
-    """The loops of a kernel behind a product that its operands repeat: n is what neighbours differ in.
-
-    Raises:
-        NotFusable: an output is not repeated; a kernel would write it once for each repetition.
-    """
+    """The loops of a kernel behind a product that its operands repeat: n is what neighbours of its output differ in."""
     out = tuple(axis for axis in fusion.outs[-1].tensor.axes if axis != PART_AXIS)
-    if any(set(each.tensor.axes) - {PART_AXIS} != set(out) for each in fusion.outs):
-        raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand is longer than one output, not than all")
     spread = spread_axes(fusion)
     rows = out
     while rows and (rows[-1] in spread) == (out[-1] in spread):

@@ -136,7 +136,8 @@ def _plan_spread(
     """A site whose operands repeat its product: the product stays with the library, whatever the architecture.
 
     Raises:
-        NotFusable: `broadcasts_the_product`, where that is not possible, or would repeat an activation.
+        NotFusable: `broadcasts_the_product`, where that is not possible, would repeat an activation, or has several
+            outputs, of which one may not be repeated and would be written once for each repetition.
     """
     mapping = map_spread(fusion)
     exact = exact_fp32 and fusion.lhs.dtype == F32

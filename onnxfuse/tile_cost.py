@@ -36,7 +36,7 @@ PIPELINE_FILL = 64  # a tile's prologue and epilogue take about as long as produ
 EXPOSED_EPILOGUE = 128  # and that much longer where no main loop of the sm_90a kernel runs beside it
 STEP = 0.14  # microseconds of a step of the sm_90a kernel's ring at least, however narrow the tile
 # Of a ping-pong or cooperative tile's pace, where boxes of rhs[k, n] with so many columns follow those of 64, by rows.
-NARROW_BOXES = {(128, 32): 0.92, (128, 16): 0.87, (64, 32): 0.85, (64, 16): 0.7}
+NARROW_BOXES = {(128, 32): 0.92, (128, 16): 0.87, (64, 32): 0.85}
 LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
 # Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
 # (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
