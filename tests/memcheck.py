@@ -24,6 +24,7 @@ SHARDS = {
     "test_exact_kernel.py": 4,
 }  # fmt: skip
 FAILED = 9  # what the sanitizer exits with where it found an error
+PLUGINS = {"racecheck": ("-p", "tests.all_lanes_arrive")}  # by tool
 SHOWN = 1500  # characters of what a failing shard printed
 
 
@@ -49,7 +50,7 @@ def shards(files: list[Path]) -> Iterator[Shard]:
 def run(shard: Shard, tool: str, log: Path) -> str:
     """Run one shard; empty where nothing is wrong, else what was printed and found."""
     command = ["compute-sanitizer", "--tool", tool, "--log-file", str(log), "--error-exitcode", str(FAILED)]
-    command += [sys.executable, "-m", "pytest", "-q", "-p", "tests.shard", str(shard.file)]
+    command += [sys.executable, "-m", "pytest", "-q", "-p", "tests.shard", *PLUGINS.get(tool, ()), str(shard.file)]
     environment = os.environ | {"SHARD": f"{shard.part}/{shard.count}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from onnxfuse.kernels.hopper import emit
+from onnxfuse.kernels import hopper
+from tests.all_lanes_arrive import with_all_lanes
 from tests.hopper_cases import DEVICE, HopperCase, batch_runs_cases, cases, few_rows_cases, split_cases
 from tests.host_build import EMULATOR, build_library
 from tests.kernel_problem import Problem, make_problem
@@ -35,9 +37,12 @@ class HostMap(ctypes.Structure):
     )  # fmt: skip
 
 
-def host_source(case: HopperCase) -> str:
+def emit(case: HopperCase) -> str:
+    return hopper.emit(case.spec, case.tile, DEVICE.shared_bytes)
+
+
+def host_source(source: str) -> str:
     """An emitted source with PTX replaced by C++."""
-    source = emit(case.spec, case.tile, DEVICE.shared_bytes)
     source = _replaced(source, "// ---- ptx.cuh", "// ---- pointwise.cuh", _text("ptx_host.cuh"))
     source = _replaced(source, "// ---- pointwise_fast.cuh", "// ---- generated", "")
     source = _replaced(source, "// acc[64, COLUMNS], registers", "}  // namespace onnxfuse", "")
@@ -56,8 +61,8 @@ def _replaced(source: str, first: str, behind: str, text: str) -> str:
     return source[:start] + text + source[source.index(behind, start) :]
 
 
-def build(case: HopperCase, folder: Path) -> ctypes.CDLL:
-    library = build_library(host_source(case), folder, f"-DEMULATED_BLOCKS={case.tile.cluster}")
+def build(case: HopperCase, folder: Path, emitted: Callable[[HopperCase], str] = emit) -> ctypes.CDLL:
+    library = build_library(host_source(emitted(case)), folder, f"-DEMULATED_BLOCKS={case.tile.cluster}")
     library.emulate.restype = ctypes.c_char_p
     return library
 
@@ -104,6 +109,7 @@ def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: i
 
 
 SPLIT = list(split_cases())
+STAGED = next(case for case in cases() if any(load.kind == "tile" for load in case.spec.loads))
 MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
 SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(few_rows_cases())[::2], *list(batch_runs_cases())[::2]]
 
@@ -131,3 +137,13 @@ def test_blocks_behind_the_end_of_k_do_not_read_the_next_batch(tmp_path: Path) -
     dirty = launch(library, MERGED, problem, 1, lazy=False)[0]
     first = problem.outs[0].index[0]
     np.testing.assert_array_equal(clean[first], dirty[first])
+
+
+@pytest.mark.parametrize("case", [SPLIT[0], STAGED], ids=lambda case: case.name)
+def test_the_kernel_that_racecheck_sees_computes_the_same(case: HopperCase, tmp_path: Path) -> None:
+    """A barrier that expected fewer arrivals than come, or more, would let a warp read too early or wait for ever."""
+    library, problem = (
+        build(case, tmp_path, lambda case: with_all_lanes(emit(case))),
+        make_problem(case.spec, case.sizes[0]),
+    )
+    problem.check(launch(library, case, problem, 1, lazy=True))
