@@ -1,8 +1,8 @@
-// Exact fp32 on tensor cores that multiply TF32. Each factor is the sum of two TF32 numbers, big and small, within 2^-23 of
-// it, and three products of these are added; small * small is left out, which is another 2^-22. Tensor cores cut what they
-// add: a step's sums begin at zero, the small ones first, and go to the sum of all steps by FADD, which rounds. big is
-// infinite where the factor is, or would round to it, and small is then not a number; nor are the sums, and FFMA must
-// take over.
+// Exact fp32 on tensor cores that multiply TF32. Each factor is the sum of two TF32 numbers, big and small, within
+// 2^-23 of it, and three products of these are added; small * small is left out, which is another 2^-22. Tensor cores
+// cut what they add: a step's sums begin at zero, the small ones first, and go to the sum of all steps by FADD, which
+// rounds. big is infinite where the factor is, or would round to it, and small is then not a number; nor are the sums,
+// and FFMA must take over.
 #pragma once
 #include "ptx.cuh"
 

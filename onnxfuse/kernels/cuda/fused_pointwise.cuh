@@ -2,8 +2,8 @@
 //
 // Memory bounds it, so the work of a thread is what keeps memory busy: SPAN adjacent columns of ROWS rows, all of their
 // loads on their way before the first result is computed. Every tensor is read and written as wide as it allows, WIDTH
-// elements at a time; SPAN is the widest of them. What does not vary along the rows is read once for all of them. A kernel
-// that is CHECKED reads a tensor for which WIDTH is not legal element by element.
+// elements at a time; SPAN is the widest of them. What does not vary along the rows is read once for all of them. A
+// kernel that is CHECKED reads a tensor for which WIDTH is not legal element by element.
 //
 //                 COLUMN_THREADS x SPAN columns
 //               +------------------------------+
@@ -50,8 +50,8 @@ __device__ __forceinline__ auto& own_span(Operands<LOADS>& operands) {
 constexpr bool varies_along_rows(Kind kind) { return kind == Kind::column || kind == Kind::tile; }
 constexpr bool varies_along_columns(Kind kind) { return kind == Kind::row || kind == Kind::tile; }
 
-// In accesses of the way's WIDTH. `left` columns of the tensor begin at the span's first; a chunk lies inside or outside
-// as a whole.
+// In accesses of the way's WIDTH. `left` columns of the tensor begin at the span's first; a chunk lies inside or
+// outside as a whole.
 template <typename Way, typename Access>
 __device__ __forceinline__ void read_span(Span<Access>& span, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
                                           int batch, int row, int column, int left) {

@@ -106,7 +106,8 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
   });
 }
 
-// Where an element of a slab lies in a staging area that threads copy. Turned columns are 16 bytes longer than the data.
+// Where an element of a slab lies in a staging area that threads copy. Turned columns are 16 bytes longer than the
+// data.
 template <typename Access>
 struct Staged {
   using T = typename Access::Type;
@@ -183,8 +184,8 @@ struct CopyOf<Access, false> {
   using Type = WalkedCopy<Access>;
 };
 
-// One slab of every tile operand -> the staging areas of every SPLITS-th of a group's warps, asynchronously where cp.async
-// moves as little. `staging` is that of the first one, number `first`.
+// One slab of every tile operand -> the staging areas of every SPLITS-th of a group's warps, asynchronously where
+// cp.async moves as little. `staging` is that of the first one, number `first`.
 __device__ __forceinline__ void load_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile,
                                           int index, int first) {
 #pragma unroll 1
@@ -236,8 +237,8 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
   });
 }
 
-// A slab whose rows lie in several runs, by the warp: TMA clips what lies behind a tensor's end, but a box that it stores
-// may not begin before the first row, so it cannot store the part of a slab that belongs to a later run.
+// A slab whose rows lie in several runs, by the warp: TMA clips what lies behind a tensor's end, but a box that it
+// stores may not begin before the first row, so it cannot store the part of a slab that belongs to a later run.
 template <typename Access>
 __device__ __forceinline__ void copy_box(const unsigned char* staged, const OnnxfuseTensor& tensor,
                                          const OnnxfuseOuter& outer, const Slab& slab) {
@@ -387,8 +388,8 @@ __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, co
   }
 }
 
-// The register that holds a part's column `column`, the first of a unit: the columns of a piece lie side by side for all
-// parts, one piece behind the other.
+// The register that holds a part's column `column`, the first of a unit: the columns of a piece lie side by side for
+// all parts, one piece behind the other.
 __device__ __forceinline__ constexpr int accumulator_of(int part, int column) {
   return column < RHS_COLUMNS ? (part * RHS_COLUMNS + column) / 2
                               : (PARTS * RHS_COLUMNS + part * (BLOCK_N - RHS_COLUMNS) + column - RHS_COLUMNS) / 2;
@@ -417,12 +418,18 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   });
 }
 
-// Accumulators -> outputs of the group's tile number `count`. `first_row` is the group's place in the block's tile,
-// `slabs_full` and `slabs_empty` are the barriers of the group's tile operands.
+// Shared memory of a warp's epilogue.
+struct EpilogueMemory {
+  const unsigned char* vectors;  // row, column and scalar operands of the block's tile
+  unsigned char* staging;        // of the warp
+  unsigned slabs_full;           // barriers of the group's tile operands
+  unsigned slabs_empty;
+};
+
+// Accumulators -> outputs of the group's tile number `count`. `first_row` is the group's place in the block's tile.
 __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS],
                                              const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile,
-                                             int first_row, const unsigned char* vectors, unsigned char* staging,
-                                             unsigned slabs_full, unsigned slabs_empty, int count) {
+                                             int first_row, const EpilogueMemory& memory, int count) {
   const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
   const int warp_row = first_row + warp * WARP_ROWS;
   const bool leader = threadIdx.x % WARP_SIZE == 0;
@@ -432,7 +439,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
     const int buffer = index % OUT_BUFFERS;
-    if constexpr (TILE_LOADS > 0) barrier_wait(slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
+    if constexpr (TILE_LOADS > 0) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
     if constexpr (BOXED_OUTS > 0) {
       // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
       const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
@@ -444,7 +451,8 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
     UnitOperands operands[2];
     const auto read = [&](UnitOperands& target, int column) {
-      read_operands(target, vectors, staging, row, slab_column + column, column, TILE_LOADS > 0 ? index % LOAD_BUFFERS : 0);
+      const int load_buffer = TILE_LOADS > 0 ? index % LOAD_BUFFERS : 0;
+      read_operands(target, memory.vectors, memory.staging, row, slab_column + column, column, load_buffer);
     };
     read(operands[0], 0);
 #pragma unroll
@@ -453,14 +461,14 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
       const int next = column + UNIT_COLUMNS;
       if (!OPERANDS_AHEAD && column > 0) read(operands[0], column);
       if (OPERANDS_AHEAD && next < SLAB_COLUMNS) read(operands[current ^ 1], next);
-      run_unit(acc[subtile], operands[current], staging, slab_column + column, column, buffer);
+      run_unit(acc[subtile], operands[current], memory.staging, slab_column + column, column, buffer);
     }
     if constexpr (BOXED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
-    if (TILE_LOADS > 0 && leader) barrier_arrive(slabs_empty + index % LOAD_BUFFERS * 8);
+    if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty + index % LOAD_BUFFERS * 8);
     const Slab slab(args, tile, index, warp);
-    if constexpr (BOXED_OUTS < OUTS) store_slab(staging, args, slab);
-    if constexpr (BOXED_OUTS > 0) store_boxes(staging, args, maps, slab, buffer);
+    if constexpr (BOXED_OUTS < OUTS) store_slab(memory.staging, args, slab);
+    if constexpr (BOXED_OUTS > 0) store_boxes(memory.staging, args, maps, slab, buffer);
   }
 }
 

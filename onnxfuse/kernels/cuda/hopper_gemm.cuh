@@ -6,10 +6,10 @@
 //                    group a warp brings its tile operands
 //                       |  cp.async.bulk.tensor, swizzled; in a cluster each block loads half and sends it to both;
 //                       |  lhs in one box or, where m may be small, in LHS_BOXES, of which only those with rows come
-//   ring             [stage 0][stage 1] ... [stage STAGES-1]        a stage: 128 bytes of k of BLOCK_M rows of lhs and of
-//                       |  full[stage]: the bytes have landed       BLOCK_N columns of every part of rhs, side by side:
-//                       |  empty[stage]: every reader is done       one wgmma leaves all parts in the same thread, or two
-//                       |                                           where not all columns fill the widest swizzle
+//   ring             [stage 0][stage 1] ... [stage STAGES-1]      a stage: 128 bytes of k of BLOCK_M rows of lhs and of
+//                       |  full[stage]: the bytes have landed     BLOCK_N columns of every part of rhs, side by side:
+//                       |  empty[stage]: every reader is done     one wgmma leaves all parts in the same thread, or
+//                       |                                         two where not all columns fill the widest swizzle
 //   4 warps each     consumer groups
 //                       |  wgmma m64 x (PARTS * BLOCK_N) x 32 bytes of k, fp32 accumulators in registers
 //                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
@@ -107,8 +107,8 @@ __device__ constexpr unsigned long long descriptor(int swizzle_span, int leading
 // The address field; behind its 18 bits, a shared-memory address holds the block's rank in the cluster.
 __device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
 
-// k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of an atom's columns,
-// then the next atom; m contiguous: the same with LHS_ATOM, which one wgmma reads.
+// k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of an atom's
+// columns, then the next atom; m contiguous: the same with LHS_ATOM, which one wgmma reads.
 constexpr int LHS_ATOM = ROW_BYTES / sizeof(Element);
 constexpr unsigned long long K_CONTIGUOUS_DESCRIPTOR = descriptor(128, 16, 8 * ROW_BYTES);
 constexpr int K_CONTIGUOUS_STEP = STEP_K * sizeof(Element) / 16;
@@ -189,8 +189,8 @@ __device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return 
 
 // ---- producer
 
-// Where a batch lies along the batches of a factor's map, and along its runs of them: where the tensor is broadcast, there
-// is one.
+// Where a batch lies along the batches of a factor's map, and along its runs of them: where the tensor is broadcast,
+// there is one.
 struct BatchPlace {
   int batch, run;
 
@@ -202,8 +202,8 @@ struct BatchPlace {
   }
 };
 
-// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster. With IN_RUNS the map
-// has runs of batches.
+// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster. With IN_RUNS the
+// map has runs of batches.
 template <bool SHARED, bool IN_RUNS>
 __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned full, int x, int y,
                                      const BatchPlace& place) {
@@ -216,7 +216,8 @@ __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsi
   }
 }
 
-// Bytes of a stage of one tile. What a box of lhs that stays away leaves in the ring meets only rows that nobody stores.
+// Bytes of a stage of one tile. What a box of lhs that stays away leaves in the ring meets only rows that nobody
+// stores.
 __device__ __forceinline__ int stage_bytes(const OnnxfuseArguments& args, const OutTile& tile) {
   if constexpr (LHS_BOXES == 1) return STAGE_BYTES;
   const int boxes = min((args.m - tile.row - 1) / LHS_BOX_ROWS + 1, LHS_BOXES);
@@ -333,7 +334,8 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
                                               int rank, int group) {
   const Walk walk(args);
   const int first_warp = SPLITS > 1 ? rank : 0;
-  unsigned char* staging = memory + STAGES * STAGE_BYTES + (group * WARP_GROUP / WARP_SIZE + first_warp) * STAGING_BYTES;
+  const int block_warp = group * WARP_GROUP / WARP_SIZE + first_warp;
+  unsigned char* staging = memory + STAGES * STAGE_BYTES + block_warp * STAGING_BYTES;
   const unsigned full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
   const unsigned empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
   barrier_wait(shared + SLABS_START_OFFSET, 0);
@@ -379,8 +381,9 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
 #pragma unroll
       for (int subtile = 0; subtile < SUBTILES; ++subtile) {
         const unsigned long long rows = lhs + subtile * GROUP_WGMMA_ROWS * ROW_BYTES / 16;
-        MainPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, step + i > 0);
-        if constexpr (RHS_PIECES > 1) RestPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, step + i > 0);
+        const int accumulate = step + i > 0;
+        MainPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, accumulate);
+        if constexpr (RHS_PIECES > 1) RestPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, accumulate);
       }
     }
     multiply_commit();
@@ -425,8 +428,8 @@ __device__ __forceinline__ void give_sums(const float (&acc)[SUBTILES][ACCUMULAT
   if (threadIdx.x % WARP_SIZE == 0) barrier_release_peer(shared + SUMS_FULL_OFFSET, owner);
 }
 
-// What the cluster's other blocks have for this warp is added, in an order that depends on the block alone: `acc` has all
-// of k. All blocks read at once, each from another one.
+// What the cluster's other blocks have for this warp is added, in an order that depends on the block alone: `acc` has
+// all of k. All blocks read at once, each from another one.
 __device__ __forceinline__ void take_sums(float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank, int parity) {
   barrier_acquire(shared + SUMS_FULL_OFFSET, parity);
 #pragma unroll 1
@@ -472,7 +475,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     if constexpr (SPLITS > 1) named_sync(SUMS_BARRIER, CONSUMERS * WARP_GROUP);  // the last stage has been read
     if (owner == rank) {
       if constexpr (SPLITS > 1) take_sums(acc, shared, rank, count % 2);
-      run_epilogue(acc, args, maps, tile, first_row, vectors, staging, slabs_full, slabs_empty, count / TEAMS);
+      run_epilogue(acc, args, maps, tile, first_row, {vectors, staging, slabs_full, slabs_empty}, count / TEAMS);
     } else {
       give_sums(acc, memory, shared, owner);
     }

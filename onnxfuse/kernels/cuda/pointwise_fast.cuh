@@ -33,9 +33,9 @@ __device__ __forceinline__ float fast_gelu_tanh(float x) {
   return x * fast_reciprocal(1.0f + fast_exp2(x * (-2.3022081986f - 0.10294324f * square)));
 }
 
-// x Phi(x) = x / (1 + 2^(x s)), s = s0 + s1 x^2 + ... + s4 x^8: Phi is the logistic function of an odd function, and the
-// polynomial fits that one. Phi is off by 1.5e-6 at most, and by 1e-3 of itself down to x = -3, where it is 1e-3; below,
-// 1 + erf() in 16 bits has long been zero. Two more coefficients would be ten times as exact, and 6 % slower.
+// x Phi(x) = x / (1 + 2^(x s)), s = s0 + s1 x^2 + ... + s4 x^8: Phi is the logistic function of an odd function, and
+// the polynomial fits that one. Phi is off by 1.5e-6 at most, and by 1e-3 of itself down to x = -3, where it is 1e-3;
+// below, 1 + erf() in 16 bits has long been zero. Two more coefficients would be ten times as exact, and 6 % slower.
 __device__ __forceinline__ float fast_gelu(float x) {
   const float square = x * x;
   float sum = -4.09301492254599e-06f;

@@ -18,13 +18,13 @@
 // Launch: grid (ceil(m / BLOCK_M) * ceil(n / BLOCK_N), 1, min(batch, 65535)), block THREADS, dynamic shared memory
 // SHARED_BYTES.
 //
-// Contract: LHS_WIDTH and RHS_WIDTH divide the extents of lhs and rhs along their contiguous axes, and the WIDTH of a load
-// or output divides n; all of them divide the strides and the pointers. So an access lies either inside or outside. A
-// kernel that is CHECKED looks for itself, and treats a tensor for which that does not hold as one of width 1. Of lhs
-// and rhs, 16-bit elements of width 1 pass through registers on their way to the ring (ShiftedCopy).
+// Contract: LHS_WIDTH and RHS_WIDTH divide the extents of lhs and rhs along their contiguous axes, and the WIDTH of a
+// load or output divides n; all of them divide the strides and the pointers. So an access lies either inside or
+// outside. A kernel that is CHECKED looks for itself, and treats a tensor for which that does not hold as one of width
+// 1. Of lhs and rhs, 16-bit elements of width 1 pass through registers on their way to the ring (ShiftedCopy).
 //
-// The generated text before this file defines Element, MATH, LHS_ and RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_, STAGES and
-// _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
+// The generated text before this file defines Element, MATH, LHS_ and RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_,
+// STAGES and _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "arguments.cuh"
 #include "epilogue.cuh"
@@ -197,9 +197,9 @@ __device__ __forceinline__ Packed<unsigned, 4> leading(const Packed<unsigned, 4>
   return kept;
 }
 
-// For rows of 16-bit elements that begin anywhere, which cp.async cannot copy. CHUNK neighbours in shared memory are one
-// piece: it is cut out of aligned words, and those of several pieces are under way at once. A piece that lies in two
-// runs of columns, or whose words reach beyond the tensor, is copied element by element.
+// For rows of 16-bit elements that begin anywhere, which cp.async cannot copy. CHUNK neighbours in shared memory are
+// one piece: it is cut out of aligned words, and those of several pieces are under way at once. A piece that lies in
+// two runs of columns, or whose words reach beyond the tensor, is copied element by element.
 template <typename Tile, bool OUTER_COLUMNS>
 struct ShiftedCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
   using Pieces = TileCopy<Tile, CHUNK, OUTER_COLUMNS>;
@@ -620,7 +620,8 @@ __device__ __forceinline__ int previous_stage(int stage) { return stage == 0 ? S
 // The next fragments are wanted before the next tile. But narrow copies hold registers, which only one set leaves free.
 constexpr bool COPIES_FIRST = CHECKED || LHS_WIDTH < CHUNK || RHS_WIDTH < CHUNK;
 
-// Exact fp32 sums each k tile by itself and then the tiles: a chain of k additions would lose log2(k) / 2 bits and more.
+// Exact fp32 sums each k tile by itself and then the tiles: a chain of k additions would lose log2(k) / 2 bits and
+// more.
 constexpr bool TWO_LEVELS = MATH == Math::fp32 || MATH == Math::split_fp32;
 
 __device__ __forceinline__ void clear(float (&acc)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {

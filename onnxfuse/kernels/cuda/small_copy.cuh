@@ -37,8 +37,8 @@ __device__ __forceinline__ void copy_small(const At& at) {
   }
 }
 
-// A warp's tile[ROWS, COLUMNS] of an operand of the epilogue, of which `rows` and `columns` lie inside the tensor; zeros
-// elsewhere. `shared` gives the address of what belongs to a row and a column.
+// A warp's tile[ROWS, COLUMNS] of an operand of the epilogue, of which `rows` and `columns` lie inside the tensor;
+// zeros elsewhere. `shared` gives the address of what belongs to a row and a column.
 template <typename Access, int ROWS, int COLUMNS, typename Shared>
 __device__ __forceinline__ void copy_small_tile(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
                                                 int first_row, int first_column, int rows, int columns,

@@ -27,8 +27,8 @@
 // Launch and arguments: as the portable kernel's. Contract: pointers, strides and the extents of lhs and rhs along
 // their contiguous axes are multiples of 16 bytes; loads and outputs are read and written element by element.
 //
-// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K, STAGES,
-// RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
+// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K,
+// STAGES, RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "arguments.cuh"
 #include "exact.cuh"
@@ -317,8 +317,8 @@ __device__ __forceinline__ void store_outputs(const float (&acc)[PARTS], const O
   });
 }
 
-// One element of a product by FFMA, straight from memory: slow, for the rare tile with a sum that is not finite. It sums
-// pieces of k, and then the pieces, for the accuracy of the portable kernel.
+// One element of a product by FFMA, straight from memory: slow, for the rare tile with a sum that is not finite. It
+// sums pieces of k, and then the pieces, for the accuracy of the portable kernel.
 __device__ __forceinline__ float product_by_ffma(const OnnxfuseArguments& args, int part, int batch, int row,
                                                  int column) {
   constexpr int PIECE = 32;

@@ -1,5 +1,6 @@
-// Where an element of a tensor lies. A loop whose axes lie apart in the tensor, as the columns (h d) of an output stored
-// as [b, h, s, d], is walked in two levels; which, the kernel's text says, so that all others pay nothing for it.
+// Where an element of a tensor lies. A loop whose axes lie apart in the tensor, as the columns (h d) of an output
+// stored as [b, h, s, d], is walked in two levels; which, the kernel's text says, so that all others pay nothing for
+// it.
 #pragma once
 #include "arguments.cuh"
 
@@ -17,8 +18,8 @@ __device__ __forceinline__ long long steps(int index, long long stride, int run,
   }
 }
 
-// One element of a factor of the product: one stride walks its rows, one its columns, and one its batches unless they are
-// OUTER_BATCH.
+// One element of a factor of the product: one stride walks its rows, one its columns, and one its batches unless they
+// are OUTER_BATCH.
 template <typename T, bool OUTER_BATCH>
 __device__ __forceinline__ const T* factor_pointer(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
                                                    long long row, long long column) {

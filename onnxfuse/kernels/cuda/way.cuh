@@ -1,5 +1,5 @@
-// Which way a kernel that is CHECKED takes to a tensor: accesses as wide as its Access says or, where they are not legal in
-// this run, single elements.
+// Which way a kernel that is CHECKED takes to a tensor: accesses as wide as its Access says or, where they are not
+// legal in this run, single elements.
 #pragma once
 #include "arguments.cuh"
 #include "walk.cuh"
@@ -25,7 +25,8 @@ __device__ __forceinline__ bool is_legal(const OnnxfuseArguments& args, const On
                                          const OnnxfuseOuter& outer) {
   const int rows = Access::OUTER_ROWS ? outer.rows : args.m;
   const int columns = Access::OUTER_COLUMNS ? outer.columns : args.n;
-  long long pitches = tensor.batch_stride | (Access::TURNED ? tensor.column_stride | rows : tensor.row_stride | columns);
+  const long long within = Access::TURNED ? tensor.column_stride | rows : tensor.row_stride | columns;
+  long long pitches = tensor.batch_stride | within;
   if constexpr (Access::OUTER_ROWS) pitches |= outer.row_stride;
   if constexpr (Access::OUTER_COLUMNS) pitches |= outer.column_stride;
   if constexpr (Access::OUTER_BATCH) pitches |= outer.batch_stride;
@@ -33,8 +34,8 @@ __device__ __forceinline__ bool is_legal(const OnnxfuseArguments& args, const On
   return is_legal<typename Access::Type, Access::WIDTH>(tensor.pointer, along, pitches);
 }
 
-// body(way) with the way to a tensor: its Access or, in a kernel that is CHECKED, Single of it where that is not legal. The
-// whole grid goes the same way.
+// body(way) with the way to a tensor: its Access or, in a kernel that is CHECKED, Single of it where that is not legal.
+// The whole grid goes the same way.
 template <typename Access, typename Body>
 __device__ __forceinline__ void with_way(const OnnxfuseArguments& args, const OnnxfuseTensor& tensor,
                                          const OnnxfuseOuter& outer, const Body& body) {

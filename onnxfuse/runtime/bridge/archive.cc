@@ -210,8 +210,8 @@ std::string remedy_for(uint32_t device) {
 // Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
 bool shadows(const Record& earlier, const Record& later) {
   const Alignments &a = earlier.alignments, &b = later.alignments;
-  return a.turned == b.turned && earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs && a.rhs <= b.rhs &&
-         (~a.two_levels & b.two_levels) == 0 &&
+  return a.turned == b.turned && earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs &&
+         a.rhs <= b.rhs && (~a.two_levels & b.two_levels) == 0 &&
          std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
          std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
 }

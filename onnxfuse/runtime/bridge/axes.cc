@@ -363,8 +363,9 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
   for (size_t i = 0; i < contract.outs.size(); ++i) {
     const Reference& reference = contract.outs[i];
     const Place place{"output", static_cast<size_t>(reference.tensor)};
-    const LevelledTensor out = make_tensor(contract, sizes, contract.outputs[reference.tensor], reference, kMostLevels, m, n,
-                                           outputs[reference.tensor], bytes.outs[i], place);
+    const LevelledTensor out =
+        make_tensor(contract, sizes, contract.outputs[reference.tensor], reference, kMostLevels, m, n,
+                    outputs[reference.tensor], bytes.outs[i], place);
     arguments->outs[i] = out.tensor;
     arguments->outs_outer[i] = out.outer;
   }

@@ -340,7 +340,9 @@ Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, c
   if (tiles > kMaxGridX) {
     fail("m=", arguments.m, " and n=", arguments.n, " need ", tiles, " tiles, more than a grid has");
   }
-  if (record.cluster == 0) return {static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(arguments.batch, kMaxGridZ))};
+  if (record.cluster == 0) {
+    return {static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(arguments.batch, kMaxGridZ))};
+  }
   const int64_t clusters = std::max<int64_t>(device.multiprocessors / record.cluster, 1);
   return {static_cast<unsigned>(std::min(tiles, clusters) * record.cluster), 1};
 }
@@ -367,7 +369,8 @@ void Kernel::compute(OrtKernelContext* context) const {
   TensorMap maps[kMaxMaps];
   for (size_t i = 0; i < record.maps.size(); ++i) {
     const MapRule& rule = record.maps[i];
-    if (rule.tensor != Mapped::kNothing) cuda_driver()->encode(tensor_box(rule, record.alignments, bytes_, arguments), &maps[i]);
+    if (rule.tensor == Mapped::kNothing) continue;
+    cuda_driver()->encode(tensor_box(rule, record.alignments, bytes_, arguments), &maps[i]);
   }
   const bool waits = record.cluster > 0;  // the persistent kernel does
   cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
