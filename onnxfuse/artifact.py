@@ -16,8 +16,9 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
 A record with cluster 0 gets one block for each tile of block_m x block_n, and grid.z counts the batch. With cluster c
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
 multiple of c. Tensor maps are rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches,
-the runs), encoded at launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an
-output, and 3 a place that the kernel does not look at.
+the runs; of an output in two levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch),
+encoded at launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, and
+3 a place of zeros that the kernel loads and stores nothing by. A record with tensor maps runs where k > 0.
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
@@ -91,7 +92,7 @@ class Mapped(IntEnum):
     LHS = 0
     RHS = 1
     OUT = 2
-    NOTHING = 3  # a place in the kernel's parameter that it does not look at
+    NOTHING = 3  # a place in the kernel's parameter that it loads and stores nothing by
 
 
 @dataclass(frozen=True)

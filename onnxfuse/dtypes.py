@@ -1,4 +1,4 @@
-"""The dtype table: one row a dtype, and nothing else in the project spells a dtype out."""
+"""The dtype table: one row a dtype."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class HopperTile:
     Attributes:
         block_m: rows of the output tile.
         block_n: columns of the output tile, of each part.
-        pingpong: each of the two consumer groups owns every other tile; otherwise both share each tile.
+        pingpong: each half of the consumer groups owns every other tile; otherwise all share each tile.
         cluster_m: 2 where two blocks with neighbouring rows share what they load of rhs, else 1.
         cluster_n: 2 where two blocks with neighbouring columns share what they load of lhs, else 1.
         operands_ahead: the epilogue reads operands before it needs them: faster where it outlasts the main loop.
@@ -159,10 +159,11 @@ class HopperFootprint:
 
 @dataclass(frozen=True)
 class MapRule:
-    """How the launch describes one tensor to TMA. The element type is that of the tensor, elements outside are zero.
+    """How the launch describes one tensor to TMA. Elements are 16 or 32 bits, those outside are zero.
 
-    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of an output
-    walked in two levels has rank 5: the columns of a run, its rows, the runs of columns, those of rows, the batch.
+    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of a factor
+    whose batches lie in runs has rank 4: a run's batches, the runs. That of an output walked in two levels has rank 5:
+    the columns of a run, its rows, the runs of columns, those of rows, the batch.
 
     Attributes:
         tensor: `lhs`, `rhs` or `out`.
@@ -240,7 +241,7 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
 
     Those of rhs are each part's, of one piece after the other.
 
-    None is an output that needs no map: its 128 bytes are there and not looked at.
+    None is an output that needs no map: its 128 bytes are there and zero.
     """
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0

@@ -250,7 +250,7 @@ def in_chunks(spec: KernelSpec) -> KernelSpec:
 def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
     """Random tensors for a spec; pitches keep every width of the spec legal."""
     rng = np.random.default_rng([seed, size.m, size.n, size.k])
-    scale = 1 / math.sqrt(size.k)
+    scale = 1 / math.sqrt(max(size.k, 1))
     rhs_batch = 1 if size.broadcast_rhs else size.batch
     swap = spec.rhs_order == "nk"
     rhs_shape = (rhs_batch, size.n, size.k) if swap else (rhs_batch, size.k, size.n)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.artifact import Flavour, Record, pack
+from onnxfuse.artifact import Flavour, Mapped, Record, TensorMap, pack
 from tests.bridge_build import ROOT, bridge_library, fake_driver_folder
 from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, MAX_PARTS, Arguments, BridgeError, Node, Outer, Tensor, bridge
 from tests.conftest import has_gpu
@@ -595,6 +595,15 @@ def test_batches_in_runs_want_a_kernel_that_walks_them(levels: int, missing: str
     else:
         with pytest.raises(BridgeError, match=missing):
             bridge().choose(carried, SCORES, arguments)
+
+
+def test_a_product_without_depth_goes_to_a_kernel_without_tensor_maps() -> None:
+    """The driver refuses to describe a tensor without elements."""
+    mapped = dataclasses.replace(ANY, cluster=1, maps=(TensorMap(Mapped.LHS, box_inner=64, box_outer=64),))
+    assert choose([mapped, ANY], plain_arguments(k=0)) == 1
+    assert choose([mapped, ANY], plain_arguments(k=8)) == 0
+    with pytest.raises(BridgeError, match="along k"):
+        choose([mapped], plain_arguments(k=0))
 
 
 def test_no_alignment_fits() -> None:

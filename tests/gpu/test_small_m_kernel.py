@@ -90,6 +90,12 @@ def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
+def test_a_product_without_depth_is_zero(case: Case, kernels: Kernels) -> None:
+    problem = make_problem(case.spec, replace(case.sizes[0], k=0))
+    problem.check(launch(kernels[case.name], problem, case.grid_z))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=lambda case: case.name)
 def test_every_run_gives_the_same_bits(case: Case, kernels: Kernels) -> None:
     problem = make_problem(case.spec, case.sizes[0])
     first, *others = ([out.tobytes() for out in launch(kernels[case.name], problem, None)] for _ in range(RUNS))

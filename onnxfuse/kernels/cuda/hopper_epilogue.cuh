@@ -2,7 +2,7 @@
 // apart) as epilogue.cuh, on the accumulators of wgmma. A warp owns 16 rows of each wgmma; it stages them one slab of
 // SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
 //
-//   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, one tile ahead
+//   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, some tiles ahead
 //   tile                   global -> staging areas of a group, by a warp of its own, a tile or two slabs ahead
 //   turned                 a tile or out whose contiguous axis is m: the staging area holds columns
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA

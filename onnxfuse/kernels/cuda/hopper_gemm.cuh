@@ -442,6 +442,9 @@ __device__ __forceinline__ void take_sums(float (&acc)[SUBTILES][ACCUMULATORS], 
       own[0] += peer.x, own[1] += peer.y, own[2] += peer.z, own[3] += peer.w;
     }
   }
+  // Sums that are added have been loaded; the peer's next tile overwrites them.
+#pragma unroll
+  for (int i = 0; i < SUBTILES * ACCUMULATORS; ++i) pin(acc[i / ACCUMULATORS][i % ACCUMULATORS]);
   __syncwarp();
   const int lane = threadIdx.x % WARP_SIZE;
   if (lane > 0 && lane < SPLITS) barrier_arrive_peer(shared + SUMS_READ_OFFSET, rank ^ lane);

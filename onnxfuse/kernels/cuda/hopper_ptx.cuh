@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving reads of the accumulators before the wait for them.
+// Keeps the compiler from moving reads of an accumulator to before this place, and what it computes of it to behind it.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
 // Four 8 x 8 matrices of 16-bit elements into shared memory; lanes 8i .. 8i+7 give the row addresses of matrix i.

@@ -211,7 +211,7 @@ std::string remedy_for(uint32_t device) {
 bool shadows(const Record& earlier, const Record& later) {
   const Alignments &a = earlier.alignments, &b = later.alignments;
   return a.turned == b.turned && earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs &&
-         a.rhs <= b.rhs && (~a.two_levels & b.two_levels) == 0 &&
+         a.rhs <= b.rhs && (~a.two_levels & b.two_levels) == 0 && (earlier.maps.empty() || !later.maps.empty()) &&
          std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
          std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
 }
@@ -297,6 +297,7 @@ std::string misfit(const Record& record, const Contract& contract, const Element
       return text("out ", i, words(wanted.alignment));
     }
   }
+  if (!record.maps.empty() && arguments.k == 0) return "a tensor map needs an element along k, beside";
   if (!is_mapped(record, arguments)) return "the tensor map of lhs needs batches right outside of runs, beside";
   return "";
 }

@@ -66,7 +66,7 @@ class Driver {
   void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool waits, Stream stream,
               OnnxfuseArguments* arguments, TensorMap* maps) const;
 
-  // Describes one tensor to TMA: rank 3, element strides 1, zeros outside.
+  // Describes one tensor to TMA: element strides 1, zeros outside.
   void encode(const TensorBox& box, TensorMap* map) const;
 
  private:

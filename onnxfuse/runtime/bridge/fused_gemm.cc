@@ -366,7 +366,7 @@ void Kernel::compute(OrtKernelContext* context) const {
   const Loaded& code = loaded();
   const size_t chosen = choose(code.records, contract_, bytes_, arguments);
   const Record& record = *code.records[chosen];
-  TensorMap maps[kMaxMaps];
+  TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
   for (size_t i = 0; i < record.maps.size(); ++i) {
     const MapRule& rule = record.maps[i];
     if (rule.tensor == Mapped::kNothing) continue;

@@ -19,7 +19,7 @@ struct OrtTensorTypeAndShapeInfo;
 struct OrtOpAttr;
 struct OrtCustomOp;
 
-enum OrtErrorCode { kOrtFail = 1, kOrtInvalidArgument = 2, kOrtInvalidGraph = 10, kOrtProviderFail = 11 };
+enum OrtErrorCode { kOrtFail = 1 };
 enum OrtElementType {
   kOrtUndefined = 0,
   kOrtFloat = 1,
@@ -60,12 +60,11 @@ struct OrtApi {
   OrtStatus* (*GetDimensionsCount)(const OrtTensorTypeAndShapeInfo*, size_t*);
   OrtStatus* (*GetDimensions)(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t);
   OrtStatus* (*GetSymbolicDimensions)(const OrtTensorTypeAndShapeInfo*, const char**, size_t);
-  OrtStatus* (*GetTensorShapeElementCount)(const OrtTensorTypeAndShapeInfo*, size_t*);
+  void* gap_64[1];
   OrtStatus* (*GetTensorTypeAndShape)(const OrtValue*, OrtTensorTypeAndShapeInfo**);
   void* gap_66[21];
   OrtStatus* (*KernelInfoGetAttribute_string)(const OrtKernelInfo*, const char*, char*, size_t*);
-  OrtStatus* (*KernelContext_GetInputCount)(const OrtKernelContext*, size_t*);
-  OrtStatus* (*KernelContext_GetOutputCount)(const OrtKernelContext*, size_t*);
+  void* gap_88[2];
   OrtStatus* (*KernelContext_GetInput)(const OrtKernelContext*, size_t, const OrtValue**);
   OrtStatus* (*KernelContext_GetOutput)(OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**);
   void* gap_92[1];
@@ -147,11 +146,8 @@ ONNXFUSE_CHECK_SLOT(GetTensorElementType, 60);
 ONNXFUSE_CHECK_SLOT(GetDimensionsCount, 61);
 ONNXFUSE_CHECK_SLOT(GetDimensions, 62);
 ONNXFUSE_CHECK_SLOT(GetSymbolicDimensions, 63);
-ONNXFUSE_CHECK_SLOT(GetTensorShapeElementCount, 64);
 ONNXFUSE_CHECK_SLOT(GetTensorTypeAndShape, 65);
 ONNXFUSE_CHECK_SLOT(KernelInfoGetAttribute_string, 87);
-ONNXFUSE_CHECK_SLOT(KernelContext_GetInputCount, 88);
-ONNXFUSE_CHECK_SLOT(KernelContext_GetOutputCount, 89);
 ONNXFUSE_CHECK_SLOT(KernelContext_GetInput, 90);
 ONNXFUSE_CHECK_SLOT(KernelContext_GetOutput, 91);
 ONNXFUSE_CHECK_SLOT(ReleaseStatus, 93);

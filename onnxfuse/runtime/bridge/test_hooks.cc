@@ -151,7 +151,8 @@ ONNXFUSE_EXPORT int onnxfuse_test_choose(const uint8_t* data, uint64_t size, con
   return reported({error, error_size}, [&] {
     const Records records = parse_archive(data, size);
     const Contract contract = parse_contract(node_text(attributes));
-    const auto candidates = records_for(records, contract, {capability, shared_bytes});
+    const Device device{capability, shared_bytes, /*multiprocessors=*/1, /*has_tensor_maps=*/capability >= 90};
+    const auto candidates = records_for(records, contract, device);
     const ElementBytes bytes = element_bytes(contract, std::vector<int64_t>(input_bytes, input_bytes + inputs));
     *index = static_cast<int>(candidates[choose(candidates, contract, bytes, *arguments)] - records.data());
   });
