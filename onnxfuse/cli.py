@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
-from onnxfuse.store import check_contexts, check_target, save_model, write_bytes, write_text
+from onnxfuse.store import check_files, check_new, check_target, make_folder, save_model, write_bytes, write_text
 from onnxfuse.terminal import (
     print_error,
     print_explanation,
@@ -60,6 +61,15 @@ def main() -> None:
     except OnnxfuseError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print_error(OutputError(f"{error.filename or 'standard output'}: {error.strerror}"))
+        _drop_standard_output()
+        sys.exit(OutputError.exit_code)
+
+
+def _drop_standard_output() -> None:
+    """What is left in its buffer would fail once more as Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @click.group()
@@ -87,7 +97,10 @@ _shapes = click.option(
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors and what --json asks for.")
-_seed = click.option("--seed", default=0, show_default=True, help="Seed of the random inputs.")
+_COUNT = click.IntRange(min=1)
+_seed = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs."
+)
 
 
 def _selecting(command: Callable[..., None]) -> Callable[..., None]:
@@ -133,16 +146,19 @@ def optimize(
     quiet: bool,
 ) -> None:
     """Fuse MODEL and write the result."""
-    _check_report(report, force)
     check_target(model, output, force)
+    if report is not None:
+        check_new(report, force, {"the input": model, "the fused model": output})
     if budget is not None and not tune:
         raise SettingError("--budget is how long --tune may measure; give both")
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
+    if dump is not None:
+        make_folder(dump, force)
     with progress_bar(quiet) as progress:
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, devices, fp32, selection, rounding)
-        check_contexts(analysis.model, output, force)
+        check_files(analysis.model, output, force)
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
@@ -156,11 +172,6 @@ def optimize(
         return
     print_report(outcome, analysis)
     print_written(output)
-
-
-def _check_report(report: Path | None, force: bool) -> None:
-    if report is not None and report.exists() and not force:
-        raise OutputError(f"{report}: exists; use --force to overwrite it")
 
 
 @commands.command()
@@ -188,7 +199,7 @@ def explain(model: Path, arch: str | None, fp32: str, rounding: str, selection: 
 @_inputs
 @_shapes
 @_seed
-@click.option("--runs", default=1, show_default=True, help="Random runs, each with the next seed.")
+@click.option("--runs", type=_COUNT, default=1, show_default=True, help="Random runs, each with the next seed.")
 @click.option(
     "--size",
     "sizes",
@@ -237,8 +248,8 @@ def verify(
 @_inputs
 @_shapes
 @_seed
-@click.option("--runs", default=50, show_default=True, help="Timed runs of each model.")
-@click.option("--warmup", default=10, show_default=True, help="Runs of each before.")
+@click.option("--runs", type=_COUNT, default=50, show_default=True, help="Timed runs of each model.")
+@click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Runs of each before.")
 @click.option("--device", type=click.Choice(list(DEVICES)), default="cuda", show_default=True, help="Where both run.")
 @click.option("--per-site", is_flag=True, help="Time each fused node and what it stands for as well.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write a report with a bar per site.")
@@ -263,8 +274,11 @@ def bench(
     quiet: bool,
 ) -> None:
     """Time both models, run by run in turn."""
-    for report in (page, chart):
-        _check_report(report, force)
+    kept = {"the original": original, "the fused model": optimized}
+    for what, report in (("the page", page), ("the chart", chart)):
+        if report is not None:
+            check_new(report, force, kept)
+            kept[what] = report
     if chart is not None:
         check_pillow()
     with progress_bar(quiet) as progress:
@@ -317,6 +331,6 @@ def _shapes_of(shapes: tuple[str, ...]) -> dict[str, list[int]] | None:
 
 def _shape(text: str, option: str, form: str) -> tuple[str, list[int]]:
     name, separator, sizes = text.rpartition("=")
-    if not separator or not all(size.strip().isdigit() for size in sizes.split(",")):
+    if not separator or not all(size.strip().isdecimal() for size in sizes.split(",")):
         raise SettingError(f"{option} {text!r}: expected {form}")
     return name, [int(size) for size in sizes.split(",")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from onnxfuse.errors import OutputError
 from onnxfuse.packing import Kernels, kernel_source, node_attributes
 from onnxfuse.report import FusedSite
 from onnxfuse.runtime.disassemble import sass
@@ -15,11 +16,15 @@ def write_stages(site: Site, report: FusedSite, name: str, kernels: Kernels, fol
 
     Raises:
         CompileError: there is no disassembler.
+        OutputError: the disk refuses.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, text in _decisions(site, report, name).items():
-        (folder / file).write_text(text + "\n")
-    _write_kernels(site, kernels, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in _decisions(site, report, name).items():
+            (folder / file).write_text(text + "\n")
+        _write_kernels(site, kernels, folder)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
 def _decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:

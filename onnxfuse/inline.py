@@ -8,6 +8,7 @@ fusion reaches into.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, defs, helper
 
@@ -72,19 +73,12 @@ def functions_of(proto: ModelProto) -> dict[FunctionKey, FunctionProto]:
 
 
 def _check_calls(functions: Functions) -> None:
-    """Depth first over the calls; one that leads back to where it came from is a circle."""
-    done: set[FunctionKey] = set()
-
-    def visit(key: FunctionKey, around: frozenset[FunctionKey]) -> None:
-        if key in around:
-            raise ModelError(f"function {key[1]!r} calls itself")
-        if key in functions and key not in done:
-            for node in walk(functions[key].node):
-                visit(call_key(node), around | {key})
-            done.add(key)
-
-    for key in functions:
-        visit(key, frozenset())
+    calls = {key: {call_key(node) for node in walk(function.node)} for key, function in functions.items()}
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        circle: list[FunctionKey] = error.args[1]
+        raise ModelError(f"function {circle[0][1]!r} calls itself") from None
 
 
 def why_not(function: FunctionProto, proto: ModelProto) -> str:

@@ -27,9 +27,16 @@ SETTINGS = (
 
 
 def cache_dir() -> Path | None:
-    """Folder of compiled kernels and measured times; None where the user wants no cache."""
+    """Folder of compiled kernels and measured times; None where the user wants no cache.
+
+    Raises:
+        SettingError: it lies in a home folder, and the user has none.
+    """
     value = os.environ.get("ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse")
-    return Path(value).expanduser() if value else None
+    try:
+        return Path(value).expanduser() if value else None
+    except RuntimeError:
+        raise SettingError(f"the cache {value}: this user has no home folder; set ONNXFUSE_CACHE_DIR") from None
 
 
 def compile_jobs() -> int:
@@ -39,6 +46,6 @@ def compile_jobs() -> int:
         SettingError: not a positive number.
     """
     value = os.environ.get("ONNXFUSE_COMPILE_JOBS", str(os.cpu_count() or 1))
-    if not value.isdigit() or int(value) < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise SettingError(f"ONNXFUSE_COMPILE_JOBS={value!r} is not a positive number")
     return int(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -30,15 +30,43 @@ def check_target(source: Path, target: Path, force: bool) -> None:
     Raises:
         OutputError: the target is the source, exists, or its folder does not.
     """
-    if target.exists() and source.exists() and target.samefile(source):
-        raise OutputError(f"{target}: is the input; choose another output")
-    if target.is_dir():
-        raise OutputError(f"{target}: is a folder; name a file")
-    for path in (target, _data_path(target)):
+    check_new(target, force, {"the input": source})
+    if _data_path(target).exists() and not force:
+        raise OutputError(f"{_data_path(target)}: exists; use --force to overwrite it")
+
+
+def check_new(path: Path, force: bool, kept: Mapping[str, Path]) -> None:
+    """Refuse a file to write that is one of those to keep, which are named by what they are.
+
+    Raises:
+        OutputError: it is, it exists and may not be overwritten, or its folder does not.
+    """
+    try:
+        for what, other in kept.items():
+            if path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other)):
+                raise OutputError(f"{path}: is {what}; choose another output")
+        if path.is_dir():
+            raise OutputError(f"{path}: is a folder; name a file")
         if path.exists() and not force:
             raise OutputError(f"{path}: exists; use --force to overwrite it")
-    if not target.parent.is_dir():
-        raise OutputError(f"{target.parent}: no such folder")
+        if not path.parent.is_dir():
+            raise OutputError(f"{path.parent}: no such folder")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def make_folder(folder: Path, force: bool) -> None:
+    """Make a folder for many files, or take an empty one.
+
+    Raises:
+        OutputError: there is a file, or a folder that may not be written into.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not force:
+            raise OutputError(f"{folder}: is not empty; use --force to write into it")
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be a folder of files: {error.strerror}") from error
 
 
 def _data_path(target: Path) -> Path:
@@ -46,13 +74,17 @@ def _data_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.data")
 
 
-def check_contexts(source: Model, target: Path, force: bool) -> None:
-    """Refuse before any work if a file that an EPContext node names cannot come along to the target's folder.
+def check_files(source: Model, target: Path, force: bool) -> None:
+    """Refuse before any work a target in the place of a file that the model names, or where such a file cannot follow.
 
     Raises:
-        OutputError: another file is in its place.
-        ModelError: it is missing, or outside the model's folder.
+        OutputError: the target holds weights or a compiled part of the model, or another file is in a part's place.
+        ModelError: a part is missing, or outside the model's folder.
     """
+    named = {(source.folder / each).resolve() for each in _locations(source) if not leaves_folder(each)}
+    for path in (target, _data_path(target)):
+        if path.resolve() in named:
+            raise OutputError(f"{path}: holds data of the input; choose another output")
     if not _moves(source, target):
         return
     for path, destination in _context_files(source.proto, source, target):
@@ -144,6 +176,19 @@ def _varint(number: int) -> bytes:
     return bytes([*encoded, number])
 
 
+def _locations(source: Model) -> set[str]:
+    """The files that a model from a folder names, relative to it."""
+    if source.path is None:
+        return set()
+    external = (tensor for tensor in tensors(source.proto) if tensor.data_location == TensorProto.EXTERNAL)
+    weights = {ExternalDataInfo(tensor).location for tensor in external}
+    return weights.union(map(_context_file, _nodes(source.proto))) - {""}
+
+
+def _nodes(proto: ModelProto) -> Iterator[NodeProto]:
+    return (node for body in (proto.graph, *proto.functions) for node in walk(body.node))
+
+
 def _moves(source: Model, target: Path) -> bool:
     return source.path is not None and target.parent.resolve() != source.path.parent.resolve()
 
@@ -165,8 +210,7 @@ def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:
 
 def _context_files(proto: ModelProto, source: Model, target: Path) -> Iterator[tuple[Path, Path]]:
     """The files that EPContext nodes name, and where they go: the same path relative to the model."""
-    nodes = (node for body in (proto.graph, *proto.functions) for node in walk(body.node))
-    for node in nodes:
+    for node in _nodes(proto):
         location = _context_file(node)
         if location:
             yield _inside(source, f"the context of {node.name!r}", location), target.parent / location

@@ -217,8 +217,19 @@ def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
         "architecture": ("optimize", gate, "-o", out, "--arch", "sm_1"),
         "no gpu": ("optimize", gate, "-o", out, "--arch", "native"),
         "folder": ("optimize", gate, "-o", tmp_path / "nowhere" / "out.onnx"),
+        "long name": ("optimize", gate, "-o", tmp_path / ("n" * 300)),
+        "report over the input": ("optimize", gate, "-o", out, "--report", gate, "--force"),
+        "report over the output": ("optimize", gate, "-o", out, "--report", out),
+        "page over a model": ("bench", gate, gate, "--html", gate, "--force"),
+        "page and chart": ("bench", gate, gate, "--html", tmp_path / "a", "--png", tmp_path / "a"),
+        "dump into a file": ("optimize", gate, "-o", out, "--dump", gate, "--force"),
+        "dump over files": ("optimize", gate, "-o", out, "--dump", tmp_path),
         "fp32": ("optimize", gate, "-o", out, "--fp32", "half"),
         "verify shape": ("verify", gate, gate, "--shape", "hidden_states"),
+        "verify digits": ("verify", gate, gate, "--shape", "hidden_states=²"),
+        "verify seed": ("verify", gate, gate, "--seed", "-1"),
+        "bench runs": ("bench", gate, gate, "--runs", "0"),
+        "bench warmup": ("bench", gate, gate, "--warmup", "-5"),
         "verify inputs": ("verify", gate, gate, "--inputs", tmp_path / "nothing.npz"),
         "verify missing": ("verify", gate, tmp_path / "nothing.onnx"),
         "bench": ("bench", gate, gate),
@@ -232,6 +243,7 @@ def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
 
 def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, gate: Path) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    before = gate.read_bytes()
     for name, arguments in mistakes(tmp_path, gate).items():
         result = onnxfuse(*arguments, **hidden)
         assert result.returncode in (1, 2), f"{name}: exit code {result.returncode}"
@@ -239,6 +251,15 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, gate: Path) -> N
         lines = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith(("Usage", "Try"))]
         assert len(lines) == 1, f"{name}: {result.stderr}"
     assert not (tmp_path / "out.onnx").exists()
+    assert gate.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_standard_output_that_takes_nothing_is_one_line(gate: Path) -> None:
+    command = [sys.executable, "-m", "onnxfuse", "explain", str(gate), "--arch", "sm_80", "--json"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
 
 
 def test_a_full_disk_is_one_line(gate: Path) -> None:

@@ -16,7 +16,7 @@ from onnxfuse.errors import ModelError, OutputError
 from onnxfuse.graph import load_model
 from onnxfuse.inline import walk
 from onnxfuse.model import Model
-from onnxfuse.store import check_contexts, save_model
+from onnxfuse.store import check_files, save_model
 from onnxfuse.triton import export_triton
 from tests.matching import K, N, draw, silu
 from tests.onnx_build import Builder
@@ -126,7 +126,7 @@ def test_a_file_in_the_way_is_kept_without_force(source: Path, tmp_path: Path) -
 def test_the_same_file_in_the_way_is_no_obstacle(source: Path, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "b.bin").write_bytes(FILES["b.bin"])
-    check_contexts(load_model(source), tmp_path / "b" / "out.onnx", force=False)
+    check_files(load_model(source), tmp_path / "b" / "out.onnx", force=False)
 
 
 def missing(folder: Path) -> str:
@@ -163,7 +163,7 @@ def test_a_file_elsewhere_is_not_copied(source: Path, way: Callable[[Path], str]
     node = next(node for node in proto.graph.node if node.output[0] == "y")
     next(each for each in node.attribute if each.name == "ep_cache_context").s = way(source.parent).encode()
     model = Model(proto, source)
-    for write in (check_contexts, lambda model, target, _: save_model(model.proto, model, target)):
+    for write in (check_files, lambda model, target, _: save_model(model.proto, model, target)):
         with pytest.raises(ModelError, match=r"in\.onnx: the context of 'compiled y' (is missing|lies outside)"):
             write(model, tmp_path / "b" / "out.onnx", False)
     assert not files_of(tmp_path / "b")
@@ -174,7 +174,7 @@ def test_a_model_without_a_folder_names_what_its_user_keeps(source: Path, tmp_pa
     model = load_model(mixed_model())
     target = tmp_path / "b" / "out.onnx"
     target.parent.mkdir()
-    check_contexts(model, target, force=False)
+    check_files(model, target, force=False)
     save_model(model.proto, model, target)
     assert contexts(onnx.load(target)) == contexts(mixed_model())
     assert files_of(target.parent) == {}

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.errors import ModelError
-from onnxfuse.inline import walk
+from onnxfuse.inline import functions_of, walk
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.reference import float64_model
 from tests.onnx_build import run
@@ -240,6 +240,17 @@ def test_a_function_that_calls_itself_is_refused() -> None:
     body = function("Block", [call("Block", "x", "y", "w", "b")])
     with pytest.raises(ModelError, match="'Block' calls itself"):
         analyse_model(model([call("Block", "x", "y")], functions=[body]), [])
+
+
+def test_functions_may_call_one_another_deeper_than_python_can() -> None:
+    """1,200 functions, each of which calls the next."""
+    bodies = [function(f"F{index}", [call(f"F{index + 1}", "x", "y", "")], ("x",)) for index in range(1199)]
+    for body in bodies:
+        del body.node[0].input[1:]
+    bodies.append(function("F1199", [helper.make_node("Softmax", ["x"], ["y"])], ("x",)))
+    original = model([call("F0", "x", "y", "")], functions=bodies)
+    del original.graph.node[0].input[1:]
+    assert len(functions_of(original)) == 1200
 
 
 def test_a_branch_sees_the_shapes_that_were_learnt_around_it() -> None:

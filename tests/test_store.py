@@ -60,6 +60,46 @@ def test_force_overwrites_but_never_the_source(tmp_path: Path) -> None:
         store.check_target(source, source, force=True)
 
 
+@pytest.mark.parametrize("kept", ["in.onnx", "out.onnx", "link.onnx"])
+def test_a_report_never_takes_the_place_of_a_model(tmp_path: Path, kept: str) -> None:
+    """Of one that is there, by any name, or of one that is about to be written."""
+    (tmp_path / "in.onnx").write_text("mine")
+    (tmp_path / "link.onnx").symlink_to(tmp_path / "in.onnx")
+    models = {"the input": tmp_path / "in.onnx", "the fused model": tmp_path / "out.onnx"}
+    with pytest.raises(OutputError, match=r"is the (input|fused model)"):
+        store.check_new(tmp_path / "." / kept, True, models)
+    store.check_new(tmp_path / "report.json", False, models)
+
+
+@pytest.mark.parametrize("path", ["nowhere/report.json", "n" * 300, "in.onnx/report.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, path: str) -> None:
+    (tmp_path / "in.onnx").write_text("mine")
+    with pytest.raises(OutputError, match=str(tmp_path)):
+        store.check_new(tmp_path / path, True, {})
+
+
+def test_a_target_over_the_weights_of_the_input_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "in.onnx"
+    onnx.save(weights_model(), source, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    model = load_model(source)
+    for target in (tmp_path / "weights.bin", tmp_path / "sub" / ".." / "weights.bin"):
+        with pytest.raises(OutputError, match="data of the input"):
+            store.check_files(model, target, force=True)
+    store.check_files(model, tmp_path / "out.onnx", force=False)
+
+
+def test_a_folder_of_files_is_new_or_empty_or_forced(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    store.make_folder(folder, force=False)
+    store.make_folder(folder, force=False)
+    (folder / "mine").write_text("mine")
+    with pytest.raises(OutputError, match="not empty"):
+        store.make_folder(folder, force=False)
+    store.make_folder(folder, force=True)
+    with pytest.raises(OutputError, match="mine"):
+        store.make_folder(folder / "mine", force=True)
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(weights_model(), source)
