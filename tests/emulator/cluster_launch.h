@@ -7,10 +7,10 @@ struct EmulatedRange {
   int widest;  // access to it, in bytes: what comes back
 };
 
-// Returns what went wrong, or an empty string. With `lazy`, threads and blocks run in the opposite order, and copies land
-// only while somebody waits. No byte may be written twice.
-extern "C" const char* emulate(const OnnxfuseArguments* args, const onnxfuse::Maps* maps, int blocks, int threads, int lazy,
-                               EmulatedRange* ranges, int range_count) {
+// Returns what went wrong, or an empty string. With `lazy`, threads and blocks run in the opposite order, and copies
+// land only while somebody waits. No byte may be written twice.
+extern "C" const char* emulate(const OnnxfuseArguments* args, const onnxfuse::Maps* maps, int blocks, int threads,
+                               int lazy, EmulatedRange* ranges, int range_count) {
   emulator::failure.clear();
   emulator::ranges.clear();
   emulator::cluster.lazy = lazy;

@@ -18,7 +18,9 @@ struct HostMap {
 inline const HostMap& host_map(const TensorMap& map) { return *reinterpret_cast<const HostMap*>(map.opaque[0]); }
 inline int cluster_rank() { return emulator::cluster.rank; }
 inline unsigned own_address(unsigned address) { return address | static_cast<unsigned>(cluster_rank()) << 24; }
-inline unsigned peer_address(unsigned shared, int rank) { return (shared & 0xffffff) | static_cast<unsigned>(rank) << 24; }
+inline unsigned peer_address(unsigned shared, int rank) {
+  return (shared & 0xffffff) | static_cast<unsigned>(rank) << 24;
+}
 
 // ---- mbarrier
 
@@ -114,7 +116,9 @@ inline void store_box(const TensorMap& map, unsigned shared, int x, int y, int z
     memcpy(element, emulator::shared(source, host.element), host.element);
   });
 }
-inline void store_box(const TensorMap& map, unsigned shared, int x, int y, int z) { store_box(map, shared, x, y, z, 0, 0); }
+inline void store_box(const TensorMap& map, unsigned shared, int x, int y, int z) {
+  store_box(map, shared, x, y, z, 0, 0);
+}
 
 inline void prefetch_map(const TensorMap&) {}
 inline void store_commit() {}
@@ -158,7 +162,9 @@ void multiply(float (&acc)[REGISTERS], unsigned long long lhs, unsigned long lon
   constexpr int STEP = 32 / sizeof(Element);
   const int lane = threadIdx.x % 32, first_row = threadIdx.x % WARP_GROUP / 32 * 16 + lane / 4;
   float rows[2][STEP];
-  for (int k = 0; k < 2 * STEP; ++k) rows[k / STEP][k % STEP] = operand<Element>(lhs, LHS_K_CONTIGUOUS, first_row + k / STEP * 8, k % STEP);
+  for (int k = 0; k < 2 * STEP; ++k) {
+    rows[k / STEP][k % STEP] = operand<Element>(lhs, LHS_K_CONTIGUOUS, first_row + k / STEP * 8, k % STEP);
+  }
   for (int i = 0; i < COLUMNS / 2; i += 4) {
     float* own = acc + FIRST + i;
     for (int column = 0; column < 2; ++column) {
@@ -188,7 +194,9 @@ void store_matrices_to(unsigned shared, const unsigned (&matrices)[4]) {
   }
   __syncwarp();
 }
-inline void store_matrices(unsigned shared, const unsigned (&matrices)[4]) { store_matrices_to<false>(shared, matrices); }
+inline void store_matrices(unsigned shared, const unsigned (&matrices)[4]) {
+  store_matrices_to<false>(shared, matrices);
+}
 inline void store_matrices_transposed(unsigned shared, const unsigned (&matrices)[4]) {
   store_matrices_to<true>(shared, matrices);
 }

@@ -213,19 +213,27 @@ struct Loop {
   int most_levels;
 };
 
-LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const std::vector<Group>& dims,
-                           const Reference& reference, int batch_levels, const Loop& row_loop, const Loop& column_loop,
-                           void* base, int64_t bytes, const Place& tensor) {
-  const Group &rows = row_loop.axes, &columns = column_loop.axes;
-  const Sizes strides = strides_of(contract, dims, sizes);
-  check_walked(contract, dims, sizes, reference, {&contract.batch, &rows, &columns}, tensor);
-  const int64_t offset = part_offset(contract, sizes, strides, dims, reference, tensor);
+// What a reference of the contract reads or writes.
+struct Stored {
+  const Reference& reference;
+  const std::vector<Group>& dims;
+  void* base;
+  int64_t element_bytes;
+  Place place;
+};
+
+LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const Stored& stored, const Loop& rows,
+                           const Loop& columns) {
+  const Place& place = stored.place;
+  const Sizes strides = strides_of(contract, stored.dims, sizes);
+  check_walked(contract, stored.dims, sizes, stored.reference, {&contract.batch, &rows.axes, &columns.axes}, place);
+  const int64_t offset = part_offset(contract, sizes, strides, stored.dims, stored.reference, place);
   OnnxfuseTensor result;
   // Integer arithmetic: the base of an empty tensor may be null.
-  result.pointer = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base) + offset * bytes);
-  const Walk row = walk_of(contract, rows, sizes, strides, row_loop.most_levels, tensor);
-  const Walk column = walk_of(contract, columns, sizes, strides, column_loop.most_levels, tensor);
-  const Walk batch = walk_of(contract, contract.batch, sizes, strides, batch_levels, tensor);
+  result.pointer = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(stored.base) + offset * stored.element_bytes);
+  const Walk row = walk_of(contract, rows.axes, sizes, strides, rows.most_levels, place);
+  const Walk column = walk_of(contract, columns.axes, sizes, strides, columns.most_levels, place);
+  const Walk batch = walk_of(contract, contract.batch, sizes, strides, kMostLevels, place);
   result.batch_stride = batch.stride;
   result.row_stride = row.stride;
   result.column_stride = column.stride;
@@ -338,34 +346,33 @@ void set_problem(const Contract& contract, const Sizes& sizes, OnnxfuseArguments
 
 void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector<void*>& inputs,
                  const std::vector<void*>& outputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
-  const auto read = [&](const Reference& reference, int batch_levels, const Loop& rows, const Loop& columns,
-                        int64_t size) {
-    return make_tensor(contract, sizes, contract.inputs[reference.tensor], reference, batch_levels, rows, columns,
-                       inputs[reference.tensor], size, Place{"input", static_cast<size_t>(reference.tensor)});
+  const auto read = [&](const Reference& reference, const Loop& rows, const Loop& columns, int64_t size) {
+    const size_t input = static_cast<size_t>(reference.tensor);
+    const Stored stored{reference, contract.inputs[input], inputs[input], size, {"input", input}};
+    return make_tensor(contract, sizes, stored, rows, columns);
   };
   const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
   if (contract.has_product()) {
     const Loop m_of_factor{contract.m, 1};
-    const LevelledTensor lhs = read(contract.lhs, kMostLevels, m_of_factor, {contract.k, kMostLevels}, bytes.lhs);
+    const LevelledTensor lhs = read(contract.lhs, m_of_factor, {contract.k, kMostLevels}, bytes.lhs);
     arguments->lhs = lhs.tensor;
     arguments->lhs_outer = lhs.outer;
   }
   for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    const LevelledTensor rhs = read(contract.rhs[i], kMostLevels, {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]);
+    const LevelledTensor rhs = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]);
     arguments->rhs[i] = rhs.tensor;
     arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape
   }
   for (size_t i = 0; i < contract.loads.size(); ++i) {
-    const LevelledTensor load = read(contract.loads[i], kMostLevels, m, n, bytes.loads[i]);
+    const LevelledTensor load = read(contract.loads[i], m, n, bytes.loads[i]);
     arguments->loads[i] = load.tensor;
     arguments->loads_outer[i] = load.outer;
   }
   for (size_t i = 0; i < contract.outs.size(); ++i) {
     const Reference& reference = contract.outs[i];
-    const Place place{"output", static_cast<size_t>(reference.tensor)};
-    const LevelledTensor out =
-        make_tensor(contract, sizes, contract.outputs[reference.tensor], reference, kMostLevels, m, n,
-                    outputs[reference.tensor], bytes.outs[i], place);
+    const size_t output = static_cast<size_t>(reference.tensor);
+    const Stored stored{reference, contract.outputs[output], outputs[output], bytes.outs[i], {"output", output}};
+    const LevelledTensor out = make_tensor(contract, sizes, stored, m, n);
     arguments->outs[i] = out.tensor;
     arguments->outs_outer[i] = out.outer;
   }

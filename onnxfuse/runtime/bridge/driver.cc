@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "error.h"
+#include "shared_table.h"
 
 namespace onnxfuse {
 namespace {
@@ -134,6 +135,7 @@ std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, c
   ModuleTable& table = module_table();
   // Held while loading, so that two threads never load the same image. Module's destructor does not take it.
   std::lock_guard<std::mutex> lock(table.mutex);
+  drop_expired(table.modules);
   std::weak_ptr<Module>& slot = table.modules[key];
   std::shared_ptr<Module> module = slot.lock();
   if (module == nullptr) slot = module = std::make_shared<Module>(driver, context, record);

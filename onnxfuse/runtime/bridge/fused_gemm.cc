@@ -15,6 +15,7 @@
 #include "driver.h"
 #include "error.h"
 #include "ort.h"
+#include "shared_table.h"
 
 namespace onnxfuse {
 namespace {
@@ -95,6 +96,7 @@ struct ArchiveTable {
 std::shared_ptr<const Records> shared_archive(const void* data, size_t size) {
   static auto* table = new ArchiveTable;   // never destroyed: sessions may outlive the library's static objects
   std::lock_guard<std::mutex> lock(table->mutex);
+  drop_expired(table->archives);
   std::weak_ptr<const Records>& slot = table->archives[{data, size}];
   std::shared_ptr<const Records> records = slot.lock();
   if (records == nullptr) {
