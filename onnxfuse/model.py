@@ -25,6 +25,7 @@ _ELEMENT_BITS = {
     if hasattr(TensorProto, name)
 }
 """Of the types that share a byte; versions of onnx differ in which they know."""
+OVERRIDING_IR_VERSION = 4  # before, every initializer had to be an input, and none could be overridden
 LARGE_BYTES = 1024  # above this an initializer is a weight: its values are never looked at
 
 
@@ -44,6 +45,14 @@ class Model:
     def folder(self) -> Path:
         """The folder that external data is relative to."""
         return self.path.parent if self.path else Path()
+
+
+def overridable(proto: ModelProto) -> frozenset[str]:
+    """Initializers that a run may give another value: from IR version 4 on those that are inputs as well."""
+    if proto.ir_version < OVERRIDING_IR_VERSION:
+        return frozenset()
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    return frozenset(value.name for value in proto.graph.input if value.name in stored)
 
 
 def load_model(source: str | Path | ModelProto) -> Model:

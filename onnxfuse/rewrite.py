@@ -19,6 +19,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetId
 
 from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN, functions_of, inline, reads, walk
+from onnxfuse.model import OVERRIDING_IR_VERSION
 from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.scopes import graph_at
 
@@ -80,6 +81,7 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
     known = {function.overload for function in proto.functions if function.domain == DOMAIN}
     for graph, group in reversed(_by_graph(replacements)):  # an edit of the outer scope replaces those inside
         scope = graph_at(proto.graph, graph.scope.path)
+        names = {node.name for node in scope.node}
         fused: dict[int, list[NodeProto]] = {}
         for replacement in group:
             body = _body(replacement)
@@ -87,7 +89,10 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
                 known.add(body.overload)
                 proto.functions.append(body)
             kept = [scope.node[index] for index in replacement.kept]
-            fused[replacement.place] = [*kept, _fused_node(replacement, kernels_name, body.overload)]
+            node = _fused_node(replacement, kernels_name, body.overload)
+            node.name = _unlike(node.name, names)
+            names.add(node.name)
+            fused[replacement.place] = [*kept, node]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused)
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
@@ -111,11 +116,18 @@ def _unused_name(graph: GraphProto, name: str) -> str:
     """A name that no value has at any depth: the kernels are read from inside branches and bodies as well."""
     taken = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     taken.update(value for node in walk(graph.node) for value in (*node.input, *node.output))
+    return _unlike(name, taken)
+
+
+def _unlike(name: str, taken: set[str]) -> str:
+    """A name, or the first numbered one, that is not taken."""
     numbered = (f"{name}.{number}" for number in range(2, len(taken) + 3))
     return name if name not in taken else next(candidate for candidate in numbered if candidate not in taken)
 
 
 def _declare_domain(proto: ModelProto) -> None:
+    if proto.ir_version < OVERRIDING_IR_VERSION:  # what was stored stays constant
+        _drop(proto.graph.input, {tensor.name for tensor in proto.graph.initializer})
     proto.ir_version = max(proto.ir_version, OVERLOAD_IR_VERSION)
     if all(opset.domain != DOMAIN for opset in proto.opset_import):
         proto.opset_import.append(OperatorSetIdProto(domain=DOMAIN, version=1))

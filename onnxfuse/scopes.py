@@ -17,7 +17,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, help
 
 from onnxfuse.errors import ModelError
 from onnxfuse.inline import DOMAIN, FunctionKey, functions_of, inline, subgraphs, versions, walk, why_not
-from onnxfuse.model import Model, is_large
+from onnxfuse.model import Model, is_large, overridable
 from onnxfuse.operators import known_operators
 
 ScopePath = tuple[tuple[int, str], ...]
@@ -58,7 +58,7 @@ class Scope:
 
 
 def skeleton_of(proto: ModelProto) -> ModelProto:
-    """The same model with the main graph's weights declared as inputs instead of stored."""
+    """The same model with the main graph's weights, and what a run may override, declared as inputs alone."""
     skeleton = ModelProto(ir_version=max(proto.ir_version, 4))
     skeleton.opset_import.extend(proto.opset_import)
     skeleton.functions.extend(proto.functions)
@@ -68,9 +68,12 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
     target.sparse_initializer.extend(graph.sparse_initializer)
-    stored = {tensor.name for tensor in graph.initializer}
+    given = overridable(proto)
+    stored = {tensor.name for tensor in graph.initializer if tensor.name not in given}
     target.input.extend(value for value in graph.input if value.name not in stored)
     for tensor in graph.initializer:
+        if tensor.name in given:
+            continue
         if is_large(tensor):
             target.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
         else:

@@ -21,8 +21,9 @@ class Candidate:
     nodes: tuple[str, ...]
 
     def fits(self, glob: str) -> bool:
-        """Whether a glob is its pattern's name, or matches one of its nodes' names."""
-        return glob == self.pattern or any(fnmatchcase(name, glob) for name in (self.anchor, *self.nodes))
+        """Whether a glob is its pattern's name or one of its nodes' names, or matches one."""
+        names = (self.anchor, *self.nodes)
+        return glob in (self.pattern, *names) or any(fnmatchcase(name, glob) for name in names)
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,24 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import reduce
 
 Size = int | str | None
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
+_NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
 def canonical(name: str) -> str:
-    """A model's own name of a dimension as a symbol; exporters write products as `s1*s2`."""
+    """A model's own name of a dimension as a symbol; exporters write `s1*s2` and `past_length + length`."""
     if _PRODUCT.fullmatch(name):
         return _text(*_factors(name))
+    if _NAMED_SUM.fullmatch(name):
+        terms = sorted(map(str.strip, name.split("+")), key=lambda term: (term.isdecimal(), term))
+        sizes: list[Size] = [int(term) if term.isdecimal() else term for term in terms]
+        return str(reduce(add, sizes))
     return _atom(name)
 
 
@@ -53,9 +59,11 @@ def divide(size: Size, divisor: Size) -> Size:
 
 
 def add(first: Size, second: Size) -> Size:
-    """The sum of sizes; numbers that are added to a symbol one after another are one."""
+    """The sum of sizes, in either order; numbers that are added to a symbol one after another are one."""
     if isinstance(first, int) and isinstance(second, int):
         return first + second
+    if isinstance(first, int) or (isinstance(first, str) and isinstance(second, str) and second < first):
+        first, second = second, first
     found = _SUM.fullmatch(first) if isinstance(first, str) and isinstance(second, int) else None
     if found is not None and isinstance(second, int):
         return add(found[1], int(found[2]) + second)

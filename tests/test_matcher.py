@@ -293,6 +293,29 @@ def test_other_column_ranges_are_no_gate_of_two_halves(build, parts: int) -> Non
     check_meaning(model, fusion, FEED)
 
 
+def test_columns_that_are_gathered_one_after_another_are_a_range() -> None:
+    b = Builder()
+    t = linear(b)
+    half, rest = b("Gather", t, b.integers(0, 1, 2, 3), axis=2), b("Gather", t, b.integers(-4, -3, -2, -1), axis=-1)
+    model = b.model(gate(b, half, rest))
+    match, fusion = only(model)
+    assert len(match.nodes) == 6
+    assert len(fusion.parts) == 2
+    check_meaning(model, fusion, FEED)
+
+
+@pytest.mark.parametrize("opset", [11, 13, 20])
+@pytest.mark.parametrize("mode", ["left out", "false"])
+def test_a_dropout_that_does_not_train_is_a_copy(opset: int, mode: str) -> None:
+    b = Builder(opset=opset)
+    told = [b.array(0.5), b.mask(np.array(False))] if mode == "false" and opset > 11 else []
+    ratio = {"ratio": 0.5} if opset == 11 else {}
+    model = b.model(b("Relu", b("Dropout", linear(b), *told, **ratio)))
+    match, fusion = only(model)
+    assert len(match.nodes) == 4
+    check_meaning(model, fusion, FEED)
+
+
 # -- what must not be fused -------------------------------------------------------------------------------------------
 
 
@@ -331,6 +354,20 @@ def softmax(b: Builder) -> str:
     return b("Softmax", linear(b, bias=False))
 
 
+def gathered_apart(b: Builder) -> str:
+    t = linear(b, bias=False)
+    return gate(b, b("Gather", t, b.integers(0, 2, 4, 6), axis=-1), b("Gather", t, b.integers(1, 3, 5, 7), axis=-1))
+
+
+def trained(b: Builder) -> str:
+    return b("Relu", b("Dropout", linear(b, bias=False), b.array(0.5), b.mask(np.array(True))))
+
+
+def squeezed_of_unknown(b: Builder) -> str:
+    """A run whose batch is 1 has one dimension less."""
+    return b("Relu", b("Squeeze", linear(b, bias=False)))
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -341,6 +378,9 @@ def softmax(b: Builder) -> str:
         (per_head_chunk, "strided_slice"),
         (unknown_operand_shape, "unknown_broadcast"),
         (softmax, "unknown_op"),
+        (gathered_apart, "strided_slice"),
+        (trained, "unknown_op"),
+        (squeezed_of_unknown, "unknown_shape"),
     ],
 )
 def test_refusals_carry_their_reason(build, reason: str) -> None:

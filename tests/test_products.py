@@ -519,3 +519,13 @@ def test_an_image_of_one_row_is_not_taken_apart_along_its_columns() -> None:
     first, second = b("Split", t, b.integers(4, 4), outputs=2, axis=-1)
     model = b.model(b("Mul", first, b("Tanh", second)))
     assert refusal(model).reason in ("not_the_last_axis", "nothing_follows")
+
+
+@pytest.mark.parametrize("auto_pad", ["SAME_UPPER", "SAME_LOWER", "VALID"])
+def test_a_pointwise_convolution_pads_nothing_by_itself(auto_pad: str) -> None:
+    b = Builder()
+    x = b.input("x", ("batch", DEPTH, 3, 5))
+    model = b.model(b("Relu", b("Conv", x, b.array(draw(8, DEPTH, 1, 1), "weight"), auto_pad=auto_pad)))
+    match, fusion = only(model)
+    assert len(match.nodes) == 2
+    check_meaning(model, fusion, {"x": np.float32(draw(2, DEPTH, 3, 5))})

@@ -207,3 +207,23 @@ def test_shape_arithmetic_that_others_still_read_stays() -> None:
     activated = b("Tanh", b("MatMul", x, b.array(np.ones((6, 8)), "weight")))
     model = b.model(b("Expand", activated, b("Shape", activated)))
     assert [node.op_type for node in fuse(model).graph.node] == ["FusedGemm", "Shape", "Expand"]
+
+
+@pytest.mark.parametrize("other", ["a fused node's", "an unrelated node's"])
+def test_every_node_has_a_name_of_its_own(other: str) -> None:
+    """An anchor without a name is called as its output; another node may be called so too."""
+    b = Builder()
+    h = b("Relu", b("MatMul", b.input("x", ("rows", K)), b.array(draw(K, N), "first")))
+    y = b("Sigmoid", b("MatMul", h, b.array(draw(N, N), "second")))
+    model = b.model(y)
+    model.graph.node[0].name = ""
+    if other == "an unrelated node's":
+        model.graph.node.append(helper.make_node("Identity", [y], ["z"], f"{model.graph.node[0].output[0]}/FusedGemm"))
+        model.graph.output.append(helper.make_tensor_value_info("z", 1, ["rows", N]))
+    else:
+        model.graph.node[2].name = model.graph.node[0].output[0]
+    fused = fuse(model)
+    names = [node.name for node in fused.graph.node]
+    assert len(names) == len(set(names)) == (3 if other == "an unrelated node's" else 2)
+    feed = {"x": np.float32(draw(3, K))}
+    assert [y.tobytes() for y in run(model, feed)] == [y.tobytes() for y in run(fused, feed)]

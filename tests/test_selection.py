@@ -11,7 +11,7 @@ import pytest
 
 import onnxfuse
 from onnxfuse.errors import SettingError
-from onnxfuse.selection import make_selection
+from onnxfuse.selection import Candidate, make_selection
 from tests import corpus
 from tests.test_cli import onnxfuse as command
 
@@ -110,3 +110,10 @@ def test_the_command_line_takes_its_own_explanation(model: onnx.ModelProto, tmp_
     assert [entry["pattern"] for entry in json.loads(report.read_text())["fused"]] == ["split_gemm"] * 2
     refused = command("explain", tmp_path / "model.onnx", "--only", "nothing")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+
+
+def test_a_name_fits_itself_whatever_a_glob_makes_of_it() -> None:
+    candidate = Candidate("Layer[0]/MatMul", "gemm_epilogue", ("Layer[0]/MatMul", "Layer[0]/Relu?"))
+    assert all(candidate.fits(name) for name in candidate.nodes)
+    assert candidate.fits("*/MatMul")
+    assert not candidate.fits("Layer[1]/MatMul")

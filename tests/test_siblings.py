@@ -200,3 +200,19 @@ def test_a_product_with_nothing_behind_it_joins_nobody() -> None:
     t = linear(b)
     model = b.model(b("Tanh", t), b("MatMul", "x", b.array(draw(K, HEADS * WIDTH), "plain")))
     assert products_of(joined(model)) == [1]
+
+
+@pytest.mark.parametrize("experts", [4, 8, 12])
+@pytest.mark.parametrize("order", ["in pairs", "gates first", "mirrored"])
+def test_every_gate_is_found_however_many_products_read_the_input(experts: int, order: str) -> None:
+    """A dense mixture of experts: the products of one expert meet, wherever they stand among those of all."""
+    b = Builder()
+    x = b.input("x", ("rows", 256))
+    router = b("MatMul", x, b.array(draw(256, experts), "router"))
+    names = [(kind, expert) for expert in range(experts) for kind in ("gate", "up")]
+    if order != "in pairs":
+        names.sort(key=lambda name: (name[0], name[1] if order == "gates first" or name[0] == "up" else -name[1]))
+    made = {name: b("MatMul", x, b.array(draw(256, 512, seed=index), f"w{index}")) for index, name in enumerate(names)}
+    outs = [gate(b, made["up", expert], made["gate", expert]) for expert in range(experts)]
+    found = match_sites(Graph(load_model(b.model(router, *outs))), lambda match, fusion: fusion)
+    assert [len(fusion.parts) for fusion in found.fused] == [2] * experts

@@ -47,8 +47,11 @@ def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbol
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("s1*s0", "s0*s1"), ("batch", "batch"), ("2*s0", "2*s0"), ("s0 + 2*s1", "(s0 + 2·s1)")]
-)
+    ("name", "expected"), [("s1*s0", "s0*s1"), ("batch", "batch"), ("2*s0", "2*s0"), ("s0 + 2*s1", "(s0 + 2·s1)"),
+     ("past + new", symbolic.add("past", "new")), ("new+past", symbolic.add("past", "new")),
+     ("past + 1", symbolic.add("past", 1)), ("1 + past + 2", symbolic.add("past", 3)),
+     ("c + a + b", symbolic.add(symbolic.add("a", "b"), "c"))],
+)  # fmt: skip
 def test_names_of_dimensions(name: str, expected: str) -> None:
     assert symbolic.canonical(name) == expected
 
@@ -57,6 +60,9 @@ def test_other_functions_equal_themselves_only() -> None:
     assert symbolic.add("S", 1) == symbolic.add("S", 1) != symbolic.add("S", 2)
     assert symbolic.add(2, 3) == 5
     assert symbolic.add("S", 0) == symbolic.add(0, "S") == "S"
+    assert symbolic.add("S", 5) == symbolic.add(5, "S")
+    assert symbolic.add("S", "T") == symbolic.add("T", "S")
+    assert symbolic.add("S", None) is symbolic.add(None, 1) is None
     assert symbolic.multiply((symbolic.add("S", 1), 2)) == "2*(+ S 1)"
 
 

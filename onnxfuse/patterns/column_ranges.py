@@ -110,13 +110,15 @@ def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns)
 
 
 def _gather(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
-    """One step along an axis of columns, as indexing takes q, k and v out of one tensor."""
+    """Steps along an axis of columns that follow each other; one, as indexing takes q, k and v out of one tensor."""
     found = whole(epilogue, value, node.attrs.get("axis", 0), "gathers")
     position = graph.known_value(node.inputs[1])
-    if position is None or position.size != 1 or not is_complete(position):
+    if position is None or not is_complete(position):
         raise NotFusable("bounds_not_constant", "", "which columns it gathers is not known before the run")
-    start = int(position.item()) % found.length
-    taken = found.range(start, start + 1)
+    steps = [int(step) % found.length for step in position.ravel()]
+    if position.ndim > 1 or not steps or steps != list(range(steps[0], steps[0] + len(steps))):
+        raise NotFusable("strided_slice", "", "gathers columns that do not follow each other")
+    taken = found.range(steps[0], steps[0] + len(steps))
     if position.ndim == 0:
         taken = replace(taken, view=(*taken.view[: found.index], *taken.view[found.index + 1 :]))
     return [taken]

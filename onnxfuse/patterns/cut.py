@@ -25,8 +25,8 @@ from onnxfuse.patterns.pointwise import pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import VIEWS, columns_dim, only_feeding
 
-# With these alone behind it, an intermediate is not worth an output.
-REGROUPING = frozenset({"Cast", "Identity"})
+COPIES = frozenset({"Identity", "Dropout"})
+REGROUPING = COPIES | {"Cast"}  # with these alone behind it, an intermediate is not worth an output
 
 COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
 Region = int  # nodes of a growth, as bits by their position
@@ -101,7 +101,7 @@ class Cut:
         """Whether a node does arithmetic beside a plain product."""
         if any(product.node is node and product.activation is not None for product in self.growth.products):
             return True
-        return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op != "Identity")
+        return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op not in COPIES)
 
     def refuse(self, region: Region, refusal: NotFusable) -> None:
         """Remember why a piece was not taken."""

@@ -27,7 +27,8 @@ from onnxfuse.patterns.places import Places
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
-MAX_SIBLINGS = 8  # products of one input that grow together; more of them never meet in one value
+MAX_SIBLINGS = 8  # products of one input that grow together; those that meet in a value are in one group
+MAX_REACHED = 64  # nodes behind a product that are looked at for that
 
 Site = TypeVar("Site")
 Accept = Callable[[Match, Fusion], Site]
@@ -106,12 +107,48 @@ def _siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]
         alone = None if product.is_weight else product.out
         key = (alone, product.lhs, product.dtype, product.k, _order(product), product.row_view)
         groups.setdefault(key, []).append(product)
-    chunks = [
-        tuple(group[start : start + MAX_SIBLINGS])
-        for group in groups.values()
-        for start in range(0, len(group), MAX_SIBLINGS)
-    ]
+    chunks = [chunk for group in groups.values() for chunk in _chunks(graph, group)]
     return sorted(chunks, key=lambda group: graph.index(group[-1].node), reverse=True)
+
+
+def _chunks(graph: Graph, group: list[Product]) -> list[tuple[Product, ...]]:
+    """Products of one input in groups that are small enough; those that meet stay together where there is room."""
+    if len(group) <= MAX_SIBLINGS:
+        return [tuple(group)]
+    chunks: list[list[Product]] = [[]]
+    for meeting in _meeting(graph, group):
+        if len(chunks[-1]) + len(meeting) > MAX_SIBLINGS:
+            chunks.append([])
+        for product in meeting:
+            if len(chunks[-1]) == MAX_SIBLINGS:
+                chunks.append([])
+            chunks[-1].append(product)
+    return [tuple(sorted(chunk, key=lambda product: graph.index(product.node))) for chunk in chunks if chunk]
+
+
+def _meeting(graph: Graph, group: list[Product]) -> list[list[Product]]:
+    """The products that meet in some node before the next product, in the order of their first ones."""
+    sets: dict[int, list[Product]] = {}
+    by_node: dict[int, int] = {}
+    for number, product in enumerate(group):
+        reached = _reached(graph, product)
+        met = {by_node[node] for node in reached if node in by_node}
+        first = min((number, *met))
+        sets[first] = [each for other in sorted(met) for each in sets.pop(other)] + [product]
+        by_node = {node: first if owner in met else owner for node, owner in by_node.items()}
+        by_node.update(dict.fromkeys(reached, first))
+    return [sets[number] for number in sorted(sets)]
+
+
+def _reached(graph: Graph, product: Product) -> set[int]:
+    """Nodes that read a product's result, through others, up to the next products."""
+    found: set[int] = set()
+    stack = list(product.node.outputs)
+    while stack and len(found) < MAX_REACHED:
+        readers = [node for node in stack.pop().outputs if not is_anchor(graph, node)]
+        stack += [out for node in readers if graph.index(node) not in found for out in node.outputs]
+        found.update(map(graph.index, readers))
+    return found
 
 
 def _order(product: Product) -> bool:

@@ -126,6 +126,14 @@ def _cast(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Re
     return inputs[0]
 
 
+def _dropout(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    """Nothing but in training, which is an input from opset 12 on."""
+    training = (*inputs, -1, -1)[2]
+    if training >= 0 and graph.expressions[training] != graph.expressions[graph.constant(0.0)]:
+        raise NotFusable("unknown_op", "Dropout", "a Dropout that may train is not pointwise")
+    return inputs[0]
+
+
 POINTWISE: dict[str, Lower] = {
     "Add": _op("add"),
     "Sub": _op("sub"),
@@ -162,6 +170,7 @@ POINTWISE: dict[str, Lower] = {
     "BatchNormalization": _batch_normalization,
     "Cast": _cast,
     "Identity": _identity,
+    "Dropout": _dropout,
 }
 """Rows by ONNX op of the default domain; a lowering takes the inputs' expressions and the node's attributes."""
 

@@ -122,8 +122,8 @@ def _is_pointwise(graph: Graph, conv: gs.Node) -> bool:
     """Whether a convolution is a product of each position's channels with one matrix."""
     attrs = conv.attrs
     kernel = attrs.get("kernel_shape") or (graph.shape(conv.inputs[1].name) or (0, 0, 0))[2:]
-    pads = attrs.get("pads", [0])
-    padded = any(pads) or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID")
+    # What auto_pad stands for is nothing where kernel and strides are 1.
+    padded = attrs.get("auto_pad", "NOTSET") == "NOTSET" and any(attrs.get("pads", [0]))
     return {*kernel, *attrs.get("strides", [1])} == {1} and not padded and attrs.get("group", 1) == 1
 
 

@@ -219,6 +219,8 @@ def _reshape(graph: Graph, node: gs.Node, view: View) -> View:
 
 def _squeeze(graph: Graph, node: gs.Node, view: View) -> View:
     axes = _axes(graph, node, len(view))
+    if axes is None and not all(isinstance(extent(dim), int) for dim in view):
+        raise NotFusable("unknown_shape", "", "squeezes every dimension that turns out to be of size 1")
     gone = [index for index, dim in enumerate(view) if extent(dim) == 1] if axes is None else axes
     if any(extent(view[index]) != 1 for index in gone):
         raise NotFusable("unknown_shape", "", "squeezes a dimension that is not provably of size 1")
