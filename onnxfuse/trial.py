@@ -57,7 +57,10 @@ class SessionTimer:
     cache: Path | None
 
     def __call__(self, trial: Trial) -> Mapping[str, float]:
-        """Microseconds of each form of the trial.
+        """Microseconds of each form of the trial; one that fails to run has none.
+
+        Times are kept only where every form has one: what failed may have failed for a moment, as where a shared GPU
+        had no memory left.
 
         Raises:
             CompileError: NVRTC refused a kernel.
@@ -70,7 +73,8 @@ class SessionTimer:
         inputs, outputs = ports(trial)
         copies = copies_for([*inputs, *outputs])
         times = time_models(trial_models(trial, inputs, outputs, copies), inputs, outputs, copies)
-        write_times(self.cache, key, times)
+        if times.keys() == trial.forms.keys():
+            write_times(self.cache, key, times)
         return times
 
     def _key(self, trial: Trial) -> Key:

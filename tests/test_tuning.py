@@ -12,6 +12,7 @@ import onnx
 import pytest
 from onnx import ModelProto
 
+from onnxfuse import trial as trial_module
 from onnxfuse.artifact import unpack
 from onnxfuse.device import ARCHITECTURES, resolve, tuning_device
 from onnxfuse.errors import DeviceError, SettingError
@@ -21,7 +22,7 @@ from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_mode
 from onnxfuse.plan import MAX_M
 from onnxfuse.rewrite import opsets_of
 from onnxfuse.runtime.timing_cache import read_times, write_times
-from onnxfuse.runtime.tune import Port, copies_for, require_gpu, side_by_side, time_models
+from onnxfuse.runtime.tune import ROUNDS, Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.tier import Tier
 from onnxfuse.tile_candidates import tile_text
 from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at, trial_models
@@ -245,6 +246,22 @@ def test_nothing_is_left_beside_the_files(tmp_path: Path) -> None:
     write_times(blocked, KEY, {})  # costs time, not correctness
 
 
+@pytest.mark.parametrize("failed", [{LEFT_ALONE}, {BEHIND}, {LEFT_ALONE, BEHIND}, None])
+def test_a_failure_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: set[str] | None) -> None:
+    """Of some forms or of all: the next run times them again, and that alone is kept."""
+    timer = Stopwatch()
+    tune_model(analysed(rows=32, k=64, n=64), DEVICE, timer=timer)
+    (made,) = timer.trials
+    whole = dict.fromkeys(made.forms, 10.0)
+    answers = [{name: time for name, time in whole.items() if failed and name not in failed}, whole]
+    monkeypatch.setattr(trial_module, "trial_models", lambda *_: {})
+    monkeypatch.setattr(trial_module, "time_models", lambda *_: answers.pop(0))
+    measured = [SessionTimer(tmp_path)(made) for _ in range(3)]
+    assert measured[0] != whole
+    assert measured[1:] == [whole, whole]
+    assert not answers
+
+
 # ---- The models that are timed ---------------------------------------------------------------------------------------
 
 
@@ -352,6 +369,28 @@ def test_masks_are_timed_as_the_bytes_that_they_are(dtype: int) -> None:
     assert behind is not None
     kept = fused_nodes(replacement(analysis.sites[0].whole, "ab"), replacement(behind, "cd"))
     assert [node.op_type for node in kept] == ["MatMul", "FusedPointwise"]
+
+
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_what_does_not_fit_into_memory_is_not_measured(side: str) -> None:
+    ports = {"inputs": [Port("x0", 1, (8,))], "outputs": [Port("y0", 1, (8,))]}
+    ports[side] = [Port("huge", 1, (1 << 30, 1 << 30))]
+    assert time_models({"a": b"not a model"}, **ports, copies=1, device="cpu") == {}
+
+
+@pytest.mark.parametrize("calls", [0, 1, 5])
+def test_a_runner_that_fails_on_the_way_has_no_time(calls: int) -> None:
+    """In its first replays or in a later round; the other's times are whole."""
+    left = [calls]
+
+    def fails(replays: int) -> None:
+        if not left[0]:
+            raise RuntimeError("out of memory")
+        left[0] -= 1
+
+    times = side_by_side({"fails": fails, "runs": lambda replays: None})
+    assert times.keys() == {"runs"}
+    assert len(times["runs"]) == ROUNDS
 
 
 def test_runners_take_turns() -> None:

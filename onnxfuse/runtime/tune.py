@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,9 @@ ROUNDS = 9
 RANDOM_ELEMENTS = 1 << 20  # drawn once and repeated: to draw a whole weight would take longer than to time it
 WEIGHT_SCALE = 0.05  # of random weights: sums stay in the range where activations bend
 _FATAL = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,41 +70,56 @@ def time_models(
 ) -> dict[str, float]:
     """Microseconds of one copy of the site in each model; a model that fails to run has none.
 
+    Where not even the inputs and outputs fit into memory, no model has one.
+
     Args:
         models: serialised models by name, with `copies` copies of the site each.
         inputs: of one copy.
         outputs: of one copy.
         copies: `copies_for(...)`.
         device: `cuda`; `cpu` runs the same without graphs.
+
+    Raises:
+        DeviceError: ONNX Runtime is missing, or the bridge does not load.
     """
-    buffers = _Buffers(inputs, outputs, copies, device)
-    runners: dict[str, Callable[[int], None]] = {}
-    for name, data in models.items():
-        try:
-            runners[name] = _runner(data, buffers, device)
-        except OnnxfuseError:
-            raise
-        except Exception:  # onnxruntime's exceptions share no base class; the others are still worth timing
-            continue
-    times = side_by_side(runners)
+    buffers = _unless_it_fails(_Buffers, inputs, outputs, copies, device)
+    if buffers is None:
+        return {}
+    made = {name: _unless_it_fails(_runner, data, buffers, device) for name, data in models.items()}
+    times = side_by_side({name: run for name, run in made.items() if run is not None})
     return {name: statistics.median(each) / copies * 1e6 for name, each in times.items()}
+
+
+def _unless_it_fails(attempt: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """What an attempt gives, or None where it fails: other models are still worth timing."""
+    try:
+        return attempt(*args, **kwargs)
+    except OnnxfuseError:
+        raise
+    except Exception:  # onnxruntime's exceptions share no base class
+        return None
 
 
 def side_by_side(
     runners: Mapping[str, Callable[[int], None]], clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of one replay of each runner, once a round, in turn."""
+    """Seconds of one replay of each runner, once a round, in turn; a runner that fails on the way has none."""
 
     def seconds(run: Callable[[int], None], replays: int) -> float:
         start = clock()
         run(replays)
         return (clock() - start) / replays
 
-    replays = {name: _replays(seconds(run, 3)) for name, run in runners.items()}
-    times: dict[str, list[float]] = {name: [] for name in runners}
+    first = {name: _unless_it_fails(seconds, run, 3) for name, run in runners.items()}
+    replays = {name: _replays(each) for name, each in first.items() if each is not None}
+    times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(ROUNDS):
-        for name, run in runners.items():
-            times[name].append(seconds(run, replays[name]))
+        for name in list(times):
+            each = _unless_it_fails(seconds, runners[name], replays[name])
+            if each is None:
+                del times[name]
+            else:
+                times[name].append(each)
     return times
 
 
