@@ -91,13 +91,14 @@ def cells(site: SiteTimes) -> list[str]:
 
 
 def microseconds(value: float | None) -> str:
-    """A time of a site; None is a model that does not run."""
+    """A time of a site; None is that of a model that does not run."""
     return "fails" if value is None else f"{value:.1f}"
 
 
 def longest(sites: Iterable[SiteTimes]) -> float:
-    """The time that all bars are drawn on the scale of."""
-    return max(time for site in sites for time in (site.before, site.after, site.floor) if time is not None)
+    """The time that all bars are drawn on the scale of; 1 where none was measured."""
+    times = (time for site in sites for time in (site.before, site.after, site.floor) if time is not None)
+    return max(times, default=1.0)
 
 
 def _bars(site: SiteTimes, longest: float) -> str:

@@ -16,6 +16,7 @@ from onnx import TensorProto, numpy_helper
 from rich.console import Console
 
 import onnxfuse
+from onnxfuse.bench_chart import png
 from onnxfuse.bench_report import WIDTH, html, site_table
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.errors import DeviceError, ModelError
@@ -23,10 +24,11 @@ from onnxfuse.fused_sites import AFTER, BEFORE, SHAPE_OF, flops_of, read_sites, 
 from onnxfuse.graph import load_model
 from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.runtime import bench as bench_module
-from onnxfuse.runtime import contender
+from onnxfuse.runtime import bench_sites, contender
 from onnxfuse.runtime.bench import BenchResult, Comparison, Latency, alternate, bench, interleave, latency_of
 from onnxfuse.runtime.bench_sites import SiteTimes
 from onnxfuse.runtime.session import CPU, open_session
+from onnxfuse.runtime.tune import time_models
 from onnxfuse.tier import Tier
 from tests.matching import linear, silu
 from tests.onnx_build import FLOAT16, Builder, run
@@ -283,6 +285,32 @@ def test_what_fails_is_said_and_not_drawn(measured: BenchResult) -> None:
     assert "not measured: model.onnx: no capture" in str(result)
     assert "? -> 7 kernels" in str(result)
     assert site.to_dict()["ratio"] is None
+
+
+@pytest.mark.parametrize("which", ["copies", "products", "everything"])
+def test_a_rate_that_cannot_be_measured_costs_the_floor_alone(
+    fused: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Where the probes, or the sites as well, find no memory; every report is still made."""
+    failing = {"copies": {"Neg"}, "products": {"MatMul"}}
+
+    def out_of_memory(models, *rest) -> dict[str, float]:
+        probed = {node.op_type for data in models.values() for node in onnx.load_from_string(data).graph.node}
+        if which == "everything" or ("" in models and probed <= failing[which]):
+            return {}
+        return time_models(models, *rest)
+
+    monkeypatch.setattr(bench_sites, "time_models", out_of_memory)
+    result = bench(MODEL, fused, shapes=SHAPES, device="cpu", runs=1, warmup=0, per_site=True)
+    with_products = [site for site in result.sites if site.flops]
+    assert with_products
+    for site in with_products:
+        assert (site.floor, site.bound_by) == (None, "")
+        assert (site.before is None) == (which == "everything")
+    assert json.loads(json.dumps(result.to_dict()))["sites"][0]["floor"] is None
+    assert Page(html(result, "title")).tables[1][1][4:6] == ["fails", ""]
+    Console(quiet=True).print(site_table(result.sites))
+    assert png(result, "title")
 
 
 def test_inputs_of_bfloat16_are_bound_by_their_bits(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ class SiteTimes:
         replaces: the original nodes' operators.
         before: of the original nodes; None where they fail to run by themselves.
         after: of the fused node.
-        floor: what the device allows.
-        bound_by: `bytes` or `flops`, whichever makes the floor.
+        floor: what the device allows; None where a rate of the device could not be measured.
+        bound_by: `bytes` or `flops`, whichever makes the floor; empty without one.
         bytes: that it reads and writes at least.
         flops: of its products.
     """
@@ -57,7 +57,7 @@ class SiteTimes:
     replaces: tuple[str, ...]
     before: float | None
     after: float | None
-    floor: float
+    floor: float | None
     bound_by: str
     bytes: int
     flops: int
@@ -74,30 +74,30 @@ class SiteTimes:
 
 @dataclass
 class Rates:
-    """What the device allows, measured when first asked."""
+    """What the device allows, measured when first asked; None where what measures it fails to run."""
 
     device: str
 
     @functools.cached_property
-    def bandwidth(self) -> float:
+    def bandwidth(self) -> float | None:
         """Bytes a second."""
         data, *ports = copy_model(PROBES[self.device][0], COPIES)
-        return 8 * PROBES[self.device][0] / self._seconds(data, *map(_as_ports, ports))
+        return self._rate(8 * PROBES[self.device][0], data, *map(_as_ports, ports))
 
-    def product(self, element: int) -> float:
+    def product(self, element: int) -> float | None:
         """Operations a second of products of one ONNX element type."""
         if element not in self._products:
             data, *ports = product_model(element, PROBES[self.device][1], COPIES)
-            seconds = self._seconds(data, *map(_as_ports, ports))
-            self._products[element] = 2 * PROBES[self.device][1] ** 3 / seconds
+            self._products[element] = self._rate(2 * PROBES[self.device][1] ** 3, data, *map(_as_ports, ports))
         return self._products[element]
 
     @functools.cached_property
-    def _products(self) -> dict[int, float]:
+    def _products(self) -> dict[int, float | None]:
         return {}
 
-    def _seconds(self, data: bytes, inputs: list[Port], outputs: list[Port]) -> float:
-        return time_models({"": data}, inputs, outputs, COPIES, self.device)[""] / 1e6
+    def _rate(self, amount: int, data: bytes, inputs: list[Port], outputs: list[Port]) -> float | None:
+        microseconds = time_models({"": data}, inputs, outputs, COPIES, self.device).get("")
+        return None if microseconds is None else amount / microseconds * 1e6
 
 
 def time_sites(optimized: Path, feeds: Mapping[str, Array], device: str, progress: Progress) -> tuple[SiteTimes, ...]:
@@ -133,21 +133,28 @@ def _time_site(site: FusedSite, rates: Rates) -> SiteTimes:
     moved = sum(port.bytes for port in (*inputs, *outputs))
     copies = copies_for([*inputs, *outputs]) if rates.device == "cuda" else COPIES
     times = time_models(site_models(site, copies), inputs, outputs, copies, rates.device)
-    floors = {"bytes": moved / rates.bandwidth * 1e6}
-    if site.flops:
-        floors["flops"] = site.flops / rates.product(inputs[0].element) * 1e6
-    bound_by = max(floors, key=lambda name: floors[name])
+    floor, bound_by = _floor(moved, site.flops, rates, inputs[0].element)
     return SiteTimes(
         name=site.name,
         count=site.count,
         replaces=site.replaces,
         before=times.get(BEFORE),
         after=times.get(AFTER),
-        floor=floors[bound_by],
+        floor=floor,
         bound_by=bound_by,
         bytes=moved,
         flops=site.flops,
     )
+
+
+def _floor(moved: int, flops: int, rates: Rates, element: int) -> tuple[float | None, str]:
+    """The microseconds that the device allows for some bytes and operations, and which of the two makes them."""
+    needed = {"bytes": (moved, rates.bandwidth)} | ({"flops": (flops, rates.product(element))} if flops else {})
+    floors = {name: amount / rate * 1e6 for name, (amount, rate) in needed.items() if rate is not None}
+    if len(floors) < len(needed):
+        return None, ""
+    bound_by = max(floors, key=lambda name: floors[name])
+    return floors[bound_by], bound_by
 
 
 def _as_ports(ports: Any, weights: frozenset[int] = frozenset()) -> list[Port]:

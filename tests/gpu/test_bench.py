@@ -80,6 +80,7 @@ def test_sites_are_timed_beside_their_nodes(measured: BenchResult) -> None:
     (site,) = measured.sites
     assert site.before is not None
     assert site.after is not None
+    assert site.floor is not None
     assert site.before > site.after, "eight kernels against one"
     assert 0 < site.floor < site.before
     assert site.flops == 2 * 512 * 320 * 2560
