@@ -118,6 +118,6 @@ def _print_skipped(console: Console, report: Report) -> None:
 def print_result(result: VerifyResult | BenchResult, as_json: bool, quiet: bool) -> None:
     """What was compared or timed, as text or as JSON."""
     if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2))
+        click.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     elif not quiet:
         _print(result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from onnxfuse.runtime import feeds, verify
 from onnxfuse.runtime.accuracy import BY_ORIGINAL, BY_TF32, BY_ULP, OutputCheck, Value, check_output, ulp
 from onnxfuse.runtime.feeds import InputSpec, load_npz, make_feeds
 from onnxfuse.runtime.session import CPU
+from onnxfuse.terminal import print_result
 from tests.onnx_build import FLOAT, FLOAT16, Builder
 from tests.tf32 import to_tf32
 
@@ -81,6 +84,37 @@ def test_nan_in_another_place_fails(tmp_path: Path) -> None:
     )
     result = verify.verify(good, bad)
     assert [output.reason for output in result.outputs] == ["NaN or infinity in other places than in the original"]
+
+
+def strictly_parsed(text: str) -> object:
+    """What a parser that knows JSON alone reads: `Infinity` and `NaN` are Python's."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_failed_comparison_is_json_with_null_for_what_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = (save(product(TensorProto.FLOAT, tail), tmp_path / tail) for tail in ("Abs", "Sqrt"))
+    result = verify.verify(good, bad)
+    print_result(result, as_json=True, quiet=False)
+    (run,) = strictly_parsed(capsys.readouterr().out)["runs"]
+    (check,) = run["outputs"]
+    assert (check["passed"], check["original"], check["optimized"], check["tolerance"]) == (False, None, None, None)
+    assert str(result.outputs[0]).endswith("FAILED: NaN or infinity in other places than in the original")
+
+
+def test_every_verdict_is_json() -> None:
+    """What cannot be compared, what overflows in ulp, and what is fine: null stands where no finite number does."""
+    ones, zeros, ids = np.ones(3), np.zeros(3), np.arange(3)
+    values = [Value(array.astype(dtype), dtype) for dtype in ("float32", "float64") for array in (ones, zeros)]
+    values += [Value(ids, "int64"), Value(ids + 1, "int64"), Value(np.full(3, np.nan), "float64")]
+    cases = [*itertools.product(values, repeat=3), (values[0], Value(np.ones(2, np.float32), "float32"), values[0])]
+    checks = [check_output("y", *case) for case in cases]
+    printed = strictly_parsed(json.dumps(verify.RunCheck({}, tuple(checks)).to_dict()))["outputs"]
+    for check, entry in zip(checks, printed, strict=True):
+        assert entry["passed"] == check.passed
+        assert not check.passed or entry["optimized"]["max"] is not None
+    assert any(entry["optimized"] and entry["optimized"]["ulp"] is None for entry in printed)
 
 
 def test_nan_in_the_same_place_passes(tmp_path: Path) -> None:

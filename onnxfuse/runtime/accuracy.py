@@ -85,7 +85,8 @@ class OutputCheck:
         name: the value's name.
         dtype: its type, `float16`.
         shape: its shape in this run.
-        original: the original's errors, outside of the type's top binade unless `reason` is of that.
+        original: the original's errors, outside of the type's top binade unless `reason` is of that; None, as the next
+            two, where the values could not be compared, so that nothing was measured.
         optimized: the optimised model's errors, at the same elements.
         tolerance: what the latter may be at most.
         reason: why it failed, in one sentence; empty when it passed.
@@ -94,9 +95,9 @@ class OutputCheck:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    original: Errors
-    optimized: Errors
-    tolerance: Tolerance
+    original: Errors | None
+    optimized: Errors | None
+    tolerance: Tolerance | None
     reason: str = ""
 
     @property
@@ -106,18 +107,26 @@ class OutputCheck:
 
     def __str__(self) -> str:
         verdict = "ok" if self.passed else f"FAILED: {self.reason}"
-        lines = [f"{self.name}  {self.dtype}[{', '.join(map(str, self.shape))}]  {verdict}"]
-        for kind in ("max", "rms", "mean", "p999"):
-            allowed = self._allowed(kind) if kind in ("max", "rms") else ""
-            own, ours = (getattr(errors, kind) for errors in (self.original, self.optimized))
-            lines.append(f"  {kind:<4} error  original {own:.3g}  optimised {ours:.3g}{allowed}")
-        place = ", ".join(map(str, self.optimized.worst))
-        lines.append(f"  largest at [{place}], {self.optimized.ulp:.3g} ulp; the original's {self.original.ulp:.3g}")
-        return "\n".join(lines)
+        head = f"{self.name}  {self.dtype}[{', '.join(map(str, self.shape))}]  {verdict}"
+        if self.original is None or self.optimized is None or self.tolerance is None:
+            return head
+        return "\n".join([head, *_figures(self.original, self.optimized, self.tolerance)])
 
-    def _allowed(self, kind: str) -> str:
-        term = getattr(self.tolerance, f"{kind}_term")
-        return f"  allowed {getattr(self.tolerance, kind):.3g}{f' ({term})' if term else ''}"
+
+def _figures(original: Errors, optimized: Errors, tolerance: Tolerance) -> list[str]:
+    """What was measured, as lines of text."""
+    lines = []
+    for kind in ("max", "rms", "mean", "p999"):
+        allowed = _allowed(tolerance, kind) if kind in ("max", "rms") else ""
+        own, ours = (getattr(errors, kind) for errors in (original, optimized))
+        lines.append(f"  {kind:<4} error  original {own:.3g}  optimised {ours:.3g}{allowed}")
+    place = ", ".join(map(str, optimized.worst))
+    return [*lines, f"  largest at [{place}], {optimized.ulp:.3g} ulp; the original's {original.ulp:.3g}"]
+
+
+def _allowed(tolerance: Tolerance, kind: str) -> str:
+    term = getattr(tolerance, f"{kind}_term")
+    return f"  allowed {getattr(tolerance, kind):.3g}{f' ({term})' if term else ''}"
 
 
 def check_output(
@@ -137,8 +146,9 @@ def check_output(
         found, expected = f"{optimized.dtype}{list(optimized.array.shape)}", f"{original.dtype}{list(shape)}"
         return _refused(name, original, f"the optimised output is {found}, the original's {expected}")
     if original.dtype not in _PRECISION:
-        equal = np.array_equal(original.array, optimized.array)
-        return _refused(name, original, "" if equal else "the values differ", 0.0 if equal else float("inf"))
+        if not np.array_equal(original.array, optimized.array):
+            return _refused(name, original, "the values differ")
+        return OutputCheck(name, original.dtype, shape, Errors(0.0, 0.0), Errors(0.0, 0.0), Tolerance())
     before, after, reference = (value.array.astype(np.float64) for value in (original, optimized, exact))
     if not _same_non_finite(before, after):
         return _refused(name, original, "NaN or infinity in other places than in the original")
@@ -182,10 +192,9 @@ def _top_binade(dtype: str) -> float:
     return float(2.0 ** (1 - _PRECISION[dtype][1]))
 
 
-def _refused(name: str, original: Value, reason: str, error: float = float("inf")) -> OutputCheck:
+def _refused(name: str, original: Value, reason: str) -> OutputCheck:
     """A verdict without measured errors."""
-    wrong = Errors(error, error)
-    return OutputCheck(name, original.dtype, original.array.shape, Errors(0.0, 0.0), wrong, Tolerance(), reason)
+    return OutputCheck(name, original.dtype, original.array.shape, None, None, None, reason)
 
 
 def _same_non_finite(left: Array, right: Array) -> bool:

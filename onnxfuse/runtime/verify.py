@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,15 +47,23 @@ class RunCheck:
         return all(check.passed for check in (*self.outputs, *self.sites))
 
     def to_dict(self) -> dict[str, Any]:
-        """This run in what `--json` prints."""
+        """This run in what `--json` prints; None for what was not measured or is not finite."""
         outputs, sites = (
-            [{**asdict(check), "passed": check.passed} for check in checks] for checks in (self.outputs, self.sites)
+            [{**_plain(asdict(check)), "passed": check.passed} for check in checks]
+            for checks in (self.outputs, self.sites)
         )
         return {"passed": self.passed, "shapes": self.shapes, "outputs": outputs, "sites": sites}
 
     def __str__(self) -> str:
         inputs = "  ".join(f"{name}[{', '.join(map(str, shape))}]" for name, shape in self.shapes.items())
         return "\n".join([inputs, *map(str, self.outputs), *(f"site {check}" for check in self.sites)])
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity: an error in ulp of a zero, or one between the ends of float64, is none that it can say."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
