@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from onnxfuse.errors import CompileError
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
 from onnxfuse.runtime import compile as compiler
-from onnxfuse.runtime.compile import compile_cached, compile_source
+from onnxfuse.runtime.compile import NVRTC_PACKAGE, compile_cached, compile_source, nvrtc_version
 from onnxfuse.tile_candidates import tiles_for
 from onnxfuse.tile_footprint import why_not
 from tests.kernel_problem import Size, make_spec
@@ -110,6 +111,43 @@ def test_missing_headers_name_the_package(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda _: None)
     with pytest.raises(CompileError, match="nvidia-cuda-runtime"):
         compile_source(SMALL, DEVICE)
+
+
+class Programs:
+    """NVRTC whose compilations fail as without its builtins; knows the programs that were not given back."""
+
+    def __init__(self, nvrtc) -> None:
+        self.nvrtc, self.alive = nvrtc, set[int]()
+
+    def __getattr__(self, name: str):
+        return getattr(self.nvrtc, name)
+
+    def createProgram(self, *arguments) -> int:  # noqa: N802
+        program = self.nvrtc.createProgram(*arguments)
+        self.alive.add(program)
+        return program
+
+    def compileProgram(self, program: int, options) -> None:  # noqa: N802
+        raise self.nvrtc.NVRTCError(7)
+
+    def destroyProgram(self, program: int) -> None:  # noqa: N802
+        self.alive.remove(program)
+        self.nvrtc.destroyProgram(program)
+
+
+@pytest.mark.parametrize("first", [nvrtc_version, lambda: compile_source(SMALL, DEVICE)])
+def test_an_nvrtc_that_cannot_compile_says_what_to_install(monkeypatch: pytest.MonkeyPatch, first) -> None:
+    import cupy.cuda
+
+    broken = Programs(cupy.cuda.nvrtc)
+    monkeypatch.setattr(cupy.cuda, "nvrtc", broken)
+    compiler._first_nvrtc.cache_clear()
+    for _ in range(2):
+        with pytest.raises(CompileError, match=f"cannot compile: .*{re.escape(NVRTC_PACKAGE)}"):
+            first()
+    assert not broken.alive
+    monkeypatch.undo()
+    assert compile_source(SMALL, DEVICE).data, "nothing of it is remembered"
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -97,17 +98,24 @@ def compile_images(source: str, devices: Sequence[DeviceSpec]) -> list[CompiledI
         CompileError: NVRTC or its headers are missing, or it refused the source; the source is then written to a file.
     """
     nvrtc = _nvrtc()
+    with _program(nvrtc, source) as program:
+        try:
+            nvrtc.compileProgram(program, compile_options(devices[0]))
+            log = _log(nvrtc, program)
+            return [
+                image_of(_ptx(nvrtc, program), "") if device.arch == PTX else image_of(_cubin(nvrtc, program), log)
+                for device in devices
+            ]
+        except nvrtc.NVRTCError as error:
+            log = _log(nvrtc, program)
+            raise CompileError(f"NVRTC: {error}; source in {_keep(source)}\n{log}", log) from None
+
+
+@contextmanager
+def _program(nvrtc: ModuleType, source: str) -> Iterator[int]:
     program = nvrtc.createProgram(source, SOURCE_NAME, (), ())
     try:
-        nvrtc.compileProgram(program, compile_options(devices[0]))
-        log = _log(nvrtc, program)
-        return [
-            image_of(_ptx(nvrtc, program), "") if device.arch == PTX else image_of(_cubin(nvrtc, program), log)
-            for device in devices
-        ]
-    except nvrtc.NVRTCError as error:
-        log = _log(nvrtc, program)
-        raise CompileError(f"NVRTC: {error}; source in {_keep(source)}\n{log}", log) from None
+        yield program
     finally:
         nvrtc.destroyProgram(program)
 
@@ -127,7 +135,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of NVRTC.
 
     Raises:
-        CompileError: NVRTC is not installed.
+        CompileError: NVRTC is not installed, or cannot compile.
     """
     major, minor = _nvrtc().getVersion()
     return major, minor
@@ -176,10 +184,19 @@ def _first_nvrtc() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         raise CompileError(f"NVRTC does not load: {error}; it comes with the pip package {NVRTC_PACKAGE}") from error
     module: ModuleType = nvrtc
-    warm_up = module.createProgram("", SOURCE_NAME, (), ())
-    module.compileProgram(warm_up, ())
-    module.destroyProgram(warm_up)
+    _warm_up(module)
     return module
+
+
+def _warm_up(nvrtc: ModuleType) -> None:
+    """Compile nothing, which opens the builtins: a library of its own beside NVRTC."""
+    with _program(nvrtc, "") as program:
+        try:
+            nvrtc.compileProgram(program, ())
+        except nvrtc.NVRTCError as error:
+            log = _log(nvrtc, program)
+            advice = f"reinstall the pip package {NVRTC_PACKAGE}, its builtins may be missing"
+            raise CompileError(f"NVRTC cannot compile: {error}; {advice}\n{log}".rstrip(), log) from None
 
 
 def _log(nvrtc: ModuleType, program: int) -> str:
