@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class Kernels:
 def compile_forms(forms: Iterable[Form], progress: Progress | None = None) -> Kernels:
     """Compile each distinct kernel once, and PTX beside the architecture whose compilation makes it anyway.
 
+    An error, or Ctrl-C, waits for the compilations that have begun, and no other begins.
+
     Raises:
         CompileError: NVRTC refused a kernel.
     """
@@ -47,12 +49,16 @@ def compile_forms(forms: Iterable[Form], progress: Progress | None = None) -> Ke
     groups = _groups(wanted)
     images: dict[tuple[str, str], CompiledImage] = {}
     folder = cache_dir()
-    with ThreadPoolExecutor(compile_jobs()) as pool:
-        jobs = [pool.submit(compile_cached, source, devices, folder) for source, devices in groups]
-        for (source, devices), job in zip(groups, jobs, strict=True):
+    pool = ThreadPoolExecutor(compile_jobs())
+    try:
+        jobs = {pool.submit(compile_cached, source, devices, folder): (source, devices) for source, devices in groups}
+        for job in as_completed(jobs):
+            source, devices = jobs[job]
             images |= {(source, device.arch): image for device, image in zip(devices, job.result(), strict=True)}
             if progress is not None:
                 progress("compiling kernels", len(images), len(wanted))
+    finally:
+        pool.shutdown(cancel_futures=True)
     return Kernels(images)
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import pytest
 
+from onnxfuse import packing
 from onnxfuse.device import ARCHITECTURES, PTX
 from onnxfuse.errors import CompileError
 from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.packing import kernel_source
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime import compile as compiler
 from onnxfuse.runtime.compile import NVRTC_PACKAGE, compile_cached, compile_source, nvrtc_version
 from onnxfuse.tile_candidates import tiles_for
@@ -224,6 +230,33 @@ def test_source_arch_and_version_make_the_key(tmp_path: Path) -> None:
         for arch in ("sm_80", "sm_90a"):
             compile_cached(source, [ARCHITECTURES[arch]], tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("error", [CompileError("refused"), KeyboardInterrupt()])
+@pytest.mark.parametrize("refused", [1, 3])
+def test_what_has_not_begun_is_not_compiled_behind_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, refused: int
+) -> None:
+    """The others wait until one is refused, so that those before it are under way and most behind it are not."""
+    begun, refusal = itertools.count(1), threading.Event()
+
+    def compile_one(source, devices, folder):
+        number = next(begun)
+        if number == refused:
+            refusal.set()
+            raise error
+        refusal.wait(10)
+        time.sleep(0.2)
+        return [compiler.image_of(b"", "") for _ in devices]
+
+    monkeypatch.setenv("ONNXFUSE_COMPILE_JOBS", "4")
+    monkeypatch.setattr(packing, "compile_cached", compile_one)
+    model = onnx.load(Path(__file__).parents[1] / "models" / "unet_block.onnx")
+    forms = [site.form for site in analyse_model(model, list(ARCHITECTURES.values())).sites]
+    kernels = {(kernel_source(variant, device), device.arch) for form in forms for device, variant in form.variants}
+    with pytest.raises(type(error)):
+        packing.compile_forms(forms)
+    assert next(begun) < len(kernels) / 4
 
 
 def test_a_tile_without_stages_does_not_compile() -> None:
