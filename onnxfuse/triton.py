@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from onnxfuse.errors import ModelError, OutputError
+from onnxfuse.errors import ModelError, OutputError, SettingError
 from onnxfuse.graph import Model, load_model, signature
+from onnxfuse.runtime.cache import UNFINISHED
 from onnxfuse.store import save_model, write_text
 
 MAX_BATCH = 8  # what Triton gathers at most, unless the caller says otherwise
+LARGEST_BATCH = 2**31 - 1  # of the field's int32
 UNKNOWN = -1  # a dimension that each request chooses
 BRIDGE = "libonnxfuse.so"
 # onnx.TensorProto.DataType -> the server's name of it.
@@ -53,16 +57,19 @@ def export_triton(
         folder: the model repository.
         bridge: the library of the fused nodes.
         name: what clients call the model; by default the file's name without its endings.
-        max_batch: rows that the server may gather into one run, where the model's axes allow it.
+        max_batch: rows that the server may gather into one run, where the model's axes allow it; 0 for none.
         mount: where the server sees `folder`; by default at the same path.
 
     Returns:
         The folder of this model.
 
     Raises:
-        ModelError: the model cannot be read, or has an input that Triton has no type for.
+        ModelError: the model or its external data cannot be read, or has an input that Triton has no type for.
         OutputError: the entry exists, or the disk refuses.
+        SettingError: max_batch is negative, or larger than the configuration's field.
     """
+    if not 0 <= max_batch <= LARGEST_BATCH:
+        raise SettingError(f"the largest batch is {max_batch}; expected 0 to {LARGEST_BATCH}")
     source = load_model(model)
     place = folder / (name or re.sub(r"\W+", "_", model.name.split(".")[0]))
     if place.exists():
@@ -71,17 +78,35 @@ def export_triton(
     seen_at = f"{mount.rstrip('/') or folder.resolve()}/{place.name}/{BRIDGE}"
     batch = max_batch if has_batch(inputs, outputs) else 0
     text = configuration(place.name, inputs, outputs, seen_at, batch)
-    _write(source, place, bridge, text)
+    try:
+        with _whole(place) as unfinished:
+            _write(source, unfinished, bridge, text)
+    except OSError as error:
+        raise OutputError(f"{place}: cannot be written: {error.strerror}") from error
     return place
+
+
+@contextmanager
+def _whole(place: Path) -> Iterator[Path]:
+    """A new folder that becomes `place` at the end; where that fails, nothing of it is left, nor folders above it."""
+    above = [folder for folder in place.parents if not folder.exists()]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=UNFINISHED, dir=place.parent) as staging:
+            unfinished = Path(staging) / place.name
+            unfinished.mkdir()  # with the mode of any folder; the one around it is for this user alone
+            yield unfinished
+            unfinished.rename(place)
+    finally:
+        with suppress(OSError):  # the first that holds something ends it
+            for folder in above:
+                folder.rmdir()
 
 
 def _write(source: Model, place: Path, bridge: Path, text: str) -> None:
     version = place / "1"
-    try:
-        version.mkdir(parents=True)
-        shutil.copyfile(bridge, place / BRIDGE)
-    except OSError as error:
-        raise OutputError(f"{place}: cannot be written: {error.strerror}") from error
+    version.mkdir()
+    shutil.copyfile(bridge, place / BRIDGE)
     save_model(source.proto, source, version / "model.onnx")
     write_text(place / "config.pbtxt", text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from onnx import helper
 from tritonclient.grpc import model_config_pb2
 
 import onnxfuse
-from onnxfuse.errors import ModelError, OutputError
+from onnxfuse import triton
+from onnxfuse.errors import ModelError, OutputError, SettingError
 from onnxfuse.triton import export_triton
 from tests import corpus
-from tests.onnx_build import run
+from tests.onnx_build import Builder, run
 from tests.test_cli import onnxfuse as command
 
 UNET = "tiny/sd15_unet_mini.tiny.torchscript.op17.fp16.dynamic.onnx"
@@ -92,6 +94,56 @@ def test_nothing_is_overwritten_and_what_triton_lacks_is_named(tmp_path: Path) -
     onnx.save(model([3], [3], onnx.TensorProto.COMPLEX64), tmp_path / "c.onnx")
     with pytest.raises(ModelError, match="'x': Triton has no tensor type"):
         export_triton(tmp_path / "c.onnx", tmp_path / "models", onnxfuse.library_path())
+
+
+def with_external_data(folder: Path) -> Path:
+    """A model whose weight lies in a file beside it."""
+    b = Builder()
+    proto = b.model(b("MatMul", b.input("x", ("b", 64)), b.array(np.eye(64), "weight")))
+    onnx.save(proto, folder / "m.onnx", save_as_external_data=True, location="weights", size_threshold=0)
+    return folder / "m.onnx"
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new repository", "repository of others"])
+@pytest.mark.parametrize("fault", ["no data", "no bridge", "full disk"])
+def test_what_fails_leaves_nothing_and_the_next_try_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, exists: bool
+) -> None:
+    source, repository, bridge = with_external_data(tmp_path), tmp_path / "deep" / "models", onnxfuse.library_path()
+    if exists:
+        (repository / "other").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        if fault == "no data":
+            (tmp_path / "weights").rename(tmp_path / "away")
+        elif fault == "full disk":
+            patch.setattr(triton, "write_text", no_space)
+        with pytest.raises(ModelError if fault == "no data" else OutputError):
+            export_triton(source, repository, tmp_path / "absent.so" if fault == "no bridge" else bridge)
+    if fault == "no data":
+        (tmp_path / "away").rename(tmp_path / "weights")
+    assert sorted(tmp_path.rglob("*")) == before
+    place = export_triton(source, repository, bridge)
+    x = np.arange(64, dtype=np.float32)[None]
+    np.testing.assert_array_equal(run(onnx.load(place / "1" / "model.onnx"), {"x": x})[0], x)
+    assert {path.name for path in place.iterdir()} == {"1", "config.pbtxt", "libonnxfuse.so"}
+    assert [path.name for path in repository.iterdir() if path != place] == ["other"] * exists
+    assert place.stat().st_mode == place.parent.stat().st_mode, "a server of another user reads it"
+
+
+def no_space(target: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("max_batch", [-5, -1, 1 << 31])
+def test_a_batch_that_is_no_number_of_rows_is_refused(tmp_path: Path, max_batch: int) -> None:
+    onnx.save(model(["b", 3], ["b", 3]), tmp_path / "m.onnx")
+    result = command("export-triton", tmp_path / "m.onnx", tmp_path / "models", "--max-batch", max_batch)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
+    assert str(max_batch) in result.stderr
+    with pytest.raises(SettingError, match=str(max_batch)):
+        export_triton(tmp_path / "m.onnx", tmp_path / "models", onnxfuse.library_path(), max_batch=max_batch)
+    assert not (tmp_path / "models").exists()
 
 
 def test_the_library_command_prints_the_bridge() -> None:
