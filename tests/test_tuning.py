@@ -237,6 +237,29 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, damage: str) -> None:
     assert read_times(tmp_path, KEY) is None
 
 
+def test_a_file_that_was_altered_is_measured_again(tmp_path: Path) -> None:
+    """Any character of a time or of its name; 107.250 is as good as 107.25."""
+    times = {"one kernel": 22.5, "left alone": 107.25}
+    write_times(tmp_path, KEY, times)
+    (path,) = tmp_path.rglob("*.json")
+    text = path.read_text()
+    first = text.index('"microseconds"')
+    for place, letter in itertools.product(range(first, text.index("}", first)), "0.7"):
+        path.write_text(text[:place] + letter + text[place + 1 :])
+        assert read_times(tmp_path, KEY) in (None, times), path.read_text()
+    for was, instead in (
+        ("22.5", "2.25"),
+        ("22.5", "-22.5"),
+        ("left", "behind"),
+        ("22.5", "null"),
+        (": 22.5", ": [22.5]"),
+    ):
+        path.write_text(text.replace(was, instead))
+        assert read_times(tmp_path, KEY) is None
+    path.write_text(text)
+    assert read_times(tmp_path, KEY) == times
+
+
 def test_nothing_is_left_beside_the_files(tmp_path: Path) -> None:
     for _ in range(3):
         write_times(tmp_path, KEY, {"one kernel": 22.5})

@@ -91,6 +91,10 @@ def drop_abandoned(folder: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _checksum(key: str, entry: Entry) -> str:
-    parts = (key.encode(), entry.source.encode(), entry.data, entry.log.encode())
+def checksum(*parts: bytes) -> str:
+    """Of an entry's key and of all that it holds."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def _checksum(key: str, entry: Entry) -> str:
+    return checksum(key.encode(), entry.source.encode(), entry.data, entry.log.encode())

@@ -1,9 +1,10 @@
 """Measured times on disk, found by what was measured: one JSON file for each site and number of rows.
 
-    <SHA-256 of the key>.json    {"key": {...}, "microseconds": {"one kernel 128x96 ping-pong": 22.8, ...}}
+    <SHA-256 of the key>.json    the key, microseconds by form (`"one kernel 128x96 ping-pong": 22.8`), their checksum
 
 The key names the GPU, the driver, the versions and every kernel's source, so a figure is never used where another would
-be measured. A file is written to the side and renamed: a run that is interrupted keeps what it had measured.
+be measured; the checksum is of the key and the times. A file is written to the side and renamed: a run that is
+interrupted keeps what it had measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.runtime.cache import UNFINISHED, drop_abandoned
+from onnxfuse.runtime.cache import UNFINISHED, checksum, drop_abandoned
 
 FOLDER = "timings"
 
@@ -32,10 +33,8 @@ def read_times(folder: Path | None, key: Key) -> dict[str, float] | None:
         entry = json.loads(_path(folder, key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    times = entry.get("microseconds") if isinstance(entry, dict) and entry.get("key") == _plain(key) else None
-    if not isinstance(times, dict) or not all(isinstance(time, float) and time > 0 for time in times.values()):
-        return None
-    return times
+    times = entry.get("microseconds") if isinstance(entry, dict) else None
+    return times if isinstance(times, dict) and entry.get("sha256") == _checksum(key, times) else None
 
 
 def write_times(folder: Path | None, key: Key, times: Mapping[str, float]) -> None:
@@ -49,16 +48,21 @@ def write_times(folder: Path | None, key: Key, times: Mapping[str, float]) -> No
         handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"key": _plain(key), "microseconds": dict(times)}, file, indent=2)
+                entry = {"key": key, "microseconds": dict(times), "sha256": _checksum(key, times)}
+                json.dump(entry, file, indent=2)
             Path(name).replace(path)
         finally:
             Path(name).unlink(missing_ok=True)
 
 
-def _plain(key: Key) -> Any:
-    """The key as JSON gives it back."""
-    return json.loads(json.dumps(key))
+def _checksum(key: Key, times: Mapping[str, float]) -> str:
+    return checksum(_text(key), _text(times))
+
+
+def _text(values: Mapping[str, Any]) -> bytes:
+    """The same for equal values in whichever order."""
+    return json.dumps(dict(values), sort_keys=True).encode()
 
 
 def _path(folder: Path, key: Key) -> Path:
-    return folder / FOLDER / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.json"
+    return folder / FOLDER / f"{hashlib.sha256(_text(key)).hexdigest()}.json"
