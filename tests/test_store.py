@@ -127,7 +127,9 @@ def test_external_data_travels(tmp_path: Path, same_folder: bool) -> None:
     model = load_model(source)
     store.save_model(model.proto, model, target)
     assert outputs(target) == expected
-    assert (target.parent / "out.onnx.data").exists() != same_folder
+    expected_files = ["all.bin", "in.onnx"] if same_folder else ["out.onnx.data", "out.onnx.data/all.bin"]
+    files = {str(path.relative_to(target.parent)) for path in target.parent.rglob("*")}
+    assert files == {"out.onnx", *expected_files}
 
 
 def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path) -> None:
