@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import numpy_helper
 
 from onnxfuse.fusion import OPS
 from tests.matching import FEED, K, N, check_meaning, draw, gate, linear, only, silu, sites, split_num_outputs
@@ -95,6 +96,20 @@ def test_two_products_of_one_input_are_a_dual_gate(op: str, bias: bool) -> None:
     match, fusion = only(model)
     assert (fusion.pattern, len(fusion.rhs), len(match.products)) == ("split_gemm", 2, 2)
     assert "gate" in fusion.features
+    check_meaning(model, fusion, {"x": draw(5, K, seed=2).astype(np.float32)})
+
+
+def test_weights_stored_in_another_type_are_weights() -> None:
+    """Weights of fp16 in a model that computes in fp32."""
+    b = Builder()
+    x = b.input("x", ("rows", K))
+    halves = []
+    for index in range(2):
+        b.initializers.append(numpy_helper.from_array(draw(K, N, seed=index).astype(np.float16), f"weight{index}"))
+        halves.append(b("MatMul", x, b("Cast", f"weight{index}", to=1)))
+    model = b.model(b("Mul", silu(b, halves[0]), halves[1]))
+    _, fusion = only(model)
+    assert (fusion.pattern, len(fusion.rhs)) == ("split_gemm", 2)
     check_meaning(model, fusion, {"x": draw(5, K, seed=2).astype(np.float32)})
 
 

@@ -352,7 +352,8 @@ class Cut:
     def _check_outputs(self, match: Match, region: Region) -> None:
         if len(match.roots) > MAX_OUTS:
             first = self._by_name[match.exits[0].name]
-            raise self._leak(first, f"and the fusion has {len(match.roots)} outputs already", region)
+            count = f"{len(match.roots)} outputs, where a kernel has {MAX_OUTS} at most"
+            raise self._leak(first, f"and the fusion would have {count}", region)
 
     def _check_worth(self, match: Match, region: Region) -> None:
         """An intermediate becomes an output when work behind it is saved.

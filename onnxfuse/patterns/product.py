@@ -294,7 +294,11 @@ FORMS: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
 
 
 def _is_constant(graph: Graph, source: Source) -> bool:
-    return not source.views and is_stored(graph, graph.tensor(source.name))
+    """Whether every run multiplies with the same matrix, which lies as it is stored; its type may be another one."""
+    tensor = graph.tensor(source.name)
+    while tensor.inputs and tensor.inputs[0].op == "Cast":
+        tensor = tensor.inputs[0].inputs[0]
+    return not source.views and is_stored(graph, tensor)
 
 
 def _base(graph: Graph, lhs: Source, rhs: Source, found: Contraction) -> Base:
