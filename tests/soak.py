@@ -12,7 +12,6 @@ import argparse
 import datetime
 import gc
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -34,6 +33,7 @@ from onnxfuse.runtime import driver
 from onnxfuse.runtime.accuracy import Value, check_output
 from onnxfuse.runtime.session import CPU, CUDA, cuda_usable, open_session
 from tests.gpu.test_ort_session import F16, gate_model
+from tests.perf.result_file import write_result
 
 CHECK_EVERY = 100
 HOST_LIMIT = 16 << 20  # bytes from one quarter of the time to the next; allocators move by a few
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "passed": outcome.passed,
         **asdict(outcome),
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
     grown = f"host {outcome.host_growth / 2**20:+.1f} MiB, device {outcome.device_growth / 2**20:+.1f} MiB"
     print(f"{outcome.runs} runs, {outcome.checked} checked, {len(outcome.wrong)} wrong, {grown}")
     print("\n".join([*outcome.wrong, *outcome.failures, "passed" if outcome.passed else "FAILED"]))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.perf.compare import SLOWER, compare, kernel_costs, model_costs, worse
+from tests.perf.result_file import write_result
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -42,3 +43,14 @@ def test_a_result_that_fell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
     before.write_text(json.dumps({"rows": [{"problem": "gelu", "order": "kn", "ratio": 0.9}]}))
     assert compare({"rows": [{"problem": "gelu", "order": "kn", "ratio": 1.0}]}, before, kernel_costs)
     assert "gelu kn: 0.900 -> 1.000" in capsys.readouterr().out
+
+
+def test_a_result_file_says_what_it_was_given_row_by_row(tmp_path: Path) -> None:
+    rows = [{"problem": "a", "us": 1.23456789, "runs": [0.00012345678, 2]}, {"problem": "b", "us": None}]
+    path = tmp_path / "result.json"
+    write_result(path, {"gpu": "some", "rows": rows, "failures": []})
+    assert json.loads(path.read_text()) == {
+        "gpu": "some", "failures": [],
+        "rows": [{"problem": "a", "us": 1.234568, "runs": [0.0001234568, 2]}, {"problem": "b", "us": None}],
+    }  # fmt: skip
+    assert sum(line.lstrip().startswith('{"problem"') for line in path.read_text().splitlines()) == len(rows)

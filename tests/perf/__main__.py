@@ -9,7 +9,6 @@ fails.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from tests import corpus
 from tests.onnx_build import FLOAT16, Builder
 from tests.perf.compare import add_option, compare, model_costs, origin
 from tests.perf.launches import launches
+from tests.perf.result_file import write_result
 
 # m, k, n of one half: the GEGLU sites of SD1.5 at 64x64, batch 2, and of SDXL.
 SITES = [
@@ -199,7 +199,7 @@ def main() -> None:
             text = f"stock {row['original']['median']:.3f} ms, fused {row['optimized']['median']:.3f} ms"
             text += f", {row['ratio']:.2f}x, launches {row['launches']}, verified {row['verify']['passed']}"
             print(f"{case.name}: {text}", flush=True)
-            options.out.write_text(json.dumps(results, indent=2) + "\n")
+            write_result(options.out, results)
     sys.exit(compare(results, options.against, model_costs))
 
 

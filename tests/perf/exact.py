@@ -8,7 +8,6 @@ float64.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from dataclasses import replace
@@ -28,6 +27,7 @@ from onnxfuse.tile_footprint import why_not
 from tests.onnx_build import FLOAT
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, timed_replay
+from tests.perf.result_file import write_result
 from tests.perf.splits import Problem, Timed, compile_all, prepare, problems
 
 MOST_ULP = 16.0  # of the output's magnitude; TF32 makes thousands
@@ -87,7 +87,7 @@ def main() -> None:
     timed = [row for row in SITES if options.only in str(row)]
     rows = measure_all(problems(timed, device, choices, FLOAT), device)
     result = {**origin("python -m tests.perf.exact --out results/h200-exact.json"), "rows": rows}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
 
 
 def measure_all(everything: list[Problem], device: DeviceSpec, most_ulp: float = MOST_ULP) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ against float64.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from onnxfuse.runtime import driver
 from tests.perf.compare import origin
 from tests.perf.exact import measure_all
 from tests.perf.kernels import Row
+from tests.perf.result_file import write_result
 from tests.perf.splits import Timed, problems
 
 EACH = {"small_m": 1, "sm_90a": 5, "portable": 1}  # tiles of a kernel
@@ -68,7 +68,7 @@ def main() -> None:
     timed = [row for row in SITES if options.only in str(row)]
     rows = measure_all(problems(timed, device, choices), device, MOST_ULP)
     result = {**origin("python -m tests.perf.few_rows --out results/h200-few-rows.json"), "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

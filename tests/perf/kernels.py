@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from onnxfuse.vector_width import analyse
 from tests.kernel_problem import ARGUMENTS
 from tests.onnx_build import FLOAT, FLOAT16, Builder
 from tests.perf.compare import add_option, compare, kernel_costs, origin
+from tests.perf.result_file import write_result
 from tests.reference_fusion import evaluate
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
@@ -384,7 +384,7 @@ def main() -> None:
         **origin("python -m tests.perf.kernels --out results/h200-kernels.json"),
         "rows": rows,
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
     sys.exit(compare(result, options.against, kernel_costs))
 
 

@@ -9,7 +9,6 @@ chains, three for each fused one, are timed beside them.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ import onnx
 import onnxfuse
 from tests.onnx_build import FLOAT16, Builder
 from tests.perf.compare import origin
+from tests.perf.result_file import write_result
 
 NODES = 200
 RUNS, WARMUP = 60, 10
@@ -103,7 +103,7 @@ def main() -> None:
             times = "  ".join(f"{name} {row[f'{name}_us']:6.2f} us" for name in ("fused", "original", "neg"))
             print(f"{m:4} x {width:4}  {times}  {row['kernel']}", flush=True)
     result = {**origin("python -m tests.perf.launch_cost --out results/h200-launch.json"), "nodes": NODES, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

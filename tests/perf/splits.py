@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import statistics
@@ -32,6 +31,7 @@ from onnxfuse.tile_candidates import tile_text
 from tests.onnx_build import FLOAT16
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, check, graph_of, image, launcher, planned, timed_replay
+from tests.perf.result_file import write_result
 
 EACH = 2  # tiles of one number of blocks
 MOST_ULP = 2.0  # of fp16 at the output's magnitude
@@ -135,7 +135,7 @@ def main() -> None:
                 print(f"{made['problem']:24} {made['order']:5} {times}  {made['tile']}", flush=True)
             cupy.get_default_memory_pool().free_all_blocks()
     result = {**origin("python -m tests.perf.splits --out results/h200-splits.json"), "rows": rows}
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from onnxfuse.trial import SessionTimer
 from tests.onnx_build import FLOAT, FLOAT16
 from tests.perf.compare import origin
 from tests.perf.kernels import ROWS, Row, site_model
+from tests.perf.result_file import write_result
 
 LARGEST = 4096 * 14336 * 2  # weights above this only once: they take seconds to draw and nothing new to see
 TYPES = {"fp16": FLOAT16, "fp32": FLOAT}
@@ -73,7 +74,7 @@ def main() -> None:
         "onnxruntime": onnxruntime.__version__,
         "rows": rows,
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Measured as `tests.perf.kernels` does, both sides of a ratio in turn. Every time
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -39,6 +38,7 @@ from tests.fusions import fusion
 from tests.kernel_problem import ARGUMENTS, NUMPY
 from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.perf.kernels import LAUNCHES, REPLAYS, ROTATED_BYTES, cublas_graph, graph_of, launcher, timed_replay
+from tests.perf.result_file import write_result
 from tests.reference_fusion import evaluate
 
 M, K = 8192, 1280
@@ -278,7 +278,7 @@ def main() -> None:
         "launches": LAUNCHES,
         "rows": rows,
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.out, result)
     sys.exit(compare(result, options.against, kernel_costs))
 
 
