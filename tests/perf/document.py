@@ -72,7 +72,7 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
 
 
 def _models(found: Mapping[str, Any]) -> list[str]:
-    return ["Later, on another machine with a faster host:\n", _source(found), *_model_table(found)]
+    return ["In a run of its own, on another machine:\n", _source(found), *_model_table(found)]
 
 
 def _model_table(found: Mapping[str, Any]) -> list[str]:
