@@ -17,6 +17,7 @@ Blocks that split k exchange fp32 sums, [warp][register / 4][lane] of four regis
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onnxfuse.kernel_spec import Access, KernelSpec
@@ -325,60 +326,94 @@ def _layout(
     )  # fmt: skip
 
 
+Rules = Iterator[tuple[object, str]]
+"""What may be in a kernel's way: whether it is, and in words; one is asked only where none before it is."""
+
+
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec with a tile, or None if it can."""
+    return (
+        _first(_of_operands(spec))
+        or _first(_of_rows(spec, tile))
+        or _first(_of_columns(spec, tile))
+        or _first(_of_clusters(spec, tile))
+        or _first(_of_memory(spec, tile, shared_limit))
+    )
+
+
+def _first(rules: Rules) -> str | None:
+    return next((reason for holds, reason in rules if holds), None)
+
+
+def _of_operands(spec: KernelSpec) -> Rules:
+    """What no tile changes."""
+    turned = spec.rhs_order == "kn" or spec.lhs_order == "km"
+    narrow = min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES
+    walked = [load for load in spec.loads if load.kind != "tile" and {*load.two_levels} - {"batch"}]
+    yield spec.math not in WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
+    yield spec.math == "tf32" and turned, "wgmma reads 32-bit elements with k contiguous only"
+    yield narrow, "TMA needs rows of lhs and rhs on 16-byte boundaries"
+    step = block_k(spec)
+    yield spec.lhs_run % step, f"a run of {spec.lhs_run} columns of lhs is no multiple of {step}"
+    yield spec.lhs_batch_runs and spec.lhs_run, "of lhs either batches lie in runs or k does"
+    yield walked, "one stride walks each loop of a row or column"
+
+
+def _of_rows(spec: KernelSpec, tile: HopperTile) -> Rules:
+    few = tile.groups == 2 or (tile.groups in MAX_ACCUMULATORS and not _tile_loads(spec))
+    yield not few, "two groups, or four where no operand is a tile"
+    whole = tile.group_m % FRAGMENT_ROWS == 0 and tile.block_m <= MAX_BOX
+    yield not whole, f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
+    turned = spec.lhs_order == "km"
+    loaded = tile.block_m // tile.cluster_n
+    yield turned and loaded % ATOM, f"of lhs with m contiguous a block loads multiples of {ATOM} rows"
+    if tile.lhs_rows:
+        alone = not (turned or _shares(tile))
+        yield not alone, "lhs comes in boxes of a few rows where k is contiguous and blocks share no loads"
+        part = tile.block_m % tile.lhs_rows == 0 and tile.lhs_rows % SWIZZLE_ROWS == 0
+        yield not part, f"a box of lhs is a part of the tile's rows, and a multiple of {SWIZZLE_ROWS}"
+
+
+def _of_columns(spec: KernelSpec, tile: HopperTile) -> Rules:
     width = spec.parts * tile.block_n
-    if spec.math not in WGMMA_STEPS:
-        return f"wgmma does not multiply {spec.math}"
-    if spec.math == "tf32" and (spec.rhs_order == "kn" or spec.lhs_order == "km"):
-        return "wgmma reads 32-bit elements with k contiguous only"
-    if min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES:
-        return "TMA needs rows of lhs and rhs on 16-byte boundaries"
-    if spec.lhs_run % block_k(spec):
-        return f"a run of {spec.lhs_run} columns of lhs is no multiple of {block_k(spec)}"
-    batch_runs = spec.lhs_batch_runs or spec.rhs_batch_runs
-    if batch_runs and (tile.cluster_m * tile.cluster_n > 1 or (spec.lhs_batch_runs and spec.lhs_run)):
-        return "blocks share no operand whose batches lie in runs, and of lhs either they do or k does"
-    if any({*load.two_levels} - {"batch"} for load in spec.loads if load.kind != "tile"):
-        return "one stride walks each loop of a row or column"
-    if tile.groups not in MAX_ACCUMULATORS or (tile.groups > 2 and any(load.kind == "tile" for load in spec.loads)):
-        return "two groups, or four where no operand is a tile"
-    if tile.group_m % FRAGMENT_ROWS or tile.block_m > MAX_BOX:
-        return f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
-    if spec.lhs_order == "km" and tile.block_m // tile.cluster_n % ATOM:
-        return f"of lhs with m contiguous a block loads multiples of {ATOM} rows"
-    if tile.lhs_rows and (spec.lhs_order == "km" or tile.cluster_m * tile.cluster_n > 1):
-        return "lhs comes in boxes of a few rows where k is contiguous and blocks share no loads"
-    if tile.lhs_rows and (tile.block_m % tile.lhs_rows or tile.lhs_rows % SWIZZLE_ROWS):
-        return f"a box of lhs is a part of the tile's rows, and a multiple of {SWIZZLE_ROWS}"
-    if tile.block_n % 16 or width > MAX_WIDTH:
-        return f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
+    yield tile.block_n % 16 or width > MAX_WIDTH, f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
     accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)
-    if accumulators > most:
-        return f"{accumulators} accumulators in a thread, of {most} at most"
-    if tile.operands_ahead and any(load.kind == "tile" for load in spec.loads):
-        return "no registers are left to read tile operands ahead"
-    if 1 + spec.parts * len(rhs_pieces(spec, tile)) + len(spec.outs) > MAX_MAPS:
-        return f"a launch has {MAX_MAPS} tensor maps at most"
-    if tile.cluster_m * tile.cluster_n > 2:
-        return "clusters that share loads have two blocks at most"
-    if tile.splits not in SPLITS:
-        return "k is split by 2 or 4"
-    if tile.splits > 1 and (tile.pingpong or tile.groups > 2 or tile.cluster > tile.splits):
-        return "k is split among blocks with cooperative tiles of two groups that share no loads"
+    yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
+    yield tile.operands_ahead and _tile_loads(spec), "no registers are left to read tile operands ahead"
+    maps = 1 + spec.parts * len(rhs_pieces(spec, tile)) + len(spec.outs)
+    yield maps > MAX_MAPS, f"a launch has {MAX_MAPS} tensor maps at most"
+
+
+def _of_clusters(spec: KernelSpec, tile: HopperTile) -> Rules:
+    in_runs = spec.lhs_batch_runs or spec.rhs_batch_runs
+    yield in_runs and _shares(tile), "blocks share no operand whose batches lie in runs"
+    yield tile.cluster_m * tile.cluster_n > 2, "clusters that share loads have two blocks at most"
+    yield tile.splits not in SPLITS, "k is split by 2 or 4"
+    other = tile.pingpong or tile.groups > 2 or _shares(tile)
+    yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles of two groups that share no loads"
+
+
+def _of_memory(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> Rules:
     layout = footprint(spec, replace(tile, stages=0), shared_limit)
-    if layout.stages < max(tile.stages, 2):
-        return f"{layout.stages} stages fit into shared memory"
-    if tile.splits > 1 and (tile.stages or layout.stages) * layout.stage < tile.block_m * width * FP32_BYTES:
-        return "the ring does not hold the sums"
-    return None
+    yield layout.stages < max(tile.stages, 2), f"{layout.stages} stages fit into shared memory"
+    ring = (tile.stages or layout.stages) * layout.stage
+    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES
+    yield tile.splits > 1 and ring < sums, "the ring does not hold the sums"
+
+
+def _shares(tile: HopperTile) -> bool:
+    """Whether blocks of a cluster share loads."""
+    return tile.cluster_m * tile.cluster_n > 1
+
+
+def _tile_loads(spec: KernelSpec) -> int:
+    return sum(load.kind == "tile" for load in spec.loads)
 
 
 def max_accumulators(spec: KernelSpec, groups: int) -> int:
     """How many of a thread's registers can hold sums: addresses and pairs of tile operands need some more."""
     copied = sum(not boxed(out) for out in spec.outs)
-    tiles = sum(load.kind == "tile" for load in spec.loads)
-    return MAX_ACCUMULATORS[groups] - TILE_LOAD_REGISTERS * tiles - COPIED_OUT_REGISTERS * copied
+    return MAX_ACCUMULATORS[groups] - TILE_LOAD_REGISTERS * _tile_loads(spec) - COPIED_OUT_REGISTERS * copied
 
 
 def _staged_bytes(access: Access, columns: int) -> int:

@@ -6,6 +6,7 @@ The result is self-contained but for `cuda_fp16.h` and `cuda_bf16.h`: `--dump` s
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -47,12 +48,6 @@ def template(name: str) -> str:
 
 def _generated(spec: KernelSpec) -> str:
     load_offsets, out_offsets = _offsets(spec)
-    loads = [
-        access_table("Load", index, load, load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; ")
-        for index, load in enumerate(spec.loads)
-    ]
-    outs = [access_table("Out", index, out, out_offsets[index]) for index, out in enumerate(spec.outs)]
-    tables = "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
     return f"""\
 // ---- generated
 namespace onnxfuse {{
@@ -68,9 +63,9 @@ constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
 constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
 constexpr bool CHECKED = {flag(spec.checked)};
-{_constants(spec)}
+{constants(_numbers(spec))}
 
-{tables}
+{access_tables(spec.loads, load_offsets, spec.outs, out_offsets)}
 
 {functor(spec)}
 }}  // namespace onnxfuse
@@ -85,9 +80,9 @@ def _offsets(spec: KernelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return layout.load_offsets, layout.out_offsets
 
 
-def _constants(spec: KernelSpec) -> str:
+def _numbers(spec: KernelSpec) -> dict[str, int]:
     tile = spec.tile
-    constants = {
+    return {
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "OUTS": len(spec.outs),
@@ -99,7 +94,6 @@ def _constants(spec: KernelSpec) -> str:
         "SHARED_BYTES": shared_bytes(spec),
         **_OWN_CONSTANTS[tile.kernel](spec),
     }
-    return "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
 
 
 def _portable_constants(spec: KernelSpec) -> dict[str, int]:
@@ -127,8 +121,30 @@ def _small_m_constants(spec: KernelSpec) -> dict[str, int]:
 _OWN_CONSTANTS = {"portable": _portable_constants, "small_m": _small_m_constants}
 
 
-def access_table(table: str, index: int, access: Access, offset: int, extra: str = "") -> str:
-    """One row of `Load<I>` or `Out<I>`: type, how it is walked, width in elements, offset in bytes of shared memory."""
+def constants(numbers: Mapping[str, int]) -> str:
+    """A line of C++ for each number."""
+    return "\n".join(f"constexpr int {name} = {value};" for name, value in numbers.items())
+
+
+def access_tables(
+    loads: Sequence[Access],
+    load_offsets: Sequence[int],
+    outs: Sequence[Access],
+    out_offsets: Sequence[int],
+    of_out: Callable[[Access], str] = lambda out: "",
+) -> str:
+    """The tables `Load<I>` and `Out<I>`; offsets are in bytes of shared memory, `of_out` gives an out's own members."""
+    rows = ["template <int INDEX> struct Load;"]
+    for index, (load, offset) in enumerate(zip(loads, load_offsets, strict=True)):
+        rows.append(_row("Load", index, load, offset, f"static constexpr Kind KIND = Kind::{load.kind}; "))
+    rows.append("template <int INDEX> struct Out;")
+    for index, (out, offset) in enumerate(zip(outs, out_offsets, strict=True)):
+        rows.append(_row("Out", index, out, offset, of_out(out)))
+    return "\n".join(rows)
+
+
+def _row(table: str, index: int, access: Access, offset: int, extra: str) -> str:
+    """Type, how it is walked, width in elements, offset."""
     flags = {
         "TURNED": access.turned,
         "OUTER_ROWS": "m" in access.two_levels,

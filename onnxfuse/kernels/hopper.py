@@ -17,8 +17,8 @@ from onnxfuse.hopper_tile import (
     rhs_box,
     rhs_pieces,
 )
-from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.kernels.emit import access_table, flag, template
+from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.kernels.emit import access_tables, constants, flag, template
 from onnxfuse.kernels.epilogue import functor
 
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
@@ -55,9 +55,9 @@ constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
 constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
 constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
-{_constants(spec, tile, layout)}
+{constants(_numbers(spec, tile, layout))}
 
-{_tables(spec, layout)}
+{access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _boxed)}
 
 {_functor(spec)}
 {multiplications(spec, tile)}
@@ -83,25 +83,13 @@ def _functor(spec: KernelSpec) -> str:
     return source
 
 
-def _tables(spec: KernelSpec, layout: HopperFootprint) -> str:
-    loads = [
-        access_table(
-            "Load", index, load, layout.load_offsets[index], f"static constexpr Kind KIND = Kind::{load.kind}; "
-        )
-        for index, load in enumerate(spec.loads)
-    ]
-    outs = [
-        access_table(
-            "Out", index, out, layout.out_offsets[index], f"static constexpr bool BOXED = {flag(boxed(out))}; "
-        )
-        for index, out in enumerate(spec.outs)
-    ]
-    return "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
+def _boxed(out: Access) -> str:
+    return f"static constexpr bool BOXED = {flag(boxed(out))}; "
 
 
-def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
+def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dict[str, int]:
     pieces = rhs_pieces(spec, tile)
-    constants = {
+    return {
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
@@ -132,7 +120,6 @@ def _constants(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "TILE_BYTES": TILE_BYTES,
         "SHARED_BYTES": layout.total,
     }
-    return "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
 
 
 def multiplications(spec: KernelSpec, tile: HopperTile) -> str:

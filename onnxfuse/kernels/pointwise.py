@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.emit import access_table, flag, template
+from onnxfuse.kernels.emit import access_tables, constants, flag, template
 from onnxfuse.kernels.epilogue import pointwise_functor
 from onnxfuse.pointwise_tile import PointwiseSpec
 
@@ -20,7 +20,7 @@ def emit(spec: PointwiseSpec) -> str:
 
 
 def _generated(spec: PointwiseSpec) -> str:
-    constants = {
+    numbers = {
         "LOADS": len(spec.loads),
         "OUTS": len(spec.outs),
         "BLOCK_M": spec.tile.block_m,
@@ -28,20 +28,14 @@ def _generated(spec: PointwiseSpec) -> str:
         "SPAN": spec.tile.span,
         "THREADS": spec.tile.threads,
     }
-    loads = [
-        access_table("Load", index, load, 0, f"static constexpr Kind KIND = Kind::{load.kind}; ")
-        for index, load in enumerate(spec.loads)
-    ]
-    outs = [access_table("Out", index, out, 0) for index, out in enumerate(spec.outs)]
-    tables = "\n".join(["template <int INDEX> struct Load;", *loads, "template <int INDEX> struct Out;", *outs])
-    numbers = "\n".join(f"constexpr int {name} = {value};" for name, value in constants.items())
+    tables = access_tables(spec.loads, (0,) * len(spec.loads), spec.outs, (0,) * len(spec.outs))
     return f"""\
 // ---- generated
 namespace onnxfuse {{
 
 enum class Kind {{ scalar, row, column, tile }};
 
-{numbers}
+{constants(numbers)}
 constexpr bool CHECKED = {flag(spec.checked)};
 
 {tables}
