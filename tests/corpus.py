@@ -19,7 +19,9 @@ ARCHIVE = Path(__file__).with_name("corpus.tar.xz")
 def _unpacked() -> tuple[tempfile.TemporaryDirectory, Path]:
     folder = tempfile.TemporaryDirectory(prefix="onnxfuse-corpus-")
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder.name, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later; from 3.14 on it is the default
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder.name)
     return folder, Path(folder.name)
 
 
