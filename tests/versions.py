@@ -24,7 +24,7 @@ from tests.bridge_build import ROOT, fake_driver_folder
 # 1.28 does not find the archive from inside a branch or loop, and 1.26 mixes up the overloads of a function, which the
 # fallback bodies of fused nodes are.
 OLDEST = "1.29"
-NEWEST = ("1.31", "1.30", OLDEST)
+NEWEST = ("1.32", "1.31", "1.30", OLDEST)
 MODEL = ROOT / "models" / "ff_geglu.onnx"
 SESSIONS = ("runs", "scopes", "runs_behind_a_product", "lifetimes", "load_errors", "run_errors")
 USE = f"""
