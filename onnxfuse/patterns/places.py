@@ -45,7 +45,8 @@ class Places:
         after, before = max(self._makers(match), default=-1), min(self._readers(match), default=len(self.graph.nodes))
         places = [index for index in match.nodes if after < index < before]
         if not places:
-            raise NotFusable("needs_its_own_result", match.label, "an operand is computed from a value of the fusion")
+            detail = "an operand is computed from a value of the fusion, or from its shape"
+            raise NotFusable("needs_its_own_result", match.label, detail)
         return replace(match, place=places[-1])
 
     def _place(self, node: gs.Node) -> int:
