@@ -155,6 +155,15 @@ class Pointwise:
         """Every tensor that the kernel reads, in the order of the fused node's inputs."""
         return self.operands
 
+    @property
+    def unresolved(self) -> frozenset[str]:
+        """Axes whose size the shapes of the inputs do not tell: a dimension tells one that it has beside known ones."""
+        open_axes = {axis.name for axis in self.axes if axis.size is None}
+        dims = [set(dim) for tensor in self.inputs for dim in tensor.dims]
+        while told := {axis for dim in dims if len(dim & open_axes) == 1 for axis in dim & open_axes}:
+            open_axes -= told
+        return frozenset(open_axes)
+
     def _product_rows(self) -> list[tuple[str, str]]:
         return []
 

@@ -207,10 +207,12 @@ def replacement(form: Form, kernel: str) -> Replacement:
 def node_attributes(form: Form, kernel: str) -> dict[str, str]:
     """The fused node's attributes; their grammar is in artifact.py."""
     fusion = form.fusion
+    held = {axis for tensor in (*fusion.inputs, *fusion.outputs) for axis in tensor.axes}
+    known = [axis for axis in fusion.axes if axis.size is not None and axis.name in held]
     return {
         "kernel": kernel,
         "axes": axes_text(fusion),
-        "sizes": " ".join(f"{axis.name}={axis.size}" for axis in fusion.axes if axis.size is not None),
+        "sizes": " ".join(f"{axis.name}={axis.size}" for axis in known),
         "problem": str(form.mapping),
         "arguments": _arguments(fusion),
         "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),

@@ -115,6 +115,9 @@ def plan_site(
     # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
     exact_fp32 = exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
+    if fusion.unresolved:
+        detail = f"no input tells the sizes of {', '.join(sorted(fusion.unresolved))}"
+        raise NotFusable("unknown_shape", fusion.anchor, detail)
     widths = analyse(fusion, mapping)
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
@@ -190,6 +193,8 @@ def _behind(
         pointwise = behind_product(fusion if rounds else simplify(fusion), products)
         own = map_pointwise(pointwise, mapping)
     except NotFusable:
+        return None
+    if pointwise.unresolved:  # the product flattened what only its own input holds apart
         return None
     kept = tuple(sorted(graph.index(product.node) for product in match.products))
     plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)

@@ -21,6 +21,8 @@ _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 def canonical(name: str) -> str:
     """A model's own name of a dimension as a symbol; exporters write `s1*s2` and `past_length + length`."""
+    if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
+        return _atom(name)  # a name that looks like a number is none
     if _PRODUCT.fullmatch(name):
         return _text(*_factors(name))
     if _NAMED_SUM.fullmatch(name):

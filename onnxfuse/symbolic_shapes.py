@@ -270,7 +270,7 @@ def _einsum(known: Known) -> list[Shape | None]:
     terms, arrow, out = str(known.node.attrs["equation"]).replace(" ", "").partition("->")
     sizes: dict[str, Size] = {}
     for term, shape in zip(terms.split(","), known.shapes, strict=True):
-        if not arrow or shape is None or len(shape) != len(term):
+        if not arrow or "." in terms or shape is None or len(shape) != len(term):
             return [None]
         for label, size in zip(term, shape, strict=True):
             sizes[label] = symbolic.broadcast(sizes.get(label, 1), size)
@@ -303,6 +303,8 @@ def _windows(size: Size, padding: int, step: int, ceil: int) -> Size:
 
 def _resize(known: Known) -> list[Shape | None]:
     shape, sizes = known.shape(0), known.sizes(3)
+    if known.node.attrs.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return [None]
     if sizes is not None:
         return [tuple(sizes)] if len(sizes) == len(shape or sizes) and "axes" not in known.node.attrs else [None]
     scales = known.values[2] if len(known.values) > 2 else None

@@ -21,11 +21,16 @@ MOST_GROUPS = 2  # neighbouring axes of lhs that one stride walks: k in two leve
 
 @dataclass(frozen=True)
 class Labels:
-    """The dimensions of a product, by name: `bmk`, `kn`, `bmn`."""
+    """The dimensions of a product, by name: `bmk`, `kn`, `bmn`.
+
+    Attributes:
+        broadcasts: a contracted dimension may be 1 in one input; else both sizes are equal, or the model is wrong.
+    """
 
     lhs: str
     rhs: str
     out: str
+    broadcasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,13 @@ def contract(lhs: Source, rhs: Source, labels: Labels) -> Contraction:
     left, right = dict(zip(labels.lhs, lhs.seen, strict=True)), dict(zip(labels.rhs, rhs.seen, strict=True))
     names: tuple[_Names, _Names] = ({}, {})
     contracted = [label for label in labels.lhs if label in labels.rhs and label not in labels.out]
-    k = tuple(piece for label in contracted for piece in _met(left[label], right[label], names, True))
-    dims = {label: _met(left.get(label), right.get(label), names, False) for label in labels.out}
+    unified = [] if labels.broadcasts else contracted
+    met = {
+        label: _met(left.get(label), right.get(label), names, label in contracted, label in unified)
+        for label in (*contracted, *labels.out)
+    }
+    k = tuple(piece for label in contracted for piece in met[label])
+    dims = {label: met[label] for label in labels.out}
     first = min((place for place, label in enumerate(labels.out) if label in left), default=len(labels.out) - 1)
     column_labels = [label for label in labels.out[max(first, 0) :] if label in right and label not in left]
     dims |= _columns({label: dims[label] for label in column_labels}, names[1])
@@ -74,11 +84,11 @@ def contract(lhs: Source, rhs: Source, labels: Labels) -> Contraction:
     )
 
 
-def _met(lhs: Dim | None, rhs: Dim | None, names: tuple[_Names, _Names], contracted: bool) -> Dim:
-    """The axes of one label; sizes of a contracted one are equal, or the model is wrong."""
+def _met(lhs: Dim | None, rhs: Dim | None, names: tuple[_Names, _Names], contracted: bool, unified: bool) -> Dim:
+    """The axes of one label; sizes of a unified one are equal, or the model is wrong."""
     if lhs is None or rhs is None:
         return _real((lhs or ()) + (rhs or ()))
-    if contracted and len(lhs) == len(rhs) == 1:
+    if unified and len(lhs) == len(rhs) == 1:
         return _unified(lhs[0], rhs[0], names)
     left, right = ([piece for piece in dim if piece.size != 1] for dim in (lhs, rhs))
     for own, dim in zip(names, (lhs, rhs), strict=True):

@@ -57,6 +57,7 @@ class Growth:
         needs: for each node, itself and all absorbed nodes that it needs, as bits by position in `nodes`.
         values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
         shapes: by node, the shape that a Reshape reads from outside.
+        refused: products that cannot begin it, and why: what grew has none of them.
         masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
     """
 
@@ -71,6 +72,7 @@ class Growth:
         self.needs: list[int] = []
         self.operands: dict[str, Operand] = {}
         self.stops: list[Stop] = []
+        self.refused: list[tuple[Product, NotFusable]] = []
         self.shapes: dict[int, FallbackShape] = {}
         self.masks: dict[str, tuple[gs.Node, ...]] = {}
         self._is_taken = is_taken
@@ -81,9 +83,13 @@ class Growth:
         self._run()
 
     def _run(self) -> None:
-        for position, product in enumerate(self.products):
-            self._absorb_product(product)
-            self._offer(position)
+        for product in self.products:
+            try:
+                self._absorb_product(product)
+            except NotFusable as stop:
+                self.refused.append((product, NotFusable(stop.reason, product.label, stop.detail)))
+            else:
+                self._offer(len(self.nodes) - 1)
         while self._queue and len(self.nodes) < MAX_NODES * len(self.products):
             index = heapq.heappop(self._queue)
             node = self.graph.nodes[index]

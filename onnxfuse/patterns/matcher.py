@@ -174,7 +174,12 @@ def _match_group(
             refused.append((product.node, NotFusable("taken", product.label, "its factors belong to another fusion")))
     group = tuple(product for product in group if all(product.node is not node for node, _ in refused))
     while group:
-        cut = Cut(Growth(graph, group, places.is_taken, rounds), places)
+        growth = Growth(graph, group, places.is_taken, rounds)
+        if growth.refused:
+            refused += [(product.node, refusal) for product, refusal in growth.refused]
+            group = tuple(product for product in group if all(product is not other for other, _ in growth.refused))
+            continue
+        cut = Cut(growth, places)
         taken = _largest(graph, cut, group, accept)
         found = _apart(graph, cut, group, taken, accept, pays)
         if not found and taken is not None:

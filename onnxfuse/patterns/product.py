@@ -253,7 +253,7 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
     if not known or not ranks or not summed or summed - (set(lhs) & set(rhs)) or set(out) - set(lhs + rhs):
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
-    return Labels(lhs, rhs, out)
+    return Labels(lhs, rhs, out, broadcasts=True)
 
 
 def _without_ellipsis(term: str, rank: int) -> str:
@@ -276,7 +276,7 @@ def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
         raise NotFusable("unsupported_product", node_label(node), "sums a dimension that only one input has")
     out = (DIMENSIONS[axis] if axis not in summed else "?" for axis in range(rank))
     kept = node.attrs.get("keepdims", 1)
-    return Labels(left, right, "".join(label for label in out if label != "?" or kept))
+    return Labels(left, right, "".join(label for label in out if label != "?" or kept), broadcasts=True)
 
 
 def _own_labels(view: View, rank: int, ones: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.operators import PRODUCTS, qualified_op
@@ -113,7 +114,8 @@ def _own_view(graph: Graph, name: str, axis: str) -> View:
     shape = graph.shape(name)
     if shape is None:
         raise NotFusable("unknown_rank", "", f"the input {name!r} has shape {shape_text(shape)}")
-    return axis_view(shape, axis)
+    named = [symbolic.function("?", name, index) if size is None else size for index, size in enumerate(shape)]
+    return axis_view(named, axis)
 
 
 def _stored(graph: Graph, tensor: gs.Tensor, axis: str) -> Source | None:

@@ -142,6 +142,8 @@ bool continues(const Sizes& sizes, const Sizes& strides, int axis, int inner) {
 Walk walk_of(const Contract& contract, const Group& group, const Sizes& sizes, const Sizes& strides, int most_levels,
              const Place& tensor) {
   Walk walk;
+  const auto is_empty = [&](int axis) { return sizes[axis] == 0; };
+  if (std::any_of(group.begin(), group.end(), is_empty)) return walk;
   int inner = kNone;   // the last axis passed on the way out
   int levels = 1;
   for (auto axis = group.rbegin(); axis != group.rend(); ++axis) {
