@@ -92,10 +92,7 @@ def _check(model: Model) -> None:
         raise ModelError(f"{model.label}: not a valid ONNX model: {broken[:80]!r} is no UTF-8 text")
     if not proto.opset_import or not proto.HasField("graph") or not proto.graph.output:
         raise ModelError(f"{model.label}: not an ONNX model: it has no operator set or no graph output")
-    newest = onnx.defs.onnx_opset_version()
-    for opset in proto.opset_import:
-        if opset.domain in ("", "ai.onnx") and not 1 <= opset.version <= newest:
-            raise ModelError(f"{model.label}: unknown opset {opset.version}; this version of onnx knows 1 to {newest}")
+    _check_opsets(model)
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
@@ -103,6 +100,16 @@ def _check(model: Model) -> None:
     _put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
+
+
+def _check_opsets(model: Model) -> None:
+    newest = onnx.defs.onnx_opset_version()
+    imported = {opset.version for opset in model.proto.opset_import if opset.domain in ("", "ai.onnx")}
+    if len(imported) > 1:
+        raise ModelError(f"{model.label}: imports ONNX's operator set in versions {sorted(imported)}; name one")
+    for version in imported:
+        if not 1 <= version <= newest:
+            raise ModelError(f"{model.label}: unknown opset {version}; this version of onnx knows 1 to {newest}")
 
 
 def _broken_text(message: Message) -> Iterator[bytes]:

@@ -148,6 +148,8 @@ def _infer(skeleton: ModelProto, label: str) -> ModelProto:
             onnx.checker.check_model(skeleton)
         with known_operators(microsoft=True):
             return onnx.shape_inference.infer_shapes(skeleton, check_type=True, data_prop=True)
+    except MemoryError:
+        raise ModelError(f"{label}: a shape or a constant in it is larger than memory") from None
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{label}: invalid model: {reason[:300]}") from None

@@ -261,3 +261,25 @@ def test_constants_of_any_value_compile() -> None:
     assert report.fused
     feed = {"x": np.linspace(-3, 3, 60, dtype=np.float32).reshape(2, 5, 6)}
     assert not difference(model, fused, [feed])
+
+
+def test_two_versions_of_one_operator_set_are_refused() -> None:
+    """`ai.onnx` is another name of the default domain; what a node means would depend on who reads it."""
+    model = gate_model()
+    model.opset_import.append(helper.make_opsetid("ai.onnx", model.opset_import[0].version - 1))
+    with pytest.raises(ModelError, match="in versions"):
+        load_model(model)
+    model.opset_import[-1].version = model.opset_import[0].version
+    load_model(model)
+
+
+def test_a_shape_larger_than_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX's own inference makes some values, as those of a ConstantOfShape."""
+
+    def out_of_memory(*_: object, **__: object) -> ModelProto:
+        raise MemoryError("std::bad_alloc")
+
+    model = gate_model()
+    monkeypatch.setattr(onnx.shape_inference, "infer_shapes", out_of_memory)
+    with pytest.raises(ModelError, match="larger than memory"):
+        onnxfuse.optimize(model)
