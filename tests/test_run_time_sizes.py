@@ -154,3 +154,18 @@ def test_unnamed_columns_of_two_weights_are_not_one_size() -> None:
     first, second = (b("MatMul", x, b.input(name, (6, None))) for name in ("w1", "w2"))
     found = analysed(b.model(b("Mul", first, b("Sigmoid", second))))
     assert all(len(site.fusion.parts) == 1 for site in found.sites)
+
+
+@pytest.mark.parametrize("equation", ["ik,kj->ij", "kij,kjl->kil"])
+def test_sizes_of_nothing_and_something_do_not_agree(equation: str) -> None:
+    b = Builder()
+    sizes = {"i": 2, "j": 3, "l": 4}
+    first, second = equation.split("->")[0].split(",")
+    x = b.input("x", tuple(sizes.get(label, 0) for label in first))
+    y = b.input("y", tuple(sizes.get(label, 5) for label in second))
+    out = helper.make_tensor_value_info("out", 1, None)
+    nodes = [helper.make_node("Einsum", [x, y], ["t"], equation=equation), helper.make_node("Relu", ["t"], ["out"])]
+    out.type.tensor_type.ClearField("shape")
+    graph = helper.make_graph(nodes, "test", b.inputs, [out])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    assert [site.reason for site in analysed(model).skipped] == ["unknown_broadcast"]

@@ -131,7 +131,7 @@ def _unified(left: Piece, right: Piece, names: tuple[_Names, _Names]) -> Dim:
 def _smaller(left: int | str, right: int | str) -> int | str:
     if left == right:
         return left
-    if isinstance(left, str) or isinstance(right, str):
+    if isinstance(left, str) or isinstance(right, str) or 0 in (left, right):
         raise NotFusable("unknown_broadcast", "", f"sizes of its inputs, {left} and {right}, do not provably agree")
     return min(left, right)
 
