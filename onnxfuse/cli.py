@@ -33,7 +33,16 @@ from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
-from onnxfuse.store import check_files, check_new, check_target, make_folder, save_model, write_bytes, write_text
+from onnxfuse.store import (
+    check_files,
+    check_holds_none,
+    check_new,
+    check_target,
+    make_folder,
+    save_model,
+    write_bytes,
+    write_text,
+)
 from onnxfuse.terminal import (
     print_error,
     print_explanation,
@@ -159,6 +168,8 @@ def optimize(
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, devices, fp32, selection, rounding)
         check_files(analysis.model, output, force)
+        if report is not None:
+            check_holds_none(analysis.model, report)
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)

@@ -81,15 +81,24 @@ def check_files(source: Model, target: Path, force: bool) -> None:
         OutputError: the target holds weights or a compiled part of the model, or another file is in a part's place.
         ModelError: a part is missing, or outside the model's folder.
     """
-    named = {(source.folder / each).resolve() for each in _locations(source) if not leaves_folder(each)}
-    for path in (target, _data_path(target)):
-        if path.resolve() in named:
-            raise OutputError(f"{path}: holds data of the input; choose another output")
+    check_holds_none(source, target, _data_path(target))
     if not _moves(source, target):
         return
     for path, destination in _context_files(source.proto, source, target):
         if destination.exists() and not force and not filecmp.cmp(path, destination, shallow=False):
             raise OutputError(f"{destination}: exists, and the model needs another there; use --force to overwrite it")
+
+
+def check_holds_none(source: Model, *targets: Path) -> None:
+    """Refuse a file to write that holds weights or a compiled part of a model.
+
+    Raises:
+        OutputError: one does.
+    """
+    named = {(source.folder / each).resolve() for each in _locations(source) if not leaves_folder(each)}
+    for path in targets:
+        if path.resolve() in named:
+            raise OutputError(f"{path}: holds data of the input; choose another output")
 
 
 def save_model(proto: ModelProto, source: Model, target: Path) -> None:

@@ -262,6 +262,18 @@ def test_standard_output_that_takes_nothing_is_one_line(gate: Path) -> None:
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
 
 
+@pytest.mark.parametrize("option", ["-o", "--report"])
+def test_nothing_takes_the_place_of_external_weights(gate: Path, tmp_path: Path, option: str) -> None:
+    source, weights, out = tmp_path / "in.onnx", tmp_path / "weights.bin", tmp_path / "out.onnx"
+    onnx.save(onnx.load(gate), source, save_as_external_data=True, location=weights.name, size_threshold=0)
+    before = weights.read_bytes()
+    asked = ("-o", weights) if option == "-o" else ("-o", out, option, weights)
+    result = onnxfuse("optimize", source, *asked, "--arch", "sm_80", "--force")
+    assert (result.returncode, out.exists()) == (1, False)
+    assert "holds data of the input" in result.stderr
+    assert weights.read_bytes() == before
+
+
 def test_a_full_disk_is_one_line(gate: Path) -> None:
     result = onnxfuse("optimize", gate, "-o", "/dev/full/out.onnx", "--arch", "sm_80")
     assert result.returncode == 1
