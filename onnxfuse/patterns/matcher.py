@@ -128,16 +128,22 @@ def _chunks(graph: Graph, group: list[Product]) -> list[tuple[Product, ...]]:
 
 def _meeting(graph: Graph, group: list[Product]) -> list[list[Product]]:
     """The products that meet in some node before the next product, in the order of their first ones."""
-    sets: dict[int, list[Product]] = {}
+    earlier = list(range(len(group)))  # for each product the first that it meets, or one on the way there
     by_node: dict[int, int] = {}
+
+    def first(number: int) -> int:
+        while earlier[number] != number:
+            number = earlier[number]
+        return number
+
     for number, product in enumerate(group):
-        reached = _reached(graph, product)
-        met = {by_node[node] for node in reached if node in by_node}
-        first = min((number, *met))
-        sets[first] = [each for other in sorted(met) for each in sets.pop(other)] + [product]
-        by_node = {node: first if owner in met else owner for node, owner in by_node.items()}
-        by_node.update(dict.fromkeys(reached, first))
-    return [sets[number] for number in sorted(sets)]
+        for node in _reached(graph, product):
+            pair = first(by_node.setdefault(node, number)), first(number)
+            earlier[max(pair)] = min(pair)
+    sets: dict[int, list[Product]] = {}
+    for number, product in enumerate(group):
+        sets.setdefault(first(number), []).append(product)
+    return list(sets.values())
 
 
 def _reached(graph: Graph, product: Product) -> set[int]:
