@@ -14,6 +14,7 @@ another from run to run. Of lhs that may be k, where it is contiguous, of lhs an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -130,6 +131,12 @@ def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
         for loop in (own.batch, own.m, own.n):
             _check_levels(pointwise, tensor, loop, MOST_LEVELS)
     return own
+
+
+def static_size(fusion: Pointwise, loop: Iterable[str]) -> int | None:
+    """How many steps a loop over some axes has: 1 over none, None where only the run knows."""
+    sizes = [fusion.size(axis) for axis in loop]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
 def levels(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int:

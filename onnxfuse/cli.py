@@ -181,7 +181,7 @@ def optimize(
         click.echo(json.dumps(outcome.to_dict(), indent=2))
     if as_json or quiet:
         return
-    print_report(outcome, analysis)
+    print_report(outcome)
     print_written(output)
 
 

@@ -20,14 +20,15 @@ def write_stages(site: Site, report: FusedSite, name: str, kernels: Kernels, fol
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, text in _decisions(site, report, name).items():
+        for file, text in decisions(site, report, name).items():
             (folder / file).write_text(text + "\n")
         _write_kernels(site, kernels, folder)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
-def _decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
+def decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
+    """The files that need no compiler, by name."""
     return {
         "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),
         "1-fusion.txt": str(site.fusion),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onnxfuse.axes import Axes, AxisMapping, flatten, levels
+from onnxfuse.axes import Axes, AxisMapping, flatten, levels, static_size
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
@@ -102,13 +102,13 @@ def make_plan(fusion: Fusion, mapping: AxisMapping, widths: Widths, device: Devi
     Raises:
         NotFusable: no tile fits the architecture's shared memory.
     """
-    columns, depth = _static_product(fusion, mapping.n), _static_product(fusion, mapping.k)
+    columns, depth = static_size(fusion, mapping.n), static_size(fusion, mapping.k)
     base = _spec(fusion, mapping, widths, arithmetic(fusion.lhs.dtype, device, depth, exact_fp32))
     # Batches that share rhs count as rows: the launch rule adds them up as well.
     shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
-    m = _static_product(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
+    m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
-    guessed = columns is None or (not shared and _static_product(fusion, mapping.batch) is None)
+    guessed = columns is None or (not shared and static_size(fusion, mapping.batch) is None)
     problems = [
         Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch, guessed)
         for size in ([m] if m else SAMPLED_M)
@@ -229,7 +229,7 @@ def access(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping, width: Width
 def _run(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int | None:
     """Steps of one run of a loop that two strides walk; None where one does, or only the run knows."""
     groups = flatten(fusion, (tensor,), loop)
-    return _static_product(fusion, groups[-1]) if len(groups) > 1 else None
+    return static_size(fusion, groups[-1]) if len(groups) > 1 else None
 
 
 def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
@@ -264,11 +264,6 @@ def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candida
         else:
             rejected.append(Rejected(candidate.tile, reason))
     return fitting, rejected
-
-
-def _static_product(fusion: Pointwise, axes: Iterable[str]) -> int | None:
-    sizes = [fusion.size(axis) for axis in axes]
-    return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
 def _ranges(best: Sequence[tuple[int, Tile | HopperTile]]) -> list[tuple[Tile | HopperTile, int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse.access_path import kernel_name, lhs_path, load_path, out_path, rhs_path
-from onnxfuse.axes import AxisMapping
+from onnxfuse.axes import AxisMapping, static_size
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernel_spec import KernelSpec
@@ -16,6 +16,8 @@ from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.site import AnyPlan, AnyVariant, Form, Site
 from onnxfuse.tile_candidates import tile_text
 from onnxfuse.vector_width import Width, analyse, is_turned, operand_widths, out_widths
+
+LOOPS = ("batch", "m", "n", "k")  # fields of an AxisMapping
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class FusedSite:
     Attributes:
         nodes: names of the original nodes that the kernel replaces.
         axes: the axis mapping in einops notation.
+        sizes: of the product's loops `batch`, `m`, `n` and `k`: 1 for one without axes, None where only the run knows.
         tier: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
         timings: what `--tune` measured, in words; empty without it.
@@ -63,6 +66,7 @@ class FusedSite:
     features: tuple[str, ...]
     nodes: tuple[str, ...]
     axes: str
+    sizes: Mapping[str, int | None]
     operands: tuple[OperandReport, ...]
     tier: str
     kernel: str
@@ -77,6 +81,7 @@ class FusedSite:
             "features": list(self.features),
             "nodes": list(self.nodes),
             "axes": self.axes,
+            "sizes": dict(self.sizes),
             "operands": [vars(operand) for operand in self.operands],
             "tier": self.tier,
             "kernel": self.kernel,
@@ -131,6 +136,7 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         features=fusion.features,
         nodes=nodes,
         axes=axes_text(fusion),
+        sizes={name: static_size(fusion, getattr(site.mapping, name)) for name in LOOPS},
         operands=_operands(site.form),
         tier=site.tier.value,
         kernel="; ".join(_one_line(plan) for plan in site.form.plans),

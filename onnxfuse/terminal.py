@@ -85,17 +85,16 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
         _print(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}")
 
 
-def print_report(report: Report, analysis: Analysis) -> None:
+def print_report(report: Report) -> None:
     """Tables of what was fused, and of what was left alone and why."""
     console = _console()
     table = Table(title="fused", title_justify="left")
     for heading in ("anchor", "pattern", "features", "nodes", "m, k, n"):
         table.add_column(heading, overflow="fold")
-    for entry, site in zip(report.fused, analysis.sites, strict=True):
-        sizes = [site.fusion.size(axis) for axis in (site.mapping.m[-1], site.mapping.k[-1], site.mapping.n[-1])]
-        text = ", ".join("?" if size is None else str(size) for size in sizes)
+    for entry in report.fused:
+        sizes = ", ".join("?" if entry.sizes[loop] is None else str(entry.sizes[loop]) for loop in ("m", "k", "n"))
         features = ", ".join(entry.features)
-        table.add_row(escape(entry.anchor), entry.pattern, features, str(len(entry.nodes)), text)
+        table.add_row(escape(entry.anchor), entry.pattern, features, str(len(entry.nodes)), sizes)
     if report.fused:
         console.print(table)
     _print_skipped(console, report)

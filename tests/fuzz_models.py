@@ -4,7 +4,8 @@
 
 Every round runs in a process of its own, so that a crash, a hang or a flood of memory is found as well and the next
 round starts clean. A round fails when anything but an OnnxfuseError that names the file is raised, when the result is
-no valid model though the altered one was, and when an output in plain ONNX Runtime is not the same bits. What is wrong
+no valid model though the altered one was, when an output in plain ONNX Runtime is not the same bits, and when a command
+cannot print or write what it found. What is wrong
 in ONNX Runtime itself, which runs hostile models less carefully, is counted and left to its developers. The exit code
 is 1 when a round fails; `--keep` stores the models at fault.
 """
@@ -36,6 +37,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.inline import subgraphs, walk
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.runtime.feeds import input_specs, make_feeds
+from tests import printed
 from tests.onnx_build import cpu_session
 from tests.sweep import difference, rewritten
 
@@ -378,6 +380,7 @@ def check(path: Path, enter: Callable[[str], None]) -> str:
         assert "\n" not in refusal, f"more than one line: {refusal}"
         return "refused"
     original = onnx.load(path, load_external_data=False)
+    printed.of_analysis(analysis)
     fused = rewritten(analysis)
     if not analysis.sites:
         assert _by_output(fused) == _by_output(original), "nothing was fused, and the model has changed"
@@ -392,6 +395,9 @@ def check(path: Path, enter: Callable[[str], None]) -> str:
     enter("the fused model")
     fault = difference(original, fused, [feed])
     assert not fault, fault
+    enter("onnxruntime")  # with its own optimiser, which less hostile models than these have ended
+    onnx.save(fused, path.with_name("fused.onnx"))
+    printed.of_files(path, path.with_name("fused.onnx"), feed, path.parent)
     return "fused and run"
 
 

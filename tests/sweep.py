@@ -4,8 +4,8 @@
 
 Without FOLDER it sweeps the corpus. A model that was stored without its weights gets them back (tests/corpus.py); the
 feeds are `NAME.feed*.npz` beside a model, or random ones. Graph optimisation is off, and no library is registered. A
-model fails when an output changes, when it has fewer sites than the manifest says, or more two-part gates. The exit
-code is 1 when a model fails.
+model fails when an output changes, when it has fewer sites than the manifest says, or more two-part gates, and when a
+command cannot print or write its result. The exit code is 1 when a model fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fnmatch
 import gc
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,12 +28,13 @@ import onnx
 from onnxfuse.axes import spread_axes
 from onnxfuse.device import resolve
 from onnxfuse.fusion import Fusion
-from onnxfuse.graph import ModelProto
+from onnxfuse.graph import Model, ModelProto
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
 from onnxfuse.runtime.feeds import input_specs, make_feeds
 from onnxfuse.site import Site
+from onnxfuse.store import save_model
 from onnxfuse.tier import Tier
-from tests import corpus
+from tests import corpus, printed
 from tests.onnx_build import cpu_session
 
 KINDS = ("packed_gates", "dual_gates", "activations", "residuals")
@@ -115,17 +117,28 @@ def _outputs(model: ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[list
     return [session.run(None, {name: feed[name] for name in names}) for feed in feeds]
 
 
-def sweep_model(path: Path, expected: Mapping[str, int] | None) -> Outcome:
-    """Optimise one model and run it before and after."""
+def sweep_model(path: Path, expected: Mapping[str, int] | None, commands: bool = False) -> Outcome:
+    """Optimise one model, print that, and run it before and after; with `commands` go through verify and bench too."""
     try:
         original = corpus.with_weights(onnx.load(path))
         analysis = analyse_model(original, resolve("sm_90a,sm_80", list))
         found = Counter(kind for site in analysis.sites for kind in kinds_of(site.fusion))
         skipped = Counter(site.reason for site in analysis.skipped)
-        fused = rewritten(analysis)
-        return Outcome(found, expected, skipped, difference(original, fused, list(feeds_of(path, original))))
+        printed.of_analysis(analysis)
+        fused, feeds = rewritten(analysis), list(feeds_of(path, original))
+        if commands:
+            _go_through_commands(original, fused, feeds[0])
+        return Outcome(found, expected, skipped, difference(original, fused, feeds))
     except Exception as error:  # whatever is wrong with one model, the others are swept
         return Outcome(Counter(), expected, fault=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def _go_through_commands(original: ModelProto, fused: ModelProto, feed: dict[str, np.ndarray]) -> None:
+    with tempfile.TemporaryDirectory(prefix="onnxfuse-sweep-") as name:
+        before, after = Path(name) / "before.onnx", Path(name) / "after.onnx"
+        save_model(original, Model(original, None), before)
+        save_model(fused, Model(fused, None), after)
+        printed.of_files(before, after, feed, Path(name))
 
 
 def line(name: str, outcome: Outcome, seconds: float) -> str:
@@ -156,7 +169,7 @@ def sweep(folder: Path, manifest: Mapping[str, Mapping[str, int]], only: str = "
         if not fnmatch.fnmatch(name, only):
             continue
         start = time.monotonic()
-        outcomes.append(sweep_model(path, manifest.get(name)))
+        outcomes.append(sweep_model(path, manifest.get(name), commands=True))
         print(line(name, outcomes[-1], time.monotonic() - start), flush=True)
         gc.collect()  # a session's weights, before the next model's
     total = _total(outcomes)

@@ -49,9 +49,21 @@ def test_the_report_is_the_documented_json(fused: Path) -> None:
     report = json.loads(fused.with_name("report.json").read_text())
     assert set(report) == {"fused", "skipped", "nodes_before", "nodes_after"}
     site, projection = report["fused"]
-    assert set(site) == {"anchor", "pattern", "features", "nodes", "axes", "operands", "tier", "kernel", "timings"}
+    assert set(site) == {
+        "anchor",
+        "pattern",
+        "features",
+        "nodes",
+        "axes",
+        "sizes",
+        "operands",
+        "tier",
+        "kernel",
+        "timings",
+    }
     assert (site["pattern"], site["features"]) == ("split_gemm", ["activation", "bias", "gate"])
     assert site["axes"] == "b m k, k (p n), (p n) -> b m n"
+    assert site["sizes"] == {"batch": 1, "m": None, "n": 64, "k": 32}
     fields = frozenset({"name", "kind", "width", "bytes", "path", "reason"})
     assert {frozenset(operand) for operand in site["operands"]} == {fields}
     assert (projection["pattern"], projection["features"]) == ("gemm_epilogue", ["bias"])
