@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from onnxfuse.device import resolve, tuning_device
-from onnxfuse.errors import OnnxfuseError
+from onnxfuse.errors import CompileError, DeviceError, ModelError, OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import ModelProto
-from onnxfuse.pipeline import analyse_model, optimize_model, tune_model
+from onnxfuse.pipeline import Fp32, Rounding, analyse_model, check_budget, optimize_model, tune_model
 from onnxfuse.progress import Progress
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
@@ -22,15 +22,18 @@ from onnxfuse.runtime.session import InferenceSession, library_path, register
 from onnxfuse.selection import make_selection
 
 __version__ = version("onnxfuse")
-__all__ = ["InferenceSession", "OnnxfuseError", "Report", "library_path", "optimize", "register"]
+__all__ = [
+    "CompileError", "DeviceError", "InferenceSession", "ModelError", "OnnxfuseError", "OutputError", "Report",
+    "SettingError", "library_path", "optimize", "register",
+]  # fmt: skip
 
 
 def optimize(
     model: str | Path | ModelProto,
     *,
     arch: str | Sequence[str] | None = None,
-    fp32: str = "tf32",
-    rounding: str = "fp32",
+    fp32: Fp32 = "tf32",
+    rounding: Rounding = "fp32",
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
     plan: str | Path | Mapping[str, Any] | None = None,
@@ -55,18 +58,19 @@ def optimize(
         dump: a folder that gets one numbered file a stage for each fusion.
         progress: called with what is being done, how much is done, and how much there is.
         tune: choose by measuring on the GPU at hand instead of by the cost model.
-        budget: seconds of measuring; what does not fit stays as the cost model chose. None means no limit.
+        budget: seconds of measuring with `tune`; what does not fit stays as the cost model chose. None means no limit.
 
     Returns:
         The fused model, and what was fused, what was not, and why.
 
     Raises:
         ModelError: the model cannot be read or is invalid.
-        SettingError: an unknown architecture, fp32 or rounding mode, a selection that means nothing in this model, or
-            tuning without the GPU's own architecture.
+        SettingError: an unknown architecture, fp32 or rounding mode, a selection that means nothing in this model,
+            tuning without the GPU's own architecture, or a budget without tuning.
         CompileError: NVRTC refused a kernel.
         DeviceError: tuning without a GPU.
     """
+    check_budget(tune, budget)
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
     analysis = analyse_model(model, devices, fp32, make_selection(only, skip, plan), rounding)

@@ -21,7 +21,10 @@ from onnxfuse.graph import load_model
 from onnxfuse.pipeline import (
     FP32_MODES,
     ROUNDING_MODES,
+    Fp32,
+    Rounding,
     analyse_model,
+    check_budget,
     make_report,
     optimize_model,
     tune_model,
@@ -143,8 +146,8 @@ def optimize(
     model: Path,
     output: Path,
     arch: str | None,
-    fp32: str,
-    rounding: str,
+    fp32: Fp32,
+    rounding: Rounding,
     selection: Selection,
     report: Path | None,
     dump: Path | None,
@@ -158,8 +161,7 @@ def optimize(
     check_target(model, output, force)
     if report is not None:
         check_new(report, force, {"the input": model, "the fused model": output})
-    if budget is not None and not tune:
-        raise SettingError("--budget is how long --tune may measure; give both")
+    check_budget(tune, budget)
     devices = resolve(arch, local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
     if dump is not None:
@@ -192,7 +194,7 @@ def optimize(
 @_rounding
 @_selecting
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def explain(model: Path, arch: str | None, fp32: str, rounding: str, selection: Selection, as_json: bool) -> None:
+def explain(model: Path, arch: str | None, fp32: Fp32, rounding: Rounding, selection: Selection, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
     with progress_bar(quiet=False) as progress:
         progress("finding fusions", 0, 0)
@@ -328,7 +330,7 @@ def library() -> None:
 @click.option("--mount", default="", help="Where the server sees FOLDER. Default: the same path.")
 def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, mount: str) -> None:
     """Write the fused MODEL into FOLDER, a model repository of Triton Inference Server."""
-    place = write_triton(model, folder, library_path(), name=name, max_batch=max_batch, mount=mount)
+    place = write_triton(model, folder, Path(library_path()), name=name, max_batch=max_batch, mount=mount)
     print_written(place)
 
 

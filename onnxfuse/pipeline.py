@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dump import write_stages
@@ -24,8 +25,10 @@ from onnxfuse.site import Site, pays_together, plan_site
 from onnxfuse.trial import SessionTimer, group_sites
 from onnxfuse.tuning import Timer, decide, measure
 
-FP32_MODES = ("tf32", "exact")
-ROUNDING_MODES = ("fp32", "onnx")
+Fp32 = Literal["tf32", "exact"]
+Rounding = Literal["fp32", "onnx"]
+FP32_MODES: tuple[Fp32, ...] = get_args(Fp32)
+ROUNDING_MODES: tuple[Rounding, ...] = get_args(Rounding)
 EVERYTHING = Selection()
 
 
@@ -46,9 +49,9 @@ class Analysis:
 def analyse_model(
     source: str | Path | ModelProto,
     devices: Sequence[DeviceSpec],
-    fp32: str = "tf32",
+    fp32: Fp32 = "tf32",
     selection: Selection = EVERYTHING,
-    rounding: str = "fp32",
+    rounding: Rounding = "fp32",
 ) -> Analysis:
     """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 
@@ -108,6 +111,18 @@ def _selected(
         if refusal
     )
     return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left
+
+
+def check_budget(tune: bool, budget: float | None) -> None:
+    """Refuse a budget that nothing would keep.
+
+    Raises:
+        SettingError: there is one without tuning, or it is no number of seconds.
+    """
+    if budget is not None and not tune:
+        raise SettingError("a budget is how long tuning may measure; ask for both (--tune, tune=True)")
+    if budget is not None and not budget >= 0:
+        raise SettingError(f"a budget of {budget} is no number of seconds")
 
 
 def tune_model(

@@ -27,15 +27,17 @@ SETTINGS = (
 
 
 def cache_dir() -> Path | None:
-    """Folder of compiled kernels and measured times; None where the user wants no cache.
+    """Folder of compiled kernels and measured times; None where the user wants no cache, or has no home for one.
 
     Raises:
-        SettingError: it lies in a home folder, and the user has none.
+        SettingError: the user names a home folder that does not exist.
     """
-    value = os.environ.get("ONNXFUSE_CACHE_DIR", "~/.cache/onnxfuse")
+    value = os.environ.get("ONNXFUSE_CACHE_DIR")
     try:
-        return Path(value).expanduser() if value else None
+        return Path("~/.cache/onnxfuse" if value is None else value).expanduser() if value != "" else None
     except RuntimeError:
+        if value is None:
+            return None
         raise SettingError(f"the cache {value}: this user has no home folder; set ONNXFUSE_CACHE_DIR") from None
 
 

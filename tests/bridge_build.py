@@ -22,7 +22,7 @@ PACKAGE = ROOT / "onnxfuse"
 def bridge_library() -> Path:
     """The library of the installed package, or one built from the sources at hand where those are newer."""
     with contextlib.suppress(DeviceError):
-        installed = library_path()
+        installed = Path(library_path())
         if all(source.stat().st_mtime < installed.stat().st_mtime for source in _sources()):
             return installed
     return _built("libonnxfuse.so", _sources(), _cmake)

@@ -75,7 +75,7 @@ def with_runtime(monkeypatch: pytest.MonkeyPatch, devices: int, error: Exception
 
 
 def test_the_library_is_found_beside_the_installed_package(library: Path) -> None:
-    assert session.library_path() == library
+    assert session.library_path() == str(library)
 
 
 def test_a_missing_library_says_how_to_build_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

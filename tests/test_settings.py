@@ -10,9 +10,14 @@ from onnxfuse.errors import SettingError
 from onnxfuse.settings import cache_dir, compile_jobs
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_works_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONNXFUSE_CACHE_DIR", raising=False)
     monkeypatch.setattr(Path, "expanduser", homeless)
+    assert cache_dir() is None
+
+
+def test_a_home_that_is_named_and_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNXFUSE_CACHE_DIR", "~nobody-of-this-name/cache")
     with pytest.raises(SettingError, match="ONNXFUSE_CACHE_DIR"):
         cache_dir()
 

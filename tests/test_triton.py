@@ -21,6 +21,7 @@ from tests import corpus
 from tests.onnx_build import Builder, run
 from tests.test_cli import onnxfuse as command
 
+BRIDGE = Path(onnxfuse.library_path())
 UNET = "tiny/sd15_unet_mini.tiny.torchscript.op17.fp16.dynamic.onnx"
 
 
@@ -53,8 +54,8 @@ def test_the_configuration_copies_the_models_axes(fused: Path, tmp_path: Path) -
 
 
 def test_the_copied_model_and_library_are_those_of_the_package(fused: Path, tmp_path: Path) -> None:
-    place = export_triton(fused, tmp_path, onnxfuse.library_path(), name="served")
-    assert (place / "libonnxfuse.so").read_bytes() == onnxfuse.library_path().read_bytes()
+    place = export_triton(fused, tmp_path, BRIDGE, name="served")
+    assert (place / "libonnxfuse.so").read_bytes() == BRIDGE.read_bytes()
     feed = corpus.feed(UNET, 0)
     expected = run(onnx.load(fused), feed)
     actual = run(onnx.load(place / "1" / "model.onnx"), feed)
@@ -80,7 +81,7 @@ def model(shape_in: list[int | str | None], shape_out: list[int | str | None], e
 )
 def test_a_batch_is_a_first_axis_that_is_dynamic_everywhere(tmp_path, shape_in, shape_out, batch, dims) -> None:
     onnx.save(model(shape_in, shape_out), tmp_path / "m.onnx")
-    place = export_triton(tmp_path / "m.onnx", tmp_path / "models", onnxfuse.library_path(), max_batch=4)
+    place = export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, max_batch=4)
     config = parsed(place)
     assert (config.max_batch_size, list(config.input[0].dims)) == (batch, dims)
     assert config.HasField("dynamic_batching") == bool(batch)
@@ -88,12 +89,12 @@ def test_a_batch_is_a_first_axis_that_is_dynamic_everywhere(tmp_path, shape_in, 
 
 def test_nothing_is_overwritten_and_what_triton_lacks_is_named(tmp_path: Path) -> None:
     onnx.save(model(["b", 3], ["b", 3]), tmp_path / "m.onnx")
-    export_triton(tmp_path / "m.onnx", tmp_path / "models", onnxfuse.library_path())
+    export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE)
     with pytest.raises(OutputError, match="models/m: exists"):
-        export_triton(tmp_path / "m.onnx", tmp_path / "models", onnxfuse.library_path())
+        export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE)
     onnx.save(model([3], [3], onnx.TensorProto.COMPLEX64), tmp_path / "c.onnx")
     with pytest.raises(ModelError, match="'x': Triton has no tensor type"):
-        export_triton(tmp_path / "c.onnx", tmp_path / "models", onnxfuse.library_path())
+        export_triton(tmp_path / "c.onnx", tmp_path / "models", BRIDGE)
 
 
 def with_external_data(folder: Path) -> Path:
@@ -109,7 +110,7 @@ def with_external_data(folder: Path) -> Path:
 def test_what_fails_leaves_nothing_and_the_next_try_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, exists: bool
 ) -> None:
-    source, repository, bridge = with_external_data(tmp_path), tmp_path / "deep" / "models", onnxfuse.library_path()
+    source, repository, bridge = with_external_data(tmp_path), tmp_path / "deep" / "models", BRIDGE
     if exists:
         (repository / "other").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
@@ -142,12 +143,12 @@ def test_a_batch_that_is_no_number_of_rows_is_refused(tmp_path: Path, max_batch:
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert str(max_batch) in result.stderr
     with pytest.raises(SettingError, match=str(max_batch)):
-        export_triton(tmp_path / "m.onnx", tmp_path / "models", onnxfuse.library_path(), max_batch=max_batch)
+        export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, max_batch=max_batch)
     assert not (tmp_path / "models").exists()
 
 
 def test_the_library_command_prints_the_bridge() -> None:
-    assert command("library").stdout.strip() == str(onnxfuse.library_path())
+    assert command("library").stdout.strip() == str(BRIDGE)
 
 
 def test_types_are_numpys_under_triton_names() -> None:

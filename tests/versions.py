@@ -30,9 +30,9 @@ SESSIONS = ("runs", "scopes", "runs_behind_a_product", "lifetimes", "load_errors
 USE = f"""
 import onnxfuse, onnxruntime, pathlib, sys
 assert pathlib.Path(onnxfuse.__file__).is_relative_to(sys.prefix), onnxfuse.__file__
-assert onnxfuse.library_path().is_relative_to(sys.prefix), onnxfuse.library_path()
+assert pathlib.Path(onnxfuse.library_path()).is_relative_to(sys.prefix), onnxfuse.library_path()
 options = onnxruntime.SessionOptions()
-options.register_custom_ops_library(str(onnxfuse.library_path()))
+options.register_custom_ops_library(onnxfuse.library_path())
 plain = onnxruntime.SessionOptions()
 plain.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
 session = onnxfuse.InferenceSession("fused.onnx", plain, providers=["CPUExecutionProvider"])

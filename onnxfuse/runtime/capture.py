@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from onnxfuse.runtime import driver
+from onnxfuse.runtime.cupy_folder import give_cupy_a_folder
 
 REPLAYS = 5  # between two events, so that the first launch's own latency is shared
 
@@ -41,6 +42,7 @@ class Capture:
 
 def new_stream() -> Any:
     """A stream to open a session on, as `user_compute_stream`."""
+    give_cupy_a_folder()
     import cupy
 
     return cupy.cuda.Stream(non_blocking=True)

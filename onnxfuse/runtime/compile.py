@@ -15,6 +15,7 @@ from types import ModuleType
 from onnxfuse.device import ARCHITECTURES, PTX, DeviceSpec
 from onnxfuse.errors import CompileError
 from onnxfuse.runtime.cache import Entry, entry_key, read_entry, write_entry
+from onnxfuse.runtime.cupy_folder import give_cupy_a_folder
 
 SOURCE_NAME = "kernel.cu"
 HEADER = "cuda_fp16.h"
@@ -178,10 +179,11 @@ def _nvrtc() -> ModuleType:
 def _first_nvrtc() -> ModuleType:
     """CuPy's binding, which finds the library in the pip packages and needs no driver."""
     try:
+        give_cupy_a_folder()
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, OSError) as error:
         raise CompileError(f"NVRTC does not load: {error}; it comes with the pip package {NVRTC_PACKAGE}") from error
     module: ModuleType = nvrtc
     _warm_up(module)

@@ -25,8 +25,8 @@ _FATAL = 4
 Provider = str | tuple[str, dict[Any, Any]]
 
 
-def library_path() -> Path:
-    """The bridge's shared library inside the installed package.
+def library_path() -> str:
+    """The bridge's shared library inside the installed package, as `register_custom_ops_library` takes it.
 
     Raises:
         DeviceError: the package was not built, so there is none.
@@ -34,7 +34,7 @@ def library_path() -> Path:
     for folder in _package_folders():
         library = folder / _LIBRARY
         if library.is_file():
-            return library.resolve()
+            return str(library.resolve())
     raise DeviceError(f"{_LIBRARY} is not built; build and install onnxfuse with `pip install .` in its repository")
 
 
@@ -87,7 +87,7 @@ def register(session_options: Any) -> None:
         return
     library = library_path()
     try:
-        session_options.register_custom_ops_library(str(library))
+        session_options.register_custom_ops_library(library)
     except Exception as error:  # onnxruntime's exceptions share no base class
         raise DeviceError(f"{library}: ONNX Runtime cannot load it: {error}") from error
     session_options.add_session_config_entry(_MARK, "registered")

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 import onnxfuse
+from onnxfuse.pipeline import Fp32
 from onnxfuse.runtime.verify import verify
 from tests.matching import gate, silu, split_num_outputs
 from tests.onnx_build import FLOAT, FLOAT16, Builder
@@ -63,7 +64,7 @@ def heads_of_grouped_queries(b: Builder, k: int, n: int) -> list[str]:
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
 @pytest.mark.parametrize("fp32", ["tf32", "exact"])
-def test_windows_of_one_weight_in_a_session(fp32: str, dtype: int, k: int, n: int, tmp_path: Path) -> None:
+def test_windows_of_one_weight_in_a_session(fp32: Fp32, dtype: int, k: int, n: int, tmp_path: Path) -> None:
     b = Builder(dtype)
     b.input("x", (2, "rows", k))
     model = b.model(*heads_of_grouped_queries(b, k, n))

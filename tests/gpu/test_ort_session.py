@@ -18,6 +18,7 @@ from onnx import helper, numpy_helper
 import onnxfuse
 from onnxfuse.graph import Graph, load_model
 from onnxfuse.patterns import is_anchor, match_site
+from onnxfuse.pipeline import Fp32
 from tests.onnx_build import Builder
 from tests.reference_fusion import evaluate
 
@@ -93,14 +94,14 @@ def run_cuda(live, x: np.ndarray, dtype: int) -> np.ndarray:
 @pytest.mark.parametrize("order", ["kn", "nk"])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 @pytest.mark.parametrize("fp32", ["tf32", "exact"])
-def test_every_shape_in_a_session(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str) -> None:
+def test_every_shape_in_a_session(tmp_path: Path, dtype: int, order: str, parts: int, fp32: Fp32) -> None:
     if fp32 == "exact" and dtype != F32:
         pytest.skip("the fp32 mode concerns fp32 models only")
     for k, n in SIZES:
         check_sizes(tmp_path, dtype, order, parts, fp32, k, n)
 
 
-def check_sizes(tmp_path: Path, dtype: int, order: str, parts: int, fp32: str, k: int, n: int) -> None:
+def check_sizes(tmp_path: Path, dtype: int, order: str, parts: int, fp32: Fp32, k: int, n: int) -> None:
     model = gate_model(dtype, order, parts, k, n)
     fused, report = onnxfuse.optimize(model, arch="native", fp32=fp32)
     assert len(report.fused) == 1
