@@ -8,10 +8,10 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
               no such tensor; 128 more: accesses go down its rows), u48 levels (bit 2 t: the kernel walks the rows of
               the t-th of these tensors in two levels, bit 2 t + 1: its columns; bit 36: the batch of the loads and outs
               that need it, 37: that of lhs, 38: of rhs), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8
-              bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 image offset from
-              the start of the archive, u64 image bytes
-    images    each on a 64-byte boundary and followed by a zero byte, because the driver reads PTX as a C string; an
-              image that several records share is stored once
+              bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 offset of the image
+              from the start of the archive, u32 bytes of it there, u32 bytes of it decompressed
+    images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
+              stored once. Compressed they take less than a quarter; one is decompressed while the driver loads it
 
 A record with cluster 0 gets one block for each tile of block_m x block_n, and grid.z counts the batch. With cluster c
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
@@ -73,13 +73,17 @@ MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 7
+VERSION = 8
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQQ")
+_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
-_IMAGE_BOUNDARY = 64
+_RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
+_LEVEL = 6  # 9 saves 2 % more and takes six times as long
+_MAX_IMAGE_BYTES = 1 << 26
+_MAX_ALL_BYTES = 1 << 30  # of what one archive decompresses to
+_MAX_RATIO = 1032  # that deflate can reach: 258 bytes for two bits
 _LEVEL_BYTES = 6
 _TENSORS = 2 + MAX_LOADS + MAX_OUTS
 _TURNED = 128  # in the byte of an alignment
@@ -144,7 +148,7 @@ class Record:
         rhs_alignment: the same of every part of rhs.
         load_alignments: the same of each load.
         out_alignments: the same of each output.
-        image: cubin, or PTX without its final zero byte.
+        image: cubin, or PTX without its final zero byte; decompressed.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         two_levels: bit 2 t for the rows, 2 t + 1 for the columns of tensor t, as in the archive.
@@ -176,9 +180,13 @@ class Record:
 
 
 def pack(records: tuple[Record, ...] | list[Record]) -> bytes:
-    """The archive of some records, in their order. Equal records give equal bytes."""
-    offsets, images, end = _place_images(records, _TABLE_START + len(records) * _RECORD.size)
-    table = b"".join(_pack_record(record, offsets[record.image]) for record in records)
+    """The archive of some records, in their order. Equal records give equal bytes.
+
+    Raises:
+        ModelError: their images are larger than what is ever read again.
+    """
+    places, images, end = _place_images(records, _TABLE_START + len(records) * _RECORD.size)
+    table = b"".join(_pack_record(record, places[record.image]) for record in records)
     header = HEADER.pack(MAGIC, VERSION, len(records), end)
     body = table + images
     return header + _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(header))) + body
@@ -191,8 +199,9 @@ def unpack(data: bytes) -> tuple[Record, ...]:
         ModelError: the bytes are not an archive of this version, or were altered.
     """
     count = _check_header(data)
+    images = _Images(data, _TABLE_START + count * _RECORD.size)
     try:
-        return tuple(_unpack_record(data, index, count) for index in range(count))
+        return tuple(_unpack_record(data, index, images) for index in range(count))
     except (struct.error, UnicodeDecodeError) as error:
         raise ModelError(f"the archive holds an impossible record ({error}); {_REMEDY}") from error
 
@@ -211,7 +220,7 @@ def _check(record: Record) -> None:
         (len(record.load_alignments) <= MAX_LOADS and len(record.out_alignments) <= MAX_OUTS, "count of alignments"),
         (all(alignment in ALIGNMENTS for alignment in _given_alignments(record)), "alignment"),
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
-        (len(record.image) > 0, "image"),
+        (0 < len(record.image) <= _MAX_IMAGE_BYTES, "image"),
         (0 <= record.cluster <= 16, "cluster"),
         (0 <= record.two_levels < 2 * FACTOR_BATCH_LEVELS[-1], "levels"),
         (all(_all_alignments(record)[bit] for bit in _bits(record.turned)), "turned tensor"),
@@ -250,19 +259,70 @@ def _bits(number: int) -> list[int]:
     return [bit for bit in range(_TENSORS) if number >> bit & 1]
 
 
-def _place_images(records: tuple[Record, ...] | list[Record], table_end: int) -> tuple[dict[bytes, int], bytes, int]:
-    """Offset of each distinct image, the bytes that follow the table, and the size of the archive."""
-    offsets: dict[bytes, int] = {}
+@dataclass(frozen=True)
+class _Place:
+    """Where an image lies in the archive, in bytes."""
+
+    offset: int
+    packed: int
+
+
+def _place_images(records: tuple[Record, ...] | list[Record], table_end: int) -> tuple[dict[bytes, _Place], bytes, int]:
+    """The place of each distinct image, the bytes that follow the table, and the size of the archive."""
+    places: dict[bytes, _Place] = {}
     images = bytearray()
     for record in records:
-        if record.image not in offsets:
-            images += bytes(-(table_end + len(images)) % _IMAGE_BOUNDARY)
-            offsets[record.image] = table_end + len(images)
-            images += record.image + b"\0"
-    return offsets, bytes(images), table_end + len(images)
+        if record.image not in places:
+            packed = _deflate(record.image)
+            places[record.image] = _Place(table_end + len(images), len(packed))
+            images += packed
+    if sum(map(len, places)) > _MAX_ALL_BYTES:
+        raise ModelError(f"the model's kernels have more than {_MAX_ALL_BYTES} bytes; fuse less, or for fewer GPUs")
+    return places, bytes(images), table_end + len(images)
 
 
-def _pack_record(record: Record, offset: int) -> bytes:
+def _deflate(image: bytes) -> bytes:
+    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _RAW_DEFLATE)
+    return packer.compress(image) + packer.flush()
+
+
+def _inflate(packed: bytes, size: int) -> bytes:
+    """An image of a known size.
+
+    Raises:
+        ModelError: the bytes are something else.
+    """
+    stream = zlib.decompressobj(_RAW_DEFLATE)
+    try:
+        image = stream.decompress(packed, size + 1)
+    except zlib.error as error:
+        raise ModelError(f"a kernel's code is damaged ({error}); {_REMEDY}") from error
+    if len(image) != size or not stream.eof or stream.unused_data:
+        raise ModelError(f"a kernel's code should have {size} bytes and has others; {_REMEDY}")
+    return image
+
+
+class _Images:
+    """The images of an archive, each decompressed once."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self._data, self._start = data, start
+        self._left = _MAX_ALL_BYTES
+        self._known: dict[tuple[int, int, int], bytes] = {}
+
+    def read(self, index: int, offset: int, packed: int, size: int) -> bytes:
+        key = (offset, packed, size)
+        if key not in self._known:
+            if packed == 0 or offset < self._start or offset + packed > len(self._data):
+                raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
+            if not 0 < size <= min(_MAX_IMAGE_BYTES, packed * _MAX_RATIO, self._left):
+                raise ModelError(f"the code of record {index} has an impossible size of {size} bytes; {_REMEDY}")
+            self._known[key] = _inflate(self._data[offset : offset + packed], size)
+            self._left -= size
+        return self._known[key]
+
+
+def _pack_record(record: Record, place: _Place) -> bytes:
     names = (record.kernel.encode(), record.entry.encode())
     numbers = (record.capability, record.flavour, record.min_m, record.max_m)
     launch = (record.block_m, record.block_n, record.threads, record.shared_bytes)
@@ -270,7 +330,7 @@ def _pack_record(record: Record, offset: int) -> bytes:
         _MAP.pack(entry.tensor, entry.index, entry.rows_contiguous, entry.swizzle, entry.box_inner, entry.box_outer)
         for entry in record.maps
     )
-    tail = (record.cluster, len(record.maps), maps, offset, len(record.image))
+    tail = (record.cluster, len(record.maps), maps, place.offset, place.packed, len(record.image))
     two_levels = record.two_levels.to_bytes(_LEVEL_BYTES, "little")
     alignments = [
         alignment + (_TURNED if record.turned >> tensor & 1 else 0)
@@ -296,12 +356,10 @@ def _check_header(data: bytes) -> int:
     return int(count)
 
 
-def _unpack_record(data: bytes, index: int, count: int) -> Record:
+def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    ways, (two_levels, cluster, map_count, maps, offset, size) = fields[10:28], fields[28:]
+    ways, (two_levels, cluster, map_count, maps, offset, packed, size) = fields[10:28], fields[28:]
     alignments = tuple(way % _TURNED for way in ways)
-    if offset < _TABLE_START + count * _RECORD.size or offset + size >= len(data) or data[offset + size] != 0:
-        raise ModelError(f"the code of record {index} lies outside of the archive; {_REMEDY}")
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
         kernel=_text(kernel),
@@ -318,7 +376,7 @@ def _unpack_record(data: bytes, index: int, count: int) -> Record:
         rhs_alignment=alignments[1],
         load_alignments=_without_padding(alignments[2 : 2 + MAX_LOADS]),
         out_alignments=_without_padding(alignments[2 + MAX_LOADS :]),
-        image=data[offset : offset + size],
+        image=images.read(index, offset, packed, size),
         cluster=cluster,
         maps=_unpack_maps(maps, map_count),
         two_levels=int.from_bytes(two_levels, "little"),

@@ -76,6 +76,9 @@ def nearest(capability: int) -> str:
 def resolve(arch: str | Sequence[str] | None, at_hand: Callable[[], Sequence[str]]) -> tuple[DeviceSpec, ...]:
     """The architectures that a user asks for; `at_hand` names those of the machine's GPUs, and called only if needed.
 
+    Each comes once, the newest first and PTX last, however they were given: equal wishes make equal files, and a GPU
+    that runs the code of several takes the newest.
+
     Raises:
         SettingError: an unknown name, or `native` on a machine without a GPU.
     """
@@ -86,7 +89,8 @@ def resolve(arch: str | Sequence[str] | None, at_hand: Callable[[], Sequence[str
         if not found and names:
             raise SettingError("no GPU at hand: name the architectures, for example --arch sm_90a")
         resolved += found or WITHOUT_GPU
-    return tuple(spec_of(name) for name in dict.fromkeys(resolved))
+    wanted = {spec_of(name) for name in resolved}
+    return tuple(sorted(wanted, key=lambda spec: (spec.arch == PTX, -spec.capability)))
 
 
 def tuning_device(devices: Sequence[DeviceSpec], at_hand: Sequence[str]) -> DeviceSpec:

@@ -21,6 +21,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse.artifact import Flavour, Mapped, Record, TensorMap, pack
+from tests.fuzz_archive import mended
 
 K, N = 8, 12
 RECORD = Record(
@@ -131,7 +132,9 @@ def on_cpu() -> None:
 
 
 def driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    library.fake_last_image.restype = ctypes.c_char_p
+    return library
 
 
 def inside(wrap: str) -> bytes:
@@ -177,6 +180,7 @@ def runs() -> None:
     made = session(model(nodes=3))
     assert [output.shape for output in made.get_outputs()] == [["B", "M", N]] * 3
     assert driver().fake_loads() == 1, "an image is loaded once, however many nodes use it"
+    assert driver().fake_last_image() == RECORD.image, "decompressed, and ended by a zero byte"
     for dims in ((2, 3), (1, 1), (7, 70), (2, 3)):
         check(made, *dims, K)
     assert driver().fake_launches() == 12
@@ -413,6 +417,8 @@ def load_errors() -> None:
     expect(error_of(model(archive=specific)), "node 'site0'", "sm_100", "device is sm_90", "--arch sm_90a")
     cubin = pack([Record(**(vars(RECORD) | {"capability": 90, "flavour": Flavour.CUBIN}))])
     expect(error_of(model(archive=cubin)), "node 'site0'", "not a cubin")
+    damaged = mended(packed[:-20] + bytes(20))
+    expect(error_of(model(archive=damaged)), "node 'site0'", "kernel ab12 is damaged", "optimize the original again")
     entry = pack([Record(**(vars(RECORD) | {"entry": "missing"}))])
     expect(error_of(model(archive=entry)), "node 'site0'", "find the kernel's entry missing", "500")
     expect(error_of(model(axes="b m k, k (p n), (p n -> b m n")), "site0")

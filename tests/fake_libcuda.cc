@@ -46,6 +46,7 @@ static Arguments last_arguments;
 static TensorMap last_maps[9];
 static int map_count;
 static bool last_early;
+static char last_image[64];
 static thread_local void* current = reinterpret_cast<void*>(0x1000);
 
 extern "C" {
@@ -53,6 +54,7 @@ extern "C" {
 int fake_loads() { return loads; }
 int fake_unloads() { return unloads; }
 int fake_launches() { return launches; }
+const char* fake_last_image() { return last_image; }
 void fake_set_context(void* context) { current = context; }
 void fake_last_launch(unsigned* grid, unsigned* shared, Arguments* arguments) {
   memcpy(grid, last_grid, sizeof last_grid);
@@ -112,6 +114,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 }
 int cuModuleLoadData(void** module, const void* image) {
   ++loads;
+  snprintf(last_image, sizeof last_image, "%s", static_cast<const char*>(image));
   *module = strdup(static_cast<const char*>(image));
   return setting("FAKE_LOAD_ERROR", 0);
 }

@@ -59,7 +59,7 @@ def main() -> None:
     import atheris
 
     atheris.instrument_func(artifact.unpack)
-    for name in ("_check_header", "_unpack_record", "_unpack_maps", "_text", "_without_padding", "_check"):
+    for name in ("_check_header", "_unpack_record", "_unpack_maps", "_text", "_without_padding", "_check", "_inflate"):
         setattr(artifact, name, atheris.instrument_func(getattr(artifact, name)))
     with tempfile.TemporaryDirectory() as folder:
         for index, seed in enumerate(seeds()):

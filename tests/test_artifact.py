@@ -72,17 +72,8 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert pack(many).count(image) == 1
+    assert len(pack(many)) == len(pack([one])) + 7 * 256
     assert {record.image for record in unpack(pack(many))} == {image}
-
-
-def test_every_image_is_followed_by_a_zero_byte_and_aligned() -> None:
-    first, second = dataclasses.replace(RECORD, image=b"x" * 64), dataclasses.replace(RECORD, image=b"y" * 7)
-    data = pack([first, second])
-    for image in (first.image, second.image):
-        offset = data.index(image)
-        assert offset % 64 == 0
-        assert data[offset + len(image)] == 0
 
 
 def test_every_truncation_is_found() -> None:

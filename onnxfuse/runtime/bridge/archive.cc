@@ -6,12 +6,13 @@
 #include <limits>
 
 #include "error.h"
+#include "inflate.h"
 
 namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 7;
+constexpr uint32_t kVersion = 8;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 256;
@@ -22,6 +23,8 @@ constexpr uint32_t kMaxThreads = 1024;
 constexpr uint32_t kMaxCluster = 16;
 constexpr uint32_t kMaxBox = 256;
 constexpr uint32_t kMaxSharedBytes = 1 << 20;
+constexpr uint64_t kMaxImageBytes = 1 << 26;
+constexpr uint64_t kMaxRatio = 1032;   // that deflate can reach: 258 bytes for two bits
 constexpr char kRemedy[] = "; the model's kernels are damaged or from another version, optimize the original again";
 
 // Little-endian fields, in order, inside [data, data + size).
@@ -174,13 +177,16 @@ void check_record(const Record& record) {
 
 void parse_image(Cursor& cursor, const uint8_t* data, uint64_t size, uint64_t table_end, Record& record) {
   const auto offset = cursor.number<uint64_t>();
-  record.image_bytes = cursor.number<uint64_t>();
-  // Strictly inside: one zero byte follows every image, because the driver reads PTX as a C string.
-  if (record.image_bytes == 0 || offset < table_end || offset >= size || record.image_bytes >= size - offset ||
-      data[offset + record.image_bytes] != 0) {
+  record.packed_bytes = cursor.number<uint32_t>();
+  record.image_bytes = cursor.number<uint32_t>();
+  if (record.packed_bytes == 0 || offset < table_end || offset > size || record.packed_bytes > size - offset) {
     fail("the code of kernel ", record.kernel, " lies outside of the archive", kRemedy);
   }
-  record.image = data + offset;
+  const uint64_t most = std::min(kMaxImageBytes, record.packed_bytes * kMaxRatio);
+  if (record.image_bytes == 0 || record.image_bytes > most) {
+    fail("the code of kernel ", record.kernel, " has an impossible size of ", record.image_bytes, " bytes", kRemedy);
+  }
+  record.packed = data + offset;
 }
 
 std::string architecture_text(const Record& record) {
@@ -414,15 +420,25 @@ size_t choose(const std::vector<const Record*>& candidates, const Contract& cont
   nothing_fits(candidates, contract, bytes, arguments);
 }
 
-void check_image(const Record& record) {
+std::vector<uint8_t> read_image(const Record& record) {
+  std::vector<uint8_t> image(uint64_t{record.image_bytes} + 1);
+  try {
+    inflate(record.packed, record.packed_bytes, image.data(), record.image_bytes);
+  } catch (const Error& error) {
+    fail("the code of kernel ", record.kernel, " is damaged: ", error.what(), kRemedy);
+  }
+  return image;
+}
+
+void check_image(const Record& record, const std::vector<uint8_t>& image) {
   if (record.flavour == Flavour::kPtx) return;
   // ELF64: e_shoff at 40, e_shentsize at 58, e_shnum at 60; of a section sh_type at 4, sh_offset at 24, sh_size at 32.
   constexpr uint64_t kElfHeader = 64, kSectionHeader = 64;
   constexpr uint32_t kNoBits = 8;
   const uint64_t size = record.image_bytes;
   const auto wrong = [&] { fail("the code of kernel ", record.kernel, " is not a cubin", kRemedy); };
-  if (size < kElfHeader || std::memcmp(record.image, "\x7f" "ELF\x02\x01", 6) != 0) wrong();
-  const auto read = [&](uint64_t offset, auto* value) { std::memcpy(value, record.image + offset, sizeof(*value)); };
+  if (size < kElfHeader || std::memcmp(image.data(), "\x7f" "ELF\x02\x01", 6) != 0) wrong();
+  const auto read = [&](uint64_t offset, auto* value) { std::memcpy(value, image.data() + offset, sizeof(*value)); };
   uint64_t table = 0;
   uint16_t entry_bytes = 0, count = 0;
   read(40, &table);

@@ -68,8 +68,8 @@ struct Record {
   Alignments alignments;
   uint32_t cluster = 0;        // 0: one block a tile; else a persistent grid of clusters of so many blocks
   std::vector<MapRule> maps;   // of the kernel's second parameter
-  const uint8_t* image = nullptr;   // into the archive; followed by a zero byte
-  uint64_t image_bytes = 0;
+  const uint8_t* packed = nullptr;   // into the archive
+  uint32_t packed_bytes = 0, image_bytes = 0;
 };
 
 using Records = std::vector<Record>;
@@ -88,8 +88,11 @@ std::vector<const Record*> records_for(const Records& records, const Contract& c
 size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
               const OnnxfuseArguments& arguments);
 
+// The record's code, decompressed, and a zero byte: the driver reads PTX as a C string. Throws Error when it is damaged.
+std::vector<uint8_t> read_image(const Record& record);
+
 // Throws Error when a cubin's own tables point outside of it: the driver takes no length and would follow them.
-void check_image(const Record& record);
+void check_image(const Record& record, const std::vector<uint8_t>& image);
 
 // Tells images apart. FNV-1a, 64 bits.
 uint64_t content_hash(const uint8_t* data, uint64_t size);

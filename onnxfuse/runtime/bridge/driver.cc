@@ -28,7 +28,7 @@ constexpr int kStartEarly = 6;              // programmatic stream serialization
 constexpr int kCapturesEarlyStart = 12030;  // the first driver that records such a launch into a CUDA graph
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
 
-// (context, content hash, bytes) -> module
+// (context, hash and size of the compressed code) -> module
 using ModuleKey = std::tuple<Context, uint64_t, uint64_t>;
 struct ModuleTable {
   std::mutex mutex;
@@ -131,7 +131,7 @@ void Driver::encode(const TensorBox& box, TensorMap* map) const {
 }
 
 std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, const Record& record) {
-  const ModuleKey key{context, content_hash(record.image, record.image_bytes), record.image_bytes};
+  const ModuleKey key{context, content_hash(record.packed, record.packed_bytes), record.packed_bytes};
   ModuleTable& table = module_table();
   // Held while loading, so that two threads never load the same image. Module's destructor does not take it.
   std::lock_guard<std::mutex> lock(table.mutex);
@@ -143,11 +143,12 @@ std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, c
 }
 
 Module::Module(const Driver& driver, Context context, const Record& record) : driver_(driver), context_(context) {
-  check_image(record);
+  const std::vector<uint8_t> image = read_image(record);
+  check_image(record, image);
   // A load that happens while this thread captures a CUDA graph is legal only in relaxed mode.
   int mode = kCaptureRelaxed;
   const bool exchanged = driver.capture_mode_ != nullptr && driver.capture_mode_(&mode) == 0;
-  const int result = driver.module_load_(&handle_, record.image);
+  const int result = driver.module_load_(&handle_, image.data());
   if (exchanged) driver.capture_mode_(&mode);
   driver.check(result, "load the kernel's code");
 }

@@ -52,7 +52,7 @@ std::vector<Shape> read_shapes(const int64_t* dims, const int32_t* ranks, int co
   return shapes;
 }
 
-std::string record_text(const Record& record) {
+std::string record_text(const Record& record, const std::vector<uint8_t>& image) {
   std::string result = text(record.kernel, ' ', record.entry, ' ', record.capability, ' ',
                             static_cast<uint32_t>(record.flavour), ' ', record.min_m, ' ', record.max_m, ' ',
                             record.block_m, ' ', record.block_n, ' ', record.threads, ' ', record.shared_bytes, ' ',
@@ -65,7 +65,7 @@ std::string record_text(const Record& record) {
     result += text(' ', int{static_cast<uint8_t>(rule.tensor)}, ' ', int{rule.index}, ' ', int{rule.rows_contiguous},
                    ' ', int{rule.swizzle}, ' ', rule.box_inner, ' ', rule.box_outer);
   }
-  return result + text(' ', record.image_bytes, ' ', content_hash(record.image, record.image_bytes), '\n');
+  return result + text(' ', record.image_bytes, ' ', content_hash(image.data(), record.image_bytes), '\n');
 }
 
 std::string shape_text(const std::vector<SymbolicDim>& shape) {
@@ -131,9 +131,10 @@ ONNXFUSE_EXPORT int onnxfuse_test_archive(const uint8_t* data, uint64_t size, ch
   return reported({out, out_size}, [&] {
     std::string result;
     for (const Record& record : parse_archive(data, size)) {
-      result += record_text(record);
+      const std::vector<uint8_t> image = read_image(record);
+      result += record_text(record, image);
       try {
-        check_image(record);
+        check_image(record, image);
       } catch (const Error&) {
         // Only cubins can be wrong here; the reader itself does not look inside an image.
       }
