@@ -6,26 +6,43 @@ session = onnxfuse.InferenceSession("model.fused.onnx")
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import CompileError, DeviceError, ModelError, OnnxfuseError, OutputError, SettingError
-from onnxfuse.graph import ModelProto
-from onnxfuse.pipeline import Fp32, Rounding, analyse_model, check_budget, optimize_model, tune_model
+from onnxfuse.external_data import take_in
+from onnxfuse.graph import Model, ModelProto
+from onnxfuse.pipeline import Analysis, Fp32, Rounding, analyse_model, check_budget, optimize_model, tune_model
 from onnxfuse.progress import Progress
 from onnxfuse.report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register
 from onnxfuse.selection import make_selection
+from onnxfuse.store import check_files, check_target, save_model
 
 __version__ = version("onnxfuse")
 __all__ = [
     "CompileError", "DeviceError", "InferenceSession", "ModelError", "OnnxfuseError", "OutputError", "Report",
-    "SettingError", "library_path", "optimize", "register",
+    "SettingError", "library_path", "optimize", "optimize_file", "register",
 ]  # fmt: skip
+
+
+class Options(TypedDict, total=False):
+    """The options of `optimize`, which tells what they mean."""
+
+    arch: str | Sequence[str] | None
+    fp32: Fp32
+    rounding: Rounding
+    only: str | Iterable[str]
+    skip: str | Iterable[str]
+    plan: str | Path | Mapping[str, Any] | None
+    dump: str | Path | None
+    progress: Progress | None
+    tune: bool
+    budget: float | None
 
 
 def optimize(
@@ -61,19 +78,71 @@ def optimize(
         budget: seconds of measuring with `tune`; what does not fit stays as the cost model chose. None means no limit.
 
     Returns:
-        The fused model, and what was fused, what was not, and why.
+        The fused model, and what was fused, what was not, and why. Of a path, the model holds all its data, as
+        `onnx.load` makes it: `onnx.save` writes it anywhere, and needs `save_as_external_data=True` over 2 GB. Of a
+        loaded model, external data stay where they are, and only the folder of the original has them.
 
     Raises:
-        ModelError: the model cannot be read or is invalid.
+        ModelError: the model, or its external data, cannot be read or is invalid.
         SettingError: an unknown architecture, fp32 or rounding mode, a selection that means nothing in this model,
             tuning without the GPU's own architecture, or a budget without tuning.
         CompileError: NVRTC refused a kernel.
         DeviceError: tuning without a GPU.
     """
+    options = Options(
+        arch=arch, fp32=fp32, rounding=rounding, only=only, skip=skip, plan=plan, dump=dump, progress=progress,
+        tune=tune, budget=budget,
+    )  # fmt: skip
+    analysis, proto, report = _fuse(model, lambda source: None, options)
+    if analysis.model.path is not None:
+        take_in(proto, analysis.model)
+    return proto, report
+
+
+def optimize_file(source: str | Path, target: str | Path, *, force: bool = False, **options: Unpack[Options]) -> Report:
+    """Fuse a model file and write the result, with the external data that it needs beside it.
+
+    In the original's folder the written model reads the original's data. Elsewhere, and where a link leads to them that
+    ONNX Runtime follows for the original alone, they are copied into the folder `target`.data; a model over 2 GB gets
+    its weights in the file of that name. All files appear at once, or none.
+
+    Args:
+        source: the model.
+        target: where the fused model goes.
+        force: overwrite files that exist; never the source or its data.
+        options: those of `optimize`.
+
+    Returns:
+        What was fused, what was not, and why.
+
+    Raises:
+        OutputError: the target exists or cannot be written.
+        ModelError: the model, or its external data, cannot be read or is invalid.
+        SettingError: as in `optimize`.
+        CompileError: as in `optimize`.
+        DeviceError: as in `optimize`.
+    """
+    source, target = Path(source), Path(target)
+    check_target(source, target, force)
+    analysis, proto, report = _fuse(source, lambda model: check_files(model, target, force), options)
+    save_model(proto, analysis.model, target, force)
+    return report
+
+
+def _fuse(
+    model: str | Path | ModelProto, check: Callable[[Model], None], options: Options
+) -> tuple[Analysis, ModelProto, Report]:
+    """Analyse, check before the work begins, tune, compile and rewrite."""
+    tune, budget = options.get("tune", False), options.get("budget")
+    progress, dump = options.get("progress"), options.get("dump")
     check_budget(tune, budget)
-    devices = resolve(arch, local_architectures)
+    devices = resolve(options.get("arch"), local_architectures)
     local = tuning_device(devices, local_architectures()) if tune else None
-    analysis = analyse_model(model, devices, fp32, make_selection(only, skip, plan), rounding)
+    selection = make_selection(options.get("only", ()), options.get("skip", ()), options.get("plan"))
+    modes = options.get("fp32", "tf32"), options.get("rounding", "fp32")
+    analysis = analyse_model(model, devices, modes[0], selection, modes[1])
+    check(analysis.model)
     if local is not None:
         analysis = tune_model(analysis, local, budget=budget, progress=progress)
-    return optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)
+    proto, report = optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)
+    return analysis, proto, report

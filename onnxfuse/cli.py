@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -37,6 +40,7 @@ from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
 from onnxfuse.store import (
+    STANDARD_OUTPUT,
     check_files,
     check_holds_none,
     check_new,
@@ -51,6 +55,7 @@ from onnxfuse.terminal import (
     print_explanation,
     print_report,
     print_result,
+    print_saved,
     print_sites,
     print_written,
     progress_bar,
@@ -59,10 +64,14 @@ from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and an exit code, never a traceback."""
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP, and so do we then
+            signal.signal(number, _end)
     try:
         sys.exit(commands(standalone_mode=False))
     except click.ClickException as error:
@@ -77,6 +86,13 @@ def main() -> None:
         print_error(OutputError(f"{error.filename or 'standard output'}: {error.strerror}"))
         _drop_standard_output()
         sys.exit(OutputError.exit_code)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    """End as Ctrl-C does, so that what was begun is removed; once, for a second signal would interrupt that."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _drop_standard_output() -> None:
@@ -157,7 +173,9 @@ def optimize(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Fuse MODEL and write the result."""
+    """Fuse MODEL and write the result; `-o -` writes it to standard output, and what is printed to standard error."""
+    if output in (Path("-"), STANDARD_OUTPUT):
+        output = _standard_output(as_json)
     check_target(model, output, force)
     if report is not None:
         check_new(report, force, {"the input": model, "the fused model": output})
@@ -176,15 +194,30 @@ def optimize(
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
         proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
         progress("writing the model", 0, 0)
-        save_model(proto, analysis.model, output)
+        saved = save_model(proto, analysis.model, output, force)
     if report is not None:
         write_text(report, json.dumps(outcome.to_dict(), indent=2) + "\n")
     if as_json:
         click.echo(json.dumps(outcome.to_dict(), indent=2))
     if as_json or quiet:
         return
-    print_report(outcome)
-    print_written(output)
+    with redirect_stdout(sys.stderr if output == STANDARD_OUTPUT else sys.stdout):
+        print_report(outcome)
+        print_saved(saved)
+
+
+def _standard_output(as_json: bool) -> Path:
+    """Where `-o -` writes.
+
+    Raises:
+        OutputError: a terminal shows nothing useful of a model.
+        SettingError: --json goes there.
+    """
+    if as_json:
+        raise SettingError("-o -: the model goes to standard output, and so does --json; --report R.json writes a file")
+    if sys.stdout.isatty():
+        raise OutputError("-o -: standard output is a terminal; name a file, or send it to one")
+    return STANDARD_OUTPUT
 
 
 @commands.command()

@@ -14,6 +14,7 @@ from pathlib import Path
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.dtypes import ALL
+from onnxfuse.external_data import read_data
 from onnxfuse.extract import KERNELS, Ports, site_model
 from onnxfuse.inline import DOMAIN, walk
 from onnxfuse.model import Model, load_model
@@ -132,7 +133,8 @@ def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[FusedSite]:
 
 
 def _archive(source: Model, tensor: TensorProto) -> bytes:
-    return bytes(numpy_helper.to_array(tensor, str(source.folder)).tobytes())
+    external = tensor.data_location == TensorProto.EXTERNAL
+    return read_data(source, tensor) if external else bytes(numpy_helper.to_array(tensor).tobytes())
 
 
 def _ports(prefix: str, types: str, shapes: list[Shape]) -> tuple[tuple[str, int, Shape], ...] | None:

@@ -177,9 +177,8 @@ def _check_data(model: Model, tensor: TensorProto) -> None:
     if tensor.data_location == TensorProto.EXTERNAL or tensor.data_type == TensorProto.STRING:
         return
     count = math.prod(tensor.dims)
-    expected = -(-count * _ELEMENT_BITS.get(tensor.data_type, 8 * _element_bytes(tensor)) // 8)
     if tensor.HasField("raw_data"):
-        _same(len(tensor.raw_data), expected, "bytes", label)
+        _same(len(tensor.raw_data), data_bytes(tensor), "bytes", label)
         return
     field = helper.tensor_dtype_to_field(tensor.data_type)
     stored = len(getattr(tensor, field))
@@ -187,6 +186,12 @@ def _check_data(model: Model, tensor: TensorProto) -> None:
         complex_parts = 2 if tensor.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128) else 1
         packed = 8 // _ELEMENT_BITS.get(tensor.data_type, 8)
         _same(stored, -(-count * complex_parts // packed), f"entries of {field}", label)
+
+
+def data_bytes(tensor: TensorProto) -> int:
+    """How many bytes a tensor's data need, by its shape and type."""
+    bits = _ELEMENT_BITS.get(tensor.data_type, 8 * _element_bytes(tensor))
+    return int(-(-math.prod(tensor.dims) * bits // 8))
 
 
 def _check_location(model: Model, tensor: TensorProto) -> None:

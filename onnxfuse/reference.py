@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import (
     AttributeProto,
     GraphProto,
@@ -36,7 +35,6 @@ from onnx import (
     NodeProto,
     TensorProto,
     TypeProto,
-    checker,
     defs,
     helper,
     inliner,
@@ -45,6 +43,7 @@ from onnx import (
 
 from onnxfuse.double_ops import WRITTEN_OUT, Emitter, attribute_of, attributes_of, round_to_tf32
 from onnxfuse.errors import ModelError
+from onnxfuse.external_data import load_whole
 from onnxfuse.inline import reads
 from onnxfuse.operators import PRODUCTS
 
@@ -93,14 +92,10 @@ def write_float64(source: Path, folder: Path, tf32: bool = False) -> Path:
         tf32: round both factors of float32 products to TF32.
 
     Raises:
-        ModelError: `source` cannot be read as an ONNX model.
+        ModelError: `source` or its external data cannot be read.
     """
-    try:
-        model = onnx.load(source)
-    except (OSError, DecodeError, checker.ValidationError) as error:
-        raise ModelError(f"{source}: cannot be read as an ONNX model: {error}") from error
     target = folder / "reference.onnx"
-    model = _to_float64(model, tf32)
+    model = _to_float64(load_whole(source), tf32)
     large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > EXTERNAL_BYTES
     onnx.save(model, target, save_as_external_data=large, location="reference.data" if large else None)
     return target

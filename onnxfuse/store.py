@@ -1,7 +1,8 @@
-"""Write a model: atomically, never over its source or an existing file unasked, with the files that it names.
+"""Write a model: as a whole or not at all, never over its source or a file unasked, with the files that it names.
 
-External data moves into a folder beside the model. The compiled parts of other providers (EPContext nodes) are left
-as they are, so that the files that they name keep their paths relative to the model.
+External data that would be out of the written model's reach are copied into a folder beside it. The compiled parts of
+other providers (EPContext nodes) are left as they are, so that the files that they name keep their paths relative to
+the model. A device or a named pipe is written to as it is, and never replaced.
 """
 
 from __future__ import annotations
@@ -9,19 +10,41 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
-from onnxfuse.errors import ModelError, OutputError
+from onnxfuse.errors import OutputError
+from onnxfuse.external_data import external_tensors, locate, locate_tensor
 from onnxfuse.inline import walk
-from onnxfuse.model import Model, is_large, leaves_folder, tensors
+from onnxfuse.model import Model, is_large, leaves_folder
+from onnxfuse.staging import staging
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
 ALIGNMENT = 64  # of a tensor in the external file, so that it can be mapped
+WEIGHTS = "onnxfuse.weights"  # the file of weights in a folder of copied data
+STANDARD_OUTPUT = Path("/dev/stdout")
+_DESCRIPTORS = ("/dev/fd/", "/proc/self/fd/")  # names of what is open already
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written.
+
+    Attributes:
+        model: the model.
+        copied: the files of the input that were copied beside it.
+        weights: the file of its weights, where one message cannot hold them.
+    """
+
+    model: Path
+    copied: tuple[Path, ...] = ()
+    weights: Path | None = None
 
 
 def check_target(source: Path, target: Path, force: bool) -> None:
@@ -31,28 +54,43 @@ def check_target(source: Path, target: Path, force: bool) -> None:
         OutputError: the target is the source, exists, or its folder does not.
     """
     check_new(target, force, {"the input": source})
-    if _data_path(target).exists() and not force:
-        raise OutputError(f"{_data_path(target)}: exists; use --force to overwrite it")
 
 
 def check_new(path: Path, force: bool, kept: Mapping[str, Path]) -> None:
     """Refuse a file to write that is one of those to keep, which are named by what they are.
 
     Raises:
-        OutputError: it is, it exists and may not be overwritten, or its folder does not.
+        OutputError: it is, it exists and may not be overwritten, or its folder does not, or cannot be written.
     """
+    if path == Path("-"):
+        raise OutputError("-: name a file; /dev/stdout is standard output")
     try:
         for what, other in kept.items():
             if path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other)):
                 raise OutputError(f"{path}: is {what}; choose another output")
         if path.is_dir():
             raise OutputError(f"{path}: is a folder; name a file")
-        if path.exists() and not force:
+        if is_stream(path):
+            return
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path}: is neither a file nor a pipe; choose another output")
+        if os.path.lexists(path) and not force:
             raise OutputError(f"{path}: exists; use --force to overwrite it")
         if not path.parent.is_dir():
             raise OutputError(f"{path.parent}: no such folder")
+        if not os.access(path.parent, os.W_OK):
+            raise OutputError(f"{path.parent}: this folder cannot be written")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path names a device, a pipe, or what this process has open: written to, never replaced."""
+    names = (str(path.absolute()), str(path.readlink()) if path.is_symlink() else "")
+    if any(name.startswith(_DESCRIPTORS) for name in names):
+        return path.exists()
+    mode = path.stat().st_mode if path.exists() else 0
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
 
 
 def make_folder(folder: Path, force: bool) -> None:
@@ -79,14 +117,32 @@ def check_files(source: Model, target: Path, force: bool) -> None:
 
     Raises:
         OutputError: the target holds weights or a compiled part of the model, or another file is in a part's place.
-        ModelError: a part is missing, or outside the model's folder.
+        ModelError: weights or a part are missing, or outside the model's folder.
     """
-    check_holds_none(source, target, _data_path(target))
-    if not _moves(source, target):
-        return
-    for path, destination in _context_files(source.proto, source, target):
+    data = _data_path(target)
+    copies = _out_of_reach(source.proto, source, target)
+    moves = _moves(source, target)
+    contexts = list(_context_files(source.proto, source, target)) if moves else []
+    if is_stream(target) and (copies or contexts or _is_too_large(source.proto)):
+        raise OutputError(f"{target}: this model has data in files of their own, which need a folder; name a file")
+    if copies or _is_too_large(source.proto):
+        check_holds_none(source, target, data)
+        _check_data_path(data, bool(copies), force)
+    check_holds_none(source, target)
+    for path, destination in contexts:
         if destination.exists() and not force and not filecmp.cmp(path, destination, shallow=False):
             raise OutputError(f"{destination}: exists, and the model needs another there; use --force to overwrite it")
+
+
+def _check_data_path(data: Path, is_folder: bool, force: bool) -> None:
+    """Refuse what is in the place of a model's data."""
+    try:
+        if data.exists() and data.is_dir() != is_folder:
+            raise OutputError(f"{data}: is in the place of the model's data; remove it, or choose another output")
+        if os.path.lexists(data) and not force:
+            raise OutputError(f"{data}: exists; use --force to overwrite it")
+    except OSError as error:
+        raise OutputError(f"{data}: cannot be written: {error.strerror}") from error
 
 
 def check_holds_none(source: Model, *targets: Path) -> None:
@@ -101,37 +157,48 @@ def check_holds_none(source: Model, *targets: Path) -> None:
             raise OutputError(f"{path}: holds data of the input; choose another output")
 
 
-def save_model(proto: ModelProto, source: Model, target: Path) -> None:
+def save_model(proto: ModelProto, source: Model, target: Path, force: bool = False) -> Saved:
     """Write a model to `target`; a model over 2 GB gets its weights in `target`.data.
 
     The message is changed where a weight moves to a file: its bytes are dropped as they are written.
+
+    Args:
+        proto: the model.
+        source: what it was made from; its files are looked for there.
+        target: where it goes.
+        force: overwrite what is in the place of its data.
 
     Raises:
         OutputError: the disk refuses.
         ModelError: external data or compiled parts that are missing, or outside the model's folder.
     """
+    copies = _out_of_reach(proto, source, target)
+    contexts = list(_context_files(proto, source, target)) if _moves(source, target) else []
+    data, moved = _data_path(target), [(path, _data_path(target) / location) for location, path in copies.items()]
+    weights = (data / WEIGHTS if copies else data) if _is_too_large(proto) else None
+    if copies or weights is not None:
+        _check_data_path(data, bool(copies), force)
     try:
-        if _moves(source, target):
-            _copy_external_data(proto, source, target)
-            for path, destination in _context_files(proto, source, target):
-                _copy_file(path, destination)
-        if _weight_bytes(proto) > LARGEST_MESSAGE:
-            _move_weights_out(proto, target)
-        _write(target, _serialized(proto))
+        if is_stream(target):
+            _write(target, _serialized(proto))
+            return Saved(target)
+        with staging(target.parent) as files:
+            for path, destination in (*moved, *contexts):
+                shutil.copyfile(path, files.place(destination))
+            if weights is not None:
+                _write(files.place(weights), _weights(_movable(proto), str(weights.relative_to(target.parent))))
+            _rename_locations(proto, {location: f"{data.name}/{location}" for location in copies})
+            _write(files.place(target), _serialized(proto))
+            files.publish()
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
+    return Saved(target, tuple(destination for _, destination in (*moved, *contexts)), weights)
 
 
-def _write(target: Path, chunks: Iterator[bytes] | tuple[bytes, ...]) -> None:
-    """All of it or nothing: a temporary file beside the target, then a rename."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _write(path: Path, chunks: Iterable[bytes]) -> None:
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
 
 
 def _serialized(proto: ModelProto) -> Iterator[bytes]:
@@ -189,8 +256,7 @@ def _locations(source: Model) -> set[str]:
     """The files that a model from a folder names, relative to it."""
     if source.path is None:
         return set()
-    external = (tensor for tensor in tensors(source.proto) if tensor.data_location == TensorProto.EXTERNAL)
-    weights = {ExternalDataInfo(tensor).location for tensor in external}
+    weights = {ExternalDataInfo(tensor).location for tensor in external_tensors(source.proto)}
     return weights.union(map(_context_file, _nodes(source.proto))) - {""}
 
 
@@ -202,19 +268,27 @@ def _moves(source: Model, target: Path) -> bool:
     return source.path is not None and target.parent.resolve() != source.path.parent.resolve()
 
 
-def _copy_external_data(proto: ModelProto, source: Model, target: Path) -> None:
-    """External data is found relative to the model, so a model in another folder takes its files along."""
-    folder = _data_path(target).name
-    copied: set[str] = set()
-    for tensor in (tensor for tensor in tensors(proto) if tensor.data_location == TensorProto.EXTERNAL):
-        info = ExternalDataInfo(tensor)
-        path = _inside(source, f"the data of {tensor.name!r}", info.location)
-        if info.location not in copied:
-            _copy_file(path, target.parent / folder / info.location)
-            copied.add(info.location)
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = f"{folder}/{info.location}"
+def _out_of_reach(proto: ModelProto, source: Model, target: Path) -> dict[str, Path]:
+    """External data, by location, that a model at `target` could not read where they are.
+
+    They are found relative to the model, and a link out of its folder is followed for a model that is such a link only.
+    """
+    if source.path is None:
+        return {}
+    found: dict[str, Path] = {}
+    for tensor in external_tensors(proto):
+        location = ExternalDataInfo(tensor).location
+        found[location] = found[location] if location in found else locate_tensor(source, tensor)
+    if _moves(source, target):
+        return found
+    folder = target.parent.resolve()
+    return {location: path for location, path in found.items() if not path.is_relative_to(folder)}
+
+
+def _rename_locations(proto: ModelProto, names: Mapping[str, str]) -> None:
+    for entry in (entry for tensor in external_tensors(proto) for entry in tensor.external_data):
+        if entry.key == "location":
+            entry.value = names.get(entry.value, entry.value)
 
 
 def _context_files(proto: ModelProto, source: Model, target: Path) -> Iterator[tuple[Path, Path]]:
@@ -222,7 +296,7 @@ def _context_files(proto: ModelProto, source: Model, target: Path) -> Iterator[t
     for node in _nodes(proto):
         location = _context_file(node)
         if location:
-            yield _inside(source, f"the context of {node.name!r}", location), target.parent / location
+            yield locate(source, f"the context of {node.name!r}", location), target.parent / location
 
 
 def _context_file(node: NodeProto) -> str:
@@ -234,23 +308,9 @@ def _context_file(node: NodeProto) -> str:
     return "" if embedded or "ep_cache_context" not in values else os.fsdecode(values["ep_cache_context"].s)
 
 
-def _copy_file(path: Path, destination: Path) -> None:
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.tmp")
-    try:
-        shutil.copyfile(path, temporary)
-        temporary.replace(destination)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _inside(source: Model, what: str, location: str) -> Path:
-    folder = source.folder.resolve()
-    if leaves_folder(location) or not (path := (folder / location).resolve()).is_relative_to(folder):
-        raise ModelError(f"{source.label}: {what} lies outside the model's folder: {location[:200]!r}")
-    if not path.is_file():
-        raise ModelError(f"{source.label}: {what} is missing: {path}")
-    return path
+def _is_too_large(proto: ModelProto) -> bool:
+    """Whether one message cannot hold the weights."""
+    return _weight_bytes(proto) > LARGEST_MESSAGE
 
 
 def _weight_bytes(proto: ModelProto) -> int:
@@ -258,14 +318,13 @@ def _weight_bytes(proto: ModelProto) -> int:
     return sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
 
 
-def _move_weights_out(proto: ModelProto, target: Path) -> None:
-    data = _data_path(target)
-    tensors = [
+def _movable(proto: ModelProto) -> list[TensorProto]:
+    """The weights that can move to a file."""
+    return [
         tensor
         for tensor in proto.graph.initializer
         if tensor.data_location != TensorProto.EXTERNAL and tensor.HasField("raw_data") and is_large(tensor)
     ]
-    _write(data, _weights(tensors, data.name))
 
 
 def _weights(tensors: list[TensorProto], location: str) -> Iterator[bytes]:
@@ -297,6 +356,11 @@ def write_bytes(target: Path, data: bytes) -> None:
         OutputError: the disk refuses.
     """
     try:
-        _write(target, (data,))
+        if is_stream(target):
+            _write(target, (data,))
+            return
+        with staging(target.parent) as files:
+            _write(files.place(target), (data,))
+            files.publish()
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror}") from error

@@ -23,6 +23,7 @@ from onnxfuse.report import Report
 from onnxfuse.runtime.bench import BenchResult
 from onnxfuse.runtime.bench_sites import SiteTimes
 from onnxfuse.runtime.verify import VerifyResult
+from onnxfuse.store import Saved
 
 UNWRAPPED = 1000  # columns
 
@@ -52,6 +53,17 @@ def print_error(error: OnnxfuseError) -> None:
 def print_written(path: Path) -> None:
     """Where the result is."""
     _print(f"wrote {path}")
+
+
+def print_saved(saved: Saved) -> None:
+    """Where the model is, and what lies beside it."""
+    print_written(saved.model)
+    if saved.weights is not None:
+        print_written(saved.weights)
+    if saved.copied:
+        count = len(saved.copied)
+        files = str(saved.copied[0]) if count == 1 else f"{count} files to {saved.copied[0].parent}"
+        _print(f"copied {files}: ONNX Runtime reads data from the model's own folder alone")
 
 
 def print_sites(sites: Sequence[SiteTimes]) -> None:

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from onnxfuse.errors import ModelError, OutputError, SettingError
 from onnxfuse.graph import Model, load_model, signature
-from onnxfuse.runtime.cache import UNFINISHED
+from onnxfuse.staging import staging
 from onnxfuse.store import save_model, write_text
 
 MAX_BATCH = 8  # what Triton gathers at most, unless the caller says otherwise
@@ -92,11 +91,11 @@ def _whole(place: Path) -> Iterator[Path]:
     above = [folder for folder in place.parents if not folder.exists()]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=UNFINISHED, dir=place.parent) as staging:
-            unfinished = Path(staging) / place.name
+        with staging(place.parent) as files:
+            unfinished = files.place(place)
             unfinished.mkdir()  # with the mode of any folder; the one around it is for this user alone
             yield unfinished
-            unfinished.rename(place)
+            files.publish()
     finally:
         with suppress(OSError):  # the first that holds something ends it
             for folder in above:

@@ -6,15 +6,18 @@ import os
 import re
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+import onnx
 import pytest
 
 import onnxfuse
-from onnxfuse.errors import SettingError
+from onnxfuse.errors import OutputError, SettingError
 from onnxfuse.pipeline import FP32_MODES, ROUNDING_MODES, analyse_model
 from onnxfuse.runtime import cupy_folder
+from tests.test_store import hub_cache, session_outputs
 
 ROOT = Path(__file__).parents[1]
 GATE = ROOT / "models" / "ff_geglu.onnx"
@@ -31,6 +34,24 @@ def test_every_error_that_a_docstring_names_is_exported() -> None:
 def test_a_type_checker_knows_the_modes(function: object) -> None:
     hints = get_type_hints(function)
     assert (get_args(hints["fp32"]), get_args(hints["rounding"])) == (FP32_MODES, ROUNDING_MODES)
+
+
+def test_both_functions_take_the_same_options() -> None:
+    options = {name for name, each in signature(onnxfuse.optimize).parameters.items() if each.kind == each.KEYWORD_ONLY}
+    assert set(onnxfuse.Options.__annotations__) == options
+
+
+def test_a_model_with_external_data_is_saved_anywhere(tmp_path: Path) -> None:
+    source, saved, written = hub_cache(tmp_path), tmp_path / "a" / "saved.onnx", tmp_path / "written.onnx"
+    saved.parent.mkdir()
+    onnx.save(onnxfuse.optimize(source, arch="sm_80")[0], saved)
+    report = onnxfuse.optimize_file(source, written, arch="sm_80")
+    assert report.to_dict() == onnxfuse.optimize(source, arch="sm_80")[1].to_dict()
+    assert session_outputs(saved) == session_outputs(source) == session_outputs(written)
+    assert onnx.load(saved) == onnx.load(written)
+    for force in (False, True):
+        with pytest.raises(OutputError, match=r"exists|is the input"):
+            onnxfuse.optimize_file(source, source if force else written, arch="sm_80", force=force)
 
 
 @pytest.mark.parametrize(("tune", "budget"), [(False, 10.0), (False, 0), (True, -1.0), (True, float("nan"))])
@@ -63,7 +84,8 @@ def test_a_user_without_a_home_gets_no_folder_of_that_name(tmp_path: Path, monke
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.delenv(cupy_folder.VARIABLE, raising=False)
+    monkeypatch.setenv(cupy_folder.VARIABLE, "")  # so that it is as before afterwards
+    monkeypatch.delenv(cupy_folder.VARIABLE)
     monkeypatch.setattr(Path, "expanduser", homeless)
     cupy_folder.give_cupy_a_folder()
     assert Path(os.environ[cupy_folder.VARIABLE]).is_dir()

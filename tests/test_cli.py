@@ -313,3 +313,14 @@ def test_no_name_is_broken_in_a_pipe(gate: Path, tmp_path: Path) -> None:
     anchors = [site["anchor"] for site in json.loads(report.read_text())["fused"]]
     assert anchors
     assert all(anchor.startswith(name) and anchor in result.stdout for anchor in anchors)
+
+
+def test_a_dash_is_standard_output(gate: Path, fused: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "onnxfuse", "optimize", str(gate), "-o", "-", "--arch", "sm_80"]
+    done = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path)
+    assert onnx.load_from_string(done.stdout) == onnx.load(fused)
+    assert b"nodes 27 -> 2" in done.stderr
+    for refused in ([*command, "--json"], [*command[:6], "out.onnx", *command[7:], "--report", "-"]):
+        done = subprocess.run(refused, capture_output=True, check=False, cwd=tmp_path)
+        assert (done.returncode in (1, 2), done.stdout, done.stderr.count(b"\n")) == (True, b"", 1), done.stderr
+    assert not list(tmp_path.iterdir())

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import numpy_helper
 
+import onnxfuse
 from onnxfuse import store
 from onnxfuse.errors import ModelError, OutputError
+from onnxfuse.external_data import load_whole
 from onnxfuse.graph import load_model
+from onnxfuse.runtime.bench import bench
+from onnxfuse.runtime.verify import verify
+from onnxfuse.triton import export_triton
 from tests import corpus
 from tests.onnx_build import Builder, run
 
@@ -32,7 +40,7 @@ def outputs(path: Path) -> list[bytes]:
     return [value.tobytes() for value in run(loaded, FEED)]
 
 
-@pytest.mark.parametrize("prepare", ["source", "existing", "data", "folder", "missing folder"])
+@pytest.mark.parametrize("prepare", ["source", "existing", "link", "folder", "missing folder"])
 def test_a_target_that_would_lose_something_is_refused(tmp_path: Path, prepare: str) -> None:
     source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(weights_model(), source)
@@ -41,8 +49,8 @@ def test_a_target_that_would_lose_something_is_refused(tmp_path: Path, prepare: 
         target.symlink_to(source)
     elif prepare == "existing":
         target.write_text("mine")
-    elif prepare == "data":
-        (tmp_path / "out.onnx.data").write_text("mine")
+    elif prepare == "link":
+        target.symlink_to(tmp_path / "nothing")
     elif prepare == "folder":
         target.mkdir()
     else:
@@ -181,3 +189,179 @@ def test_a_model_too_large_for_one_message_gets_external_weights(
     ]
     assert all(offset % store.ALIGNMENT == 0 for offset in offsets)
     assert numpy_helper.to_array(onnx.load(target).graph.initializer[0]).shape == (64, 64)
+
+
+def hub_cache(folder: Path) -> Path:
+    """A model as the Hugging Face hub's client keeps it: its files are links to others that are named by their sums."""
+    snapshot, blobs, plain = folder / "snapshots" / "abc", folder / "blobs", folder / "plain"
+    for each in (snapshot, blobs, plain):
+        each.mkdir(parents=True)
+    model = weights_model()
+    model.graph.node.append(onnx.helper.make_node("Relu", [model.graph.output[0].name], ["last"]))
+    model.graph.output[0].name = "last"
+    onnx.save(model, plain / "model.onnx", save_as_external_data=True, location="model.onnx_data", size_threshold=0)
+    for number, path in enumerate(sorted(plain.iterdir())):
+        path.rename(blobs / f"sha{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/sha{number}")
+    plain.rmdir()
+    return snapshot / "model.onnx"
+
+
+def session_outputs(path: Path | str) -> list[bytes]:
+    """What ONNX Runtime computes, with its own rule of where external data may lie."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return [value.tobytes() for value in session.run(None, FEED)]
+
+
+@pytest.mark.parametrize("place", ["beside", "elsewhere", "working folder"])
+def test_a_model_of_links_is_fused_to_one_that_loads(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hub_cache(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    target = {"beside": source.parent, "elsewhere": tmp_path, "working folder": Path()}[place] / "fused.onnx"
+    if place == "working folder":
+        monkeypatch.chdir(source.parent)
+        source = Path(source.name)
+    assert onnxfuse.optimize_file(source, target, arch="sm_80").fused
+    assert session_outputs(str(target)) == session_outputs(str(source))
+    assert verify(source, target, per_site=True).passed
+    assert bench(source, target, device="cpu", runs=1, warmup=0, per_site=True).sites
+    served = export_triton(target, tmp_path / "models", Path(onnxfuse.library_path()))
+    assert session_outputs(served / "1" / "model.onnx") == session_outputs(str(source))
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_data_that_stay_in_reach_are_not_copied(tmp_path: Path) -> None:
+    """The folder's own name may be a link, and a link may stay inside."""
+    source = tmp_path / "real" / "in.onnx"
+    source.parent.mkdir()
+    onnx.save(weights_model(), source, save_as_external_data=True, location="all.bin", size_threshold=0)
+    (source.parent / "all.bin").rename(source.parent / "moved.bin")
+    (source.parent / "all.bin").symlink_to("moved.bin")
+    (tmp_path / "link").symlink_to("real")
+    model = load_model(tmp_path / "link" / "in.onnx")
+    saved = store.save_model(model.proto, model, source.parent / "out.onnx")
+    assert saved == store.Saved(source.parent / "out.onnx")
+    assert session_outputs(saved.model) == session_outputs(source)
+
+
+def test_a_link_out_of_a_plain_folder_is_refused_as_the_runtime_does(tmp_path: Path) -> None:
+    source = tmp_path / "a" / "in.onnx"
+    source.parent.mkdir()
+    onnx.save(weights_model(), source, save_as_external_data=True, location="all.bin", size_threshold=0)
+    (tmp_path / "a" / "all.bin").rename(tmp_path / "all.bin")
+    (tmp_path / "a" / "all.bin").symlink_to(tmp_path / "all.bin")
+    with pytest.raises(ModelError, match=r"outside the model's folder: 'all.bin' is a link to"):
+        store.check_files(load_model(source), tmp_path / "a" / "out.onnx", force=False)
+    with pytest.raises(Exception, match="escapes"):
+        session_outputs(source)
+
+
+@pytest.mark.parametrize("one_file", [True, False])
+def test_data_are_read_as_onnx_reads_them(tmp_path: Path, one_file: bool) -> None:
+    source = tmp_path / "in.onnx"
+    onnx.save(weights_model(), source, save_as_external_data=True, all_tensors_to_one_file=one_file, size_threshold=0)
+    assert load_whole(source) == onnx.load(source)
+
+
+@pytest.mark.parametrize(("fault", "message"), [("short", "cut off"), ("length", "shape needs"), ("none", "missing")])
+def test_data_that_cannot_be_read_name_the_tensor(tmp_path: Path, fault: str, message: str) -> None:
+    source, data = tmp_path / "in.onnx", tmp_path / "all.bin"
+    onnx.save(weights_model(), source, save_as_external_data=True, location="all.bin", size_threshold=0)
+    if fault == "short":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif fault == "none":
+        data.unlink()
+    else:
+        proto = onnx.load(source, load_external_data=False)
+        next(e for e in proto.graph.initializer[1].external_data if e.key == "length").value = "4"
+        onnx.save(proto, source)
+    with pytest.raises(ModelError, match=f"the data of '.*{message}"):
+        load_whole(source)
+
+
+def test_a_name_of_255_letters_is_written(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.onnx", tmp_path / ("o" * 250 + ".onnx")
+    onnx.save(weights_model(), source)
+    onnxfuse.optimize_file(source, target, arch="sm_80")
+    assert session_outputs(target) == session_outputs(source)
+
+
+@pytest.mark.parametrize("kind", ["data in files", "large"])
+def test_data_of_somebody_else_are_in_the_way_where_there_are_any(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, data = tmp_path / "a" / "in.onnx", tmp_path / "out.onnx", tmp_path / "out.onnx.data"
+    source.parent.mkdir()
+    external = {"save_as_external_data": True, "size_threshold": 0} if kind == "data in files" else {}
+    onnx.save(weights_model(), source, **external)
+    if kind == "large":
+        monkeypatch.setattr(store, "LARGEST_MESSAGE", 20_000)
+    data.write_text("mine")
+    with pytest.raises(OutputError, match=r"out\.onnx\.data: "):
+        onnxfuse.optimize_file(source, target, arch="sm_80")
+    assert (data.read_text(), target.exists()) == ("mine", False)
+    onnx.save(weights_model(), source)
+    monkeypatch.undo()
+    onnxfuse.optimize_file(source, target, arch="sm_80")
+    assert data.read_text() == "mine", "the model needs none"
+
+
+def test_copied_and_moved_weights_lie_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LARGEST_MESSAGE", 10_000)
+    source, target = tmp_path / "a" / "in.onnx", tmp_path / "out.onnx"
+    source.parent.mkdir()
+    proto = weights_model()
+    onnx.external_data_helper.set_external_data(proto.graph.initializer[0], "first.bin")
+    onnx.save(proto, source)
+    model = load_model(source)
+    saved = store.save_model(model.proto, model, target)
+    assert [path.parent for path in (*saved.copied, saved.weights)] == [tmp_path / "out.onnx.data"] * 2
+    assert session_outputs(target) == session_outputs(source)
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    source, pipe = tmp_path / "in.onnx", tmp_path / "pipe"
+    onnx.save(weights_model(), source)
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    for write in (
+        lambda: onnxfuse.optimize_file(source, pipe, arch="sm_80"),
+        lambda: (store.check_new(pipe, True, {}), store.write_text(pipe, "report")),
+    ):
+        reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+        reader.start()
+        write()
+        reader.join()
+        assert pipe.is_fifo()
+    onnx.checker.check_model(onnx.load_from_string(read[0]).SerializeToString())
+    assert read[1] == b"report"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx", "pipe"]
+
+
+def test_a_device_and_what_is_open_already_are_streams(tmp_path: Path) -> None:
+    handle, terminal = os.openpty()
+    with (tmp_path / "file").open("w") as file:
+        (tmp_path / "link").symlink_to(f"/proc/self/fd/{file.fileno()}")
+        for path in (os.ttyname(terminal), f"/dev/fd/{file.fileno()}", tmp_path / "link"):
+            store.check_new(Path(path), False, {})
+            assert store.is_stream(Path(path))
+    assert not store.is_stream(tmp_path / "file")
+    os.close(handle)
+    os.close(terminal)
+
+
+def test_a_model_with_data_in_files_does_not_fit_a_pipe(tmp_path: Path) -> None:
+    source = hub_cache(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="name a file"):
+        onnxfuse.optimize_file(source, tmp_path / "pipe", arch="sm_80")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write anywhere but a read-only disk
+    with pytest.raises(OutputError, match="cannot be written"):
+        store.check_new(tmp_path / "out.onnx", False, {})
