@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import reduce
 
 Size = int | str | None
+MAX_LENGTH = 4096  # of a symbol
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
@@ -36,7 +37,7 @@ def function(name: str, *arguments: object) -> Size:
     """A size that is some other function of sizes and numbers; None where one of them is unknown."""
     if any(argument is None for argument in arguments):
         return None
-    return _atom(f"{name} {' '.join(map(str, arguments))}")
+    return _short(_atom(f"{name} {' '.join(map(str, arguments))}"))
 
 
 def multiply(sizes: Iterable[Size]) -> Size:
@@ -123,7 +124,12 @@ def _factors(size: int | str) -> tuple[int, Counter[str]]:
 
 
 def _simplest(factor: int, atoms: Counter[str]) -> Size:
-    return _text(factor, atoms) if atoms and factor else factor
+    return _short(_text(factor, atoms)) if atoms and factor else factor
+
+
+def _short(text: str) -> str | None:
+    """What takes more than a page to say is not known: arithmetic on a size by itself would double it at each step."""
+    return text if len(text) <= MAX_LENGTH else None
 
 
 def _text(factor: int, atoms: Counter[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import time
 from collections.abc import Callable
 
@@ -11,10 +12,12 @@ import pytest
 from onnx import helper
 
 from onnxfuse.device import resolve
+from onnxfuse.patterns.pointwise import MICROSOFT, POINTWISE
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.scopes import count_nodes
 from tests.onnx_build import Builder
 from tests.sweep import rewritten
+from tests.test_microsoft import made
 
 WIDTH = 16
 BLOCK_NODES = 26
@@ -109,3 +112,123 @@ def test_thousands_of_nodes_take_seconds_and_cost_grows_linearly(build, nodes: i
         if whole < bound:
             break
     assert whole < bound
+
+
+LONG, SHORT = 1_000, 32  # nodes of a chain; 32 grow into 256, where growth ends, and a quadratic cost into 64 times
+BESIDE: dict[str, str] = {
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Sum", "Min", "Max", "PRelu"), "tensor"),
+    **dict.fromkeys(("BiasGelu", "FastGelu", "BiasAdd"), "vector"),
+    "Pow": "number",
+    "Where": "mask tensor",
+    "Clip": "number number",
+    "BatchNormalization": "vector vector vector vector",
+}
+"""What a node reads beside the value before it; every node another."""
+ROWS = [("", op) for op in POINTWISE] + [("com.microsoft", op) for op in MICROSOFT]
+
+
+def operand(b: Builder, kind: str, number: int) -> str:
+    if kind == "vector":
+        return b.array(np.full(WIDTH, 1.0 + number))
+    if kind == "number":
+        return b.array(1.0 + number / LONG)
+    mask = kind == "mask"
+    return b.input(f"{kind}{number}", ("rows", WIDTH), onnx.TensorProto.BOOL if mask else None)
+
+
+def chain(domain: str, op: str, nodes: int) -> onnx.ModelProto:
+    """A product, and one node behind the other."""
+    b = Builder()
+    t = b("MatMul", b.input("x", ("rows", WIDTH)), b.array(np.ones((WIDTH, WIDTH))))
+    for number in range(nodes):
+        beside = [operand(b, kind, number) for kind in BESIDE.get(op, "").split()]
+        inputs = [beside[0], t, *beside[1:]] if op == "Where" else [t, *beside]
+        to = {"to": onnx.TensorProto.FLOAT16 if number % 2 else onnx.TensorProto.FLOAT} if op == "Cast" else {}
+        t = b(op, *inputs, domain=domain, **to)
+    model = made(b, t)
+    model.opset_import[0].version = onnx.defs.onnx_opset_version()
+    return model
+
+
+def calls(original: onnx.ModelProto) -> int:
+    """Of functions, built-in ones too: what a cost is made of, and the same on every machine."""
+    profile = cProfile.Profile()
+    with profile:
+        analyse_model(original, resolve("sm_90a,sm_80", list))
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def product(b: Builder, x: str) -> str:
+    return b("Relu", b("MatMul", x, b.array(np.ones((WIDTH, WIDTH)))))
+
+
+def views_before(b: Builder, x: str, nodes: int) -> list[str]:
+    for number in range(nodes):
+        x = b("Reshape", x, b.integers(-1, *((4, WIDTH // 4), (WIDTH,))[number % 2]))
+    return [product(b, x)]
+
+
+def views_of_the_weight(b: Builder, x: str, nodes: int) -> list[str]:
+    weight = b.array(np.ones((WIDTH, WIDTH)))
+    for _ in range(nodes):
+        weight = b("Transpose", weight, perm=[1, 0])
+    return [b("Relu", b("MatMul", x, weight))]
+
+
+def masks(b: Builder, x: str, nodes: int) -> list[str]:
+    mask = b.input("mask", ("rows", WIDTH), onnx.TensorProto.BOOL)
+    for _ in range(nodes):
+        mask = b("Not", mask)
+    return [b("Where", mask, product(b, x), b.array(0.0))]
+
+
+def readers(b: Builder, x: str, nodes: int) -> list[str]:
+    t = product(b, x)
+    return [b("Tanh", b("Mul", t, b.array(float(number)))) for number in range(nodes)]
+
+
+def outputs(b: Builder, x: str, nodes: int) -> list[str]:
+    made = [product(b, x)]
+    while len(made) < nodes:
+        made.append(b("Tanh", made[-1]))
+    return made
+
+
+def products(b: Builder, x: str, nodes: int) -> list[str]:
+    return [b("Concat", *(product(b, x) for _ in range(nodes)), axis=1)]
+
+
+def ranges(b: Builder, x: str, nodes: int) -> list[str]:
+    t = b("MatMul", x, b.array(np.ones((WIDTH, 4 * nodes))))
+    return [b("Relu", part) for part in b("Split", t, outputs=nodes, axis=1, num_outputs=nodes)]
+
+
+def growing_sizes(b: Builder, x: str, nodes: int) -> list[str]:
+    """What a symbol would say doubles at each node."""
+    size = b("Gather", b("Shape", x), b.integers(0), axis=0)
+    for _ in range(nodes):
+        size = b("Div", b("Mul", size, size), b.integers(3))
+    return [
+        b("Add", product(b, x), b("Expand", b.array(np.ones((1, WIDTH))), b("Concat", size, b.integers(1), axis=0)))
+    ]
+
+
+MANY = dict.fromkeys((views_before, views_of_the_weight, masks, readers, outputs, growing_sizes), (SHORT, LONG))
+MANY |= {products: (16, 128), ranges: (16, 128)}  # each of which becomes a fusion, or a part of one
+
+
+@pytest.mark.parametrize("build", MANY)
+def test_many_of_one_kind_cost_what_they_are(build: Callable[[Builder, str, int], list[str]]) -> None:
+    def sized(count: int) -> onnx.ModelProto:
+        b = Builder()
+        return b.model(*build(b, b.input("x", ("rows", WIDTH)), count))
+
+    few, many = MANY[build]
+    calls(sized(few))
+    assert calls(sized(many)) < many / few * calls(sized(few))
+
+
+@pytest.mark.parametrize(("domain", "op"), ROWS)
+def test_a_chain_costs_what_its_nodes_cost(domain: str, op: str) -> None:
+    calls(chain(domain, op, SHORT))  # imports and caches
+    assert calls(chain(domain, op, LONG)) < LONG / SHORT * calls(chain(domain, op, SHORT))

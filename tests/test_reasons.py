@@ -77,6 +77,13 @@ def many_operands(b: Builder) -> str:
     return b("Tanh", t)
 
 
+def many_steps(b: Builder) -> str:
+    t = product(b)
+    for _ in range(25):
+        t = b("Tanh", b("Neg", t))
+    return t
+
+
 def five_parts(b: Builder) -> str:
     parts = b("Split", product(b, n=10), outputs=5, axis=-1)
     return b("Sum", *parts)
@@ -155,6 +162,7 @@ CASES = {
     "taken": taken,
     "too_many_operands": many_operands,
     "too_many_parts": five_parts,
+    "too_many_steps": many_steps,
     "unknown_broadcast": lambda b: b("Add", product(b), b.input("operand", ("other", "rows", N))),
     "unknown_op": lambda b: b("Softmax", product(b)),
     "unknown_rank": of_unknown_rank,

@@ -7,7 +7,7 @@ costs a store that the model makes anyway, and saves what follows a launch and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -55,9 +55,9 @@ class Cut:
         self._values = [[self._value(node, tensor) for tensor in node.outputs] for node in growth.nodes]
         self._by_name = {value.name: value for values in self._values for value in values}
         self._foldable = self._find_foldable()
-        self._reshaped = sum(
-            1 << position for position, node in enumerate(growth.nodes) if growth.graph.index(node) in growth.shapes
-        )
+        self._reshaped = self._those(lambda node: growth.graph.index(node) in growth.shapes)
+        self._computed = self._those(self._is_computed)
+        self._work = self._those(self._is_work)
         self._spared_by: dict[Region, frozenset[int]] = {}
 
     def matches(self) -> Iterator[Match]:
@@ -77,11 +77,10 @@ class Cut:
 
     def _may_end(self, position: int, region: Region) -> bool:
         """Whether a node's value is read behind the region, and the region computes something or spares a Transpose."""
-        node, value = self.growth.nodes[position], self._values[position][0]
-        if value.columns is None or not (self._is_computed(node) or node.op in VIEWS):
+        value, is_computed = self._values[position][0], bool(self._computed >> position & 1)
+        if value.columns is None or not (is_computed or self.growth.nodes[position].op in VIEWS):
             return False
-        worth = self._is_computed(node) or any(self._is_work(self.growth.nodes[inside]) for inside in _bits(region))
-        return worth and value in self._leaving(region)
+        return (is_computed or bool(region & self._work)) and self._leaves(value, region)
 
     def _with_other_ranges(self, region: Region, root: _Value) -> Region:
         """Take in the other ranges of a value that could not leave whole: its columns are no dimension any more."""
@@ -92,6 +91,9 @@ class Cut:
                 for position in _bits(value.readers):
                     region |= self.growth.needs[position]
         return region
+
+    def _those(self, holds: Callable[[gs.Node], bool]) -> Region:
+        return sum(1 << position for position, node in enumerate(self.growth.nodes) if holds(node))
 
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
@@ -139,6 +141,8 @@ class Cut:
             wider = region | needs
             if wider == region or not needs & region or self._foldable >> position & 1:
                 continue
+            if not self._may_store_no_more(wider, region, match, position):
+                continue
             try:
                 candidate = self._match(wider, root)
             except NotFusable:
@@ -146,6 +150,18 @@ class Cut:
             if len(candidate.roots) <= len(match.roots):
                 region, match = wider, candidate
         return match
+
+    def _may_store_no_more(self, wider: Region, region: Region, match: Match, position: int) -> bool:
+        """Whether a region that grows by a node, and what this needs, may lose as many exits as it gains.
+
+        The node's own value is read behind it. So one of the match's exits has to have its last reader inside, unless
+        shapes are computed otherwise and all is to be looked at again.
+        """
+        if self._spared(wider) != self._spared(region):
+            return True
+        gained = any(self._leaves(value, wider) for value in self._values[position])
+        exits = (self._by_name[out.name] for out in match.exits[:-1])
+        return not gained or any(not self._leaves(value, wider) for value in exits)
 
     def splits(self, match: Match) -> bool:
         """Whether a match takes columns apart."""
@@ -319,9 +335,15 @@ class Cut:
 
     def _leaving(self, region: Region) -> Iterator[_Value]:
         for position in _bits(region & ~self._foldable):
-            for value in self._values[position]:
-                if value.escapes or self._readers_behind(value, region):
-                    yield value
+            yield from (value for value in self._values[position] if self._leaves(value, region))
+
+    def _leaves(self, value: _Value, region: Region) -> bool:
+        """Whether somebody needs a value of a region whom its fusion leaves in the model."""
+        if value.escapes:
+            return True
+        if not self._spared(region):
+            return bool(value.outside or value.readers & ~region & ~self._foldable)
+        return bool(self._readers_behind(value, region))
 
     def _readers_behind(self, value: _Value, region: Region) -> list[gs.Node]:
         """The readers of a value that a fusion of the region leaves in the model."""

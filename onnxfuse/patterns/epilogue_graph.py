@@ -16,6 +16,7 @@ from onnxfuse.fusion import ROUNDS
 ACC = "acc"
 LOAD = "load"
 CONSTANT = "constant"
+NO_STEPS = ROUNDS | {ACC, LOAD, CONSTANT}
 
 Ref = int  # index of an expression in its EpilogueGraph
 
@@ -86,6 +87,8 @@ class EpilogueGraph:
 
     def moved(self, ref: Ref, start: int) -> Ref:
         """The same value, `start` columns further right."""
+        if not start:
+            return ref
         moved: dict[Ref, Ref] = {}
         for index in self.reachable((ref,)):
             expression = self.expressions[index]
@@ -97,6 +100,10 @@ class EpilogueGraph:
     def leaves(self, op: str, roots: Iterable[Ref]) -> list[Expression]:
         """The leaves of one kind that the roots need, each once."""
         return [self.expressions[ref] for ref in self.reachable(roots) if self.expressions[ref].op == op]
+
+    def count_steps(self, roots: Iterable[Ref]) -> int:
+        """How many ops the roots need, but for rounding to the type of a store."""
+        return sum(self.expressions[ref].op not in NO_STEPS for ref in self.reachable(roots))
 
     def reachable(self, roots: Iterable[Ref]) -> list[Ref]:
         """Every expression that the roots need, inputs before users."""

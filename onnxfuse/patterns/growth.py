@@ -7,18 +7,20 @@ arithmetic of a computed chunk. It stops at everything else, and remembers why.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
+from onnxfuse.fusion import MAX_LOADS, MAX_STEPS
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
 from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
-from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
+from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
@@ -38,6 +40,7 @@ from onnxfuse.patterns.views import (
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
 MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
+MAX_MASK_NODES = 8  # of them, one behind the other
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,14 @@ class Growth:
         self._check_keeps_shape(node, len(value.view))
         self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
 
+    def _check_fits(self, ref: Ref) -> None:
+        """No kernel makes what needs more than a kernel takes, nor anything behind it."""
+        steps, loads = self.epilogue.count_steps((ref,)), len(self.epilogue.leaves(LOAD, (ref,)))
+        if steps > MAX_STEPS:
+            raise NotFusable("too_many_steps", "", f"{steps} steps; a kernel takes {MAX_STEPS}")
+        if loads > MAX_LOADS:
+            raise NotFusable("too_many_operands", "", f"{loads} operands; a kernel takes {MAX_LOADS}")
+
     def _spread(self, node: gs.Node, view: View) -> View:
         """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
         dims = list(view)
@@ -206,6 +217,7 @@ class Growth:
         return tuple(dims)
 
     def _stored(self, node: gs.Node, ref: Ref) -> Ref:
+        self._check_fits(ref)
         return self.epilogue.stored(ref, FLOATS_BY_ONNX[self.graph.dtype(node.outputs[0].name) or 0])
 
     def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
@@ -249,12 +261,19 @@ class Growth:
 
     def _maker_from_mask(self, tensor: gs.Tensor) -> gs.Node | None:
         """The Cast or Not that makes an operand from a mask of the same shape."""
-        maker = tensor.inputs[0] if len(tensor.inputs) == 1 else None
-        if maker is None or qualified_op(maker) not in MASK_OPS:
-            return None
-        mask, number = str(maker.inputs[0].name), self.graph.dtype(tensor.name)
-        alike = self.graph.shape(mask) == self.graph.shape(tensor.name)
-        return maker if alike and self.graph.dtype(mask) == BOOL.onnx and number in BY_ONNX else None
+        makers = list(islice(self._mask_makers(tensor), MAX_MASK_NODES + 1))
+        return makers[0] if 0 < len(makers) <= MAX_MASK_NODES else None
+
+    def _mask_makers(self, tensor: gs.Tensor) -> Iterator[gs.Node]:
+        """Those between a mask and an operand, the last one first."""
+        while len(tensor.inputs) == 1 and qualified_op(tensor.inputs[0]) in MASK_OPS:
+            maker = tensor.inputs[0]
+            mask, number = str(maker.inputs[0].name), self.graph.dtype(tensor.name)
+            alike = self.graph.shape(mask) == self.graph.shape(tensor.name)
+            if not alike or self.graph.dtype(mask) != BOOL.onnx or number not in BY_ONNX:
+                return
+            yield maker
+            tensor = maker.inputs[0]
 
     def _from_mask(self, maker: gs.Node, beside: Columns) -> Ref:
         """What a Cast or a Not makes of a mask's zeros and ones; others may need the node as well."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from onnxfuse.dtypes import BY_ONNX, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_LOADS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
+from onnxfuse.fusion import MAX_LOADS, MAX_STEPS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
 from onnxfuse.graph import Graph
 from onnxfuse.patterns.axis_names import AxisNames, name_axes
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
@@ -30,7 +30,7 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
     """The fusion that computes a match whose ranges are equal parts.
 
     Raises:
-        NotFusable: more operands than a kernel takes, or an operand that the axes cannot name.
+        NotFusable: more operands or steps than a kernel takes, or an operand that the axes cannot name.
     """
     first = match.products[0]
     line = _straight_line(match)
@@ -133,6 +133,9 @@ def _straight_line(match: Match) -> _Line:
             steps.append(Step(f"t{len(steps)}", expression.op, tuple(names[i] for i in expression.inputs)))
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", match.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
+    count = graph.count_steps(match.roots)
+    if count > MAX_STEPS:
+        raise NotFusable("too_many_steps", match.label, f"{count} steps; a kernel takes {MAX_STEPS}")
     return _Line(tuple(steps), tuple(loads), tuple(match.operands[name] for name in operands), names)
 
 

@@ -27,6 +27,7 @@ from onnxfuse.patterns.views import (
 
 STORED_VIEWS = frozenset({"Identity", "Transpose"})
 MAX_STORED_VIEWS = 8
+MAX_VIEWS = 16  # before a product; repeated keys and values of grouped queries have five
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,9 @@ def _stored(graph: Graph, tensor: gs.Tensor, axis: str) -> Source | None:
 def _views_before(graph: Graph, tensor: gs.Tensor) -> list[gs.Node]:
     """Views that feed only products through this tensor, and shape arithmetic; the first one first."""
     chain: list[gs.Node] = []
-    while len(tensor.inputs) == 1 and _feeds_only(graph, tensor, chain[0] if chain else None):
+    while (
+        len(chain) < MAX_VIEWS and len(tensor.inputs) == 1 and _feeds_only(graph, tensor, chain[0] if chain else None)
+    ):
         node = tensor.inputs[0]
         if qualified_op(node) not in INPUT_VIEWS or graph.is_initializer(tensor.name):
             break
