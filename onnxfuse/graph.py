@@ -86,7 +86,7 @@ class Graph:
                 continue
             if seen > MAX_ENTRIES or (self.dtype(tensor.name) in SIXTEEN_BIT and _rounds(maker)):
                 return True
-            stack += maker.inputs
+            stack += maker.inputs[: 1 if maker.op == "CastLike" else None]
         return False
 
     def dtype(self, name: str) -> int | None:
@@ -98,7 +98,7 @@ class Graph:
 def _rounds(maker: gs.Node) -> bool:
     """Whether a node of known values makes other numbers than those that it reads, a cast of a stored one aside."""
     return maker.op in FLOAT_OPS or (
-        maker.op == "Cast" and any(each.op != "Constant" for each in maker.inputs[0].inputs)
+        maker.op in ("Cast", "CastLike") and any(each.op != "Constant" for each in maker.inputs[0].inputs)
     )
 
 
@@ -126,7 +126,7 @@ def reached_functions(places: Iterable[tuple[Graph, Iterable[int]]]) -> frozense
 def _import(scope: Scope) -> tuple[gs.Node, ...]:
     """The scope's nodes by themselves: a reader inside a branch or loop is no reader here."""
     proto = GraphProto(name="scope")
-    proto.node.extend(_readable(node) for node in scope.nodes)
+    proto.node.extend(_with_type(_readable(node), scope) for node in scope.nodes)
     read = {name for node in scope.nodes for name in node.input}
     made = {name for node in scope.nodes for name in node.output}
     proto.initializer.extend(_named(scope.small[name], name) for name in sorted(read - made) if name in scope.small)
@@ -152,6 +152,17 @@ def _readable(node: NodeProto) -> NodeProto:
             continue
         bare.attribute.append(helper.make_attribute(attribute.name, "\ufffd") if _binary(attribute) else attribute)
     return bare
+
+
+def _with_type(node: NodeProto, scope: Scope) -> NodeProto:
+    """A CastLike with the attribute of a Cast: the type is known, though that of a value may be what names it."""
+    made = scope.types.get(node.output[0]) if node.op_type == "CastLike" and node.output else None
+    if made is None:
+        return node
+    typed = NodeProto()
+    typed.CopyFrom(node)
+    typed.attribute.append(helper.make_attribute("to", made.elem_type))
+    return typed
 
 
 def _binary(attribute: AttributeProto) -> bool:

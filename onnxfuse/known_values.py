@@ -215,7 +215,7 @@ def _same(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 
 
 def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
-    value, to = values[0], int(node.attrs["to"])
+    value, to = values[0], int(node.attrs.get("to", 0))
     if value is None or value.dtype != object:
         return None if value is None else _cast_plain(value, to)
     if to in (6, 7):
@@ -281,6 +281,7 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Neg": _negative,
     "Sqrt": _square_root,
     "Cast": _cast,
+    "CastLike": _cast,
     "Equal": _elementwise(_equality),
     "Where": _where,
     "ConstantOfShape": _constant_of_shape,

@@ -107,6 +107,18 @@ def negative_bounds(b: Builder, t: str) -> list[str]:
     ]
 
 
+def all_but_the_columns(b: Builder, t: str) -> list[str]:
+    """`t[:, :, :n]` names the other dimensions as well, in a Slice of their own or in the same."""
+    top, first = b.integers(2**63 - 1), b.integers(0)
+    t = b(
+        "Slice", b("Slice", t, first, top, b.integers(0)), first, b.integers(2**31 - 1), b.integers(-2), b.integers(1)
+    )
+    return [
+        b("Slice", t, b.integers(0, 0), b.integers(2**63 - 1, N // 2), b.integers(1, 2)),
+        b("Slice", t, b.integers(0, N // 2), b.integers(2**31 - 1, N), b.integers(0, -1)),
+    ]
+
+
 def computed_chunk(b: Builder, t: str) -> list[str]:
     last = b("Gather", b("Shape", t), b.integers(-1), axis=0)
     half = b("Mul", b("Div", b("Add", last, b.integers(1)), b.integers(2)), b.integers(1))
@@ -157,6 +169,12 @@ def quick_gelu(b: Builder, t: str) -> str:
     return b("Mul", t, b("Sigmoid", b("Mul", t, b.array(1.702))))
 
 
+def elu_of_numbers_alike(b: Builder, t: str) -> str:
+    """An exporter that does not optimise gives every number the type of a value by reading that value."""
+    scale, one = (b("CastLike", b("Constant", value_float=number), t) for number in (1.5, 1.0))
+    return b("Mul", b("Elu", b("Mul", t, scale)), b("CastLike", one, t))
+
+
 def sigmoid(b: Builder, t: str) -> str:
     return b("Sigmoid", t)
 
@@ -167,11 +185,11 @@ def relu(b: Builder, t: str) -> str:
 
 SPLITS = [
     split_num_outputs, split_sizes, split_to_sequence, split_to_sequence_of_sizes, slice_pair, negative_bounds,
-    computed_chunk,
+    all_but_the_columns, computed_chunk,
 ]  # fmt: skip
 ACTIVATIONS = [
     gelu_op, gelu_tanh_op, gelu_erf_half_last, gelu_erf_half_first, gelu_tanh_cube_by_mul, gelu_tanh_cube_by_pow,
-    silu, silu_spelled_out, quick_gelu, sigmoid, relu,
+    silu, silu_spelled_out, quick_gelu, elu_of_numbers_alike, sigmoid, relu,
 ]  # fmt: skip
 
 

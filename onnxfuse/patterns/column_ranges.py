@@ -15,7 +15,9 @@ from onnxfuse.known_values import is_complete
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.match import Columns
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
-from onnxfuse.patterns.views import COLUMNS, columns_dim, is_column, with_columns
+from onnxfuse.patterns.views import COLUMNS, View, columns_dim, extent, is_column, with_columns
+
+LARGEST_INDEX = 2**31 - 1  # from here on a Slice's end means the end of the axis, whatever its size
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,28 @@ def split_to_sequence(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, valu
 
 
 def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
-    starts, ends, axes, steps = slice_bounds(graph, node)
-    if len(axes) != 1:
+    bounds = zip(*slice_bounds(graph, node), strict=True)
+    cuts = [cut for cut in bounds if not _takes_all(value.view, *cut)]
+    if not cuts:
+        return [value]
+    if len(cuts) != 1:
         raise NotFusable("not_the_last_axis", "", "slices along several axes")
-    found = whole(epilogue, value, axes[0], "slices")
-    if steps != [1]:
-        raise NotFusable("strided_slice", "", f"slices with step {steps[0]}")
-    start, stop, _ = slice(starts[0], ends[0]).indices(found.length)
+    ((start, end, axis, step),) = cuts
+    found = whole(epilogue, value, axis, "slices")
+    if step != 1:
+        raise NotFusable("strided_slice", "", f"slices with step {step}")
+    start, stop, _ = slice(start, end).indices(found.length)
     if stop <= start:
         raise NotFusable("empty_slice", "", "slices no column")
     return [found.range(start, stop)]
+
+
+def _takes_all(view: View, start: int, end: int, axis: int, step: int) -> bool:
+    """Whether a Slice changes nothing along an axis, as exporters write `x[:, :, :n]`."""
+    size = extent(view[axis % len(view)])
+    if isinstance(size, int):
+        return slice(start, end, step).indices(size) == (0, size, 1)
+    return (start, step) == (0, 1) and end >= LARGEST_INDEX
 
 
 def _gather(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:

@@ -154,7 +154,7 @@ class Growth:
         op = qualified_op(node)
         if op == "SequenceAt":
             self._absorb_sequence_at(node)
-        elif op == "Shape" or not columns:
+        elif op == "Shape" or not columns or self._reads_type_alone(node):
             self._absorb_known(node)
         elif op in COLUMN_OPS:
             COLUMN_OPS[op](self, node)
@@ -164,6 +164,10 @@ class Growth:
             self._absorb_pointwise(node, columns, lower)
         else:
             raise NotFusable("unknown_op", "", f"{op} is not pointwise")
+
+    def _reads_type_alone(self, node: gs.Node) -> bool:
+        """Whether a CastLike makes another value alike, as exporters write the numbers beside a product."""
+        return qualified_op(node) == "CastLike" and self.values.get(node.inputs[0].name) is None
 
     def _absorb_known(self, node: gs.Node) -> None:
         """Shape arithmetic on the product's own shape belongs to the match when all that it feeds does."""
