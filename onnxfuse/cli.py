@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,7 +20,7 @@ from onnxfuse import __version__
 from onnxfuse.bench_chart import check_pillow, png
 from onnxfuse.bench_report import html
 from onnxfuse.device import resolve, tuning_device
-from onnxfuse.errors import OnnxfuseError, OutputError, SettingError
+from onnxfuse.errors import EXIT_CODES, INTERRUPTED, NOT_DONE, WRONG, OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
 from onnxfuse.pipeline import (
     FP32_MODES,
@@ -63,8 +64,8 @@ from onnxfuse.terminal import (
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
 
-INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+_CODES = "\b\nExit codes:\n" + "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_CODES.items())
 
 
 def main() -> None:
@@ -86,6 +87,9 @@ def main() -> None:
         print_error(OutputError(f"{error.filename or 'standard output'}: {error.strerror}"))
         _drop_standard_output()
         sys.exit(OutputError.exit_code)
+    except Exception:  # a fault of onnxfuse, which is no verdict on the model
+        traceback.print_exc()
+        sys.exit(NOT_DONE)
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -100,7 +104,7 @@ def _drop_standard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@click.group()
+@click.group(epilog=_CODES)
 @click.version_option(__version__)
 def commands() -> None:
     """Fuse matrix products of an ONNX model with what follows them into single GPU kernels."""
@@ -144,7 +148,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
     return with_selection
 
 
-@commands.command()
+@commands.command(epilog=_CODES)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Where the fused model goes.")
 @_arch
@@ -220,7 +224,7 @@ def _standard_output(as_json: bool) -> Path:
     return STANDARD_OUTPUT
 
 
-@commands.command()
+@commands.command(epilog=_CODES)
 @click.argument("model", type=click.Path(path_type=Path))
 @_arch
 @_fp32
@@ -239,7 +243,7 @@ def explain(model: Path, arch: str | None, fp32: Fp32, rounding: Rounding, selec
     print_explanation(outcome, analysis)
 
 
-@commands.command()
+@commands.command(epilog=_CODES)
 @click.argument("original", type=click.Path(path_type=Path))
 @click.argument("optimized", type=click.Path(path_type=Path))
 @_inputs
@@ -285,10 +289,10 @@ def verify(
         )
     print_result(result, as_json, quiet)
     if not result.passed:
-        sys.exit(1)
+        sys.exit(WRONG)
 
 
-@commands.command()
+@commands.command(epilog=_CODES)
 @click.argument("original", type=click.Path(path_type=Path))
 @click.argument("optimized", type=click.Path(path_type=Path))
 @_inputs
@@ -349,13 +353,13 @@ def bench(
         print_sites(result.sites)
 
 
-@commands.command()
+@commands.command(epilog=_CODES)
 def library() -> None:
     """Print the path of the shared library that runs the fused nodes."""
     click.echo(library_path())
 
 
-@commands.command("export-triton")
+@commands.command("export-triton", epilog=_CODES)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--name", help="What clients call the model. Default: the file's name.")

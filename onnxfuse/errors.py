@@ -1,21 +1,32 @@
-"""Every exception that onnxfuse raises on purpose.
+"""Every exception that onnxfuse raises on purpose, and the exit codes of the command line.
 
 OnnxfuseError                 a user's mistake or a limit; the command line prints it in one line
-|-- ModelError                the model cannot be read, is not ONNX, or breaks its own rules      (exit code 1)
-|-- OutputError               the result cannot be written where it was asked to go              (exit code 1)
+|-- ModelError                the model cannot be read, is not ONNX, or breaks its own rules      (exit code 3)
+|-- OutputError               the result cannot be written where it was asked to go              (exit code 3)
 |-- SettingError              a setting, flag or architecture that does not exist                (exit code 2)
-|-- CompileError              NVRTC refused a kernel; carries its log                            (exit code 1)
-|-- DeviceError               no CUDA device, or the driver refused                              (exit code 1)
+|-- CompileError              NVRTC refused a kernel; carries its log                            (exit code 3)
+|-- DeviceError               no CUDA device, or the driver refused                              (exit code 3)
 `-- NotFusable                one site cannot be fused: caught in one place and reported, never shown as a failure
 """
 
 from __future__ import annotations
 
+DONE, WRONG, USAGE, NOT_DONE, INTERRUPTED = 0, 1, 2, 3, 130
+
+EXIT_CODES = {
+    DONE: "done; verify: the fused model is as good as the original",
+    WRONG: "verify alone: the fused model is wrong, its numbers or its kernels",
+    USAGE: "usage: a command, an option or its value does not exist, or does not fit the model",
+    NOT_DONE: "it could not be done, or not be judged; one line says why",
+    INTERRUPTED: "interrupted by Ctrl-C",
+}
+"""The same table for every command, in `--help` and in the README."""
+
 
 class OnnxfuseError(Exception):
     """Base of everything that onnxfuse raises on purpose."""
 
-    exit_code = 1
+    exit_code = NOT_DONE
 
 
 class ModelError(OnnxfuseError):
@@ -29,7 +40,7 @@ class OutputError(OnnxfuseError):
 class SettingError(OnnxfuseError):
     """A setting, flag or architecture that does not exist."""
 
-    exit_code = 2
+    exit_code = USAGE
 
 
 class CompileError(OnnxfuseError):

@@ -116,7 +116,7 @@ def test_a_file_in_the_way_is_kept_without_force(source: Path, tmp_path: Path) -
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     refused = optimize(source, target)
-    assert (refused.returncode, mine.read_text()) == (1, "mine")
+    assert (refused.returncode, mine.read_text()) == (3, "mine")
     assert "c.bin: exists" in refused.stderr
     assert not target.exists()
     assert optimize(source, target, "--force").returncode == 0

@@ -14,6 +14,7 @@ import pytest
 import onnxfuse
 from onnxfuse.cli import commands
 from onnxfuse.device import resolve
+from onnxfuse.errors import EXIT_CODES
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.settings import SETTINGS
 
@@ -42,6 +43,14 @@ def test_the_table_of_settings_is_settings_py() -> None:
     table = README.split("## Settings")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \| ([^|]+) \|$", table, re.MULTILINE)
     assert rows == [(setting.name, setting.default, setting.meaning) for setting in SETTINGS]
+
+
+def test_the_table_of_exit_codes_is_errors_py_and_in_every_help() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|$", README.split("## In Python")[0], re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
+    for command in (commands, *commands.commands.values()):
+        shown = command.get_help(click.Context(command, terminal_width=200, max_content_width=200))
+        assert all(re.search(rf"^ +{code}  {re.escape(meaning)}$", shown, re.MULTILINE) for code, meaning in rows)
 
 
 def test_the_figures_are_those_of_the_committed_result() -> None:

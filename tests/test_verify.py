@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.fused_sites import uses_tf32
 from onnxfuse.runtime import feeds, verify
 from onnxfuse.runtime.accuracy import BY_ORIGINAL, BY_TF32, BY_ULP, OutputCheck, Value, check_output, ulp
@@ -397,7 +397,7 @@ def test_each_run_has_its_sizes_and_its_seed(tmp_path: Path) -> None:
     assert [run.shapes["x"] for run in result.runs] == [(1, 8), (5, 8), (300, 8)]
     result = verify.verify(path, path, runs=3)
     assert len({check.original.max for check in result.outputs}) == 3
-    with pytest.raises(ModelError, match="the model has no dynamic axis 'b'; it has m"):
+    with pytest.raises(SettingError, match="the model has no dynamic axis 'b'; it has m"):
         verify.verify(path, path, sizes={"b": [1]})
 
 
@@ -463,11 +463,11 @@ def test_wrong_inputs_are_named(change: dict, message: str) -> None:
 
 
 def test_wrong_shapes_are_named() -> None:
-    with pytest.raises(ModelError, match="the model has no input 'z'"):
+    with pytest.raises(SettingError, match="the model has no input 'z'"):
         make_feeds(SPECS, shapes={"z": (1,)})
-    with pytest.raises(ModelError, match=r"input 'input_ids': shape \[3, 5\] does not fit.* with batch = 2"):
+    with pytest.raises(SettingError, match=r"input 'input_ids': shape \[3, 5\] does not fit.* with batch = 2"):
         make_feeds(SPECS, shapes={"x": (2, 77, 1), "input_ids": (3, 5)})
-    with pytest.raises(ModelError, match="inputs were given"):
+    with pytest.raises(SettingError, match="inputs were given"):
         make_feeds(SPECS, inputs={}, shapes={"x": (2, 77, 1)})
     with pytest.raises(ModelError, match=r"input 's': inputs of type string are not supported"):
         make_feeds([InputSpec("s", "string", (1,))])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import ModelError, OnnxfuseError, SettingError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dim = int | str | None
@@ -111,33 +111,34 @@ def make_feeds(
     standard normal, integers are ids of 0 and 1, an input with `mask` in its name is all ones, and booleans are True.
 
     Raises:
-        ModelError: a name, type or shape that the model does not have; the message names the input.
+        ModelError: a given array has a name, type or shape that the model does not have; the message names the input.
+        SettingError: a shape or a symbol is none of the model's.
     """
     if inputs is None:
         return _random_feeds(specs, shapes or {}, seed, symbols or {})
     if shapes or symbols:
-        raise ModelError("shapes are for random inputs, and inputs were given")
-    _check_names(specs, inputs, "inputs")
+        raise SettingError("shapes and sizes are for random inputs, and inputs were given")
+    _check_names(specs, inputs, "inputs", ModelError)
     missing = [spec for spec in specs if spec.name not in inputs]
     if missing:
         raise ModelError(f"input {missing[0].name!r}: not among the inputs; the model needs {missing[0]}")
     sizes: dict[str, int] = {}
     for spec in specs:
-        _bind(spec, np.shape(inputs[spec.name]), sizes)
+        _bind(spec, np.shape(inputs[spec.name]), sizes, ModelError)
     return {spec.name: _converted(spec, np.asarray(inputs[spec.name])) for spec in specs}
 
 
 def _random_feeds(
     specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int]], seed: int, symbols: Mapping[str, int]
 ) -> dict[str, Array]:
-    _check_names(specs, shapes, "shapes")
+    _check_names(specs, shapes, "shapes", SettingError)
     known = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
     for symbol in symbols.keys() - known:
-        raise ModelError(f"the model has no dynamic axis {symbol!r}; it has {', '.join(sorted(known)) or 'none'}")
+        raise SettingError(f"the model has no dynamic axis {symbol!r}; it has {', '.join(sorted(known)) or 'none'}")
     sizes = dict(symbols)
     for spec in specs:
         if spec.name in shapes:
-            _bind(spec, shapes[spec.name], sizes)
+            _bind(spec, shapes[spec.name], sizes, SettingError)
     random = np.random.default_rng(seed)
     return {
         spec.name: _random(spec, tuple(shapes[spec.name]) if spec.name in shapes else _shape(spec, sizes), random)
@@ -145,23 +146,23 @@ def _random_feeds(
     }
 
 
-def _check_names(specs: Sequence[InputSpec], given: Mapping[str, Any], what: str) -> None:
+def _check_names(specs: Sequence[InputSpec], given: Mapping[str, Any], what: str, fault: type[OnnxfuseError]) -> None:
     known = [spec.name for spec in specs]
     for name in given:
         if name not in known:
-            raise ModelError(f"{what}: the model has no input {name!r}; it has {', '.join(known) or 'none'}")
+            raise fault(f"{what}: the model has no input {name!r}; it has {', '.join(known) or 'none'}")
 
 
-def _bind(spec: InputSpec, shape: Sequence[int], sizes: dict[str, int]) -> None:
+def _bind(spec: InputSpec, shape: Sequence[int], sizes: dict[str, int], fault: type[OnnxfuseError]) -> None:
     """Check a shape against the model, and note what it makes of the symbols."""
     text = ", ".join(map(str, shape))
     if len(shape) != len(spec.dims):
-        raise ModelError(f"input {spec.name!r}: shape [{text}] has rank {len(shape)}; the model needs {spec}")
+        raise fault(f"input {spec.name!r}: shape [{text}] has rank {len(shape)}; the model needs {spec}")
     for size, dim in zip(shape, spec.dims, strict=True):
         expected = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if expected is not None and size != expected:
             symbol = f" with {dim} = {expected}" if isinstance(dim, str) else ""
-            raise ModelError(f"input {spec.name!r}: shape [{text}] does not fit; the model needs {spec}{symbol}")
+            raise fault(f"input {spec.name!r}: shape [{text}] does not fit; the model needs {spec}{symbol}")
 
 
 def _shape(spec: InputSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
