@@ -97,7 +97,7 @@ def _check(model: Model) -> None:
         _check_data(model, tensor)
         _check_location(model, tensor)
     _check_splits(model)
-    _put_in_order(proto.graph)
+    put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
 
@@ -214,7 +214,7 @@ def _same(stored: int, expected: int, what: str, label: str) -> None:
         raise ModelError(f"{label} has {stored} {what} and its shape needs {expected}")
 
 
-def _put_in_order(graph: GraphProto) -> None:
+def put_in_order(graph: GraphProto) -> None:
     """Put every node behind those that it reads, and else leave them as they stand; a cycle stays as it is.
 
     ONNX wants it so, but converters append the casts that they insert, and ONNX Runtime sorts what it loads.

@@ -5,13 +5,15 @@ An operator that the provider lacks in double is written out in operators that i
 InstanceNormalization, GroupNormalization, RMSNormalization, HardSigmoid, HardSwish, LeakyRelu, PRelu, Elu, Selu,
 Softplus, Softsign, Mish, Swish, and Resize of mode nearest (moved as a high and a low half, exact to 48 bits).
 
-What stays float32, between two Casts: the operators in `FLOAT32_ONLY`, operators of other domains (`com.microsoft`),
-Resize of other modes, Conv with `auto_pad` SAME, RMSNormalization over a non-negative axis, and LayerNormalization that
-also returns its statistics. Their own rounding, 2^-24 relative, is then part of the reference.
+Which others it lacks is asked of ONNX Runtime: a model of the node alone is opened in double, then in float32, then in
+the types of the model. What is not opened in double runs so between two Casts, by itself, and is counted in
+`Reference.kept`: its own rounding is then part of the reference. An operator that opens and refuses double when it runs
+is named by the caller as `refused`.
 
 Weights keep their dtype in the file and are cast where they are read, so the reference is no larger than the model.
-Graph inputs keep their dtype as well, so that one feed serves both; float outputs become double. Model-local functions
-are inlined first. A `Cast` to float16 or bfloat16 in the model rounds nothing here: it becomes a cast to double.
+Graph inputs keep their dtype as well, so that one feed serves both, and so does an output that is an input or a weight;
+other float outputs become double. Model-local functions are inlined first. A `Cast` to float16 or bfloat16 in the model
+rounds nothing here: it becomes a cast to double.
 
 A second form tells what TF32 makes of the model: it differs from the first in one point, that both factors of each
 product that the model computes in float32 are rounded to the 10 explicit bits of TF32 first, to nearest. Factors of 16
@@ -22,7 +24,9 @@ rounding is finer than TF32's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,6 @@ from onnx import (
     ModelProto,
     NodeProto,
     TensorProto,
-    TypeProto,
     defs,
     helper,
     inliner,
@@ -45,27 +48,48 @@ from onnxfuse.double_ops import WRITTEN_OUT, Emitter, attribute_of, attributes_o
 from onnxfuse.errors import ModelError
 from onnxfuse.external_data import load_whole
 from onnxfuse.inline import reads
+from onnxfuse.model import put_in_order
 from onnxfuse.operators import PRODUCTS
-
-# Operators of opset 13 and later for which the CPU provider of ONNX Runtime 1.31 registers float but not double.
-FLOAT32_ONLY = frozenset(
-    {
-        *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "Celu", "Hardmax"),
-        *("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxRoiPool", "MaxUnpool"),
-        *("Attention", "RotaryEmbedding", "ConvTranspose", "Col2Im", "GridSample", "Upsample", "RNN", "LRN", "Det"),
-        *("DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"),
-        *("Mean", "MeanVarianceNormalization", "MelWeightMatrix", "Multinomial", "NonMaxSuppression", "NonZero"),
-        *("OneHot", "TfIdfVectorizer", "ThresholdedRelu"),
-    }
+from onnxfuse.value_types import (
+    DOUBLE,
+    FLOAT,
+    FLOAT_TENSORS,
+    in_double,
+    lone_node,
+    tensor_text,
+    type_proto,
+    type_text,
 )
+
 EXTERNAL_BYTES = 1_500_000_000
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 _ONNX_DOMAINS = frozenset({"", "ai.onnx"})
 _DTYPE_ATTRIBUTES = {"Cast": "to", "EyeLike": "dtype", "RandomNormal": "dtype", "RandomUniform": "dtype",
                      "RandomNormalLike": "dtype", "RandomUniformLike": "dtype", "SequenceEmpty": "dtype"}  # fmt: skip
 
+_CONSTANT_ELEMENTS = {
+    "value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT, "value_int": TensorProto.INT64,
+    "value_ints": TensorProto.INT64, "value_string": TensorProto.STRING, "value_strings": TensorProto.STRING,
+}  # fmt: skip
 
-def float64_model(model: ModelProto, tf32: bool = False) -> ModelProto:
+TypesOf = Callable[[bytes], tuple[str, ...] | None]
+"""The types of a model's outputs, as ONNX Runtime writes them; None where it refuses the model."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model in double precision.
+
+    Attributes:
+        model: its message.
+        kept: how many nodes do not run in double, by operator and type: `LSTM in float32`.
+    """
+
+    model: ModelProto
+    kept: dict[str, int]
+
+
+def float64_model(model: ModelProto, types_of: TypesOf, tf32: bool = False, refused: Collection[str] = ()) -> Reference:
     """The same model computed in double precision; the argument is not changed.
 
     The copy shares no memory with the model, so it costs the weights once more. Weights in files that are not loaded
@@ -73,81 +97,106 @@ def float64_model(model: ModelProto, tf32: bool = False) -> ModelProto:
 
     Args:
         model: of any element types.
+        types_of: what the runtime that will run it makes of a model of one node.
         tf32: round both factors of float32 products to TF32.
+        refused: operators that do not run in double although they open.
 
     Raises:
         ModelError: the model's functions cannot be inlined.
     """
     copy = ModelProto()
     copy.CopyFrom(model)
-    return _to_float64(copy, tf32)
+    return _to_float64(copy, types_of, tf32, refused)
 
 
-def write_float64(source: Path, folder: Path, tf32: bool = False) -> Path:
-    """Write the float64 form of the model at `source` into `folder` and return its path; large weights lie beside it.
+def write_float64(
+    source: Path, folder: Path, types_of: TypesOf, tf32: bool = False, refused: Collection[str] = ()
+) -> tuple[Path, dict[str, int]]:
+    """Write the float64 form of the model at `source` into `folder`; large weights lie beside it.
 
     Args:
         source: the model.
         folder: where `reference.onnx` is written.
+        types_of: as in `float64_model`, like the next two.
         tf32: round both factors of float32 products to TF32.
+        refused: operators that do not run in double although they open.
+
+    Returns:
+        The path, and `Reference.kept`.
 
     Raises:
         ModelError: `source` or its external data cannot be read.
     """
     target = folder / "reference.onnx"
-    model = _to_float64(load_whole(source), tf32)
-    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > EXTERNAL_BYTES
-    onnx.save(model, target, save_as_external_data=large, location="reference.data" if large else None)
-    return target
+    reference = _to_float64(load_whole(source), types_of, tf32, refused)
+    large = sum(len(tensor.raw_data) for tensor in reference.model.graph.initializer) > EXTERNAL_BYTES
+    (folder / "reference.data").unlink(missing_ok=True)
+    onnx.save(reference.model, target, save_as_external_data=large, location="reference.data" if large else None)
+    return target, reference.kept
 
 
-def _to_float64(model: ModelProto, tf32: bool) -> ModelProto:
+def _to_float64(model: ModelProto, types_of: TypesOf, tf32: bool, refused: Collection[str]) -> Reference:
     """Convert in place, except that a model with functions is replaced by its inlined form."""
     if model.functions:
         try:
             model = inliner.inline_local_functions(model)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"the functions of the model cannot be inlined: {error}") from error
-    opset = next((entry.version for entry in model.opset_import if entry.domain in _ONNX_DOMAINS), 1)
-    dims = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    _Converter(opset, dims, tf32).main(model.graph)
-    return model
+    put_in_order(model.graph)
+    converter = _Converter(model, types_of, tf32, refused)
+    converter.main(model.graph)
+    return Reference(model, dict(sorted(converter.kept.items())))
 
 
 class _Converter:
-    """Rewrites graphs; knows the element type of each float value in scope, and where a value got another name."""
+    """Rewrites graphs; knows each value's type in the model and in the reference, and where it got another name."""
 
-    def __init__(self, opset: int, dims: dict[str, tuple[int, ...]], tf32: bool) -> None:
-        self.opset = opset
-        self.dims = dims
-        self.tf32 = tf32
-        self.elements: dict[str, int] = {}
+    def __init__(self, model: ModelProto, types_of: TypesOf, tf32: bool, refused: Collection[str]) -> None:
+        self.opsets = list(model.opset_import)
+        self.opset = next((entry.version for entry in self.opsets if entry.domain in _ONNX_DOMAINS), 1)
+        self.ir_version = model.ir_version
+        self.types_of, self.tf32, self.refused = types_of, tf32, refused
+        self.dims = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+        self.own: dict[str, str] = {}
+        self.now: dict[str, str] = {}
         self.renamed: dict[str, str] = {}
-        self.pending: dict[str, tuple[str, int]] = {}
+        self.pending: dict[str, str] = {}
+        self.kept = Counter[str]()
         self.fresh = (f"float64_reference_{number}" for number in itertools.count())
 
     def main(self, graph: GraphProto) -> None:
         """Convert the main graph: inputs and weights stay as they are, with a Cast behind each."""
-        outputs = {value.name for value in graph.output}
-        sources = {value.name: _element(value.type) for value in graph.input}
-        sources |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-        sources = {name: element for name, element in sources.items() if element in _FLOATS}
-        self.pending = {name: (next(self.fresh), sources[name]) for name in sources if name not in outputs}
+        sources = {value.name: type_text(value.type) for value in graph.input}
+        sources |= {tensor.name: tensor_text(tensor.data_type) for tensor in _stored(graph)}
+        for name, text in sources.items():
+            self._mark(name, text, text)
+            if text in FLOAT_TENSORS:
+                self.pending[name] = next(self.fresh)
         self._body(graph)
         for value in graph.output:
-            if value.name not in sources:
-                _to_double_type(value.type)
+            self._type_output(value)
 
     def subgraph(self, graph: GraphProto) -> None:
         """Convert a branch or a loop's body, whose inputs, weights and outputs become double themselves."""
-        for tensor in graph.initializer:
-            self._mark(tensor.name, tensor.data_type)
+        for tensor in _stored(graph):
+            self._mark(tensor.name, tensor_text(tensor.data_type))
             _to_double_tensor(tensor)
         for value in graph.input:
-            self._mark(value.name, _element(value.type))
+            text = type_text(value.type)
+            if text:
+                self._mark(value.name, text)
+                value.type.CopyFrom(_with_double(value.type))
         self._body(graph)
-        for value in itertools.chain(graph.input, graph.output):
-            _to_double_type(value.type)
+        for value in graph.output:
+            self._type_output(value)
+
+    def _type_output(self, value: onnx.ValueInfoProto) -> None:
+        """Declare what the reference makes; the shape of a tensor stays."""
+        text = self.now.get(value.name) or in_double(type_text(value.type))
+        if value.type.HasField("tensor_type") and text in FLOAT_TENSORS:
+            value.type.tensor_type.elem_type = type_proto(text).tensor_type.elem_type
+        elif text:
+            value.type.CopyFrom(type_proto(text))
 
     def _body(self, graph: GraphProto) -> None:
         nodes = [new for node in list(graph.node) for new in self._node(node)]
@@ -162,111 +211,193 @@ class _Converter:
             node.input[index] = self.renamed.get(name, name)
         if node.op_type == "ConstantOfShape" and not node.attribute:
             _set(node, "value", helper.make_tensor("", TensorProto.FLOAT, [1], [0.0]))
-        stated = _stated_element(node)
+        stated = _stated_type(node)
+        graphs = [attribute.g for attribute in node.attribute if attribute.type == AttributeProto.GRAPH]
+        if stated is not None or graphs:
+            yield from self._stated(node, [stated] if stated is not None else None, graphs)
+            return
+        original = NodeProto()
+        original.CopyFrom(node)
+        own = self._own_types(original)
         for attribute in node.attribute:
-            self._attribute(node, attribute)
-        elements = self._output_elements(node) if stated is None else [stated]
-        for name, element in zip(node.output, elements, strict=True):
-            self._mark(name, element)
+            _attribute_to_double(node, attribute)
         yield from self._rounded(node)
-        yield from self._in_double(node)
+        yield from self._computed(node, original, own)
+
+    def _stated(
+        self, node: NodeProto, types: Sequence[str] | None, graphs: Sequence[GraphProto]
+    ) -> Iterator[NodeProto]:
+        """A node whose outputs have the types that an attribute states, or those of the graphs inside."""
+        self._give_inputs(node, graphs)
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                self.subgraph(attribute.g)
+            _attribute_to_double(node, attribute)
+        if types is None:
+            types = [self.own.get(value.name, "") for value in graphs[0].output][-len(node.output) :]
+        for name, text in zip(node.output, types, strict=True):
+            self._mark(name, text)
+        yield node
+
+    def _give_inputs(self, node: NodeProto, graphs: Sequence[GraphProto]) -> None:
+        """The types of a loop's or a scan's inputs, which the body need not repeat."""
+        for graph in graphs:
+            given = node.input if node.op_type != "Loop" else ["", "", *node.input[2:]]
+            for value, name in zip(graph.input, given, strict=False):
+                self._mark(value.name, self.own.get(name, ""), self.now.get(name, ""))
 
     def _casts_of(self, node: NodeProto) -> Iterator[NodeProto]:
         for name in reads(node):
             if name in self.pending:
-                self.renamed[name], element = self.pending.pop(name)
-                self._alias(self.renamed[name], name, element)
+                self.renamed[name] = self.pending.pop(name)
+                self._alias(self.renamed[name], name)
                 yield helper.make_node("Cast", [name], [self.renamed[name]], to=TensorProto.DOUBLE)
 
     def _rounded(self, node: NodeProto) -> Iterator[NodeProto]:
         """What rounds the factors of a product to TF32, if the model computes it in float32."""
-        factors = [self.elements.get(name) for name in node.input[:2]]
-        if self.tf32 and _qualified(node) in PRODUCTS and factors == [TensorProto.FLOAT] * 2:
+        factors = [self.own.get(name) for name in node.input[:2]]
+        if self.tf32 and _qualified(node) in PRODUCTS and factors == [FLOAT] * 2:
             for index, name in enumerate(node.input[:2]):
                 emit = Emitter(self.fresh, self.dims)
                 node.input[index] = round_to_tf32(emit, name)
-                self._alias(node.input[index], name, TensorProto.FLOAT)
+                self._alias(node.input[index], name)
                 yield from emit.nodes
 
-    def _attribute(self, node: NodeProto, attribute: AttributeProto) -> None:
-        if attribute.type == AttributeProto.TENSOR:
-            _to_double_tensor(attribute.t)
-        elif attribute.type == AttributeProto.GRAPH:
-            self.subgraph(attribute.g)
-        elif attribute.name == _DTYPE_ATTRIBUTES.get(node.op_type) and attribute.i in _FLOATS:
-            attribute.i = TensorProto.DOUBLE
-        elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
-            value = np.array(helper.get_attribute_value(attribute), np.float64)
-            attribute.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(value)))
+    def _own_types(self, node: NodeProto) -> Sequence[str]:
+        """The type of each output in the model; empty where it is unknown."""
+        found = self._try(node, [self.own.get(name, "") for name in node.input])
+        return self._by_schema(node) if found is None else found
 
-    def _output_elements(self, node: NodeProto) -> Sequence[int]:
-        """The element type of each output, 0 where it is no float: from a branch, or from the operator's schema."""
-        graphs = [a.g for a in node.attribute if a.type == AttributeProto.GRAPH]
-        if graphs:
-            results = [self.elements.get(value.name, 0) for value in graphs[0].output]
-            return results[len(results) - len(node.output) :]
-        return self._by_schema(node)
-
-    def _by_schema(self, node: NodeProto) -> Sequence[int]:
-        first = next((self.elements[name] for name in node.input if name in self.elements), 0)
+    def _by_schema(self, node: NodeProto) -> Sequence[str]:
+        """What the operator's schema tells, for types that the CPU provider knows nothing of."""
+        first = next((self.own[name] for name in node.input if self.own.get(name) in FLOAT_TENSORS), "")
         if node.domain not in _ONNX_DOMAINS or not defs.has(node.op_type):
             return [first] * len(node.output)
         schema = defs.get_schema(node.op_type, self.opset)
-        bound: dict[str, int] = {}
+        bound: dict[str, str] = {}
         for formal, name in zip(_formals(schema.inputs, len(node.input)), node.input, strict=True):
             if name:
-                bound.setdefault(formal.type_str, self.elements.get(name, 0))
-        formals = _formals(schema.outputs, len(node.output))
-        return [bound.get(f.type_str, first if any("(float)" in t for t in f.types) else 0) for f in formals]
+                bound.setdefault(formal.type_str, self.own.get(name, ""))
+        return [_of_formal(formal, bound, first) for formal in _formals(schema.outputs, len(node.output))]
 
-    def _in_double(self, node: NodeProto) -> Iterable[NodeProto]:
-        if not any(name in self.elements for name in node.input):
-            return [node]
-        write_out = WRITTEN_OUT.get(node.op_type) if node.domain in _ONNX_DOMAINS else None
+    def _try(self, node: NodeProto, types: Sequence[str]) -> Sequence[str] | None:
+        """The type of each output of a node with inputs of some types; None where it does not run on them."""
+        data = lone_node(node, types, self.opsets, self.ir_version)
+        found = None if data is None else self.types_of(data)
+        if found is None:
+            return None
+        made = iter(found)
+        return [next(made) if name else "" for name in node.output]
+
+    def _computed(self, node: NodeProto, original: NodeProto, own: Sequence[str]) -> Iterable[NodeProto]:
+        """The node in double, written out where the provider lacks it, or between Casts in another type."""
+        inexact = any(self.now.get(name) == DOUBLE for name in node.input)
+        write_out = WRITTEN_OUT.get(node.op_type) if inexact and node.domain in _ONNX_DOMAINS else None
         emit = Emitter(self.fresh, self.dims)
         if write_out is not None and write_out(emit, node):
             emit.nodes[-1].output[0] = node.output[0]
+            self._mark(node.output[0], own[0])
             return emit.nodes
-        statistics = node.op_type == "LayerNormalization" and len(node.output) > 1
-        if write_out is None and not statistics and node.op_type not in FLOAT32_ONLY and node.domain in _ONNX_DOMAINS:
-            return [node]
-        return self._in_single(node)
+        if _qualified(node) not in self.refused:
+            found = self._try(node, [self.now.get(name, "") for name in node.input])
+            if found is not None:
+                return self._between_casts(node, [None] * len(node.input), own, found)
+        single = [FLOAT if self.now.get(name) == DOUBLE else None for name in node.input]
+        in_own = [self.own.get(name) if self.now.get(name) == DOUBLE else None for name in node.input]
+        for casts in (single, in_own):
+            types = [cast or self.now.get(name, "") for cast, name in zip(casts, node.input, strict=True)]
+            found = self._try(original, types)
+            if found is not None:
+                self._use(original, node)
+                return self._between_casts(original, casts, own, found)
+        if node.domain in _ONNX_DOMAINS and _qualified(node) not in self.refused:
+            return self._between_casts(node, [None] * len(node.input), own, [in_double(text) for text in own])
+        self._use(original, node)
+        found = [FLOAT if text in FLOAT_TENSORS else text for text in own]
+        return self._between_casts(original, single, own, found)
 
-    def _in_single(self, node: NodeProto) -> Iterable[NodeProto]:
-        """The node itself in float32, between Casts."""
-        before, after = [], []
-        for index, name in enumerate(node.input):
-            if name in self.elements:
+    @staticmethod
+    def _use(original: NodeProto, node: NodeProto) -> None:
+        """Read what the node reads: factors rounded to TF32."""
+        del original.input[:]
+        original.input.extend(node.input)
+
+    def _between_casts(
+        self, node: NodeProto, casts: Sequence[str | None], own: Sequence[str], found: Sequence[str]
+    ) -> Iterable[NodeProto]:
+        """The node with inputs cast where a type is given, and its outputs cast to double where they are not."""
+        before, after, other = [], [], {text for text in casts if text is not None}
+        for index, (name, text) in enumerate(zip(list(node.input), casts, strict=True)):
+            if text is not None:
                 node.input[index] = next(self.fresh)
-                before.append(helper.make_node("Cast", [name], [node.input[index]], to=TensorProto.FLOAT))
-        for index, name in enumerate(node.output):
-            if name in self.elements:
+                element = type_proto(text).tensor_type.elem_type
+                before.append(helper.make_node("Cast", [name], [node.input[index]], to=element))
+        for index, (name, text, made) in enumerate(zip(list(node.output), own, found, strict=True)):
+            self._mark(name, text or made, DOUBLE if made in FLOAT_TENSORS else made)
+            if made in FLOAT_TENSORS and made != DOUBLE:
+                other.add(made)
                 node.output[index] = next(self.fresh)
                 after.append(helper.make_node("Cast", [node.output[index]], [name], to=TensorProto.DOUBLE))
+        if other:
+            names = {FLOAT: "float32"}
+            types = ", ".join(sorted(names.get(text, text[len("tensor(") : -1]) for text in other))
+            self.kept[f"{_qualified(node)} in {types}"] += 1
         return [*before, node, *after]
 
-    def _mark(self, name: str, element: int) -> None:
-        if element in _FLOATS and name:
-            self.elements[name] = element
+    def _mark(self, name: str, own: str, now: str | None = None) -> None:
+        """Note a value's types; in the reference floats are double unless it is said otherwise."""
+        if name and own:
+            self.own[name], self.now[name] = own, in_double(own) if now is None else now
 
-    def _alias(self, name: str, of: str, element: int) -> None:
+    def _alias(self, name: str, of: str) -> None:
         """Note a new name of a value, whose dimensions it has."""
-        self._mark(name, element)
+        self._mark(name, self.own[of])
         if of in self.dims:
             self.dims[name] = self.dims[of]
+
+
+def _stored(graph: GraphProto) -> Iterator[TensorProto]:
+    """The tensors of a graph's initializers; of a sparse one its values, which have its name and type."""
+    yield from graph.initializer
+    yield from (tensor.values for tensor in graph.sparse_initializer)
+
+
+def _attribute_to_double(node: NodeProto, attribute: AttributeProto) -> None:
+    if attribute.type == AttributeProto.TENSOR:
+        _to_double_tensor(attribute.t)
+    elif attribute.type == AttributeProto.SPARSE_TENSOR:
+        _to_double_tensor(attribute.sparse_tensor.values)
+    elif attribute.name == _DTYPE_ATTRIBUTES.get(node.op_type) and attribute.i in _FLOATS:
+        attribute.i = TensorProto.DOUBLE
+    elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+        value = np.array(helper.get_attribute_value(attribute), np.float64)
+        attribute.CopyFrom(helper.make_attribute("value", numpy_helper.from_array(value)))
+
+
+def _of_formal(formal: Any, bound: dict[str, str], first: str) -> str:
+    """The type of an output: of the input that shares its parameter, or the only one that the schema allows."""
+    if formal.type_str in bound:
+        return bound[formal.type_str]
+    if len(formal.types) == 1:
+        return str(next(iter(formal.types)))
+    return first if any("(float)" in text for text in formal.types) else ""
 
 
 def _qualified(node: NodeProto) -> str:
     return node.op_type if node.domain in _ONNX_DOMAINS else f"{node.domain}::{node.op_type}"
 
 
-def _stated_element(node: NodeProto) -> int | None:
-    """The element type that a node's attributes state, those of the model; None where its inputs decide."""
-    if node.op_type in ("Constant", "ConstantOfShape"):
-        floats = any(name in attributes_of(node) for name in ("value_float", "value_floats"))
-        return TensorProto.FLOAT if floats else int(attribute_of(node, "value", TensorProto()).data_type)
-    stated = attribute_of(node, _DTYPE_ATTRIBUTES.get(node.op_type, ""), None)
-    return None if stated is None else int(stated)
+def _stated_type(node: NodeProto) -> str | None:
+    """The type of a constant node's output in the model; None where its inputs decide."""
+    if node.op_type not in ("Constant", "ConstantOfShape"):
+        return None
+    held = attributes_of(node)
+    for name, element in _CONSTANT_ELEMENTS.items():
+        if name in held:
+            return tensor_text(element)
+    if "sparse_value" in held:
+        return tensor_text(held["sparse_value"].sparse_tensor.values.data_type)
+    return tensor_text(int(attribute_of(node, "value", TensorProto()).data_type))
 
 
 def _set(node: NodeProto, name: str, value: Any) -> None:
@@ -280,23 +411,13 @@ def _formals(formals: Sequence[Any], count: int) -> list[Any]:
     return [formals[min(index, len(formals) - 1)] for index in range(count)]
 
 
-def _tensor_type(value: TypeProto) -> TypeProto.Tensor | None:
-    """The tensor type inside a type: itself, or what a sequence or an optional holds."""
-    while value.WhichOneof("value") in ("sequence_type", "optional_type"):
-        value = value.sequence_type.elem_type if value.HasField("sequence_type") else value.optional_type.elem_type
-    return value.tensor_type if value.HasField("tensor_type") else None
-
-
-def _element(value: TypeProto) -> int:
-    """The element type; 0 where it is unknown."""
-    tensor = _tensor_type(value)
-    return 0 if tensor is None else int(tensor.elem_type)
-
-
-def _to_double_type(value: TypeProto) -> None:
-    tensor = _tensor_type(value)
-    if tensor is not None and tensor.elem_type in _FLOATS:
-        tensor.elem_type = TensorProto.DOUBLE
+def _with_double(value: onnx.TypeProto) -> onnx.TypeProto:
+    """The type in double; the shape of a tensor stays."""
+    made = onnx.TypeProto()
+    made.CopyFrom(value if value.HasField("tensor_type") else type_proto(in_double(type_text(value))))
+    if made.HasField("tensor_type") and made.tensor_type.elem_type in _FLOATS:
+        made.tensor_type.elem_type = TensorProto.DOUBLE
+    return made
 
 
 def _to_double_tensor(tensor: TensorProto) -> None:

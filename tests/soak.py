@@ -31,6 +31,7 @@ import onnxfuse
 from onnxfuse.reference import write_float64
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.accuracy import Value, check_output
+from onnxfuse.runtime.node_types import node_types
 from onnxfuse.runtime.session import CPU, CUDA, cuda_usable, open_session
 from tests.gpu.test_ort_session import F16, gate_model
 from tests.perf.result_file import write_result
@@ -154,7 +155,7 @@ def subject(model: Path, shapes: Sequence[Mapping[str, tuple[int, ...]]], folder
         for seed, case in enumerate(shapes)
     ]
     original = open_session(model, providers)
-    exact = open_session(write_float64(model, folder), [CPU])
+    exact = open_session(write_float64(model, folder, node_types())[0], [CPU])
     cases = tuple(Expected(feed, original.run(None, feed), exact.run(None, feed)) for feed in feeds)
     session = open_session(fused, providers)
     return Subject(model.stem, session, tuple(output.name for output in session.get_outputs()), cases)

@@ -12,14 +12,21 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.errors import ModelError
-from onnxfuse.reference import float64_model, write_float64
+from onnxfuse.reference import float64_model as converted
+from onnxfuse.reference import write_float64
+from onnxfuse.runtime.node_types import node_types
 from tests import corpus
 from tests.onnx_build import run
 from tests.tf32 import to_tf32
 
 FAMILIES = ("btb", "ff_geglu", "ff2d_geglu", "ff_swiglu", "sd15_unet_mini", "bert", "vit", "ff_gelu")
+TYPES_OF = node_types()
 EXACT = 1e-13  # relative to the largest value: some tens of roundings in double
 X = np.random.default_rng(0).standard_normal((2, 6, 9, 8)).astype(np.float32) * 2
+
+
+def float64_model(model: ModelProto, tf32: bool = False) -> ModelProto:
+    return converted(model, TYPES_OF, tf32).model
 
 
 def one_node(
@@ -242,7 +249,7 @@ def test_a_reference_file_runs_and_large_weights_lie_beside_it(tmp_path: Path, m
     monkeypatch.setattr("onnxfuse.reference.EXTERNAL_BYTES", 1000)
     folder = tmp_path / "folder"
     folder.mkdir()
-    target = write_float64(tmp_path / "model.onnx", folder)
+    target = write_float64(tmp_path / "model.onnx", folder, TYPES_OF)[0]
     assert (folder / "reference.data").stat().st_size >= w.nbytes
     assert_exact(run(onnx.load(target), {"x0": X})[0], X.astype(np.float64) @ w.astype(np.float64))
 
@@ -251,7 +258,7 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"\xff\xff\xff")
     for name in ("bad.onnx", "absent.onnx"):
         with pytest.raises(ModelError, match=name):
-            write_float64(tmp_path / name, tmp_path)
+            write_float64(tmp_path / name, tmp_path, TYPES_OF)
 
 
 def in_tf32(values: np.ndarray) -> np.ndarray:

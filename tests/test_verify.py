@@ -469,8 +469,8 @@ def test_wrong_shapes_are_named() -> None:
         make_feeds(SPECS, shapes={"x": (2, 77, 1), "input_ids": (3, 5)})
     with pytest.raises(SettingError, match="inputs were given"):
         make_feeds(SPECS, inputs={}, shapes={"x": (2, 77, 1)})
-    with pytest.raises(ModelError, match=r"input 's': inputs of type string are not supported"):
-        make_feeds([InputSpec("s", "string", (1,))])
+    with pytest.raises(ModelError, match=r"input 's': inputs of type seq\(tensor\(int64\)\) are not supported"):
+        make_feeds([InputSpec("s", "seq(tensor(int64))", (1,))])
 
 
 def test_npz_files(tmp_path: Path) -> None:

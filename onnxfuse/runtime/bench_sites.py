@@ -30,7 +30,7 @@ from onnxfuse.progress import Progress, counted
 from onnxfuse.runtime.contender import open_on
 from onnxfuse.runtime.feeds import Array, input_specs, make_feeds
 from onnxfuse.runtime.tune import WEIGHT_SCALE, Port, copies_for, time_models
-from onnxfuse.runtime.verify import to_ort_value
+from onnxfuse.runtime.values import to_ort_value
 
 PROBES = {"cuda": (1 << 26, 8192), "cpu": (1 << 20, 256)}  # floats that are copied, side of the matrices
 COPIES = 2

@@ -11,7 +11,7 @@ from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.runtime.capture import Capture, capture, new_stream
 from onnxfuse.runtime.feeds import Array, input_specs, make_feeds
 from onnxfuse.runtime.session import CPU, CUDA, Provider, onnxruntime, open_session
-from onnxfuse.runtime.verify import BFLOAT16
+from onnxfuse.runtime.values import BFLOAT16
 
 CAPTURE_RUNS = 3  # before a graph is used: to be warm, and to capture
 

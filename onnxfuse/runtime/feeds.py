@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onnxfuse.errors import ModelError, OnnxfuseError, SettingError
+from onnxfuse.input_facts import InputFacts
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dim = int | str | None
 
 SYMBOL_SIZE = 16
 BATCH_SIZE = 2
+STRING = "string"
+WORDS = ("a", "b")
 IDS = 2  # the smallest vocabulary that a real model has (token types)
 
 # ONNX Runtime's name of an element type -> NumPy type.
 _NUMPY = {
     "float": np.float32, "double": np.float64, "float16": np.float16, "bfloat16": np.uint16, "bool": np.bool_,
     "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
-    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+    STRING: np.object_, "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
 }  # fmt: skip
 
 
@@ -38,12 +41,17 @@ class InputSpec:
     Attributes:
         name: its name.
         element: the element type as ONNX Runtime writes it, `float16`.
-        dims: sizes; a string is a symbol, None is unknown.
+        dims: sizes; a string is a symbol, None is unknown; None in place of all where their number is unknown.
+        any_rank: whether an array of any number of dimensions fits: ONNX Runtime tells a scalar and an input of
+            unknown rank alike.
+        words: what text to draw from.
     """
 
     name: str
     element: str
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...] | None
+    any_rank: bool = False
+    words: tuple[str, ...] = WORDS
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -57,15 +65,33 @@ class InputSpec:
         return np.dtype(_NUMPY[self.element])
 
     def __str__(self) -> str:
+        if self.dims is None:
+            return f"{self.element} of unknown rank"
         return f"{self.element}[{', '.join('?' if dim is None else str(dim) for dim in self.dims)}]"
 
 
-def input_specs(session: Any) -> tuple[InputSpec, ...]:
-    """The inputs of an `onnxruntime.InferenceSession`."""
-    return tuple(
-        InputSpec(value.name, value.type.removeprefix("tensor(").removesuffix(")"), tuple(value.shape))
+def input_specs(session: Any, facts: InputFacts | None = None) -> tuple[InputSpec, ...]:
+    """The inputs of an `onnxruntime.InferenceSession`.
+
+    Args:
+        session: the session.
+        facts: what the model's file says besides.
+    """
+    specs = (
+        InputSpec(
+            value.name,
+            value.type.removeprefix("tensor(").removesuffix(")"),
+            tuple(value.shape),
+            any_rank=not value.shape,
+        )
         for value in session.get_inputs()
     )
+    return tuple(spec if facts is None else _informed(spec, facts) for spec in specs)
+
+
+def _informed(spec: InputSpec, facts: InputFacts) -> InputSpec:
+    unranked = spec.name in facts.unranked
+    return replace(spec, dims=None if unranked else spec.dims, any_rank=unranked, words=facts.words or WORDS)
 
 
 def load_npz(path: Path) -> dict[str, Array]:
@@ -132,7 +158,7 @@ def _random_feeds(
     specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int]], seed: int, symbols: Mapping[str, int]
 ) -> dict[str, Array]:
     _check_names(specs, shapes, "shapes", SettingError)
-    known = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    known = {dim for spec in specs for dim in spec.dims or () if isinstance(dim, str)}
     for symbol in symbols.keys() - known:
         raise SettingError(f"the model has no dynamic axis {symbol!r}; it has {', '.join(sorted(known)) or 'none'}")
     sizes = dict(symbols)
@@ -155,6 +181,8 @@ def _check_names(specs: Sequence[InputSpec], given: Mapping[str, Any], what: str
 
 def _bind(spec: InputSpec, shape: Sequence[int], sizes: dict[str, int], fault: type[OnnxfuseError]) -> None:
     """Check a shape against the model, and note what it makes of the symbols."""
+    if spec.dims is None or spec.any_rank:
+        return
     text = ", ".join(map(str, shape))
     if len(shape) != len(spec.dims):
         raise fault(f"input {spec.name!r}: shape [{text}] has rank {len(shape)}; the model needs {spec}")
@@ -166,6 +194,11 @@ def _bind(spec: InputSpec, shape: Sequence[int], sizes: dict[str, int], fault: t
 
 
 def _shape(spec: InputSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    if spec.dims is None:
+        raise ModelError(
+            f"input {spec.name!r}: the model does not say how many dimensions it has; give its shape with "
+            f"--shape {spec.name}=2,77,768"
+        )
     return tuple(_size(dim, index, sizes) for index, dim in enumerate(spec.dims))
 
 
@@ -183,6 +216,8 @@ def _random(spec: InputSpec, shape: tuple[int, ...], random: np.random.Generator
     if "float" in spec.element or spec.element == "double":
         drawn = random.standard_normal(shape, dtype=np.float32)
         return _converted(spec, drawn if spec.element == "bfloat16" else np.asarray(drawn, spec.dtype))
+    if spec.element == STRING:
+        return np.asarray(random.choice(np.array(spec.words, np.object_), shape), np.object_)
     return random.integers(0, IDS, shape).astype(spec.dtype)
 
 
@@ -190,6 +225,8 @@ def _converted(spec: InputSpec, array: Array) -> Array:
     """The array as the input takes it: contiguous; a float32 array for a bfloat16 input is rounded."""
     if spec.element == "bfloat16" and array.dtype == np.float32:
         array = to_bfloat16(array)
+    if spec.element == STRING and array.dtype.kind in "US":  # as .npz files hold text
+        array = array.astype(np.object_)
     if array.dtype != spec.dtype:
         raise ModelError(f"input {spec.name!r}: an array of {array.dtype}; the model needs {spec}")
     return np.asarray(array, order="C")

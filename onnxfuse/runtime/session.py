@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.errors import DeviceError, ModelError
+from onnxfuse.errors import DeviceError, ModelError, SettingError
 from onnxfuse.runtime import driver
 
 CUDA = "CUDAExecutionProvider"
@@ -157,6 +158,46 @@ def _preload(runtime: Any) -> None:
         preload()
 
 
+def quiet_options(options: Any = None) -> Any:
+    """The given `onnxruntime.SessionOptions`, or new ones, that log nothing: every error comes as an exception."""
+    options = onnxruntime().SessionOptions() if options is None else options
+    options.log_severity_level = _FATAL
+    return options
+
+
+@contextmanager
+def adjusted(options: Any, **changes: Any) -> Iterator[Any]:
+    """Options that cannot be copied, changed for a while."""
+    before = {name: getattr(options, name) for name in changes}
+    for name, value in changes.items():
+        setattr(options, name, value)
+    try:
+        yield options
+    finally:
+        for name, value in before.items():
+            setattr(options, name, value)
+
+
+def options_with(libraries: Sequence[Path]) -> Any:
+    """Session options that know the custom operators of some shared libraries; None without any.
+
+    Raises:
+        SettingError: no such file.
+        DeviceError: ONNX Runtime cannot load one.
+    """
+    if not libraries:
+        return None
+    options = quiet_options()
+    for library in libraries:
+        if not library.is_file():
+            raise SettingError(f"{library}: no such file; --library is a shared library of custom operators")
+        try:
+            options.register_custom_ops_library(str(library.resolve()))
+        except Exception as error:  # onnxruntime's exceptions share no base class
+            raise DeviceError(f"{library}: ONNX Runtime cannot load it: {error}") from error
+    return options
+
+
 def open_session(path: Path, providers: Sequence[Provider], options: Any = None) -> Any:
     """A session on a model file that logs nothing, with its failures in onnxfuse's terms.
 
@@ -166,10 +207,8 @@ def open_session(path: Path, providers: Sequence[Provider], options: Any = None)
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
-    options = onnxruntime().SessionOptions() if options is None else options
-    options.log_severity_level = _FATAL  # every error comes as an exception as well
     try:
-        return InferenceSession(path, options, providers)
+        return InferenceSession(path, quiet_options(options), providers)
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions share no base class

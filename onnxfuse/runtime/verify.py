@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from onnxfuse.errors import ModelError
 from onnxfuse.fused_sites import uses_tf32
+from onnxfuse.graph import load_model
+from onnxfuse.input_facts import input_facts
 from onnxfuse.probe import Probe, fused_values, write_probed
 from onnxfuse.progress import Progress, counted, silent
-from onnxfuse.reference import write_float64
 from onnxfuse.runtime.accuracy import OutputCheck, Value, check_output
-from onnxfuse.runtime.feeds import Array, InputSpec, from_bfloat16, input_specs, make_feeds
-from onnxfuse.runtime.session import CPU, CUDA, Provider, default_providers, onnxruntime, open_session
-
-BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+from onnxfuse.runtime.feeds import Array, InputSpec, input_specs, make_feeds
+from onnxfuse.runtime.reference_run import ReferenceRuns
+from onnxfuse.runtime.session import CUDA, Provider, default_providers, open_session
+from onnxfuse.runtime.values import run as run_session
 
 Feeds = Mapping[str, Array]
 Values = Mapping[str, Value]
@@ -73,10 +71,12 @@ class VerifyResult:
     Attributes:
         provider: the ONNX Runtime execution provider that ran both models.
         runs: one verdict for each run.
+        kept: how many nodes of the reference do not run in float64, by operator and type: `LSTM in float32`.
     """
 
     provider: str
     runs: tuple[RunCheck, ...]
+    kept: dict[str, int] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -90,11 +90,14 @@ class VerifyResult:
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
-        return {"passed": self.passed, "provider": self.provider, "runs": [run.to_dict() for run in self.runs]}
+        runs = [run.to_dict() for run in self.runs]
+        return {"passed": self.passed, "provider": self.provider, "not_in_float64": self.kept, "runs": runs}
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
-        return "\n".join([*(f"{self.provider}  {run}" for run in self.runs), f"verify {verdict}"])
+        kept = ", ".join(f"{what} ({count})" for what, count in self.kept.items())
+        notes = [f"reference in float64, except for {kept}"] if kept else []
+        return "\n".join([*(f"{self.provider}  {run}" for run in self.runs), *notes, f"verify {verdict}"])
 
 
 def verify(
@@ -107,6 +110,7 @@ def verify(
     seed: int = 0,
     runs: int = 1,
     per_site: bool = False,
+    session_options: Any = None,
     progress: Progress = silent,
 ) -> VerifyResult:
     """Run both models in ONNX Runtime, on CUDA where it is usable, and judge the optimised one.
@@ -123,10 +127,12 @@ def verify(
         seed: of the first run's random inputs; the next runs' are the next ones.
         runs: how many random runs, at least.
         per_site: compare what each fused node makes as well.
+        session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
         progress: called with what is being done, how much is done, and how much there is.
 
     Raises:
         ModelError: a model cannot be run, or the inputs do not fit it, or the models have different outputs.
+        SettingError: a shape or size is given for something that the model does not have.
         DeviceError: ONNX Runtime is missing.
     """
     original, optimized, providers = Path(original), Path(optimized), default_providers()
@@ -134,20 +140,20 @@ def verify(
         folder = Path(name)
         probes = fused_values(original, optimized) if per_site else []
         paths = _Paths.make(original, optimized, probes, folder)
-        session = open_session(paths.original, providers)
-        feeds = list(_feeds(input_specs(session), inputs, shapes, sizes or {}, seed, runs))
+        session = open_session(paths.original, providers, session_options)
+        specs = input_specs(session, input_facts(load_model(original).proto))
+        feeds = list(_feeds(specs, inputs, shapes, sizes or {}, seed, runs))
+        names = [output.name for output in session.get_outputs()]
         each = counted("running the original", feeds, progress)
-        before = [_outputs(session, original, feed, guessed=inputs is None) for feed in each]
+        before = [run_session(session, original, feed, _hint(feed) if inputs is None else "") for feed in each]
         del session  # before the next model is loaded
-        after = _run(paths.optimized, optimized, providers, feeds, progress)
-        exact = _run_reference(paths.original, original, feeds, progress)
+        after = _run(paths.optimized, optimized, (original, names), providers, session_options, feeds, progress)
+        reference = ReferenceRuns(paths.original, original, session_options)
+        exact = reference.run(feeds, progress)
         tf32 = providers[0] == CUDA and uses_tf32(optimized)
-        rounded = _run_reference(paths.original, original, feeds, progress, tf32) if tf32 else [{} for _ in feeds]
-    if before[0].keys() != after[0].keys():
-        names = [", ".join(run[0]) for run in (after, before)]
-        raise ModelError(f"{optimized}: its outputs are {names[0]}; those of {original} are {names[1]}")
+        rounded = reference.run(feeds, progress, tf32) if tf32 else [{} for _ in feeds]
     checked = (_check_run(*values, probes) for values in zip(feeds, before, after, exact, rounded, strict=True))
-    return VerifyResult(str(providers[0]), tuple(checked))
+    return VerifyResult(str(providers[0]), tuple(checked), reference.kept)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,8 @@ def _feeds(
 def _check_run(
     feed: Feeds, before: Values, after: Values, exact: Values, rounded: Values, probes: Sequence[Probe]
 ) -> RunCheck:
-    checks = {name: check_output(name, before[name], after[name], exact[name], rounded.get(name)) for name in before}
+    compared = (name for name in before if name in after and name in exact)  # else a length differs, which is compared
+    checks = {name: check_output(name, before[name], after[name], exact[name], rounded.get(name)) for name in compared}
     added = {probe.name for probe in probes if not probe.is_output}
     shapes = {name: array.shape for name, array in feed.items()}
     outputs = tuple(check for name, check in checks.items() if name not in added)
@@ -196,55 +203,29 @@ def _check_run(
 
 
 def _run(
-    path: Path, label: Path, providers: Sequence[Provider], feeds: Sequence[Feeds], progress: Progress
+    path: Path,
+    label: Path,
+    original: tuple[Path, Sequence[str]],
+    providers: Sequence[Provider],
+    session_options: Any,
+    feeds: Sequence[Feeds],
+    progress: Progress,
 ) -> list[dict[str, Value]]:
-    session = open_session(path, providers)
+    """The optimised model's runs, once its outputs and inputs are those of the original."""
+    session = open_session(path, providers, session_options)
     specs = input_specs(session)
     try:
         checked = [make_feeds(specs, feed) for feed in feeds]
     except ModelError as error:
         raise ModelError(f"{label}: the original's inputs do not fit: {error}") from error
-    return [_outputs(session, label, feed) for feed in counted("running the optimised model", checked, progress)]
-
-
-def _run_reference(
-    path: Path, label: Path, feeds: Sequence[Feeds], progress: Progress, tf32: bool = False
-) -> list[dict[str, Value]]:
-    """Run in float64 on the CPU. Unoptimised: constant folding would hold every weight in double at once."""
-    what = "computing what TF32 makes of the original" if tf32 else "computing the reference"
-    options = onnxruntime().SessionOptions()
-    options.graph_optimization_level = onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_cpu_mem_arena = False
-    with TemporaryDirectory(prefix="onnxfuse-") as folder:
-        session = open_session(write_float64(path, Path(folder), tf32), [CPU], options)
-        return [_outputs(session, label, feed) for feed in counted(what, feeds, progress)]
-
-
-def _outputs(session: Any, path: Path, feeds: Feeds, guessed: bool = False) -> dict[str, Value]:
-    values = {spec.name: to_ort_value(spec, feeds[spec.name]) for spec in input_specs(session)}
     names = [output.name for output in session.get_outputs()]
-    try:
-        results = session.run_with_ort_values(names, values)
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        used = ", ".join(f"{name} [{', '.join(map(str, array.shape))}]" for name, array in feeds.items())
-        hint = f"; give the sizes that it accepts with --shape NAME=2,77,768 (tried {used})" if guessed else ""
-        raise ModelError(f"{path}: the model fails to run{hint}: {error}") from error
-    return {name: _from_ort_value(name, value) for name, value in zip(names, results, strict=True)}
+    if set(names) != set(original[1]):
+        texts = ", ".join(names), ", ".join(original[1])
+        raise ModelError(f"{label}: its outputs are {texts[0]}; those of {original[0]} are {texts[1]}")
+    return [run_session(session, label, feed) for feed in counted("running the optimised model", checked, progress)]
 
 
-def to_ort_value(spec: InputSpec, array: Array) -> Any:
-    """An `onnxruntime.OrtValue` for an input, on the CPU."""
-    runtime = onnxruntime()
-    if spec.element != "bfloat16":
-        return runtime.OrtValue.ortvalue_from_numpy(array)
-    return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
-
-
-def _from_ort_value(name: str, value: Any) -> Value:
-    if not value.is_tensor():
-        raise ModelError(f"output {name!r}: outputs of type {value.data_type()} are not supported")
-    if value.element_type() == BFLOAT16:
-        raw = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
-        return Value(from_bfloat16(np.frombuffer(raw, np.uint16).reshape(value.shape())), "bfloat16")
-    array = value.numpy()
-    return Value(array, array.dtype.name)
+def _hint(feeds: Feeds) -> str:
+    """What to do about sizes that were guessed."""
+    used = ", ".join(f"{name} [{', '.join(map(str, array.shape))}]" for name, array in feeds.items())
+    return f"; give the sizes that it accepts with --shape NAME=2,77,768 (tried {used})"
