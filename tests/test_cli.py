@@ -257,8 +257,8 @@ def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
 
 
 USAGE = frozenset({
-    "architecture", "fp32", "verify shape", "verify digits", "verify seed", "verify name", "verify rank", "verify size",
-    "bench runs", "bench warmup", "tune for another", "budget", "unknown command", "no output",
+    "architecture", "no gpu", "fp32", "verify shape", "verify digits", "verify seed", "verify name", "verify rank",
+    "verify size", "bench runs", "bench warmup", "budget", "unknown command", "no output",
 })  # fmt: skip
 
 
