@@ -108,7 +108,7 @@ def test_a_disk_that_fills_up_is_one_line(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limited)
-    assert (done.returncode, done.stderr) == (1, f"error: {target}: cannot be written: File too large\n")
+    assert (done.returncode, done.stderr) == (3, f"error: {target}: cannot be written: File too large\n")
     assert names(tmp_path) == before
 
 
