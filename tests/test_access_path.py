@@ -103,11 +103,11 @@ def test_explain_prints_kind_width_bytes_path_and_reason() -> None:
     rows = {operand.name: operand for operand in report.fused[0].operands}
     ahead = f"{VECTOR}, ahead of the main loop"
     assert [str(rows[name]) for name in ("x", "weight", "bias", "residual")] == [
-        "lhs     x8  16 B  x: 16 bytes; portable: cp.async along k; sm_90a: TMA",
-        "rhs     x8  16 B  weight: 16 bytes; portable: cp.async along n; sm_90a: TMA",
-        f"row     x8  16 B  bias: 16 bytes; portable: {VECTOR}; sm_90a: {ahead}",
-        "tile    x8  16 B  residual: 16 bytes; portable: cp.async along n; "
-        "sm_90a: cp.async along n, beside the main loop",
+        "lhs     x8  16 B  x: 16 bytes; sm_90a: TMA; portable: cp.async along k",
+        "rhs     x8  16 B  weight: 16 bytes; sm_90a: TMA; portable: cp.async along n",
+        f"row     x8  16 B  bias: 16 bytes; sm_90a: {ahead}; portable: {VECTOR}",
+        "tile    x8  16 B  residual: 16 bytes; "
+        "sm_90a: cp.async along n, beside the main loop; portable: cp.async along n",
     ]
     (out,) = (operand for operand in report.fused[0].operands if operand.kind == "out")
     assert out.path == {"portable": "direct store along n", "sm_90a": "TMA store"}
@@ -127,9 +127,9 @@ def test_explain_prints_masks() -> None:
     rows = {operand.name: str(operand) for operand in whole.operands}
     ahead = f"{VECTOR}, ahead of the main loop"
     assert rows["mask"] == (
-        "tile    x16 16 B  mask: 16 bytes; portable: cp.async along n; sm_90a: cp.async along n, beside the main loop"
+        "tile    x16 16 B  mask: 16 bytes; sm_90a: cp.async along n, beside the main loop; portable: cp.async along n"
     )
-    assert rows["columns"] == f"row     x16 16 B  columns: 16 bytes; portable: {VECTOR}; sm_90a: {ahead}"
+    assert rows["columns"] == f"row     x16 16 B  columns: 16 bytes; sm_90a: {ahead}; portable: {VECTOR}"
     assert {operand.name: (operand.width, operand.reason) for operand in second.operands[1:3]} == {
         "mask": (8, "a thread owns no more columns"),
         "columns": (8, "a thread owns no more columns"),
