@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
 
 from onnxfuse.inline import DOMAIN
-from onnxfuse.rewrite import OVERLOAD_IR_VERSION, Replacement, needed, renamed, renamed_subgraph
+from onnxfuse.rewrite import FUNCTION_IR_VERSION, Replacement, needed, renamed, renamed_subgraph
 
 Ports = Sequence[tuple[str, int, Sequence[int]]]
 """Name, ONNX element type and shape of what one copy reads or makes."""
@@ -36,7 +36,7 @@ def fused_nodes(whole: Replacement, form: Replacement) -> list[NodeProto]:
     kept = {names[value] for index in form.kept for value in whole.graph.scope.nodes[index].output}
     inputs = [KERNELS, *(names[name] for name in form.inputs)]
     outputs = [names[name] for name in form.outputs]
-    fused = helper.make_node(form.op_type, inputs, outputs, domain=DOMAIN, **form.attributes)
+    fused = helper.make_node(form.kind, inputs, outputs, domain=DOMAIN, **form.attributes)
     return [*needed(nodes, kept), fused]
 
 
@@ -62,7 +62,7 @@ def site_model(
     """
     nodes = list(nodes)
     values = {value for node in nodes for value in (*node.input, *node.output) if value} - {KERNELS}
-    model = ModelProto(ir_version=OVERLOAD_IR_VERSION, opset_import=opsets, functions=functions)
+    model = ModelProto(ir_version=FUNCTION_IR_VERSION, opset_import=opsets, functions=functions)
     model.graph.name = "site"
     for copy in range(copies):
         names = {value: f"{value}_{copy}" for value in values}

@@ -16,7 +16,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, Tenso
 from onnxfuse.dtypes import ALL
 from onnxfuse.external_data import read_data
 from onnxfuse.extract import KERNELS, Ports, site_model
-from onnxfuse.inline import DOMAIN, walk
+from onnxfuse.inline import DOMAIN, walk, with_attributes
 from onnxfuse.model import Model, load_model
 from onnxfuse.store import save_model
 
@@ -102,7 +102,7 @@ def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[FusedSite]:
         ModelError: the model cannot be read.
     """
     source = load_model(model)
-    bodies = {(body.name, body.overload): body for body in source.proto.functions if body.domain == DOMAIN}
+    bodies = {body.name: body for body in source.proto.functions if body.domain == DOMAIN}
     initializers = {tensor.name: tensor for tensor in source.proto.graph.initializer}
     kernels = {name: _archive(source, initializers[name]) for name in {node.input[0] for node in _fused(source.proto)}}
     sites: dict[object, FusedSite] = {}
@@ -112,11 +112,11 @@ def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[FusedSite]:
         outputs = _ports("y", attributes["out_types"], [shapes[name] for name in node.output])
         if inputs is None or outputs is None:
             continue
-        key = (node.op_type, node.overload, attributes["kernel"], inputs, outputs)
+        key = (node.op_type, attributes["kernel"], inputs, outputs)
         if key in sites:
             sites[key] = replace(sites[key], count=sites[key].count + 1)
             continue
-        body = bodies[node.op_type, node.overload]
+        body = bodies[node.op_type]
         sites[key] = FusedSite(
             name=node.name,
             count=1,
@@ -200,14 +200,16 @@ def _bound(sizes: dict[str, int], dims: list[list[list[str]]], shapes: list[Shap
 def site_models(site: FusedSite, copies: int) -> dict[str, bytes]:
     """Two models of `copies` copies of a site: its original nodes (`before`) and the fused node (`after`)."""
     names = [KERNELS, *(name for name, _, _ in site.inputs)], [name for name, _, _ in site.outputs]
-    fused = NodeProto(op_type=site.node.op_type, domain=DOMAIN, overload=site.node.overload)
+    fused = NodeProto(op_type=site.node.op_type, domain=DOMAIN)
     fused.attribute.extend(site.node.attribute)
     fused.input.extend(names[0])
     fused.output.extend(names[1])
     opsets = list(site.body.opset_import)
+    given = {attribute.name: attribute for attribute in site.node.attribute}
+    stock = [with_attributes(node, given) for node in site.body.node]
     own = [*opsets, OperatorSetIdProto(domain=DOMAIN, version=1)]
     after = site_model(own, [fused], site.inputs, site.outputs, copies, site.kernels, [site.body])
-    return {BEFORE: site_model(opsets, site.body.node, site.inputs, site.outputs, copies), AFTER: after}
+    return {BEFORE: site_model(opsets, stock, site.inputs, site.outputs, copies), AFTER: after}
 
 
 OPSETS = (OperatorSetIdProto(domain="", version=17),)

@@ -1,8 +1,7 @@
 """Put the bodies of a model's own functions in place of their calls: ONNX Runtime does so as it loads a model.
 
-Matching sees through functions in this way, and a fused node never stands inside one, where ONNX Runtime 1.31 forgets
-the `overload` that tells fallback bodies apart. In the model that is written only those functions are inlined that a
-fusion reaches into.
+Matching sees through functions in this way, and a fused node never stands inside one, where it could not read the main
+graph's kernels. In the model that is written only those functions are inlined that a fusion reaches into.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ class _Inliner:
         returned = dict(zip(function.output, call.output, strict=False))
         for name in _made(function.node):
             names[name] = returned.get(name) or _fresh(f"{label}/{name}", self.values)
-        nodes = [_with_attributes(node, given) for node in function.node]
+        nodes = [with_attributes(node, given) for node in function.node]
         for node in walk(nodes):
             name = node.name or next(filter(None, node.output), node.op_type)
             node.name = _fresh(f"{label}/{name}", self.nodes)
@@ -221,7 +220,7 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
             entry.name = names.get(entry.name, entry.name)
 
 
-def _with_attributes(node: NodeProto, given: Mapping[str, AttributeProto]) -> NodeProto:
+def with_attributes(node: NodeProto, given: Mapping[str, AttributeProto]) -> NodeProto:
     """A copy of a node, the function's attributes filled in; one that the call leaves out is left out here as well."""
     copy = NodeProto()
     copy.CopyFrom(node)
@@ -234,7 +233,7 @@ def _with_attributes(node: NodeProto, given: Mapping[str, AttributeProto]) -> No
         made.CopyFrom(source)
         made.name = attribute.name
         for graph in [made.g] if made.HasField("g") else made.graphs:
-            inner = [_with_attributes(child, given) for child in graph.node]
+            inner = [with_attributes(child, given) for child in graph.node]
             del graph.node[:]
             graph.node.extend(inner)
     return copy

@@ -197,9 +197,9 @@ def replacement(form: Form, kernel: str) -> Replacement:
         kept=form.kept,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
         outputs=tuple(tensor.name for tensor in fusion.outputs),
-        name=f"{fusion.anchor}/{form.op_type}",
+        name=f"{fusion.anchor}/{form.kind}",
         attributes=node_attributes(form, kernel),
-        op_type=form.op_type,
+        kind=form.kind,
         shapes=form.match.shapes,
     )
 

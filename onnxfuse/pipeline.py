@@ -12,11 +12,12 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dump import write_stages
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
+from onnxfuse.op_names import POOL_SIZE, named
 from onnxfuse.packing import compile_forms, pack_forms, replacement
 from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.progress import Progress
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
-from onnxfuse.rewrite import rewrite
+from onnxfuse.rewrite import fallback_body, rewrite
 from onnxfuse.runtime.tune import require_gpu
 from onnxfuse.scopes import count_nodes
 from onnxfuse.selection import Candidate, Selection
@@ -78,7 +79,7 @@ def analyse_model(
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
         sites, _ = _selected(*find(graphs), selection)
-    return Analysis(model, graphs, sites, skipped)
+    return _named_sites(Analysis(model, graphs, sites, skipped))
 
 
 def _find_sites(
@@ -160,7 +161,20 @@ def tune_model(
             sites.append(decide(site, device, times[id(site)]))
         except NotFusable as refusal:
             skipped.append(skipped_site(site.fusion.anchor, refusal))
-    return replace(analysis, sites=tuple(sites), skipped=tuple(skipped))
+    return _named_sites(replace(analysis, sites=tuple(sites), skipped=tuple(skipped)))
+
+
+def _named_sites(analysis: Analysis) -> Analysis:
+    """The analysis without the sites whose bodies get no name; few models have more fused nodes than names."""
+    functions, sites = analysis.model.proto.functions, analysis.sites
+    if len(functions) + len(sites) <= POOL_SIZE:
+        return analysis
+    has_name = named(functions, [fallback_body(replacement(site.form, ""))[0] for site in sites])
+    detail = f"the model has more different fusions than onnxfuse has names for their nodes, {POOL_SIZE}"
+    left = (site.fusion.anchor for site, has in zip(sites, has_name, strict=True) if not has)
+    skipped = (skipped_site(anchor, NotFusable("too_many_bodies", anchor, detail)) for anchor in left)
+    kept = tuple(site for site, has in zip(sites, has_name, strict=True) if has)
+    return replace(analysis, sites=kept, skipped=(*analysis.skipped, *skipped))
 
 
 def optimize_model(

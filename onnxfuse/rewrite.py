@@ -1,32 +1,40 @@
 """Put fused nodes in place of matches, in the ModelProto itself: what is not fused stays as it was, byte for byte.
 
-A fused node is `onnxfuse::FusedGemm`, or `onnxfuse::FusedPointwise` where the products stay ordinary nodes, and a
+A fused node is `onnxfuse::FusedGemm_0`, or `onnxfuse::FusedPointwise_0` where the products stay ordinary nodes, and a
 model-local function of the same name whose body is the matched subgraph, node for node. Matches with equal bodies share
-one function; different bodies differ in `overload`. Fused nodes inside branches and loop bodies read the main graph's
-kernels, as these may.
+one function; different bodies differ in the number behind the name (op_names.py). Fused nodes inside branches and loops
+read the main graph's kernels, as these may.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    helper,
+    numpy_helper,
+)
 
 from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN, functions_of, inline, reads, walk
 from onnxfuse.model import OVERRIDING_IR_VERSION
+from onnxfuse.op_names import FUSED_GEMM, OpNames
 from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.scopes import graph_at
 
-FUSED_GEMM = "FusedGemm"
-FUSED_POINTWISE = "FusedPointwise"
 KERNELS = "onnxfuse.kernels"
-OVERLOAD_IR_VERSION = 10  # the first that has NodeProto.overload
+FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Replacement:
         outputs: values that it makes.
         name: name of the fused node.
         attributes: the fused node's attributes, all strings.
-        op_type: `FusedGemm`, or `FusedPointwise` where the products are kept.
+        kind: `FusedGemm`, or `FusedPointwise` where the products are kept.
         kept: indices of matched nodes that stay as they are, right before the fused node.
         shapes: by node, what takes the place of the shape that a Reshape reads from outside.
     """
@@ -59,7 +67,7 @@ class Replacement:
     outputs: tuple[str, ...]
     name: str
     attributes: dict[str, str]
-    op_type: str = FUSED_GEMM
+    kind: str = FUSED_GEMM
     kept: tuple[int, ...] = ()
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
 
@@ -78,31 +86,39 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
     inlined = replacements[0].graph.scope.inlined
     inline(proto, {key: function for key, function in functions_of(proto).items() if key in inlined})
     kernels_name = _unused_name(proto.graph, KERNELS)
-    known = {function.overload for function in proto.functions if function.domain == DOMAIN}
+    op_names = OpNames(proto.functions)
     for graph, group in reversed(_by_graph(replacements)):  # an edit of the outer scope replaces those inside
         scope = graph_at(proto.graph, graph.scope.path)
         names = {node.name for node in scope.node}
         fused: dict[int, list[NodeProto]] = {}
         for replacement in group:
-            body = _body(replacement)
-            if body.overload not in known:
-                known.add(body.overload)
-                proto.functions.append(body)
             kept = [scope.node[index] for index in replacement.kept]
-            node = _fused_node(replacement, kernels_name, body.overload)
+            body, constants = fallback_body(replacement)
+            node = _fused_node(replacement, kernels_name, _add_function(proto, op_names, body), constants)
             node.name = _unlike(node.name, names)
             names.add(node.name)
             fused[replacement.place] = [*kept, node]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused)
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
-        constants = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
-        scope.initializer.extend(numpy_helper.from_array(_known_array(graph, name), name) for name in constants)
+        stored = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
+        scope.initializer.extend(numpy_helper.from_array(_known_array(graph, name), name) for name in stored)
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
     _declare_domain(proto)
     return proto
+
+
+def _add_function(proto: ModelProto, op_names: OpNames, body: FunctionProto) -> str:
+    """The op that has this body; its function is added where the model has none."""
+    known = len(op_names.names)
+    name = op_names.add(body)
+    assert name is not None, "more bodies than names; op_names.named tells which sites get one"
+    if len(op_names.names) > known:
+        body.name = name
+        proto.functions.append(body)
+    return name
 
 
 def _by_graph(replacements: tuple[Replacement, ...]) -> list[tuple[Graph, list[Replacement]]]:
@@ -128,38 +144,48 @@ def _unlike(name: str, taken: set[str]) -> str:
 def _declare_domain(proto: ModelProto) -> None:
     if proto.ir_version < OVERRIDING_IR_VERSION:  # what was stored stays constant
         _drop(proto.graph.input, {tensor.name for tensor in proto.graph.initializer})
-    proto.ir_version = max(proto.ir_version, OVERLOAD_IR_VERSION)
+    proto.ir_version = max(proto.ir_version, FUNCTION_IR_VERSION)
     if all(opset.domain != DOMAIN for opset in proto.opset_import):
         proto.opset_import.append(OperatorSetIdProto(domain=DOMAIN, version=1))
 
 
-def _fused_node(replacement: Replacement, kernels_name: str, overload: str) -> NodeProto:
-    node = helper.make_node(
-        replacement.op_type,
+def _fused_node(
+    replacement: Replacement, kernels_name: str, op_type: str, constants: Mapping[str, TensorProto]
+) -> NodeProto:
+    return helper.make_node(
+        op_type,
         [kernels_name, *replacement.inputs],
         list(replacement.outputs),
         name=replacement.name,
         domain=DOMAIN,
         **replacement.attributes,
+        **constants,
     )
-    node.overload = overload
-    return node
 
 
-def _body(replacement: Replacement) -> FunctionProto:
-    """The matched subgraph as a function."""
+def fallback_body(replacement: Replacement) -> tuple[FunctionProto, dict[str, TensorProto]]:
+    """The matched subgraph as a function that is named after its kind, and the constants that it takes as attributes.
+
+    Scales, bounds and shapes are the node's and not the function's, so that more nodes have equal bodies.
+    """
     nodes, names = renamed_subgraph(replacement)
-    function = FunctionProto(
+    constants: dict[str, TensorProto] = {}
+    for node in nodes:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            name = f"c{len(constants)}"
+            constants[name] = TensorProto()
+            constants[name].CopyFrom(node.attribute[0].t)
+            node.attribute[0].CopyFrom(AttributeProto(name="value", type=AttributeProto.TENSOR, ref_attr_name=name))
+    body = FunctionProto(
         domain=DOMAIN,
-        name=replacement.op_type,
+        name=replacement.kind,
         input=["kernels", *(f"x{index}" for index in range(len(replacement.inputs)))],
         output=[names[name] for name in replacement.outputs],
-        attribute=sorted(replacement.attributes),
+        attribute=sorted([*replacement.attributes, *constants]),
         node=nodes,
         opset_import=opsets_of(replacement.graph, nodes),
     )
-    function.overload = hashlib.sha256(function.SerializeToString(deterministic=True)).hexdigest()[:16]
-    return function
+    return body, constants
 
 
 def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:

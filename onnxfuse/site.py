@@ -13,10 +13,10 @@ from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import NONLINEAR, Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
+from onnxfuse.op_names import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.patterns import Match, match_behind
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
-from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.simplify import simplify
 from onnxfuse.tier import Tier, Times, Traffic, choose, estimate, saves
 from onnxfuse.vector_width import analyse
@@ -32,7 +32,7 @@ class Form:
     Attributes:
         graph: the scope that it lies in.
         match: the nodes.
-        op_type: of the fused node.
+        kind: of the fused node, FUSED_GEMM or FUSED_POINTWISE.
         kept: indices of the nodes that stay, right before the fused node: the products that it is behind.
         fusion: what it computes.
         mapping: the axes of its loops.
@@ -41,7 +41,7 @@ class Form:
 
     graph: Graph
     match: Match
-    op_type: str
+    kind: str
     kept: tuple[int, ...]
     fusion: Pointwise
     mapping: AxisMapping

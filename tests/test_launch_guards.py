@@ -20,10 +20,10 @@ from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.op_names import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.packing import Kernels, kernel_source, node_attributes, pack_forms
 from onnxfuse.plan import Plan, Variant, make_plan
 from onnxfuse.pointwise_plan import PointwisePlan, make_pointwise_plan
-from onnxfuse.rewrite import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.runtime.compile import CompiledImage
 from onnxfuse.site import AnyVariant, Form
 from onnxfuse.vector_width import analyse

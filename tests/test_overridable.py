@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
+from onnxfuse.op_names import FUSED_GEMM, kind_of
 from onnxfuse.pipeline import analyse_model
 from tests.matching import K, N, draw
 from tests.onnx_build import FLOAT, Builder, run
@@ -32,7 +33,7 @@ def listed(ir_version: int) -> onnx.ModelProto:
 def test_a_value_that_a_run_gives_is_the_one_that_counts(given: tuple[str, ...]) -> None:
     original = listed(ir_version=8)
     fused = rewritten(analyse_model(original, []))
-    assert any(node.op_type == "FusedGemm" for node in fused.graph.node)
+    assert any(kind_of(node.op_type) == FUSED_GEMM for node in fused.graph.node)
     feed = FEED | {name: OTHERS[name] for name in given}
     assert run(original, feed)[0].tobytes() == run(fused, feed)[0].tobytes()
 

@@ -9,6 +9,7 @@ import pytest
 from onnxfuse.device import resolve
 from onnxfuse.fusion import Fusion
 from onnxfuse.kernel_spec import EXACT
+from onnxfuse.op_names import FUSED_GEMM, kind_of
 from onnxfuse.pipeline import analyse_model
 from tests.matching import check_meaning, draw, only, refusal
 from tests.onnx_build import FLOAT16, Builder, run
@@ -328,7 +329,7 @@ def test_it_is_planned_and_bits_are_the_same_without_the_library(form, dtype: in
     analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
     assert len(analysis.sites) == 1, analysis.skipped
     fused = rewritten(analysis)
-    assert sum(node.op_type == "FusedGemm" for node in fused.graph.node) == 1
+    assert sum(kind_of(node.op_type) == FUSED_GEMM for node in fused.graph.node) == 1
     for feed, wanted in zip(feeds, expected, strict=True):
         for before, after in zip(wanted, run(fused, feed), strict=True):
             assert before.shape == after.shape

@@ -13,6 +13,7 @@ import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.errors import ModelError
 from onnxfuse.inline import functions_of, walk
+from onnxfuse.op_names import FUSED_GEMM, kind_of
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.reference import float64_model
 from onnxfuse.runtime.node_types import node_types
@@ -194,7 +195,7 @@ def test_kernels_and_bodies_are_stored_once(build) -> None:
     fused, _ = onnxfuse.optimize(build(), arch="ptx")
     stored = [tensor.name for tensor in fused.graph.initializer if tensor.name.startswith("onnxfuse.")]
     assert len(stored) == 1
-    nodes = [node for node in walk(fused.graph.node) if node.op_type == "FusedGemm"]
+    nodes = [node for node in walk(fused.graph.node) if kind_of(node.op_type) == FUSED_GEMM]
     assert {node.input[0] for node in nodes} == set(stored)
     operators = 2 if build in (branches, branch_in_a_loop) else 1  # Tanh in one branch, Relu in the other
     kernels = {attribute.s for node in nodes for attribute in node.attribute if attribute.name == "kernel"}

@@ -29,7 +29,7 @@ std::atomic<bool> g_run_on_cpu{false};
 
 struct Op : OrtCustomOp {
   const OrtApi* api;
-  const char* name;
+  std::string name;
 };
 
 // ---- What a node says ----------------------------------------------------------------------------------------------
@@ -111,7 +111,8 @@ std::shared_ptr<const Records> node_archive(const OrtApi* api, const OrtKernelIn
   const OrtValue* value = nullptr;
   check(api, api->KernelInfoGetConstantInput_tensor(info, kArchiveInput, &is_constant, &value));
   if (!is_constant || value == nullptr) {
-    fail("its first input must be an initializer, the model's archive of kernels; optimize the original again");
+    fail("its first input must be an initializer, the model's archive of kernels; optimize the original again (inside ",
+         "a branch or a loop ONNX Runtime finds it from version 1.29 on)");
   }
   int64_t bytes = 1;
   for (int64_t dim : shape_of(api, value)) bytes *= dim;
@@ -472,12 +473,12 @@ void describe_outputs(Op& op) {
   op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) noexcept { return 0; };
 }
 
-Op make_op(const OrtApi* api, uint32_t api_version, const char* name) {
+Op make_op(const OrtApi* api, uint32_t api_version, std::string name) {
   Op op{};
   op.api = api;
-  op.name = name;
+  op.name = std::move(name);
   op.version = api_version;
-  op.GetName = [](const OrtCustomOp* self) noexcept { return static_cast<const Op*>(self)->name; };
+  op.GetName = [](const OrtCustomOp* self) noexcept { return static_cast<const Op*>(self)->name.c_str(); };
   op.GetExecutionProviderType = [](const OrtCustomOp*) noexcept {
     return g_run_on_cpu ? "CPUExecutionProvider" : "CUDAExecutionProvider";
   };
@@ -498,7 +499,12 @@ bool run_on_cpu(bool value) { return g_run_on_cpu.exchange(value); }
 
 std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version) {
   std::vector<const OrtCustomOp*> ops;
-  for (const char* name : kOps) ops.push_back(new Op(make_op(api, api_version, name)));
+  for (const char* kind : kKinds) {
+    ops.push_back(new Op(make_op(api, api_version, kind)));
+    for (int number = 0; number < kPoolSize; ++number) {
+      ops.push_back(new Op(make_op(api, api_version, text(kind, "_", number))));
+    }
+  }
   return ops;
 }
 

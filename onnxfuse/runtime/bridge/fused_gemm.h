@@ -1,5 +1,6 @@
 // The custom ops of domain `onnxfuse`: `FusedGemm`, and `FusedPointwise` for what follows a product that stayed an
-// ordinary node. A node's attributes tell which kernel runs; the two differ in nothing else.
+// ordinary node, each under as many names as a model may have different fallback bodies (op_names.py tells why).
+// A node's attributes tell which kernel runs; the ops differ in nothing else.
 #pragma once
 
 #include <vector>
@@ -10,7 +11,8 @@ namespace onnxfuse {
 
 constexpr char kDomain[] = "onnxfuse";
 
-constexpr const char* kOps[] = {"FusedGemm", "FusedPointwise"};
+constexpr const char* kKinds[] = {"FusedGemm", "FusedPointwise"};
+constexpr int kPoolSize = 32;   // of each kind: FusedGemm_0 to FusedGemm_31, and FusedGemm for nodes without a body
 
 // The ops for one version of the runtime's API; they live as long as the process.
 std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version);

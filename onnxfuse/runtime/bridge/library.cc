@@ -1,4 +1,5 @@
 // What ONNX Runtime finds in the shared library.
+#include <cstdio>
 #include <map>
 #include <mutex>
 
@@ -11,32 +12,25 @@
 namespace onnxfuse {
 namespace {
 
-constexpr uint32_t kNewestApi = 23;
-constexpr uint32_t kOldestApi = 18;   // the first whose OrtCustomOp has all the members that ort_abi.h declares
+constexpr uint32_t kApi = 23;   // of the runtime's table of functions and of OrtCustomOp: what the kernels were run with
+constexpr int kOldestMinor = 27;   // of ONNX Runtime 1: the first that kernels were run in on a GPU (docs/limits.md)
 
-struct Api {
-  const OrtApi* table = nullptr;
-  uint32_t version = 0;
-};
-
-Api newest_api(const OrtApiBase* base) {
-  for (uint32_t version = kNewestApi; version >= kOldestApi; --version) {
-    if (const OrtApi* table = base->GetApi(version)) return {table, version};
-  }
-  return {};
+bool is_supported(const char* version) {
+  int major = 0, minor = 0;
+  return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || (major == 1 && minor >= kOldestMinor));
 }
 
 // The domain of one runtime. Sessions keep raw pointers to it, so it is made once and never released.
-OrtCustomOpDomain* domain_of(const Api& api) {
+OrtCustomOpDomain* domain_of(const OrtApi* api) {
   static auto* mutex = new std::mutex;
   static auto* domains = new std::map<const OrtApi*, OrtCustomOpDomain*>;
   std::lock_guard<std::mutex> lock(*mutex);
-  OrtCustomOpDomain*& domain = (*domains)[api.table];
+  OrtCustomOpDomain*& domain = (*domains)[api];
   if (domain != nullptr) return domain;
   OrtCustomOpDomain* created = nullptr;
-  check(api.table, api.table->CreateCustomOpDomain(kDomain, &created));
-  for (const OrtCustomOp* op : fused_ops(api.table, api.version)) {
-    check(api.table, api.table->CustomOpDomain_Add(created, op));
+  check(api, api->CreateCustomOpDomain(kDomain, &created));
+  for (const OrtCustomOp* op : fused_ops(api, kApi)) {
+    check(api, api->CustomOpDomain_Add(created, op));
   }
   return domain = created;
 }
@@ -44,12 +38,14 @@ OrtCustomOpDomain* domain_of(const Api& api) {
 OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base) noexcept {
   // Without a device the op must not exist: the runtime then runs the node's function body.
   if (cuda_driver() == nullptr) return nullptr;
-  const Api api = newest_api(base);
-  if (api.table == nullptr) {
-    return base->GetApi(1)->CreateStatus(kOrtFail, "onnxfuse needs ONNX Runtime 1.18 or later");
+  const OrtApi* api = is_supported(base->GetVersionString()) ? base->GetApi(kApi) : nullptr;
+  if (api == nullptr) {
+    const std::string message = text("onnxfuse needs ONNX Runtime 1.", kOldestMinor, " or later to run its kernels, and this is ",
+                                     base->GetVersionString(), "; without this library it runs the original nodes");
+    return base->GetApi(1)->CreateStatus(kOrtFail, message.c_str());
   }
-  return guarded(api.table, [] { return std::string("registering the library"); },
-                 [&] { check(api.table, api.table->AddCustomOpDomain(options, domain_of(api))); });
+  return guarded(api, [] { return std::string("registering the library"); },
+                 [&] { check(api, api->AddCustomOpDomain(options, domain_of(api))); });
 }
 
 }  // namespace
