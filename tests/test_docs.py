@@ -58,7 +58,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     rows = re.findall(
         r"^\| [^|]+ \| ([\d.]+) \| `(\w+)` in `([\w/.]+)` \|$", (ROOT / "docs/limits.md").read_text(), re.M
     )
-    assert len(rows) == 9
+    assert len(rows) == 11
     for value, name, path in rows:
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         assert str(getattr(module, name)) == value, name

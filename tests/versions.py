@@ -37,8 +37,9 @@ from tests.onnx_build import Builder, cpu_session
 OLDEST = "1.27"  # that the bridge registers in
 NEWEST = ("1.32", "1.31", "1.30", "1.29", "1.28", OLDEST)
 NO_SCOPES = ("1.28", "1.27")  # which do not find the archive from inside a branch or a loop
-ORIGINAL_NODES = ("1.26.0", "1.24.4", "1.22.1", "1.20.1", "1.18.1")
-OLD_NUMPY = {"1.18.1": "numpy==1.26.4"}  # what a version cannot do without
+OLDEST_ORIGINAL = "1.18.1"  # that was tried with the original nodes of fused files
+ORIGINAL_NODES = ("1.26.0", "1.24.4", "1.22.1", "1.20.1", OLDEST_ORIGINAL)
+OLD_NUMPY = {OLDEST_ORIGINAL: "numpy==1.26.4"}  # what a version cannot do without
 OPENVINO = "openvino==2026.4.1"
 MODEL = ROOT / "models" / "ff_geglu.onnx"
 OLD_MODELS = [ROOT / "models" / f"{name}.onnx" for name in ("bert", "lstm_gates", "unet_block")]  # operator set 17
