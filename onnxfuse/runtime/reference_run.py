@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from onnxfuse.errors import ModelError
@@ -16,6 +15,7 @@ from onnxfuse.runtime.feeds import Array
 from onnxfuse.runtime.node_types import node_types
 from onnxfuse.runtime.session import CPU, adjusted, onnxruntime, open_session, quiet_options
 from onnxfuse.runtime.values import run
+from onnxfuse.staging import scratch_folder
 
 # How ONNX Runtime names the operator at fault, as a session opens and as it runs.
 _FAULTS = (re.compile(r"implementation for (\w+)\(\d+\)"), re.compile(r"while running (\w+) node"))
@@ -49,8 +49,8 @@ class ReferenceRuns:
             ModelError: the model cannot be computed in float64.
         """
         what = "computing what TF32 makes of the original" if tf32 else "computing the reference"
-        with TemporaryDirectory(prefix="onnxfuse-") as folder:
-            return self._until_none_refuses(lambda: self._run(feeds, progress, tf32, what, Path(folder)))
+        with scratch_folder() as folder:
+            return self._until_none_refuses(lambda: self._run(feeds, progress, tf32, what, folder))
 
     def _run(
         self, feeds: Sequence[Mapping[str, Array]], progress: Progress, tf32: bool, what: str, folder: Path

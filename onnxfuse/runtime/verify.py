@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from onnxfuse.errors import ModelError
@@ -20,6 +19,7 @@ from onnxfuse.runtime.feeds import Array, InputSpec, input_specs, make_feeds
 from onnxfuse.runtime.reference_run import ReferenceRuns
 from onnxfuse.runtime.session import CUDA, Provider, default_providers, open_session
 from onnxfuse.runtime.values import run as run_session
+from onnxfuse.staging import scratch_folder
 
 Feeds = Mapping[str, Array]
 Values = Mapping[str, Value]
@@ -136,8 +136,7 @@ def verify(
         DeviceError: ONNX Runtime is missing.
     """
     original, optimized, providers = Path(original), Path(optimized), default_providers()
-    with TemporaryDirectory(prefix="onnxfuse-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         probes = fused_values(original, optimized) if per_site else []
         paths = _Paths.make(original, optimized, probes, folder)
         session = open_session(paths.original, providers, session_options)
