@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from onnxfuse.errors import OutputError
-from onnxfuse.packing import Kernels, kernel_source, node_attributes
+from onnxfuse.kernels.emit import kernel_source
+from onnxfuse.packing import Kernels, node_attributes
 from onnxfuse.report import FusedSite
 from onnxfuse.runtime.disassemble import sass
 from onnxfuse.site import Site

@@ -20,8 +20,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from onnxfuse.kernel_family import MapRule
 from onnxfuse.kernel_spec import Access, KernelSpec
-from onnxfuse.tile_footprint import staged_pitch
+from onnxfuse.shared_memory import staged_pitch
 
 VECTOR_BUFFERS = 4
 STAGE_ROW_BYTES = 128  # of k in a stage: the widest swizzle
@@ -156,32 +157,6 @@ class HopperFootprint:
         """Dynamic shared memory of the launch."""
         barriers = _barriers(self.stages, self.groups * self.load_buffers, self.splits)
         return self.barriers_offset + barriers * BARRIER_BYTES
-
-
-@dataclass(frozen=True)
-class MapRule:
-    """How the launch describes one tensor to TMA. Elements are 16 or 32 bits, those outside are zero.
-
-    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of a factor
-    whose batches lie in runs has rank 4: a run's batches, the runs. That of an output walked in two levels has rank 5:
-    the columns of a run, its rows, the runs of columns, those of rows, the batch.
-
-    Attributes:
-        tensor: `lhs`, `rhs` or `out`.
-        index: which part or output.
-        rows_contiguous: the contiguous axis is the tensor's rows (k of an [n, k] rhs, m of a [k, m] lhs), not its
-            columns.
-        swizzle: bytes of the swizzle's span: 0, 32, 64 or 128.
-        box_inner: elements of the box along the contiguous axis.
-        box_outer: elements of the box along the other axis.
-    """
-
-    tensor: str
-    index: int
-    rows_contiguous: bool
-    swizzle: int
-    box_inner: int
-    box_outer: int
 
 
 def block_k(spec: KernelSpec) -> int:

@@ -12,7 +12,7 @@ EXACT = ("fp32", "3xtf32")  # arithmetic with all 24 bits of an fp32 number
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of one thread block's work.
+    """The shape of one thread block's work in the portable kernel.
 
     Attributes:
         block_m: rows of the output tile.
@@ -20,9 +20,7 @@ class Tile:
         block_k: depth of one pipeline stage, in elements.
         warps_m: warps along m; each owns block_m / warps_m rows.
         warps_n: warps along n; each owns block_n / warps_n columns of every part.
-        stages: depth of the pipeline: in shared memory, or in the registers of `small_m`.
-        warps_k: warps that share k, each with sums of its own; more than 1 for `small_m` only.
-        kernel: `portable`, or `small_m` for few rows.
+        stages: depth of the pipeline in shared memory.
     """
 
     block_m: int
@@ -31,13 +29,15 @@ class Tile:
     warps_m: int
     warps_n: int
     stages: int
-    warps_k: int = 1
-    kernel: str = "portable"
 
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        return 32 * self.warps_m * self.warps_n * self.warps_k
+        return 32 * self.warps_m * self.warps_n
+
+    def __str__(self) -> str:
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{shape} warps {self.warps_m}x{self.warps_n} stages {self.stages}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Access:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Everything that the text of a kernel depends on; sizes and strides are run-time arguments.
+    """Everything but its tile that the text of a kernel depends on; sizes and strides are run-time arguments.
 
     Attributes:
         dtype: element type of lhs and rhs.
@@ -93,9 +93,23 @@ class KernelSpec:
     outs: tuple[Access, ...]
     steps: tuple[Step, ...]
     out_values: tuple[str, ...]
-    tile: Tile
     lhs_run: int = 0
     lhs_order: str = "mk"
     checked: bool = False
     lhs_batch_runs: bool = False
     rhs_batch_runs: bool = False
+
+    @property
+    def factors(self) -> tuple[Access, ...]:
+        """How lhs and rhs are reached, as [m, k] and [k, n]; `n` among the levels is the columns, whatever the loop."""
+        lhs_levels = (*(("n",) if self.lhs_run else ()), *(("batch",) if self.lhs_batch_runs else ()))
+        rhs_levels = ("batch",) if self.rhs_batch_runs else ()
+        return (
+            Access("tile", self.dtype, self.lhs_width, self.lhs_order == "km", lhs_levels, self.lhs_run),
+            Access("tile", self.dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
+        )
+
+    @property
+    def checks_outs(self) -> bool:
+        """Whether the kernel looks at its outputs as well as at what it reads."""
+        return self.checked

@@ -6,27 +6,21 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any
 
-from onnxfuse import hopper_tile
 from onnxfuse.artifact import BATCH_LEVEL, FACTOR_BATCH_LEVELS, MAX_LOADS, Mapped, Record, TensorMap, pack
 from onnxfuse.device import PTX, DeviceSpec
-from onnxfuse.dtypes import DType
 from onnxfuse.fusion import Fusion, Pointwise, part_text
-from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.kernels import pointwise
-from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.kernels.hopper import emit as emit_hopper
-from onnxfuse.plan import Variant
-from onnxfuse.pointwise_plan import PointwiseVariant
+from onnxfuse.kernel_family import MapRule
+from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.progress import Progress
 from onnxfuse.report import axes_text
 from onnxfuse.rewrite import Replacement
 from onnxfuse.runtime.compile import CompiledImage, compile_cached, shares_compilation
 from onnxfuse.settings import cache_dir, compile_jobs
-from onnxfuse.site import AnyVariant, Form
-from onnxfuse.tile_footprint import shared_bytes
+from onnxfuse.site import Form
+from onnxfuse.variant import AnyVariant
 
 
 @dataclass(frozen=True)
@@ -91,93 +85,62 @@ def _kernel_name(form: Form) -> str:
     return hashlib.sha256("\0".join(text for part in parts for text in part).encode()).hexdigest()[:16]
 
 
-def kernel_source(variant: AnyVariant, device: DeviceSpec) -> str:
-    """The CUDA source of a variant."""
-    if isinstance(variant, PointwiseVariant):
-        return pointwise.emit(variant.spec)
-    if variant.hopper is None:
-        return emit(variant.spec)
-    return emit_hopper(variant.spec, variant.hopper, device.shared_bytes)
-
-
 def _record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels) -> Record:
-    spec = variant.spec
+    spec, launch = variant.spec, variant.family.launch(variant.spec, variant.tile, device)
+    lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
     return Record(
         kernel=name,
+        entry=kernel_entry(variant),
         capability=device.capability,
         flavour=device.flavour,
         min_m=variant.min_m,
         max_m=variant.max_m,
-        load_alignments=tuple(_alignment(spec.checked, load.width, load.dtype) for load in spec.loads),
-        out_alignments=tuple(_alignment(_checks_outs(spec), out.width, out.dtype) for out in spec.outs),
+        block_m=launch.block_m,
+        block_n=launch.block_n,
+        threads=launch.threads,
+        shared_bytes=launch.shared_bytes,
+        lhs_alignment=lhs,
+        rhs_alignment=rhs,
+        load_alignments=tuple(_alignment(spec.checked, load) for load in spec.loads),
+        out_alignments=tuple(_alignment(spec.checks_outs, out) for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
+        cluster=launch.cluster,
+        maps=tuple(map(_tensor_map, launch.maps)),
         two_levels=_two_levels(spec),
         turned=_turned(spec),
-        **(_behind(variant) if isinstance(variant, PointwiseVariant) else _product(variant, device)),
     )
 
 
-def _alignment(checked: bool, width: int, dtype: DType) -> int:
+def _alignment(checked: bool, access: Access) -> int:
     """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""
-    return dtype.bytes * (1 if checked else width)
+    return access.dtype.bytes * (1 if checked else access.width)
 
 
-def _checks_outs(spec: KernelSpec | PointwiseSpec) -> bool:
-    return isinstance(spec, KernelSpec) and spec.checked
+def _tensors(spec: KernelSpec | PointwiseSpec) -> list[tuple[int, Access]]:
+    """Every tensor with its place in the record's bits: lhs, rhs, loads, outs."""
+    loads = ((2 + index, load) for index, load in enumerate(spec.loads))
+    outs = ((2 + MAX_LOADS + index, out) for index, out in enumerate(spec.outs))
+    return [*enumerate(spec.factors), *loads, *outs]
 
 
 def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
     """The record's bits: which loops of which tensors the kernel walks in two levels."""
-    lhs = {0: ("n",) if isinstance(spec, KernelSpec) and spec.lhs_run else ()}  # its columns are k
-    loads = {2 + index: load.two_levels for index, load in enumerate(spec.loads)}
-    outs = {2 + MAX_LOADS + index: out.two_levels for index, out in enumerate(spec.outs)}
-    walked = (lhs | loads | outs).items()
-    levels = sum(1 << 2 * tensor + "mn".index(loop) for tensor, loops in walked for loop in loops if loop != "batch")
-    factors = (spec.lhs_batch_runs, spec.rhs_batch_runs) if isinstance(spec, KernelSpec) else ()
-    batches = sum(bit for bit, runs in zip(FACTOR_BATCH_LEVELS, factors, strict=False) if runs)
-    return levels | batches | (BATCH_LEVEL if any("batch" in loops for _, loops in walked) else 0)
+    walked = [(tensor, loop) for tensor, access in _tensors(spec) for loop in access.two_levels]
+    return sum({_level_bit(tensor, loop) for tensor, loop in walked})
+
+
+def _level_bit(tensor: int, loop: str) -> int:
+    if loop != "batch":
+        return 1 << 2 * tensor + "mn".index(loop)
+    return FACTOR_BATCH_LEVELS[tensor] if tensor < len(FACTOR_BATCH_LEVELS) else BATCH_LEVEL
 
 
 def _turned(spec: KernelSpec | PointwiseSpec) -> int:
     """The record's bits: which tensors are accessed down their rows."""
-    product = (spec.lhs_order == "km", spec.rhs_order == "nk") if isinstance(spec, KernelSpec) else ()
-    factors = (index for index, rows in enumerate(product) if rows)
-    loads = (2 + index for index, load in enumerate(spec.loads) if load.turned)
-    outs = (2 + MAX_LOADS + index for index, out in enumerate(spec.outs) if out.turned)
-    return sum(1 << tensor for tensor in (*factors, *loads, *outs))
+    return sum(1 << tensor for tensor, access in _tensors(spec) if access.turned)
 
 
-def _behind(variant: PointwiseVariant) -> dict[str, Any]:
-    tile = variant.tile
-    sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "threads": tile.threads, "shared_bytes": 0}
-    return {"entry": pointwise.ENTRY, "lhs_alignment": 0, "rhs_alignment": 0, **sizes}
-
-
-def _product(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
-    spec = variant.spec
-    widths = {"lhs_alignment": spec.lhs_width, "rhs_alignment": spec.rhs_width}
-    alignments = {name: _alignment(spec.checked, width, spec.dtype) for name, width in widths.items()}
-    return {"entry": ENTRY, **alignments, **launch_rule(variant, device)}
-
-
-def launch_rule(variant: Variant, device: DeviceSpec) -> dict[str, Any]:
-    """The fields of a record that depend on which kernel a variant is of."""
-    spec, hopper = variant.spec, variant.hopper
-    if hopper is None:
-        tile = spec.tile
-        sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "threads": tile.threads}
-        return {**sizes, "shared_bytes": shared_bytes(spec)}
-    return {
-        "block_m": hopper.block_m * hopper.cluster_m,
-        "block_n": hopper.block_n * hopper.cluster_n,
-        "threads": hopper.threads,
-        "shared_bytes": hopper_tile.footprint(spec, hopper, device.shared_bytes).total,
-        "cluster": hopper.cluster,
-        "maps": tuple(map(_tensor_map, hopper_tile.map_rules(spec, hopper, device.shared_bytes))),
-    }
-
-
-def _tensor_map(rule: hopper_tile.MapRule | None) -> TensorMap:
+def _tensor_map(rule: MapRule | None) -> TensorMap:
     if rule is None:
         return TensorMap(Mapped.NOTHING)
     tensor = Mapped[rule.tensor.upper()]
@@ -224,9 +187,8 @@ def node_attributes(form: Form, kernel: str) -> dict[str, str]:
 
 def _math(form: Form) -> dict[str, str]:
     """How the kernels multiply, those of each architecture."""
-    specs = (variant.spec for _, variant in form.variants)
-    found = sorted({spec.math for spec in specs if isinstance(spec, KernelSpec)})
-    return {"math": ",".join(found)} if found else {}
+    found = ",".join(sorted({variant.spec.math for _, variant in form.variants}))
+    return {"math": found} if found else {}
 
 
 def _arguments(fusion: Pointwise) -> str:

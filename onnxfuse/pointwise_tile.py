@@ -39,21 +39,35 @@ class PointwiseTile:
 
 @dataclass(frozen=True)
 class PointwiseSpec:
-    """Everything that the text of the kernel depends on; sizes and strides are run-time arguments.
+    """Everything but its tile that the text of the kernel depends on; sizes and strides are run-time arguments.
 
     Attributes:
         loads: what the steps call `op0`, `op1`, ...
         outs: the stored tensors; `out_values` names the value that each stores.
         checked: the kernel looks at the address and the pitches of each load, and reads one that its width does not fit
-            element by element. Stores are as wide as the tensors say: of single ones, a span's would lie apart.
+            element by element.
     """
 
     loads: tuple[Access, ...]
     outs: tuple[Access, ...]
     steps: tuple[Step, ...]
     out_values: tuple[str, ...]
-    tile: PointwiseTile
     checked: bool = False
+
+    @property
+    def factors(self) -> tuple[Access, ...]:
+        """None: another kernel multiplies."""
+        return ()
+
+    @property
+    def math(self) -> str:
+        """Nothing is multiplied."""
+        return ""
+
+    @property
+    def checks_outs(self) -> bool:
+        """Stores are as wide as the tensors say: of single ones, a span's would lie apart."""
+        return False
 
 
 def span_of(loads: tuple[Access, ...], outs: tuple[Access, ...]) -> int:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onnxfuse.access_path import kernel_name, lhs_path, load_path, out_path, rhs_path
-from onnxfuse.axes import AxisMapping, static_size
+from onnxfuse.axes import static_size
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion, Pointwise, Tensor
-from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.pointwise_plan import PointwisePlan
-from onnxfuse.pointwise_tile import PointwiseSpec
-from onnxfuse.site import AnyPlan, AnyVariant, Form, Site
-from onnxfuse.tile_candidates import tile_text
-from onnxfuse.vector_width import Width, analyse, is_turned, operand_widths, out_widths
+from onnxfuse.fusion import Pointwise, Tensor
+from onnxfuse.kernel_spec import Access
+from onnxfuse.site import Form, Site
+from onnxfuse.variant import AnyPlan, AnyVariant
+from onnxfuse.vector_width import Width, is_turned
 
 LOOPS = ("batch", "m", "n", "k")  # fields of an AxisMapping
 
@@ -152,48 +149,54 @@ def axes_text(fusion: Pointwise) -> str:
 
 
 def _operands(form: Form) -> tuple[OperandReport, ...]:
-    """Every tensor with its access in the widest variants of the plans."""
-    specs: dict[str, KernelSpec | PointwiseSpec] = {}
+    """Every tensor with its access in the widest variants of the plans; none of a form without kernels."""
+    kernels: dict[str, AnyVariant] = {}
     for plan in form.plans:
         for variant in _widest(plan):
-            specs.setdefault(kernel_name(variant.tile), variant.spec)
-    fusion, mapping, spec = form.fusion, form.mapping, next(iter(specs.values()))
-    rows = _product_rows(fusion, mapping, specs) if isinstance(fusion, Fusion) else []
-    for index, (operand, width) in enumerate(zip(fusion.operands, operand_widths(fusion, mapping), strict=True)):
+            kernels.setdefault(variant.family.label, variant)
+    if not kernels:
+        return ()
+    fusion, mapping = form.fusion, form.mapping
+    widths, spec = form.plans[0].widths, next(iter(kernels.values())).spec
+    rows = _product_rows(form.plans[0], fusion, kernels)
+    for index, (operand, width) in enumerate(zip(fusion.operands, widths.operands, strict=True)):
         load = next(place for place, load in enumerate(fusion.loads) if load.operand == index)
-        path = {kernel: load_path(kernel, each.loads[load]) for kernel, each in specs.items()}
+        path = _paths("load", kernels, [variant.spec.loads[load] for variant in kernels.values()])
         taken = spec.loads[load].width
         reason = _why_less(form, operand, width, taken)
         rows.append(_row(mapping.kind(operand), operand, width, taken, path, reason))
-    for index, (out, width) in enumerate(zip(fusion.outs, out_widths(fusion, mapping), strict=True)):
-        path = {kernel: out_path(kernel, each.outs[index]) for kernel, each in specs.items()}
+    for index, (out, width) in enumerate(zip(fusion.outs, widths.outs, strict=True)):
+        path = _paths("out", kernels, [variant.spec.outs[index] for variant in kernels.values()])
         taken = spec.outs[index].width
         rows.append(_row("out", out.tensor, width, taken, path, _why_less(form, out.tensor, width, taken)))
     return tuple(rows)
 
 
-def _product_rows(
-    fusion: Fusion, mapping: AxisMapping, specs: Mapping[str, KernelSpec | PointwiseSpec]
-) -> list[OperandReport]:
-    widths = analyse(fusion, mapping)
-    products = {kernel: spec for kernel, spec in specs.items() if isinstance(spec, KernelSpec)}
-    lhs = {kernel: lhs_path(kernel, spec) for kernel, spec in products.items()}
-    rhs = {kernel: rhs_path(kernel, spec) for kernel, spec in products.items()}
-    rows = [_row("lhs", fusion.lhs, widths.lhs, widths.lhs.elements, lhs)]
-    return [*rows, *(_row("rhs", each, widths.rhs, widths.rhs.elements, rhs) for each in fusion.rhs)]
+def _product_rows(plan: AnyPlan, fusion: Pointwise, kernels: Mapping[str, AnyVariant]) -> list[OperandReport]:
+    """The factors; none where another kernel multiplies."""
+    rows = []
+    for index, tensor in enumerate(fusion.inputs[: len(fusion.inputs) - len(fusion.operands)]):
+        place = min(index, 1)  # all parts of rhs are reached alike
+        role, width = ("lhs", "rhs")[place], plan.widths.factors[place]
+        path = _paths(role, kernels, [variant.spec.factors[place] for variant in kernels.values()])
+        rows.append(_row(role, tensor, width, width.elements, path))
+    return rows
+
+
+def _paths(role: str, kernels: Mapping[str, AnyVariant], accesses: Iterable[Access]) -> dict[str, str]:
+    """The way of each kernel to a tensor."""
+    pairs = zip(kernels.items(), accesses, strict=True)
+    return {label: variant.family.access_path(role, access) for (label, variant), access in pairs}
 
 
 def _widest(plan: AnyPlan) -> Iterator[AnyVariant]:
     """The variants that read and write as the first does; those behind them take over where they may not."""
     first = plan.variants[0].spec
     for variant in plan.variants:
-        same = (variant.spec.loads, variant.spec.outs) == (first.loads, first.outs)
-        if same and not variant.spec.checked and _product_widths(variant.spec) == _product_widths(first):
+        spec = variant.spec
+        same = (spec.factors, spec.loads, spec.outs) == (first.factors, first.loads, first.outs)
+        if same and not spec.checked:
             yield variant
-
-
-def _product_widths(spec: KernelSpec | PointwiseSpec) -> tuple[int, ...]:
-    return (spec.lhs_width, spec.rhs_width) if isinstance(spec, KernelSpec) else ()
 
 
 def _row(
@@ -212,7 +215,5 @@ def _why_less(form: Form, tensor: Tensor, width: Width, taken: int) -> str:
 
 
 def _one_line(plan: AnyPlan) -> str:
-    if isinstance(plan, PointwisePlan):
-        return f"{plan.device.arch}: {', '.join(dict.fromkeys(str(variant.tile) for variant in plan.variants))}"
-    tiles = dict.fromkeys(tile_text(variant.tile) for variant in plan.variants)
-    return f"{plan.device.arch}: {plan.variants[0].spec.math} {', '.join(tiles)}"
+    tiles = ", ".join(dict.fromkeys(str(variant.tile) for variant in plan.variants))
+    return " ".join(filter(None, (f"{plan.device.arch}:", plan.variants[0].spec.math, tiles)))

@@ -15,14 +15,12 @@ from onnxfuse.fusion import NONLINEAR, Fusion, Pointwise, Tensor
 from onnxfuse.graph import Graph
 from onnxfuse.op_names import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.patterns import Match, match_behind
-from onnxfuse.plan import Plan, Variant, make_plan
-from onnxfuse.pointwise_plan import PointwisePlan, PointwiseVariant, make_pointwise_plan
+from onnxfuse.plan import make_plan
+from onnxfuse.pointwise_plan import make_pointwise_plan
 from onnxfuse.simplify import simplify
 from onnxfuse.tier import Tier, Times, Traffic, choose, estimate, saves
+from onnxfuse.variant import AnyPlan, AnyVariant, ProductPlan
 from onnxfuse.vector_width import analyse
-
-AnyPlan = Plan | PointwisePlan
-AnyVariant = Variant | PointwiseVariant
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Site:
     match: Match
     fusion: Fusion
     mapping: AxisMapping
-    plans: tuple[Plan, ...]
+    plans: tuple[ProductPlan, ...]
     behind: Form | None = None
     tier: Tier = Tier.ONE_KERNEL
     estimates: Mapping[DeviceSpec, tuple[Times, ...]] = field(default_factory=dict)
@@ -202,7 +200,7 @@ def _behind(
 
 
 def _estimates(
-    graph: Graph, fusion: Fusion, plans: Sequence[Plan], behind: Form | None
+    graph: Graph, fusion: Fusion, plans: Sequence[ProductPlan], behind: Form | None
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
     if behind is None:
         return {plan.device: tuple({Tier.ONE_KERNEL: each.tiles[0][0]} for each in plan.ranked) for plan in plans}

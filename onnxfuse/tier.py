@@ -24,10 +24,9 @@ from enum import Enum
 from statistics import fmean
 
 from onnxfuse.device import PTX, DeviceSpec
-from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.kernel_spec import Tile
-from onnxfuse.plan import Plan, Ranked
+from onnxfuse.kernel_family import AnyTile, Candidate
 from onnxfuse.tile_cost import BYTES
+from onnxfuse.variant import ProductPlan, Ranked
 
 
 class Tier(Enum):
@@ -68,23 +67,22 @@ class Traffic:
     passes: int
 
 
-def estimate(plan: Plan, traffic: Traffic, ranked: Ranked) -> Times:
+def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
-    one_kernel, tile = ranked.tiles[0]
-    factor = advantage(plan.device, plan.variants[0].spec.math, tile, ranked.m) * padding(tile, ranked.n)
+    one_kernel, best = ranked.tiles[0]
+    factor = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.n)
     times = estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
     return {**times, Tier.ONE_KERNEL: one_kernel + ranked.risk}
 
 
-def advantage(device: DeviceSpec, arithmetic: str, tile: Tile | HopperTile, m: int) -> float:
+def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> float:
     """How many times as fast the library multiplies m rows as a tile does."""
-    waits = isinstance(tile, Tile) and tile.kernel == "small_m" and m <= tile.block_m  # for memory, whoever multiplies
-    if isinstance(tile, HopperTile) or waits:
+    if entry.family.is_on_par(entry.tile, m):
         return 1.0
     return LIBRARY_ADVANTAGE.get((device.arch, arithmetic), 1.0)
 
 
-def padding(tile: Tile | HopperTile, n: int) -> float:
+def padding(tile: AnyTile, n: int) -> float:
     """Columns that a tile computes for one that is stored: the library has tiles for narrow products as well."""
     return math.ceil(n / tile.block_n) * tile.block_n / n
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse import small_m_tile
 from onnxfuse.kernel_spec import EXACT, Access, KernelSpec, Tile
+from onnxfuse.shared_memory import CHUNK_BYTES, staged_pitch
 
 MAX_THREADS = 1024
 MAX_ACCUMULATORS = 128  # fp32 registers of one thread; with 255 in all, the rest holds two sets of fragments
@@ -21,9 +21,8 @@ MAX_SPLIT_ACCUMULATORS = 96  # where each factor becomes two, and the addresses 
 SUMS = dict.fromkeys(EXACT, 2)  # registers of an accumulator: exact fp32 sums in two levels
 FRAGMENT_ROWS = 16
 FRAGMENT_COLUMNS = 16  # two mma fragments: one ldmatrix brings the rhs of both
-CHUNK_BYTES = 16  # the widest copy of one thread
 SCALAR_STEP_K = 2  # k of one multiplication without tensor cores
-STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts; in bytes 16 at least
+PADDING = 8  # elements at the end of a row of the ring, against bank conflicts
 FP32_BYTES = 4
 
 
@@ -55,16 +54,10 @@ class Footprint:
         return self.vectors_offset + self.vectors
 
 
-def shared_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of one block, in bytes."""
-    return small_m_tile.shared_bytes(spec) if spec.tile.kernel == "small_m" else footprint(spec).total
-
-
-def footprint(spec: KernelSpec) -> Footprint:
-    """Lay out the shared memory of one block of a legal spec of the portable kernel."""
-    tile = spec.tile
-    ring = tile.stages * _stage_bytes(spec)
-    slabs = _slabs(spec, ring)
+def footprint(spec: KernelSpec, tile: Tile) -> Footprint:
+    """Lay out the shared memory of one block of a legal tile."""
+    ring = tile.stages * _stage_bytes(spec, tile)
+    slabs = _slabs(spec, tile, ring)
     loads, outs, staging, vectors = [], [], 0, 0
     for load in spec.loads:
         loads.append(staging if load.kind == "tile" else vectors)
@@ -77,11 +70,8 @@ def footprint(spec: KernelSpec) -> Footprint:
     return Footprint(ring, slabs, staging, vectors_offset, vectors, tuple(loads), tuple(outs))
 
 
-def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
-    """Why the spec's kernel cannot run it in `shared_limit` bytes of shared memory, or None if it can."""
-    if spec.tile.kernel == "small_m":
-        return small_m_tile.why_not(spec, shared_limit)
-    tile = spec.tile
+def why_not(spec: KernelSpec, tile: Tile, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
     step_k = SCALAR_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
     if tile.block_m % (tile.warps_m * FRAGMENT_ROWS) or tile.block_n % (tile.warps_n * FRAGMENT_COLUMNS):
         return f"a warp owns multiples of {FRAGMENT_ROWS} rows and {FRAGMENT_COLUMNS} columns"
@@ -96,8 +86,9 @@ def why_not(spec: KernelSpec, shared_limit: int) -> str | None:
     most = MAX_SPLIT_ACCUMULATORS if crowded else MAX_ACCUMULATORS
     if accumulators > most:
         return f"{accumulators} accumulators in a thread, of {most} at most"
-    if shared_bytes(spec) > shared_limit:
-        return f"{shared_bytes(spec)} bytes of shared memory, of {shared_limit} at most"
+    shared = footprint(spec, tile).total
+    if shared > shared_limit:
+        return f"{shared} bytes of shared memory, of {shared_limit} at most"
     return None
 
 
@@ -106,13 +97,7 @@ def copy_width(width: int, element_bytes: int) -> int:
     return min(width, CHUNK_BYTES // element_bytes)
 
 
-def staged_pitch(access: Access, columns: int) -> int:
-    """Elements from row to row of a staging area."""
-    return columns + max(STAGED_PADDING, CHUNK_BYTES // access.dtype.bytes)
-
-
-def _stage_bytes(spec: KernelSpec) -> int:
-    tile = spec.tile
+def _stage_bytes(spec: KernelSpec, tile: Tile) -> int:
     lhs = tile.block_k * (tile.block_m + _padding(spec, spec.lhs_order == "km"))
     rhs = tile.block_k * (tile.block_n + _padding(spec, spec.rhs_order == "kn"))
     return (lhs + spec.parts * rhs) * spec.dtype.bytes
@@ -120,12 +105,11 @@ def _stage_bytes(spec: KernelSpec) -> int:
 
 def _padding(spec: KernelSpec, k_is_outer: bool) -> int:
     """Of a row, against bank conflicts: 32-bit elements with k outside are read without ldmatrix."""
-    return STAGED_PADDING if k_is_outer and spec.dtype.bytes == FP32_BYTES else 0
+    return PADDING if k_is_outer and spec.dtype.bytes == FP32_BYTES else 0
 
 
-def _slabs(spec: KernelSpec, ring: int) -> int:
+def _slabs(spec: KernelSpec, tile: Tile, ring: int) -> int:
     """The largest number of slabs whose staging fits into the ring's memory; one if none does."""
-    tile = spec.tile
     staged = [load for load in spec.loads if load.kind == "tile"] + list(spec.outs)
     one = tile.warps_m * tile.warps_n * sum(_staged_bytes(access, tile, 1) for access in staged)
     fragments = tile.block_m // tile.warps_m // FRAGMENT_ROWS

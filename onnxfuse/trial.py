@@ -14,14 +14,16 @@ from onnxfuse.axes import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.fusion import Fusion, Tensor
-from onnxfuse.packing import Kernels, compile_forms, kernel_source, pack_forms, replacement
+from onnxfuse.kernels.emit import kernel_source
+from onnxfuse.packing import Kernels, compile_forms, pack_forms, replacement
 from onnxfuse.rewrite import opsets_of
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.session import onnxruntime
 from onnxfuse.runtime.timing_cache import Key, read_times, write_times
 from onnxfuse.runtime.tune import WEIGHT_SCALE, Port, copies_for, time_models
-from onnxfuse.site import AnyVariant, Form, Site
+from onnxfuse.site import Form, Site
 from onnxfuse.tuning import Trial
+from onnxfuse.variant import AnyVariant
 
 
 def problem_of(site: Site) -> str:

@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
-from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.kernel_spec import EXACT, Tile
-from onnxfuse.plan import Plan, Ranked, replan
+from onnxfuse.kernel_family import AnyTile, Candidate
+from onnxfuse.kernel_spec import EXACT
+from onnxfuse.plan import replan
 from onnxfuse.progress import Progress
 from onnxfuse.site import Form, Site
 from onnxfuse.tier import Tier, Times, choose
-from onnxfuse.tile_candidates import tile_text
+from onnxfuse.variant import ProductPlan, Ranked
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
 TUNED_M = (16, 64, 256, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M
 MIDDLE_FIRST = (1024, 64, 4096, 16, 256)  # in which order, for a budget that does not last
 
 LEFT_ALONE, BEHIND = Tier.LEFT_ALONE.value, Tier.BEHIND.value
-AnyTile = Tile | HopperTile
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
     return [Trial(site, m, _forms(site, device, ranked[m])) for m in rows]
 
 
-def _plan_of(site: Site, device: DeviceSpec) -> Plan:
+def _plan_of(site: Site, device: DeviceSpec) -> ProductPlan:
     return next(plan for plan in site.plans if plan.device == device)
 
 
 def _forms(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Form | None]:
     plan = _plan_of(site, device)
     forms: dict[str, Form | None] = {
-        tile_text(tile): replace(site.whole, plans=(replan(plan, [(ranked.m, tile)]),)) for tile in contenders(ranked)
+        str(entry.tile): replace(site.whole, plans=(replan(plan, [(ranked.m, entry)]),)) for entry in contenders(ranked)
     }
     if site.behind is not None:
         plans = tuple(each for each in site.behind.plans if each.device == device)
@@ -111,11 +110,11 @@ def _forms(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Form | N
     return forms if plan.variants[0].spec.math in EXACT else {**forms, LEFT_ALONE: None}
 
 
-def contenders(ranked: Ranked) -> list[AnyTile]:
-    """The first few tiles by the estimate; of those that differ in the boxes of lhs alone, the first."""
-    distinct: dict[AnyTile, AnyTile] = {}
-    for _, tile in ranked.tiles:
-        distinct.setdefault(replace(tile, lhs_rows=0) if isinstance(tile, HopperTile) else tile, tile)
+def contenders(ranked: Ranked) -> list[Candidate]:
+    """The first few tiles by the estimate; of those that are alike, the first."""
+    distinct: dict[AnyTile, Candidate] = {}
+    for _, entry in ranked.tiles:
+        distinct.setdefault(entry.family.alike(entry.tile), entry)
     return list(distinct.values())[:FEW]
 
 
@@ -159,11 +158,11 @@ def times_text(times: Mapping[str, float]) -> str:
     return ", ".join(f"{tier.value} {value:.1f} us" for tier, value in tier_times(times).items())
 
 
-def _tiles(plan: Plan, m: int, times: Mapping[str, float]) -> list[tuple[float, AnyTile]]:
+def _tiles(plan: ProductPlan, m: int, times: Mapping[str, float]) -> list[tuple[float, Candidate]]:
     """The tiles that were timed at m, with their times."""
     ranked = next(entry for entry in plan.ranked if entry.m == m)
-    return [(times[tile_text(tile)], tile) for _, tile in ranked.tiles if tile_text(tile) in times]
+    return [(times[str(entry.tile)], entry) for _, entry in ranked.tiles if str(entry.tile) in times]
 
 
-def _fastest(plan: Plan, m: int, times: Mapping[str, float]) -> AnyTile:
+def _fastest(plan: ProductPlan, m: int, times: Mapping[str, float]) -> Candidate:
     return min(_tiles(plan, m, times), key=lambda pair: pair[0])[1]

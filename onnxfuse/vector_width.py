@@ -44,13 +44,29 @@ class Width:
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Widths of all tensors of a fusion, in the order of its fields."""
+class EpilogueWidths:
+    """Widths of the operands and the outputs, in the order of the fields."""
+
+    operands: tuple[Width, ...]
+    outs: tuple[Width, ...]
+
+    @property
+    def factors(self) -> tuple[Width, ...]:
+        """Of what is multiplied: nothing."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Widths(EpilogueWidths):
+    """The same of a whole fusion; one width for every part of rhs."""
 
     lhs: Width
     rhs: Width
-    operands: tuple[Width, ...]
-    outs: tuple[Width, ...]
+
+    @property
+    def factors(self) -> tuple[Width, ...]:
+        """Of lhs and of rhs."""
+        return self.lhs, self.rhs
 
 
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
@@ -59,19 +75,14 @@ def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
     return Widths(
         lhs=widest(fusion, fusion.lhs, mapping.m if lhs_order(fusion, mapping) == "km" else mapping.k),
         rhs=min(rhs, key=lambda width: width.elements),
-        operands=operand_widths(fusion, mapping),
-        outs=out_widths(fusion, mapping),
+        **vars(analyse_epilogue(fusion, mapping)),
     )
 
 
-def operand_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
-    """Widths of the operands along their contiguous axis."""
-    return tuple(_along(fusion, operand, mapping) for operand in fusion.operands)
-
-
-def out_widths(fusion: Pointwise, mapping: AxisMapping) -> tuple[Width, ...]:
-    """Widths of the outputs along their contiguous axis."""
-    return tuple(_along(fusion, out.tensor, mapping) for out in fusion.outs)
+def analyse_epilogue(fusion: Pointwise, mapping: AxisMapping) -> EpilogueWidths:
+    """Widths of the operands and the outputs along their contiguous axis."""
+    operands = tuple(_along(fusion, operand, mapping) for operand in fusion.operands)
+    return EpilogueWidths(operands, tuple(_along(fusion, out.tensor, mapping) for out in fusion.outs))
 
 
 def _along(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> Width:

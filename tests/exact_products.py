@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from onnxfuse.dtypes import F32
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
-from tests.kernel_problem import SPLIT, Problem, Size, in_chunks, make_problem
+from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.small_m_tile import SmallMTile
+from tests.kernel_problem import SPLIT, Problem, Size, TiledSpec, in_chunks, make_problem
 
 ULP = 2.0**-23
 CHUNK = 4  # elements in 16 bytes
@@ -18,13 +19,13 @@ DEPTHS = (1, 3, 7, 64, 1000, 4096)
 Run = Callable[[Problem], np.ndarray]
 
 
-def spec_of(math_mode: str, tile: Tile, lhs_order: str = "mk", rhs_order: str = "kn") -> KernelSpec:
+def spec_of(math_mode: str, tile: Tile | SmallMTile, lhs_order: str = "mk", rhs_order: str = "kn") -> TiledSpec:
     """A product alone, of any size."""
     out = (Access("tile", F32, 1),)
-    return KernelSpec(F32, math_mode, 1, rhs_order, 1, 1, (), out, (), ("acc0",), tile, lhs_order=lhs_order)
+    return TiledSpec(F32, math_mode, 1, rhs_order, 1, 1, (), out, (), ("acc0",), tile=tile, lhs_order=lhs_order)
 
 
-def few_rows_spec(tile: Tile, rhs_order: str) -> KernelSpec:
+def few_rows_spec(tile: SmallMTile, rhs_order: str) -> TiledSpec:
     """The same by the kernel for few rows, whose rows begin on 16-byte boundaries."""
     return in_chunks(spec_of("3xtf32", tile, rhs_order=rhs_order))
 
@@ -35,7 +36,7 @@ def whole_chunks(lhs: np.ndarray, rhs: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.pad(lhs, ((0, 0), (0, missing))), np.pad(rhs, ((0, missing), (0, 0)))
 
 
-def problem_of(spec: KernelSpec, lhs: np.ndarray, rhs: np.ndarray) -> Problem:
+def problem_of(spec: TiledSpec, lhs: np.ndarray, rhs: np.ndarray) -> Problem:
     """The launch that multiplies lhs [m, k] with rhs [k, n]."""
     problem = make_problem(spec, Size(len(lhs), rhs.shape[1], len(rhs)))
     problem.lhs.view[0], problem.rhs[0].view[0] = lhs, rhs

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.hopper_tile import HopperTile, why_not
-from onnxfuse.kernel_spec import KernelSpec, Tile
-from tests.kernel_problem import Size, make_spec
+from onnxfuse.kernel_spec import Tile
+from tests.kernel_problem import Size, TiledSpec, make_spec
 
 DEVICE = ARCHITECTURES["sm_90a"]
-PORTABLE = Tile(128, 16, 32, 2, 1, 2)  # a spec carries one; this kernel does not look at it
+PORTABLE = Tile(128, 16, 32, 2, 1, 2)  # a test's spec carries one; this kernel does not look at it
 
 # Columns are those of all parts together.
 SHAPES = (
@@ -27,7 +27,7 @@ class HopperCase:
     """One kernel and the sizes that it runs at: all allow the widths of the first."""
 
     name: str
-    spec: KernelSpec
+    spec: TiledSpec
     tile: HopperTile
     sizes: tuple[Size, ...]
 

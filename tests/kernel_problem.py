@@ -13,10 +13,15 @@ from dataclasses import dataclass, field, replace
 import ml_dtypes
 import numpy as np
 
+from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.fusion import Step
+from onnxfuse.kernel_family import ProductFamily
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
-from onnxfuse.small_m_tile import chunk
+from onnxfuse.kernels.emit import TEXTS
+from onnxfuse.portable_family import PORTABLE
+from onnxfuse.small_m_family import SMALL_M
+from onnxfuse.small_m_tile import SmallMTile, chunk
 from tests.reference_fusion import OPS
 
 TENSOR = np.dtype([("pointer", "<u8"), ("batch_stride", "<i8"), ("row_stride", "<i8"), ("column_stride", "<i8")])
@@ -138,9 +143,29 @@ def _steps(index: np.ndarray, stride: int, run: int, outer_stride: int) -> np.nd
     return index // run * outer_stride + index % run * stride if outer_stride else index * stride
 
 
+@dataclass(frozen=True)
+class TiledSpec(KernelSpec):
+    """A spec with the tile that a test computes it with; the sm_90a kernel's tests have tiles of their own."""
+
+    tile: Tile | SmallMTile = field(kw_only=True)
+
+    @property
+    def family(self) -> ProductFamily:
+        return SMALL_M if isinstance(self.tile, SmallMTile) else PORTABLE
+
+    def why_not(self, device: DeviceSpec) -> str | None:
+        return self.family.why_not(self, self.tile, device)
+
+    def shared_bytes(self, device: DeviceSpec) -> int:
+        return self.family.shared_bytes(self, self.tile, device)
+
+    def source(self, device: DeviceSpec = ARCHITECTURES["sm_80"]) -> str:
+        return TEXTS[self.family.name].emit(self, self.tile, device)
+
+
 @dataclass
 class Problem:
-    spec: KernelSpec
+    spec: TiledSpec
     size: Size
     lhs: Buffer
     rhs: list[Buffer]
@@ -242,12 +267,12 @@ def _stored(result: Bounded, dtype: DType, shape: tuple[int, int, int]) -> Bound
     return Bounded(value, error + ROUNDING[dtype] * (np.abs(value) + error) + SMALLEST[dtype])
 
 
-def in_chunks(spec: KernelSpec) -> KernelSpec:
+def in_chunks(spec: TiledSpec) -> TiledSpec:
     """What the kernel for few rows asks of lhs and rhs; the epilogue's accesses stay as they are."""
     return replace(spec, lhs_width=chunk(spec), rhs_width=chunk(spec))
 
 
-def make_problem(spec: KernelSpec, size: Size, seed: int = 0) -> Problem:
+def make_problem(spec: TiledSpec, size: Size, seed: int = 0) -> Problem:
     """Random tensors for a spec; pitches keep every width of the spec legal."""
     rng = np.random.default_rng([seed, size.m, size.n, size.k])
     scale = 1 / math.sqrt(max(size.k, 1))
@@ -399,14 +424,14 @@ def make_spec(
     math_mode: str,
     parts: int,
     rhs_order: str,
-    tile: Tile,
+    tile: Tile | SmallMTile,
     size: Size,
     kind: str = "plain",
     outs: Sequence[DType | None] = (None,),
     narrow: bool = False,
     layout: str = "plain",
     lhs_order: str = "mk",
-) -> KernelSpec:
+) -> TiledSpec:
     """A gated epilogue over all parts: (acc0 + row0) * gelu(acc1 + row1) ..., then `with_operand` for the others."""
     dtype = {"f16": F16, "bf16": BF16}.get(math_mode, F32)
 
@@ -434,7 +459,7 @@ def make_spec(
         steps += with_operand(steps[-1].result, index, operands[index][1], index % 2 == 1)
     values = ([steps[-1].result, *values] * 2)[: len(outs)]
     rhs_extent = size.n if rhs_order == "kn" else size.k
-    return KernelSpec(
+    return TiledSpec(
         dtype=dtype,
         math=math_mode,
         parts=parts,

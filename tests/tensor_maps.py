@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.hopper_tile import MapRule, map_rules
+from onnxfuse.hopper_tile import map_rules
+from onnxfuse.kernel_family import MapRule
 from tests.hopper_cases import DEVICE, HopperCase
 from tests.kernel_problem import Buffer, Problem
 

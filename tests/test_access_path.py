@@ -8,36 +8,37 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onnxfuse.access_path import PATHS, kernel_name, lhs_path, load_path, out_path, rhs_path
 from onnxfuse.device import resolve
 from onnxfuse.dtypes import BOOL, F16, F32
-from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.families import FAMILIES
+from onnxfuse.hopper_family import HOPPER
+from onnxfuse.kernel_family import KernelFamily
 from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.kernels.emit import TEXTS
 from onnxfuse.pipeline import analyse_model, make_report
-from onnxfuse.pointwise_tile import PointwiseTile
+from onnxfuse.pointwise_family import POINTWISE
+from onnxfuse.portable_family import PORTABLE
+from onnxfuse.small_m_family import SMALL_M
 from onnxfuse.tier import Tier
-from onnxfuse.tile_candidates import small_m_tiles
-from tests.kernel_problem import Size, make_spec
+from tests.kernel_problem import Size, TiledSpec, make_spec
 from tests.onnx_build import FLOAT16, Builder
 
 TILE = Tile(128, 64, 64, 2, 2, 3)
 VECTOR = "once per tile through shared memory"
 
 
-def test_every_tile_is_of_a_kernel_in_the_table() -> None:
-    tiles = (TILE, HopperTile(128, 64, True), small_m_tiles("f16", 1)[0], PointwiseTile(8, 256, 8))
-    assert (
-        [kernel_name(tile) for tile in tiles] == list(PATHS) == ["portable", "sm_90a", "few rows", "behind the product"]
-    )
+def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
+    assert TEXTS.keys() == {family.name for family in FAMILIES}
+    assert {family.label for family in FAMILIES} == {"portable", "sm_90a", "few rows", "behind the product"}
 
 
-@pytest.mark.parametrize("kernel", PATHS)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
-def test_every_operand_has_a_path(kernel: str, kind: str) -> None:
-    turns = (False, True) if kernel != "behind the product" else (False,)  # that kernel goes along n only
+def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
+    turns = (False, True) if family is not POINTWISE else (False,)  # that kernel goes along n only
     for dtype, width, turned in itertools.product((F16, F32, BOOL), (1, 2, 4), turns):
-        assert load_path(kernel, Access(kind, dtype, width, turned))
-        assert out_path(kernel, Access("tile", dtype, width, turned))
+        assert family.access_path("load", Access(kind, dtype, width, turned))
+        assert family.access_path("out", Access("tile", dtype, width, turned))
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,9 @@ def test_every_operand_has_a_path(kernel: str, kind: str) -> None:
     ],
 )
 def test_paths_of_operands(load: Access, path: str) -> None:
-    assert load_path("portable", load) == path
-    assert load_path("few rows", load).startswith("element by element")
-    assert "the main loop" in load_path("sm_90a", load)
+    assert PORTABLE.access_path("load", load) == path
+    assert SMALL_M.access_path("load", load).startswith("element by element")
+    assert "the main loop" in HOPPER.access_path("load", load)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +81,24 @@ def test_paths_of_operands(load: Access, path: str) -> None:
     ],
 )
 def test_paths_of_outputs_on_hopper(out: Access, path: str) -> None:
-    assert out_path("sm_90a", out) == path
-    assert "TMA" not in out_path("portable", out)
+    assert HOPPER.access_path("out", out) == path
+    assert "TMA" not in PORTABLE.access_path("out", out)
 
 
 def test_paths_of_the_product() -> None:
     wide, narrow = (make_spec("f16", 1, "nk", TILE, Size(8, 8, 8), narrow=narrow) for narrow in (False, True))
-    assert (lhs_path("sm_90a", wide), rhs_path("sm_90a", wide)) == ("TMA", "TMA")
-    assert (lhs_path("portable", wide), rhs_path("portable", wide)) == ("cp.async along k", "cp.async along k")
-    assert rhs_path("portable", make_spec("f16", 1, "kn", TILE, Size(8, 8, 8))) == "cp.async along n"
-    assert (lhs_path("portable", narrow), rhs_path("few rows", wide)) == (
-        "words shifted in registers along k",
-        "along k into registers",
-    )
+    crossed = make_spec("f16", 1, "kn", TILE, Size(8, 8, 8), lhs_order="km")
+    assert paths(HOPPER, wide) == paths(HOPPER, crossed) == ["TMA", "TMA"]
+    assert paths(PORTABLE, wide) == ["cp.async along k", "cp.async along k"]
+    assert paths(PORTABLE, crossed) == ["cp.async along m", "cp.async along n"]
+    assert paths(PORTABLE, narrow)[0] == "words shifted in registers along k"
+    assert paths(SMALL_M, wide)[1] == "along k into registers"
+    assert paths(PORTABLE, replace(wide, lhs_run=64))[0] == "cp.async along k in runs of 64"
+
+
+def paths(family: KernelFamily, spec: TiledSpec) -> list[str]:
+    """To lhs and to rhs."""
+    return [family.access_path(role, access) for role, access in zip(("lhs", "rhs"), spec.factors, strict=True)]
 
 
 def test_explain_prints_kind_width_bytes_path_and_reason() -> None:

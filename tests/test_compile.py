@@ -16,22 +16,21 @@ import pytest
 from onnxfuse import packing
 from onnxfuse.device import ARCHITECTURES, PTX
 from onnxfuse.errors import CompileError
-from onnxfuse.kernel_spec import KernelSpec, Tile
-from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.packing import kernel_source
+from onnxfuse.kernel_spec import Tile
+from onnxfuse.kernels.emit import kernel_source
+from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.portable_family import tiles_for
 from onnxfuse.runtime import compile as compiler
 from onnxfuse.runtime.compile import NVRTC_PACKAGE, compile_cached, compile_source, nvrtc_version
-from onnxfuse.tile_candidates import tiles_for
-from onnxfuse.tile_footprint import why_not
-from tests.kernel_problem import Size, make_spec
+from tests.kernel_problem import Size, TiledSpec, make_spec
 
 ALIGNED = Size(504, 136, 248)
 SMALL = 'extern "C" __global__ void small(int* out) { out[threadIdx.x] = blockIdx.x; }'
 DEVICE = ARCHITECTURES["sm_90a"]
 
 
-def sampled_kernels() -> list[tuple[str, KernelSpec]]:
+def sampled_kernels() -> list[tuple[str, TiledSpec]]:
     """Every architecture with every dtype, order and number of parts, each with one of the default tiles in turn."""
     kernels = []
     turn = 0
@@ -43,7 +42,7 @@ def sampled_kernels() -> list[tuple[str, KernelSpec]]:
                 tiles = tiles_for(math_mode, parts)
                 kind, narrow = ("residual", "plain", "mixed")[turn % 3], turn % 4 == 0
                 specs = [make_spec(math_mode, parts, order, tile, ALIGNED, kind, narrow=narrow) for tile in tiles]
-                legal = [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
+                legal = [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]
                 kernels.append((arch, legal[turn % len(legal)]))
     return kernels
 
@@ -52,7 +51,7 @@ def test_default_tiles_need_no_local_memory() -> None:
     kernels = sampled_kernels()
     assert {arch for arch, _ in kernels} == set(ARCHITECTURES)
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda kernel: compile_source(emit(kernel[1]), ARCHITECTURES[kernel[0]]), kernels))
+        images = list(pool.map(lambda kernel: compile_source(kernel[1].source(), ARCHITECTURES[kernel[0]]), kernels))
     for (arch, spec), image in zip(kernels, images, strict=True):
         if arch == PTX:
             assert f".entry {ENTRY}(".encode() in image.data
@@ -69,7 +68,7 @@ def test_kernels_that_check_each_tensor_need_no_local_memory() -> None:
         spec = make_spec(math_mode, parts, order, tiles_for(math_mode, parts)[-1], ALIGNED, kind)
         specs.append(replace(spec, checked=True))
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda spec: compile_source(emit(spec), ARCHITECTURES["sm_80"]), specs))
+        images = list(pool.map(lambda spec: compile_source(spec.source(), ARCHITECTURES["sm_80"]), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
 
@@ -82,7 +81,7 @@ def test_kernels_of_rows_that_begin_anywhere_need_no_local_memory() -> None:
         for lhs_order, kind in (("mk", "mixed"), ("km", "masks"))
     ]
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda spec: compile_source(emit(spec), DEVICE), specs))
+        images = list(pool.map(lambda spec: compile_source(spec.source(), DEVICE), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
 
@@ -92,7 +91,7 @@ def test_every_default_tile_has_a_fitting_device(arch: str) -> None:
     for math_mode in ("f16", "tf32", "fp32", "3xtf32"):
         for parts in (1, 2, 3, 4):
             specs = [make_spec(math_mode, parts, "kn", tile, ALIGNED) for tile in tiles_for(math_mode, parts)]
-            assert any(why_not(spec, ARCHITECTURES[arch].shared_bytes) is None for spec in specs)
+            assert any(spec.why_not(ARCHITECTURES[arch]) is None for spec in specs)
 
 
 def test_image_is_a_whole_elf_file() -> None:
@@ -263,5 +262,5 @@ def test_a_tile_without_stages_does_not_compile() -> None:
     """The kernel's own assertions hold where a spec went around `why_not`."""
     spec = make_spec("f16", 1, "kn", Tile(32, 32, 32, 1, 1, 1), ALIGNED)
     with pytest.raises(CompileError, match="two stages") as caught:
-        compile_source(emit(spec), DEVICE)
+        compile_source(spec.source(), DEVICE)
     Path(str(caught.value).split("source in ")[1].splitlines()[0]).unlink()

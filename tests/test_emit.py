@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from onnxfuse.dtypes import ALL, F16, F32, FLOATS, DType
 from onnxfuse.fusion import Step
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
-from onnxfuse.kernels.emit import ENTRY, emit
-from onnxfuse.tile_candidates import tiles_for
-from onnxfuse.tile_footprint import CHUNK_BYTES, footprint, shared_bytes, why_not
+from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.kernels.gemm import ENTRY
+from onnxfuse.portable_family import tiles_for
+from onnxfuse.shared_memory import CHUNK_BYTES
+from onnxfuse.tile_footprint import footprint, why_not
+from tests.kernel_problem import TiledSpec
 
 TILES = [Tile(32, 32, 32, 2, 1, 3), Tile(128, 64, 32, 2, 2, 4), Tile(64, 48, 64, 4, 3, 2)]
 
@@ -27,7 +29,7 @@ def accesses(draw: st.DrawFn, dtypes: tuple[DType, ...] = ALL) -> Access:
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> KernelSpec:
+def specs(draw: st.DrawFn) -> TiledSpec:
     """Any legal kernel that adds all its parts and loads."""
     dtype = draw(st.sampled_from(FLOATS))
     math_mode = draw(st.sampled_from(["tf32", "fp32", "3xtf32"])) if dtype == F32 else dtype.name
@@ -37,7 +39,7 @@ def specs(draw: st.DrawFn) -> KernelSpec:
     for index, name in enumerate(names[1:], 1):
         steps.append(Step(f"t{index}", "add", (f"t{index - 1}", name)))
     outs = tuple(replace(access, kind="tile") for access in draw(st.lists(accesses(FLOATS), min_size=1, max_size=4)))
-    return KernelSpec(
+    return TiledSpec(
         dtype=dtype,
         math=math_mode,
         parts=parts,
@@ -58,8 +60,8 @@ def constants(source: str) -> dict[str, int]:
 
 @settings(max_examples=60)
 @given(specs())
-def test_every_tensor_of_the_spec_is_in_the_source(spec: KernelSpec) -> None:
-    source = emit(spec)
+def test_every_tensor_of_the_spec_is_in_the_source(spec: TiledSpec) -> None:
+    source = spec.source()
     for table, tensors in (("Load", spec.loads), ("Out", spec.outs)):
         for index, access in enumerate(tensors):
             (entry,) = re.findall(rf"template <> struct {table}<{index}> {{(.*)}};", source)
@@ -71,28 +73,28 @@ def test_every_tensor_of_the_spec_is_in_the_source(spec: KernelSpec) -> None:
 
 @settings(max_examples=60)
 @given(specs())
-def test_constants_are_those_of_the_spec(spec: KernelSpec) -> None:
-    values = constants(emit(spec))
+def test_constants_are_those_of_the_spec(spec: TiledSpec) -> None:
+    values = constants(spec.source())
     tile = spec.tile
     assert (values["BLOCK_M"], values["BLOCK_N"], values["BLOCK_K"]) == (tile.block_m, tile.block_n, tile.block_k)
     assert (values["PARTS"], values["LOADS"], values["OUTS"]) == (spec.parts, len(spec.loads), len(spec.outs))
     assert values["THREADS"] == tile.threads
-    assert values["SHARED_BYTES"] == shared_bytes(spec)
+    assert values["SHARED_BYTES"] == footprint(spec, tile).total
 
 
 @settings(max_examples=20)
 @given(specs())
-def test_source_is_deterministic_and_self_contained(spec: KernelSpec) -> None:
-    source = emit(spec)
-    assert source == emit(spec)
+def test_source_is_deterministic_and_self_contained(spec: TiledSpec) -> None:
+    source = spec.source()
+    assert source == spec.source()
     assert set(re.findall(r"#include (\S+)", source)) == {"<cuda_fp16.h>", "<cuda_bf16.h>"}
     assert source.count(f"{ENTRY}(const __grid_constant__") == 1
 
 
 @settings(max_examples=60)
 @given(specs())
-def test_shared_memory_regions_do_not_overlap(spec: KernelSpec) -> None:
-    layout, tile = footprint(spec), spec.tile
+def test_shared_memory_regions_do_not_overlap(spec: TiledSpec) -> None:
+    layout, tile = footprint(spec, spec.tile), spec.tile
     warps = tile.warps_m * tile.warps_n
     assert layout.vectors_offset >= max(layout.ring, warps * layout.staging)
     assert layout.total == layout.vectors_offset + layout.vectors
@@ -118,8 +120,8 @@ def test_shared_memory_regions_do_not_overlap(spec: KernelSpec) -> None:
 )
 def test_an_illegal_tile_has_a_reason(tile: Tile, limit: int, reason: str) -> None:
     out = (Access("tile", F16, 8),)
-    spec = KernelSpec(F16, "f16", 1, "kn", 8, 8, (), out, (Step("y", "relu", ("acc0",)),), ("y",), tile)
-    assert reason in str(why_not(spec, limit))
+    spec = TiledSpec(F16, "f16", 1, "kn", 8, 8, (), out, (Step("y", "relu", ("acc0",)),), ("y",), tile=tile)
+    assert reason in str(why_not(spec, tile, limit))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
@@ -129,8 +131,8 @@ def test_exact_products_have_a_tile_whichever_axis_of_lhs_is_contiguous(parts: i
     legal = [
         tile
         for tile in tiles_for("3xtf32", parts)
-        for spec in [KernelSpec(F32, "3xtf32", parts, "kn", 4, 4, (), out, (), ("acc0",), tile, lhs_order=order)]
-        if why_not(spec, 99 * 1024) is None
+        for spec in [TiledSpec(F32, "3xtf32", parts, "kn", 4, 4, (), out, (), ("acc0",), tile=tile, lhs_order=order)]
+        if why_not(spec, tile, 99 * 1024) is None
     ]
     assert legal
     most = 128 if order == "mk" and parts <= 2 else 96  # registers of one thread for the sums of both levels

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxfuse.fusion import OPS, ROUNDS, Value
-from onnxfuse.kernels.emit import TEMPLATES
 from onnxfuse.kernels.epilogue import EXPRESSIONS, constant
+from onnxfuse.kernels.source import TEMPLATES
 from tests.host_build import EMULATOR, build_library
 from tests.reference_fusion import OPS as REFERENCE
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from onnxfuse.dtypes import F16
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
+from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.small_m_tile import SmallMTile
 from tests.exact_products import (
     DEPTHS,
     HARD_ROWS,
@@ -27,11 +28,11 @@ from tests.exact_products import (
     spec_of,
     whole_chunks,
 )  # fmt: skip
-from tests.kernel_problem import Size, make_problem
+from tests.kernel_problem import Size, TiledSpec, make_problem
 from tests.test_kernel_on_cpu import build, launch
 
 TILE = Tile(32, 32, 32, 2, 1, 3)
-FEW_ROWS = Tile(16, 32, 16, 1, 1, 2, 2, "small_m")
+FEW_ROWS = SmallMTile(32, 16, 2, 2)
 M, N = 33, 24
 SUBNORMAL_TF32 = 2.0**-136
 
@@ -92,7 +93,7 @@ def test_numbers_below_the_smallest_of_tf32_count(kernel: str, multiply: Multipl
 def test_the_emulator_cuts_what_it_adds(tmp_path: Path) -> None:
     """15 ones beside 2^24, whose neighbours are two apart: rounded once they would be 14 or 16; cut, nothing."""
     out = (Access("tile", F16, 1),)
-    spec = KernelSpec(F16, "f16", 1, "kn", 1, 1, (), out, (), ("acc0",), Tile(16, 16, 32, 1, 1, 2))
+    spec = TiledSpec(F16, "f16", 1, "kn", 1, 1, (), out, (), ("acc0",), tile=Tile(16, 16, 32, 1, 1, 2))
     lhs = np.float16([[2.0**12] + [1.0] * 15 + [-(2.0**12)]])
     problem = make_problem(spec, Size(1, 1, lhs.shape[1]))
     problem.lhs.view[0], problem.rhs[0].view[0] = lhs, np.abs(lhs.T)

@@ -20,12 +20,14 @@ from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.op_names import FUSED_GEMM, FUSED_POINTWISE
-from onnxfuse.packing import Kernels, kernel_source, node_attributes, pack_forms
-from onnxfuse.plan import Plan, Variant, make_plan
-from onnxfuse.pointwise_plan import PointwisePlan, make_pointwise_plan
+from onnxfuse.packing import Kernels, node_attributes, pack_forms
+from onnxfuse.plan import make_plan
+from onnxfuse.pointwise_plan import make_pointwise_plan
 from onnxfuse.runtime.compile import CompiledImage
-from onnxfuse.site import AnyVariant, Form
+from onnxfuse.site import Form
+from onnxfuse.variant import AnyPlan, AnyVariant, ProductVariant
 from onnxfuse.vector_width import analyse
 from tests.addresses import accesses, is_legal, lines
 from tests.bridge_hooks import Arguments, Node, bridge
@@ -96,7 +98,7 @@ def launch_behind(built: Fusion, arch: str = "sm_80") -> Launch:
     return packed(FUSED_POINTWISE, behind, mapping, make_pointwise_plan(behind, mapping, ARCHITECTURES[arch]))
 
 
-def packed(op: str, built: Pointwise, mapping: AxisMapping, plan: Plan | PointwisePlan) -> Launch:
+def packed(op: str, built: Pointwise, mapping: AxisMapping, plan: AnyPlan) -> Launch:
     nowhere: Any = None  # no graph: the rule knows the node's attributes only
     form = Form(nowhere, nowhere, op, (), built, mapping, (plan,))
     kernels = Kernels({(kernel_source(variant, plan.device), plan.device.arch): IMAGE for variant in plan.variants})
@@ -128,7 +130,7 @@ def test_behind_a_product_what_is_read_is_checked_and_what_is_written_is_not(
         assert (spec.checked, {each.width for each in (*spec.loads, *spec.outs)}) == (checked, {width})
 
 
-def widths(variant: Variant, arguments: Arguments) -> dict[str, list[int]]:
+def widths(variant: ProductVariant, arguments: Arguments) -> dict[str, list[int]]:
     """What a kernel takes of each tensor at once: its widths or, where it is checked, those that are legal there."""
     spec, loads, outs = variant.spec, arguments.loads, arguments.outs
     k_inside, k_outside = spec.lhs_order == "mk", spec.rhs_order == "kn"

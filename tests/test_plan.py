@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from onnxfuse import hopper_tile
 from onnxfuse.axes import map_axes
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.families import PRODUCTS
+from onnxfuse.hopper_family import HOPPER, MULTIPROCESSOR_GROUP
 from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.plan import MAX_M, SHALLOW, make_plan
-from onnxfuse.tile_candidates import candidates_for, small_m_tiles, tiles_for
-from onnxfuse.tile_cost import MULTIPROCESSOR_GROUP
-from onnxfuse.tile_footprint import shared_bytes, why_not
+from onnxfuse.plan import SHALLOW, make_plan
+from onnxfuse.portable_family import PORTABLE, tiles_for
+from onnxfuse.small_m_family import small_m_tiles
+from onnxfuse.variant import MAX_M
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
 
@@ -38,21 +39,18 @@ def test_every_architecture_has_a_legal_kernel_for_every_m(arch: str, parts: int
     for m in (0, 1, 7, 16, 17, 100, 1000, 12345, MAX_M):
         assert any(variant.min_m <= m <= variant.max_m for variant in plan.variants)
     for variant in plan.variants:
-        if variant.hopper is None:
-            assert why_not(variant.spec, device.shared_bytes) is None
-            assert shared_bytes(variant.spec) <= device.shared_bytes
-        else:
-            assert arch == "sm_90a"
-            assert hopper_tile.why_not(variant.spec, variant.hopper, device.shared_bytes) is None
-            assert hopper_tile.footprint(variant.spec, variant.hopper, device.shared_bytes).total <= device.shared_bytes
-    candidates = candidates_for(plan.variants[0].spec, device, 1280)
+        assert variant.family.why_not(variant.spec, variant.tile, device) is None
+        assert variant.family.launch(variant.spec, variant.tile, device).shared_bytes <= device.shared_bytes
+        assert variant.family is not HOPPER or arch == "sm_90a"
+    spec = plan.variants[0].spec
+    candidates = [entry for family in PRODUCTS for entry in family.candidates(spec, device, 1280)]
     assert len({(variant.spec, variant.tile) for variant in plan.variants}) <= len(candidates) + 1
 
 
 def test_the_last_variant_takes_any_pointer_and_pitch() -> None:
-    first, last = (planned(ARCHITECTURES["sm_90a"], parts=2).variants[place].spec for place in (0, -1))
-    assert last == replace(first, tile=last.tile, checked=True)
-    assert last.tile.kernel == "portable"
+    first, *_, last = planned(ARCHITECTURES["sm_90a"], parts=2).variants
+    assert last.spec == replace(first.spec, checked=True)
+    assert last.family is PORTABLE
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -72,7 +70,7 @@ def test_few_rows_come_in_one_box_with_few_rows_of_zeros(n: int, k: int, rhs: st
     """A second box takes TMA as long as 20 rows, and rows of zeros cost most in a box of 128."""
     plan = planned(ARCHITECTURES["sm_90a"], n=n, k=k, rhs=rhs)
     for m, rows in ((32, 32), (64, 64)):
-        (tile,) = {variant.hopper for variant in plan.variants if variant.min_m <= m <= variant.max_m if variant.hopper}
+        (tile,) = {each.tile for each in plan.variants if each.min_m <= m <= each.max_m and each.family is HOPPER}
         assert (tile.lhs_rows or tile.block_m) == rows
 
 
@@ -92,7 +90,7 @@ def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:
 
 def test_every_candidate_that_was_not_taken_says_why() -> None:
     plan = planned(ARCHITECTURES["sm_86"], dtype=F32)
-    taken = {variant.spec.tile for variant in plan.variants}
+    taken = {variant.tile for variant in plan.variants}
     everything = {*tiles_for("tf32", 1), *small_m_tiles("tf32", 1)}
     assert taken | {entry.tile for entry in plan.rejected} == everything
     assert all(entry.reason for entry in plan.rejected)
@@ -114,7 +112,7 @@ def test_exact_products_take_the_tensor_cores_where_those_are_faster(arch: str, 
     faster = tensor_cores > 3 * scalar and (depth is None or depth >= SHALLOW)
     plan = planned(ARCHITECTURES[arch], k=depth, dtype=F32, exact=True)
     assert {variant.spec.math for variant in plan.variants} == {"3xtf32" if faster else "fp32"}
-    assert all(why_not(variant.spec, plan.device.shared_bytes) is None for variant in plan.variants)
+    assert all(each.family.why_not(each.spec, each.tile, plan.device) is None for each in plan.variants)
 
 
 @pytest.mark.parametrize(("rhs", "order"), [("k n", "kn"), ("n k", "nk")])
@@ -124,9 +122,9 @@ def test_the_weight_is_read_as_it_lies(rhs: str, order: str) -> None:
 
 def hopper_tile_for(m: int, k: int, n: int, rhs: str) -> HopperTile:
     plan = planned(ARCHITECTURES["sm_90a"], n=n, k=k, rhs=rhs)
-    tile = next(variant.hopper for variant in plan.variants if variant.min_m <= m <= variant.max_m)
-    assert tile is not None
-    return tile
+    variant = next(variant for variant in plan.variants if variant.min_m <= m <= variant.max_m)
+    assert variant.family is HOPPER
+    return variant.tile
 
 
 @pytest.mark.parametrize("rhs", ["k n", "n k"])
@@ -156,8 +154,9 @@ def test_a_ragged_end_of_many_rows_is_no_reason_for_small_tiles(m: int, n: int, 
     rhs = "(p n) k" if parts > 1 else "n k"
     built = fusion({"m": m, "n": n, "k": k, **packed}, lhs="m k", out="m n", rhs=rhs, parts=parts)
     mapping = map_axes(built)
-    tile = make_plan(built, mapping, analyse(built, mapping), ARCHITECTURES["sm_90a"], False).variants[0].hopper
-    assert tile is not None
+    variant = make_plan(built, mapping, analyse(built, mapping), ARCHITECTURES["sm_90a"], False).variants[0]
+    assert variant.family is HOPPER
+    tile = variant.tile
     assert (tile.block_m, tile.lhs_rows) == (128, 0)
 
 
@@ -174,8 +173,8 @@ def test_one_full_wave_is_taken_over_a_second_that_is_not(rhs: str) -> None:
 def test_blocks_that_split_k_all_run_at_once(parts: int) -> None:
     device = ARCHITECTURES["sm_90a"]
     for entry in planned(device, n=1280, k=5120, parts=parts).ranked:
-        for cost, tile in entry.tiles:
-            if isinstance(tile, HopperTile) and tile.splits > 1:
+        for cost, tile in [(cost, each.tile) for cost, each in entry.tiles if each.family is HOPPER]:
+            if tile.splits > 1:
                 tiles = math.ceil(entry.m / tile.block_m) * math.ceil(entry.n / tile.block_n)
                 fits = tiles <= device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP // tile.splits
                 assert fits == math.isfinite(cost)
@@ -185,8 +184,8 @@ def test_k_is_not_split_where_n_may_be_larger_than_guessed() -> None:
     split = [
         cost
         for entry in planned(ARCHITECTURES["sm_90a"], m=128, n=None, k=5120).ranked
-        for cost, tile in entry.tiles
-        if isinstance(tile, HopperTile) and tile.splits > 1
+        for cost, each in entry.tiles
+        if each.family is HOPPER and each.tile.splits > 1
     ]
     assert split
     assert set(split) == {math.inf}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,8 @@ from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.fusion import Step
 from onnxfuse.kernel_spec import Access
 from onnxfuse.kernels.pointwise import ENTRY, emit
-from onnxfuse.pointwise_plan import checked_spec
-from onnxfuse.pointwise_tile import MAX_ROWS, THREADS, PointwiseSpec, rows_on_their_way, tile_for
+from onnxfuse.pointwise_plan import checked_tile
+from onnxfuse.pointwise_tile import MAX_ROWS, THREADS, PointwiseSpec, PointwiseTile, rows_on_their_way, tile_for
 from onnxfuse.runtime.compile import compile_source
 from tests.kernel_problem import (
     KINDS,
@@ -67,7 +67,14 @@ CASES = [
 ]
 
 
-def make_spec(case: Case) -> PointwiseSpec:
+@dataclass(frozen=True)
+class TiledPointwise(PointwiseSpec):
+    """A spec with the tile that a test computes it with."""
+
+    tile: PointwiseTile = field(kw_only=True)
+
+
+def make_spec(case: Case) -> TiledPointwise:
     """The gate of kernel_problem.make_spec with the product's parts among the operands."""
     size = case.sizes[0]
 
@@ -91,15 +98,15 @@ def make_spec(case: Case) -> PointwiseSpec:
     values = ([steps[-1].result, *values] * 2)[: len(case.outs)]
     outs = tuple(access("tile", dtype or case.dtype, case.layout) for dtype in case.outs)
     tile = tile_for(loads, outs, size.n, rows_on_their_way(loads, 8))
-    return PointwiseSpec(loads, outs, tuple(steps), tuple(values), tile)
+    return TiledPointwise(loads, outs, tuple(steps), tuple(values), tile=tile)
 
 
-def checked(spec: PointwiseSpec) -> PointwiseSpec:
+def checked(spec: TiledPointwise) -> TiledPointwise:
     """As the plan makes it."""
-    return checked_spec(spec, spec.tile.block_n)
+    return replace(spec, tile=checked_tile(spec, spec.tile.span, spec.tile.block_n), checked=True)
 
 
-def make_problem(spec: PointwiseSpec, size: Size, case: Case) -> Problem:
+def make_problem(spec: TiledPointwise, size: Size, case: Case) -> Problem:
     """The products lie plainly, other tensors as the case says; the kernel reaches a turned one element by element."""
     rng, turned = np.random.default_rng([size.m, size.n]), LAYOUTS[case.layout][-1] == "m"
     lies = [replace(load, turned=turned and index >= case.parts) for index, load in enumerate(spec.loads)]
@@ -110,7 +117,7 @@ def make_problem(spec: PointwiseSpec, size: Size, case: Case) -> Problem:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_steps(case: Case, tmp_path: Path) -> None:
     spec = make_spec(case)
-    library = build_source(emit(spec), ENTRY, tmp_path)
+    library = build_source(emit(spec, spec.tile), ENTRY, tmp_path)
     for size in case.sizes:
         problem = make_problem(spec, size, case)
         problem.check(launch(library, problem, lazy=False))
@@ -123,7 +130,7 @@ WIDE = [case for case in CASES if not case.narrow]
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
 def test_a_checked_kernel_reads_misaligned_tensors_alone_by_elements(case: Case, tmp_path: Path) -> None:
     spec = checked(make_spec(case))
-    library = build_source(emit(spec), ENTRY, tmp_path)
+    library = build_source(emit(spec, spec.tile), ENTRY, tmp_path)
     problem = make_problem(spec, case.sizes[0], case)
     count, outs = len(spec.loads), [0] * len(spec.outs)
     one_each = [[int(place == chosen) for place in range(count)] for chosen in range(count)]
@@ -140,7 +147,7 @@ def test_a_checked_kernel_reads_misaligned_tensors_alone_by_elements(case: Case,
 def test_a_checked_kernel_reads_a_tensor_of_odd_pitch_by_elements(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "f16 residual")
     spec = checked(make_spec(case))
-    library = build_source(emit(spec), ENTRY, tmp_path)
+    library = build_source(emit(spec, spec.tile), ENTRY, tmp_path)
     odd, even = (make_problem(spec, Size(70, 520, 1, pad=pad), case) for pad in (3, 8))
     problem = replace(even, loads=[*even.loads[:-1], odd.loads[-1]])
     results, widest = launch_counted(library, problem, lazy=False)
@@ -153,7 +160,7 @@ def test_kernels_need_no_local_memory(arch: str) -> None:
     specs = [make_spec(case) for case in CASES]
     specs += [checked(make_spec(case)) for case in WIDE]
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda spec: compile_source(emit(spec), ARCHITECTURES[arch]), specs))
+        images = list(pool.map(lambda spec: compile_source(emit(spec, spec.tile), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
 

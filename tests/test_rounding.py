@@ -18,7 +18,7 @@ import onnxfuse
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.errors import SettingError
 from onnxfuse.fusion import ROUNDS
-from onnxfuse.packing import kernel_source
+from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime import disassemble
 from onnxfuse.runtime.compile import compile_source

@@ -14,20 +14,22 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse import hopper_tile
-from onnxfuse.access_path import CP_ASYNC_BYTES, lhs_path, load_path, out_path
+from onnxfuse.access_path import CP_ASYNC_BYTES
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.errors import CompileError
 from onnxfuse.fusion import Step
+from onnxfuse.hopper_family import HOPPER as HOPPER_FAMILY
 from onnxfuse.hopper_tile import SLAB_ROWS, HopperTile
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
-from onnxfuse.kernels.emit import emit
+from onnxfuse.kernel_spec import Access, Tile
 from onnxfuse.kernels.hopper import emit as emit_hopper
+from onnxfuse.portable_family import PORTABLE
 from onnxfuse.runtime import disassemble
 from onnxfuse.runtime.compile import CompiledImage, compile_source
 from onnxfuse.tile_footprint import FRAGMENT_ROWS, footprint
-from tests.kernel_problem import Size, make_spec
+from tests.kernel_problem import Size, TiledSpec, make_spec
 
+FAMILIES = {"portable": PORTABLE, "sm_90a": HOPPER_FAMILY}
 TILE = Tile(128, 64, 64, 2, 2, 3)
 HOPPER, HOPPER_TILE = ARCHITECTURES["sm_90a"], HopperTile(128, 128, False)
 UNROLLED = 8  # accesses of one tensor that the kernel writes out; more of them are a loop over these
@@ -36,7 +38,7 @@ WORDS_OF_PIECE = 3  # of 8 bytes, that 16 bytes which begin anywhere can touch
 BASE = make_spec("f16", 2, "kn", TILE, Size(504, 136, 248))  # two biases in rows, one output
 
 
-def epilogue(*more: Access, out: Access | None = None) -> KernelSpec:
+def epilogue(*more: Access, out: Access | None = None) -> TiledSpec:
     """The two biases and GELU of BASE, then further operands are added; a mask lets the value or -inf pass."""
     steps, value = list(BASE.steps), BASE.out_values[0]
     for index, load in enumerate(more, len(BASE.loads)):
@@ -91,9 +93,9 @@ def instruction(path: str) -> str:
     return next(name for words, name in INSTRUCTIONS.items() if words in path)
 
 
-def compiled(kernel: str, spec: KernelSpec) -> CompiledImage:
+def compiled(kernel: str, spec: TiledSpec) -> CompiledImage:
     if kernel == "portable":
-        return compile_source(emit(spec), ARCHITECTURES["sm_80"])
+        return compile_source(spec.source(), ARCHITECTURES["sm_80"])
     return compile_source(emit_hopper(spec, HOPPER_TILE, HOPPER.shared_bytes), HOPPER)
 
 
@@ -109,30 +111,30 @@ def bytes_of(flags: str) -> int:
     return next((sizes[flag] for flag in flags.split(".") if flag in sizes), 4)
 
 
-def promised(kernel: str, spec: KernelSpec) -> Accesses:
+def promised(kernel: str, spec: TiledSpec) -> Accesses:
     """What the code does for the operands and the outputs, from the spec alone."""
     counts: Accesses = Counter()
     for load in spec.loads:
         size = load.width * load.dtype.bytes
         small = kernel == "sm_90a" and size < CP_ASYNC_BYTES
         each = UNROLLED if small else WRITTEN_OUT[kernel](load, spec)
-        counts[instruction(load_path(kernel, load)), size] += each if load.kind == "tile" else 1
+        counts[instruction(FAMILIES[kernel].access_path("load", load)), size] += each if load.kind == "tile" else 1
     for out in spec.outs:
-        op = instruction(out_path(kernel, out))
+        op = instruction(FAMILIES[kernel].access_path("out", out))
         size, each = (out.width * out.dtype.bytes, WRITTEN_OUT[kernel](out, spec)) if op == "STG" else (0, 1)
         counts[op, size] += each * (hopper_slabs(spec) if kernel == "sm_90a" else 1)
     return counts
 
 
-def written_out(access: Access, spec: KernelSpec) -> int:
+def written_out(access: Access, spec: TiledSpec) -> int:
     """Accesses of one lane to a tile in the code: all passes, each a loop of UNROLLED where it is longer."""
-    tile, slabs = spec.tile, footprint(spec).slabs
+    tile, slabs = spec.tile, footprint(spec, spec.tile).slabs
     passes = tile.block_m // tile.warps_m // FRAGMENT_ROWS // slabs
     staged = slabs * FRAGMENT_ROWS * (tile.block_n // tile.warps_n)
     return passes * min(UNROLLED, staged // access.width // LANES)
 
 
-def hopper_written_out(access: Access, spec: KernelSpec) -> int:
+def hopper_written_out(access: Access, spec: TiledSpec) -> int:
     """Accesses of one lane to a slab in the code: whole rows a pass, or a loop of two where they are many or walked."""
     columns = hopper_tile.footprint(spec, HOPPER_TILE, HOPPER.shared_bytes).slab_columns
     if access.turned or access.two_levels:
@@ -142,7 +144,7 @@ def hopper_written_out(access: Access, spec: KernelSpec) -> int:
     return passes if passes <= UNROLLED else 2
 
 
-def hopper_slabs(spec: KernelSpec) -> int:
+def hopper_slabs(spec: TiledSpec) -> int:
     """Slabs of one warp's part of a tile: their code is written out."""
     columns = hopper_tile.footprint(spec, HOPPER_TILE, HOPPER.shared_bytes).slab_columns
     return HOPPER_TILE.group_m // hopper_tile.FRAGMENT_ROWS * (HOPPER_TILE.block_n // columns)
@@ -216,7 +218,7 @@ def test_merged_heads_are_read_as_wide_as_whole_rows(kernel: str) -> None:
     image = compiled(kernel, replace(BASE, lhs_run=64))
     widths = {width for op, width in accesses(image) if op in ("LDGSTS", "UTMALDG")}
     assert widths == {16 if kernel == "portable" else 0}
-    assert instruction(lhs_path(kernel, BASE)) in {op for op, _ in accesses(image)}
+    assert instruction(FAMILIES[kernel].access_path("lhs", BASE.factors[0])) in {op for op, _ in accesses(image)}
     assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
 

@@ -11,19 +11,17 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
-from onnxfuse.kernel_spec import KernelSpec, Tile
-from onnxfuse.kernels.emit import emit
 from onnxfuse.plan import EXACT_ON
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.tile_candidates import small_m_tiles
-from onnxfuse.tile_footprint import why_not
-from tests.kernel_problem import Size, in_chunks, make_problem, make_spec
+from onnxfuse.small_m_family import SMALL_M, small_m_tiles
+from onnxfuse.small_m_tile import SmallMTile
+from tests.kernel_problem import Size, TiledSpec, in_chunks, make_problem, make_spec
 from tests.test_kernel_on_cpu import Case, build, launch
 from tests.test_plan import planned
 
 
-def tile(block_n: int, block_k: int = 32, stages: int = 2, warps_k: int = 2) -> Tile:
-    return Tile(16, block_n, block_k, 1, 1, stages, warps_k, "small_m")
+def tile(block_n: int, block_k: int = 32, stages: int = 2, warps_k: int = 2) -> SmallMTile:
+    return SmallMTile(block_n, block_k, stages, warps_k)
 
 
 TAIL = Size(37, 40, 136, pad=8)
@@ -67,7 +65,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
     spec = replace(in_chunks(case.spec), outs=tuple(replace(out, width=1) for out in case.spec.outs))
-    assert why_not(spec, 99 * 1024) is None
+    assert spec.why_not(ARCHITECTURES["sm_86"]) is None
     library = build(spec, tmp_path)
     for size in case.sizes:
         problem = make_problem(spec, size)
@@ -75,7 +73,7 @@ def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
         problem.check(launch(library, problem, lazy=False, grid_z=1))
 
 
-def small_kernels(arch: str) -> list[KernelSpec]:
+def small_kernels(arch: str) -> list[TiledSpec]:
     """Every candidate tile with every order and number of parts of one architecture.
 
     In 16 bits with every epilogue but that of nine loads for four parts, of which ptxas spills 32 bytes on sm_120, and
@@ -91,7 +89,7 @@ def small_kernels(arch: str) -> list[KernelSpec]:
         for tile in small_m_tiles(math, parts)
         for kind in (kinds[parts] if math in ("f16", "bf16") else (next(turn),))
     ]
-    return [spec for spec in specs if why_not(spec, ARCHITECTURES[arch].shared_bytes) is None]
+    return [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -99,7 +97,7 @@ def test_candidates_need_no_local_memory(arch: str) -> None:
     specs = small_kernels(arch)
     assert len(specs) > 50
     with ThreadPoolExecutor() as pool:
-        images = list(pool.map(lambda spec: compile_source(emit(spec), ARCHITECTURES[arch]), specs))
+        images = list(pool.map(lambda spec: compile_source(spec.source(), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
 
@@ -116,15 +114,15 @@ def test_candidates_need_no_local_memory(arch: str) -> None:
 def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype, exact: bool) -> None:
     """With smaller weights sm_90a's own tiles of 64 rows are as fast."""
     plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype, exact=exact)
-    assert plan.variants[0].spec.tile.kernel == "small_m"
+    assert plan.variants[0].family is SMALL_M
     assert plan.variants[0].max_m >= 16
-    assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants if variant.max_m > 64)
+    assert all(variant.family is not SMALL_M for variant in plan.variants if variant.max_m > 64)
 
 
 @pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4097, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
 def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
     plan = planned(ARCHITECTURES["sm_90a"], m=1, n=n, k=k, dtype=dtype)
-    assert all(variant.spec.tile.kernel == "portable" for variant in plan.variants)
+    assert all(variant.family is not SMALL_M for variant in plan.variants)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,6 @@ def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
     [
         ({"math": "fp32"}, "no kernel for fp32"),
         ({"rhs_width": 4}, "16-byte boundaries"),
-        ({"tile": replace(tile(32), block_m=32)}, "16 rows"),
         ({"tile": tile(20)}, "multiple of 8"),
         ({"tile": tile(32, 32, 1, 64)}, "threads"),
         ({"tile": tile(256)}, "registers"),
@@ -141,5 +138,5 @@ def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
 )
 def test_an_illegal_tile_has_a_reason(changed: dict, reason: str) -> None:
     spec = make_spec("f16", 1, "nk", tile(32), Size(16, 64, 64))
-    assert why_not(spec, 99 * 1024) is None
-    assert reason in str(why_not(replace(spec, **changed), 99 * 1024))
+    assert spec.why_not(ARCHITECTURES["sm_86"]) is None
+    assert reason in str(replace(spec, **changed).why_not(ARCHITECTURES["sm_86"]))

@@ -9,18 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from onnxfuse import portable_family
 from onnxfuse.device import ARCHITECTURES, resolve
+from onnxfuse.hopper_family import HOPPER
 from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.kernel_family import Candidate
 from onnxfuse.kernel_spec import Tile
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.small_m_family import SMALL_M
+from onnxfuse.small_m_tile import SmallMTile
 from onnxfuse.tier import LIBRARY_ADVANTAGE, Tier, Times, Traffic, advantage, choose, estimate_from, least_loss
 from tests.onnx_build import FLOAT, FLOAT16, Builder
 
 ONE, BEHIND, ALONE = Tier.ONE_KERNEL, Tier.BEHIND, Tier.LEFT_ALONE
 MATH = ("f16", "bf16", "tf32", "fp32", "3xtf32")
 TRAFFIC = Traffic(weights=2 * 4096 * 8192, lhs=2 * 4096, product=2 * 8192, rest=2 * 4096, passes=5)
-PORTABLE = Tile(64, 64, 32, 2, 2, 3)
-FEW_ROWS = Tile(16, 32, 32, 1, 1, 1, 8, "small_m")
+PORTABLE = Candidate(portable_family.PORTABLE, Tile(64, 64, 32, 2, 2, 3), 1.0)
+FEW_ROWS = Candidate(SMALL_M, SmallMTile(32, 32, 1, 8), 1.0)
 
 
 def times(one: float, behind: float, alone: float = 1000.0) -> dict[Tier, float]:
@@ -73,7 +78,7 @@ def test_a_kernel_as_fast_as_the_library_is_always_taken(arch: str, m: int, micr
 @pytest.mark.parametrize("math", MATH)
 def test_the_architectures_own_kernel_is_as_fast_as_the_library(math: str) -> None:
     device = ARCHITECTURES["sm_90a"]
-    assert advantage(device, math, HopperTile(128, 128, pingpong=True), 64) == 1.0
+    assert advantage(device, math, Candidate(HOPPER, HopperTile(128, 128, pingpong=True), 1.0), 64) == 1.0
     assert advantage(device, math, PORTABLE, 64) == LIBRARY_ADVANTAGE.get(("sm_90a", math), 1.0)
     assert advantage(ARCHITECTURES["sm_80"], math, PORTABLE, 64) == 1.0
 

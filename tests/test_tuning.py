@@ -19,14 +19,13 @@ from onnxfuse.errors import DeviceError, SettingError
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes
 from onnxfuse.packing import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
-from onnxfuse.plan import MAX_M
 from onnxfuse.rewrite import opsets_of
 from onnxfuse.runtime.timing_cache import read_times, write_times
 from onnxfuse.runtime.tune import ROUNDS, Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.tier import Tier
-from onnxfuse.tile_candidates import tile_text
 from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tuning import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial, contenders
+from onnxfuse.variant import MAX_M
 from tests.conftest import has_gpu
 from tests.onnx_build import FLOAT16, Builder, run
 
@@ -108,7 +107,7 @@ def test_each_range_of_rows_gets_its_measured_tile() -> None:
     assert sorted(fastest) == sorted(TUNED_M)
     for m, name in fastest.items():
         variant = next(variant for variant in plan.variants if variant.min_m <= m <= variant.max_m)
-        assert tile_text(variant.tile) == name
+        assert str(variant.tile) == name
     ranged = [variant for variant in plan.variants if not variant.spec.checked]
     assert [variant.min_m for variant in ranged] == [0, *(variant.max_m + 1 for variant in ranged[:-1])]
     assert ranged[-1].max_m == MAX_M
@@ -125,7 +124,7 @@ def test_few_forms_are_timed_and_one_kernel_at_each_number_of_rows() -> None:
             assert (form is None) == (name == LEFT_ALONE)
             if form is not None and name != BEHIND:
                 chosen = [variant for _, variant in form.variants if variant.min_m <= trial.m <= variant.max_m]
-                assert tile_text(chosen[0].tile) == name
+                assert str(chosen[0].tile) == name
 
 
 def test_contenders_are_more_than_boxes_of_one_tile() -> None:
@@ -137,10 +136,10 @@ def test_contenders_are_more_than_boxes_of_one_tile() -> None:
         tiles = contenders(entry)
         assert tiles[0] == ranked[0]
         assert sorted(tiles, key=ranked.index) == tiles
-        shapes = [tile_text(tile).split(" lhs by")[0] for tile in tiles]
+        shapes = [str(tile.tile).split(" lhs by")[0] for tile in tiles]
         assert len(set(shapes)) == len(shapes) == FEW
         passed_over = ranked[: ranked.index(tiles[-1])]
-        assert {tile_text(tile).split(" lhs by")[0] for tile in passed_over} <= set(shapes)
+        assert {str(tile.tile).split(" lhs by")[0] for tile in passed_over} <= set(shapes)
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
@@ -148,7 +147,7 @@ def test_contenders_are_more_than_boxes_of_one_tile() -> None:
 def test_tiles_differ_in_their_names(arch: str, dtype: int) -> None:
     for site in analysed(arch=arch, dtype=dtype).sites:
         for entry in site.plans[0].ranked:
-            names = [tile_text(tile) for _, tile in entry.tiles]
+            names = [str(tile.tile) for _, tile in entry.tiles]
             assert len(set(names)) == len(names)
 
 

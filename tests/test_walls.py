@@ -32,7 +32,6 @@ PURE = (
     "access_path",
     "kernel_spec",
     "plan",
-    "tile_candidates",
     "tile_cost",
     "tile_footprint",
     "hopper_tile",
@@ -40,9 +39,18 @@ PURE = (
     "behind_product",
     "pointwise_tile",
     "pointwise_plan",
+    "access",
+    "variant",
+    "kernel_family",
+    "families",
+    "hopper_family",
+    "portable_family",
+    "small_m_family",
+    "pointwise_family",
+    "shared_memory",
     "tier",
 )
-PLANNING = ("onnxfuse.plan", "onnxfuse.tile_candidates", "onnxfuse.tile_cost")
+PLANNING = ("onnxfuse.plan", "onnxfuse.families", "onnxfuse.tile_cost")
 LEAVES = ("progress", "errors", "settings", "dtypes", "device", "selection")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
 FORBIDDEN = {

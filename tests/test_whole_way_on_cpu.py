@@ -13,14 +13,14 @@ from onnx import ModelProto, numpy_helper
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.kernel_spec import Tile
-from onnxfuse.kernels.emit import ENTRY
-from onnxfuse.kernels.pointwise import ENTRY as POINTWISE_ENTRY
-from onnxfuse.packing import kernel_source, node_attributes
+from onnxfuse.kernels.emit import kernel_entry, kernel_source
+from onnxfuse.packing import node_attributes
 from onnxfuse.pipeline import analyse_model
-from onnxfuse.pointwise_plan import PointwiseVariant
+from onnxfuse.pointwise_family import POINTWISE
 from onnxfuse.pointwise_tile import PointwiseTile
-from onnxfuse.site import AnyVariant, Form
-from onnxfuse.tile_footprint import why_not
+from onnxfuse.portable_family import PORTABLE
+from onnxfuse.site import Form
+from onnxfuse.variant import AnyVariant
 from tests.bridge_hooks import Arguments, Node, bridge
 from tests.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.onnx_build import BOOL, Builder
@@ -205,11 +205,11 @@ def feeds(model: ModelProto) -> dict[str, np.ndarray]:
 
 def small(variant: AnyVariant) -> AnyVariant:
     """The planned kernel with a tile that these sizes fill more than once."""
-    if isinstance(variant, PointwiseVariant):
+    if variant.family is POINTWISE:
         span = variant.tile.span
-        return replace(variant, spec=replace(variant.spec, tile=PointwiseTile(8, 32 * span, span)))
-    variant = replace(variant, spec=replace(variant.spec, tile=TILES[variant.spec.dtype.bytes]))
-    assert why_not(variant.spec, 227 * 1024) is None
+        return replace(variant, tile=PointwiseTile(8, 32 * span, span))
+    variant = replace(variant, family=PORTABLE, tile=TILES[variant.spec.dtype.bytes])
+    assert PORTABLE.why_not(variant.spec, variant.tile, ARCHITECTURES["sm_90a"]) is None
     return variant
 
 
@@ -217,11 +217,10 @@ def launch(variant: AnyVariant, arguments: Arguments, arrays: list[np.ndarray], 
     ranges = (Range * len(arrays))(
         *(Range(array.ctypes.data, array.nbytes, index >= inputs) for index, array in enumerate(arrays))
     )
-    tile = variant.spec.tile
+    tile = variant.tile
     tiles = math.ceil(arguments.m / tile.block_m) * math.ceil(arguments.n / tile.block_n)
     conflicts = ctypes.c_int()
-    entry = POINTWISE_ENTRY if isinstance(variant, PointwiseVariant) else ENTRY
-    library = build_source(kernel_source(variant, SM_80), entry, folder)
+    library = build_source(kernel_source(variant, SM_80), kernel_entry(variant), folder)
     failure = library.emulate(
         ctypes.byref(arguments), tiles, arguments.batch, tile.threads, 0, ranges, len(arrays), ctypes.byref(conflicts)
     )

@@ -18,8 +18,8 @@ from onnxfuse.hopper_tile import (
     rhs_pieces,
 )
 from onnxfuse.kernel_spec import Access, KernelSpec
-from onnxfuse.kernels.emit import access_tables, constants, flag, template
 from onnxfuse.kernels.epilogue import functor
+from onnxfuse.kernels.source import access_tables, assembled, constants, flag
 
 _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
 _AFTER = ("small_copy.cuh", "hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
@@ -29,13 +29,11 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
     """The CUDA source of a kernel.
 
     Args:
-        spec: what to compute; its own tile is that of the portable kernel and not looked at.
+        spec: what to compute.
         tile: a legal tile: `hopper_tile.why_not(spec, tile, shared_limit)` is None.
         shared_limit: shared memory of one block, in bytes.
     """
-    before = "\n".join(template(name) for name in _BEFORE)
-    after = "\n".join(template(name) for name in _AFTER)
-    return f"{before}\n{_generated(spec, tile, footprint(spec, tile, shared_limit))}\n{after}"
+    return assembled(_BEFORE, _generated(spec, tile, footprint(spec, tile, shared_limit)), _AFTER)
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.emit import access_tables, constants, flag, template
 from onnxfuse.kernels.epilogue import pointwise_functor
-from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.kernels.source import access_tables, assembled, constants, flag
+from onnxfuse.pointwise_tile import PointwiseSpec, PointwiseTile
 
 ENTRY = "onnxfuse_pointwise"
 
@@ -12,21 +12,19 @@ _BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh
 _AFTER = ("way.cuh", "fused_pointwise.cuh")
 
 
-def emit(spec: PointwiseSpec) -> str:
+def emit(spec: PointwiseSpec, tile: PointwiseTile) -> str:
     """The CUDA source of a kernel."""
-    before = "\n".join(template(name) for name in _BEFORE)
-    after = "\n".join(template(name) for name in _AFTER)
-    return f"{before}\n{_generated(spec)}\n{after}"
+    return assembled(_BEFORE, _generated(spec, tile), _AFTER)
 
 
-def _generated(spec: PointwiseSpec) -> str:
+def _generated(spec: PointwiseSpec, tile: PointwiseTile) -> str:
     numbers = {
         "LOADS": len(spec.loads),
         "OUTS": len(spec.outs),
-        "BLOCK_M": spec.tile.block_m,
-        "BLOCK_N": spec.tile.block_n,
-        "SPAN": spec.tile.span,
-        "THREADS": spec.tile.threads,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "SPAN": tile.span,
+        "THREADS": tile.threads,
     }
     tables = access_tables(spec.loads, (0,) * len(spec.loads), spec.outs, (0,) * len(spec.outs))
     return f"""\

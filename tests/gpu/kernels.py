@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onnxfuse.device import PTX, DeviceSpec
-from onnxfuse.kernels.emit import ENTRY
+from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.runtime.compile import compile_source
 
 Sources = Mapping[str, tuple[str, int]]

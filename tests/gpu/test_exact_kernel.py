@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from onnxfuse.kernel_spec import EXACT, Tile
-from onnxfuse.kernels.emit import emit
-from onnxfuse.tile_candidates import small_m_tiles, tiles_for
-from onnxfuse.tile_footprint import shared_bytes
+from onnxfuse.portable_family import tiles_for
+from onnxfuse.small_m_family import small_m_tiles
 from tests.exact_products import (
     DEPTHS,
     HARD_ROWS,
@@ -48,7 +47,7 @@ def multiply(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
     """Lhs * rhs in an arithmetic, both tensors in an order."""
     specs = {(kind, *order): spec_of(kind, LARGE, *order) for kind in EXACT for order in ORDERS}
     specs |= {(FEW_ROWS, "mk", order): few_rows_spec(small_m_tiles("3xtf32", 1)[0], order) for order in ("kn", "nk")}
-    sources = {"-".join(key): (emit(spec), shared_bytes(spec)) for key, spec in specs.items()}
+    sources = {"-".join(key): (spec.source(), spec.shared_bytes(device_spec())) for key, spec in specs.items()}
     folder: Path = tmp_path_factory.mktemp("exact")
     kernels = Kernels(sources, device_spec(), folder)
 

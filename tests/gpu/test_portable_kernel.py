@@ -16,13 +16,12 @@ import pytest
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.fusion import Step, Value
-from onnxfuse.kernel_spec import Access, KernelSpec, Tile
-from onnxfuse.kernels.emit import ENTRY, emit
+from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.kernels.gemm import ENTRY
+from onnxfuse.portable_family import PORTABLE, tiles_for
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.tile_candidates import tiles_for
-from onnxfuse.tile_footprint import shared_bytes, why_not
 from tests.gpu.kernels import Kernels
-from tests.kernel_problem import Problem, Size, make_problem, make_spec
+from tests.kernel_problem import Problem, Size, TiledSpec, make_problem, make_spec
 from tests.test_epilogue_ops import CASES as EXPRESSION_CASES
 from tests.test_epilogue_ops import SWEEP
 from tests.test_epilogue_ops import check as check_expression
@@ -60,7 +59,7 @@ class Case:
     """One kernel and the sizes that it runs at; `grid_z` below the batch makes blocks loop over it."""
 
     name: str
-    spec: KernelSpec
+    spec: TiledSpec
     sizes: tuple[Size, ...]
     grid_z: int | None = None
 
@@ -72,8 +71,8 @@ def rotated(shapes: list[tuple[int, int, int]], turn: int, count: int) -> tuple[
 
 def offered(math: str, parts: int) -> list[Tile]:
     """The tiles that a plan may take."""
-    specs = (make_spec(math, parts, "kn", tile, Size(8, 8, 8)) for tile in tiles_for(math, parts))
-    return [spec.tile for spec in specs if why_not(spec, H200.shared_bytes) is None]
+    spec = make_spec(math, parts, "kn", tiles_for(math, parts)[0], Size(8, 8, 8))
+    return [tile for tile in tiles_for(math, parts) if PORTABLE.why_not(spec, tile, H200) is None]
 
 
 def default_tile(math: str, parts: int, turn: int = 0) -> Tile:
@@ -207,7 +206,7 @@ CASES = [
 def test_every_case_has_a_tile_that_a_plan_takes(math: str, parts: int) -> None:
     cases = [case for case in CASES if case.spec.math == math and case.spec.parts == parts]
     assert cases
-    assert not [(case.name, reason) for case in cases if (reason := why_not(case.spec, H200.shared_bytes))]
+    assert not [(case.name, reason) for case in cases if (reason := case.spec.why_not(H200))]
 
 
 def device_spec() -> DeviceSpec:
@@ -220,7 +219,7 @@ def device_spec() -> DeviceSpec:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The cases' kernels."""
-    sources = {case.name: (emit(case.spec), shared_bytes(case.spec)) for case in CASES}
+    sources = {case.name: (case.spec.source(), case.spec.shared_bytes(device_spec())) for case in CASES}
     return Kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
 
 
@@ -233,7 +232,7 @@ def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:
     arguments = problem.arguments([array.data.ptr for array in memory])
     tile = problem.spec.tile
     grid = (*problem.grid[:2], grid_z or problem.grid[2])
-    function(grid, (tile.threads, 1, 1), (arguments,), shared_mem=shared_bytes(problem.spec))
+    function(grid, (tile.threads, 1, 1), (arguments,), shared_mem=problem.spec.shared_bytes(device_spec()))
     cupy.cuda.get_current_stream().synchronize()
     return [
         array.get().view(buffer.data.dtype) for array, buffer in zip(memory, buffers, strict=True) if buffer.writable
@@ -243,7 +242,7 @@ def launch(function, problem: Problem, grid_z: int | None) -> list[np.ndarray]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
-    assert why_not(case.spec, device_spec().shared_bytes) is None
+    assert case.spec.why_not(device_spec()) is None
     for size in case.sizes:
         problem = make_problem(case.spec, size)
         problem.check(launch(kernels[case.name], problem, case.grid_z))
@@ -266,18 +265,18 @@ def test_expressions_agree_with_float64(first: int, tmp_path: Path) -> None:
         for index, case in enumerate(cases)
     ]
     whole = Access("tile", F32, 1)
-    spec = KernelSpec(
+    spec = TiledSpec(
         F32, "fp32", 1, "kn", 1, 1, (whole,), (whole,) * len(cases), tuple(steps),
-        tuple(step.result for step in steps), tiles_for("fp32", 1)[-1],
+        tuple(step.result for step in steps), tile=tiles_for("fp32", 1)[-1],
     )  # fmt: skip
     pairs = np.array(np.meshgrid(SWEEP, SWEEP[:48]), np.float32).reshape(2, -1)
     pairs[0] += 0.0  # a sum of products has no negative zero
     problem = make_problem(spec, Size(pairs.shape[1], 1, 1))
     problem.lhs.data[:], problem.rhs[0].data[:], problem.loads[0].data[:] = pairs[0], 1.0, pairs[1]
     path = tmp_path / "expressions.cubin"
-    path.write_bytes(compile_source(emit(spec), device_spec()).data)
+    path.write_bytes(compile_source(spec.source(), device_spec()).data)
     function = cupy.RawModule(path=str(path)).get_function(ENTRY)
-    function.max_dynamic_shared_size_bytes = shared_bytes(spec)
+    function.max_dynamic_shared_size_bytes = spec.shared_bytes(device_spec())
     for case, out in zip(cases, launch(function, problem, None), strict=True):
         scale = np.maximum(1.0, np.where(np.isfinite(pairs[0]), np.abs(pairs[0]), 1.0))
         check_expression(case, pairs[0], pairs[1], out, 4e-7 * scale if case.op in APPROXIMATED else 0.0)

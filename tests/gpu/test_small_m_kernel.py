@@ -11,10 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32, DType
-from onnxfuse.kernels.emit import emit
-from onnxfuse.tile_candidates import small_m_tiles
-from onnxfuse.tile_footprint import shared_bytes, why_not
+from onnxfuse.small_m_family import small_m_tiles
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch
 from tests.kernel_problem import Size, in_chunks, make_problem, make_spec
@@ -22,7 +21,7 @@ from tests.kernel_problem import Size, in_chunks, make_problem, make_spec
 pytestmark = pytest.mark.gpu
 
 RUNS = 20
-MOST_SHARED_BYTES = 227 * 1024
+MOST = ARCHITECTURES["sm_90a"]  # shared memory
 
 # (m, n, k): every m up to 16, two block rows and more; k and n short of, at and beyond whole blocks.
 WIDE = [
@@ -44,7 +43,7 @@ def product_cases() -> Iterator[Case]:
                     sizes += tuple(Size(*shape) for shape in NARROW_N) if order == "nk" else ()
                     kind = ("plain", "residual")[turn % 2]
                     spec = in_chunks(make_spec(math, parts, order, tile, sizes[0], kind, narrow=True))
-                    if why_not(spec, MOST_SHARED_BYTES) is None:
+                    if spec.why_not(MOST) is None:
                         yield Case(f"{math}-{order}-{parts}-block{tile.block_n}-{turn}", spec, sizes)
 
 
@@ -77,13 +76,13 @@ CASES = [*product_cases(), *operand_cases()]
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The cases' kernels."""
-    sources = {case.name: (emit(case.spec), shared_bytes(case.spec)) for case in CASES}
+    sources = {case.name: (case.spec.source(), case.spec.shared_bytes(device_spec())) for case in CASES}
     return Kernels(sources, device_spec(), tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
-    assert why_not(case.spec, device_spec().shared_bytes) is None
+    assert case.spec.why_not(device_spec()) is None
     for size in case.sizes:
         problem = make_problem(case.spec, size)
         problem.check(launch(kernels[case.name], problem, case.grid_z))

@@ -15,13 +15,13 @@ import pytest
 from onnx import TensorProto
 
 import onnxfuse
-from onnxfuse.access_path import kernel_name
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
-from onnxfuse.plan import Plan, replan
+from onnxfuse.plan import replan
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.verify import verify
 from onnxfuse.tier import Tier
+from onnxfuse.variant import ProductPlan
 from tests.onnx_build import FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
@@ -86,9 +86,9 @@ def on_kernel(model: onnx.ModelProto, kernel: str) -> tuple[Analysis, int]:
     return replace(analysis, sites=tuple(made)), moved
 
 
-def moved_plan(plan: Plan, kernel: str) -> Plan | None:
+def moved_plan(plan: ProductPlan, kernel: str) -> ProductPlan | None:
     best = [
-        (ranked.m, tile) for ranked in plan.ranked for _, tile in ranked.tiles if kernel_name(tile) == kernel
+        (ranked.m, tile) for ranked in plan.ranked for _, tile in ranked.tiles if tile.family.label == kernel
     ]  # fmt: skip
     return replan(plan, best[:1]) if best else None
 

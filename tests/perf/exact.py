@@ -16,14 +16,13 @@ from typing import Any
 
 import cupy
 
-from onnxfuse import tile_cost
 from onnxfuse.device import DeviceSpec, spec_of
-from onnxfuse.kernel_spec import EXACT, KernelSpec, Tile
-from onnxfuse.plan import MAX_M, Plan, Variant
+from onnxfuse.families import PRODUCTS
+from onnxfuse.kernel_family import Candidate
+from onnxfuse.kernel_family import Problem as Sizes
+from onnxfuse.kernel_spec import EXACT, KernelSpec
 from onnxfuse.runtime import driver
-from onnxfuse.tile_candidates import candidates_for, tile_text
-from onnxfuse.tile_cost import cost, flow
-from onnxfuse.tile_footprint import why_not
+from onnxfuse.variant import MAX_M, ProductPlan, ProductVariant
 from tests.onnx_build import FLOAT
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, timed_replay
@@ -40,7 +39,7 @@ SITES = [
 ]
 
 
-def choices(plan: Plan, row: Row) -> list[Timed]:
+def choices(plan: ProductPlan, row: Row) -> list[Timed]:
     """Every tile of every exact arithmetic, whichever the plan would take."""
     base = plan.variants[0].spec
     found = [(replace(base, math=kind), plan.device) for kind in EXACT]
@@ -50,14 +49,18 @@ def choices(plan: Plan, row: Row) -> list[Timed]:
 def tiles(spec: KernelSpec, device: DeviceSpec, row: Row) -> list[Timed]:
     """The legal tiles of one arithmetic, with the plan's estimates."""
     legal = [
-        (entry, replace(spec, tile=entry.tile))
-        for entry in candidates_for(spec, device, row.k)
-        if isinstance(entry.tile, Tile) and why_not(replace(spec, tile=entry.tile), device.shared_bytes) is None
+        entry
+        for family in PRODUCTS
+        for entry in family.candidates(spec, device, row.k)
+        if family.why_not(spec, entry.tile, device) is None
     ]
-    sizes = tile_cost.Problem(row.m, row.n, row.k)
-    return [
-        (cost(entry, flow(own, own.tile, device), own, sizes, device), Variant(own, 0, MAX_M)) for entry, own in legal
-    ]
+    sizes = Sizes(row.m, row.n, row.k)
+
+    def timed(entry: Candidate) -> Timed:
+        estimate = entry.family.cost(entry, entry.family.flow(spec, entry.tile, device), spec, sizes, device)
+        return estimate, ProductVariant(entry.family, spec, entry.tile, 0, MAX_M)
+
+    return list(map(timed, legal))
 
 
 def measure(site: Problem, device: DeviceSpec, folder: Path, most_ulp: float = MOST_ULP) -> list[dict[str, Any]]:
@@ -71,7 +74,7 @@ def measure(site: Problem, device: DeviceSpec, folder: Path, most_ulp: float = M
     cublas, *times = (statistics.median(times) for times in zip(*rounds, strict=True))
     return [
         {
-            "problem": str(site.row), "order": site.order, "math": variant.spec.math, "tile": tile_text(variant.tile),
+            "problem": str(site.row), "order": site.order, "math": variant.spec.math, "tile": str(variant.tile),
             "us": us, "estimated_us": estimated, "cublas_us": cublas, "ratio": us / cublas, "error_ulp": error,
         }
         for us, error, (estimated, variant) in zip(times, errors, site.timed, strict=True)

@@ -13,17 +13,17 @@ import math
 from pathlib import Path
 
 from onnxfuse.device import spec_of
-from onnxfuse.hopper_tile import HopperTile
-from onnxfuse.kernel_spec import Tile
-from onnxfuse.plan import Plan, replan
+from onnxfuse.kernel_family import Candidate
+from onnxfuse.plan import replan
 from onnxfuse.runtime import driver
+from onnxfuse.variant import ProductPlan
 from tests.perf.compare import origin
 from tests.perf.exact import measure_all
 from tests.perf.kernels import Row
 from tests.perf.result_file import write_result
 from tests.perf.splits import Timed, problems
 
-EACH = {"small_m": 1, "sm_90a": 5, "portable": 1}  # tiles of a kernel
+EACH = {"small_m": 1, "hopper": 5, "portable": 1}  # tiles of a kernel
 MOST_ULP = 2.0  # of the arithmetic at the output's magnitude
 # Rows by k, n and epilogue.
 HALF = {
@@ -43,20 +43,15 @@ SITES = [
 ]
 
 
-def kernel_of(tile: Tile | HopperTile) -> str:
-    """Which of the three kernels a tile is for."""
-    return "sm_90a" if isinstance(tile, HopperTile) else tile.kernel
-
-
-def choices(plan: Plan, row: Row) -> list[Timed]:
+def choices(plan: ProductPlan, row: Row) -> list[Timed]:
     """The best tiles of each kernel, by the plan's estimate, with that estimate."""
     ranked = next(entry for entry in plan.ranked if row.m <= entry.m)
-    kernels: dict[str, list[tuple[float, Tile | HopperTile]]] = {}
-    for us, tile in ranked.tiles:
+    kernels: dict[str, list[tuple[float, Candidate]]] = {}
+    for us, entry in ranked.tiles:
         if math.isfinite(us):
-            kernels.setdefault(kernel_of(tile), []).append((us, tile))
+            kernels.setdefault(entry.family.name, []).append((us, entry))
     best = [pair for kernel, tiles in kernels.items() for pair in tiles[: EACH[kernel]]]
-    return [(us, replan(plan, [(row.m, tile)]).variants[0]) for us, tile in best]
+    return [(us, replan(plan, [(row.m, entry)]).variants[0]) for us, entry in best]
 
 
 def main() -> None:

@@ -22,19 +22,19 @@ import cupy
 import numpy as np
 from onnx import ModelProto
 
-from onnxfuse import hopper_tile
 from onnxfuse.axes import map_axes
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, load_model
-from onnxfuse.kernels.emit import ENTRY
-from onnxfuse.packing import kernel_source, launch_rule
+from onnxfuse.kernel_family import MapRule
+from onnxfuse.kernels.emit import kernel_source
+from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.patterns import is_anchor, match_site
-from onnxfuse.plan import Plan, Variant, make_plan
+from onnxfuse.plan import make_plan
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.simplify import simplify
-from onnxfuse.tile_candidates import tile_text
+from onnxfuse.variant import ProductPlan, ProductVariant
 from onnxfuse.vector_width import analyse
 from tests.kernel_problem import ARGUMENTS
 from tests.onnx_build import FLOAT, FLOAT16, Builder
@@ -193,9 +193,7 @@ class Buffers:
         return arguments
 
 
-def tensor_maps(
-    arguments: np.ndarray, rules: Sequence[hopper_tile.MapRule | None], size: int
-) -> tuple[np.ndarray, int]:
+def tensor_maps(arguments: np.ndarray, rules: Sequence[MapRule | None], size: int) -> tuple[np.ndarray, int]:
     """The tensor maps of a launch whose elements have so many bytes, and their address; the memory must outlive it."""
     memory = np.zeros(MAP_BYTES * len(rules) + 64, np.uint8)
     start = memory.ctypes.data + -memory.ctypes.data % 64
@@ -220,41 +218,40 @@ def tensor_maps(
     return memory, start
 
 
-def image(variant: Variant, device: DeviceSpec, row: object, folder: Path) -> Path:
+def image(variant: ProductVariant, device: DeviceSpec, row: object, folder: Path) -> Path:
     """The machine code, compiled unless it is there. A name of its own: CuPy remembers modules by their path."""
     spec = variant.spec
-    path = folder / f"{row}.{spec.math}.{spec.rhs_order}.{tile_text(variant.tile)}.cubin".replace(" ", "")
+    path = folder / f"{row}.{spec.math}.{spec.rhs_order}.{variant.tile!s}.cubin".replace(" ", "")
     if not path.exists():
         path.write_bytes(compile_source(kernel_source(variant, device), device).data)
     return path
 
 
-def launcher(variant: Variant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
+def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
     """Launches the variant on one copy of the buffers."""
     path = image(variant, device, buffers.row, folder)
     function = cupy.RawModule(path=str(path)).get_function(ENTRY)
-    rule = launch_rule(variant, device)
-    function.max_dynamic_shared_size_bytes = rule["shared_bytes"]
+    rule = variant.family.launch(variant.spec, variant.tile, device)
+    function.max_dynamic_shared_size_bytes = rule.shared_bytes
     row = buffers.row
-    tiles = -(-row.m // rule["block_m"]) * -(-row.n // rule["block_n"])
-    cluster = rule.get("cluster", 0)
+    tiles = -(-row.m // rule.block_m) * -(-row.n // rule.block_n)
+    cluster = rule.cluster
     grid = min(tiles, device.multiprocessors // cluster) * cluster if cluster else tiles
     prepared: list[tuple[Any, ...]] = []
     kept: list[np.ndarray] = []
     for copy in range(buffers.copies):
         arguments = buffers.arguments(copy)
-        if variant.hopper is None:
+        if not rule.maps:
             prepared.append((arguments,))
             continue
-        rules = hopper_tile.map_rules(variant.spec, variant.hopper, device.shared_bytes)
-        memory, start = tensor_maps(arguments, rules, variant.spec.dtype.bytes)
+        memory, start = tensor_maps(arguments, rule.maps, variant.spec.dtype.bytes)
         kept.append(memory)
         offset = start - memory.ctypes.data
-        maps = memory[offset : offset + MAP_BYTES * len(rules)].view(f"V{MAP_BYTES * len(rules)}")
+        maps = memory[offset : offset + MAP_BYTES * len(rule.maps)].view(f"V{MAP_BYTES * len(rule.maps)}")
         prepared.append((arguments, maps))
 
     def launch(copy: int) -> None:
-        function((grid, 1, 1), (rule["threads"], 1, 1), prepared[copy], shared_mem=rule["shared_bytes"])
+        function((grid, 1, 1), (rule.threads, 1, 1), prepared[copy], shared_mem=rule.shared_bytes)
 
     return launch
 
@@ -326,7 +323,7 @@ def check(buffers: Buffers, stored: dict[str, np.ndarray], most: float = 2.0) ->
 
 def planned(
     row: Row, order: str, device: DeviceSpec, dtype: int = FLOAT16
-) -> tuple[Fusion, Plan, dict[str, np.ndarray]]:
+) -> tuple[Fusion, ProductPlan, dict[str, np.ndarray]]:
     """The fusion of a problem, its plan, and what the model stores; fp32 is in full precision, but for rows in TF32."""
     from onnx import numpy_helper
 
@@ -356,7 +353,7 @@ def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str
     error = check(buffers, stored)
     return {
         "problem": str(row), "order": order, "bar": row.bar, "cublas_us": cublas, "fused_us": fused,
-        "ratio": fused / cublas, "tile": tile_text(variant.tile), "error_ulp": error,
+        "ratio": fused / cublas, "tile": str(variant.tile), "error_ulp": error,
     }  # fmt: skip
 
 

@@ -24,10 +24,12 @@ import numpy as np
 
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.fusion import Fusion
-from onnxfuse.hopper_tile import SPLITS, HopperTile
-from onnxfuse.plan import Plan, Variant, replan
+from onnxfuse.hopper_family import HOPPER
+from onnxfuse.hopper_tile import SPLITS
+from onnxfuse.kernel_family import Candidate
+from onnxfuse.plan import replan
 from onnxfuse.runtime import driver
-from onnxfuse.tile_candidates import tile_text
+from onnxfuse.variant import ProductPlan, ProductVariant
 from tests.onnx_build import FLOAT16
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, check, graph_of, image, launcher, planned, timed_replay
@@ -44,7 +46,7 @@ SITES = [
 ]  # fmt: skip
 
 
-Timed = tuple[float, Variant]  # a kernel, after the plan's estimate of it in microseconds
+Timed = tuple[float, ProductVariant]  # a kernel, after the plan's estimate of it in microseconds
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,20 @@ class Problem:
     timed: tuple[Timed, ...]
 
 
-def choices(plan: Plan, row: Row) -> list[Timed]:
+def choices(plan: ProductPlan, row: Row) -> list[Timed]:
     """The tiles to time, with their estimates: the best few of each number of blocks."""
     ranked = next(entry for entry in plan.ranked if row.m <= entry.m)
 
-    def best(splits: int) -> Iterator[tuple[float, HopperTile]]:
-        tiles = (pair for pair in ranked.tiles if isinstance(pair[1], HopperTile) and math.isfinite(pair[0]))
-        return ((us, tile) for us, tile in tiles if isinstance(tile, HopperTile) and tile.splits == splits)
+    def best(splits: int) -> Iterator[tuple[float, Candidate]]:
+        tiles = (pair for pair in ranked.tiles if pair[1].family is HOPPER and math.isfinite(pair[0]))
+        return ((us, entry) for us, entry in tiles if entry.tile.splits == splits)
 
     found = [pair for splits in SPLITS for pair, _ in zip(best(splits), range(EACH), strict=False)]
-    return [(us, replan(plan, [(row.m, tile)]).variants[0]) for us, tile in found]
+    return [(us, replan(plan, [(row.m, entry)]).variants[0]) for us, entry in found]
 
 
 def problems(
-    rows: Iterable[Row], device: DeviceSpec, choose: Callable[[Plan, Row], Sequence[Timed]], dtype: int = FLOAT16
+    rows: Iterable[Row], device: DeviceSpec, choose: Callable[[ProductPlan, Row], Sequence[Timed]], dtype: int = FLOAT16
 ) -> list[Problem]:
     """Each row with either order of the weight, and the kernels that `choose` names."""
     made = []
@@ -112,7 +114,7 @@ def measure(problem: Problem, device: DeviceSpec, folder: Path) -> list[dict[str
     times = [statistics.median(times) for times in zip(*rounds, strict=True)]
     return [
         {
-            "problem": str(problem.row), "order": problem.order, "tile": tile_text(variant.tile), "us": us,
+            "problem": str(problem.row), "order": problem.order, "tile": str(variant.tile), "us": us,
             "estimated_us": estimated, "error_ulp": error,
         }
         for us, error, (estimated, variant) in zip(times, errors, problem.timed, strict=True)

@@ -30,10 +30,10 @@ from onnxfuse.axes import map_axes
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.dtypes import F16, F32, DType
 from onnxfuse.fusion import Axis, Fusion, Tensor
-from onnxfuse.plan import Variant, make_plan
+from onnxfuse.plan import make_plan
 from onnxfuse.runtime import driver
-from onnxfuse.tile_candidates import tile_text
-from onnxfuse.vector_width import Width, Widths, analyse
+from onnxfuse.variant import ProductVariant
+from onnxfuse.vector_width import Width, analyse
 from tests.fusions import fusion
 from tests.kernel_problem import ARGUMENTS, NUMPY
 from tests.perf.compare import add_option, compare, kernel_costs, origin
@@ -67,14 +67,14 @@ class Problem:
         steps = built.steps[:-1]  # no activation: its time would hide what memory takes
         return replace(built, steps=steps, outs=(replace(built.outs[0], value=steps[-1].result),))
 
-    def variant(self, device: DeviceSpec) -> Variant:
+    def variant(self, device: DeviceSpec) -> ProductVariant:
         """The kernel that a launch takes, with the widths of the analysis or of one element for the epilogue."""
         built = self.fusion
         mapping = map_axes(built)
         widths = analyse(built, mapping)
         if not self.wide:
             one = Width(1, "forced")
-            widths = Widths(widths.lhs, widths.rhs, (one,) * len(widths.operands), (one,) * len(widths.outs))
+            widths = replace(widths, operands=(one,) * len(widths.operands), outs=(one,) * len(widths.outs))
         return make_plan(built, mapping, widths, device, exact_fp32=False).variants[0]
 
     @property
@@ -192,7 +192,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
-    def ours(self, problem: Problem) -> tuple[Timed, Buffers, Variant]:
+    def ours(self, problem: Problem) -> tuple[Timed, Buffers, ProductVariant]:
         self.made += 1
         variant, buffers = problem.variant(self.device), Buffers(problem, self.made)
         replay = graph_of(launcher(variant, self.device, buffers, self.folder), buffers.copies, self.stream)
@@ -218,12 +218,12 @@ def medians(timed: Sequence[Timed]) -> list[float]:
 
 
 def row(
-    problem: Problem, table: str, bar: float | None, us: float, peer: float, made: Variant, error: float
+    problem: Problem, table: str, bar: float | None, us: float, peer: float, made: ProductVariant, error: float
 ) -> dict[str, Any]:
     spec = made.spec
     return {
         "table": table, "problem": f"{table}: {problem.name}, n={problem.n}", "order": problem.order, "bar": bar,
-        "us": us, "peer_us": peer, "ratio": us / peer, "tile": tile_text(made.tile),
+        "us": us, "peer_us": peer, "ratio": us / peer, "tile": str(made.tile),
         "widths": [spec.lhs_width, spec.rhs_width, *(each.width for each in (*spec.loads, *spec.outs))],
         "error_ulp": error,
     }  # fmt: skip

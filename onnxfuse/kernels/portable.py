@@ -1,0 +1,41 @@
+"""A spec and a tile -> the full text of the CUDA source of the portable kernel."""
+
+from __future__ import annotations
+
+from onnxfuse.kernel_spec import KernelSpec, Tile
+from onnxfuse.kernels.gemm import BEFORE, generated
+from onnxfuse.kernels.source import assembled
+from onnxfuse.tile_footprint import Footprint, copy_width, footprint
+
+_AFTER = ("way.cuh", "exact.cuh", "small_copy.cuh", "epilogue.cuh", "portable_gemm.cuh")
+
+
+def emit(spec: KernelSpec, tile: Tile) -> str:
+    """The CUDA source of a kernel.
+
+    Args:
+        spec: what to compute.
+        tile: a legal tile: `tile_footprint.why_not(spec, tile, ...)` is None.
+    """
+    layout = footprint(spec, tile)
+    text = generated(spec, _numbers(spec, tile, layout), layout.load_offsets, layout.out_offsets)
+    return assembled(BEFORE, text, _AFTER)
+
+
+def _numbers(spec: KernelSpec, tile: Tile, layout: Footprint) -> dict[str, int]:
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "THREADS": tile.threads,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": layout.total,
+        "WARPS_M": tile.warps_m,
+        "WARPS_N": tile.warps_n,
+        "LHS_WIDTH": copy_width(spec.lhs_width, spec.dtype.bytes),
+        "RHS_WIDTH": copy_width(spec.rhs_width, spec.dtype.bytes),
+        "SLABS": layout.slabs,
+        "STAGING_BYTES": layout.staging,
+        "VECTORS_OFFSET": layout.vectors_offset,
+        "VECTORS_BYTES": layout.vectors,
+    }

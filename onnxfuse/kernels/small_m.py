@@ -1,0 +1,35 @@
+"""A spec and a tile -> the full text of the CUDA source of the kernel for few rows."""
+
+from __future__ import annotations
+
+from onnxfuse.kernel_spec import KernelSpec
+from onnxfuse.kernels.gemm import BEFORE, generated
+from onnxfuse.kernels.source import assembled
+from onnxfuse.small_m_tile import SmallMTile, resident_blocks, shared_bytes, sums_pitch
+
+_AFTER = ("exact.cuh", "small_m_gemm.cuh")
+
+
+def emit(spec: KernelSpec, tile: SmallMTile) -> str:
+    """The CUDA source of a kernel, which stages neither operands nor outputs in shared memory.
+
+    Args:
+        spec: what to compute.
+        tile: a legal tile: `small_m_tile.why_not(spec, tile, ...)` is None.
+    """
+    text = generated(spec, _numbers(spec, tile), (0,) * len(spec.loads), (0,) * len(spec.outs))
+    return assembled(BEFORE, text, _AFTER)
+
+
+def _numbers(spec: KernelSpec, tile: SmallMTile) -> dict[str, int]:
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "THREADS": tile.threads,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": shared_bytes(spec, tile),
+        "WARPS_K": tile.warps_k,
+        "SUMS_PITCH": sums_pitch(spec, tile),
+        "RESIDENT_BLOCKS": resident_blocks(spec, tile),
+    }

@@ -1,0 +1,72 @@
+"""What the text of every kernel is made of: hand-written files, constants, tables of how tensors are reached.
+
+The result is self-contained but for `cuda_fp16.h` and `cuda_bf16.h`: `--dump` shows it and NVRTC compiles it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from onnxfuse.kernel_spec import Access
+from onnxfuse.tile_footprint import copy_width
+
+TEMPLATES = Path(__file__).parent / "cuda"
+
+_OWN_INCLUDE = re.compile(r'^#(?:pragma once|include ".*")\n', re.MULTILINE)
+
+
+def assembled(before: Iterable[str], generated: str, after: Iterable[str]) -> str:
+    """What the generated text uses, that text, and what uses it."""
+    return "\n".join([*map(template, before), generated, *map(template, after)])
+
+
+@cache
+def template(name: str) -> str:
+    """The text of a hand-written file, without its includes of our own files, which stand before it."""
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    return f"// ---- {name}\n{_OWN_INCLUDE.sub('', text)}"
+
+
+def constants(numbers: Mapping[str, int]) -> str:
+    """A line of C++ for each number."""
+    return "\n".join(f"constexpr int {name} = {value};" for name, value in numbers.items())
+
+
+def access_tables(
+    loads: Sequence[Access],
+    load_offsets: Sequence[int],
+    outs: Sequence[Access],
+    out_offsets: Sequence[int],
+    of_out: Callable[[Access], str] = lambda out: "",
+) -> str:
+    """The tables `Load<I>` and `Out<I>`; offsets are in bytes of shared memory, `of_out` gives an out's own members."""
+    rows = ["template <int INDEX> struct Load;"]
+    for index, (load, offset) in enumerate(zip(loads, load_offsets, strict=True)):
+        rows.append(_row("Load", index, load, offset, f"static constexpr Kind KIND = Kind::{load.kind}; "))
+    rows.append("template <int INDEX> struct Out;")
+    for index, (out, offset) in enumerate(zip(outs, out_offsets, strict=True)):
+        rows.append(_row("Out", index, out, offset, of_out(out)))
+    return "\n".join(rows)
+
+
+def _row(table: str, index: int, access: Access, offset: int, extra: str) -> str:
+    """Type, how it is walked, width in elements, offset."""
+    flags = {
+        "TURNED": access.turned,
+        "OUTER_ROWS": "m" in access.two_levels,
+        "OUTER_COLUMNS": "n" in access.two_levels,
+        "OUTER_BATCH": "batch" in access.two_levels,
+    }
+    numbers = {"WIDTH": copy_width(access.width, access.dtype.bytes), "OFFSET": offset}
+    members = [f"static constexpr bool {name} = {flag(value)};" for name, value in flags.items()]
+    members += [f"static constexpr int {name} = {value};" for name, value in numbers.items()]
+    head = f"template <> struct {table}<{index}> {{ using Type = {access.dtype.cuda}; {extra}"
+    return f"{head}{' '.join(members)} }};"
+
+
+def flag(value: bool) -> str:
+    """A C++ literal."""
+    return "true" if value else "false"

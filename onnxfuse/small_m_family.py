@@ -1,0 +1,100 @@
+"""The kernel for few rows among the families: its tiles, what they cost, and its way to each tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from onnxfuse import small_m_tile, tile_cost
+from onnxfuse.access_path import path
+from onnxfuse.device import DeviceSpec
+from onnxfuse.kernel_family import Candidate, Flow, Launch, Problem
+from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.small_m_tile import SmallMTile
+
+SUMMING = 0.5  # microseconds in which the warps of a block add up what each has
+# Tile -> pace, measured on an H200. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and
+# the more of k a block has on its way, the fewer times it waits. A tile's block_n is the width of all parts together.
+_SIXTEEN_BIT = {
+    SmallMTile(64, 32, 1, 4): 0.5,
+    SmallMTile(32, 32, 1, 8): 0.4,
+    SmallMTile(32, 32, 1, 16): 0.4,
+    SmallMTile(32, 64, 1, 8): 0.4,
+}
+# The same bytes a stage as above.
+_THIRTY_TWO_BIT = {replace(tile, block_k=tile.block_k // 2): pace for tile, pace in _SIXTEEN_BIT.items()}
+TILES: dict[str, dict[SmallMTile, float]] = {
+    "f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _THIRTY_TWO_BIT, "fp32": {},
+}  # fmt: skip
+_SINGLE = "element by element"
+PATHS = {
+    "product": "along {axis} into registers",
+    **dict.fromkeys(("scalar", "row", "column", "tile", "narrow tile"), _SINGLE),
+    **dict.fromkeys(("turned tile", "narrow turned tile", "out", "turned out"), _SINGLE),
+}
+
+
+def small_m_tiles(math_mode: str, parts: int) -> tuple[SmallMTile, ...]:
+    """The candidate tiles, with block_n the columns of one part."""
+    return tuple(_for_parts(tile, parts) for tile in TILES[math_mode])
+
+
+def _for_parts(tile: SmallMTile, parts: int) -> SmallMTile:
+    return replace(tile, block_n=max(tile.block_n // parts // 8, 1) * 8)
+
+
+class SmallM:
+    """For up to 16 rows, where reading rhs is what takes time."""
+
+    name = "small_m"
+    label = "few rows"
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """The same tiles on every device."""
+        paces = TILES[spec.math].items()
+        return tuple(Candidate(self, _for_parts(tile, spec.parts), pace) for tile, pace in paces)
+
+    def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
+        """As `small_m_tile` says."""
+        return small_m_tile.why_not(spec, tile, device.shared_bytes)
+
+    def shared_bytes(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> int:
+        """The sums of the warps."""
+        return small_m_tile.shared_bytes(spec, tile)
+
+    def launch(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Launch:
+        """One block a tile."""
+        return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PATHS, role, access)
+
+    def flow(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Flow:
+        """As many blocks as registers hold."""
+        resident = small_m_tile.resident_blocks(spec, tile)
+        return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages)
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """Computing, and reading rhs once for every 16 rows; then the warps' sums."""
+        tile: SmallMTile = entry.tile
+        computing = tile_cost.computing(tile, entry.pace, spec, problem, device)
+        columns = float(problem.batch * problem.n * spec.parts) * math.ceil(problem.m / tile.block_m)
+        loading = tile_cost.loading(columns, spec, problem, device)
+        reading = max(loading, tile_cost.waiting(tile, reads, problem))
+        return tile_cost.overlapped(computing, reading) + SUMMING
+
+    def copying(self, tile: SmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """No copies: both factors are read in whole chunks."""
+        return 0.0
+
+    def is_on_par(self, tile: SmallMTile, m: int) -> bool:
+        """One tile of rows waits for memory, whoever multiplies."""
+        return m <= tile.block_m
+
+    def alike(self, tile: SmallMTile) -> SmallMTile:
+        """Every tile is measured."""
+        return tile
+
+
+SMALL_M = SmallM()

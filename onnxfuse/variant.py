@@ -1,0 +1,91 @@
+"""What a plan is made of: kernels with the rows that they are for, and the tiles that were not taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.kernel_family import Candidate, KernelFamily
+from onnxfuse.kernel_spec import KernelSpec
+from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.vector_width import EpilogueWidths, Widths
+
+MAX_M = 2**31 - 1
+Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec, covariant=True)
+TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
+
+
+@dataclass(frozen=True)
+class Variant(Generic[Spec]):
+    """A kernel and the rows that it is for, `min_m <= m <= max_m`."""
+
+    family: KernelFamily
+    spec: Spec
+    tile: Any
+    min_m: int
+    max_m: int
+
+    def __str__(self) -> str:
+        widths = " ".join(
+            f"{name} x{each.width}" for name, each in zip(("lhs", "rhs"), self.spec.factors, strict=False)
+        )
+        rows = f"m {self.min_m}..{self.max_m if self.max_m < MAX_M else ''}  {self.tile}"
+        where = ", where a tensor lies so" if self.spec.checked else ""
+        return f"{rows}  {widths}{where}" if widths else rows
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that was not taken, and why."""
+
+    tile: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Every legal tile at one number of rows, and n columns, with its estimated microseconds, the fastest first.
+
+    Attributes:
+        copying: of the fastest tile's microseconds, those for copies through registers.
+        risk: microseconds to expect beside them, where only the run knows whether wider copies are legal.
+    """
+
+    m: int
+    n: int
+    tiles: tuple[tuple[float, Candidate], ...]
+    copying: float = 0.0
+    risk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan(Generic[Spec, TensorWidths]):
+    """The kernels of one fusion on one architecture, in the order in which a launch tries them.
+
+    The first variants use the widest accesses; the last looks at every tensor by itself and fits any pointer.
+
+    Attributes:
+        widths: the widest legal accesses, which the variants keep to.
+        rejected: candidates that were not taken.
+        ranked: the legal tiles at each number of rows; none where there is nothing to choose.
+    """
+
+    device: DeviceSpec
+    variants: tuple[Variant[Spec], ...]
+    widths: TensorWidths
+    rejected: tuple[Rejected, ...] = ()
+    ranked: tuple[Ranked, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [f"{self.device.arch:<7} {variant}" for variant in self.variants]
+        rows += [f"{'':<7} not {entry.tile}: {entry.reason}" for entry in self.rejected]
+        return "\n".join(rows)
+
+
+ProductVariant = Variant[KernelSpec]
+PointwiseVariant = Variant[PointwiseSpec]
+ProductPlan = Plan[KernelSpec, Widths]
+PointwisePlan = Plan[PointwiseSpec, EpilogueWidths]
+AnyVariant = ProductVariant | PointwiseVariant
+AnyPlan = ProductPlan | PointwisePlan
