@@ -9,7 +9,7 @@ from onnxfuse import hopper_tile, tile_cost
 from onnxfuse.access_path import path
 from onnxfuse.device import DeviceSpec
 from onnxfuse.hopper_tile import FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, boxed, rhs_pieces
-from onnxfuse.kernel_family import Candidate, Flow, Launch, Problem
+from onnxfuse.kernel_family import Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.tile_cost import products_of, tiles_of, waves_of
 
@@ -83,7 +83,7 @@ PATHS = {
 BOXED_OUT = {**PATHS, "out": "TMA store"}
 
 
-class Hopper:
+class Hopper(ProductFamily):
     """TMA and wgmma of sm_90a."""
 
     name = "hopper"
@@ -143,10 +143,6 @@ class Hopper:
         longer = max(computing, reading)
         sums = _exchanging(tile, spec, problem)
         return tile_cost.overlapped(computing, reading) + sums + _filling(tile, spec, problem, device, longer)
-
-    def copying(self, tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-        """No copies: TMA reads both factors."""
-        return 0.0
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
         """Written for the chip's own units."""

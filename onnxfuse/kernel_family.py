@@ -144,14 +144,22 @@ class ProductFamily(KernelFamily, Protocol):
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
         """Estimated microseconds; infinite for a tile that is not to be taken."""
 
+    def launch(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Launch:
+        """How a legal tile is launched: by default one block a tile."""
+        return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
+
     def copying(self, tile: Any, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
         """Of them, those for copies of single elements through registers, which a library does not need."""
+        return 0.0
 
     def is_on_par(self, tile: Any, m: int) -> bool:
         """Whether no library multiplies m rows faster: the units are the chip's fastest, or memory is what counts."""
+        return False
 
     def alike(self, tile: Any) -> AnyTile:
         """Equal for tiles of which measuring one tells enough of the others."""
+        found: AnyTile = tile
+        return found
 
 
 @dataclass(frozen=True)

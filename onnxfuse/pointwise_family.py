@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.access_path import path
 from onnxfuse.device import DeviceSpec
-from onnxfuse.kernel_family import Launch
+from onnxfuse.kernel_family import KernelFamily, Launch
 from onnxfuse.kernel_spec import Access
 from onnxfuse.pointwise_tile import PointwiseSpec, PointwiseTile
 
@@ -18,7 +18,7 @@ PATHS = {
 }
 
 
-class PointwiseFamily:
+class PointwiseFamily(KernelFamily):
     """What follows a product that another kernel makes."""
 
     name = "pointwise"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from onnxfuse import tile_cost, tile_footprint
 from onnxfuse.access_path import is_narrow, path
 from onnxfuse.device import DeviceSpec
-from onnxfuse.kernel_family import Candidate, Flow, Launch, Problem
+from onnxfuse.kernel_family import Candidate, Flow, Problem, ProductFamily
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 
 COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
@@ -66,7 +66,7 @@ def _for_parts(tile: Tile, parts: int) -> Tile:
     return replace(tile, block_n=max(tile.block_n // parts // step, 1) * step)
 
 
-class Portable:
+class Portable(ProductFamily):
     """Runs everything, on every chip."""
 
     name = "portable"
@@ -84,10 +84,6 @@ class Portable:
     def shared_bytes(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> int:
         """The ring, or staging areas, and vectors."""
         return tile_footprint.footprint(spec, tile).total
-
-    def launch(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> Launch:
-        """One block a tile."""
-        return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""
@@ -112,14 +108,6 @@ class Portable:
         rows = sum(rows for factor, rows in operands if is_narrow(factor))
         depth = math.ceil(problem.k / tile.block_k) * tile.block_k
         return tile_cost.waves_of(tile, problem, device) * rows * depth / tile.threads / COPIED
-
-    def is_on_par(self, tile: Tile, m: int) -> bool:
-        """Libraries have matrix units on some chips that this kernel does not reach."""
-        return False
-
-    def alike(self, tile: Tile) -> Tile:
-        """Every tile is measured."""
-        return tile
 
 
 PORTABLE = Portable()

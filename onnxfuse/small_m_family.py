@@ -8,7 +8,7 @@ from dataclasses import replace
 from onnxfuse import small_m_tile, tile_cost
 from onnxfuse.access_path import path
 from onnxfuse.device import DeviceSpec
-from onnxfuse.kernel_family import Candidate, Flow, Launch, Problem
+from onnxfuse.kernel_family import Candidate, Flow, Problem, ProductFamily
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.small_m_tile import SmallMTile
 
@@ -43,7 +43,7 @@ def _for_parts(tile: SmallMTile, parts: int) -> SmallMTile:
     return replace(tile, block_n=max(tile.block_n // parts // 8, 1) * 8)
 
 
-class SmallM:
+class SmallM(ProductFamily):
     """For up to 16 rows, where reading rhs is what takes time."""
 
     name = "small_m"
@@ -61,10 +61,6 @@ class SmallM:
     def shared_bytes(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> int:
         """The sums of the warps."""
         return small_m_tile.shared_bytes(spec, tile)
-
-    def launch(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Launch:
-        """One block a tile."""
-        return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""
@@ -84,17 +80,9 @@ class SmallM:
         reading = max(loading, tile_cost.waiting(tile, reads, problem))
         return tile_cost.overlapped(computing, reading) + SUMMING
 
-    def copying(self, tile: SmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-        """No copies: both factors are read in whole chunks."""
-        return 0.0
-
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""
         return m <= tile.block_m
-
-    def alike(self, tile: SmallMTile) -> SmallMTile:
-        """Every tile is measured."""
-        return tile
 
 
 SMALL_M = SmallM()

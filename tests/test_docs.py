@@ -47,8 +47,9 @@ def test_every_module_has_its_stage() -> None:
         "__init__", "__main__", "cli", "report", "errors", "settings", "dtypes", "device", "dump", "selection", "store",
         "triton", "pipeline", "extract", "probe", "reference", "double_ops", "operators", "packing", "symbolic",
         "symbolic_shapes", "behind_product", "hopper_tile", "small_m_tile", "pointwise_tile", "pointwise_plan",
-        "tile_footprint", "progress", "terminal", "bench_report", "bench_chart", "fused_sites",
-        "external_data", "staging", "value_types", "input_facts",
+        "tile_footprint", "progress", "terminal", "bench_report", "bench_chart", "fused_sites", "external_data",
+        "staging", "value_types", "input_facts", "shared_memory", "hopper_family", "portable_family",
+        "small_m_family", "pointwise_family",
     }  # fmt: skip
     for path in (ROOT / "onnxfuse").glob("*.py"):
         assert path.stem in aside or f"`{path.name}`" in text, path.name
