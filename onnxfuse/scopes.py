@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper
 
+from onnxfuse.declared import inferred_types
 from onnxfuse.errors import ModelError
 from onnxfuse.inline import DOMAIN, FunctionKey, functions_of, inline, subgraphs, versions, walk, why_not
 from onnxfuse.model import Model, is_large, overridable
@@ -147,7 +148,7 @@ def _infer(skeleton: ModelProto, label: str) -> ModelProto:
         with known_operators(microsoft=False), _shaped(skeleton.graph):
             onnx.checker.check_model(skeleton)
         with known_operators(microsoft=True):
-            return onnx.shape_inference.infer_shapes(skeleton, check_type=True, data_prop=True)
+            return inferred_types(skeleton)
     except MemoryError:
         raise ModelError(f"{label}: a shape or a constant in it is larger than memory") from None
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
