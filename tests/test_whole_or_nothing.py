@@ -148,6 +148,22 @@ def test_a_folder_without_a_lock_is_left_until_it_is_old(tmp_path: Path, seconds
     assert hidden.exists() == left
 
 
+def test_what_a_killed_verify_wrote_is_removed_by_the_next(tmp_path: Path) -> None:
+    source = hub_cache(tmp_path)
+    hold = "onnxfuse.runtime.verify.open_session = lambda *_: (print('held', flush=True), time.sleep(60))"
+    call = "onnxfuse.runtime.verify.verify(path, path, per_site=True)"
+    code = (
+        f"import time, onnxfuse.runtime.verify; from pathlib import Path; path = Path({str(source)!r}); {hold}; {call}"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout.readline() == "held\n"
+        process.kill()
+    assert [name for name in names(tmp_path) if name.startswith(PREFIX)]
+    drop_leftovers(tmp_path)
+    assert not [name for name in names(tmp_path) if name.startswith(PREFIX)]
+
+
 def test_a_scratch_folder_is_for_its_user_alone_and_gone_afterwards() -> None:
     with staging.scratch_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700

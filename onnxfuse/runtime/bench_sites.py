@@ -12,7 +12,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from onnxfuse.fused_sites import (
@@ -31,6 +30,7 @@ from onnxfuse.runtime.contender import open_on
 from onnxfuse.runtime.feeds import Array, input_specs, make_feeds
 from onnxfuse.runtime.tune import WEIGHT_SCALE, Port, copies_for, time_models
 from onnxfuse.runtime.values import to_ort_value
+from onnxfuse.staging import scratch_folder
 
 PROBES = {"cuda": (1 << 26, 8192), "cpu": (1 << 20, 256)}  # floats that are copied, side of the matrices
 COPIES = 2
@@ -114,8 +114,8 @@ def time_sites(optimized: Path, feeds: Mapping[str, Array], device: str, progres
 
 def _shapes(model: Path, feeds: Mapping[str, Array], device: str) -> dict[str, tuple[int, ...]]:
     """The shapes of what fused nodes read and make in one run."""
-    with TemporaryDirectory(prefix="onnxfuse-") as folder:
-        path = Path(folder) / "shapes.onnx"
+    with scratch_folder() as folder:
+        path = folder / "shapes.onnx"
         names = write_with_shapes(model, path)
         if not names:
             return {}
