@@ -61,14 +61,19 @@ def _key(function: FunctionProto) -> FunctionKey:
 
 
 def functions_of(proto: ModelProto) -> dict[FunctionKey, FunctionProto]:
-    """The model's own functions, fallback functions aside.
+    """The model's own functions, fallback functions aside, and those named as an operator, which ONNX Runtime prefers.
 
     Raises:
         ModelError: a function calls itself.
     """
-    functions = {_key(function): function for function in proto.functions if function.domain != DOMAIN}
+    functions = {_key(function): function for function in proto.functions if not _is_never_called(function)}
     _check_calls(functions)
     return functions
+
+
+def _is_never_called(function: FunctionProto) -> bool:
+    domain = "" if function.domain == "ai.onnx" else function.domain
+    return domain == DOMAIN or bool(defs.has(function.name, domain))
 
 
 def _check_calls(functions: Functions) -> None:

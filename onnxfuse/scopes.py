@@ -66,6 +66,8 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
     graph, target = proto.graph, skeleton.graph
     target.name = graph.name or "graph"
     target.node.extend(graph.node)
+    for node in walk(target.node):
+        node.domain = "" if node.domain == "ai.onnx" else node.domain
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
     target.sparse_initializer.extend(graph.sparse_initializer)
@@ -158,7 +160,10 @@ def _infer(skeleton: ModelProto, label: str) -> ModelProto:
 
 @contextmanager
 def _shaped(graph: GraphProto) -> Iterator[None]:
-    """Give values of unknown rank some shape: the checker asks for one, ONNX Runtime does not."""
+    """Give outputs without a type and values of unknown rank some: the checker asks for one, ONNX Runtime does not."""
+    untyped = [value for value in graph.output if not value.type.WhichOneof("value")]
+    for value in untyped:
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
     bare = [kind for kind in _tensor_types(graph) if not kind.HasField("shape")]
     for kind in bare:
         kind.shape.SetInParent()
@@ -167,6 +172,8 @@ def _shaped(graph: GraphProto) -> Iterator[None]:
     finally:
         for kind in bare:
             kind.ClearField("shape")
+        for value in untyped:
+            value.ClearField("type")
 
 
 def _tensor_types(graph: GraphProto) -> Iterator[TypeProto.Tensor]:

@@ -80,6 +80,27 @@ def test_a_shape_that_nothing_else_tells_is_believed() -> None:
     )
 
 
+def test_an_output_needs_no_type() -> None:
+    bare = model()
+    bare.graph.output[0].ClearField("type")
+    fused(bare, 2)
+
+
+def test_both_names_of_the_default_domain_are_one() -> None:
+    named = model()
+    for node in named.graph.node:
+        node.domain = "ai.onnx"
+    fused(named, 2)
+
+
+def test_an_operator_is_no_function_of_its_name() -> None:
+    """ONNX Runtime takes its own Relu."""
+    overridden = model()
+    body = [helper.make_node("Neg", ["a"], ["b"])]
+    overridden.functions.append(helper.make_function("", "Relu", ["a"], ["b"], body, overridden.opset_import))
+    fused(overridden, 2)
+
+
 SCALERS = {
     "Scaler": {"offset": [0.5] * K, "scale": [2.0] * K},
     "Normalizer": {"norm": "L2"},
