@@ -63,7 +63,7 @@ def test_the_report_is_the_documented_json(fused: Path) -> None:
     }
     assert (site["pattern"], site["features"]) == ("split_gemm", ["activation", "bias", "gate"])
     assert site["axes"] == "b m k, k (p n), (p n) -> b m n"
-    assert site["sizes"] == {"batch": 1, "m": None, "n": 64, "k": 32}
+    assert site["sizes"] == {"batch": 1, "m": None, "n": 128, "k": 32}
     fields = frozenset({"name", "kind", "width", "bytes", "path", "reason"})
     assert {frozenset(operand) for operand in site["operands"]} == {fields}
     assert (projection["pattern"], projection["features"]) == ("gemm_epilogue", ["bias"])
