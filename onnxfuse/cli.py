@@ -22,6 +22,7 @@ from onnxfuse.bench_report import html
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import EXIT_CODES, INTERRUPTED, NOT_DONE, WRONG, OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph import load_model
+from onnxfuse.model import check_weights
 from onnxfuse.pipeline import (
     FP32_MODES,
     ROUNDING_MODES,
@@ -54,12 +55,14 @@ from onnxfuse.store import (
 from onnxfuse.terminal import (
     print_error,
     print_explanation,
+    print_json,
     print_report,
     print_result,
     print_saved,
     print_sites,
     print_written,
     progress_bar,
+    require_output,
 )
 from onnxfuse.triton import MAX_BATCH
 from onnxfuse.triton import export_triton as write_triton
@@ -104,7 +107,7 @@ def _drop_standard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@click.group(epilog=_CODES)
+@click.group(epilog=_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def commands() -> None:
     """Fuse matrix products of an ONNX model with what follows them into single GPU kernels."""
@@ -178,7 +181,9 @@ def optimize(
     quiet: bool,
 ) -> None:
     """Fuse MODEL and write the result; `-o -` writes it to standard output, and what is printed to standard error."""
-    if output in (Path("-"), STANDARD_OUTPUT):
+    to_standard_output = output in (Path("-"), STANDARD_OUTPUT)
+    require_output(quiet and not to_standard_output)
+    if to_standard_output:
         output = _standard_output(as_json)
     check_target(model, output, force)
     if report is not None:
@@ -190,7 +195,9 @@ def optimize(
         make_folder(dump, force)
     with progress_bar(quiet) as progress:
         progress("finding fusions", 0, 0)
-        analysis = analyse_model(model, devices, fp32, selection, rounding)
+        source = load_model(model)
+        check_weights(source)
+        analysis = analyse_model(source, devices, fp32, selection, rounding)
         check_files(analysis.model, output, force)
         if report is not None:
             check_holds_none(analysis.model, report)
@@ -202,7 +209,7 @@ def optimize(
     if report is not None:
         write_text(report, json.dumps(outcome.to_dict(), indent=2) + "\n")
     if as_json:
-        click.echo(json.dumps(outcome.to_dict(), indent=2))
+        print_json(outcome.to_dict())
     if as_json or quiet:
         return
     with redirect_stdout(sys.stderr if output == STANDARD_OUTPUT else sys.stdout):
@@ -233,12 +240,13 @@ def _standard_output(as_json: bool) -> Path:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def explain(model: Path, arch: str | None, fp32: Fp32, rounding: Rounding, selection: Selection, as_json: bool) -> None:
     """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
+    require_output()
     with progress_bar(quiet=False) as progress:
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection, rounding)
     outcome = make_report(analysis)
     if as_json:
-        click.echo(json.dumps(outcome.to_dict(), indent=2))
+        print_json(outcome.to_dict())
         return
     print_explanation(outcome, analysis)
 
@@ -273,8 +281,8 @@ def verify(
     quiet: bool,
 ) -> None:
     """Run both models and compare each with a float64 reference."""
-    for path in (original, optimized):
-        load_model(path)
+    require_output(quiet)
+    _check_models(original, optimized)
     with progress_bar(quiet) as progress:
         result = run_verify(
             original,
@@ -324,6 +332,8 @@ def bench(
     quiet: bool,
 ) -> None:
     """Time both models, run by run in turn."""
+    require_output(quiet)
+    _check_models(original, optimized)
     kept = {"the original": original, "the fused model": optimized}
     for what, report in (("the page", page), ("the chart", chart)):
         if report is not None:
@@ -356,6 +366,7 @@ def bench(
 @commands.command(epilog=_CODES)
 def library() -> None:
     """Print the path of the shared library that runs the fused nodes."""
+    require_output()
     click.echo(library_path())
 
 
@@ -365,10 +376,19 @@ def library() -> None:
 @click.option("--name", help="What clients call the model. Default: the file's name.")
 @click.option("--max-batch", default=MAX_BATCH, show_default=True, help="Rows that the server gathers into one run.")
 @click.option("--mount", default="", help="Where the server sees FOLDER. Default: the same path.")
-def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, mount: str) -> None:
+@click.option("--unfused", is_flag=True, help="Write a model without any fused node as well.")
+def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, mount: str, unfused: bool) -> None:
     """Write the fused MODEL into FOLDER, a model repository of Triton Inference Server."""
-    place = write_triton(model, folder, Path(library_path()), name=name, max_batch=max_batch, mount=mount)
+    require_output()
+    place = write_triton(
+        model, folder, Path(library_path()), name=name, max_batch=max_batch, mount=mount, unfused=unfused
+    )
     print_written(place)
+
+
+def _check_models(*paths: Path) -> None:
+    for path in paths:
+        check_weights(load_model(path))
 
 
 def _feed_options(inputs: Path | None, shapes: tuple[str, ...]) -> Mapping[str, Any]:

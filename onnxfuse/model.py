@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnx import ModelProto as ModelProto  # re-exported: the rooms beyond the ONNX world name the type only
+from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
 from onnxfuse.inline import functions_of, reads, walk
@@ -73,6 +75,8 @@ def load_model(source: str | Path | ModelProto) -> Model:
 
 
 def _parse(path: Path) -> ModelProto:
+    if path.is_dir():
+        raise ModelError(f"{path}: is a folder; name a model in it")
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
     proto = ModelProto()
@@ -207,6 +211,29 @@ def leaves_folder(location: str) -> bool:
     """Whether a path that should be relative to the model leads elsewhere, or nowhere, by its words alone."""
     path = Path(os.path.normpath(location))
     return not location or "\0" in location or path.is_absolute() or path.parts[:1] == (os.pardir,)
+
+
+def check_weights(model: Model) -> None:
+    """Every file of external data is there and long enough, which is known before anything else is done.
+
+    Raises:
+        ModelError: one is not; the message names the file, and how many tensors lie in it.
+    """
+    needed: dict[str, int] = {}
+    count: Counter[str] = Counter()
+    for tensor in tensors(model.proto):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            info = ExternalDataInfo(tensor)
+            needed[info.location] = max(needed.get(info.location, 0), (info.offset or 0) + (info.length or 0))
+            count[info.location] += 1
+    for location, end in needed.items():
+        path = model.folder / location
+        if not path.is_file():
+            raise ModelError(
+                f"{model.label}: its weights are missing: {path}, with the data of {count[location]} tensors"
+            )
+        if path.stat().st_size < end:
+            raise ModelError(f"{model.label}: its weights are cut short: {path} ends before byte {end}")
 
 
 def _same(stored: int, expected: int, what: str, label: str) -> None:

@@ -19,7 +19,7 @@ from onnxfuse.progress import Progress
 from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.rewrite import fallback_body, rewrite
 from onnxfuse.runtime.tune import require_gpu
-from onnxfuse.scopes import count_nodes
+from onnxfuse.scopes import count_nodes, skeleton_of
 from onnxfuse.selection import Candidate, Selection
 from onnxfuse.settings import cache_dir
 from onnxfuse.site import Site, pays_together, plan_site
@@ -48,7 +48,7 @@ class Analysis:
 
 
 def analyse_model(
-    source: str | Path | ModelProto,
+    source: str | Path | ModelProto | Model,
     devices: Sequence[DeviceSpec],
     fp32: Fp32 = "tf32",
     selection: Selection = EVERYTHING,
@@ -71,7 +71,7 @@ def analyse_model(
         raise SettingError(f"unknown fp32 mode {fp32!r}; known: {', '.join(FP32_MODES)}")
     if rounding not in ROUNDING_MODES:
         raise SettingError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDING_MODES)}")
-    model = load_model(source)
+    model = source if isinstance(source, Model) else load_model(source)
     graphs = all_graphs(model)
     find = functools.partial(_find_sites, devices=devices, exact_fp32=fp32 == "exact", rounds=rounding == "onnx")
     sites, skipped = _selected(*find(graphs), selection)
@@ -198,9 +198,10 @@ def optimize_model(
 
 
 def make_report(analysis: Analysis) -> Report:
-    """The report of an analysis alone; a rewrite also drops nodes that only fed what it fused, such as constants."""
-    nodes = count_nodes(analysis.model.proto)
-    return _report(analysis, nodes, nodes - sum(len(site.form.replaced) - 1 for site in analysis.sites))
+    """The report of an analysis alone, with the nodes that a rewrite leaves: it is done on a copy without weights."""
+    replacements = [replacement(site.form, str(number)) for number, site in enumerate(analysis.sites)]
+    fused = rewrite(skeleton_of(analysis.model.proto), replacements, b"")
+    return _report(analysis, count_nodes(analysis.model.proto), count_nodes(fused))
 
 
 def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:

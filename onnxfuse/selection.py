@@ -100,6 +100,8 @@ def _read_plan(plan: str | Path | Mapping[str, Any]) -> dict[str, str]:
 
 
 def _load(path: Path) -> Any:
+    if path.is_dir():
+        raise SettingError(f"{path}: is a folder; name a plan, what explain --json printed")
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

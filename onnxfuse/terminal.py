@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from onnxfuse.bench_report import site_table
-from onnxfuse.errors import OnnxfuseError
+from onnxfuse.errors import OnnxfuseError, OutputError
 from onnxfuse.pipeline import Analysis
 from onnxfuse.progress import Progress
 from onnxfuse.report import Report
@@ -38,6 +39,21 @@ def _console() -> Console:
     if not console.is_terminal:
         console.width = UNWRAPPED
     return console
+
+
+def require_output(quiet: bool = False) -> None:
+    """Say before any work that nobody could read its result.
+
+    Raises:
+        OutputError: standard output is closed, and something will be printed.
+    """
+    if sys.stdout is None and not quiet:
+        raise OutputError("standard output is closed")
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """A result for programs."""
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
 def _print(what: object) -> None:
@@ -129,6 +145,6 @@ def _print_skipped(console: Console, report: Report) -> None:
 def print_result(result: VerifyResult | BenchResult, as_json: bool, quiet: bool) -> None:
     """What was compared or timed, as text or as JSON."""
     if as_json:
-        click.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        print_json(result.to_dict())
     elif not quiet:
         _print(result)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from onnxfuse.errors import ModelError, OutputError, SettingError
 from onnxfuse.graph import Model, load_model, signature
+from onnxfuse.inline import DOMAIN, walk
+from onnxfuse.model import check_weights
 from onnxfuse.staging import staging
 from onnxfuse.store import save_model, write_text
 
@@ -47,7 +49,14 @@ class Port:
 
 
 def export_triton(
-    model: Path, folder: Path, bridge: Path, *, name: str | None = None, max_batch: int = MAX_BATCH, mount: str = ""
+    model: Path,
+    folder: Path,
+    bridge: Path,
+    *,
+    name: str | None = None,
+    max_batch: int = MAX_BATCH,
+    mount: str = "",
+    unfused: bool = False,
 ) -> Path:
     """Write a model repository's entry for a fused model.
 
@@ -58,19 +67,28 @@ def export_triton(
         name: what clients call the model; by default the file's name without its endings.
         max_batch: rows that the server may gather into one run, where the model's axes allow it; 0 for none.
         mount: where the server sees `folder`; by default at the same path.
+        unfused: whether a model without a fused node is written as well.
 
     Returns:
         The folder of this model.
 
     Raises:
-        ModelError: the model or its external data cannot be read, or has an input that Triton has no type for.
+        ModelError: the model or its external data cannot be read, it has an input that Triton has no type for, or it
+            has no fused node.
         OutputError: the entry exists, or the disk refuses.
         SettingError: max_batch is negative, or larger than the configuration's field.
     """
     if not 0 <= max_batch <= LARGEST_BATCH:
         raise SettingError(f"the largest batch is {max_batch}; expected 0 to {LARGEST_BATCH}")
     source = load_model(model)
+    check_weights(source)
+    if not unfused and all(node.domain != DOMAIN for node in walk(source.proto.graph.node)):
+        raise ModelError(
+            f"{model}: has no fused node; `onnxfuse optimize` makes them, and --unfused writes it as it is"
+        )
     place = folder / (name or re.sub(r"\W+", "_", model.name.split(".")[0]))
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: is a file; name a folder, the model repository")
     if place.exists():
         raise OutputError(f"{place}: exists; remove it, or choose another --name")
     inputs, outputs = (tuple(map(_port, ports)) for ports in signature(source))

@@ -9,16 +9,23 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
+from onnxfuse import __version__
+from onnxfuse.cli import commands
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model, make_report, optimize_model
+from onnxfuse.scopes import count_nodes
 from tests import corpus
 from tests.onnx_build import Builder
 from tests.test_graph import cycle, unknown_opset, wrong_dtype
 
+MODELS = sorted((Path(__file__).parents[1] / "models").glob("*.onnx"))
 GATE = "tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx"
 
 
@@ -208,6 +215,9 @@ def test_bench_prints_a_table_and_keeps_reports_that_exist(gate: Path, fused: Pa
     assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+FOLDERS = (("optimize", "-o", "out.onnx"), ("explain",), ("verify", "."), ("bench", "."), ("export-triton", "models"))
+
+
 def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
     files = {
         "truncated": gate.read_bytes()[: gate.stat().st_size // 2],
@@ -252,6 +262,13 @@ def mistakes(tmp_path: Path, gate: Path) -> dict[str, tuple[object, ...]]:
         "tune for another": ("optimize", gate, "-o", out, "--tune", "--arch", "sm_80"),
         "budget": ("optimize", gate, "-o", out, "--budget", "10"),
         "unknown command": ("optimise", gate),
+        **{f"folder as {verb}": (verb, tmp_path, *rest) for verb, *rest in FOLDERS},
+        "folder as output": ("optimize", gate, "-o", tmp_path),
+        "folder as page": ("bench", gate, gate, "--html", tmp_path),
+        "folder as plan": ("explain", gate, "--plan", tmp_path),
+        "folder as inputs": ("bench", gate, gate, "--device", "cpu", "--inputs", tmp_path),
+        "file as repository": ("export-triton", gate, gate, "--unfused"),
+        "nothing to serve": ("export-triton", gate, tmp_path / "models"),
         "no output": ("optimize", gate),
     }
 
@@ -271,6 +288,7 @@ def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, gate: Path) -> N
         assert "Traceback" not in result.stderr, f"{name}: {result.stderr}"
         lines = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith(("Usage", "Try"))]
         assert len(lines) == 1, f"{name}: {result.stderr}"
+        assert ("is a folder" in lines[0]) == name.startswith("folder as"), f"{name}: {result.stderr}"
     assert not (tmp_path / "out.onnx").exists()
     assert gate.read_bytes() == before
 
@@ -293,6 +311,68 @@ def test_nothing_takes_the_place_of_external_weights(gate: Path, tmp_path: Path,
     assert (result.returncode, out.exists()) == (3, False)
     assert "holds data of the input" in result.stderr
     assert weights.read_bytes() == before
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut short"])
+def test_weights_that_are_not_there_are_said_before_work_begins(gate: Path, tmp_path: Path, fault: str) -> None:
+    """Each command that needs them; explain does not."""
+    source, weights = tmp_path / "in.onnx", tmp_path / "weights.bin"
+    onnx.save(onnx.load(gate), source, save_as_external_data=True, location=weights.name, size_threshold=0)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    if fault == "missing":
+        weights.unlink()
+    commands = {
+        "optimize": ("-o", tmp_path / "out.onnx", "--arch", "sm_80", "--dump", tmp_path / "dump"),
+        "verify": (source,),
+        "bench": (source, "--device", "cpu"),
+        "export-triton": (tmp_path / "models", "--unfused"),
+    }
+    for verb, rest in commands.items():
+        result = onnxfuse(verb, source, *rest)
+        assert (result.returncode, len(result.stderr.splitlines())) == (1, 1), result.stderr
+        assert f"weights are {fault}: {weights}" in result.stderr
+    assert onnxfuse("explain", source).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [("explain", "GATE"), ("explain", "GATE", "--json"), ("library",)])
+def test_a_closed_standard_output_is_said(gate: Path, arguments: tuple[str, ...]) -> None:
+    words = [str(gate) if word == "GATE" else word for word in arguments]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "onnxfuse", *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "error: standard output is closed\n")
+
+
+def test_a_quiet_command_needs_no_standard_output(gate: Path, tmp_path: Path) -> None:
+    words = ["optimize", str(gate), "-o", str(tmp_path / "out.onnx"), "--arch", "sm_80", "--quiet"]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "onnxfuse", *words]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_help_is_short_as_well_and_the_version_is_told() -> None:
+    for verb in ((), *((name,) for name in commands.commands)):
+        short, long = (onnxfuse(*verb, flag) for flag in ("-h", "--help"))
+        assert (short.returncode, short.stdout) == (0, long.stdout)
+    assert onnxfuse("--version").stdout.split()[-1] == __version__
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    asked = {"_ONNXFUSE_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
+    command = [str(Path(sys.executable).with_name("onnxfuse"))]
+    for typed, expected in (("opt", "plain,optimize"), ("ex", "plain,explain")):
+        environment = os.environ | asked | {"COMP_WORDS": f"onnxfuse {typed}"}
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert expected in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_explain_counts_the_nodes_that_optimize_leaves(path: Path) -> None:
+    analysis = analyse_model(path, resolve("sm_80", list))
+    told = make_report(analysis).nodes_after
+    bare = [
+        replace(s, plans=(), behind=s.behind and replace(s.behind, plans=())) for s in analysis.sites
+    ]  # no compiler
+    model, report = optimize_model(replace(analysis, sites=tuple(bare)))
+    assert told == report.nodes_after == count_nodes(model)
 
 
 def test_a_full_disk_is_one_line(gate: Path) -> None:

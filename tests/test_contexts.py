@@ -195,5 +195,5 @@ def test_a_failed_copy_leaves_no_rubbish(source: Path, tmp_path: Path, monkeypat
 def test_the_files_come_along_to_a_server(source: Path, tmp_path: Path) -> None:
     library = tmp_path / "lib.so"
     library.touch()
-    place = export_triton(source, tmp_path / "repository", library)
+    place = export_triton(source, tmp_path / "repository", library, unfused=True)
     assert files_of(place / "1") == FILES

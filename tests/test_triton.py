@@ -81,7 +81,7 @@ def model(shape_in: list[int | str | None], shape_out: list[int | str | None], e
 )
 def test_a_batch_is_a_first_axis_that_is_dynamic_everywhere(tmp_path, shape_in, shape_out, batch, dims) -> None:
     onnx.save(model(shape_in, shape_out), tmp_path / "m.onnx")
-    place = export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, max_batch=4)
+    place = export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, max_batch=4, unfused=True)
     config = parsed(place)
     assert (config.max_batch_size, list(config.input[0].dims)) == (batch, dims)
     assert config.HasField("dynamic_batching") == bool(batch)
@@ -89,12 +89,12 @@ def test_a_batch_is_a_first_axis_that_is_dynamic_everywhere(tmp_path, shape_in, 
 
 def test_nothing_is_overwritten_and_what_triton_lacks_is_named(tmp_path: Path) -> None:
     onnx.save(model(["b", 3], ["b", 3]), tmp_path / "m.onnx")
-    export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE)
+    export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, unfused=True)
     with pytest.raises(OutputError, match="models/m: exists"):
-        export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE)
+        export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, unfused=True)
     onnx.save(model([3], [3], onnx.TensorProto.COMPLEX64), tmp_path / "c.onnx")
     with pytest.raises(ModelError, match="'x': Triton has no tensor type"):
-        export_triton(tmp_path / "c.onnx", tmp_path / "models", BRIDGE)
+        export_triton(tmp_path / "c.onnx", tmp_path / "models", BRIDGE, unfused=True)
 
 
 def with_external_data(folder: Path) -> Path:
@@ -120,11 +120,11 @@ def test_what_fails_leaves_nothing_and_the_next_try_succeeds(
         elif fault == "full disk":
             patch.setattr(triton, "write_text", no_space)
         with pytest.raises(ModelError if fault == "no data" else OutputError):
-            export_triton(source, repository, tmp_path / "absent.so" if fault == "no bridge" else bridge)
+            export_triton(source, repository, tmp_path / "absent.so" if fault == "no bridge" else bridge, unfused=True)
     if fault == "no data":
         (tmp_path / "away").rename(tmp_path / "weights")
     assert sorted(tmp_path.rglob("*")) == before
-    place = export_triton(source, repository, bridge)
+    place = export_triton(source, repository, bridge, unfused=True)
     x = np.arange(64, dtype=np.float32)[None]
     np.testing.assert_array_equal(run(onnx.load(place / "1" / "model.onnx"), {"x": x})[0], x)
     assert {path.name for path in place.iterdir()} == {"1", "config.pbtxt", "libonnxfuse.so"}
@@ -143,7 +143,7 @@ def test_a_batch_that_is_no_number_of_rows_is_refused(tmp_path: Path, max_batch:
     assert (result.returncode, result.stderr.count("\n")) == (2, 1), result.stderr
     assert str(max_batch) in result.stderr
     with pytest.raises(SettingError, match=str(max_batch)):
-        export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, max_batch=max_batch)
+        export_triton(tmp_path / "m.onnx", tmp_path / "models", BRIDGE, max_batch=max_batch, unfused=True)
     assert not (tmp_path / "models").exists()
 
 

@@ -102,7 +102,7 @@ def load_npz(path: Path) -> dict[str, Array]:
     """
     try:
         if not zipfile.is_zipfile(path) and path.exists():
-            raise ModelError(f"{path}: not an .npz file")
+            raise ModelError(f"{path}: {'is a folder; name' if path.is_dir() else 'not'} an .npz file")
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
