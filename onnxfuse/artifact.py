@@ -178,6 +178,12 @@ class Record:
     def __post_init__(self) -> None:
         _check(self)
 
+    @property
+    def architecture(self) -> str:
+        """What it is compiled for, as `--arch` names it."""
+        suffix = "a" if self.flavour == Flavour.SPECIFIC else ""
+        return "ptx" if self.flavour == Flavour.PTX else f"sm_{self.capability}{suffix}"
+
 
 def pack(records: tuple[Record, ...] | list[Record]) -> bytes:
     """The archive of some records, in their order. Equal records give equal bytes.

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from rich.markup import escape as escape_markup
-from rich.table import Table
-
 from onnxfuse.runtime.bench import MEASURES, BenchResult
 from onnxfuse.runtime.bench_sites import SiteTimes
 
@@ -127,14 +124,13 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], markup: Sequence
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def site_table(sites: Sequence[SiteTimes]) -> Table:
+SITES_TITLE = "sites, microseconds: # after, . before"
+SITE_HEADINGS = ("site", "times", "before", "after", "floor", "floor by", "faster", "")
+
+
+def site_rows(sites: Sequence[SiteTimes]) -> list[list[str]]:
     """The sites for a terminal: the page's figures, and a bar in which `#` is after, and `.` what before had more."""
-    table = Table(title="sites, microseconds: # after, . before", title_justify="left")
-    for heading in ("site", "times", "before", "after", "floor", "floor by", "faster", ""):
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("site", "") else "right")
-    for site in sites:
-        table.add_row(*map(escape_markup, cells(site)), _text_bar(site, longest(sites)))
-    return table
+    return [[*cells(site), _text_bar(site, longest(sites))] for site in sites]
 
 
 def _text_bar(site: SiteTimes, longest: float) -> str:

@@ -60,6 +60,7 @@ from onnxfuse.terminal import (
     print_result,
     print_saved,
     print_sites,
+    print_summary,
     print_written,
     progress_bar,
     require_output,
@@ -237,18 +238,35 @@ def _standard_output(as_json: bool) -> Path:
 @_fp32
 @_rounding
 @_selecting
+@click.option("--site", metavar="NAME|GLOB", help="One product in full, by its name or a node's.")
+@click.option("--all", "in_full", is_flag=True, help="Every product in full.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def explain(model: Path, arch: str | None, fp32: Fp32, rounding: Rounding, selection: Selection, as_json: bool) -> None:
-    """Show every product of MODEL: its fusion, or why it is left alone. Needs no GPU and writes nothing."""
+def explain(
+    model: Path,
+    arch: str | None,
+    fp32: Fp32,
+    rounding: Rounding,
+    selection: Selection,
+    site: str | None,
+    in_full: bool,
+    as_json: bool,
+) -> None:
+    """Show what of MODEL would be fused, and why the rest is left alone. Needs no GPU and writes nothing."""
     require_output()
+    if site is not None and in_full:
+        raise SettingError("--site shows one product and --all every one; give one of them")
     with progress_bar(quiet=False) as progress:
         progress("finding fusions", 0, 0)
         analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection, rounding)
     outcome = make_report(analysis)
+    if site is not None:
+        outcome = outcome.only(site)
     if as_json:
         print_json(outcome.to_dict())
-        return
-    print_explanation(outcome, analysis)
+    elif in_full or site is not None:
+        print_explanation(outcome, analysis)
+    else:
+        print_summary(outcome)
 
 
 @commands.command(epilog=_CODES)
@@ -295,7 +313,7 @@ def verify(
             per_site=per_site,
             progress=progress,
         )
-    print_result(result, as_json, quiet)
+    print_result(result, original, optimized, as_json, quiet)
     if not result.passed:
         sys.exit(WRONG)
 
@@ -358,7 +376,7 @@ def bench(
         write_text(page, html(result, title))
     if chart is not None:
         write_bytes(chart, png(result, title))
-    print_result(result, as_json, quiet)
+    print_result(result, original, optimized, as_json, quiet)
     if result.sites and not as_json and not quiet:
         print_sites(result.sites)
 

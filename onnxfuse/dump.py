@@ -35,7 +35,7 @@ def decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
         "1-fusion.txt": str(site.fusion),
         "2-axes.txt": f"{report.axes}\n{site.mapping}",
         "3-widths.txt": "\n".join(map(str, report.operands)),
-        "4-plan.txt": "\n".join((site.tier.value, *(str(plan) for plan in site.form.plans))),
+        "4-plan.txt": "\n".join((site.tier.value, *(plan.details for plan in site.form.plans))),
         "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.form, name).items()),
     }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
+from onnxfuse.artifact import unpack
 from onnxfuse.dtypes import ALL
 from onnxfuse.external_data import read_data
 from onnxfuse.extract import KERNELS, Ports, site_model
@@ -64,6 +65,18 @@ def uses_tf32(model: Path) -> bool:
     nodes = (node for node in walk(load_model(model).proto.graph.node) if node.domain == DOMAIN)
     maths = (each.s.decode() for node in nodes for each in node.attribute if each.name == "math")
     return any("tf32" in names.split(",") for names in maths)
+
+
+def architectures_of(model: Path) -> tuple[str, ...]:
+    """What the kernels of a model are for, `sm_80` or `ptx`, sorted; nothing of a model without fused nodes.
+
+    Raises:
+        ModelError: the model cannot be read.
+    """
+    source = load_model(model)
+    archives = {node.input[0] for node in _fused(source.proto)}
+    stored = [tensor for tensor in source.proto.graph.initializer if tensor.name in archives]
+    return tuple(sorted({record.architecture for tensor in stored for record in unpack(_archive(source, tensor))}))
 
 
 def write_with_shapes(model: Path, target: Path) -> list[str]:

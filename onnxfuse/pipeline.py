@@ -39,9 +39,11 @@ class Analysis:
 
     Attributes:
         graphs: the model's scopes, the main graph first.
+        devices: that it is planned for.
     """
 
     model: Model
+    devices: tuple[DeviceSpec, ...]
     graphs: tuple[Graph, ...]
     sites: tuple[Site, ...]
     skipped: tuple[SkippedSite, ...]
@@ -79,7 +81,7 @@ def analyse_model(
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
         sites, _ = _selected(*find(graphs), selection)
-    return _named_sites(Analysis(model, graphs, sites, skipped))
+    return _named_sites(Analysis(model, tuple(devices), graphs, sites, skipped))
 
 
 def _find_sites(
@@ -205,7 +207,15 @@ def make_report(analysis: Analysis) -> Report:
 
 
 def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
-    return Report(tuple(map(_report_site, analysis.sites)), analysis.skipped, nodes_before, nodes_after)
+    path, architectures = analysis.model.path, tuple(device.arch for device in analysis.devices)
+    return Report(
+        None if path is None else str(path),
+        architectures,
+        tuple(map(_report_site, analysis.sites)),
+        analysis.skipped,
+        nodes_before,
+        nodes_after,
+    )
 
 
 def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from onnxfuse.families import PRODUCTS
 from onnxfuse.fusion import Fusion
 from onnxfuse.kernel_family import Candidate, Problem
 from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.variant import MAX_M, ProductPlan, ProductVariant, Ranked, Rejected
+from onnxfuse.variant import MAX_M, SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 from onnxfuse.vector_width import Widths, lhs_order, rhs_order
 
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
@@ -58,7 +58,7 @@ def make_plan(
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
     variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
-    rejected += [Rejected(entry.tile, "slower by the cost model") for entry in fitting if entry.tile not in taken]
+    rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
         few = [problem for problem in problems if problem.m in FALLBACK_M] or problems

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 from onnxfuse.axes import static_size
-from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Pointwise, Tensor
+from onnxfuse.document import document
+from onnxfuse.errors import NotFusable, SettingError
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernel_spec import Access
 from onnxfuse.site import Form, Site
 from onnxfuse.variant import AnyPlan, AnyVariant
@@ -56,6 +59,7 @@ class FusedSite:
         kernel: the kernels by architecture and range of m, in words.
         timings: what `--tune` measured, in words; empty without it.
         text: the fusion as the IR prints it.
+        nameless: the same without the names of this site, by which equal ones are known.
     """
 
     anchor: str
@@ -69,6 +73,11 @@ class FusedSite:
     kernel: str
     timings: str
     text: str
+    nameless: str
+
+    def fits(self, glob: str) -> bool:
+        """Whether a glob is of the product or of one of the nodes."""
+        return any(fnmatchcase(name, glob) for name in (self.anchor, *self.nodes))
 
     def to_dict(self) -> dict[str, Any]:
         """The report's JSON of one site."""
@@ -95,6 +104,10 @@ class SkippedSite:
     node: str
     detail: str
 
+    def fits(self, glob: str) -> bool:
+        """Whether a glob is of the product."""
+        return fnmatchcase(self.anchor, glob)
+
     def to_dict(self) -> dict[str, Any]:
         """The report's JSON of one site."""
         return dict(vars(self))
@@ -102,8 +115,19 @@ class SkippedSite:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome for a whole model."""
+    """The outcome for a whole model.
 
+    Attributes:
+        model: the path as it was given; None for a model that was no file.
+        architectures: that it was planned for.
+        fused: one entry for each fusion.
+        skipped: one for each product that was left alone.
+        nodes_before: nodes of the model at all depths.
+        nodes_after: the same once it is rewritten.
+    """
+
+    model: str | None
+    architectures: tuple[str, ...]
     fused: tuple[FusedSite, ...]
     skipped: tuple[SkippedSite, ...]
     nodes_before: int
@@ -111,12 +135,37 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
-        return {
+        body = {
             "fused": [site.to_dict() for site in self.fused],
             "skipped": [site.to_dict() for site in self.skipped],
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
         }
+        return document("report", self.model, self.architectures, body)
+
+    @property
+    def distinct(self) -> list[list[FusedSite]]:
+        """Fusions that differ in nothing but names, together; those that are most often first."""
+        groups: dict[object, list[FusedSite]] = {}
+        for site in self.fused:
+            groups.setdefault((site.nameless, site.tier, site.kernel, site.timings), []).append(site)
+        return sorted(groups.values(), key=len, reverse=True)
+
+    def only(self, name: str) -> Report:
+        """The same report of the products that a name or a glob is of: an anchor, or a node of a fusion.
+
+        Raises:
+            SettingError: there is none.
+        """
+        anchors = [*(site.anchor for site in self.fused), *(site.anchor for site in self.skipped)]
+        exact = name in anchors  # it may hold what means something in a glob
+        fused = [site for site in self.fused if (site.anchor == name if exact else site.fits(name))]
+        skipped = [site for site in self.skipped if (site.anchor == name if exact else site.fits(name))]
+        if not fused and not skipped:
+            near = get_close_matches(name, anchors, 3, 0.5)
+            hint = f"; near it: {', '.join(near)}" if near else ""
+            raise SettingError(f"{name!r} is no product of the model, nor a node of a fusion{hint}")
+        return replace(self, fused=tuple(fused), skipped=tuple(skipped))
 
 
 def skipped_site(anchor: str, refusal: NotFusable) -> SkippedSite:
@@ -139,7 +188,21 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         kernel="; ".join(_one_line(plan) for plan in site.form.plans),
         timings=site.timings,
         text=str(fusion),
+        nameless=str(_without_names(fusion)),
     )
+
+
+def _without_names(fusion: Pointwise) -> Pointwise:
+    """The same fusion of tensors without names."""
+    outs = tuple(replace(out, tensor=replace(out.tensor, name="")) for out in fusion.outs)
+    fusion = replace(fusion, anchor="", operands=_nameless(fusion.operands), outs=outs)
+    if isinstance(fusion, Fusion):
+        return replace(fusion, lhs=replace(fusion.lhs, name=""), rhs=_nameless(fusion.rhs))
+    return fusion
+
+
+def _nameless(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, name="") for tensor in tensors)
 
 
 def axes_text(fusion: Pointwise) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,17 +15,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
-from rich.table import Table
 
-from onnxfuse.bench_report import site_table
+from onnxfuse.bench_report import SITE_HEADINGS, SITES_TITLE, site_rows
+from onnxfuse.document import document
 from onnxfuse.errors import OnnxfuseError, OutputError
+from onnxfuse.fused_sites import architectures_of
 from onnxfuse.pipeline import Analysis
 from onnxfuse.progress import Progress
-from onnxfuse.report import Report
+from onnxfuse.report import FusedSite, Report
 from onnxfuse.runtime.bench import BenchResult
 from onnxfuse.runtime.bench_sites import SiteTimes
 from onnxfuse.runtime.verify import VerifyResult
 from onnxfuse.store import Saved
+from onnxfuse.tables import show_table
 
 UNWRAPPED = 1000  # columns
 
@@ -84,7 +87,7 @@ def print_saved(saved: Saved) -> None:
 
 def print_sites(sites: Sequence[SiteTimes]) -> None:
     """The table of `bench --per-site`."""
-    _console().print(site_table(sites))
+    show_table(_console(), SITES_TITLE, SITE_HEADINGS, site_rows(sites), right=SITE_HEADINGS[1:-1])
 
 
 @contextmanager
@@ -101,8 +104,10 @@ def progress_bar(quiet: bool) -> Iterator[Progress]:
 
 
 def print_explanation(report: Report, analysis: Analysis) -> None:
-    """Every fusion with its operands and plans, then every product that is left alone."""
-    for site, entry in zip(analysis.sites, report.fused, strict=True):
+    """Fusions in full with their operands and plans, then products that are left alone: those of the report."""
+    sites = {site.fusion.anchor: site for site in analysis.sites}
+    for entry in report.fused:
+        site = sites[entry.anchor]
         _print(entry.text)
         if site.match.stop is not None:
             _print(f"ends    at {site.match.stop}")
@@ -114,37 +119,49 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Tables of what was fused, and of what was left alone and why."""
+    """Tables of what was fused, equal fusions once, and of what was left alone and why."""
     console = _console()
-    table = Table(title="fused", title_justify="left")
-    for heading in ("anchor", "pattern", "features", "nodes", "m, k, n"):
-        table.add_column(heading, overflow="fold")
-    for entry in report.fused:
-        sizes = ", ".join("?" if entry.sizes[loop] is None else str(entry.sizes[loop]) for loop in ("m", "k", "n"))
-        features = ", ".join(entry.features)
-        table.add_row(escape(entry.anchor), entry.pattern, features, str(len(entry.nodes)), sizes)
     if report.fused:
-        console.print(table)
-    _print_skipped(console, report)
-    console.print(f"{len(report.fused)} fused; nodes {report.nodes_before} -> {report.nodes_after}")
+        show_table(console, "fused", FUSED_HEADINGS, [_fused_row(group) for group in report.distinct], right=("sites",))
+    if report.skipped:
+        reasons = Counter(entry.reason for entry in report.skipped)
+        rows = [(reason, str(count), _example(report, reason)) for reason, count in reasons.most_common()]
+        show_table(console, "left alone", ("reason", "sites", "example"), rows, right=("sites",))
+    patterns = Counter(entry.pattern for entry in report.fused).most_common()
+    of = f" ({', '.join(f'{count} {pattern}' for pattern, count in patterns)})" if patterns else ""
+    left = f", {len(report.skipped)} left alone" if report.skipped else ""
+    _print(f"{len(report.fused)} fused{of}{left}; nodes {report.nodes_before} -> {report.nodes_after}")
 
 
-def _print_skipped(console: Console, report: Report) -> None:
-    if not report.skipped:
-        return
-    table = Table(title="left alone", title_justify="left")
-    for heading in ("reason", "sites", "example"):
-        table.add_column(heading, overflow="fold")
-    for reason in sorted({entry.reason for entry in report.skipped}):
-        sites = [entry for entry in report.skipped if entry.reason == reason]
-        example = sites[0]
-        table.add_row(reason, str(len(sites)), escape(f"{example.anchor}: {example.detail}"))
-    console.print(table)
+def print_summary(report: Report) -> None:
+    """The same, and how to see more."""
+    print_report(report)
+    if report.fused or report.skipped:
+        _print("--site NAME shows a product in full, --all shows every one")
 
 
-def print_result(result: VerifyResult | BenchResult, as_json: bool, quiet: bool) -> None:
+FUSED_HEADINGS = ("product", "sites", "pattern", "features", "nodes", "m, k, n", "tier")
+
+
+def _fused_row(group: Sequence[FusedSite]) -> tuple[str, ...]:
+    first = group[0]
+    sizes = ", ".join("?" if first.sizes[loop] is None else str(first.sizes[loop]) for loop in ("m", "k", "n"))
+    features = ", ".join(first.features)
+    return first.anchor, str(len(group)), first.pattern, features, str(len(first.nodes)), sizes, first.tier
+
+
+def _example(report: Report, reason: str) -> str:
+    example = next(entry for entry in report.skipped if entry.reason == reason)
+    return f"{example.anchor}: {example.detail}"
+
+
+def print_result(
+    result: VerifyResult | BenchResult, original: Path, optimized: Path, as_json: bool, quiet: bool
+) -> None:
     """What was compared or timed, as text or as JSON."""
     if as_json:
-        print_json(result.to_dict())
+        kind = "verify" if isinstance(result, VerifyResult) else "bench"
+        body = {"original_model": str(original), **result.to_dict()}
+        print_json(document(kind, str(optimized), architectures_of(optimized), body))
     elif not quiet:
         _print(result)

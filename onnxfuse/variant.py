@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +13,7 @@ from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.vector_width import EpilogueWidths, Widths
 
 MAX_M = 2**31 - 1
+SLOWER = "slower by the cost model"
 Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec, covariant=True)
 TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
 
@@ -79,8 +81,26 @@ class Plan(Generic[Spec, TensorWidths]):
 
     def __str__(self) -> str:
         rows = [f"{self.device.arch:<7} {variant}" for variant in self.variants]
-        rows += [f"{'':<7} not {entry.tile}: {entry.reason}" for entry in self.rejected]
+        reasons = Counter(entry.reason for entry in self.rejected)
+        rows += [f"{'':<7} {count} {reason}{self._runner_up(reason)}" for reason, count in reasons.items()]
         return "\n".join(rows)
+
+    @property
+    def details(self) -> str:
+        """The same, and every candidate that was rejected."""
+        rejected = (f"{'':<7} not {entry.tile}: {entry.reason}" for entry in self.rejected)
+        return "\n".join((str(self), *rejected))
+
+    def _runner_up(self, reason: str) -> str:
+        """Of the tiles that are taken for no number of rows, the one that comes nearest to the best for some."""
+        slower = {entry.tile for entry in self.rejected if entry.reason == reason == SLOWER}
+        behind = [
+            (time, each.tile, entry) for entry in self.ranked for time, each in entry.tiles if each.tile in slower
+        ]
+        if not behind:
+            return ""
+        time, tile, entry = min(behind, key=lambda each: each[0] / each[2].tiles[0][0])
+        return f"; next {tile}, at m {entry.m} {time:.1f} us against {entry.tiles[0][0]:.1f}"
 
 
 ProductVariant = Variant[KernelSpec]

@@ -22,7 +22,7 @@ from onnxfuse.pipeline import Analysis, make_report
 from onnxfuse.runtime.bench import bench
 from onnxfuse.runtime.session import library_path
 from onnxfuse.runtime.verify import verify
-from onnxfuse.terminal import print_explanation, print_report, print_result, print_sites
+from onnxfuse.terminal import print_explanation, print_result, print_sites, print_summary
 from onnxfuse.triton import export_triton
 
 
@@ -30,7 +30,7 @@ def of_analysis(analysis: Analysis) -> dict[str, str]:
     """What `optimize`, `explain` and `--dump` print of an analysis, by form."""
     report = make_report(analysis)
     forms = {
-        "optimize": _shown(lambda: print_report(report)),
+        "optimize": _shown(lambda: print_summary(report)),
         "explain": _shown(lambda: print_explanation(report, analysis)),
         "json": json.dumps(report.to_dict(), allow_nan=False),
     }
@@ -57,14 +57,14 @@ def of_files(original: Path, fused: Path, feed: Mapping[str, np.ndarray], folder
 
 def _of_verify(original: Path, fused: Path, feed: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str]]:
     result = verify(original, fused, inputs=feed, per_site=True)
-    yield "verify", _shown(lambda: print_result(result, as_json=False, quiet=False))
-    yield "verify --json", _shown(lambda: print_result(result, as_json=True, quiet=False))
+    yield "verify", _shown(lambda: print_result(result, original, fused, as_json=False, quiet=False))
+    yield "verify --json", _shown(lambda: print_result(result, original, fused, as_json=True, quiet=False))
 
 
 def _of_bench(original: Path, fused: Path, feed: Mapping[str, np.ndarray]) -> Iterator[tuple[str, str]]:
     result = bench(original, fused, inputs=feed, device="cpu", runs=1, warmup=0, per_site=True)
-    yield "bench", _shown(lambda: print_result(result, as_json=False, quiet=False))
-    yield "bench --json", _shown(lambda: print_result(result, as_json=True, quiet=False))
+    yield "bench", _shown(lambda: print_result(result, original, fused, as_json=False, quiet=False))
+    yield "bench --json", _shown(lambda: print_result(result, original, fused, as_json=True, quiet=False))
     yield "bench --per-site", _shown(lambda: print_sites(result.sites))
     yield "bench --html", html(result, "a and b")
     assert png(result, "a and b").startswith(b"\x89PNG")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -13,11 +15,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
-from rich.console import Console
 
 import onnxfuse
 from onnxfuse.bench_chart import png
-from onnxfuse.bench_report import WIDTH, html, site_table
+from onnxfuse.bench_report import WIDTH, html
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.fused_sites import AFTER, BEFORE, SHAPE_OF, flops_of, read_sites, site_models, write_with_shapes
@@ -29,6 +30,7 @@ from onnxfuse.runtime.bench import BenchResult, Comparison, Latency, alternate, 
 from onnxfuse.runtime.bench_sites import SiteTimes
 from onnxfuse.runtime.session import CPU, open_session
 from onnxfuse.runtime.tune import time_models
+from onnxfuse.terminal import print_sites
 from onnxfuse.tier import Tier
 from tests.matching import linear, silu
 from tests.onnx_build import FLOAT16, Builder, run
@@ -264,9 +266,9 @@ def test_the_page_needs_nothing_but_itself(measured: BenchResult) -> None:
 
 
 def test_the_terminal_shows_the_same_table(measured: BenchResult) -> None:
-    console = Console(width=240, record=True, file=None, quiet=False, stderr=True)
-    console.print(site_table(measured.sites))
-    text = console.export_text()
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        print_sites(measured.sites)
+    text = shown.getvalue()
     for site in measured.sites:
         line = next(line for line in text.splitlines() if site.name in line)
         assert re.findall(r"\d+\.\d", line.replace(site.name, ""))[:3] == [
@@ -309,7 +311,9 @@ def test_a_rate_that_cannot_be_measured_costs_the_floor_alone(
         assert (site.before is None) == (which == "everything")
     assert json.loads(json.dumps(result.to_dict()))["sites"][0]["floor"] is None
     assert Page(html(result, "title")).tables[1][1][4:6] == ["fails", ""]
-    Console(quiet=True).print(site_table(result.sites))
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        print_sites(result.sites)
+    assert "fails" in shown.getvalue()
     assert png(result, "title")
 
 
