@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from onnxfuse import hopper_tile, tile_cost
 from onnxfuse.access_path import path
+from onnxfuse.calibration import calibration
 from onnxfuse.device import DeviceSpec
 from onnxfuse.hopper_tile import FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, boxed, rhs_pieces
 from onnxfuse.kernel_family import Candidate, Flow, Launch, Problem, ProductFamily
@@ -14,59 +15,34 @@ from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.tile_cost import products_of, tiles_of, waves_of
 
 ARCH = "sm_90a"
-# Tile -> pace, measured on an H200. Few rows come in a box that is little taller than they are many. A tile's block_n
-# is the width of all parts together.
-TILES = {
-    HopperTile(128, 192, pingpong=True): 1.75,
-    HopperTile(128, 160, pingpong=True): 1.9,
-    HopperTile(128, 160, pingpong=False): 1.75,
-    HopperTile(128, 128, pingpong=True, groups=4): 1.88,
-    HopperTile(128, 128, pingpong=True): 1.8,
-    HopperTile(128, 128, pingpong=False): 1.6,
-    HopperTile(128, 224, pingpong=False): 1.6,
-    HopperTile(128, 256, pingpong=False): 1.5,
-    HopperTile(128, 96, pingpong=False): 1.4,
-    HopperTile(128, 80, pingpong=False): 1.2,
-    HopperTile(128, 64, pingpong=True): 1.2,
-    HopperTile(128, 64, pingpong=False): 1.25,
-    **{
-        HopperTile(64, width, pingpong=True, lhs_rows=lhs_rows): pace
+# Few rows come in a box that is little taller than they are many. A tile's block_n is the width of all parts together.
+TILES = (
+    HopperTile(128, 192, pingpong=True),
+    HopperTile(128, 160, pingpong=True),
+    HopperTile(128, 160, pingpong=False),
+    HopperTile(128, 128, pingpong=True, groups=4),
+    HopperTile(128, 128, pingpong=True),
+    HopperTile(128, 128, pingpong=False),
+    HopperTile(128, 224, pingpong=False),
+    HopperTile(128, 256, pingpong=False),
+    HopperTile(128, 96, pingpong=False),
+    HopperTile(128, 80, pingpong=False),
+    HopperTile(128, 64, pingpong=True),
+    HopperTile(128, 64, pingpong=False),
+    *(
+        HopperTile(64, width, pingpong=True, lhs_rows=lhs_rows)
         for lhs_rows in (0, 32, 16)
-        for width, pace in ((160, 1.23), (128, 1.36), (96, 1.25), (80, 1.13), (64, 0.95), (32, 0.49))
-    },
-    **{
-        HopperTile(128, width, pingpong=False, splits=splits, lhs_rows=lhs_rows): pace
+        for width in (160, 128, 96, 80, 64, 32)
+    ),
+    *(
+        HopperTile(128, width, pingpong=False, splits=splits, lhs_rows=lhs_rows)
         for lhs_rows in (0, 64, 32)
         for splits in (2, 4)
-        for width, pace in ((160, 1.75), (128, 1.6), (80, 1.2), (64, 1.25))
+        for width in (160, 128, 80, 64)
         if not lhs_rows or width <= 80
-    },
-}
+    ),
+)
 NARROWEST_BOX = 16  # columns of rhs[k, n]
-AHEAD_DEPTH = 1024  # up to this depth of all parts together, fetching operands a tile ahead pays
-# The chip deals blocks to eight or so groups of multiprocessors in turn, each with a path to L2 of its own. Where four
-# rows of tiles run together, those of one wave have most of their operands in common with others of their group; in
-# products of many waves, eight rows are as good.
-ONE_WAVE_GROUP_ROWS = 4
-BOXED = 0.98  # of what memory delivers, where TMA loads rhs: 32 rows of 4096 x 14336 SwiGLU
-# TMA loads a row of 128 bytes in 1.8 ns, takes 1 ns for a row of zeros, behind the end of lhs, 3.5 in a tall box, and
-# 20 for another box. Most of that hides behind what else a kernel waits for. Measured with 1 to 512 rows on an H200
-# (results/h200-few-rows.json).
-LOADED_ROW = 0.0018
-ZERO_ROW = {16: 0.001, 32: 0.001, 64: 0.001, 128: 0.0035}  # by rows of the box
-BOX = 0.02
-SHOWN = 4  # of that one part in 4 never hides
-EXPOSED_EPILOGUE = 128  # as long as products of this depth takes an epilogue beside which no main loop runs
-STEP = 0.14  # microseconds of a step of the ring at least, however narrow the tile
-# Of a ping-pong or cooperative tile's pace, where boxes of rhs[k, n] with so many columns follow those of 64, by rows.
-NARROW_BOXES = {(128, 32): 0.92, (128, 16): 0.87, (64, 32): 0.85}
-LONE_GROUP = 0.85  # of a ping-pong tile's pace where a multiprocessor computes only one of them
-# Blocks that split k exchange their sums: microseconds, and bytes of the whole chip in one; measured on an H200
-# (results/h200-splits.json). A cluster lies within one of the chip's groups of multiprocessors, and a group may have
-# two more than its clusters fill.
-MEETING = 1.7
-EXCHANGED = 0.7e6
-MULTIPROCESSOR_GROUP = 16
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
     "product": "TMA",
@@ -91,16 +67,19 @@ class Hopper(ProductFamily):
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """Of widths that parts round to the same, the first."""
-        every = [self._candidate(tile, pace, spec, k) for tile, pace in TILES.items() if device.arch == ARCH]
+        every = [self._candidate(tile, spec, device, k) for tile in TILES if device.arch == ARCH]
         distinct = {entry.tile: entry for entry in reversed(every)}
         return tuple(reversed(distinct.values()))
 
-    def _candidate(self, tile: HopperTile, pace: float, spec: KernelSpec, k: int) -> Candidate:
+    def _candidate(self, tile: HopperTile, spec: KernelSpec, device: DeviceSpec, k: int) -> Candidate:
         """The tile's width shared among the parts, in whole steps of wgmma's transposed operand; narrower is slower."""
-        ahead = tile.groups == 2 and spec.parts * k <= AHEAD_DEPTH and all(load.kind != "tile" for load in spec.loads)
-        group_rows = tile.group_rows if tile.pingpong and tile.block_m == 128 else ONE_WAVE_GROUP_ROWS
+        known = calibration(device)
+        shallow = spec.parts * k <= known.hopper_ahead_depth
+        ahead = tile.groups == 2 and shallow and all(load.kind != "tile" for load in spec.loads)
+        group_rows = tile.group_rows if tile.pingpong and tile.block_m == 128 else known.hopper_one_wave_group_rows
         columns = max(tile.block_n // spec.parts // 16, 1) * 16
         own = replace(tile, block_n=columns, operands_ahead=ahead, group_rows=group_rows)
+        pace = known.pace["hopper"][str(replace(tile, splits=1, lhs_rows=0))]
         return Candidate(self, own, pace * columns * spec.parts / tile.block_n)
 
     def why_not(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> str | None:
@@ -139,10 +118,10 @@ class Hopper(ProductFamily):
             return math.inf  # a tile for every multiprocessor is faster than a share of one
         computing = _computing(tile, entry.pace, spec, problem, device)
         loading = _loading(tile, reads, spec, problem, device)
-        reading = max(loading, tile_cost.waiting(tile, reads, problem, tile.splits))
+        reading = max(loading, tile_cost.waiting(tile, reads, problem, device, tile.splits))
         longer = max(computing, reading)
-        sums = _exchanging(tile, spec, problem)
-        return tile_cost.overlapped(computing, reading) + sums + _filling(tile, spec, problem, device, longer)
+        sums = _exchanging(tile, spec, problem, device)
+        return tile_cost.overlapped(computing, reading, device) + sums + _filling(tile, spec, problem, device, longer)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
         """Written for the chip's own units."""
@@ -155,19 +134,21 @@ class Hopper(ProductFamily):
 
 def _at_once(device: DeviceSpec) -> int:
     """Multiprocessors that clusters can fill."""
-    return device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP
+    group = calibration(device).hopper_group
+    return device.multiprocessors // group * group
 
 
 def _computing(tile: HopperTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
     """Microseconds in which a multiprocessor multiplies, its tiles' prologues and epilogues among them."""
+    known = calibration(device)
     waves, k = waves_of(tile, problem, device, tile.splits), math.ceil(problem.k / tile.splits)
     exposed = 1 if tile.pingpong else waves  # epilogues beside which nothing is multiplied
-    depth = waves * (k + tile_cost.PIPELINE_FILL) + exposed * EXPOSED_EPILOGUE
+    depth = waves * (k + known.pipeline_fill) + exposed * known.hopper_exposed_epilogue
     pieces = rhs_pieces(spec, tile)
-    narrow = NARROW_BOXES[tile.block_m, pieces[-1].atom] if len(pieces) > 1 else 1.0
-    pace *= LONE_GROUP if tile.pingpong and waves == 1 else 1.0
+    narrow = known.hopper_narrow_boxes[f"{tile.block_m}x{pieces[-1].atom}"] if len(pieces) > 1 else 1.0
+    pace *= known.hopper_lone_group if tile.pingpong and waves == 1 else 1.0
     steps = waves * math.ceil(k / block_k(spec))
-    return max(products_of(tile, spec) * depth / pace / tile_cost.PRODUCTS[spec.math], STEP * steps) / narrow
+    return max(products_of(tile, spec) * depth / pace / known.products[spec.math], known.hopper_step * steps) / narrow
 
 
 def _loading(tile: HopperTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
@@ -176,28 +157,28 @@ def _loading(tile: HopperTile, reads: Flow, spec: KernelSpec, problem: Problem, 
     if tiles_of(tile, problem) > reads.blocks:
         columns = (columns + tile_cost.columns_in_waves(tile, reads, spec, problem)) / 2
     else:
-        columns /= BOXED
+        columns /= calibration(device).hopper_boxed
     return tile_cost.loading(columns, spec, problem, device)
 
 
-def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem) -> float:
+def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
     """Microseconds in which blocks that split k add up what each has of a tile."""
     if tile.splits == 1:
         return 0.0
     sums = tiles_of(tile, problem) * products_of(tile, spec) * FP32_BYTES * (tile.splits - 1)
-    return MEETING + sums / EXCHANGED
+    return calibration(device).hopper_meeting + sums / calibration(device).hopper_exchanged
 
 
 def _filling(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, longer: float) -> float:
     """Microseconds more that TMA takes for rows of zeros and many boxes: most hide behind the longer of the others."""
-    waves = waves_of(tile, problem, device, tile.splits)
+    known, waves = calibration(device), waves_of(tile, problem, device, tile.splits)
     steps = math.ceil(problem.k / tile.splits / block_k(spec))
     ragged = math.ceil(waves / math.ceil(problem.m / tile.block_m))  # only the last tiles along m have rows of zeros
     rows, box = min(problem.m, tile.block_m), tile.lhs_rows or tile.block_m
-    zeros = ragged * steps * ZERO_ROW[box] * (-problem.m % box)
-    more = zeros + waves * steps * BOX * (math.ceil(rows / box) - 1)
-    uncovered = LOADED_ROW * waves * steps * (rows + tile.block_n * spec.parts) - longer
-    return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / SHOWN
+    zeros = ragged * steps * known.hopper_zero_row[str(box)] * (-problem.m % box)
+    more = zeros + waves * steps * known.hopper_box * (math.ceil(rows / box) - 1)
+    uncovered = known.hopper_loaded_row * waves * steps * (rows + tile.block_n * spec.parts) - longer
+    return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / known.hopper_shown
 
 
 HOPPER = Hopper()

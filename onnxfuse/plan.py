@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from onnxfuse.access import access, run_of
 from onnxfuse.axes import AxisMapping, levels, static_size
+from onnxfuse.calibration import calibration
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
@@ -21,12 +22,7 @@ from onnxfuse.vector_width import Widths, lhs_order, rhs_order
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
 FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
 UNKNOWN = 1024  # an n or k that only the run knows: a sequence like m, but not a short one
-# Exact fp32 where the tensor cores multiply TF32 more than three times as fast as the fp32 units multiply: by the
-# vendor's peaks 8 times on sm_80, 7.4 on sm_90a. On sm_86, sm_89 and sm_120 it is 1 to 2 times; sm_100 is not known.
-EXACT_ON = {"sm_80": "3xtf32", "sm_90a": "3xtf32"}
 SHALLOW = 8  # a product of a smaller depth fills no step of the tensor cores
-# Of a length that only the run knows being one that wide copies do not fit: texts have any, images even ones.
-ODDS = 0.5
 
 
 def make_plan(
@@ -54,7 +50,8 @@ def make_plan(
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     ranked = _rank(base, fitting, problems, device)
     if widths.lhs.guarded:
-        risks = [ODDS * _copying(fitting[-1], replace(base, lhs_width=1), problem, device) for problem in problems]
+        odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
+        risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
     variants = _fastest(base, ranked)
     taken = {variant.tile for variant in variants}
@@ -120,7 +117,7 @@ def arithmetic(dtype: DType, device: DeviceSpec, depth: int | None, exact_fp32: 
         return dtype.name
     if not exact_fp32:
         return "tf32"
-    return "fp32" if depth is not None and depth < SHALLOW else EXACT_ON.get(device.arch, "fp32")
+    return "fp32" if depth is not None and depth < SHALLOW else calibration(device).exact
 
 
 def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) -> KernelSpec:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from onnxfuse.access import access
 from onnxfuse.axes import AxisMapping
+from onnxfuse.calibration import calibration
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import FLOATS
 from onnxfuse.fusion import Pointwise
@@ -15,8 +16,6 @@ from onnxfuse.pointwise_family import POINTWISE
 from onnxfuse.pointwise_tile import PointwiseSpec, PointwiseTile, rows_on_their_way, span_of, tile_for
 from onnxfuse.variant import MAX_M, PointwisePlan, PointwiseVariant
 from onnxfuse.vector_width import EpilogueWidths, analyse_epilogue
-
-BLOCKS_A_MULTIPROCESSOR = 4  # fewer leave memory idle: then rows are spread over more blocks
 
 
 def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: DeviceSpec) -> PointwisePlan:
@@ -27,7 +26,8 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     rows = rows_on_their_way(loads, span_of(loads, outs))
     tall, flat = (tile_for(loads, outs, columns, count) for count in (rows, 1))
     # Below this m the tall tile makes too few blocks.
-    few = BLOCKS_A_MULTIPROCESSOR * device.multiprocessors // math.ceil(columns / tall.block_n) * tall.block_m
+    blocks = calibration(device).pointwise_blocks * device.multiprocessors
+    few = blocks // math.ceil(columns / tall.block_n) * tall.block_m
     spec = PointwiseSpec(loads, outs, pointwise.steps, tuple(out.value for out in pointwise.outs))
     variants = [_variant(spec, flat, 0, few), _variant(spec, tall, few + 1, MAX_M)]
     if flat == tall:

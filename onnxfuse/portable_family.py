@@ -7,38 +7,32 @@ from dataclasses import replace
 
 from onnxfuse import tile_cost, tile_footprint
 from onnxfuse.access_path import is_narrow, path
+from onnxfuse.calibration import calibration
 from onnxfuse.device import DeviceSpec
 from onnxfuse.kernel_family import Candidate, Flow, Problem, ProductFamily
 from onnxfuse.kernel_spec import Access, KernelSpec, Tile
 
-COPIED = 30.0  # elements that a thread copies through registers, as 8192 x 1280 x 1281 with weights [k, n] needs
-# Tile -> pace, measured on an H200. Larger tiles load less for each product; smaller ones fill the chip when m or n is
-# small. A tile's block_n is the width of all parts together.
-_SIXTEEN_BIT = {
-    Tile(128, 256, 64, 2, 4, 3): 1.0,
-    Tile(128, 128, 64, 2, 2, 3): 0.95,
-    Tile(64, 128, 64, 2, 2, 4): 0.85,
-    Tile(32, 128, 64, 1, 4, 4): 0.6,
-}
+# Larger tiles load less for each product; smaller ones fill the chip when m or n is small. A tile's block_n is the
+# width of all parts together.
+_SIXTEEN_BIT = (
+    Tile(128, 256, 64, 2, 4, 3),
+    Tile(128, 128, 64, 2, 2, 3),
+    Tile(64, 128, 64, 2, 2, 4),
+    Tile(32, 128, 64, 1, 4, 4),
+)
 # The same bytes a stage as above.
-_THIRTY_TWO_BIT = {
-    Tile(128, 128, 32, 2, 2, 3): 0.95,
-    Tile(64, 128, 32, 2, 2, 3): 0.85,
-    Tile(32, 128, 32, 1, 4, 3): 0.6,
-}
+_THIRTY_TWO_BIT = (Tile(128, 128, 32, 2, 2, 3), Tile(64, 128, 32, 2, 2, 3), Tile(32, 128, 32, 1, 4, 3))
 # Exact fp32 sums in two levels, so a thread holds half as many outputs.
-_SPLIT = {
-    Tile(128, 128, 32, 2, 4, 3): 1.0,
-    Tile(128, 64, 32, 4, 2, 3): 0.85,
-    Tile(64, 64, 32, 2, 2, 3): 0.92,
-    Tile(32, 64, 32, 2, 2, 3): 0.8,
-}
-_SCALAR = {
-    Tile(128, 64, 32, 4, 2, 3): 1.0,
-    Tile(64, 64, 32, 2, 2, 3): 0.9,
-    Tile(32, 64, 32, 1, 4, 3): 0.7,
-}
+_SPLIT = (
+    Tile(128, 128, 32, 2, 4, 3),
+    Tile(128, 64, 32, 4, 2, 3),
+    Tile(64, 64, 32, 2, 2, 3),
+    Tile(32, 64, 32, 2, 2, 3),
+)
+_SCALAR = (Tile(128, 64, 32, 4, 2, 3), Tile(64, 64, 32, 2, 2, 3), Tile(32, 64, 32, 1, 4, 3))
 TILES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
+PACES = {"f16": "portable_half", "bf16": "portable_half", "tf32": "portable_tf32"}
+PACES |= {"3xtf32": "portable_3xtf32", "fp32": "portable_fp32"}
 _VECTOR = "once per tile through shared memory"
 PATHS = {
     "product": "cp.async along {axis}",
@@ -74,8 +68,9 @@ class Portable(ProductFamily):
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""
-        paces = TILES[spec.math].items()
-        return tuple(Candidate(self, _for_parts(tile, spec.parts), pace) for tile, pace in paces)
+        paces = calibration(device).pace[PACES[spec.math]]
+        tiles = TILES[spec.math]
+        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in tiles)
 
     def why_not(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> str | None:
         """As `tile_footprint` says."""
@@ -99,15 +94,16 @@ class Portable(ProductFamily):
         tile: Tile = entry.tile
         computing = tile_cost.computing(tile, entry.pace, spec, problem, device)
         loading = tile_cost.loading(tile_cost.columns_in_waves(tile, reads, spec, problem), spec, problem, device)
-        reading = max(loading, tile_cost.waiting(tile, reads, problem))
-        return tile_cost.overlapped(computing, reading) + self.copying(tile, spec, problem, device)
+        reading = max(loading, tile_cost.waiting(tile, reads, problem, device))
+        return tile_cost.overlapped(computing, reading, device) + self.copying(tile, spec, problem, device)
 
     def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
         """Operands go through registers where cp.async cannot move them."""
         operands = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
         rows = sum(rows for factor, rows in operands if is_narrow(factor))
         depth = math.ceil(problem.k / tile.block_k) * tile.block_k
-        return tile_cost.waves_of(tile, problem, device) * rows * depth / tile.threads / COPIED
+        each = tile_cost.waves_of(tile, problem, device) * rows * depth / tile.threads
+        return each / calibration(device).portable_copied
 
 
 PORTABLE = Portable()

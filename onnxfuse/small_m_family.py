@@ -7,24 +7,19 @@ from dataclasses import replace
 
 from onnxfuse import small_m_tile, tile_cost
 from onnxfuse.access_path import path
+from onnxfuse.calibration import calibration
 from onnxfuse.device import DeviceSpec
 from onnxfuse.kernel_family import Candidate, Flow, Problem, ProductFamily
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.small_m_tile import SmallMTile
 
-SUMMING = 0.5  # microseconds in which the warps of a block add up what each has
-# Tile -> pace, measured on an H200. Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and
-# the more of k a block has on its way, the fewer times it waits. A tile's block_n is the width of all parts together.
-_SIXTEEN_BIT = {
-    SmallMTile(64, 32, 1, 4): 0.5,
-    SmallMTile(32, 32, 1, 8): 0.4,
-    SmallMTile(32, 32, 1, 16): 0.4,
-    SmallMTile(32, 64, 1, 8): 0.4,
-}
+# Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more of k a block has on its
+# way, the fewer times it waits. A tile's block_n is the width of all parts together.
+_SIXTEEN_BIT = (SmallMTile(64, 32, 1, 4), SmallMTile(32, 32, 1, 8), SmallMTile(32, 32, 1, 16), SmallMTile(32, 64, 1, 8))
 # The same bytes a stage as above.
-_THIRTY_TWO_BIT = {replace(tile, block_k=tile.block_k // 2): pace for tile, pace in _SIXTEEN_BIT.items()}
-TILES: dict[str, dict[SmallMTile, float]] = {
-    "f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _THIRTY_TWO_BIT, "fp32": {},
+_THIRTY_TWO_BIT = tuple(replace(tile, block_k=tile.block_k // 2) for tile in _SIXTEEN_BIT)
+TILES: dict[str, tuple[SmallMTile, ...]] = {
+    "f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _THIRTY_TWO_BIT, "fp32": (),
 }  # fmt: skip
 _SINGLE = "element by element"
 PATHS = {
@@ -51,8 +46,8 @@ class SmallM(ProductFamily):
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""
-        paces = TILES[spec.math].items()
-        return tuple(Candidate(self, _for_parts(tile, spec.parts), pace) for tile, pace in paces)
+        paces, tiles = calibration(device).pace["small_m"], TILES[spec.math]
+        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in tiles)
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
         """As `small_m_tile` says."""
@@ -77,8 +72,8 @@ class SmallM(ProductFamily):
         computing = tile_cost.computing(tile, entry.pace, spec, problem, device)
         columns = float(problem.batch * problem.n * spec.parts) * math.ceil(problem.m / tile.block_m)
         loading = tile_cost.loading(columns, spec, problem, device)
-        reading = max(loading, tile_cost.waiting(tile, reads, problem))
-        return tile_cost.overlapped(computing, reading) + SUMMING
+        reading = max(loading, tile_cost.waiting(tile, reads, problem, device))
+        return tile_cost.overlapped(computing, reading, device) + calibration(device).small_m_summing
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""

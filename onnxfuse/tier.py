@@ -5,7 +5,8 @@
     left alone            what the library does is faster than both
 
 One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
-kernels, and does so on architectures with matrix units that they do not reach yet: `LIBRARY_ADVANTAGE` says how much.
+kernels, and does so on architectures with matrix units that they do not reach yet: `library_advantage` of a chip's
+calibration says how much.
 It is 1 where a kernel was written for the architecture's own units. A measurement (`--tune`) needs none of these
 numbers.
 
@@ -23,9 +24,9 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
 
+from onnxfuse.calibration import calibration
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.kernel_family import AnyTile, Candidate
-from onnxfuse.tile_cost import BYTES
 from onnxfuse.variant import ProductPlan, Ranked
 
 
@@ -36,13 +37,6 @@ class Tier(Enum):
     BEHIND = "behind the product"
     LEFT_ALONE = "left alone"
 
-
-# How many times as fast as the portable kernel the library multiplies, by architecture and arithmetic. Measured on an
-# H200: fp32 products (1.8 to 2.2 times, four problems). The others are assumed.
-LIBRARY_ADVANTAGE = {("sm_90a", "tf32"): 2.0}
-LIBRARY_ADVANTAGE |= {("sm_100", kind): 2.5 for kind in ("f16", "bf16", "tf32")}
-LIBRARY_ADVANTAGE |= {("sm_120", kind): 1.5 for kind in ("f16", "bf16", "tf32")}
-LAUNCH = 2.0  # microseconds from one kernel's end to the next one's first result
 
 Times = Mapping[Tier, float]
 
@@ -79,7 +73,7 @@ def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> 
     """How many times as fast the library multiplies m rows as a tile does."""
     if entry.family.is_on_par(entry.tile, m):
         return 1.0
-    return LIBRARY_ADVANTAGE.get((device.arch, arithmetic), 1.0)
+    return calibration(device).library_advantage.get(arithmetic, 1.0)
 
 
 def padding(tile: AnyTile, n: int) -> float:
@@ -102,14 +96,15 @@ def estimate_from(
     """
 
     def moving(size: float) -> float:
-        return size / device.multiprocessors / BYTES
+        return size / device.multiprocessors / calibration(device).bytes
 
+    launch = calibration(device).launch
     memory = moving(traffic.weights + m * (traffic.lhs + traffic.product))
     library = max((one_kernel - copying) / advantage, memory)
     return {
         Tier.ONE_KERNEL: one_kernel,
-        Tier.LEFT_ALONE: library + traffic.passes * (LAUNCH + moving(m * (traffic.product + traffic.rest))),
-        Tier.BEHIND: library + LAUNCH + moving(m * (traffic.product + traffic.rest)),
+        Tier.LEFT_ALONE: library + traffic.passes * (launch + moving(m * (traffic.product + traffic.rest))),
+        Tier.BEHIND: library + launch + moving(m * (traffic.product + traffic.rest)),
     }
 
 
@@ -132,11 +127,11 @@ def saves(joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec
         joint: microseconds of the one, at every number of rows.
         alone: of each of the several.
     """
-    return all(_saving(joint[device], alone[device]) > 0 for device in _named(joint))
+    return all(_saving(device, joint[device], alone[device]) > 0 for device in _named(joint))
 
 
-def _saving(joint: Sequence[float], alone: Sequence[Sequence[float]]) -> float:
-    launches = LAUNCH * (len(alone) - 1)
+def _saving(device: DeviceSpec, joint: Sequence[float], alone: Sequence[Sequence[float]]) -> float:
+    launches = calibration(device).launch * (len(alone) - 1)
     return fmean(math.log((sum(each) + launches) / one) for one, *each in zip(joint, *alone, strict=True))
 
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse.axes import map_axes
+from onnxfuse.calibration import calibration
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.families import PRODUCTS
-from onnxfuse.hopper_family import HOPPER, MULTIPROCESSOR_GROUP
+from onnxfuse.hopper_family import HOPPER
 from onnxfuse.hopper_tile import HopperTile
 from onnxfuse.plan import SHALLOW, make_plan
 from onnxfuse.portable_family import PORTABLE, tiles_for
@@ -19,6 +20,8 @@ from onnxfuse.small_m_family import small_m_tiles
 from onnxfuse.variant import MAX_M
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
+
+MULTIPROCESSOR_GROUP = calibration(ARCHITECTURES["sm_90a"]).hopper_group
 
 
 def planned(device, *, m=None, n=320, k=1280, parts=1, dtype=F16, rhs="k n", exact=False):

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+from onnxfuse.calibration import calibration
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import MAX_PARTS, Fusion
@@ -15,7 +16,7 @@ from onnxfuse.graph import Graph, load_model
 from onnxfuse.patterns import Match, match_sites
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.site import Site
-from onnxfuse.tier import LAUNCH, saves
+from onnxfuse.tier import saves
 from tests.matching import FEED, K, check_meaning, draw, gate, linear, silu, split_num_outputs
 from tests.onnx_build import FLOAT16, Builder, run
 from tests.sweep import rewritten
@@ -185,7 +186,7 @@ def test_saving_is_a_mean_over_rows_on_every_architecture() -> None:
     other = ARCHITECTURES["sm_80"]
     cheap, dear = [1.0, 10.0], [4.0, 40.0]
     assert saves({DEVICE: [3.0, 12.0]}, {DEVICE: [cheap, cheap]})
-    assert not saves({DEVICE: [3.0 + LAUNCH, 30.0]}, {DEVICE: [cheap, cheap]})
+    assert not saves({DEVICE: [3.0 + calibration(DEVICE).launch, 30.0]}, {DEVICE: [cheap, cheap]})
     assert saves({DEVICE: [9.0, 90.0], other: [3.0, 12.0]}, {DEVICE: [dear, dear, dear], other: [cheap, cheap, cheap]})
     assert not saves({DEVICE: [9.0, 90.0], other: [13.0, 90.0]}, {DEVICE: [dear, dear], other: [cheap, cheap]})
 

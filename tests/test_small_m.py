@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from onnxfuse.calibration import calibration
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
-from onnxfuse.plan import EXACT_ON
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.small_m_family import SMALL_M, small_m_tiles
 from onnxfuse.small_m_tile import SmallMTile
@@ -85,7 +85,7 @@ def small_kernels(arch: str) -> list[TiledSpec]:
         make_spec(math, parts, order, tile, Size(16, 4096, 4096), kind)
         for order in ("nk", "kn")
         for parts in (1, 2, 3, 4)
-        for math in (("f16", "bf16")[parts % 2], "tf32", *EXACT_ON.get(arch, "").split())
+        for math in (("f16", "bf16")[parts % 2], "tf32", *({"3xtf32"} & {calibration(ARCHITECTURES[arch]).exact}))
         for tile in small_m_tiles(math, parts)
         for kind in (kinds[parts] if math in ("f16", "bf16") else (next(turn),))
     ]

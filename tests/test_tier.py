@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from onnxfuse import portable_family
+from onnxfuse.calibration import calibration
 from onnxfuse.device import ARCHITECTURES, resolve
 from onnxfuse.hopper_family import HOPPER
 from onnxfuse.hopper_tile import HopperTile
@@ -18,11 +19,16 @@ from onnxfuse.kernel_spec import Tile
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.small_m_family import SMALL_M
 from onnxfuse.small_m_tile import SmallMTile
-from onnxfuse.tier import LIBRARY_ADVANTAGE, Tier, Times, Traffic, advantage, choose, estimate_from, least_loss
+from onnxfuse.tier import Tier, Times, Traffic, advantage, choose, estimate_from, least_loss
 from tests.onnx_build import FLOAT, FLOAT16, Builder
 
 ONE, BEHIND, ALONE = Tier.ONE_KERNEL, Tier.BEHIND, Tier.LEFT_ALONE
 MATH = ("f16", "bf16", "tf32", "fp32", "3xtf32")
+LIBRARY_ADVANTAGE = {
+    (arch, math): factor
+    for arch, device in ARCHITECTURES.items()
+    for math, factor in calibration(device).library_advantage.items()
+}
 TRAFFIC = Traffic(weights=2 * 4096 * 8192, lhs=2 * 4096, product=2 * 8192, rest=2 * 4096, passes=5)
 PORTABLE = Candidate(portable_family.PORTABLE, Tile(64, 64, 32, 2, 2, 3), 1.0)
 FEW_ROWS = Candidate(SMALL_M, SmallMTile(32, 32, 1, 8), 1.0)

@@ -1,0 +1,90 @@
+"""What the cost model knows of each architecture: one file each, every constant with its unit and source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from onnxfuse.device import DeviceSpec
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants of one architecture; `sm_90a.toml` says what each is, in which unit, and where it comes from.
+
+    Attributes:
+        products: by arithmetic.
+        library_advantage: by arithmetic; 1 where there is no row.
+        exact: arithmetic of exact fp32.
+        hopper_zero_row: by rows of the box.
+        hopper_narrow_boxes: by `ROWSxCOLUMNS`.
+        pace: by table, then by tile.
+    """
+
+    products: Mapping[str, float]
+    bytes: float
+    round_trip: float
+    overlap: float
+    pipeline_fill: float
+    launch: float
+    odds: float
+    exact: str
+    library_advantage: Mapping[str, float]
+    portable_copied: float
+    small_m_summing: float
+    pointwise_blocks: int
+    hopper_boxed: float
+    hopper_loaded_row: float
+    hopper_zero_row: Mapping[str, float]
+    hopper_box: float
+    hopper_shown: float
+    hopper_exposed_epilogue: float
+    hopper_step: float
+    hopper_narrow_boxes: Mapping[str, float]
+    hopper_lone_group: float
+    hopper_meeting: float
+    hopper_exchanged: float
+    hopper_group: int
+    hopper_ahead_depth: int
+    hopper_one_wave_group_rows: int
+    pace: Mapping[str, Mapping[str, float]]
+
+
+_REPLACED: dict[str, Calibration] = {}
+
+
+def calibration(device: DeviceSpec) -> Calibration:
+    """The constants of an architecture."""
+    return _REPLACED.get(device.arch) or _read(device.arch)
+
+
+@contextmanager
+def replaced(device: DeviceSpec, other: Calibration) -> Iterator[None]:
+    """Other constants for a while, as a fit tries them."""
+    _REPLACED[device.arch] = other
+    try:
+        yield
+    finally:
+        del _REPLACED[device.arch]
+
+
+@cache
+def entries(arch: str) -> Mapping[str, Any]:
+    """Every constant's table, with what a file takes over from the one that it is `like`; paces under `pace`."""
+    found = tomllib.loads((FOLDER / f"{arch}.toml").read_text())
+    like = found.pop("like", None)
+    return {**(entries(like) if like else {}), **found}
+
+
+@cache
+def _read(arch: str) -> Calibration:
+    constants = dict(entries(arch))
+    paces = {name: table["value"] for name, table in constants.pop("pace").items()}
+    return Calibration(**{name: entry["value"] for name, entry in constants.items()}, pace=paces)

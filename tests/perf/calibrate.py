@@ -1,0 +1,161 @@
+"""Fit the cost model's constants: `python -m tests.perf.calibrate results/h200-few-rows.json`.
+
+Estimates every kernel that a committed result timed, prints how far off the estimates are, then moves each constant
+that names the file as its source (`--constants` names others), one after the other, to where the mean square of the
+logarithms of estimate over time is smallest. It prints what it found and changes no file: the calibration is edited by
+hand. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from onnxfuse.axes import map_axes
+from onnxfuse.calibration import Calibration, calibration, entries, replaced
+from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.dtypes import F16, F32
+from onnxfuse.families import PRODUCTS
+from onnxfuse.kernel_family import Candidate, Flow, Problem
+from onnxfuse.kernel_spec import KernelSpec
+from onnxfuse.plan import make_plan
+from onnxfuse.vector_width import analyse
+from tests.fusions import fusion
+
+DEVICE = ARCHITECTURES["sm_90a"]
+STEPS = (0.7, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 1.4)
+ROUNDS = 3
+WORST = 5  # rows to print
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A kernel that was timed: everything that its estimate needs but the constants."""
+
+    name: str
+    us: float
+    spec: KernelSpec
+    tile: str
+    problem: Problem
+
+
+def timed(rows: Sequence[dict[str, Any]], device: DeviceSpec) -> list[Timed]:
+    """The rows of `tests.perf.few_rows`, `splits`, `exact` or `kernels`; those of tiles that are gone are left out."""
+    return [
+        Timed(
+            f"{row['problem']} {row['order']} {row['tile']}",
+            row.get("us") or row["fused_us"],
+            spec,
+            row["tile"],
+            problem,
+        )
+        for row in rows
+        if "tile" in row and "order" in row
+        for spec, problem in [kernel(row, device)]
+    ]
+
+
+def kernel(row: dict[str, Any], device: DeviceSpec) -> tuple[KernelSpec, Problem]:
+    """What the plan of a row's problem multiplies, and its sizes."""
+    sizes, epilogue, *tf32 = row["problem"].replace(", ", ",").split(" ")
+    m, k, n = map(int, sizes.split(","))
+    exact = row.get("math") in ("3xtf32", "fp32")
+    parts = 2 if epilogue in ("geglu", "geglu_tanh", "swiglu") else 1
+    spec = planned_spec(k, n, parts, row["order"], epilogue, "f32" if tf32 or exact else "f16", device)
+    return replace(spec, math=row.get("math", spec.math)), Problem(m, n, k)
+
+
+def planned_spec(k: int, n: int, parts: int, order: str, epilogue: str, dtype: str, device: DeviceSpec) -> KernelSpec:
+    """The kernel of a product with bias or, beside it, a residual."""
+    of = {"f16": F16, "f32": F32}[dtype]
+    columns = "(p n)" if parts > 1 else "n"
+    operands = [(columns, of), *((("b m n", of),) if epilogue == "residual" else ())]
+    known = {"b": None, "m": None, "n": n, "k": k} | ({"p": parts} if parts > 1 else {})
+    rhs = f"k {columns}" if order == "kn" else f"{columns} k"
+    built = fusion(known, lhs="b m k", out="b m n", rhs=rhs, operands=operands, parts=parts, dtype=of)
+    mapping = map_axes(built)
+    return make_plan(built, mapping, analyse(built, mapping), device, exact_fp32=False).variants[0].spec
+
+
+def priced(each: Timed, device: DeviceSpec) -> tuple[Candidate, Flow] | None:
+    """The tile among today's candidates."""
+    for family in PRODUCTS:
+        for entry in family.candidates(each.spec, device, each.problem.k):
+            if str(entry.tile) == each.tile and family.why_not(each.spec, entry.tile, device) is None:
+                return entry, family.flow(each.spec, entry.tile, device)
+    return None
+
+
+def residuals(kernels: Sequence[Timed], device: DeviceSpec) -> list[tuple[float, Timed]]:
+    """Logarithm of estimate over time, of each kernel whose tile a plan still considers."""
+    found = []
+    for each in kernels:
+        pair = priced(each, device)
+        if pair is not None:
+            cost = pair[0].family.cost(*pair, each.spec, each.problem, device)
+            found += [(math.log(cost / each.us), each)] if math.isfinite(cost) else []
+    return found
+
+
+def mean_square(kernels: Sequence[Timed], device: DeviceSpec) -> float:
+    return fmean(error**2 for error, _ in residuals(kernels, device))
+
+
+def scaled(known: Calibration, name: str, factor: float) -> Calibration:
+    """The constants with one of them, or all of its table, times a factor."""
+    value = getattr(known, name)
+    new = {key: each * factor for key, each in value.items()} if isinstance(value, dict) else value * factor
+    changed: dict[str, Any] = {name: new}
+    return replace(known, **changed)
+
+
+def fit(names: Sequence[str], known: Calibration, score: Callable[[Calibration], float]) -> Calibration:
+    """Each constant in turn to the best of some steps, a few times over."""
+    for _ in range(ROUNDS):
+        for name in names:
+            known = min((scaled(known, name, step) for step in STEPS), key=score)
+    return known
+
+
+def fitted_to(file: str, arch: str) -> list[str]:
+    """The constants that name a result as their source."""
+    return [name for name, entry in entries(arch).items() if name != "pace" and entry["source"] == file]
+
+
+def report(kernels: Sequence[Timed], device: DeviceSpec) -> None:
+    errors = sorted(residuals(kernels, device), key=lambda pair: -abs(pair[0]))
+    spread = math.exp(math.sqrt(fmean(error**2 for error, _ in errors)))
+    print(f"{len(errors)} of {len(kernels)} kernels: estimates off by a factor of {spread:.3f} (root mean square)")
+    for error, each in errors[:WORST]:
+        print(f"  {math.exp(error):5.2f} of {each.us:8.1f} us  {each.name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="result file with estimated kernels, JSON")
+    parser.add_argument("--constants", default="", help="names, comma separated; by default those fitted to the file")
+    options = parser.parse_args(arguments)
+    kernels = timed(json.loads(options.result.read_text())["rows"], DEVICE)
+    names = [name for name in options.constants.split(",") if name]
+    names = names or fitted_to(f"results/{options.result.name}", DEVICE.arch)
+    report(kernels, DEVICE)
+
+    def score(known: Calibration) -> float:
+        with replaced(DEVICE, known):
+            return mean_square(kernels, DEVICE)
+
+    found = fit(names, calibration(DEVICE), score)
+    for name in names:
+        print(f"{name}: {getattr(calibration(DEVICE), name)} -> {getattr(found, name)}")
+    with replaced(DEVICE, found):
+        report(kernels, DEVICE)
+
+
+if __name__ == "__main__":
+    main()
