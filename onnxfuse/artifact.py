@@ -62,14 +62,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from onnxfuse.errors import ModelError
+from onnxfuse.limits import MAX_BOX, MAX_LOADS, MAX_MAPS, MAX_OUTS
 
-MAX_LOADS = 12
-MAX_OUTS = 4
 BATCH_LEVEL = 1 << 2 * (2 + MAX_LOADS + MAX_OUTS)  # of a record's levels: loads and outs
 FACTOR_BATCH_LEVELS = (2 * BATCH_LEVEL, 4 * BATCH_LEVEL)  # lhs, rhs
-MAX_MAPS = 9
-MAX_BOX = 256  # elements of one side of a TMA box
-MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"

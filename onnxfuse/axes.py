@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.fusion import PART_AXIS, Fusion, Pointwise, Tensor
-
-MOST_LEVELS = 2
+from onnxfuse.limits import MOST_LEVELS
 
 Axes = tuple[str, ...]
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_LOADS, Fusion, Load, Pointwise, Step, Tensor, Value
+from onnxfuse.fusion import Fusion, Load, Pointwise, Step, Tensor, Value
+from onnxfuse.limits import MAX_LOADS
 
 
 def behind_product(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:

@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 
 from onnxfuse.dtypes import DType
 
-MAX_PARTS = 4
-MAX_LOADS = 12
-MAX_OUTS = 4
 MAX_STEPS = 48  # four ranges with the longest epilogue that an exporter is known to write, of 10 steps, fit
 PART_AXIS = "p"  # along which equal column ranges of one tensor lie side by side
 

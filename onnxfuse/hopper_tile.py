@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.kernel_family import MapRule
 from onnxfuse.kernel_spec import Access, KernelSpec
+from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.shared_memory import staged_pitch
 
 VECTOR_BUFFERS = 4
-STAGE_ROW_BYTES = 128  # of k in a stage: the widest swizzle
 FRAGMENT_ROWS = 64  # of one wgmma
 WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
 MAX_WIDTH = 256  # columns of one wgmma
@@ -34,8 +34,6 @@ TILE_LOAD_REGISTERS = 32
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
 ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
-MAX_BOX = 256  # rows of one TMA box
-MAX_MAPS = 9  # of one launch
 MAX_STAGES = 16
 # A load takes a microsecond: a ring holds at least the work for so many products of one k, and so many stages. From
 # there on, room for outputs and operands is worth more than another stage. But four groups take turns at the tensor

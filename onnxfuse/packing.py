@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from onnxfuse.artifact import BATCH_LEVEL, FACTOR_BATCH_LEVELS, MAX_LOADS, Mapped, Record, TensorMap, pack
+from onnxfuse.artifact import BATCH_LEVEL, FACTOR_BATCH_LEVELS, Mapped, Record, TensorMap, pack
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.fusion import Fusion, Pointwise, part_text
 from onnxfuse.kernel_family import MapRule
 from onnxfuse.kernel_spec import Access, KernelSpec
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
+from onnxfuse.limits import MAX_LOADS
 from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.progress import Progress
 from onnxfuse.report import axes_text

@@ -16,7 +16,8 @@ from onnxfuse.families import PRODUCTS
 from onnxfuse.fusion import Fusion
 from onnxfuse.kernel_family import Candidate, Problem
 from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.variant import MAX_M, SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
+from onnxfuse.limits import MAX_M
+from onnxfuse.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 from onnxfuse.vector_width import Widths, lhs_order, rhs_order
 
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for

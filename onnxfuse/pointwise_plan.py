@@ -12,9 +12,10 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import FLOATS
 from onnxfuse.fusion import Pointwise
 from onnxfuse.kernel_spec import Access
+from onnxfuse.limits import MAX_M
 from onnxfuse.pointwise_family import POINTWISE
 from onnxfuse.pointwise_tile import PointwiseSpec, PointwiseTile, rows_on_their_way, span_of, tile_for
-from onnxfuse.variant import MAX_M, PointwisePlan, PointwiseVariant
+from onnxfuse.variant import PointwisePlan, PointwiseVariant
 from onnxfuse.vector_width import EpilogueWidths, analyse_epilogue
 
 

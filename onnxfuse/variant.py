@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 from onnxfuse.device import DeviceSpec
 from onnxfuse.kernel_family import Candidate, KernelFamily
 from onnxfuse.kernel_spec import KernelSpec
+from onnxfuse.limits import MAX_M
 from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.vector_width import EpilogueWidths, Widths
 
-MAX_M = 2**31 - 1
 SLOWER = "slower by the cost model"
 Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec, covariant=True)
 TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from onnxfuse.limits import MAX_LOADS, MAX_OUTS, MAX_PARTS
 from tests.bridge_build import bridge_library
-
-MAX_PARTS, MAX_LOADS, MAX_OUTS = 4, 12, 4
 
 
 class Tensor(ctypes.Structure):

@@ -14,7 +14,8 @@ from onnxfuse.behind_product import behind_product
 from onnxfuse.device import resolve
 from onnxfuse.dtypes import F16, F32
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_LOADS, Fusion, Pointwise, Tensor
+from onnxfuse.fusion import Fusion, Pointwise, Tensor
+from onnxfuse.limits import MAX_LOADS
 from onnxfuse.op_names import FUSED_GEMM, FUSED_POINTWISE, kind_of
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.pointwise_plan import make_pointwise_plan

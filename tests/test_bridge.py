@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.artifact import Flavour, Mapped, Record, TensorMap, pack
+from onnxfuse.limits import MAX_LOADS, MAX_OUTS, MAX_PARTS
 from tests.bridge_build import ROOT, bridge_library, fake_driver_folder
-from tests.bridge_hooks import MAX_LOADS, MAX_OUTS, MAX_PARTS, Arguments, BridgeError, Node, Outer, Tensor, bridge
+from tests.bridge_hooks import Arguments, BridgeError, Node, Outer, Tensor, bridge
 from tests.conftest import has_gpu
 from tests.test_artifact import RECORD, records
 

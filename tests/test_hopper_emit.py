@@ -7,19 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from onnxfuse import artifact
 from onnxfuse.dtypes import F32
-from onnxfuse.hopper_tile import (
-    ATOM,
-    MAX_MAPS,
-    STAGE_ROW_BYTES,
-    HopperTile,
-    footprint,
-    map_rules,
-    rhs_pieces,
-    why_not,
-)
+from onnxfuse.hopper_tile import ATOM, HopperTile, footprint, map_rules, rhs_pieces, why_not
 from onnxfuse.kernels.hopper import emit
+from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.runtime.compile import compile_source
 from tests.hopper_cases import (
     DEVICE,
@@ -80,7 +71,7 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     pieces = rhs_pieces(case.spec, case.tile)
     rhs, outs = rhs[: case.spec.parts * len(pieces)], rhs[case.spec.parts * len(pieces) :]
     assert len(outs) == len(case.spec.outs)
-    assert 1 + len(rhs) + len(outs) <= artifact.MAX_MAPS == MAX_MAPS
+    assert 1 + len(rhs) + len(outs) <= MAX_MAPS
     assert sum(piece.columns for piece in pieces) == case.tile.block_n
     size = case.spec.dtype.bytes
     rows = ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n

@@ -14,10 +14,10 @@ from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.families import PRODUCTS
 from onnxfuse.hopper_family import HOPPER
 from onnxfuse.hopper_tile import HopperTile
+from onnxfuse.limits import MAX_M
 from onnxfuse.plan import SHALLOW, make_plan
 from onnxfuse.portable_family import PORTABLE, tiles_for
 from onnxfuse.small_m_family import small_m_tiles
-from onnxfuse.variant import MAX_M
 from onnxfuse.vector_width import analyse
 from tests.fusions import fusion
 

@@ -11,8 +11,9 @@ import pytest
 from onnxfuse.calibration import calibration
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_PARTS, Fusion
+from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, load_model
+from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns import Match, match_sites
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.site import Site

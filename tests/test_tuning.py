@@ -17,6 +17,7 @@ from onnxfuse.artifact import unpack
 from onnxfuse.device import ARCHITECTURES, resolve, tuning_device
 from onnxfuse.errors import DeviceError, SettingError
 from onnxfuse.extract import fused_nodes, site_model, stock_nodes
+from onnxfuse.limits import MAX_M
 from onnxfuse.packing import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
 from onnxfuse.rewrite import opsets_of
@@ -25,7 +26,6 @@ from onnxfuse.runtime.tune import ROUNDS, Port, copies_for, require_gpu, side_by
 from onnxfuse.tier import Tier
 from onnxfuse.trial import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tuning import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial, contenders
-from onnxfuse.variant import MAX_M
 from tests.conftest import has_gpu
 from tests.onnx_build import FLOAT16, Builder, run
 

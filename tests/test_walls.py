@@ -51,7 +51,7 @@ PURE = (
     "tier",
 )
 PLANNING = ("onnxfuse.plan", "onnxfuse.families", "onnxfuse.tile_cost")
-LEAVES = ("progress", "errors", "settings", "dtypes", "device", "selection")
+LEAVES = ("limits", "progress", "errors", "settings", "dtypes", "device", "selection")
 # A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
 FORBIDDEN = {
     "kernels": ("onnxfuse.runtime", "onnxfuse.graph", "onnxfuse.patterns", "onnxfuse.rewrite"),

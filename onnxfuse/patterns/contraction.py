@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
+from onnxfuse.limits import MOST_LEVELS, STAGE_ROW_BYTES
 from onnxfuse.patterns.sources import Source
 from onnxfuse.patterns.views import COLUMNS, REPEATED, Dim, Piece, View, refined, split
 
-STAGE_DEPTH = 64  # columns of lhs that a kernel loads at once; where heads are narrower, merging them is left outside
-MOST_GROUPS = 2  # neighbouring axes of lhs that one stride walks: k in two levels, the rows as a batch and an m
+STAGE_DEPTH = STAGE_ROW_BYTES // F16.bytes  # where heads are narrower, merging them is left outside
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,11 @@ def is_walkable(found: Contraction) -> bool:
 
 
 def _is_lhs_walkable(lhs: list[Piece], k: list[Piece], shared: list[Piece], own: list[Piece]) -> bool:
-    if not k or _groups(lhs, shared) > 1 or _groups(lhs, own) > MOST_GROUPS - bool(shared):
+    if not k or _groups(lhs, shared) > 1 or _groups(lhs, own) > MOST_LEVELS - bool(shared):
         return False
     if lhs[-1] != k[-1] or _groups(lhs, k) == 1:
         return _groups(lhs, k) == 1
-    return _groups(lhs, k) == MOST_GROUPS and _run(lhs, k) % STAGE_DEPTH == 0
+    return _groups(lhs, k) == MOST_LEVELS and _run(lhs, k) % STAGE_DEPTH == 0
 
 
 def _order(view: View) -> list[Piece]:

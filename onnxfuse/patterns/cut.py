@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_OUTS
 from onnxfuse.graph import node_label
 from onnxfuse.known_values import is_complete
+from onnxfuse.limits import MAX_OUTS
 from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import ACC
 from onnxfuse.patterns.growth import COLUMN_OPS, Growth

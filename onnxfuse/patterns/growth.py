@@ -15,9 +15,10 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_LOADS, MAX_STEPS
+from onnxfuse.fusion import MAX_STEPS
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
+from onnxfuse.limits import MAX_LOADS
 from onnxfuse.operators import qualified_op
 from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from onnxfuse.dtypes import BY_ONNX, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_LOADS, MAX_STEPS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
+from onnxfuse.fusion import MAX_STEPS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
 from onnxfuse.graph import Graph
+from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.axis_names import AxisNames, name_axes
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
 from onnxfuse.patterns.features import features_of

@@ -15,9 +15,10 @@ from typing import Generic, TypeVar
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_PARTS, Fusion
+from onnxfuse.fusion import Fusion
 from onnxfuse.graph import Graph, node_label
 from onnxfuse.known_values import is_complete
+from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.cut import Cut
 from onnxfuse.patterns.growth import Growth
 from onnxfuse.patterns.lowering import lower

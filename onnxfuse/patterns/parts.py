@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import MAX_PARTS
+from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import ACC, Ref
 from onnxfuse.patterns.match import Match, Operand, count_of, is_part, is_start
 from onnxfuse.patterns.views import COLUMNS, Piece, is_column

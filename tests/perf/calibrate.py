@@ -46,29 +46,20 @@ class Timed:
 
 
 def timed(rows: Sequence[dict[str, Any]], device: DeviceSpec) -> list[Timed]:
-    """The rows of `tests.perf.few_rows`, `splits`, `exact` or `kernels`; those of tiles that are gone are left out."""
-    return [
-        Timed(
-            f"{row['problem']} {row['order']} {row['tile']}",
-            row.get("us") or row["fused_us"],
-            spec,
-            row["tile"],
-            problem,
-        )
-        for row in rows
-        if "tile" in row and "order" in row
-        for spec, problem in [kernel(row, device)]
-    ]
+    """The rows of `tests.perf.few_rows`, `splits`, `exact` or `kernels`."""
+    return [kernel(row, device) for row in rows]
 
 
-def kernel(row: dict[str, Any], device: DeviceSpec) -> tuple[KernelSpec, Problem]:
-    """What the plan of a row's problem multiplies, and its sizes."""
+def kernel(row: dict[str, Any], device: DeviceSpec) -> Timed:
+    """What the plan of a row's problem multiplies."""
     sizes, epilogue, *tf32 = row["problem"].replace(", ", ",").split(" ")
     m, k, n = map(int, sizes.split(","))
     exact = row.get("math") in ("3xtf32", "fp32")
     parts = 2 if epilogue in ("geglu", "geglu_tanh", "swiglu") else 1
     spec = planned_spec(k, n, parts, row["order"], epilogue, "f32" if tf32 or exact else "f16", device)
-    return replace(spec, math=row.get("math", spec.math)), Problem(m, n, k)
+    spec = replace(spec, math=row.get("math", spec.math))
+    name, us = f"{row['problem']} {row['order']} {row['tile']}", row.get("us") or row["fused_us"]
+    return Timed(name, us, spec, row["tile"], Problem(m, n, k))
 
 
 def planned_spec(k: int, n: int, parts: int, order: str, epilogue: str, dtype: str, device: DeviceSpec) -> KernelSpec:
@@ -145,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [name for name in options.constants.split(",") if name]
     names = names or fitted_to(f"results/{options.result.name}", DEVICE.arch)
     report(kernels, DEVICE)
+    if not names:
+        return
 
     def score(known: Calibration) -> float:
         with replaced(DEVICE, known):

@@ -21,8 +21,9 @@ from onnxfuse.families import PRODUCTS
 from onnxfuse.kernel_family import Candidate
 from onnxfuse.kernel_family import Problem as Sizes
 from onnxfuse.kernel_spec import EXACT, KernelSpec
+from onnxfuse.limits import MAX_M
 from onnxfuse.runtime import driver
-from onnxfuse.variant import MAX_M, ProductPlan, ProductVariant
+from onnxfuse.variant import ProductPlan, ProductVariant
 from tests.onnx_build import FLOAT
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, timed_replay

@@ -1,0 +1,12 @@
+"""What a kernel takes at most, in one place. The bridge and the CUDA text state some of it again; a test compares."""
+
+from __future__ import annotations
+
+MAX_PARTS = 4  # right-hand sides of one launch
+MAX_LOADS = 12
+MAX_OUTS = 4
+MAX_MAPS = 9  # tensor maps of one launch
+MAX_BOX = 256  # elements of one side of a TMA box
+MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
+MOST_LEVELS = 2  # strides that walk one loop of a tensor: within a run, and from run to run
+STAGE_ROW_BYTES = 128  # of k in a stage of the sm_90a kernel's ring, the widest swizzle; a run of k is a multiple of it
