@@ -46,8 +46,8 @@ def png(result: BenchResult, title: str) -> bytes:
     check_pillow()
     from PIL import Image, ImageDraw, ImageFont
 
-    lines = [title, *str(result).splitlines()]
-    heads = [_head(site) for site in result.sites]
+    lines = [_drawable(text) for text in (title, *str(result).splitlines())]
+    heads = [_drawable(_head(site)) for site in result.sites]
     font = ImageFont.load_default(TEXT)
     width = max(WIDTH + LABEL, *(round(font.getlength(text)) for text in (*lines, *heads))) + 2 * MARGIN
     height = 2 * MARGIN + LINE * (len(lines) + 1) + len(heads) * _site_height()
@@ -67,6 +67,11 @@ def png(result: BenchResult, title: str) -> bytes:
 def _head(site: SiteTimes) -> str:
     name, count, *_, ratio = cells(site)
     return f"{name}  {count} of them{f', {ratio} as fast' if ratio else ''}, microseconds"
+
+
+def _drawable(text: str) -> str:
+    """Pillow's own font has ASCII; it draws everything else as the same empty box."""
+    return text.encode("ascii", "backslashreplace").decode()
 
 
 def _site_height() -> int:

@@ -22,10 +22,14 @@ WIDTH, BAR, GAP = 520, 14, 3  # pixels
 CELLS = 24  # of a terminal's bar
 
 _STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:62em;padding:0 1em;color:#1f2933}"
-    "table{border-collapse:collapse;margin:1em 0}th,td{padding:.3em .8em;text-align:right;border-bottom:1px solid #ddd}"
-    "th:first-child,td:first-child{text-align:left}.warning{background:#fdecea;padding:.5em 1em;margin:.3em 0}"
-    "svg text{font:11px system-ui,sans-serif}small{color:#616e7c}"
+    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:66em;padding:0 1em;color:#1f2933}"
+    "h1,p,li,td:first-child{overflow-wrap:anywhere}table{border-collapse:collapse;margin:1em 0;width:100%}"
+    "th,td{padding:.3em .6em;text-align:right;vertical-align:top;border-bottom:1px solid #ddd;white-space:nowrap}"
+    "th:first-child,td:first-child{text-align:left;padding-left:0;white-space:normal}"
+    ".sites tbody tr:nth-child(odd) td{border-bottom:0}.warning{background:#fdecea;padding:.5em 1em;margin:.3em 0}"
+    # The figure behind a bar stands in the padding where the bar takes all the width that is left.
+    ".bars div{font-size:11px;line-height:1.5;white-space:nowrap;padding-right:12em}"
+    f".bars i{{display:inline-block;height:{BAR}px;margin-right:4px;vertical-align:middle}}small{{color:#616e7c}}"
 )
 
 
@@ -64,7 +68,7 @@ def _measures(result: BenchResult) -> str:
         for measure in result.comparisons
     )
     counts = ["not counted" if count is None else str(count) for count in result.launches]
-    table = _table(["measure", "model", "median ms", "p10", "p90", "p99", "faster"], rows)
+    table = _table(["measure", "model", "median ms", "p10", "p90", "p99", "faster"], "".join(map(_row, rows)), "models")
     return f"<h2>Models</h2>{table}<ul>{how}<li>kernels launched by one run: {counts[0]} → {counts[1]}</li></ul>"
 
 
@@ -75,10 +79,11 @@ def _milliseconds(value: float | str) -> str:
 def _sites(sites: Sequence[SiteTimes]) -> str:
     if not sites:
         return ""
-    rows = [[*cells(site), _bars(site, longest(sites))] for site in sites]
-    heads = ["site", "times", "before us", "after us", "floor us", "floor by", "faster", ""]
-    table = _table(heads, rows, markup=(len(heads) - 1,))
-    return f"<h2>Sites</h2><p>{SITES}</p><p><small>{FLOOR}</small></p>{table}"
+    heads = ["site", "times", "before us", "after us", "floor us", "floor by", "faster"]
+    rows = "".join(
+        f'{_row(cells(site))}<tr><td colspan="{len(heads)}">{_bars(site, longest(sites))}</td></tr>' for site in sites
+    )
+    return f"<h2>Sites</h2><p>{SITES}</p><p><small>{FLOOR}</small></p>{_table(heads, rows, 'sites')}"
 
 
 def cells(site: SiteTimes) -> list[str]:
@@ -99,29 +104,24 @@ def longest(sites: Iterable[SiteTimes]) -> float:
 
 
 def _bars(site: SiteTimes, longest: float) -> str:
-    """An inline drawing of the three times on one scale for all sites."""
-    shapes = []
-    for index, (name, colour) in enumerate(BARS):
+    """The three times on one scale for all sites: the longest is as long as the page has room for."""
+    rows = []
+    for name, colour in BARS:
         time = getattr(site, name)
-        if time is None:
-            continue
-        top, width = index * (BAR + GAP), time / longest * WIDTH
-        shapes.append(f'<rect x="0" y="{top}" width="{width:.2f}" height="{BAR}" fill="{colour}"/>')
-        shapes.append(f'<text x="{width + 4:.2f}" y="{top + BAR - 3}">{name} {microseconds(time)}</text>')
-    height = len(BARS) * (BAR + GAP)
+        if time is not None:
+            bar = f'<i style="width:{time / longest:.3%};background:{colour}"></i>'
+            rows.append(f"<div>{bar}<span>{name} {microseconds(time)}</span></div>")
     label = f"{site.name}: {', '.join(f'{name} {microseconds(getattr(site, name))} us' for name, _ in BARS)}"
-    size = f'width="{WIDTH + 110}" height="{height}"'
-    return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+    return f'<div class="bars" role="img" aria-label="{escape(label)}">{"".join(rows)}</div>'
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], markup: Sequence[int] = ()) -> str:
-    """An HTML table; the cells of the columns in `markup` are HTML already."""
+def _table(heads: Sequence[str], rows: str, kind: str) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{text if index in markup else escape(text)}</td>' for index, text in enumerate(row))}</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _row(texts: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in texts)}</tr>"
 
 
 SITES_TITLE = "sites, microseconds: # after, . before"

@@ -18,7 +18,7 @@ from onnx import TensorProto, numpy_helper
 
 import onnxfuse
 from onnxfuse.bench_chart import png
-from onnxfuse.bench_report import WIDTH, html
+from onnxfuse.bench_report import html
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.fused_sites import AFTER, BEFORE, SHAPE_OF, flops_of, read_sites, site_models, write_with_shapes
@@ -214,9 +214,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attributes)))
-        if tag == "rect":
-            self.widths.append(float(dict(attributes)["width"]))
-        if tag in ("meta", "br", "rect"):
+        if tag == "i":
+            self.widths.append(float(re.search(r"width:([\d.]+)%", dict(attributes)["style"])[1]))
+        if tag in ("meta", "br"):
             return
         self._open.append(tag)
         if tag == "table":
@@ -233,7 +233,7 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] in ("td", "th"):
+        if {"td", "th"} & set(self._open):
             self.tables[-1][-1][-1] += data
 
 
@@ -245,17 +245,20 @@ def test_the_page_has_the_figures_of_the_json(measured: BenchResult) -> None:
     for row, which in zip(models[1:], ("original", "optimized"), strict=True):
         assert row[2:6] == [f"{latency[which][name]:.3f}" for name in ("median", "p10", "p90", "p99")]
     assert models[2][6] == f"{plain['ratio']:.2f}x"
-    assert len(sites) == 1 + len(plain["sites"])
+    assert len(sites) == 1 + 2 * len(plain["sites"])
     longest = max(site[name] for site in plain["sites"] for name in ("before", "after", "floor"))
     widths = iter(page.widths)
-    for row, site in zip(sites[1:], plain["sites"], strict=True):
+    for row, drawn, site in zip(sites[1::2], sites[2::2], plain["sites"], strict=True):
         times = [site[name] for name in ("before", "after", "floor")]
         assert row[:7] == [
             site["name"], str(site["count"]), *(f"{time:.1f}" for time in times), site["bound_by"],
             f"{site['ratio']:.2f}x",
         ]  # fmt: skip
         for time in times:
-            assert next(widths) == pytest.approx(time / longest * WIDTH, abs=0.01)
+            assert next(widths) == pytest.approx(100 * time / longest, abs=0.01)
+        assert drawn == [
+            "".join(f"{name} {time:.1f}" for name, time in zip(("before", "after", "floor"), times, strict=True))
+        ]
     assert next(widths, None) is None
 
 

@@ -76,6 +76,11 @@ def test_every_figure_is_in_the_text() -> None:
     assert first != second
 
 
+def test_names_that_differ_in_what_the_font_lacks_are_drawn_differently() -> None:
+    images = {png(result(replace(SITES[0], name=name)), "title") for name in ("größe", "grüße", "grße", "層")}
+    assert len(images) == 4
+
+
 def test_without_pillow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_chart, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match="pip install pillow"):
