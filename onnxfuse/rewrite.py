@@ -9,9 +9,8 @@ read the main graph's kernels, as these may.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from onnx import (
@@ -28,6 +27,7 @@ from onnx import (
 
 from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN, functions_of, inline, reads, walk
+from onnxfuse.known_nodes import constant, known_array, known_nodes
 from onnxfuse.model import OVERRIDING_IR_VERSION
 from onnxfuse.op_names import FUSED_GEMM, OpNames
 from onnxfuse.patterns.views import FallbackShape
@@ -102,7 +102,7 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
         _replace_nodes(scope, matched, fused)
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
         stored = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
-        scope.initializer.extend(numpy_helper.from_array(_known_array(graph, name), name) for name in stored)
+        scope.initializer.extend(numpy_helper.from_array(known_array(graph, name), name) for name in stored)
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
@@ -195,7 +195,7 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
     """
     nodes, shapes = _nodes(replacement)
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    body = [*shapes, *_constants(replacement.graph, [*shapes, *nodes], names), *nodes]
+    body = known_nodes(replacement.graph, [*shapes, *nodes], names)
     inner = (value for node in body for value in node.output if value)
     names |= {value: f"v{index}" for index, value in enumerate(inner)}
     names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
@@ -245,7 +245,7 @@ def needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:
 
 def _shape(name: str, shape: FallbackShape, base: str) -> list[NodeProto]:
     """Nodes that make a shape; sizes of an input are gathered from its own shape and the constant entries."""
-    entries = _constant(name, np.array(shape.entries, np.int64))
+    entries = constant(name, np.array(shape.entries, np.int64))
     if shape.is_constant:
         return [entries]
     rank = 1 + max(index for index in shape.of_base if index is not None)
@@ -254,32 +254,12 @@ def _shape(name: str, shape: FallbackShape, base: str) -> list[NodeProto]:
     return [
         entries,
         helper.make_node("Shape", [base], [own]),
-        _constant(first, np.arange(rank)),
+        constant(first, np.arange(rank)),
         helper.make_node("Gather", [own, first], [f"{own}/first"]),
         helper.make_node("Concat", [f"{own}/first", name], [known], axis=0),
-        _constant(chosen, np.array(places, np.int64)),
+        constant(chosen, np.array(places, np.int64)),
         helper.make_node("Gather", [known, chosen], [made]),
     ]
-
-
-def _constant(name: str, value: np.ndarray[Any, Any]) -> NodeProto:
-    return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value))
-
-
-def _constants(graph: Graph, nodes: list[NodeProto], inputs: dict[str, str]) -> Iterator[NodeProto]:
-    """Constant nodes for what the matched nodes read beside the fused node's inputs: numbers, bounds, sizes."""
-    made = {value for node in nodes for value in node.output}
-    read = dict.fromkeys(value for node in nodes for value in node.input if value)
-    for name in read:
-        if name not in made and name not in inputs:
-            yield _constant(name, _known_array(graph, name))
-
-
-def _known_array(graph: Graph, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """A value that is known before the run, of the type that the model gives it."""
-    value, dtype = graph.known_value(graph.tensor(name)), graph.dtype(name)
-    assert value is not None, f"{name} is neither an input of the fusion nor known"
-    return value.astype(helper.tensor_dtype_to_np_dtype(dtype or TensorProto.INT64))
 
 
 def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:

@@ -16,7 +16,7 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 ONNX_WORLD = (
     "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "extract",
     "store", "external_data", "op_names", "reference", "double_ops", "probe", "operators", "fused_sites",
-    "declared", "value_types", "input_facts",
+    "declared", "known_nodes", "value_types", "input_facts",
 )  # fmt: skip
 WALLS = {
     "onnx": ONNX_WORLD,
