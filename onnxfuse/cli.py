@@ -38,7 +38,7 @@ from onnxfuse.runtime.bench import DEVICES
 from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_inputs, load_npz
-from onnxfuse.runtime.session import library_path
+from onnxfuse.runtime.session import library_path, options_with
 from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
 from onnxfuse.store import (
@@ -130,6 +130,13 @@ _inputs = click.option(
 )
 _shapes = click.option(
     "--shape", "shapes", multiple=True, metavar="NAME=2,77,768", help="Shape of a random input. May be repeated."
+)
+_libraries = click.option(
+    "--library",
+    "libraries",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A shared library of the model's own custom operators. May be repeated.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _quiet = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors and what --json asks for.")
@@ -284,6 +291,8 @@ def explain(
     help="Sizes of a dynamic axis, one a run; may be repeated.",
 )
 @click.option("--per-site", is_flag=True, help="Compare what each fused node makes as well.")
+@_libraries
+@click.option("--require-gpu", is_flag=True, help="Fail where no GPU can run the kernels.")
 @_json
 @_quiet
 def verify(
@@ -295,6 +304,8 @@ def verify(
     runs: int,
     sizes: tuple[str, ...],
     per_site: bool,
+    libraries: tuple[Path, ...],
+    require_gpu: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -311,6 +322,8 @@ def verify(
             seed=seed,
             runs=runs,
             per_site=per_site,
+            session_options=options_with(libraries),
+            require_gpu=require_gpu,
             progress=progress,
         )
     print_result(result, original, optimized, as_json, quiet)
@@ -328,6 +341,7 @@ def verify(
 @click.option("--warmup", type=click.IntRange(min=0), default=10, show_default=True, help="Runs of each before.")
 @click.option("--device", type=click.Choice(list(DEVICES)), default="cuda", show_default=True, help="Where both run.")
 @click.option("--per-site", is_flag=True, help="Time each fused node and what it stands for as well.")
+@_libraries
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write a report with a bar per site.")
 @click.option("--png", "chart", type=click.Path(path_type=Path), help="Write the same as an image.")
 @click.option("--force", is_flag=True, help="Overwrite an existing report.")
@@ -343,6 +357,7 @@ def bench(
     warmup: int,
     device: str,
     per_site: bool,
+    libraries: tuple[Path, ...],
     page: Path | None,
     chart: Path | None,
     force: bool,
@@ -369,6 +384,7 @@ def bench(
             warmup=warmup,
             device=device,
             per_site=per_site or page is not None or chart is not None,
+            session_options=options_with(libraries),
             progress=progress,
         )
     title = f"{original.name} and {optimized.name}"

@@ -56,6 +56,44 @@ class FusedSite:
     kernels: bytes
 
 
+@dataclass(frozen=True)
+class FusedNode:
+    """What a fused node says of itself.
+
+    Attributes:
+        name: of the node.
+        attributes: its strings; `artifact` has their grammar.
+        archive: the name of its first input, the kernels.
+        inputs: how many it has, the kernels among them.
+        outputs: how many it has.
+    """
+
+    name: str
+    attributes: dict[str, str]
+    archive: str
+    inputs: int
+    outputs: int
+
+
+def fused_nodes(model: Path) -> tuple[list[FusedNode], dict[str, bytes]]:
+    """Every fused node of a model, at any depth, and the archives of kernels that they name; none where one is missing.
+
+    Raises:
+        ModelError: the model, or an archive in a file beside it, cannot be read.
+    """
+    source = load_model(model)
+    nodes = [_described(node) for node in walk(source.proto.graph.node) if node.domain == DOMAIN]
+    stored = {tensor.name: tensor for tensor in source.proto.graph.initializer}
+    names = dict.fromkeys(node.archive for node in nodes)
+    return nodes, {name: _archive(source, stored[name]) if name in stored else b"" for name in names}
+
+
+def _described(node: NodeProto) -> FusedNode:
+    attributes = {each.name: each.s.decode(errors="replace") for each in node.attribute}
+    archive = node.input[0] if node.input else ""
+    return FusedNode(node.name or ", ".join(node.output), attributes, archive, len(node.input), len(node.output))
+
+
 def uses_tf32(model: Path) -> bool:
     """Whether some fused node, at any depth, says that its kernels compute products in TF32.
 

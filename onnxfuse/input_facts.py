@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from onnx import ModelProto
 
 from onnxfuse.inline import walk
+from onnxfuse.input_sizes import NOTHING, InputSizes, input_sizes
+from onnxfuse.model import Model
 
 _VOCABULARIES = frozenset({"keys_strings", "cats_strings", "string_vocabulary", "pool_strings", "classes_strings"})
 
@@ -19,16 +21,20 @@ class InputFacts:
     Attributes:
         unranked: inputs whose number of dimensions the model does not say.
         words: text that the model's encoders know.
+        sizes: what the model's operators say of its symbols.
     """
 
     unranked: frozenset[str] = frozenset()
     words: tuple[str, ...] = ()
+    sizes: InputSizes = NOTHING
 
 
-def input_facts(proto: ModelProto) -> InputFacts:
-    """Read a model's inputs and encoders."""
-    unranked = (value.name for value in proto.graph.input if not value.type.tensor_type.HasField("shape"))
-    return InputFacts(frozenset(unranked), tuple(dict.fromkeys(_words(proto))))
+def input_facts(model: Model) -> InputFacts:
+    """Read a model's inputs, encoders and attention operators."""
+    proto = model.proto
+    tensors = (value for value in proto.graph.input if value.type.HasField("tensor_type"))
+    unranked = (value.name for value in tensors if not value.type.tensor_type.HasField("shape"))
+    return InputFacts(frozenset(unranked), tuple(dict.fromkeys(_words(proto))), input_sizes(model))
 
 
 def _words(proto: ModelProto) -> Iterator[str]:

@@ -53,6 +53,13 @@ def fake_driver_folder() -> Path:
     return _built("libcuda.so.1", [ROOT / "tests" / "fake_libcuda.cc"], _fake_driver).parent
 
 
+@functools.cache
+def custom_op_library() -> Path:
+    """A shared library of a user's own operator, `own::Double`."""
+    sources = [ROOT / "tests" / "custom_op.cc", PACKAGE / "runtime" / "bridge" / "ort_abi.h"]
+    return _built("libcustom_op.so", sources, _custom_op)
+
+
 def _sources() -> list[Path]:
     return [*sorted((PACKAGE / "runtime" / "bridge").iterdir()), ROOT / "CMakeLists.txt"]
 
@@ -84,6 +91,12 @@ def _cmake_sanitized(folder: Path) -> None:
 def _fake_driver(folder: Path) -> None:
     options = ("-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1")
     _run("c++", *options, f"-I{PACKAGE}", ROOT / "tests" / "fake_libcuda.cc", "-o", folder / "libcuda.so.1")
+
+
+def _custom_op(folder: Path) -> None:
+    options = ("-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror")
+    source = ROOT / "tests" / "custom_op.cc"
+    _run("c++", *options, f"-I{PACKAGE / 'runtime' / 'bridge'}", source, "-o", folder / "libcustom_op.so")
 
 
 def _run(*command: str | Path) -> None:

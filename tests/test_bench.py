@@ -343,13 +343,13 @@ def test_every_measure_is_asked_of_both_models(fused: Path, monkeypatch: pytest.
         def seconds(self) -> float:
             return self.launches / 9
 
-    def graph_run(path: Path, feeds, device: str) -> contender.Timed:
+    def graph_run(path: Path, feeds, device: str, options: object) -> contender.Timed:
         if path == fused:
             raise RuntimeError("no capture")
-        return contender.graph_run(path, feeds, device)
+        return contender.graph_run(path, feeds, device, options)
 
     monkeypatch.setitem(bench_module.DEVICES, "cpu", tuple(bench_module.MEASURES))
-    monkeypatch.setattr(bench_module, "captured", lambda path, feeds, device: Captured(path))
+    monkeypatch.setattr(bench_module, "captured", lambda path, feeds, device, options: Captured(path))
     monkeypatch.setattr(bench_module, "graph_run", graph_run)
     result = bench(MODEL, fused, shapes=SHAPES, device="cpu", runs=3, warmup=1)
     latency, host, graph, gpu = result.comparisons

@@ -145,7 +145,7 @@ def test_json_is_all_of_standard_output_and_progress_goes_to_the_terminal(
 
 # The last step of each: a bar is drawn ten times a second, and at its end.
 STEPS = {
-    "optimize": "writing the model", "explain": "finding fusions", "verify": "computing the reference",
+    "optimize": "writing the model", "explain": "finding fusions", "verify": "reading kernels",
     "bench": "timing sites",
 }  # fmt: skip
 

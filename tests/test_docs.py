@@ -50,6 +50,7 @@ def test_every_module_has_its_stage() -> None:
         "tile_footprint", "progress", "terminal", "bench_report", "bench_chart", "fused_sites", "external_data",
         "staging", "value_types", "input_facts", "shared_memory", "limits", "hopper_family", "portable_family",
         "small_m_family", "pointwise_family", "tables", "document",
+        "input_sizes",
     }  # fmt: skip
     for path in (ROOT / "onnxfuse").glob("*.py"):
         assert path.stem in aside or f"`{path.name}`" in text, path.name

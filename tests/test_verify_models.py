@@ -12,6 +12,7 @@ from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.runtime import verify
+from onnxfuse.runtime.bench import bench
 from onnxfuse.runtime.session import CPU
 from tests.onnx_build import FLOAT, FLOAT16, Builder
 
@@ -219,6 +220,12 @@ def test_sequences_and_maps_of_other_lengths_and_keys_are_wrong(tmp_path: Path) 
     assert failed[0] == "scores keys"
 
 
+@pytest.mark.parametrize("name", ["sequences", "ZipMap of names", "strings", "LSTM"])
+def test_bench_times_such_models_too(name: str, tmp_path: Path) -> None:
+    path = save(MODELS[name][0](), tmp_path / "model.onnx")
+    assert bench(path, path, device="cpu", runs=2, warmup=0).ratio > 0
+
+
 def unranked() -> ModelProto:
     b = Builder()
     b.inputs.append(helper.make_tensor_value_info("x", FLOAT, None))
@@ -234,6 +241,7 @@ def test_an_input_of_unknown_rank_asks_for_a_shape_and_takes_it(tmp_path: Path) 
         assert result.passed
         assert result.runs[0].shapes == {"x": shape}
     assert verify.verify(path, path, inputs={"x": np.ones((5, 8), np.float32)}).passed
+    assert bench(path, path, device="cpu", runs=2, warmup=0, shapes={"x": (3, 8)}).shapes == {"x": (3, 8)}
 
 
 def test_a_scalar_input_is_none_of_unknown_rank(tmp_path: Path) -> None:

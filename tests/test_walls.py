@@ -17,6 +17,7 @@ ONNX_WORLD = (
     "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "extract",
     "store", "external_data", "op_names", "reference", "double_ops", "probe", "operators", "fused_sites",
     "declared", "known_nodes", "value_types", "input_facts",
+    "input_sizes",
 )  # fmt: skip
 WALLS = {
     "onnx": ONNX_WORLD,

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from onnxfuse.errors import DeviceError, ModelError
+from onnxfuse.graph import load_model
+from onnxfuse.input_facts import input_facts
 from onnxfuse.progress import Progress, silent
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.bench_sites import SiteTimes, time_sites
@@ -155,6 +157,7 @@ def bench(
     device: str = "cuda",
     measures: Sequence[str] | None = None,
     per_site: bool = False,
+    session_options: Any = None,
     progress: Progress = silent,
 ) -> BenchResult:
     """Time both models.
@@ -170,6 +173,7 @@ def bench(
         device: `cuda`, or `cpu`, where fused nodes are their original nodes.
         measures: some of MEASURES, `latency` always; by default all that the device has.
         per_site: time each distinct fused node and what it stands for as well.
+        session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
         progress: called with what is being done, how much is done, and how much there is.
 
     Raises:
@@ -182,11 +186,13 @@ def bench(
         raise DeviceError("no CUDA device is usable by ONNX Runtime; bench needs one, and onnxruntime-gpu")
     paths = Path(original), Path(optimized)
     before = gpu_state() if device == "cuda" else None
-    feeds = make_feeds(input_specs(open_on(paths[0], device)), inputs, shapes, seed)
-    race = _Race(paths, feeds, device, runs, warmup, progress)
+    facts = input_facts(load_model(paths[0]))
+    specs = input_specs(open_on(paths[0], device, session_options=session_options), facts)
+    feeds = make_feeds(specs, inputs, shapes, seed, known=facts.sizes)
+    race = _Race(paths, feeds, device, session_options, runs, warmup, progress)
     wanted = [name for name in DEVICES[device] if name == "latency" or measures is None or name in measures]
     comparisons = tuple(race.compare(name) for name in wanted)
-    sites = time_sites(paths[1], feeds, device, progress) if per_site else ()
+    sites = time_sites(paths[1], feeds, device, progress, session_options) if per_site else ()
     return BenchResult(
         comparisons=comparisons,
         launches=(race.launches[0], race.launches[1]),
@@ -207,11 +213,12 @@ class _Race:
         paths: tuple[Path, Path],
         feeds: Mapping[str, Array],
         device: str,
+        session_options: Any,
         runs: int,
         warmup: int,
         progress: Progress,
     ) -> None:
-        self.paths, self.feeds, self.device = paths, feeds, device
+        self.paths, self.feeds, self.device, self.options = paths, feeds, device, session_options
         self.runs, self.warmup, self.progress = runs, warmup, progress
         self.launches: list[int | None] = [None, None]
         self.state: GpuState | None = None
@@ -220,18 +227,18 @@ class _Race:
     def plain(self, index: int) -> Contender:
         """A model in an ordinary session."""
         if index not in self._plain:
-            self._plain[index] = Contender(self.paths[index], self.feeds, self.device)
+            self._plain[index] = Contender(self.paths[index], self.feeds, self.device, session_options=self.options)
         return self._plain[index]
 
     def graph(self, index: int) -> Timed:
         """A model in a CUDA graph of ONNX Runtime."""
         self._plain.clear()
-        return graph_run(self.paths[index], self.feeds, self.device)
+        return graph_run(self.paths[index], self.feeds, self.device, self.options)
 
     def gpu(self, index: int) -> Timed:
         """A model in a graph of our own; its launches are noted."""
         self._plain.clear()
-        found = captured(self.paths[index], self.feeds, self.device)
+        found = captured(self.paths[index], self.feeds, self.device, self.options)
         self.launches[index] = found.launches
         return found.seconds
 

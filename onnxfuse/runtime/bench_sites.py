@@ -100,32 +100,36 @@ class Rates:
         return None if microseconds is None else amount / microseconds * 1e6
 
 
-def time_sites(optimized: Path, feeds: Mapping[str, Array], device: str, progress: Progress) -> tuple[SiteTimes, ...]:
+def time_sites(
+    optimized: Path, feeds: Mapping[str, Array], device: str, progress: Progress, session_options: Any = None
+) -> tuple[SiteTimes, ...]:
     """Time each distinct fused node of a model's main graph, at the shapes that it has with these inputs.
 
     Raises:
         ModelError: the model cannot be run.
         DeviceError: ONNX Runtime does not start its CUDA provider.
     """
-    sites = read_sites(optimized, _shapes(optimized, feeds, device))
+    sites = read_sites(optimized, _shapes(optimized, feeds, device, session_options))
     rates = Rates(device)
     return tuple(_time_site(site, rates) for site in counted("timing sites", sites, progress))
 
 
-def _shapes(model: Path, feeds: Mapping[str, Array], device: str) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    model: Path, feeds: Mapping[str, Array], device: str, session_options: Any = None
+) -> dict[str, tuple[int, ...]]:
     """The shapes of what fused nodes read and make in one run."""
     with scratch_folder() as folder:
         path = folder / "shapes.onnx"
         names = write_with_shapes(model, path)
         if not names:
             return {}
-        session = open_on(path, device)
+        session = open_on(path, device, session_options=session_options)
         specs = input_specs(session)
         values = {name: array for name, array in feeds.items() if name in {spec.name for spec in specs}}
         checked = make_feeds(specs, values)
         bound = {spec.name: to_ort_value(spec, checked[spec.name]) for spec in specs}
-        results = session.run_with_ort_values([f"{SHAPE_OF}{name}" for name in names], bound)
-    return {name: tuple(map(int, value.numpy())) for name, value in zip(names, results, strict=True)}
+        results = session.run([f"{SHAPE_OF}{name}" for name in names], bound)
+    return {name: tuple(map(int, value)) for name, value in zip(names, results, strict=True)}
 
 
 def _time_site(site: FusedSite, rates: Rates) -> SiteTimes:

@@ -9,9 +9,9 @@ from typing import Any
 
 from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.runtime.capture import Capture, capture, new_stream
-from onnxfuse.runtime.feeds import Array, input_specs, make_feeds
+from onnxfuse.runtime.feeds import STRING, Array, input_specs, make_feeds
 from onnxfuse.runtime.session import CPU, CUDA, Provider, onnxruntime, open_session
-from onnxfuse.runtime.values import BFLOAT16
+from onnxfuse.runtime.values import BFLOAT16, to_ort_value
 
 CAPTURE_RUNS = 3  # before a graph is used: to be warm, and to capture
 
@@ -28,6 +28,7 @@ class Contender:
         feeds: an array for each input; those of the other model, checked again.
         device: `cuda` or `cpu`.
         options: of the CUDA provider.
+        session_options: an `onnxruntime.SessionOptions`.
 
     Raises:
         DeviceError: ONNX Runtime does not start its CUDA provider.
@@ -35,14 +36,23 @@ class Contender:
     """
 
     def __init__(
-        self, path: Path, feeds: Mapping[str, Array], device: str, options: Mapping[str, str] | None = None
+        self,
+        path: Path,
+        feeds: Mapping[str, Array],
+        device: str,
+        options: Mapping[str, str] | None = None,
+        session_options: Any = None,
     ) -> None:
         self.path, self.device = path, device
-        self.session = open_on(path, device, options)
-        specs = input_specs(self.session)
+        self.session = open_on(path, device, options, session_options)
+        self.specs = specs = input_specs(self.session)
         checked = make_feeds(specs, feeds)
+        # Text cannot be bound: a model that reads some is given all inputs run by run.
+        self.unbound = checked if any(spec.element == STRING for spec in specs) else {}
         self.inputs = {
-            spec: onnxruntime().OrtValue.ortvalue_from_numpy(checked[spec.name], device, 0) for spec in specs
+            spec: onnxruntime().OrtValue.ortvalue_from_numpy(checked[spec.name], device, 0)
+            for spec in specs
+            if not self.unbound
         }
         self.binding = self._bound()
         self._quick = onnxruntime().RunOptions()
@@ -67,13 +77,25 @@ class Contender:
             ModelError: the model fails.
         """
         try:
+            if self.unbound:
+                self.session.run(None, {spec.name: to_ort_value(spec, self.unbound[spec.name]) for spec in self.specs})
+                return
             self.session.run_with_iobinding(self.binding)
             self.binding.synchronize_outputs()
         except Exception as error:  # onnxruntime's exceptions share no base class
             raise ModelError(f"{self.path}: the model fails to run; --shape gives other sizes: {error}") from error
 
+    def _check_bound(self) -> None:
+        if self.unbound:
+            raise ModelError(f"{self.path}: the model reads text, which ONNX Runtime takes run by run alone")
+
     def submit(self) -> None:
-        """One run, until the call returns; the GPU may still work."""
+        """One run, until the call returns; the GPU may still work.
+
+        Raises:
+            ModelError: the model reads text, which cannot be bound.
+        """
+        self._check_bound()
         self.session.run_with_iobinding(self.binding, self._quick)
 
     def pin_outputs(self) -> None:
@@ -81,7 +103,12 @@ class Contender:
         self.write_to(self.outputs())
 
     def outputs(self) -> dict[str, Any]:
-        """What the last run made, by name."""
+        """What the last run made, by name.
+
+        Raises:
+            ModelError: the model reads text, which cannot be bound.
+        """
+        self._check_bound()
         names = [output.name for output in self.session.get_outputs()]
         return dict(zip(names, self.binding.get_outputs(), strict=True))
 
@@ -91,7 +118,7 @@ class Contender:
             self.binding.bind_ortvalue_output(name, value)
 
 
-def open_on(path: Path, device: str, options: Mapping[str, str] | None = None) -> Any:
+def open_on(path: Path, device: str, options: Mapping[str, str] | None = None, session_options: Any = None) -> Any:
     """A session on one device.
 
     Raises:
@@ -99,7 +126,7 @@ def open_on(path: Path, device: str, options: Mapping[str, str] | None = None) -
         ModelError: the file is missing, or ONNX Runtime refuses it.
     """
     providers: list[Provider] = [(CUDA, dict(options or {})), CPU] if device == "cuda" else [CPU]
-    session = open_session(path, providers)
+    session = open_session(path, providers, session_options)
     if device == "cuda" and CUDA not in session.get_providers():
         raise DeviceError("ONNX Runtime did not start its CUDA provider; its libraries (CUDA, cuDNN) may be missing")
     return session
@@ -128,15 +155,15 @@ def host_part(contender: Contender, clock: Clock = time.perf_counter) -> Timed:
     return seconds
 
 
-def graph_run(path: Path, feeds: Mapping[str, Array], device: str) -> Timed:
+def graph_run(path: Path, feeds: Mapping[str, Array], device: str, session_options: Any = None) -> Timed:
     """A replay of ONNX Runtime's own CUDA graph, from the call to the results.
 
     Raises:
         Exception: ONNX Runtime's, where the model cannot be captured.
     """
-    plain = Contender(path, feeds, device)
+    plain = Contender(path, feeds, device, session_options=session_options)
     plain.run()
-    graph = Contender(path, feeds, device, {"enable_cuda_graph": "1"})
+    graph = Contender(path, feeds, device, {"enable_cuda_graph": "1"}, session_options)
     graph.write_to(plain.outputs())
     for _ in range(CAPTURE_RUNS):
         graph.run()
@@ -147,14 +174,14 @@ def graph_run(path: Path, feeds: Mapping[str, Array], device: str) -> Timed:
     return timed(replay)
 
 
-def captured(path: Path, feeds: Mapping[str, Array], device: str) -> Capture:
+def captured(path: Path, feeds: Mapping[str, Array], device: str, session_options: Any = None) -> Capture:
     """One ordinary run as a CUDA graph of our own.
 
     Raises:
         Exception: CUDA's or ONNX Runtime's, where the model cannot be captured.
     """
     stream = new_stream()
-    contender = Contender(path, feeds, device, {"user_compute_stream": str(stream.ptr)})
+    contender = Contender(path, feeds, device, {"user_compute_stream": str(stream.ptr)}, session_options)
     for _ in range(CAPTURE_RUNS):
         contender.run()
     contender.pin_outputs()

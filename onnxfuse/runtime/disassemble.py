@@ -12,6 +12,7 @@ from onnxfuse.errors import CompileError
 
 TOOL = "nvdisasm"
 PACKAGE = "nvidia-cuda-nvdisasm"
+TOOL_MISSING = f"{TOOL} is not installed; it comes with the pip package {PACKAGE}"
 
 
 def sass(image: bytes) -> str:
@@ -39,5 +40,5 @@ def _tool() -> str:
             return str(found)
     on_path = shutil.which(TOOL)
     if on_path is None:
-        raise CompileError(f"{TOOL} is not installed; it comes with the pip package {PACKAGE}")
+        raise CompileError(TOOL_MISSING)
     return on_path

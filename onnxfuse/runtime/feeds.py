@@ -7,7 +7,7 @@ string for a symbol. bfloat16 has no NumPy type; such an input is kept as its bi
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from onnxfuse.errors import ModelError, OnnxfuseError, SettingError
 from onnxfuse.input_facts import InputFacts
+from onnxfuse.input_sizes import NOTHING, InputSizes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dim = int | str | None
@@ -129,19 +130,20 @@ def make_feeds(
     shapes: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
     symbols: Mapping[str, int] | None = None,
+    known: InputSizes = NOTHING,
 ) -> dict[str, Array]:
     """One array for each input: those given, checked, or else random ones.
 
-    A symbol has one size in all inputs: that given for it, that of the shape given for an input, or a small default.
-    Random floats are
-    standard normal, integers are ids of 0 and 1, an input with `mask` in its name is all ones, and booleans are True.
+    A symbol has one size in all inputs: that given for it, that of the shape given for an input, what the model's own
+    operators make of it (`known`), or a small default. Random floats are standard normal, integers are ids of 0 and 1,
+    an input with `mask` in its name is all ones, and booleans are True.
 
     Raises:
         ModelError: a given array has a name, type or shape that the model does not have; the message names the input.
         SettingError: a shape or a symbol is none of the model's.
     """
     if inputs is None:
-        return _random_feeds(specs, shapes or {}, seed, symbols or {})
+        return _random_feeds(specs, shapes or {}, seed, symbols or {}, known)
     if shapes or symbols:
         raise SettingError("shapes and sizes are for random inputs, and inputs were given")
     _check_names(specs, inputs, "inputs", ModelError)
@@ -155,21 +157,50 @@ def make_feeds(
 
 
 def _random_feeds(
-    specs: Sequence[InputSpec], shapes: Mapping[str, Sequence[int]], seed: int, symbols: Mapping[str, int]
+    specs: Sequence[InputSpec],
+    shapes: Mapping[str, Sequence[int]],
+    seed: int,
+    symbols: Mapping[str, int],
+    facts: InputSizes,
 ) -> dict[str, Array]:
     _check_names(specs, shapes, "shapes", SettingError)
     known = {dim for spec in specs for dim in spec.dims or () if isinstance(dim, str)}
+    known |= {term for terms in facts.sums.values() for term in terms if not term.isdecimal()}
     for symbol in symbols.keys() - known:
         raise SettingError(f"the model has no dynamic axis {symbol!r}; it has {', '.join(sorted(known)) or 'none'}")
     sizes = dict(symbols)
     for spec in specs:
         if spec.name in shapes:
             _bind(spec, shapes[spec.name], sizes, SettingError)
+    sizes = _completed(sizes, facts)
     random = np.random.default_rng(seed)
-    return {
+    made = {
         spec.name: _random(spec, tuple(shapes[spec.name]) if spec.name in shapes else _shape(spec, sizes), random)
         for spec in specs
     }
+    for name, (terms, added) in facts.values.items():
+        made[name] = np.full_like(made[name], _sum(terms, sizes) + added)
+    return made
+
+
+def _completed(given: Mapping[str, int], facts: InputSizes) -> dict[str, int]:
+    """The sizes given, and what follows from them; a total that is given leaves its first open term the rest."""
+    sizes = {**facts.fixed, **given}
+    for pair in facts.one_of:
+        open_ones = [symbol for symbol in pair if symbol not in sizes]
+        if open_ones and 1 not in (sizes.get(symbol) for symbol in pair):
+            sizes[open_ones[0]] = 1
+    for total, terms in facts.sums.items():
+        missing = [term for term in terms if not term.isdecimal() and term not in sizes]
+        if total in given and missing:
+            others = list(terms)
+            others.remove(missing[0])
+            sizes[missing[0]] = max(given[total] - _sum(others, sizes), 0)
+    return {total: _sum(terms, sizes) for total, terms in facts.sums.items()} | sizes
+
+
+def _sum(terms: Iterable[str], sizes: Mapping[str, int]) -> int:
+    return sum(int(term) if term.isdecimal() else _size(term, 1, sizes) for term in terms)
 
 
 def _check_names(specs: Sequence[InputSpec], given: Mapping[str, Any], what: str, fault: type[OnnxfuseError]) -> None:

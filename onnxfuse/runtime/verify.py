@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.errors import ModelError
+from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.fused_sites import uses_tf32
 from onnxfuse.graph import load_model
-from onnxfuse.input_facts import input_facts
+from onnxfuse.input_facts import InputFacts, input_facts
 from onnxfuse.probe import Probe, fused_values, write_probed
 from onnxfuse.progress import Progress, counted, silent
 from onnxfuse.runtime.accuracy import OutputCheck, Value, check_output
 from onnxfuse.runtime.feeds import Array, InputSpec, input_specs, make_feeds
+from onnxfuse.runtime.kernel_check import KernelCheck, check_kernels
 from onnxfuse.runtime.reference_run import ReferenceRuns
 from onnxfuse.runtime.session import CUDA, Provider, default_providers, open_session
 from onnxfuse.runtime.values import run as run_session
@@ -72,16 +73,18 @@ class VerifyResult:
         provider: the ONNX Runtime execution provider that ran both models.
         runs: one verdict for each run.
         kept: how many nodes of the reference do not run in float64, by operator and type: `LSTM in float32`.
+        kernels: what was found in the fused nodes' kernels where none could run; None where they ran, or none is there.
     """
 
     provider: str
     runs: tuple[RunCheck, ...]
     kept: dict[str, int] = field(default_factory=dict)
+    kernels: KernelCheck | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether every run passed."""
-        return all(run.passed for run in self.runs)
+        """Whether every run passed, and the kernels where they were looked at."""
+        return all(run.passed for run in self.runs) and (self.kernels is None or self.kernels.passed)
 
     @property
     def outputs(self) -> tuple[OutputCheck, ...]:
@@ -91,12 +94,21 @@ class VerifyResult:
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
         runs = [run.to_dict() for run in self.runs]
-        return {"passed": self.passed, "provider": self.provider, "not_in_float64": self.kept, "runs": runs}
+        return {
+            "passed": self.passed,
+            "provider": self.provider,
+            "not_in_float64": self.kept,
+            "kernels": self.kernels and self.kernels.to_dict(),
+            "runs": runs,
+        }
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "FAILED"
+        if self.passed and self.kernels is not None:
+            verdict += ": the original nodes agree; no kernel was run, for there is no GPU"
         kept = ", ".join(f"{what} ({count})" for what, count in self.kept.items())
         notes = [f"reference in float64, except for {kept}"] if kept else []
+        notes += [str(self.kernels)] if self.kernels else []
         return "\n".join([*(f"{self.provider}  {run}" for run in self.runs), *notes, f"verify {verdict}"])
 
 
@@ -111,9 +123,13 @@ def verify(
     runs: int = 1,
     per_site: bool = False,
     session_options: Any = None,
+    require_gpu: bool = False,
     progress: Progress = silent,
 ) -> VerifyResult:
     """Run both models in ONNX Runtime, on CUDA where it is usable, and judge the optimised one.
+
+    Without CUDA the fused nodes' original nodes run, and the kernels are looked at instead: whether they are in the
+    file, and what they claim to be.
 
     The sessions live one after the other, so memory holds one model at a time. Where fused nodes multiply in TF32 on
     CUDA, a second reference tells how much that may change, and takes the time of the first once more.
@@ -128,20 +144,23 @@ def verify(
         runs: how many random runs, at least.
         per_site: compare what each fused node makes as well.
         session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
+        require_gpu: refuse to judge where no kernel can run.
         progress: called with what is being done, how much is done, and how much there is.
 
     Raises:
         ModelError: a model cannot be run, or the inputs do not fit it, or the models have different outputs.
         SettingError: a shape or size is given for something that the model does not have.
-        DeviceError: ONNX Runtime is missing.
+        DeviceError: ONNX Runtime is missing; or a GPU is, and is required.
     """
     original, optimized, providers = Path(original), Path(optimized), default_providers()
+    if require_gpu and providers[0] != CUDA:
+        raise DeviceError("no CUDA device is usable by ONNX Runtime, so no kernel can run; --require-gpu asks for one")
     with scratch_folder() as folder:
         probes = fused_values(original, optimized) if per_site else []
         paths = _Paths.make(original, optimized, probes, folder)
         session = open_session(paths.original, providers, session_options)
-        specs = input_specs(session, input_facts(load_model(original).proto))
-        feeds = list(_feeds(specs, inputs, shapes, sizes or {}, seed, runs))
+        facts = input_facts(load_model(original))
+        feeds = list(_feeds(input_specs(session, facts), facts, inputs, shapes, sizes or {}, seed, runs))
         names = [output.name for output in session.get_outputs()]
         each = counted("running the original", feeds, progress)
         before = [run_session(session, original, feed, _hint(feed) if inputs is None else "") for feed in each]
@@ -152,7 +171,8 @@ def verify(
         tf32 = providers[0] == CUDA and uses_tf32(optimized)
         rounded = reference.run(feeds, progress, tf32) if tf32 else [{} for _ in feeds]
     checked = (_check_run(*values, probes) for values in zip(feeds, before, after, exact, rounded, strict=True))
-    return VerifyResult(str(providers[0]), tuple(checked), reference.kept)
+    kernels = None if providers[0] == CUDA else check_kernels(optimized, progress)
+    return VerifyResult(str(providers[0]), tuple(checked), reference.kept, kernels)
 
 
 @dataclass(frozen=True)
@@ -174,6 +194,7 @@ class _Paths:
 
 def _feeds(
     specs: Sequence[InputSpec],
+    facts: InputFacts,
     inputs: Feeds | Sequence[Feeds] | None,
     shapes: Mapping[str, Sequence[int]] | None,
     sizes: Mapping[str, Sequence[int]],
@@ -187,7 +208,7 @@ def _feeds(
         return
     for run in range(max(runs, *map(len, sizes.values()), 1)):
         symbols = {symbol: several[run % len(several)] for symbol, several in sizes.items()}
-        yield make_feeds(specs, None, shapes, seed + run, symbols)
+        yield make_feeds(specs, None, shapes, seed + run, symbols, facts.sizes)
 
 
 def _check_run(
