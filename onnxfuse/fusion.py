@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from onnxfuse.dtypes import DType
 
-MAX_STEPS = 48  # four ranges with the longest epilogue that an exporter is known to write, of 10 steps, fit
+MAX_STEPS = 32  # three times the longest epilogue of the corpus; each costs seconds of compiling, for every kernel
 PART_AXIS = "p"  # along which equal column ranges of one tensor lie side by side
 
 # IR op -> number of arguments. Attributes of ONNX ops (alpha, lo, hi) are trailing constant arguments.
