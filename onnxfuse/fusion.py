@@ -154,6 +154,12 @@ class Pointwise:
         return self.operands
 
     @property
+    def einops(self) -> str:
+        """The whole as an einops equation, `b m k, k (p n), (p n) -> b m n`."""
+        inputs = ", ".join(tensor.einops for tensor in self.inputs)
+        return f"{inputs} -> {', '.join(tensor.einops for tensor in self.outputs)}"
+
+    @property
     def unresolved(self) -> frozenset[str]:
         """Axes whose size the shapes of the inputs do not tell: a dimension tells one that it has beside known ones."""
         open_axes = {axis.name for axis in self.axes if axis.size is None}

@@ -16,7 +16,6 @@ from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.pointwise_tile import PointwiseSpec
 from onnxfuse.progress import Progress
-from onnxfuse.report import axes_text
 from onnxfuse.rewrite import Replacement
 from onnxfuse.runtime.compile import CompiledImage, compile_cached, shares_compilation
 from onnxfuse.settings import cache_dir, compile_jobs
@@ -175,7 +174,7 @@ def node_attributes(form: Form, kernel: str) -> dict[str, str]:
     known = [axis for axis in fusion.axes if axis.size is not None and axis.name in held]
     return {
         "kernel": kernel,
-        "axes": axes_text(fusion),
+        "axes": fusion.einops,
         "sizes": " ".join(f"{axis.name}={axis.size}" for axis in known),
         "problem": str(form.mapping),
         "arguments": _arguments(fusion),

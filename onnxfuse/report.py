@@ -181,7 +181,7 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         pattern=fusion.pattern,
         features=fusion.features,
         nodes=nodes,
-        axes=axes_text(fusion),
+        axes=fusion.einops,
         sizes={name: static_size(fusion, getattr(site.mapping, name)) for name in LOOPS},
         operands=_operands(site.form),
         tier=site.tier.value,
@@ -203,12 +203,6 @@ def _without_names(fusion: Pointwise) -> Pointwise:
 
 def _nameless(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(replace(tensor, name="") for tensor in tensors)
-
-
-def axes_text(fusion: Pointwise) -> str:
-    """The fusion as an einops equation, `b m k, k (p n), (p n) -> b m n`."""
-    inputs = ", ".join(tensor.einops for tensor in fusion.inputs)
-    return f"{inputs} -> {', '.join(tensor.einops for tensor in fusion.outputs)}"
 
 
 def _operands(form: Form) -> tuple[OperandReport, ...]:

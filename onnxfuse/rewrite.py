@@ -25,12 +25,12 @@ from onnx import (
     numpy_helper,
 )
 
+from onnxfuse.fallback_shape import FallbackShape
 from onnxfuse.graph import Graph
 from onnxfuse.inline import DOMAIN, functions_of, inline, reads, walk
 from onnxfuse.known_nodes import constant, known_array, known_nodes
 from onnxfuse.model import OVERRIDING_IR_VERSION
 from onnxfuse.op_names import FUSED_GEMM, OpNames
-from onnxfuse.patterns.views import FallbackShape
 from onnxfuse.scopes import graph_at
 
 KERNELS = "onnxfuse.kernels"

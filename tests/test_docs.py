@@ -48,7 +48,8 @@ def test_every_module_has_its_stage() -> None:
         "triton", "pipeline", "extract", "probe", "reference", "double_ops", "operators", "packing", "symbolic",
         "symbolic_shapes", "behind_product", "hopper_tile", "small_m_tile", "pointwise_tile", "pointwise_plan",
         "tile_footprint", "progress", "terminal", "bench_report", "bench_chart", "fused_sites", "external_data",
-        "staging", "value_types", "input_facts", "shared_memory", "limits", "hopper_family", "portable_family",
+        "staging", "value_types", "input_facts", "shared_memory", "limits", "fallback_shape", "hopper_family",
+        "portable_family",
         "small_m_family", "pointwise_family", "tables", "document",
         "input_sizes",
     }  # fmt: skip

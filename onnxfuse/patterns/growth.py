@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
+from onnxfuse.fallback_shape import FallbackShape
 from onnxfuse.fusion import MAX_STEPS
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.known_values import is_complete
@@ -29,7 +30,6 @@ from onnxfuse.patterns.views import (
     SPREAD,
     VIEWS,
     Dim,
-    FallbackShape,
     Piece,
     View,
     extent,

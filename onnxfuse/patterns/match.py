@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onnxfuse.errors import NotFusable
+from onnxfuse.fallback_shape import FallbackShape
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import FallbackShape, View
+from onnxfuse.patterns.views import View
 
 
 def count_of(length: int | str, width: int | str) -> int:

@@ -13,12 +13,12 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
+from onnxfuse.fallback_shape import FallbackShape
 from onnxfuse.graph import Graph, Size, node_label
 from onnxfuse.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.views import (
     INPUT_VIEWS,
     Base,
-    FallbackShape,
     View,
     axis_view,
     fallback_shape,

@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
 from onnxfuse.facts import CONTRADICTIONS
+from onnxfuse.fallback_shape import FallbackShape
 from onnxfuse.graph import SIXTEEN_BIT, Graph, Size
 
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
@@ -154,26 +155,6 @@ def with_columns(view: View, index: int, length: int, step: int) -> View:
     """The view of a range of the columns along a dimension, a step of which is `step` columns."""
     dim = () if length == 1 < step else (Piece(COLUMNS, length, step),)
     return (*view[:index], dim, *view[index + 1 :])
-
-
-@dataclass(frozen=True)
-class FallbackShape:
-    """The second input of a Reshape in a fallback function, where the model computes it elsewhere.
-
-    Attributes:
-        entries: as Reshape reads them: 0 keeps a dimension, -1 is the one that is left.
-        of_base: for each entry, the dimension of an input that is taken instead; None for the entry itself.
-        base: which of the fusion's inputs.
-    """
-
-    entries: tuple[int, ...]
-    of_base: tuple[int | None, ...]
-    base: int = 0
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether no dimension of an input is needed."""
-        return not any(index is not None for index in self.of_base)
 
 
 @dataclass(frozen=True)
