@@ -6,12 +6,14 @@ both on. So `Div(Add(Gather(Shape(t), -1), 1), 2)` is known as soon as the last 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from onnx import helper
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse import symbolic
@@ -20,6 +22,7 @@ from onnxfuse.symbolic import Size
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Sequence[Array | None]  # of a node's inputs
 Shapes = Sequence[tuple[Size, ...] | None]
+BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 MAX_ENTRIES = 64  # what a shape or a bound has at most; larger tensors are data
 
 
@@ -227,6 +230,8 @@ def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 def _cast_plain(value: Array, to: int) -> Array | None:
     dtypes = {1: np.float32, 6: np.int32, 7: np.int64, 10: np.float16, 11: np.float64}
     with np.errstate(invalid="ignore", over="ignore"):  # a NaN has no integer; a run would not warn either
+        if to == BFLOAT16:
+            return value.astype(helper.tensor_dtype_to_np_dtype(to)).astype(np.float32)
         return value.astype(dtypes[to]) if to in dtypes else None
 
 
@@ -246,6 +251,14 @@ def _reshape(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
         return None
     keeps = not node.attrs.get("allowzero", 0)
     return value.reshape([value.shape[axis] if size == 0 and keeps else size for axis, size in enumerate(target)])
+
+
+def _expand(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    """Of a number, as an exporter writes the bias of a convolution that has none."""
+    value, target = values[0], integers(values[1])
+    if value is None or target is None or math.prod(target) > MAX_ENTRIES or value.size > MAX_ENTRIES:
+        return None
+    return np.broadcast_to(value, np.broadcast_shapes(value.shape, tuple(target)))
 
 
 def _transpose(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
@@ -288,6 +301,7 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Unsqueeze": _flatten_to_vector,
     "Squeeze": _squeeze,
     "Reshape": _reshape,
+    "Expand": _expand,
     "Transpose": _transpose,
     "Concat": _concat,
 }

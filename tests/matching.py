@@ -171,8 +171,8 @@ def quick_gelu(b: Builder, t: str) -> str:
 
 def elu_of_numbers_alike(b: Builder, t: str) -> str:
     """An exporter that does not optimise gives every number the type of a value by reading that value."""
-    scale, one = (b("CastLike", b("Constant", value_float=number), t) for number in (1.5, 1.0))
-    return b("Mul", b("Elu", b("Mul", t, scale)), b("CastLike", one, t))
+    scale, one = (b("CastLike", b("Constant", value_float=number), t) for number in (1.5, 0.5))
+    return b("Mul", b("Elu", b("Mul", t, scale)), one)
 
 
 def sigmoid(b: Builder, t: str) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FLOAT = onnx.TensorProto.FLOAT
 FLOAT16 = onnx.TensorProto.FLOAT16
+BFLOAT16 = onnx.TensorProto.BFLOAT16
 BOOL = onnx.TensorProto.BOOL
 
 

@@ -16,13 +16,14 @@ from tests.matching import (
     N,
     check_meaning,
     draw,
+    elu_of_numbers_alike,
     gate,
     linear,
     only,
     refusal,
     split_num_outputs,
 )
-from tests.onnx_build import BOOL, FLOAT, Builder, run
+from tests.onnx_build import BFLOAT16, BOOL, FLOAT, FLOAT16, Builder, run
 from tests.sweep import rewritten
 
 
@@ -133,6 +134,16 @@ def test_every_wider_row_of_the_pointwise_table(op: str, inputs: int) -> None:
     model = b.model(b(op, x, *(b.array(0.5 + i) for i in range(inputs - 1))))
     _, fusion = only(model)
     check_meaning(model, fusion, FEED, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16, BFLOAT16])
+def test_numbers_alike_are_numbers_of_every_type(dtype: int) -> None:
+    b = Builder(dtype, opset=22)
+    model = b.model(elu_of_numbers_alike(b, linear(b)))
+    match, fusion = only(model)
+    assert len(match.nodes) + 2 == len(model.graph.node)  # but for the two Constant nodes
+    assert [step.op for step in fusion.steps] == ["add", "mul", "elu", "mul"]
+    assert fusion.steps[1].inputs[1] == 1.5
 
 
 def test_prelu_with_a_slope_for_every_column() -> None:

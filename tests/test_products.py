@@ -11,7 +11,7 @@ from onnxfuse.fusion import Fusion
 from onnxfuse.kernel_spec import EXACT
 from onnxfuse.op_names import FUSED_GEMM, kind_of
 from onnxfuse.pipeline import analyse_model
-from tests.matching import check_meaning, draw, only, refusal
+from tests.matching import check_meaning, draw, only, refusal, sites
 from tests.onnx_build import FLOAT16, Builder, run
 from tests.sweep import rewritten
 
@@ -210,6 +210,14 @@ def image_of_the_weights_size(b: Builder) -> str:
     )
 
 
+def image_of_a_bias_spelled_out(b: Builder) -> str:
+    """As a convolution without bias is exported where nothing is optimised: as many zeros as the weight has rows."""
+    x, weight = b.input("x", ("batch", DEPTH, "height", "width")), b.array(draw(8, DEPTH, 1, 1), "weight")
+    zero, count = b("CastLike", b("Constant", value_float=0.0), x), b("Shape", weight, start=0, end=1)
+    bias = b("Expand", zero, b("Expand", count, b.integers(1)))
+    return b("Relu", b("Conv", x, weight, bias, kernel_shape=[1, 1]))
+
+
 def rows_to_image(b: Builder) -> str:
     """And out of it: the convolution reads rows."""
     x = b("Transpose", b.input("x", ("batch", "height", "width", DEPTH)), perm=(0, 3, 1, 2))
@@ -283,7 +291,8 @@ def spelled_and_squeezed(b: Builder) -> str:
 
 FORMS = [
     spelled_linear, spelled_scores, spelled_and_squeezed,
-    image_activated, image_of_the_weights_size, image_residual, image_of_scales, sequence_activated,
+    image_activated, image_of_the_weights_size, image_of_a_bias_spelled_out, image_residual, image_of_scales,
+    sequence_activated,
     volume_activated, image_to_rows, image_normalized, rows_normalized, sequence_normalized, positions_normalized,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
     einsum_of_any_batch, einsum_scores_of_unsplit_heads, einsum_out_of_unsplit_heads,
@@ -293,6 +302,9 @@ FORMS = [
     constant_left_turned, two_matrices, batched_weight, grouped_values, grouped_keys, tiled_values,
     tiled_keys, row_vector, column_vector,
 ]  # fmt: skip
+
+
+FACTORS = ((1, "x"), (2, "y"))  # seeds and names of inputs
 
 
 def built(form, dtype: int = 1) -> onnx.ModelProto:
@@ -430,6 +442,29 @@ def test_the_factors_of_one_fusion_are_not_swallowed_by_another() -> None:
     assert len(analysis.sites) == 2
     (actual,) = run(rewritten(analysis), feed)
     assert expected.tobytes() == actual.tobytes()
+
+
+def test_a_shape_that_another_fusion_makes_a_constant_is_there_from_the_start() -> None:
+    """Cross attention: the width of heads is computed from the keys, and what the keys meet from the queries."""
+    b = Builder()
+    q, k = (
+        b("MatMul", b.input(name, (2, "rows", DEPTH)), b.array(draw(DEPTH, 8, seed=seed))) for seed, name in FACTORS
+    )
+    width = b("Unsqueeze", b("Div", b("Gather", b("Shape", k), b.scalar(-1)), b.scalar(2)), b.integers(0))
+    shape = b("Concat", b.integers(2, -1, 2), width, axis=0)
+    q, k = (b("Transpose", b("Reshape", value, shape), perm=(0, 2, 1, 3)) for value in (q, k))
+    model = b.model(b("Softmax", q), b("Div", k, b("ReduceMax", q)))
+    feed = {name: draw(2, 5, DEPTH, seed=seed).astype(np.float32) for seed, name in FACTORS}
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list), fp32="exact")
+    assert not analysis.skipped
+    for expected, actual in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
+        assert expected.tobytes() == actual.tobytes()
+
+
+def test_an_einsum_of_one_input_is_no_product() -> None:
+    b = Builder()
+    model = b.model(b("Relu", b("Einsum", b.input("x", (2, 3, 4)), equation="abc->cab")))
+    assert not sites(model)
 
 
 def test_channels_that_are_split_are_columns() -> None:

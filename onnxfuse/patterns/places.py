@@ -22,6 +22,7 @@ class Places:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._places: dict[int, int] = {}
+        self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
 
     def is_taken(self, node: gs.Node) -> bool:
         """Whether a fusion owns the node."""
@@ -35,6 +36,7 @@ class Places:
         views = (self.graph.index(view.node) for product in match.products for view in product.views)
         self._places.update({index: index for index in (*views, *match.shared)})
         self._places.update(dict.fromkeys((*match.nodes, *match.folded), match.place))
+        self._folded.update(match.folded)
 
     def placed(self, match: Match) -> Match:
         """The match with the last place that is right for it.
@@ -54,7 +56,7 @@ class Places:
         return self._places.get(index, index)
 
     def _makers(self, match: Match) -> Iterator[int]:
-        inside = set(match.nodes)
+        inside = self._folded.union(match.nodes)
         for index in match.nodes:
             for tensor in self.graph.nodes[index].inputs[: 1 if index in match.shapes else None]:
                 yield from (self._place(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)

@@ -115,6 +115,8 @@ def is_anchor(graph: Graph, node: gs.Node) -> bool:
     op = qualified_op(node)
     if op == "ReduceSum":
         return spelled_factors(node) is not None
+    if op == "Einsum" and len(node.inputs) < 2:
+        return False  # it moves or sums what one tensor holds
     return (op in PRODUCTS and (op != "Conv" or _is_pointwise(graph, node))) or op in QUANTIZED
 
 
