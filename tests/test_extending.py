@@ -14,15 +14,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 GUIDES = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+pytestmark = pytest.mark.skipif(shutil.which("patch") is None, reason="no patch: apt-get install patch")
+
 COPIED = ("onnxfuse", "tests", "models", "results", "docs", ".ci", "README.md", "pyproject.toml")
 # This folder's modules before those of an editable installation, which stands before every folder.
-PYTEST = """
+OURS = """
+import runpy
 import sys
 from importlib.machinery import PathFinder
 sys.meta_path.insert(0, PathFinder)
 sys.path.insert(0, "")
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
+name, *sys.argv[1:] = sys.argv[1:]
+(runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
 """
 
 
@@ -57,23 +60,23 @@ def append(project: Path, text: str) -> None:
 
 
 def change(project: Path, text: str) -> None:
-    """A diff without line numbers: what it keeps and removes stands in the file once, as whole lines."""
-    head, *lines = text.splitlines(keepends=True)
-    path = project / head.removeprefix("--- ").strip()
-    before, after = ("".join(line[1:] for line in lines if line[0] in f" {sign}") for sign in "-+")
-    content = "\n" + path.read_text()
-    assert content.count("\n" + before) == 1, f"{path.name}: not the lines that the page shows:\n{before}"
-    path.write_text(content.replace("\n" + before, "\n" + after)[1:])
+    command = ["patch", "-p1", "--forward", "--batch", "--no-backup-if-mismatch"]
+    done = subprocess.run(command, input=text, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"patch refuses what the page shows:\n{done.stdout}{text}"
 
 
 def run(project: Path, text: str) -> None:
     """Commands with the copy's package."""
     for line in text.splitlines():
         program, *arguments = shlex.split(line)
-        assert program == "pytest", program
-        command = [sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider", *arguments]
+        if program == "pytest":
+            arguments = ["pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        else:
+            assert program == "python", program
+            arguments = arguments[arguments[0] == "-m" :]
+        command = [sys.executable, "-c", OURS, *arguments]
         result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+        assert result.returncode == 0, f"failed: {line}\n{result.stdout[-4000:]}{result.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("guide", GUIDES)
@@ -91,15 +94,17 @@ def test_the_proof_of_a_guide_needs_its_changes(guide: str, project: Path) -> No
         if language in ("python", "console") and not text.startswith("# onnxfuse/"):
             if language == "console":
                 with pytest.raises(AssertionError, match=r"failed|error"):
-                    run(project, text.replace("pytest", "pytest -x"))
+                    run(project, text.splitlines()[0].replace("pytest", "pytest -x"))
             else:
                 append(project, text)
 
 
 def test_a_stale_page_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("one = 1\ntwo = 2\n")
-    change(tmp_path, "--- a.py\n one = 1\n-two = 2\n+two = 3\n")
-    assert (tmp_path / "a.py").read_text() == "one = 1\ntwo = 3\n"
-    for stale in (" one = 1\n two = 2\n", " ne = 1\n", "-two = 2\n"):
-        with pytest.raises(AssertionError, match="not the lines"):
-            change(tmp_path, f"--- a.py\n{stale}")
+    lines = [f"line {number}\n" for number in range(9)]
+    diff = "--- a/a.py\n+++ b/a.py\n@@ -4,3 +4,3 @@\n line 3\n-line 4\n+line four\n line 5\n"
+    (tmp_path / "a.py").write_text("".join(["moved\n"] * 20 + lines))
+    change(tmp_path, diff)
+    assert (tmp_path / "a.py").read_text() == "".join(["moved\n"] * 20 + lines).replace("line 4", "line four")
+    for stale in (diff, diff.replace("-line 4", "-line vier"), diff.replace("a.py", "b.py")):
+        with pytest.raises(AssertionError, match="patch refuses"):
+            change(tmp_path, stale)
