@@ -12,7 +12,7 @@ namespace onnxfuse {
 constexpr char kDomain[] = "onnxfuse";
 
 constexpr const char* kKinds[] = {"FusedGemm", "FusedPointwise"};
-constexpr int kPoolSize = 32;   // of each kind: FusedGemm_0 to FusedGemm_31, and FusedGemm for nodes without a body
+constexpr int kPoolSize = 24;   // of each kind: FusedGemm_0 to FusedGemm_23, and FusedGemm for nodes without a body
 
 // The ops for one version of the runtime's API; they live as long as the process.
 std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version);
