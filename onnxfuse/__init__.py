@@ -13,15 +13,15 @@ from typing import Any, TypedDict, Unpack
 
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import CompileError, DeviceError, ModelError, OnnxfuseError, OutputError, SettingError
-from onnxfuse.external_data import take_in
-from onnxfuse.graph import Model, ModelProto
+from onnxfuse.graph.external_data import take_in
+from onnxfuse.graph.graph import Model, ModelProto
+from onnxfuse.graph.save import check_files, check_target, save_model
 from onnxfuse.pipeline import Analysis, Fp32, Rounding, analyse_model, check_budget, optimize_model, tune_model
 from onnxfuse.progress import Progress
-from onnxfuse.report import Report
+from onnxfuse.report.site_report import Report
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.session import InferenceSession, library_path, register
 from onnxfuse.selection import make_selection
-from onnxfuse.store import check_files, check_target, save_model
 
 __version__ = version("onnxfuse")
 __all__ = [

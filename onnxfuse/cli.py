@@ -17,12 +17,25 @@ from typing import Any
 import click
 
 from onnxfuse import __version__
-from onnxfuse.bench_chart import check_pillow, png
-from onnxfuse.bench_report import html
+from onnxfuse.bench.bench import DEVICES
+from onnxfuse.bench.bench import bench as run_bench
+from onnxfuse.bench.chart import check_pillow, png
+from onnxfuse.bench.html import html
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import EXIT_CODES, INTERRUPTED, NOT_DONE, WRONG, OnnxfuseError, OutputError, SettingError
-from onnxfuse.graph import load_model
-from onnxfuse.model import check_weights
+from onnxfuse.graph.graph import load_model
+from onnxfuse.graph.load import check_weights
+from onnxfuse.graph.save import (
+    STANDARD_OUTPUT,
+    check_files,
+    check_holds_none,
+    check_new,
+    check_target,
+    make_folder,
+    save_model,
+    write_bytes,
+    write_text,
+)
 from onnxfuse.pipeline import (
     FP32_MODES,
     ROUNDING_MODES,
@@ -34,24 +47,10 @@ from onnxfuse.pipeline import (
     optimize_model,
     tune_model,
 )
-from onnxfuse.runtime.bench import DEVICES
-from onnxfuse.runtime.bench import bench as run_bench
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.runtime.feeds import load_inputs, load_npz
 from onnxfuse.runtime.session import library_path, options_with
-from onnxfuse.runtime.verify import verify as run_verify
 from onnxfuse.selection import Selection, make_selection
-from onnxfuse.store import (
-    STANDARD_OUTPUT,
-    check_files,
-    check_holds_none,
-    check_new,
-    check_target,
-    make_folder,
-    save_model,
-    write_bytes,
-    write_text,
-)
 from onnxfuse.terminal import (
     print_error,
     print_explanation,
@@ -65,8 +64,9 @@ from onnxfuse.terminal import (
     progress_bar,
     require_output,
 )
-from onnxfuse.triton import MAX_BATCH
-from onnxfuse.triton import export_triton as write_triton
+from onnxfuse.triton_server import MAX_BATCH
+from onnxfuse.triton_server import export_triton as write_triton
+from onnxfuse.verify.verify import verify as run_verify
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 _CODES = "\b\nExit codes:\n" + "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_CODES.items())

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dump import write_stages
 from onnxfuse.errors import NotFusable, SettingError
-from onnxfuse.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
-from onnxfuse.op_names import POOL_SIZE, named
-from onnxfuse.packing import compile_forms, pack_forms, replacement
+from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
+from onnxfuse.graph.op_names import POOL_SIZE, named
+from onnxfuse.graph.rewrite import fallback_body, rewrite
+from onnxfuse.graph.scopes import count_nodes, skeleton_of
+from onnxfuse.lowering.packing import compile_forms, pack_forms, replacement
+from onnxfuse.lowering.site import Site, pays_together, plan_site
 from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.progress import Progress
-from onnxfuse.report import FusedSite, Report, SkippedSite, fused_site, skipped_site
-from onnxfuse.rewrite import fallback_body, rewrite
-from onnxfuse.runtime.tune import require_gpu
-from onnxfuse.scopes import count_nodes, skeleton_of
+from onnxfuse.report.site_report import FusedSite, Report, SkippedSite, fused_site, skipped_site
+from onnxfuse.report.stage_dump import write_stages
+from onnxfuse.runtime.timing import require_gpu
 from onnxfuse.selection import Candidate, Selection
 from onnxfuse.settings import cache_dir
-from onnxfuse.site import Site, pays_together, plan_site
-from onnxfuse.trial import SessionTimer, group_sites
-from onnxfuse.tuning import Timer, decide, measure
+from onnxfuse.tune.search import Timer, decide, measure
+from onnxfuse.tune.session_timer import SessionTimer, group_sites
 
 Fp32 = Literal["tf32", "exact"]
 Rounding = Literal["fp32", "onnx"]

@@ -16,18 +16,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from onnxfuse.bench_report import SITE_HEADINGS, SITES_TITLE, site_rows
-from onnxfuse.document import document
+from onnxfuse.bench.bench import BenchResult
+from onnxfuse.bench.html import SITE_HEADINGS, SITES_TITLE, site_rows
+from onnxfuse.bench.sites import SiteTimes
 from onnxfuse.errors import OnnxfuseError, OutputError
-from onnxfuse.fused_sites import architectures_of
+from onnxfuse.graph.fused_nodes import architectures_of
+from onnxfuse.graph.save import Saved
 from onnxfuse.pipeline import Analysis
 from onnxfuse.progress import Progress
-from onnxfuse.report import FusedSite, Report
-from onnxfuse.runtime.bench import BenchResult
-from onnxfuse.runtime.bench_sites import SiteTimes
-from onnxfuse.runtime.verify import VerifyResult
-from onnxfuse.store import Saved
-from onnxfuse.tables import show_table
+from onnxfuse.report.document import document
+from onnxfuse.report.site_report import FusedSite, Report
+from onnxfuse.report.tables import show_table
+from onnxfuse.verify.verify import VerifyResult
 
 UNWRAPPED = 1000  # columns
 

@@ -1,9 +1,10 @@
-"""The three walls of the house, and the direction of its arrows, read from the imports themselves."""
+"""The walls of the house, read from the imports themselves: one table of rooms."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,55 +13,48 @@ import onnxfuse
 
 ROOT = Path(onnxfuse.__file__).parent
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+BASE = {"errors", "dtypes", "device", "settings", "progress", "limits", "staging"}
+MOST_AT_THE_ROOT = 18
 
-ONNX_WORLD = (
-    "model", "inline", "scopes", "graph", "facts", "known_values", "symbolic_shapes", "patterns", "rewrite", "extract",
-    "store", "external_data", "op_names", "reference", "double_ops", "probe", "operators", "fused_sites",
-    "declared", "known_nodes", "value_types", "input_facts",
-    "input_sizes",
-)  # fmt: skip
-WALLS = {
-    "onnx": ONNX_WORLD,
-    "onnx_graphsurgeon": ONNX_WORLD,
-    "cupy": ("runtime",),
-    "onnxruntime": ("runtime/session", "runtime/verify", "runtime/bench", "runtime/tune"),
+
+@dataclass(frozen=True)
+class Room:
+    """The rooms that its files import, beside their own, and the libraries behind walls that they may use."""
+
+    rooms: frozenset[str]
+    libraries: frozenset[str] = frozenset()
+
+
+def room(rooms: str, libraries: str = "") -> Room:
+    return Room(frozenset(rooms.split()), frozenset(libraries.split()))
+
+
+ONNX = "onnx onnx_graphsurgeon"
+WALLED = {*ONNX.split(), "cupy", "onnxruntime"}
+HOUSE = {
+    "base": room(""),
+    "graph": room("base", ONNX),
+    "ir": room("base"),
+    "runtime": room("base graph", "cupy onnxruntime"),
+    "patterns": room("base graph ir", ONNX),
+    "analysis": room("base ir"),
+    "schedule": room("base ir analysis"),
+    "kernels": room("base ir schedule"),
+    "lowering": room("base graph ir patterns analysis schedule kernels runtime"),
+    "tune": room("base graph ir analysis schedule kernels runtime lowering", "onnxruntime"),
+    "verify": room("base graph runtime", f"{ONNX} onnxruntime"),
+    "bench": room("base graph runtime", f"{ONNX} onnxruntime cupy"),
+    "report": room("base ir analysis schedule kernels runtime lowering"),
+    "front door": room("base graph ir patterns analysis runtime lowering tune verify bench report"),
 }
-PURE = (
-    "fusion",
-    "simplify",
-    "axes",
-    "vector_width",
-    "access_path",
-    "kernel_spec",
-    "plan",
-    "tile_cost",
-    "tile_footprint",
-    "hopper_tile",
-    "small_m_tile",
-    "behind_product",
-    "pointwise_tile",
-    "pointwise_plan",
-    "access",
-    "variant",
-    "kernel_family",
-    "families",
-    "hopper_family",
-    "portable_family",
-    "small_m_family",
-    "pointwise_family",
-    "shared_memory",
-    "tier",
-)
-PLANNING = ("onnxfuse.plan", "onnxfuse.families", "onnxfuse.tile_cost")
-LEAVES = ("limits", "progress", "errors", "settings", "dtypes", "device", "selection")
-# A room may import those before it in the way of a model; `pipeline` and the front doors see everything.
-FORBIDDEN = {
-    "kernels": ("onnxfuse.runtime", "onnxfuse.graph", "onnxfuse.patterns", "onnxfuse.rewrite"),
-    "patterns": ("onnxfuse.runtime", "onnxfuse.kernels", *PLANNING, "onnxfuse.artifact"),
-    "runtime": ("onnxfuse.patterns", "onnxfuse.pipeline", "onnxfuse.rewrite"),
-    "rewrite": ("onnxfuse.runtime", "onnxfuse.kernels", *PLANNING),
-    "graph": ("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.patterns", *PLANNING),
-}
+
+
+def room_of(name: str) -> str:
+    """The room of a module, by its dotted name after `onnxfuse`."""
+    first = name.split(".")[0]
+    if (ROOT / first).is_dir():
+        return first
+    return "base" if first in BASE else "front door"
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -69,55 +63,61 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
-            yield str(node.module)
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in submodules if (ROOT.parent / name.replace(".", "/")).with_suffix(".py").exists()]
+            yield from found or [str(node.module)]
 
 
-def inside(path: Path, rooms: tuple[str, ...]) -> bool:
-    name = path.with_suffix("").as_posix()
-    return any(name == room or name.startswith(room + "/") for room in rooms)
+def dotted(path: Path) -> str:
+    return path.with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("library", WALLS)
-def test_wall(library: str) -> None:
-    users = {path for path in FILES for name in imports(path) if name.split(".")[0] == library}
-    assert users, f"nobody imports {library}: the wall guards nothing"
-    through = sorted(str(path) for path in users if not inside(path, WALLS[library]))
-    assert not through, f"wall of {library}: only {', '.join(WALLS[library])} may import it, but {through} do"
+def test_every_room_is_in_the_table() -> None:
+    folders = {path.parts[0] for path in FILES if len(path.parts) > 1}
+    assert folders | {"base", "front door"} == set(HOUSE)
+    assert len([path for path in FILES if len(path.parts) == 1]) <= MOST_AT_THE_ROOT
 
 
-@pytest.mark.parametrize("room", FORBIDDEN)
-def test_arrows_point_one_way(room: str) -> None:
+@pytest.mark.parametrize("name", HOUSE)
+def test_a_room_imports_what_the_table_says(name: str) -> None:
     for path in FILES:
-        if inside(path, (room,)):
-            backwards = [name for name in imports(path) if name.startswith(FORBIDDEN[room])]
-            assert not backwards, f"{path} imports {backwards}, which come after {room} in the way of a model"
+        if room_of(dotted(path)) == name:
+            own = {found.removeprefix("onnxfuse.") for found in imports(path) if found.startswith("onnxfuse.")}
+            through = {found for found in own if room_of(found) not in HOUSE[name].rooms | {name}}
+            assert not through, f"{path} in {name} imports {sorted(through)}"
+            foreign = {found.split(".")[0] for found in imports(path)} & WALLED - HOUSE[name].libraries
+            assert not foreign, f"{path} in {name} imports {sorted(foreign)}"
 
 
-def test_leaves_import_nothing_of_the_project() -> None:
+@pytest.mark.parametrize("library", sorted(WALLED))
+def test_a_wall_guards_something(library: str) -> None:
+    assert any(found.split(".")[0] == library for path in FILES for found in imports(path))
+
+
+def test_rooms_lie_in_no_circle() -> None:
+    edges = {name: set(each.rooms) for name, each in HOUSE.items()}
+    while edges:
+        leaves = {name for name, targets in edges.items() if not targets & edges.keys()}
+        assert leaves, f"a circle among {sorted(edges)}"
+        edges = {name: targets for name, targets in edges.items() if name not in leaves}
+
+
+PURE = {"__future__", "onnxfuse", "dataclasses", "collections", "math", "functools", "itertools", "typing"}
+PURE |= {"enum", "statistics"}
+READS_A_FILE = "schedule/calibration"
+
+
+@pytest.mark.parametrize("name", ["ir", "analysis", "schedule"])
+def test_a_pure_room_sees_no_library_no_file_and_no_environment(name: str) -> None:
     for path in FILES:
-        if inside(path, LEAVES):
-            own = [name for name in imports(path) if name.startswith("onnxfuse") and not name.endswith("errors")]
-            assert not own, f"{path} is a leaf but imports {own}"
-
-
-def test_the_pure_world_sees_no_library_no_file_and_no_environment() -> None:
-    allowed = {"onnxfuse", "__future__", "dataclasses", "collections", "math", "functools", "itertools", "typing"}
-    allowed |= {"enum", "statistics"}
-    for path in FILES:
-        if inside(path, PURE):
-            foreign = {name.split(".")[0] for name in imports(path)} - allowed
-            assert not foreign, f"{path} is pure but imports {foreign}"
-            rooms = [
-                name
-                for name in imports(path)
-                if name.startswith(("onnxfuse.runtime", "onnxfuse.kernels", "onnxfuse.graph"))
-            ]
-            assert not rooms, f"{path} is pure but imports {rooms}"
+        if room_of(dotted(path)) == name and not path.as_posix().startswith(READS_A_FILE):
+            foreign = {found.split(".")[0] for found in imports(path)} - PURE
+            assert not foreign, f"{path} is pure but imports {sorted(foreign)}"
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    names = {"onnxfuse." + path.with_suffix("").as_posix().replace("/", "."): path for path in FILES}
-    edges = {name: {found for found in imports(path) if found in names} for name, path in names.items()}
+    names = {f"onnxfuse.{dotted(path)}": path for path in FILES}
+    edges = {name: {found for found in imports(path) if found in names} - {name} for name, path in names.items()}
     while edges:
         leaves = {name for name, targets in edges.items() if not targets & edges.keys()}
         assert leaves, f"a circle among {sorted(edges)}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.kernels import gemm, hopper, pointwise, portable, small_m
-from onnxfuse.variant import AnyVariant
+from onnxfuse.schedule.variant import AnyVariant
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import math
 import struct
 from collections.abc import Callable
 
-from onnxfuse.fusion import Value
-from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.pointwise_tile import PointwiseSpec
+from onnxfuse.ir.fusion import Value
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
 Expression = Callable[..., str]
 

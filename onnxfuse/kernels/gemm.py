@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.epilogue import functor
 from onnxfuse.kernels.source import access_tables, constants, flag
+from onnxfuse.schedule.kernel_spec import KernelSpec
 
 ENTRY = "onnxfuse_gemm"
-BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
+BEFORE = ("common/arguments.cuh", "common/element.cuh", "common/addressing.cuh", "common/ptx.cuh", "common/math.cuh")
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "3xtf32": "split_fp32", "fp32": "fp32"}
 
 

@@ -6,8 +6,10 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
-from onnxfuse.fusion import ROUNDS
-from onnxfuse.hopper_tile import (
+from onnxfuse.ir.fusion import ROUNDS
+from onnxfuse.kernels.epilogue import functor
+from onnxfuse.kernels.source import access_tables, assembled, constants, flag
+from onnxfuse.schedule.hopper_tile import (
     TILE_BYTES,
     WGMMA_STEPS,
     HopperFootprint,
@@ -17,12 +19,17 @@ from onnxfuse.hopper_tile import (
     rhs_box,
     rhs_pieces,
 )
-from onnxfuse.kernel_spec import Access, KernelSpec
-from onnxfuse.kernels.epilogue import functor
-from onnxfuse.kernels.source import access_tables, assembled, constants, flag
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
-_BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh", "pointwise_fast.cuh")
-_AFTER = ("small_copy.cuh", "hopper_ptx.cuh", "hopper_epilogue.cuh", "hopper_gemm.cuh")
+_BEFORE = (
+    "common/arguments.cuh",
+    "common/element.cuh",
+    "common/addressing.cuh",
+    "common/ptx.cuh",
+    "common/math.cuh",
+    "hopper/fast_math.cuh",
+)
+_AFTER = ("common/narrow_copy.cuh", "hopper/ptx.cuh", "hopper/epilogue.cuh", "hopper/gemm.cuh")
 
 
 def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from onnxfuse.kernels.epilogue import pointwise_functor
 from onnxfuse.kernels.source import access_tables, assembled, constants, flag
-from onnxfuse.pointwise_tile import PointwiseSpec, PointwiseTile
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
 
 ENTRY = "onnxfuse_pointwise"
 
-_BEFORE = ("arguments.cuh", "element.cuh", "walk.cuh", "ptx.cuh", "pointwise.cuh")
-_AFTER = ("way.cuh", "fused_pointwise.cuh")
+_BEFORE = ("common/arguments.cuh", "common/element.cuh", "common/addressing.cuh", "common/ptx.cuh", "common/math.cuh")
+_AFTER = ("common/checked_access.cuh", "pointwise/kernel.cuh")
 
 
 def emit(spec: PointwiseSpec, tile: PointwiseTile) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernel_spec import KernelSpec, Tile
 from onnxfuse.kernels.gemm import BEFORE, generated
 from onnxfuse.kernels.source import assembled
-from onnxfuse.tile_footprint import Footprint, copy_width, footprint
+from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
+from onnxfuse.schedule.portable_tile import Footprint, copy_width, footprint
 
-_AFTER = ("way.cuh", "exact.cuh", "small_copy.cuh", "epilogue.cuh", "portable_gemm.cuh")
+_AFTER = (
+    "common/checked_access.cuh",
+    "portable/split_fp32.cuh",
+    "common/narrow_copy.cuh",
+    "portable/epilogue.cuh",
+    "portable/gemm.cuh",
+)
 
 
 def emit(spec: KernelSpec, tile: Tile) -> str:
@@ -15,7 +21,7 @@ def emit(spec: KernelSpec, tile: Tile) -> str:
 
     Args:
         spec: what to compute.
-        tile: a legal tile: `tile_footprint.why_not(spec, tile, ...)` is None.
+        tile: a legal tile: `portable_tile.why_not(spec, tile, ...)` is None.
     """
     layout = footprint(spec, tile)
     text = generated(spec, _numbers(spec, tile, layout), layout.load_offsets, layout.out_offsets)

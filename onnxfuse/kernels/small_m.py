@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernel_spec import KernelSpec
 from onnxfuse.kernels.gemm import BEFORE, generated
 from onnxfuse.kernels.source import assembled
-from onnxfuse.small_m_tile import SmallMTile, resident_blocks, shared_bytes, sums_pitch
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.small_m_tile import SmallMTile, resident_blocks, shared_bytes, sums_pitch
 
-_AFTER = ("exact.cuh", "small_m_gemm.cuh")
+_AFTER = ("portable/split_fp32.cuh", "small_m/gemm.cuh")
 
 
 def emit(spec: KernelSpec, tile: SmallMTile) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from onnxfuse.kernel_spec import Access
-from onnxfuse.tile_footprint import copy_width
+from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.portable_tile import copy_width
 
 TEMPLATES = Path(__file__).parent / "cuda"
 

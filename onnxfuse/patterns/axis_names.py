@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxfuse.dtypes import DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import PART_AXIS, Axis, Dim, Tensor
+from onnxfuse.ir.fusion import PART_AXIS, Axis, Dim, Tensor
 from onnxfuse.patterns.views import COLUMNS, SPREAD, Piece, View, cut, extent
 
 LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph import Graph
-from onnxfuse.known_values import is_complete
+from onnxfuse.graph import symbolic
+from onnxfuse.graph.constant_propagation import is_complete
+from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.match import Columns
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
 from onnxfuse.limits import MOST_LEVELS, STAGE_ROW_BYTES
-from onnxfuse.patterns.sources import Source
+from onnxfuse.patterns.operand_views import Source
 from onnxfuse.patterns.views import COLUMNS, REPEATED, Dim, Piece, View, refined, split
 
 STAGE_DEPTH = STAGE_ROW_BYTES // F16.bytes  # where heads are narrower, merging them is left outside

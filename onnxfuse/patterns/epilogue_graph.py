@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from onnxfuse.dtypes import F32, DType
-from onnxfuse.fusion import ROUNDS
+from onnxfuse.ir.fusion import ROUNDS
 
 ACC = "acc"
 LOAD = "load"

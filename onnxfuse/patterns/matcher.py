@@ -15,17 +15,17 @@ from typing import Generic, TypeVar
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.fusion import Fusion
-from onnxfuse.graph import Graph, node_label
-from onnxfuse.known_values import is_complete
+from onnxfuse.graph.constant_propagation import is_complete
+from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.ir.fusion import Fusion
 from onnxfuse.limits import MAX_PARTS
-from onnxfuse.patterns.cut import Cut
-from onnxfuse.patterns.growth import Growth
-from onnxfuse.patterns.lowering import lower
+from onnxfuse.patterns.build_fusion import lower
+from onnxfuse.patterns.classify import check_parts, pattern_of
+from onnxfuse.patterns.insertion_points import Places
 from onnxfuse.patterns.match import Match
-from onnxfuse.patterns.parts import check_parts, pattern_of
-from onnxfuse.patterns.places import Places
+from onnxfuse.patterns.partition import Cut
 from onnxfuse.patterns.product import Product, is_anchor, read_product
+from onnxfuse.patterns.region_growth import Growth
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; those that meet in a value are in one group

@@ -16,12 +16,12 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph import Graph, node_label
-from onnxfuse.operators import PRODUCTS, qualified_op
+from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.graph.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_walkable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
-from onnxfuse.patterns.pointwise import POINTWISE
-from onnxfuse.patterns.sources import InputView, Source, is_stored, sources, spelled_factors
+from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
+from onnxfuse.patterns.pointwise_table import POINTWISE
 from onnxfuse.patterns.views import COLUMNS, Base, Dim, Piece, View, extent
 
 QUANTIZED = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph import Graph
+from onnxfuse.graph.graph import Graph
 
 
 def split_sizes(graph: Graph, node: gs.Node, length: int) -> list[int]:

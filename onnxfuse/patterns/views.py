@@ -12,11 +12,11 @@ from itertools import pairwise
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse import symbolic
 from onnxfuse.errors import NotFusable
-from onnxfuse.facts import CONTRADICTIONS
-from onnxfuse.fallback_shape import FallbackShape
-from onnxfuse.graph import SIXTEEN_BIT, Graph, Size
+from onnxfuse.graph import symbolic
+from onnxfuse.graph.data_propagation import CONTRADICTIONS
+from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.graph import SIXTEEN_BIT, Graph, Size
 
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
 COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from onnxfuse.errors import ModelError, OnnxfuseError, SettingError
-from onnxfuse.input_facts import InputFacts
-from onnxfuse.input_sizes import NOTHING, InputSizes
+from onnxfuse.graph.input_facts import InputFacts
+from onnxfuse.graph.input_sizes import NOTHING, InputSizes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dim = int | str | None

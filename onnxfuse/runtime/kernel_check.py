@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.artifact import Flavour, Record, unpack
 from onnxfuse.errors import CompileError, ModelError
-from onnxfuse.fused_sites import FusedNode, fused_nodes
+from onnxfuse.graph.archive import Flavour, Record, unpack
+from onnxfuse.graph.fused_nodes import FusedNode, fused_nodes
 from onnxfuse.progress import Progress, counted
 from onnxfuse.runtime.disassemble import TOOL_MISSING, sass
 from onnxfuse.runtime.session import library_path

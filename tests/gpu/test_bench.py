@@ -12,12 +12,12 @@ import pytest
 from onnx import TensorProto
 
 import onnxfuse
-from onnxfuse.runtime.bench import MEASURES, BenchResult, bench
-from onnxfuse.runtime.contender import captured
-from onnxfuse.runtime.gpu_state import gpu_state
+from onnxfuse.bench.bench import MEASURES, BenchResult, bench
+from onnxfuse.bench.contender import captured
+from onnxfuse.bench.gpu_state import gpu_state
 from tests.gpu.test_ort_session import BF16, F16, gate_model
-from tests.matching import gelu_erf_half_last
-from tests.onnx_build import Builder
+from tests.helpers.matching import gelu_erf_half_last
+from tests.helpers.onnx_build import Builder
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus_runs import RUNS, verified
+from tests.helpers.corpus_runs import RUNS, verified
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.kernel_spec import EXACT, Tile
-from onnxfuse.portable_family import tiles_for
-from onnxfuse.small_m_family import small_m_tiles
-from tests.exact_products import (
+from onnxfuse.schedule.kernel_spec import EXACT, Tile
+from onnxfuse.schedule.portable import tiles_for
+from onnxfuse.schedule.small_m import small_m_tiles
+from tests.gpu.kernels import Kernels
+from tests.gpu.test_portable_kernel import device_spec, launch
+from tests.helpers.exact_products import (
     DEPTHS,
     HARD_ROWS,
     KINDS,
@@ -27,8 +29,6 @@ from tests.exact_products import (
     spec_of,
     whole_chunks,
 )  # fmt: skip
-from tests.gpu.kernels import Kernels
-from tests.gpu.test_portable_kernel import device_spec, launch
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxfuse
-from onnxfuse.artifact import pack, unpack
+from onnxfuse.graph.archive import pack, unpack
 from tests.gpu.test_ort_session import F16, F32, gate_model, run_cuda, session
 
 pytestmark = pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 Kernels are launched directly, without ONNX Runtime; what the bridge does with tensor maps is done here once more.
 Outputs are poisoned with NaN before each run, the padding around every tensor is NaN, and the bounds are those of
-`tests/kernel_problem.py`.
+`tests/helpers/kernel_problem.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.hopper_tile import HopperTile, footprint
 from onnxfuse.kernels.hopper import emit
+from onnxfuse.schedule.hopper_tile import HopperTile, footprint
 from tests.gpu.kernels import Kernels
-from tests.hopper_cases import (
+from tests.helpers.hopper_cases import (
     DEVICE,
     PORTABLE,
     HopperCase,
@@ -29,8 +29,8 @@ from tests.hopper_cases import (
     tall_cases,
     walked_cases,
 )
-from tests.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
-from tests.tensor_maps import MAP_BYTES, Described, described
+from tests.helpers.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
+from tests.helpers.tensor_maps import MAP_BYTES, Described, described
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +130,7 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: HopperCase, kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    # fast_gelu: 1.5e-6 |x|, as pointwise_fast.cuh argues, and its rounding.
+    # fast_gelu: 1.5e-6 |x|, as hopper/fast_math.cuh argues, and its rounding.
     monkeypatch.setitem(GROWTH, "gelu", lambda a: 1.13 * a.error + (1.5e-6 + 4 * FP32) * np.abs(a.value))
     for size in case.sizes:
         problem = make_problem(case.spec, size)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus_runs import judged
-from tests.masked_models import MODELS, SIZES, built, feed
-from tests.onnx_build import FLOAT, FLOAT16, Builder
+from tests.helpers.corpus_runs import judged
+from tests.helpers.masked_models import MODELS, SIZES, built, feed
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
 

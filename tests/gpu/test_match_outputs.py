@@ -9,11 +9,11 @@ import onnx
 import pytest
 
 import onnxfuse
-from onnxfuse.op_names import FUSED_GEMM, kind_of
+from onnxfuse.graph.op_names import FUSED_GEMM, kind_of
 from onnxfuse.pipeline import Fp32
-from onnxfuse.runtime.verify import verify
-from tests.matching import gate, silu, split_num_outputs
-from tests.onnx_build import FLOAT, FLOAT16, Builder
+from onnxfuse.verify.verify import verify
+from tests.helpers.matching import gate, silu, split_num_outputs
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,11 @@ import pytest
 from onnx import helper, numpy_helper
 
 import onnxfuse
-from onnxfuse.graph import Graph, load_model
+from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.pipeline import Fp32
-from tests.onnx_build import Builder
-from tests.reference_fusion import evaluate
+from tests.helpers.onnx_build import Builder
+from tests.helpers.reference_fusion import evaluate
 
 pytestmark = pytest.mark.gpu
 

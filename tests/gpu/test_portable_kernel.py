@@ -1,7 +1,7 @@
 """The portable kernel on the GPU: every dtype, order, number of parts, tile, operand kind and width, at many shapes.
 
 Kernels are launched directly, without ONNX Runtime. Outputs are poisoned with NaN before each run, the padding around
-every tensor is NaN, and the bounds are those of `tests/kernel_problem.py`.
+every tensor is NaN, and the bounds are those of `tests/helpers/kernel_problem.py`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import BF16, F16, F32, DType
-from onnxfuse.fusion import Step, Value
-from onnxfuse.kernel_spec import Access, Tile
+from onnxfuse.ir.fusion import Step, Value
 from onnxfuse.kernels.gemm import ENTRY
-from onnxfuse.portable_family import PORTABLE, tiles_for
 from onnxfuse.runtime.compile import compile_source
+from onnxfuse.schedule.kernel_spec import Access, Tile
+from onnxfuse.schedule.portable import PORTABLE, tiles_for
 from tests.gpu.kernels import Kernels
-from tests.kernel_problem import Problem, Size, TiledSpec, make_problem, make_spec
-from tests.test_epilogue_ops import CASES as EXPRESSION_CASES
-from tests.test_epilogue_ops import SWEEP
-from tests.test_epilogue_ops import check as check_expression
+from tests.helpers.kernel_problem import Problem, Size, TiledSpec, make_problem, make_spec
+from tests.kernels.test_epilogue_ops import CASES as EXPRESSION_CASES
+from tests.kernels.test_epilogue_ops import SWEEP
+from tests.kernels.test_epilogue_ops import check as check_expression
 
 H200 = ARCHITECTURES["sm_90a"]
 MATHS = ("f16", "bf16", "tf32", "3xtf32", "fp32")
@@ -249,7 +249,7 @@ def test_kernel_computes_the_fusion(case: Case, kernels: Kernels) -> None:
 
 
 EXPRESSIONS_AT_ONCE = 4
-APPROXIMATED = ("sigmoid", "gelu_tanh")  # through __expf: off by 4e-7 of the numerator, as pointwise.cuh argues
+APPROXIMATED = ("sigmoid", "gelu_tanh")  # through __expf: off by 4e-7 of the numerator, as common/math.cuh argues
 
 
 @pytest.mark.gpu

@@ -9,8 +9,8 @@ import onnx
 import pytest
 
 import onnxfuse
-from tests.onnx_build import FLOAT16, Builder
-from tests.test_rounding import bits, multiples, node_by_node
+from tests.end_to_end.test_rounding import bits, multiples, node_by_node
+from tests.helpers.onnx_build import FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,10 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32, DType
-from onnxfuse.small_m_family import small_m_tiles
+from onnxfuse.schedule.small_m import small_m_tiles
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch
-from tests.kernel_problem import Size, in_chunks, make_problem, make_spec
+from tests.helpers.kernel_problem import Size, in_chunks, make_problem, make_spec
 
 pytestmark = pytest.mark.gpu
 

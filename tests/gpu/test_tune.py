@@ -15,14 +15,14 @@ from onnx import helper, numpy_helper
 
 import onnxfuse
 from onnxfuse.device import resolve
-from onnxfuse.graph import Graph, load_model
+from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.runtime.driver import local_architectures
-from onnxfuse.runtime.timing_cache import FOLDER
-from onnxfuse.tier import Tier
+from onnxfuse.schedule.strategy import Tier
+from onnxfuse.tune.timing_cache import FOLDER
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, gate_model, run_cuda, session
-from tests.reference_fusion import evaluate
+from tests.helpers.reference_fusion import evaluate
 
 pytestmark = pytest.mark.gpu
 

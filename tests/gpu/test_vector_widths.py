@@ -17,12 +17,12 @@ from onnx import TensorProto
 import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
-from onnxfuse.plan import replan
 from onnxfuse.runtime.driver import local_architectures
-from onnxfuse.runtime.verify import verify
-from onnxfuse.tier import Tier
-from onnxfuse.variant import ProductPlan
-from tests.onnx_build import FLOAT16, Builder
+from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.variant import ProductPlan
+from onnxfuse.verify.verify import verify
+from tests.helpers.onnx_build import FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
 

@@ -22,10 +22,10 @@ import numpy as np
 import onnx
 
 import onnxfuse
-from onnxfuse.runtime.bench import bench, interleave
-from onnxfuse.runtime.verify import verify
-from tests import corpus
-from tests.onnx_build import FLOAT16, Builder
+from onnxfuse.bench.bench import bench, interleave
+from onnxfuse.verify.verify import verify
+from tests.helpers import corpus
+from tests.helpers.onnx_build import FLOAT16, Builder
 from tests.perf.compare import add_option, compare, model_costs, origin
 from tests.perf.launches import launches
 from tests.perf.result_file import write_result

@@ -17,16 +17,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from onnxfuse.axes import map_axes
-from onnxfuse.calibration import Calibration, calibration, entries, replaced
+from onnxfuse.analysis.axis_mapping import map_axes
+from onnxfuse.analysis.vector_width import analyse
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.dtypes import F16, F32
-from onnxfuse.families import PRODUCTS
-from onnxfuse.kernel_family import Candidate, Flow, Problem
-from onnxfuse.kernel_spec import KernelSpec
-from onnxfuse.plan import make_plan
-from onnxfuse.vector_width import analyse
-from tests.fusions import fusion
+from onnxfuse.schedule.calibration import Calibration, calibration, entries, replaced
+from onnxfuse.schedule.families import PRODUCTS
+from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.plan import make_plan
+from tests.helpers.fusions import fusion
 
 DEVICE = ARCHITECTURES["sm_90a"]
 STEPS = (0.7, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 1.4)

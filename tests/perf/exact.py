@@ -17,14 +17,14 @@ from typing import Any
 import cupy
 
 from onnxfuse.device import DeviceSpec, spec_of
-from onnxfuse.families import PRODUCTS
-from onnxfuse.kernel_family import Candidate
-from onnxfuse.kernel_family import Problem as Sizes
-from onnxfuse.kernel_spec import EXACT, KernelSpec
 from onnxfuse.limits import MAX_M
 from onnxfuse.runtime import driver
-from onnxfuse.variant import ProductPlan, ProductVariant
-from tests.onnx_build import FLOAT
+from onnxfuse.schedule.families import PRODUCTS
+from onnxfuse.schedule.kernel_family import Candidate
+from onnxfuse.schedule.kernel_family import Problem as Sizes
+from onnxfuse.schedule.kernel_spec import EXACT, KernelSpec
+from onnxfuse.schedule.variant import ProductPlan, ProductVariant
+from tests.helpers.onnx_build import FLOAT
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, cublas_graph, timed_replay
 from tests.perf.result_file import write_result

@@ -13,10 +13,10 @@ import math
 from pathlib import Path
 
 from onnxfuse.device import spec_of
-from onnxfuse.kernel_family import Candidate
-from onnxfuse.plan import replan
 from onnxfuse.runtime import driver
-from onnxfuse.variant import ProductPlan
+from onnxfuse.schedule.kernel_family import Candidate
+from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.variant import ProductPlan
 from tests.perf.compare import origin
 from tests.perf.exact import measure_all
 from tests.perf.kernels import Row

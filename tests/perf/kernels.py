@@ -22,25 +22,25 @@ import cupy
 import numpy as np
 from onnx import ModelProto
 
-from onnxfuse.axes import map_axes
+from onnxfuse.analysis.axis_mapping import map_axes
+from onnxfuse.analysis.vector_width import analyse
 from onnxfuse.device import DeviceSpec, spec_of
-from onnxfuse.fusion import Fusion
-from onnxfuse.graph import Graph, load_model
-from onnxfuse.kernel_family import MapRule
+from onnxfuse.graph.graph import Graph, load_model
+from onnxfuse.ir.fusion import Fusion
+from onnxfuse.ir.simplify import simplify
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.patterns import is_anchor, match_site
-from onnxfuse.plan import make_plan
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.simplify import simplify
-from onnxfuse.variant import ProductPlan, ProductVariant
-from onnxfuse.vector_width import analyse
-from tests.kernel_problem import ARGUMENTS
-from tests.onnx_build import FLOAT, FLOAT16, Builder
+from onnxfuse.schedule.kernel_family import MapRule
+from onnxfuse.schedule.plan import make_plan
+from onnxfuse.schedule.variant import ProductPlan, ProductVariant
+from tests.helpers.kernel_problem import ARGUMENTS
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+from tests.helpers.reference_fusion import evaluate
 from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.perf.result_file import write_result
-from tests.reference_fusion import evaluate
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 LAUNCHES = 20  # of one graph

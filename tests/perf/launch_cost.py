@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 
 import onnxfuse
-from tests.onnx_build import FLOAT16, Builder
+from tests.helpers.onnx_build import FLOAT16, Builder
 from tests.perf.compare import origin
 from tests.perf.result_file import write_result
 

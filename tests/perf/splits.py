@@ -23,14 +23,14 @@ import cupy
 import numpy as np
 
 from onnxfuse.device import DeviceSpec, spec_of
-from onnxfuse.fusion import Fusion
-from onnxfuse.hopper_family import HOPPER
-from onnxfuse.hopper_tile import SPLITS
-from onnxfuse.kernel_family import Candidate
-from onnxfuse.plan import replan
+from onnxfuse.ir.fusion import Fusion
 from onnxfuse.runtime import driver
-from onnxfuse.variant import ProductPlan, ProductVariant
-from tests.onnx_build import FLOAT16
+from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.hopper_tile import SPLITS
+from onnxfuse.schedule.kernel_family import Candidate
+from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.variant import ProductPlan, ProductVariant
+from tests.helpers.onnx_build import FLOAT16
 from tests.perf.compare import origin
 from tests.perf.kernels import REPLAYS, Buffers, Row, check, graph_of, image, launcher, planned, timed_replay
 from tests.perf.result_file import write_result

@@ -15,9 +15,9 @@ from typing import Any
 from onnxfuse.device import spec_of
 from onnxfuse.pipeline import analyse_model, tune_model
 from onnxfuse.runtime import driver
-from onnxfuse.runtime.timing_cache import FOLDER
-from onnxfuse.trial import SessionTimer
-from tests.onnx_build import FLOAT, FLOAT16
+from onnxfuse.tune.session_timer import SessionTimer
+from onnxfuse.tune.timing_cache import FOLDER
+from tests.helpers.onnx_build import FLOAT, FLOAT16
 from tests.perf.compare import origin
 from tests.perf.kernels import ROWS, Row, site_model
 from tests.perf.result_file import write_result

@@ -26,20 +26,20 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from onnxfuse.axes import map_axes
+from onnxfuse.analysis.axis_mapping import map_axes
+from onnxfuse.analysis.vector_width import Width, analyse
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.dtypes import F16, F32, DType
-from onnxfuse.fusion import Axis, Fusion, Tensor
-from onnxfuse.plan import make_plan
+from onnxfuse.ir.fusion import Axis, Fusion, Tensor
 from onnxfuse.runtime import driver
-from onnxfuse.variant import ProductVariant
-from onnxfuse.vector_width import Width, analyse
-from tests.fusions import fusion
-from tests.kernel_problem import ARGUMENTS, NUMPY
+from onnxfuse.schedule.plan import make_plan
+from onnxfuse.schedule.variant import ProductVariant
+from tests.helpers.fusions import fusion
+from tests.helpers.kernel_problem import ARGUMENTS, NUMPY
+from tests.helpers.reference_fusion import evaluate
 from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.perf.kernels import LAUNCHES, REPLAYS, ROTATED_BYTES, cublas_graph, graph_of, launcher, timed_replay
 from tests.perf.result_file import write_result
-from tests.reference_fusion import evaluate
 
 M, K = 8192, 1280
 CHECKED_ROWS = 8

@@ -1,4 +1,4 @@
-// The model's archive of kernels: one uint8 initializer, written by onnxfuse/artifact.py. Pure: bytes in, records out.
+// The model's archive of kernels: one uint8 initializer, written by onnxfuse/graph/archive.py. Pure: bytes in, records out.
 // Every read is checked, so altered bytes give an Error and nothing else.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The contract of a fused node, read from its attributes. Pure: no runtime, no driver. onnxfuse/artifact.py documents
+// The contract of a fused node, read from its attributes. Pure: no runtime, no driver. onnxfuse/graph/archive.py documents
 // the grammar.
 #pragma once
 
@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/arguments.cuh"
+#include "kernels/cuda/common/arguments.cuh"
 
 namespace onnxfuse {
 

@@ -1,0 +1,1 @@
+"""Facts about a fusion: which axes a kernel walks, and how wide it may read and write."""

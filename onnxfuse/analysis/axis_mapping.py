@@ -1,0 +1,207 @@
+"""The axis mapping: which axes of a fusion are the kernel's batch, m, n and k. Resolved once; strides follow from it.
+
+A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
+and one that lacks an axis is broadcast along it (stride 0). Row axes that one stride walks in lhs are all `m`, so that
+tiles are full whatever the size of each; but an operand that has some of them only, as a scale of each image, makes the
+outer ones the batch, along which it is a plain vector. So do row axes that lie apart in lhs, beside those that rhs has
+as well.
+
+A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
+`[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
+another from run to run. Of lhs that may be k, where it is contiguous, of lhs and rhs the batch, as that of heads in
+`[b, s, h, d]`, of operands and outputs batch, m and n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.ir.fusion import PART_AXIS, Fusion, Pointwise, Tensor
+from onnxfuse.limits import MOST_LEVELS
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AxisMapping:
+    """The axes of each loop of the kernel, outermost first; they flatten into one index."""
+
+    batch: Axes
+    m: Axes
+    n: Axes
+    k: Axes
+
+    def __str__(self) -> str:
+        groups = (("batch", self.batch), ("m", self.m), ("n", self.n), ("k", self.k))
+        return " ".join(f"{name}={'*'.join(axes)}" for name, axes in groups if axes)
+
+    def kind(self, tensor: Tensor) -> str:
+        """`scalar`, `row`, `column` or `tile`: by the axes that a tensor has, never by their sizes."""
+        has_rows = any(axis in tensor.axes for axis in self.m)
+        has_columns = any(axis in tensor.axes for axis in self.n)
+        return (("scalar", "row"), ("column", "tile"))[has_rows][has_columns]
+
+
+def map_axes(fusion: Fusion) -> AxisMapping:
+    """Give every axis its loop.
+
+    Raises:
+        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks, or the contiguous axis of
+            lhs is neither k nor m.
+    """
+    out = tuple(axis for axis in fusion.outs[0].tensor.axes if axis != PART_AXIS)
+    lhs, rhs = fusion.lhs.axes, fusion.rhs[0].axes
+    shared = tuple(axis for axis in lhs if axis in rhs and axis in out)
+    own = tuple(axis for axis in lhs if axis in out and axis not in rhs)
+    rows = _row_groups(fusion, own)
+    outer, columns = _column_groups(fusion, tuple(axis for axis in rhs if axis in out and axis not in lhs))
+    contracted = tuple(axis for axis in rhs if axis in lhs and axis not in out)
+    apart = levels(fusion, fusion.lhs, own) > 1 if shared else len(rows) > 1
+    first_m = 1 if apart and not outer else 0
+    inner = {*shared, *(axis for group in rows[:first_m] for axis in group)}
+    batch = (*outer, *(axis for axis in lhs if axis in inner))
+    mapping = AxisMapping(batch, tuple(axis for group in rows[first_m:] for axis in group), columns, contracted)
+    _check_contiguous(fusion, mapping)
+    for loop, tensors, most in _walks(fusion, mapping):
+        for tensor in tensors:
+            _check_levels(fusion, tensor, loop, most)
+    return mapping
+
+
+def spread_axes(fusion: Fusion) -> Axes:
+    """The axes along which operands repeat the product, as pixels do a time embedding."""
+    own = {*fusion.lhs.axes, *fusion.rhs[0].axes, PART_AXIS}
+    stored = dict.fromkeys(axis for out in fusion.outs for axis in out.tensor.axes)
+    return tuple(axis for axis in stored if axis not in own)
+
+
+def map_spread(fusion: Fusion) -> AxisMapping:
+    """The loops of a kernel behind a product that its operands repeat: n is what neighbours of its output differ in."""
+    out = tuple(axis for axis in fusion.outs[-1].tensor.axes if axis != PART_AXIS)
+    spread = spread_axes(fusion)
+    rows = out
+    while rows and (rows[-1] in spread) == (out[-1] in spread):
+        rows = rows[:-1]
+    contracted = tuple(axis for axis in fusion.lhs.axes if axis in fusion.rhs[0].axes and axis not in out)
+    return AxisMapping((), rows, out[len(rows) :], contracted)
+
+
+def _column_groups(fusion: Fusion, columns: Axes) -> tuple[Axes, Axes]:
+    """The axes of rhs alone that are a batch, and those that are n.
+
+    What lies apart in rhs is a batch, as that of images under a constant weight. So is a batch that only the run knows
+    where no stride walks both in an output, which a kernel could store by single elements only.
+    """
+    *outer, inner = flatten(fusion, fusion.rhs, columns)
+    batch = tuple(axis for group in outer for axis in group)
+    if not batch and len(inner) > 1 and fusion.size(inner[0]) is None:
+        outs = [out.tensor for out in fusion.outs]
+        batch = inner[:1] if len(flatten(fusion, outs, inner)) > 1 else ()
+    return batch, tuple(axis for axis in inner if axis not in batch)
+
+
+def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
+    """One group where one stride walks all rows of lhs, and two those of the rest; else as every tensor can."""
+    epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
+    stepping = set(stepped(fusion, rows))
+    whole = all(stepping.issubset(tensor.axes) or stepping.isdisjoint(tensor.axes) for tensor in epilogue)
+    if whole and levels(fusion, fusion.lhs, rows) == 1 and _most_levels(fusion, epilogue, rows) <= MOST_LEVELS:
+        return [rows]
+    return flatten(fusion, _tensors(fusion), rows)
+
+
+def _most_levels(fusion: Fusion, tensors: Iterable[Tensor], loop: Axes) -> int:
+    return max(levels(fusion, tensor, loop) for tensor in tensors)
+
+
+def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
+    """The mapping of what is left of a fusion without its product: no k, and lhs has no say in what a kernel walks.
+
+    Raises:
+        NotFusable: as for a whole fusion.
+    """
+    rows = flatten(pointwise, _tensors(pointwise), (*mapping.batch, *mapping.m))
+    batch = mapping.batch if len(rows) > 1 else ()
+    own = AxisMapping(batch, tuple(axis for axis in (*mapping.batch, *mapping.m) if axis not in batch), mapping.n, ())
+    for tensor in _tensors(pointwise):
+        for loop in (own.batch, own.m, own.n):
+            _check_levels(pointwise, tensor, loop, MOST_LEVELS)
+    return own
+
+
+def static_size(fusion: Pointwise, loop: Iterable[str]) -> int | None:
+    """How many steps a loop over some axes has: 1 over none, None where only the run knows."""
+    sizes = [fusion.size(axis) for axis in loop]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+def levels(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int:
+    """How many strides walk a loop's axes in a tensor."""
+    return len(flatten(fusion, (tensor,), loop))
+
+
+def flatten(fusion: Pointwise, tensors: Iterable[Tensor], loop: Axes) -> list[Axes]:
+    """Groups of neighbouring axes that one stride walks in every tensor; an axis of size 1 is never stepped along."""
+    tensors = tuple(tensors)
+    groups: list[Axes] = [()]
+    outer = ""
+    for axis in loop:
+        if fusion.size(axis) != 1:
+            if outer and not all(_adjacent(fusion, tensor, outer, axis) for tensor in tensors):
+                groups.append(())
+            outer = axis
+        groups[-1] = (*groups[-1], axis)
+    return groups
+
+
+def reads_rows(fusion: Fusion, mapping: AxisMapping) -> bool:
+    """Whether lhs is read along m, its contiguous axis, and not along k."""
+    lhs, m = stepped(fusion, fusion.lhs.axes), stepped(fusion, mapping.m)
+    return bool(lhs and m) and lhs[-1] == m[-1]
+
+
+def stepped(fusion: Pointwise, axes: Iterable[str]) -> Axes:
+    """The axes that are ever stepped along: those not of size 1."""
+    return tuple(axis for axis in axes if fusion.size(axis) != 1)
+
+
+def _tensors(fusion: Pointwise) -> tuple[Tensor, ...]:
+    return (*fusion.inputs, *(out.tensor for out in fusion.outs))
+
+
+def _walks(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[Axes, tuple[Tensor, ...], int]]:
+    """Each loop, tensors that are walked along it, and in how many levels a kernel can."""
+    epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
+    yield mapping.batch, (fusion.lhs, *fusion.rhs), MOST_LEVELS
+    yield mapping.batch, epilogue, MOST_LEVELS
+    yield mapping.m, (fusion.lhs,), 1
+    yield mapping.k, (fusion.lhs,), 1 if reads_rows(fusion, mapping) else MOST_LEVELS
+    yield mapping.k, fusion.rhs, 1
+    yield mapping.n, fusion.rhs, 1
+    yield mapping.m, epilogue, MOST_LEVELS
+    yield mapping.n, epilogue, MOST_LEVELS
+
+
+def _check_contiguous(fusion: Fusion, mapping: AxisMapping) -> None:
+    lhs, k = stepped(fusion, fusion.lhs.axes), stepped(fusion, mapping.k)
+    if k and lhs[-1] != k[-1] and not reads_rows(fusion, mapping):
+        detail = f"{fusion.lhs.name!r} lies as ({' '.join(fusion.lhs.axes)}), with neither k nor m contiguous"
+        raise NotFusable("lhs_transposed", fusion.anchor, detail)
+
+
+def _check_levels(fusion: Pointwise, tensor: Tensor, loop: Axes, most: int) -> None:
+    found = levels(fusion, tensor, loop)
+    if found > most:
+        detail = f"{tensor.name!r} has the axes ({' '.join(loop)}) in {found} groups; a kernel walks {most}"
+        raise NotFusable("axes_do_not_flatten", fusion.anchor, detail)
+
+
+def _adjacent(fusion: Pointwise, tensor: Tensor, outer: str, inner: str) -> bool:
+    """Whether one stride steps through both axes of a tensor."""
+    axes = stepped(fusion, tensor.axes)
+    if outer not in axes or inner not in axes:
+        return outer not in axes and inner not in axes
+    return axes.index(inner) == axes.index(outer) + 1

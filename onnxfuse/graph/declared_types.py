@@ -1,0 +1,145 @@
+"""Types of values: what inference tells, and what a model declares where inference tells nothing.
+
+ONNX's own inference believes what a model declares of its intermediate values and fails where that contradicts, ONNX
+Runtime does not: converters leave types behind that were true of another batch size or element type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import onnx
+from onnx import GraphProto, ModelProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
+
+from onnxfuse.graph.functions import subgraphs
+
+Types = Mapping[str, TypeProto]
+MAX_PASSES = 8  # each of which may learn something from what the one before could not tell
+KEEP_TYPE = frozenset({"Imputer", "Normalizer", "Scaler"})  # of ai.onnx.ml, where ONNX infers nothing
+_MADE_UP = "unk__"  # begins the names that inference gives to sizes of which it knows nothing
+Dimension = TensorShapeProto.Dimension
+
+
+def inferred_types(model: ModelProto) -> ModelProto:
+    """The model with the types of all values that can be told; a declared type that contradicts is not believed.
+
+    Args:
+        model: loses what it declares of intermediate values.
+
+    Raises:
+        onnx.shape_inference.InferenceError: the types of inputs and outputs contradict the nodes.
+    """
+    declared = _taken(model.graph)
+    for _, graph in (inner for node in model.graph.node for inner in subgraphs(node)):
+        _forget_stored(graph)
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+    known = _types(inferred.graph)
+    if any(_contradicts(known[name], kind) for name, kind in declared.items() if name in known):
+        declared = {name: _without_sizes(kind) for name, kind in declared.items()}
+    for _ in range(MAX_PASSES):
+        learnt = dict(_learnt(inferred.graph, known, declared))
+        if not learnt:
+            break
+        outputs = {value.name: value for value in model.graph.output}
+        values = {value.name: value for value in model.graph.value_info}
+        for name, kind in learnt.items():
+            value = outputs.get(name) or values.get(name) or model.graph.value_info.add(name=name)
+            value.type.CopyFrom(kind)
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
+        known = _types(inferred.graph)
+    return inferred
+
+
+def _taken(graph: GraphProto) -> dict[str, TypeProto]:
+    """What a graph declares of values that nodes make; the graph forgets all but the element types of its outputs."""
+    made = {name for node in graph.node for name in node.output}
+    declared: dict[str, TypeProto] = {}
+    for value in (*graph.value_info, *graph.output):
+        if value.name in made:
+            declared[value.name] = TypeProto()
+            declared[value.name].CopyFrom(value.type)
+    del graph.value_info[:]
+    for value in graph.output:
+        if value.name in made and value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
+    return declared
+
+
+def _forget_stored(graph: GraphProto) -> None:
+    """An initializer of a branch or body is of its own type, whatever is declared of it."""
+    stored = {tensor.name for tensor in graph.initializer}
+    kept = [value for value in graph.value_info if value.name not in stored]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+    for _, inner in (each for node in graph.node for each in subgraphs(node)):
+        _forget_stored(inner)
+
+
+def _types(graph: GraphProto) -> dict[str, TypeProto]:
+    """The types that are known."""
+    values: tuple[ValueInfoProto, ...] = (*graph.input, *graph.value_info, *graph.output)
+    known = {value.name: value.type for value in values if value.type.WhichOneof("value")}
+    for tensor in graph.initializer:
+        known.setdefault(tensor.name, helper.make_tensor_type_proto(tensor.data_type, tuple(tensor.dims)))
+    return known
+
+
+def _learnt(graph: GraphProto, known: Types, declared: Types) -> Iterator[tuple[str, TypeProto]]:
+    """What declarations and operators without inference add to what is known."""
+    for name, kind in declared.items():
+        merged = _merged(known.get(name), kind)
+        if merged != known.get(name):
+            yield name, merged
+    for node in graph.node:
+        read = known.get(node.input[0]) if node.input else None
+        if node.domain != "ai.onnx.ml" or node.op_type not in KEEP_TYPE or read is None:
+            continue
+        same = TypeProto()
+        same.CopyFrom(read)
+        if node.op_type != "Imputer":
+            same.tensor_type.elem_type = onnx.TensorProto.FLOAT
+        merged = _merged(known.get(node.output[0]), same)
+        if merged != known.get(node.output[0]):
+            yield node.output[0], merged
+
+
+def _merged(known: TypeProto | None, declared: TypeProto) -> TypeProto:
+    """What is known, and what is declared beyond it."""
+    merged = TypeProto()
+    merged.CopyFrom(declared if known is None else known)
+    if known is None or not known.HasField("tensor_type") or not declared.HasField("tensor_type"):
+        return merged
+    tensor, other = merged.tensor_type, declared.tensor_type
+    tensor.elem_type = tensor.elem_type or other.elem_type
+    if not tensor.HasField("shape") and other.HasField("shape"):
+        tensor.shape.CopyFrom(other.shape)
+    if len(tensor.shape.dim) == len(other.shape.dim):
+        for dim, said in zip(tensor.shape.dim, other.shape.dim, strict=True):
+            if _is_open(dim) and not _is_open(said):
+                dim.CopyFrom(said)
+    return merged
+
+
+def _contradicts(known: TypeProto, declared: TypeProto) -> bool:
+    """Whether a declared shape is not what inference tells."""
+    tensor, other = known.tensor_type, declared.tensor_type
+    if not tensor.HasField("shape") or not other.HasField("shape"):
+        return False
+    dims = list(zip(tensor.shape.dim, other.shape.dim, strict=False))
+    return len(tensor.shape.dim) != len(other.shape.dim) or any(
+        said.HasField("dim_value") and not _is_open(dim) and dim.dim_value != said.dim_value for dim, said in dims
+    )
+
+
+def _without_sizes(kind: TypeProto) -> TypeProto:
+    """The same type, but for sizes: where one is false, none is believed."""
+    bare = TypeProto()
+    bare.CopyFrom(kind)
+    for dim in bare.tensor_type.shape.dim if kind.HasField("tensor_type") else ():
+        dim.Clear()
+    return bare
+
+
+def _is_open(dim: Dimension) -> bool:
+    """Whether nothing is known of a size."""
+    return not dim.HasField("dim_value") and (not dim.dim_param or dim.dim_param.startswith(_MADE_UP))

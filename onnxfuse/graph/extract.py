@@ -1,0 +1,80 @@
+"""One site as a model of its own, several times side by side, to be timed: as it was, or in one of its forms.
+
+Copy i reads `x0_i, x1_i, ...`, the fused node's inputs in their order, weights among them, and makes `y0_i, ...`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
+
+from onnxfuse.graph.functions import DOMAIN
+from onnxfuse.graph.rewrite import FUNCTION_IR_VERSION, Replacement, needed, renamed, renamed_subgraph
+
+Ports = Sequence[tuple[str, int, Sequence[int]]]
+"""Name, ONNX element type and shape of what one copy reads or makes."""
+
+KERNELS = "kernels"
+
+
+def subgraph_id(whole: Replacement) -> str:
+    """Equal for sites whose nodes compute the same in the same way, whatever their values are called."""
+    text = b"\0".join(node.SerializeToString(deterministic=True) for node in stock_nodes(whole))
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def stock_nodes(whole: Replacement) -> list[NodeProto]:
+    """The site's own nodes."""
+    return renamed_subgraph(whole)[0]
+
+
+def fused_nodes(whole: Replacement, form: Replacement) -> list[NodeProto]:
+    """The site's nodes with those of one form replaced by its fused node."""
+    nodes, names = renamed_subgraph(whole)
+    kept = {names[value] for index in form.kept for value in whole.graph.scope.nodes[index].output}
+    inputs = [KERNELS, *(names[name] for name in form.inputs)]
+    outputs = [names[name] for name in form.outputs]
+    fused = helper.make_node(form.kind, inputs, outputs, domain=DOMAIN, **form.attributes)
+    return [*needed(nodes, kept), fused]
+
+
+def site_model(
+    opsets: Iterable[OperatorSetIdProto],
+    nodes: Iterable[NodeProto],
+    inputs: Ports,
+    outputs: Ports,
+    copies: int,
+    kernels: bytes = b"",
+    functions: Iterable[FunctionProto] = (),
+) -> bytes:
+    """A serialised model of `copies` copies of some nodes, with every copy's inputs and outputs.
+
+    Args:
+        opsets: the operator sets of the nodes.
+        nodes: of one copy.
+        inputs: of one copy.
+        outputs: of one copy.
+        copies: how many.
+        kernels: the archive that fused nodes read.
+        functions: what fused nodes stand for, where no kernel can run.
+    """
+    nodes = list(nodes)
+    values = {value for node in nodes for value in (*node.input, *node.output) if value} - {KERNELS}
+    model = ModelProto(ir_version=FUNCTION_IR_VERSION, opset_import=opsets, functions=functions)
+    model.graph.name = "site"
+    for copy in range(copies):
+        names = {value: f"{value}_{copy}" for value in values}
+        model.graph.node.extend(renamed(node, names) for node in nodes)
+        model.graph.input.extend(_value(port, copy) for port in inputs)
+        model.graph.output.extend(_value(port, copy) for port in outputs)
+    if kernels:
+        archive = TensorProto(name=KERNELS, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
+        model.graph.initializer.append(archive)
+    return bytes(model.SerializeToString())
+
+
+def _value(port: tuple[str, int, Sequence[int]], copy: int) -> ValueInfoProto:
+    name, element, shape = port
+    return helper.make_tensor_value_info(f"{name}_{copy}", element, list(shape))

@@ -1,0 +1,44 @@
+"""What a model's file says of its inputs beside what ONNX Runtime tells: which have no rank, and what text it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onnx import ModelProto
+
+from onnxfuse.graph.functions import walk
+from onnxfuse.graph.input_sizes import NOTHING, InputSizes, input_sizes
+from onnxfuse.graph.load import Model
+
+_VOCABULARIES = frozenset({"keys_strings", "cats_strings", "string_vocabulary", "pool_strings", "classes_strings"})
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What is known of a model's inputs.
+
+    Attributes:
+        unranked: inputs whose number of dimensions the model does not say.
+        words: text that the model's encoders know.
+        sizes: what the model's operators say of its symbols.
+    """
+
+    unranked: frozenset[str] = frozenset()
+    words: tuple[str, ...] = ()
+    sizes: InputSizes = NOTHING
+
+
+def input_facts(model: Model) -> InputFacts:
+    """Read a model's inputs, encoders and attention operators."""
+    proto = model.proto
+    tensors = (value for value in proto.graph.input if value.type.HasField("tensor_type"))
+    unranked = (value.name for value in tensors if not value.type.tensor_type.HasField("shape"))
+    return InputFacts(frozenset(unranked), tuple(dict.fromkeys(_words(proto))), input_sizes(model))
+
+
+def _words(proto: ModelProto) -> Iterator[str]:
+    for node in walk(proto.graph.node):
+        for attribute in node.attribute:
+            if attribute.name in _VOCABULARIES:
+                yield from (word.decode(errors="replace") for word in attribute.strings)

@@ -1,0 +1,414 @@
+"""Shapes in symbols: what ONNX's own shape inference forgets where a Reshape takes its sizes from shape arithmetic.
+
+One rule an op gives the shapes of a node's outputs from those of its inputs and from known values. A rule that knows
+less than ONNX's inference adds nothing; where it knows a dimension, its symbol says which other dimensions are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import zip_longest
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.graph import symbolic
+from onnxfuse.graph.constant_propagation import Array, integers
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.symbolic import Size
+
+Shape = tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A node, and the shapes and values of its inputs as far as they are known."""
+
+    node: gs.Node
+    shapes: Sequence[Shape | None]
+    values: Sequence[Array | None]
+
+    def shape(self, index: int) -> Shape | None:
+        """The shape of an input."""
+        return self.shapes[index] if index < len(self.shapes) else None
+
+    def sizes(self, index: int) -> list[Size] | None:
+        """An input's value as sizes."""
+        value = self.values[index] if index < len(self.values) else None
+        if value is None:
+            return None
+        return [entry if isinstance(entry, int | str) else None for entry in value.ravel().tolist()]
+
+    def integers(self, index: int, attribute: str = "") -> list[int] | None:
+        """Integers that are an attribute in old opsets and an input in new ones."""
+        if attribute and attribute in self.node.attrs:
+            return [int(entry) for entry in self.node.attrs[attribute]]
+        return integers(self.values[index]) if index < len(self.values) else None
+
+
+def output_shapes(known: Known) -> list[Shape | None]:
+    """The shapes of a node's outputs; None for one that no rule tells."""
+    rule = _RULES.get(qualified_op(known.node))
+    shapes = list(rule(known)) if rule is not None else []
+    return shapes + [None] * (len(known.node.outputs) - len(shapes))
+
+
+def refined(inferred: Shape | None, derived: Shape | None) -> Shape | None:
+    """A shape from both sources: numbers as they are, then the derived symbols, then those of ONNX's inference."""
+    if inferred is None or derived is None or len(inferred) != len(derived):
+        return derived if inferred is None else inferred
+    return tuple(
+        old if isinstance(old, int) or new is None else new for old, new in zip(inferred, derived, strict=True)
+    )
+
+
+def broadcast_shapes(shapes: Sequence[Shape | None]) -> Shape | None:
+    """The shape that several broadcast to."""
+    return reduce(_broadcast, shapes) if shapes else None
+
+
+def _broadcast(first: Shape | None, second: Shape | None) -> Shape | None:
+    if first is None or second is None:
+        return None
+    pairs = zip_longest(reversed(first), reversed(second), fillvalue=1)
+    return tuple(symbolic.broadcast(a, b) for a, b in pairs)[::-1]
+
+
+def _same(known: Known) -> list[Shape | None]:
+    return [known.shape(0)]
+
+
+def _elementwise(known: Known) -> list[Shape | None]:
+    return [broadcast_shapes(known.shapes)]
+
+
+def _matmul(known: Known) -> list[Shape | None]:
+    lhs, rhs = known.shape(0), known.shape(1)
+    if lhs is None or rhs is None or min(len(lhs), len(rhs)) < 2:
+        return [None]
+    batch = _broadcast(lhs[:-2], rhs[:-2])
+    return [None if batch is None else (*batch, lhs[-2], rhs[-1])]
+
+
+def _gemm(known: Known) -> list[Shape | None]:
+    lhs, rhs, attrs = known.shape(0), known.shape(1), known.node.attrs
+    if lhs is None or rhs is None or len(lhs) != 2 or len(rhs) != 2:
+        return [None]
+    return [(lhs[1 if attrs.get("transA") else 0], rhs[0 if attrs.get("transB") else 1])]
+
+
+def _transpose(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    if shape is None:
+        return [None]
+    order = known.node.attrs.get("perm", range(len(shape) - 1, -1, -1))
+    return [tuple(shape[axis] for axis in order)]
+
+
+def _reshape(known: Known) -> list[Shape | None]:
+    shape, target = known.shape(0), known.sizes(1)
+    if target is None:
+        return [None]
+    keeps = not known.node.attrs.get("allowzero", 0)
+    given: list[Size] = [
+        (shape[index] if shape is not None and index < len(shape) else None) if size == 0 and keeps else size
+        for index, size in enumerate(target)
+    ]
+    open_axes = [index for index, size in enumerate(given) if size is None or size == -1]
+    if shape is not None and len(open_axes) == 1:
+        rest = symbolic.multiply(size for index, size in enumerate(given) if index != open_axes[0])
+        given[open_axes[0]] = symbolic.divide(symbolic.multiply(shape), rest)
+    return [tuple(None if size == -1 else size for size in given)]
+
+
+def _flatten(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    if shape is None:
+        return [None]
+    axis = known.node.attrs.get("axis", 1)
+    axis += len(shape) if axis < 0 else 0  # the rank itself is an axis too
+    return [(symbolic.multiply(shape[:axis]), symbolic.multiply(shape[axis:]))]
+
+
+def _squeeze(known: Known) -> list[Shape | None]:
+    shape, axes = known.shape(0), known.integers(1, "axes")
+    if shape is None or axes is None:
+        return [None]
+    gone = {axis % len(shape) for axis in axes}
+    return [tuple(size for index, size in enumerate(shape) if index not in gone)]
+
+
+def _unsqueeze(known: Known) -> list[Shape | None]:
+    shape, axes = known.shape(0), known.integers(1, "axes")
+    if shape is None or axes is None:
+        return [None]
+    rank = len(shape) + len(axes)
+    new, rest = {axis % rank for axis in axes}, iter(shape)
+    return [tuple(1 if index in new else next(rest) for index in range(rank))]
+
+
+def _expand(known: Known) -> list[Shape | None]:
+    target = known.sizes(1)
+    return [None if target is None else _broadcast(known.shape(0), tuple(target))]
+
+
+def _concat(known: Known) -> list[Shape | None]:
+    shapes = [shape for shape in known.shapes if shape is not None]
+    if not shapes:
+        return [None]
+    axis, rank = known.node.attrs.get("axis", 0) % len(shapes[0]), len(shapes[0])
+    dims: list[Size] = [next((shape[i] for shape in shapes if shape[i] is not None), None) for i in range(rank)]
+    dims[axis] = reduce(symbolic.add, (shape[axis] for shape in shapes)) if len(shapes) == len(known.shapes) else None
+    return [tuple(dims)]
+
+
+def _split(known: Known) -> list[Shape | None]:
+    shape, outputs = known.shape(0), len(known.node.outputs)
+    if shape is None:
+        return [None] * outputs
+    axis, sizes = known.node.attrs.get("axis", 0) % len(shape), known.integers(1, "split")
+    equal = symbolic.divide(shape[axis], outputs)
+    lengths: Sequence[Size] = sizes if sizes is not None and len(sizes) == outputs else [equal] * outputs
+    return [(*shape[:axis], length, *shape[axis + 1 :]) for length in lengths]
+
+
+def _slice(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    starts, ends = known.sizes(1), known.sizes(2)
+    axes = known.integers(3) if len(known.shapes) > 3 else list(range(len(starts or ())))
+    if shape is None or starts is None or ends is None or axes is None:
+        return [None]
+    steps: list[Size] | None = known.sizes(4) if len(known.shapes) > 4 else [1] * len(axes)
+    dims = list(shape)
+    for axis, start, end, step in zip(axes, starts, ends, steps or [None] * len(axes), strict=False):
+        dims[axis % len(shape)] = _sliced(shape[axis % len(shape)], start, end, step)
+    return [tuple(dims)]
+
+
+def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
+    if isinstance(size, int) and isinstance(start, int) and isinstance(end, int) and isinstance(step, int):
+        return len(range(size)[start:end:step])
+    if start == 0 and step == 1 and _is_everything(size, end):
+        return size
+    if start == 0 and step == 1 and symbolic.is_longer(size, end):
+        return end
+    if isinstance(size, str) and start == symbolic.negative(size) and step == 1 and _is_everything(size, end):
+        return size
+    if isinstance(size, int) and start == 0 and step == 1 and isinstance(end, str):
+        return symbolic.at_most(end, size)
+    return symbolic.function("slice", size, start, end, step)
+
+
+def _is_everything(size: Size, end: Size) -> bool:
+    return end == size or (isinstance(end, int) and end >= 2**31 - 1)
+
+
+def _gather(known: Known) -> list[Shape | None]:
+    data, positions = known.shape(0), known.shape(1)
+    if data is None or positions is None:
+        return [None]
+    axis = known.node.attrs.get("axis", 0) % len(data)
+    return [(*data[:axis], *positions, *data[axis + 1 :])]
+
+
+def _reduce(known: Known) -> list[Shape | None]:
+    shape, axes = known.shape(0), known.integers(1, "axes")
+    if shape is None or axes is None:
+        return [None]
+    gone = {axis % len(shape) for axis in axes}
+    if known.node.attrs.get("keepdims", 1):
+        return [tuple(1 if index in gone else size for index, size in enumerate(shape))]
+    return [tuple(size for index, size in enumerate(shape) if index not in gone)]
+
+
+def _constant_of_shape(known: Known) -> list[Shape | None]:
+    sizes = known.sizes(0)
+    return [None if sizes is None else tuple(sizes)]
+
+
+def _range(known: Known) -> list[Shape | None]:
+    if any(value is None or value.size != 1 for value in known.values):
+        return [None]
+    entries = (value.item() for value in known.values if value is not None)
+    start, limit, step = (int(entry) if isinstance(entry, float) and entry.is_integer() else entry for entry in entries)
+    if isinstance(start, int) and isinstance(limit, int) and isinstance(step, int) and step:
+        return [(len(range(start, limit, step)),)]
+    return [(limit if start == 0 and step == 1 else symbolic.function("range", start, limit, step),)]
+
+
+def _indices(known: Known) -> list[Shape | None]:
+    return [known.shape(1)]
+
+
+def _tile(known: Known) -> list[Shape | None]:
+    shape, repeats = known.shape(0), known.sizes(1)
+    if shape is None or repeats is None:
+        return [None]
+    return [tuple(symbolic.multiply(pair) for pair in zip(shape, repeats, strict=True))]
+
+
+def _pad(known: Known) -> list[Shape | None]:
+    shape, pads = known.shape(0), known.node.attrs.get("pads") or known.sizes(1)
+    if shape is None or pads is None:
+        return [None]
+    axes = known.integers(3) if known.shape(3) is not None else list(range(len(shape)))
+    dims = list(shape)
+    for place, axis in enumerate(axes or ()):
+        dims[axis] = _padded(shape[axis], pads[place], pads[place + len(pads) // 2])
+    return [None if axes is None else tuple(dims)]
+
+
+def _padded(size: Size, before: Size, behind: Size) -> Size:
+    if isinstance(before, int) and isinstance(behind, int):
+        return None if size is None else symbolic.add(size, before + behind)
+    return symbolic.function("pad", size, before, behind)
+
+
+def _einsum(known: Known) -> list[Shape | None]:
+    """Each label's size; equal labels are of equal sizes, or one of them is 1."""
+    terms, arrow, out = str(known.node.attrs["equation"]).replace(" ", "").partition("->")
+    sizes: dict[str, Size] = {}
+    for term, shape in zip(terms.split(","), known.shapes, strict=True):
+        if not arrow or "." in terms or shape is None or len(shape) != len(term):
+            return [None]
+        for label, size in zip(term, shape, strict=True):
+            sizes[label] = symbolic.broadcast(sizes.get(label, 1), size)
+    return [tuple(sizes[label] for label in out)]
+
+
+def _convolution(known: Known) -> list[Shape | None]:
+    """Windows over the axes behind batch and channels; a pooling has no weight and keeps the channels."""
+    shape, weight, attrs = known.shape(0), known.shape(1), known.node.attrs
+    kernel: Sequence[int] = attrs.get("kernel_shape") or [size for size in (weight or ())[2:] if isinstance(size, int)]
+    if shape is None or len(kernel) != len(shape) - 2 or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+        return [None]
+    rank = len(kernel)
+    pads, steps = attrs.get("pads", [0] * 2 * rank), attrs.get("strides", [1] * rank)
+    spread, ceil = attrs.get("dilations", [1] * rank), attrs.get("ceil_mode", 0)
+    sizes = [
+        _windows(shape[2 + i], pads[i] + pads[rank + i] - spread[i] * (kernel[i] - 1), steps[i], ceil)
+        for i in range(rank)
+    ]
+    return [(shape[0], weight[0] if weight is not None else shape[1], *sizes)]
+
+
+def _windows(size: Size, padding: int, step: int, ceil: int) -> Size:
+    if step == 1:
+        return size if padding == 0 else symbolic.add(size, padding)
+    if isinstance(size, int) and not ceil:
+        return (size + padding - 1) // step + 1
+    return symbolic.function("windows", size, padding, step, ceil)
+
+
+def _resize(known: Known) -> list[Shape | None]:
+    shape, sizes = known.shape(0), known.sizes(3)
+    if known.node.attrs.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return [None]
+    if sizes is not None:
+        return [tuple(sizes)] if len(sizes) == len(shape or sizes) and "axes" not in known.node.attrs else [None]
+    scales = known.values[2] if len(known.values) > 2 else None
+    if shape is None or scales is None or scales.size != len(shape):
+        return [None]
+    return [tuple(_scaled(size, scale) for size, scale in zip(shape, scales.ravel().tolist(), strict=True))]
+
+
+def _scaled(size: Size, scale: float) -> Size:
+    if float(scale).is_integer():
+        return symbolic.multiply((size, int(scale)))
+    return int(size * scale) if isinstance(size, int) else symbolic.function("scale", size, scale)
+
+
+Rule = Callable[[Known], Sequence[Shape | None]]
+_KEEP_SHAPE = (
+    "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "Dropout", "Elu", "Erf", "Exp",
+    "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
+    "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
+    "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "Sign",
+    "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tanh", "Trilu",
+)  # fmt: skip
+_BROADCAST = (
+    "Add", "And", "BitwiseAnd", "BitwiseOr", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max",
+    "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
+)  # fmt: skip
+_REDUCE = ("ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare")
+
+
+def _skip(known: Known) -> list[Shape | None]:
+    """A normalisation that also returns the sum that it normalises."""
+    return [known.shape(0), None, None, known.shape(0)][: len(known.node.outputs)]
+
+
+def _fused_matmul(known: Known) -> list[Shape | None]:
+    lhs, rhs, attrs = known.shape(0), known.shape(1), known.node.attrs
+    if lhs is None or rhs is None or attrs.get("transBatchA") or attrs.get("transBatchB"):
+        return [None]
+    flags = (attrs.get("transA"), attrs.get("transB"))
+    shapes = [(*s[:-2], s[-1], s[-2]) if flag and len(s) > 1 else s for s, flag in zip((lhs, rhs), flags, strict=True)]
+    return _matmul(Known(known.node, shapes, known.values))
+
+
+def _half_columns(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    return [(*shape[:-1], shape[-1] // 2 if isinstance(shape[-1], int) else None) if shape else None]
+
+
+def _embedding(known: Known) -> list[Shape | None]:
+    ids, words = known.shape(0), known.shape(2)
+    return [(*ids, words[-1]) if ids and words else None]
+
+
+def _attention(known: Known) -> list[Shape | None]:
+    """`[b, s, hidden]`: a third of the columns of the packed weight."""
+    shape, weight = known.shape(0), known.shape(1)
+    if not shape or not weight or not isinstance(weight[-1], int) or "qkv_hidden_sizes" in known.node.attrs:
+        return [None]
+    return [(*shape[:-1], weight[-1] // 3)]
+
+
+def _heads(known: Known) -> list[Shape | None]:
+    """`[b, s, hidden]`: the query's rows and the value's columns."""
+    query, value = known.shape(0), known.shape(2)
+    return [(*query[:-1], value[-1]) if query and value and len(query) == len(value) == 3 else None]
+
+
+_MICROSOFT: dict[str, Rule] = {
+    **dict.fromkeys(("BiasAdd", "BiasGelu", "FastGelu", "Gelu", "GroupNorm", "QuickGelu", "RotaryEmbedding"), _same),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
+    "Attention": _attention,
+    "BiasSplitGelu": _half_columns,
+    "EmbedLayerNormalization": _embedding,
+    "FusedGemm": _gemm,
+    "FusedMatMul": _fused_matmul,
+    "MultiHeadAttention": _heads,
+}
+
+_RULES: dict[str, Rule] = {
+    **{f"com.microsoft::{op}": rule for op, rule in _MICROSOFT.items()},
+    **dict.fromkeys(_KEEP_SHAPE, _same),
+    **dict.fromkeys(_BROADCAST, _elementwise),
+    **dict.fromkeys(_REDUCE, _reduce),
+    "AveragePool": _convolution,
+    "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape,
+    "Conv": _convolution,
+    "Einsum": _einsum,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "GatherElements": _indices,
+    "Gemm": _gemm,
+    "MatMul": _matmul,
+    "MaxPool": _convolution,
+    "Pad": _pad,
+    "Range": _range,
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Slice": _slice,
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Tile": _tile,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+}
+"""Op -> shapes of its outputs; where there is no row, what ONNX's own inference tells has to do."""

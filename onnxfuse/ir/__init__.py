@@ -1,0 +1,1 @@
+"""The fusion: named axes, parts, operands, a straight line of steps."""

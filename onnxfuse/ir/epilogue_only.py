@@ -1,0 +1,52 @@
+"""A fusion without its product: the product stays an ordinary node, and one pointwise kernel does all that follows it.
+
+What a `Fusion` accumulates as `acc0`, `acc1`, ... a `Pointwise` loads from the product's output, a column range each;
+its other loads move up behind them:
+
+    t0 = in0[p=0] + acc0        ->        t0 = in1[p=0] + in0[p=0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.ir.fusion import Fusion, Load, Pointwise, Step, Tensor, Value
+from onnxfuse.limits import MAX_LOADS
+
+
+def behind_product(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
+    """The fusion's steps over the product's outputs, `[..., m, (p n)]` one for each tensor of `fusion.rhs`.
+
+    Raises:
+        NotFusable: the parts and the operands are more than a kernel takes.
+    """
+    loads = tuple(Load(part.tensor, part.part, part.start) for part in fusion.parts)
+    loads += tuple(replace(load, operand=load.operand + len(products)) for load in fusion.loads)
+    if len(loads) > MAX_LOADS:
+        raise NotFusable("too_many_operands", fusion.anchor, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
+    first = len(fusion.parts)
+    names: dict[Value, Value] = {f"acc{part}": f"op{part}" for part in range(first)}
+    names |= {f"op{index}": f"op{index + first}" for index in range(len(fusion.loads))}
+    stored = {product.name for product in products}
+    return Pointwise(
+        anchor=fusion.anchor,
+        pattern=fusion.pattern,
+        features=fusion.features,
+        axes=tuple(axis for axis in fusion.axes if axis.name in _axes_of(fusion, products)),
+        operands=(*products, *fusion.operands),
+        loads=loads,
+        steps=tuple(
+            Step(step.result, step.op, tuple(names.get(value, value) for value in step.inputs)) for step in fusion.steps
+        ),
+        outs=tuple(
+            replace(out, value=str(names.get(out.value, out.value)))
+            for out in fusion.outs
+            if out.tensor.name not in stored
+        ),
+    )
+
+
+def _axes_of(fusion: Fusion, products: tuple[Tensor, ...]) -> set[str]:
+    tensors = (*products, *fusion.operands, *(out.tensor for out in fusion.outs))
+    return {axis for tensor in tensors for axis in tensor.axes}

@@ -1,0 +1,210 @@
+// The PTX instructions that only sm_90a has, one function each; the wgmma of the kernel's own width is generated. A
+// shared-memory address is the 32-bit offset that the instructions take; shared memory of the cluster's other blocks is
+// reached through `peer`.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_GROUP = 128;  // threads of one wgmma
+
+// CUtensorMap of cuda.h, which NVRTC does not have. TMA wants it in constant or parameter memory.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// ---- mbarrier: a phase ends when all arrivals and all announced bytes are in.
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After the init: visible to the other block of the cluster and to TMA.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives twice: now, and when all asynchronous copies that this thread has begun are done.
+__device__ __forceinline__ void barrier_arrive_copied(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+  barrier_arrive(barrier);
+}
+
+// Arrives at the barrier with the same offset in block `rank` of the cluster, which may be this block.
+__device__ __forceinline__ void barrier_arrive_peer(unsigned barrier, int rank) {
+  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; "
+               "mbarrier.arrive.shared::cluster.b64 _, [peer]; }"
+               ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// The same, and what this warp did to shared memory before is done for whoever waits with `barrier_acquire`.
+__device__ __forceinline__ void barrier_release_peer(unsigned barrier, int rank) {
+  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; "
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [peer]; }"
+               ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// try_wait sleeps for a while on its own, so the loop is seldom run twice.
+__device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
+  unsigned done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+// The same for what other blocks of the cluster did before they arrived.
+__device__ __forceinline__ void barrier_acquire(unsigned barrier, int parity) {
+  unsigned done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+                 "selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+// ---- TMA: a box of a tensor map <-> shared memory; elements outside of the tensor are read as zero and not written. x
+// is the contiguous axis, z the batch, which in a load of rank 4 lies in runs: u is the run's number.
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z,
+                                         int u) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
+}
+
+// Into both blocks of a cluster of two, at the same offsets; each block's own barrier counts the bytes.
+__device__ __forceinline__ void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x,
+                                                 int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<unsigned short>(3))
+                   : "memory");
+}
+
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned shared, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+               ::"l"(&map), "r"(shared), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned shared, int x, int y, int z, int u, int v) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+               ::"l"(&map), "r"(shared), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the shared memory of all but this thread's PENDING newest groups of stores has been read.
+template <int PENDING>
+__device__ __forceinline__ void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// What this thread wrote into shared memory becomes visible to TMA.
+__device__ __forceinline__ void shared_to_tma_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- wgmma
+
+// Orders the register accesses before it with the wgmma that follow.
+__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void multiply_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving reads of an accumulator to before this place, and what it computes of it to behind it.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements into shared memory; lanes 8i .. 8i+7 give the row addresses of matrix i.
+__device__ __forceinline__ void store_matrices(unsigned shared, const unsigned (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3]) : "memory");
+}
+
+// The same, each matrix transposed: a lane's address is that of a column.
+__device__ __forceinline__ void store_matrices_transposed(unsigned shared, const unsigned (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(shared), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3]) : "memory");
+}
+
+// Two neighbours in one register, rounded to nearest even.
+__device__ __forceinline__ unsigned pack_pair(__half, float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+__device__ __forceinline__ unsigned pack_pair(__nv_bfloat16, float first, float second) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
+// ---- warp groups and clusters
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Named barriers; 0 is __syncthreads.
+__device__ __forceinline__ void named_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address of block `rank` at which it has what this block has at `shared`.
+__device__ __forceinline__ unsigned peer_address(unsigned shared, int rank) {
+  unsigned peer;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(shared), "r"(rank));
+  return peer;
+}
+
+__device__ __forceinline__ float4 load_peer(unsigned peer) {
+  float4 values;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w) : "r"(peer));
+  return values;
+}
+
+// ---- programmatic dependent launch: a no-op unless the launch asked for it.
+
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+}  // namespace onnxfuse

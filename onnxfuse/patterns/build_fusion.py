@@ -1,0 +1,145 @@
+"""Match -> Fusion: names for the axes, parts and loads for the leaves, a straight line of steps for the expressions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.dtypes import BY_ONNX, DType
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph
+from onnxfuse.ir.features import features_of
+from onnxfuse.ir.fusion import MAX_STEPS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
+from onnxfuse.limits import MAX_LOADS
+from onnxfuse.patterns.axis_names import AxisNames, name_axes
+from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
+from onnxfuse.patterns.match import Match, Operand, count_of
+from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.views import COLUMNS, Piece
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The epilogue written out: steps over loads, and the name of every expression."""
+
+    steps: tuple[Step, ...]
+    loads: tuple[Load, ...]
+    operands: tuple[Operand, ...]
+    names: dict[Ref, Value]
+
+
+def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
+    """The fusion that computes a match whose ranges are equal parts.
+
+    Raises:
+        NotFusable: more operands or steps than a kernel takes, or an operand that the axes cannot name.
+    """
+    first = match.products[0]
+    line = _straight_line(match)
+    names = _axis_names(match, line)
+    fusion = Fusion(
+        anchor=match.name,
+        pattern=pattern,
+        features=(),
+        axes=(*names.axes, *_part_axis(match)),
+        lhs=names.tensor(first.lhs, first.dtype, first.lhs_view),
+        rhs=_weights(match, names),
+        parts=_parts(match),
+        operands=tuple(
+            names.tensor(operand.name, _dtype(graph, operand.name), operand.view) for operand in line.operands
+        ),
+        loads=line.loads,
+        steps=line.steps,
+        outs=tuple(_outs(graph, match, names, line)),
+    )
+    return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes))
+
+
+def product_tensor(match: Match, product: Product) -> Tensor:
+    """What a product's node makes, `[..., m, n]` or with its parts packed, `[..., m, (p n)]`."""
+    return _axis_names(match, _straight_line(match)).tensor(product.out, product.dtype, product.out_view)
+
+
+def _axis_names(match: Match, line: _Line) -> AxisNames:
+    first = match.products[0]
+    inputs = (first.lhs_view, *(product.rhs_view for product in match.products))
+    tensors = (*inputs, *(operand.view for operand in line.operands), *(out.view for out in match.exits))
+    columns = first.columns if len(first.columns) > 1 else (Piece(COLUMNS, match.columns),)
+    return name_axes(first.row_view, (first.k,), columns, tensors, match.window is not None)
+
+
+def _part_axis(match: Match) -> tuple[Axis, ...]:
+    packed = {product.n for product, _ in match.ranges if match.window is None} - {match.columns}
+    return tuple(Axis(PART_AXIS, count_of(width, match.columns)) for width in packed)
+
+
+def _weights(match: Match, names: AxisNames) -> tuple[Tensor, ...]:
+    """The right-hand sides, each once."""
+    products = {product.rhs: product for product, _ in match.ranges}
+    return tuple(names.tensor(product.rhs, product.dtype, product.rhs_view) for product in products.values())
+
+
+def _parts(match: Match) -> tuple[RhsPart, ...]:
+    weights = list(dict.fromkeys(product.rhs for product, _ in match.ranges))
+    return tuple(
+        RhsPart(weights.index(product.rhs), *_range(match, product.n, start)) for product, start in match.ranges
+    )
+
+
+def _range(match: Match, columns: int | str, first: int) -> tuple[int | None, int | None]:
+    """Which columns are read of as many as a tensor has: a part, the start of a window, or neither where it is all."""
+    if columns == match.columns:
+        return None, None
+    return (count_of(first, match.columns), None) if match.window is None else (None, first)
+
+
+def _dtype(graph: Graph, name: str) -> DType:
+    number = graph.dtype(name)
+    if number not in BY_ONNX:
+        raise NotFusable("unsupported_dtype", name, f"{name!r} is of ONNX element type {number}")
+    return BY_ONNX[number]
+
+
+def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out]:
+    """A store of each range of each exit."""
+    outs = []
+    for out in match.exits:
+        packed = len(out.refs) > 1
+        tensor = names.tensor(out.name, _dtype(graph, out.name), out.view)
+        for index, ref in enumerate(out.refs):
+            value = line.names[ref]
+            assert isinstance(value, str), f"{out.name} is computed from a product"
+            outs.append(Out(tensor, value, index if packed else None))
+    return outs
+
+
+def _straight_line(match: Match) -> _Line:
+    """Number the leaves and print the expressions in order."""
+    graph, names = match.epilogue, dict[Ref, Value]()
+    steps: list[Step] = []
+    loads: dict[Load, str] = {}
+    operands: dict[str, int] = {}
+    parts = [(product.out, start) for product, start in match.ranges]
+    for ref in graph.reachable(match.roots):
+        expression = graph.expressions[ref]
+        if expression.op == CONSTANT:
+            names[ref] = float.fromhex(expression.hexadecimal)
+        elif expression.op == ACC:
+            names[ref] = f"acc{parts.index((expression.operand, expression.offset or 0))}"
+        elif expression.op == LOAD:
+            index = operands.setdefault(expression.operand, len(operands))
+            load = Load(index, *_load_range(match, expression))
+            names[ref] = loads.setdefault(load, f"op{len(loads)}")
+        else:
+            names[ref] = f"t{len(steps)}"
+            steps.append(Step(f"t{len(steps)}", expression.op, tuple(names[i] for i in expression.inputs)))
+    if len(loads) > MAX_LOADS:
+        raise NotFusable("too_many_operands", match.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
+    count = graph.count_steps(match.roots)
+    if count > MAX_STEPS:
+        raise NotFusable("too_many_steps", match.label, f"{count} steps; a kernel takes {MAX_STEPS}")
+    return _Line(tuple(steps), tuple(loads), tuple(match.operands[name] for name in operands), names)
+
+
+def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]:
+    """Which columns of an operand a load reads, as `_range` has it."""
+    return (None, None) if load.offset is None else _range(match, match.operands[load.operand].columns, load.offset)

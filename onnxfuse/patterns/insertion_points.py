@@ -1,0 +1,75 @@
+"""Which fusion owns a node, and where its fused node stands: the one place that keeps fusions apart and in order.
+
+Every fused node stands where one of its nodes stood, behind all that make its inputs and before all that read its
+outputs. So the rewritten nodes are in order, and no set of fusions closes a cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph
+from onnxfuse.patterns.match import Match
+
+
+class Places:
+    """The nodes that fusions have taken, and where each will stand."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._places: dict[int, int] = {}
+        self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
+
+    def is_taken(self, node: gs.Node) -> bool:
+        """Whether a fusion owns the node."""
+        return self.graph.index(node) in self._places
+
+    def take(self, match: Match) -> None:
+        """Give a match its nodes, the views of its inputs, what it shares: no other fusion may swallow what they read.
+
+        The views and what is shared stay where they are for those who read them too.
+        """
+        views = (self.graph.index(view.node) for product in match.products for view in product.views)
+        self._places.update({index: index for index in (*views, *match.shared)})
+        self._places.update(dict.fromkeys((*match.nodes, *match.folded), match.place))
+        self._folded.update(match.folded)
+
+    def placed(self, match: Match) -> Match:
+        """The match with the last place that is right for it.
+
+        Raises:
+            NotFusable: what it makes is needed for what it reads.
+        """
+        after, before = max(self._makers(match), default=-1), min(self._readers(match), default=len(self.graph.nodes))
+        places = [index for index in match.nodes if after < index < before]
+        if not places:
+            detail = "an operand is computed from a value of the fusion, or from its shape"
+            raise NotFusable("needs_its_own_result", match.label, detail)
+        return replace(match, place=places[-1])
+
+    def _place(self, node: gs.Node) -> int:
+        index = self.graph.index(node)
+        return self._places.get(index, index)
+
+    def _makers(self, match: Match) -> Iterator[int]:
+        inside = self._folded.union(match.nodes)
+        for index in match.nodes:
+            for tensor in self.graph.nodes[index].inputs[: 1 if index in match.shapes else None]:
+                yield from (self._place(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
+
+    def _readers(self, match: Match) -> Iterator[int]:
+        inside = {*match.nodes, *match.folded}
+        names = {out.name for out in match.exits}
+        for index in match.nodes:
+            for tensor in self.graph.nodes[index].outputs:
+                if tensor.name in names:
+                    yield from self._readers_of(tensor, inside)
+
+    def _readers_of(self, tensor: gs.Tensor, inside: set[int]) -> Iterator[int]:
+        yield from (self._place(reader) for reader in tensor.outputs if self.graph.index(reader) not in inside)
+        if self.graph.is_read_by_subgraphs(tensor.name):
+            yield self.graph.index(tensor.inputs[0]) + 1

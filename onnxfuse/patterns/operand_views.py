@@ -1,0 +1,159 @@
+"""What a product multiplies: a tensor, and how the product sees it through the views before it.
+
+Views that nothing but products reads, as those that merge the heads of an attention or repeat its keys, can be part of
+the fusion: then the kernel reads the tensor before them. A constant is read where it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph import symbolic
+from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.graph import Graph, Size, node_label
+from onnxfuse.graph.operators import PRODUCTS, qualified_op
+from onnxfuse.patterns.views import INPUT_VIEWS, Base, View, axis_view, fallback_shape, viewed
+
+STORED_VIEWS = frozenset({"Identity", "Transpose"})
+MAX_STORED_VIEWS = 8
+MAX_VIEWS = 16  # before a product; repeated keys and values of grouped queries have five
+
+
+@dataclass(frozen=True)
+class InputView:
+    """A node that only regroups an input; `shape` replaces the shape that it reads, if the run computes that."""
+
+    node: gs.Node
+    shape: FallbackShape | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor and its views.
+
+    Attributes:
+        name: the tensor.
+        view: its dimensions, in pieces of its own axes.
+        seen: what the views make of them.
+        views: the nodes between it and the product, the first one first; they go with the product.
+        copied: the nodes behind a constant, from the product backwards; others may need them as well.
+    """
+
+    name: str
+    view: View
+    seen: View
+    views: tuple[InputView, ...] = ()
+    copied: tuple[gs.Node, ...] = ()
+
+
+def sources(graph: Graph, tensor: gs.Tensor, axis: str, index: int, through_views: bool = True) -> Iterator[Source]:
+    """The ways to read an input: through as many views as there are, through fewer, as it is.
+
+    Args:
+        graph: that the input is of.
+        tensor: the input.
+        axis: name of its axes.
+        index: 0 for lhs, 1 for rhs.
+        through_views: whether to look for views.
+
+    Raises:
+        NotFusable: the number of its dimensions is not known.
+    """
+    stored = _stored(graph, tensor, axis)
+    if stored is not None:
+        yield stored
+        return
+    chain = _views_before(graph, tensor) if through_views else []
+    for first in range(len(chain)):
+        try:
+            yield _through(graph, chain[first:], axis, index)
+        except NotFusable:
+            continue
+    own = _own_view(graph, str(tensor.name), axis)
+    yield Source(str(tensor.name), own, own)
+
+
+def spelled_factors(node: gs.Node) -> gs.Node | None:
+    """The Mul of a product that is spelled out: Unsqueeze, Mul, ReduceSum; None for any other node."""
+    if node.op != "ReduceSum" or not node.inputs or len(node.inputs[0].inputs) != 1:
+        return None
+    factors = node.inputs[0].inputs[0]
+    broadcast = any(tensor.inputs and tensor.inputs[0].op == "Unsqueeze" for tensor in factors.inputs)
+    return factors if factors.op == "Mul" and broadcast and len(node.inputs[0].outputs) == 1 else None
+
+
+def _multiplies(reader: gs.Node) -> bool:
+    """Whether a node is a product, or the Mul of one that is spelled out."""
+    sums = reader.outputs[0].outputs if reader.op == "Mul" else []
+    return qualified_op(reader) in PRODUCTS or any(spelled_factors(node) is reader for node in sums)
+
+
+def shape_text(shape: tuple[Size, ...] | None) -> str:
+    """A shape in a sentence."""
+    if shape is None:
+        return "of unknown rank"
+    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
+
+
+def is_stored(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether a tensor's value is stored in the model."""
+    return graph.is_initializer(tensor.name) or bool(tensor.inputs and tensor.inputs[0].op == "Constant")
+
+
+def _own_view(graph: Graph, name: str, axis: str) -> View:
+    shape = graph.shape(name)
+    if shape is None:
+        raise NotFusable("unknown_rank", "", f"the input {name!r} has shape {shape_text(shape)}")
+    named = [symbolic.function("?", name, index) if size is None else size for index, size in enumerate(shape)]
+    return axis_view(named, axis)
+
+
+def _stored(graph: Graph, tensor: gs.Tensor, axis: str) -> Source | None:
+    """A constant behind nodes that others may read as well."""
+    nodes: list[gs.Node] = []
+    while tensor.inputs and tensor.inputs[0].op in STORED_VIEWS and len(nodes) < MAX_STORED_VIEWS:
+        nodes.append(tensor.inputs[0])
+        tensor = tensor.inputs[0].inputs[0]
+    if not is_stored(graph, tensor):
+        return None
+    own = seen = _own_view(graph, str(tensor.name), axis)
+    for node in reversed(nodes):
+        seen = viewed(graph, node, seen) if node.op == "Transpose" else seen
+    return Source(str(tensor.name), own, seen, copied=tuple(nodes))
+
+
+def _views_before(graph: Graph, tensor: gs.Tensor) -> list[gs.Node]:
+    """Views that feed only products through this tensor, and shape arithmetic; the first one first."""
+    chain: list[gs.Node] = []
+    while (
+        len(chain) < MAX_VIEWS and len(tensor.inputs) == 1 and _feeds_only(graph, tensor, chain[0] if chain else None)
+    ):
+        node = tensor.inputs[0]
+        if qualified_op(node) not in INPUT_VIEWS or graph.is_initializer(tensor.name):
+            break
+        chain.insert(0, node)
+        tensor = node.inputs[0]
+    return chain
+
+
+def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
+    """Whether nobody reads a value but one view or products; what reads its shape dies with them."""
+    readers = [reader for reader in tensor.outputs if reader.op != "Shape"]
+    expected = (reader is view or (view is None and _multiplies(reader)) for reader in readers)
+    return all(expected) and not graph.is_escaping(tensor.name)
+
+
+def _through(graph: Graph, chain: list[gs.Node], axis: str, index: int) -> Source:
+    name = str(chain[0].inputs[0].name)
+    if graph.is_initializer(name):
+        raise NotFusable("unknown_rank", node_label(chain[0]), f"{name!r} is a constant")
+    own = view = _own_view(graph, name, axis)
+    nodes = []
+    for node in chain:
+        before, view = view, viewed(graph, node, view)
+        nodes.append(InputView(node, fallback_shape(graph, node, before, view, Base(name, own, index))))
+    return Source(name, own, view, tuple(nodes))

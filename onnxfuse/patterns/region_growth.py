@@ -1,0 +1,373 @@
+"""Grow from products of one input over parts and pointwise nodes, in graph order.
+
+Growth follows readers and absorbs what a table knows: pointwise ops, views, what takes columns apart, and the shape
+arithmetic of a computed chunk. It stops at everything else, and remembers why.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.constant_propagation import is_complete
+from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.graph import Graph, Size, node_label
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.ir.fusion import MAX_STEPS
+from onnxfuse.limits import MAX_LOADS
+from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
+from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
+from onnxfuse.patterns.match import Columns, Operand
+from onnxfuse.patterns.pointwise_table import CHANNELS, Lower, pointwise_row
+from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.views import SPREAD, VIEWS, Dim, Piece, View, extent, fallback_shape, is_column, viewed
+
+MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
+MAX_INPUTS = 64  # of a node; no shape and no sum has more
+MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
+MAX_MASK_NODES = 8  # of them, one behind the other
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why growth ended at a node, and the absorbed nodes that it would have needed, as bits."""
+
+    refusal: NotFusable
+    needs: int
+
+
+class Growth:
+    """What has been absorbed: nodes, the values that they make, and why growth stopped where it did.
+
+    Attributes:
+        products: the anchors; they have one lhs and equally many rows.
+        nodes: absorbed nodes, every one behind those that it reads.
+        needs: for each node, itself and all absorbed nodes that it needs, as bits by position in `nodes`.
+        values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
+        shapes: by node, the shape that a Reshape reads from outside.
+        refused: products that cannot begin it, and why: what grew has none of them.
+        masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
+    """
+
+    def __init__(
+        self, graph: Graph, products: tuple[Product, ...], is_taken: Callable[[gs.Node], bool], rounds: bool = False
+    ) -> None:
+        self.graph = graph
+        self.products = products
+        self.epilogue = EpilogueGraph(rounds)
+        self.values: dict[str, Columns | None] = {}
+        self.nodes: list[gs.Node] = []
+        self.needs: list[int] = []
+        self.operands: dict[str, Operand] = {}
+        self.stops: list[Stop] = []
+        self.refused: list[tuple[Product, NotFusable]] = []
+        self.shapes: dict[int, FallbackShape] = {}
+        self.masks: dict[str, tuple[gs.Node, ...]] = {}
+        self._is_taken = is_taken
+        self._sequences: dict[str, list[Columns]] = {}
+        self._makers: dict[str, int] = {}
+        self._queue: list[int] = []
+        self._reached: dict[int, int] = {}  # queued nodes, and the absorbed ones that led to each
+        self._run()
+
+    def _run(self) -> None:
+        for product in self.products:
+            try:
+                self._absorb_product(product)
+            except NotFusable as stop:
+                self.refused.append((product, NotFusable(stop.reason, product.label, stop.detail)))
+            else:
+                self._offer(len(self.nodes) - 1)
+        while self._queue and len(self.nodes) < MAX_NODES * len(self.products):
+            index = heapq.heappop(self._queue)
+            node = self.graph.nodes[index]
+            try:
+                self._absorb(node)
+            except NotFusable as stop:
+                refusal = NotFusable(stop.reason, node_label(node), stop.detail)
+                self.stops.append(Stop(refusal, self._reached[index]))
+            else:
+                self._offer(len(self.nodes) - 1)
+
+    def _offer(self, position: int) -> None:
+        """Queue the readers of an absorbed node, each once."""
+        for tensor in self.nodes[position].outputs:
+            for reader in tensor.outputs:
+                index = self.graph.index(reader)
+                if index not in self._reached:
+                    heapq.heappush(self._queue, index)
+                self._reached[index] = self._reached.get(index, 0) | self.needs[position]
+
+    def _absorb_product(self, product: Product) -> None:
+        value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
+        if product.bias is not None and product.beta != 0.0:
+            self._operand(product.node.inputs[2], replace(value, view=product.biased))
+        self._take(product.node, replace(value, ref=made_value(self.epilogue, product, self.operands)))
+
+    def _take(self, node: gs.Node, *values: Columns | None) -> None:
+        index = len(self.nodes)
+        self.needs.append(self._needs_of(node) | 1 << index)
+        self.nodes.append(node)
+        for tensor, value in zip(node.outputs, values, strict=True):
+            self.values[tensor.name] = value
+            self._makers[tensor.name] = index
+
+    def _take_view(self, node: gs.Node, value: Columns | None, shape: FallbackShape | None) -> None:
+        if shape is not None:
+            self.shapes[self.graph.index(node)] = shape
+        self._take(node, value)
+
+    def shapes_of(self, products: tuple[Product, ...], nodes: Iterable[gs.Node]) -> dict[int, FallbackShape]:
+        """By node, the shapes that a match of these products and nodes reads from outside."""
+        own = {index: self.shapes[index] for index in map(self.graph.index, nodes) if index in self.shapes}
+        views = (view for product in products for view in product.views)
+        return own | {self.graph.index(view.node): view.shape for view in views if view.shape is not None}
+
+    def _needs_of(self, node: gs.Node) -> int:
+        needs = 0
+        for tensor in node.inputs[: 1 if self.graph.index(node) in self.shapes else None]:
+            maker = self._makers.get(tensor.name)
+            needs |= 0 if maker is None else self.needs[maker]
+        return needs
+
+    def _absorb(self, node: gs.Node) -> None:
+        """Absorb one reader; NotFusable says why not."""
+        if self._is_taken(node):
+            raise NotFusable("taken", "", "belongs to the fusion of a later product")
+        inputs = node.inputs[:MAX_INPUTS]
+        columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
+        op = qualified_op(node)
+        if op == "SequenceAt":
+            self._absorb_sequence_at(node)
+        elif op == "Shape" or not columns or self._reads_type_alone(node):
+            self._absorb_known(node)
+        elif op in COLUMN_OPS:
+            COLUMN_OPS[op](self, node)
+        elif op in VIEWS:
+            self._absorb_view(node)
+        elif (lower := pointwise_row(node)) is not None:
+            self._absorb_pointwise(node, columns, lower)
+        else:
+            raise NotFusable("unknown_op", "", f"{op} is not pointwise")
+
+    def _reads_type_alone(self, node: gs.Node) -> bool:
+        """Whether a CastLike makes another value alike, as exporters write the numbers beside a product."""
+        return qualified_op(node) == "CastLike" and self.values.get(node.inputs[0].name) is None
+
+    def _absorb_known(self, node: gs.Node) -> None:
+        """Shape arithmetic on the product's own shape belongs to the match when all that it feeds does."""
+        if len(node.inputs) > MAX_INPUTS:
+            raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} of {len(node.inputs)} inputs")
+        others = [tensor for tensor in node.inputs if tensor.name not in self.values]
+        known = all(is_complete(self.graph.known_value(tensor)) for tensor in others)
+        if not known or any(self.graph.known_value(tensor) is None for tensor in node.outputs):
+            raise NotFusable("unknown_shape_arithmetic", "", f"{node.op} reads what is not known before the run")
+        if any(map(self.graph.is_computed_in_16_bits, node.outputs)):
+            raise NotFusable(
+                "unknown_shape_arithmetic", "", f"{node.op} is computed in 16 bits, which a run may not round"
+            )
+        self._take(node, *[None] * len(node.outputs))
+
+    def _absorb_view(self, node: gs.Node) -> None:
+        value = self._single(node)
+        view = viewed(self.graph, node, value.view)
+        inside = all(tensor.name in self.values for tensor in node.inputs)
+        shape = None if inside else fallback_shape(self.graph, node, value.view, view, self.products[0].base)
+        self._take_view(node, replace(value, view=view), shape)
+
+    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
+        if len(node.inputs) > MAX_INPUTS:
+            raise NotFusable("too_many_operands", "", f"{node.op} of {len(node.inputs)} inputs")
+        if len({value.length for value in columns}) != 1:
+            raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
+        if len(node.outputs) != 1:
+            raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
+        value = replace(columns[0], view=self._spread(node, _common_view(columns)))
+        inputs = self._arguments(node, value)
+        self._check_keeps_shape(node, len(value.view))
+        self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
+
+    def _check_fits(self, ref: Ref) -> None:
+        """No kernel makes what needs more than a kernel takes, nor anything behind it."""
+        steps, loads = self.epilogue.count_steps((ref,)), len(self.epilogue.leaves(LOAD, (ref,)))
+        if steps > MAX_STEPS:
+            raise NotFusable("too_many_steps", "", f"{steps} steps; a kernel takes {MAX_STEPS}")
+        if loads > MAX_LOADS:
+            raise NotFusable("too_many_operands", "", f"{loads} operands; a kernel takes {MAX_LOADS}")
+
+    def _spread(self, node: gs.Node, view: View) -> View:
+        """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
+        dims = list(view)
+        for tensor in node.inputs:
+            shape = None if tensor.name in self.values or tensor.is_empty() else self.graph.shape(tensor.name)
+            for place, size in enumerate(reversed(shape or ()), 1):
+                if place <= len(dims) and size not in (None, 1) and extent(dims[-place]) == 1:
+                    dims[-place] = (Piece(f"{SPREAD}{self.graph.index(node)}.{len(dims) - place}", size),)
+        return tuple(dims)
+
+    def _stored(self, node: gs.Node, ref: Ref) -> Ref:
+        self._check_fits(ref)
+        return self.epilogue.stored(ref, FLOATS_BY_ONNX[self.graph.dtype(node.outputs[0].name) or 0])
+
+    def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
+        number = self.graph.dtype(node.outputs[0].name)
+        if number not in FLOATS_BY_ONNX:
+            raise NotFusable("unsupported_dtype", "", f"makes ONNX element type {number}")
+        shape = self.graph.shape(node.outputs[0].name)
+        if shape is not None and len(shape) != rank:
+            raise NotFusable("broadcasts_the_product", "", "an operand has more dimensions than the product")
+
+    def _arguments(self, node: gs.Node, value: Columns) -> list[Ref]:
+        """The inputs' expressions."""
+        channels = CHANNELS.get(qualified_op(node))
+        if channels is None:
+            return [self._argument(tensor, value) for tensor in node.inputs]
+        beside = replace(value, view=value.view[channels : channels + 1])
+        first, *vectors = node.inputs
+        return [self._argument(first, value), *(self._argument(tensor, beside) for tensor in vectors)]
+
+    def _argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
+        """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""
+        if tensor.is_empty():
+            return -1
+        value = self.values.get(tensor.name)
+        if value is not None:
+            return value.ref
+        number = self._number(tensor)
+        if number is not None:
+            return self.epilogue.constant(number)
+        maker = self._maker_from_mask(tensor)
+        return self._operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
+
+    def _number(self, tensor: gs.Tensor) -> float | None:
+        """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
+        known = self.graph.known_value(tensor)
+        if known is None or known.size != 1 or known.ndim > 1 or known.dtype == object:
+            return None
+        if self.graph.is_computed_in_16_bits(tensor):
+            return None
+        return float(known.reshape(()).item())
+
+    def _maker_from_mask(self, tensor: gs.Tensor) -> gs.Node | None:
+        """The Cast or Not that makes an operand from a mask of the same shape."""
+        makers = list(islice(self._mask_makers(tensor), MAX_MASK_NODES + 1))
+        return makers[0] if 0 < len(makers) <= MAX_MASK_NODES else None
+
+    def _mask_makers(self, tensor: gs.Tensor) -> Iterator[gs.Node]:
+        """Those between a mask and an operand, the last one first."""
+        while len(tensor.inputs) == 1 and qualified_op(tensor.inputs[0]) in MASK_OPS:
+            maker = tensor.inputs[0]
+            mask, number = str(maker.inputs[0].name), self.graph.dtype(tensor.name)
+            alike = self.graph.shape(mask) == self.graph.shape(tensor.name)
+            if not alike or self.graph.dtype(mask) != BOOL.onnx or number not in BY_ONNX:
+                return
+            yield maker
+            tensor = maker.inputs[0]
+
+    def _from_mask(self, maker: gs.Node, beside: Columns) -> Ref:
+        """What a Cast or a Not makes of a mask's zeros and ones; others may need the node as well."""
+        mask = maker.inputs[0]
+        ref = self._argument(mask, beside)
+        self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
+        return ref if maker.op == "Cast" else self.epilogue.apply("sub", self.epilogue.constant(1.0), ref)
+
+    def _operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
+        name = str(tensor.name)
+        shape = self.graph.shape(name)
+        if self.graph.dtype(name) not in BY_ONNX:
+            raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self.graph.dtype(name)}")
+        if shape is None:
+            raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
+        if len(shape) > len(beside.view):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
+        view = self._beside(name, shape, beside.view)
+        if self.operands.get(name, Operand(name, view, 1)).view != view:
+            raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
+        has_columns = any(is_column(piece) for dim in view for piece in dim)
+        self.operands[name] = Operand(name, view, beside.length if has_columns else 1)
+        return self.epilogue.load(name, has_columns)
+
+    def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
+        """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""
+        behind = view[len(view) - len(shape) :]
+        if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, behind, strict=True)):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
+        if any(size != 1 and size != extent(dim) for size, dim in zip(shape, behind, strict=True)):
+            raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
+        return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
+
+    def _single(self, node: gs.Node) -> Columns:
+        value = self.values.get(node.inputs[0].name)
+        if value is None:
+            raise NotFusable("unknown_op", "", f"{node.op} of shape arithmetic")
+        return value
+
+    def _absorb_ranges(self, node: gs.Node) -> None:
+        ranges = TAKES_APART[node.op](self.graph, self.epilogue, node, self._single(node))
+        self._take(node, *ranges)
+
+    def _absorb_split_to_sequence(self, node: gs.Node) -> None:
+        ranges = split_to_sequence(self.graph, self.epilogue, node, self._single(node))
+        self._take(node, None)
+        self._sequences[str(node.outputs[0].name)] = ranges
+
+    def _absorb_sequence_at(self, node: gs.Node) -> None:
+        position = self.graph.known_integers(node.inputs[1])
+        ranges = self._sequences.get(node.inputs[0].name, [])
+        if position is None or not -len(ranges) <= position[0] < len(ranges):
+            raise NotFusable("bounds_not_constant", "", "which element of the sequence is not known before the run")
+        self._take(node, ranges[position[0]])
+
+    def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
+        """The left half of the biased columns times the gelu of the right half."""
+        value = self._single(node)
+        biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value))
+        both = whole(self.epilogue, replace(value, ref=biased), -1, "splits")
+        first, second = both.ranges([both.length // 2] * 2)
+        gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
+        self._take(node, replace(first, ref=self._stored(node, gated)))
+
+
+COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
+    **dict.fromkeys(TAKES_APART, Growth._absorb_ranges),
+    "SplitToSequence": Growth._absorb_split_to_sequence,
+    "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
+}
+
+
+def _common_view(columns: Sequence[Columns]) -> View:
+    """The dimensions of values that meet: they are the same, but that only some may be repeated by an operand."""
+    dims = list(columns[0].view)
+    for view in (value.view for value in columns[1:]):
+        if len(view) != len(dims):
+            raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
+        dims = [_common_dim(one, other) for one, other in zip(dims, view, strict=True)]
+    return tuple(dims)
+
+
+def _common_dim(one: Dim, other: Dim) -> Dim:
+    for dim, short in ((one, other), (other, one)):
+        if one == other or (dim and dim[0].axis.startswith(SPREAD) and extent(short) == 1):
+            return dim
+    raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
+
+
+def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:
+    """What a product's node makes and stores: the sums with the node's own factors, bias and activation."""
+    ref = epilogue.acc(product.out)
+    if product.alpha != 1.0:
+        ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
+    if product.bias is not None and product.beta != 0.0:
+        bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns != 1)
+        if product.beta != 1.0:
+            bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
+        ref = epilogue.apply("add", ref, bias)
+    if product.activation is not None:
+        ref = product.activation(epilogue, ref)
+    return epilogue.stored(ref, product.dtype)

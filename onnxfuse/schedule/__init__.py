@@ -1,0 +1,1 @@
+"""Decisions: which family of kernels, tile and accesses, by a cost model. Pure."""

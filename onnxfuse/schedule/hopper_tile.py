@@ -1,0 +1,400 @@
+"""Tiles of the sm_90a kernel: which are legal, what they need of shared memory, and how TMA reaches the operands.
+
+Shared memory of one block, in this order:
+
+    ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it; of rhs with
+              n contiguous first the columns of all parts that fill whole swizzles, then the rest of all parts
+    staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand
+    vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
+    barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
+              one for the start of the latter; two for the sums that blocks exchange where they split k
+
+Blocks that split k exchange fp32 sums, [warp][register / 4][lane] of four registers each, in place of the ring.
+
+`kernels/cuda/hopper/gemm.cuh` asserts the same numbers, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
+from onnxfuse.schedule.kernel_family import MapRule
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.shared_memory import staged_pitch
+
+VECTOR_BUFFERS = 4
+FRAGMENT_ROWS = 64  # of one wgmma
+WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
+MAX_WIDTH = 256  # columns of one wgmma
+MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96, by the number of groups
+TILE_LOAD_REGISTERS = 32
+COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
+SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
+ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
+MAX_STAGES = 16
+# A load takes a microsecond: a ring holds at least the work for so many products of one k, and so many stages. From
+# there on, room for outputs and operands is worth more than another stage. But four groups take turns at the tensor
+# cores, and narrow slabs cost them nothing.
+ENOUGH_PRODUCTS = {2: 80 * 1024, 4: 1024 * 1024}
+ENOUGH_STAGES = 4
+MAX_SLAB_COLUMNS = 96
+MIN_RUN = 32  # columns of an output's runs that TMA stores: slabs lie in one run, and narrower ones are slow
+BANK_WORDS = 32
+SLAB_ROWS = 16  # of one wgmma in a warp
+SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
+BOX_ALIGNMENT = 128  # bytes, of a box without a swizzle
+SPLITS = (1, 2, 4)  # each of a group's four warps belongs to one of the blocks that split k
+BARRIER_BYTES = 8
+FP32_BYTES = 4
+GROUP_WARPS = 4
+TILE_BYTES = 16  # place of a tile, before its vectors
+LDS_BYTES = 16  # the widest shared-memory access
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        block_m: rows of the output tile.
+        block_n: columns of the output tile, of each part.
+        pingpong: each half of the consumer groups owns every other tile; otherwise all share each tile.
+        cluster_m: 2 where two blocks with neighbouring rows share what they load of rhs, else 1.
+        cluster_n: 2 where two blocks with neighbouring columns share what they load of lhs, else 1.
+        operands_ahead: the epilogue reads operands before it needs them: faster where it outlasts the main loop.
+        group_rows: row tiles that run together, for reuse in L2.
+        stages: depth of the ring; 0 for as many as fit.
+        groups: consumer groups of four warps; half of them share a tile with `pingpong`, else all.
+        splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
+        lhs_rows: rows of one box of lhs, of which those behind the last row are not loaded; 0 for one box of all that
+            the block loads. A box takes TMA time by itself, and so do rows of zeros in a tall one.
+    """
+
+    block_m: int
+    block_n: int
+    pingpong: bool
+    cluster_m: int = 1
+    cluster_n: int = 1
+    operands_ahead: bool = False
+    group_rows: int = 8
+    stages: int = 0
+    groups: int = 2
+    splits: int = 1
+    lhs_rows: int = 0
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n * self.splits
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block: those of the consumer groups and four producer warps, or two with four groups."""
+        return 128 * self.groups + (128 if self.groups == 2 else 64)
+
+    @property
+    def group_m(self) -> int:
+        """Rows of one consumer group."""
+        return self.block_m // (self.groups // 2 if self.pingpong else self.groups)
+
+    def __str__(self) -> str:
+        groups = f" {self.groups} groups" if self.groups > 2 else ""
+        cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
+        splits = f" k split by {self.splits}" if self.splits > 1 else ""
+        schedule = "ping-pong" if self.pingpong else "cooperative"
+        boxes = f" lhs by {self.lhs_rows} rows" if self.lhs_rows else ""
+        return f"{self.block_m}x{self.block_n} {schedule}{groups}{cluster}{splits}{boxes}"
+
+
+@dataclass(frozen=True)
+class HopperFootprint:
+    """Shared memory of one block; all sizes and offsets in bytes.
+
+    Attributes:
+        stages: depth of the ring.
+        stage: one stage of the ring.
+        slab_columns: columns that one pass of the epilogue stages.
+        staging: staging area of one warp.
+        vectors: vectors of one tile.
+        load_offsets: of each load, in the vectors or, for a tile operand, in the warp's staging area.
+        out_offsets: of each output in the warp's staging area.
+        out_buffers: slabs of one boxed output that can be on their way to global memory at once, that being computed
+            included.
+        load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
+        groups: consumer groups.
+        splits: blocks that share a tile along k.
+    """
+
+    stages: int
+    stage: int
+    slab_columns: int
+    staging: int
+    vectors: int
+    load_offsets: tuple[int, ...]
+    out_offsets: tuple[int, ...]
+    out_buffers: int
+    load_buffers: int
+    groups: int
+    splits: int
+
+    @property
+    def vectors_offset(self) -> int:
+        """Where the vectors begin."""
+        return self.stages * self.stage + GROUP_WARPS * self.groups * self.staging
+
+    @property
+    def barriers_offset(self) -> int:
+        """Where the barriers begin."""
+        return self.vectors_offset + VECTOR_BUFFERS * self.vectors
+
+    @property
+    def total(self) -> int:
+        """Dynamic shared memory of the launch."""
+        barriers = _barriers(self.stages, self.groups * self.load_buffers, self.splits)
+        return self.barriers_offset + barriers * BARRIER_BYTES
+
+
+def block_k(spec: KernelSpec) -> int:
+    """Elements of k in one stage of the ring."""
+    return STAGE_ROW_BYTES // spec.dtype.bytes
+
+
+@dataclass(frozen=True)
+class RhsPiece:
+    """Columns of every part of rhs that come in boxes of one width, and that one wgmma multiplies.
+
+    Attributes:
+        columns: of one part.
+        atom: elements of the swizzle's span along the contiguous axis, k or n.
+    """
+
+    columns: int
+    atom: int
+
+
+def rhs_pieces(spec: KernelSpec, tile: HopperTile) -> tuple[RhsPiece, ...]:
+    """A tile's columns: where n is contiguous, those of a part that fill the widest swizzles, then the rest.
+
+    TMA takes as long for a row of a narrow box as for one of 128 bytes.
+    """
+    if spec.rhs_order == "nk":
+        return (RhsPiece(tile.block_n, block_k(spec)),)
+    rest = tile.block_n % ATOM
+    pieces = RhsPiece(tile.block_n - rest, ATOM), RhsPiece(rest, 32 if rest % 32 == 0 else 16)
+    return tuple(piece for piece in pieces if piece.columns)
+
+
+def lhs_box(spec: KernelSpec, tile: HopperTile) -> tuple[int, int]:
+    """Elements of one box of lhs along its contiguous and its other axis."""
+    if spec.lhs_order == "km":
+        return ATOM, block_k(spec)
+    return block_k(spec), tile.lhs_rows or tile.block_m // tile.cluster_n
+
+
+def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, int]:
+    """Elements of one box of rhs along its contiguous and its other axis.
+
+    In a cluster that shares rhs each block loads half of every box and sends it to both.
+    """
+    rows = block_k(spec) if spec.rhs_order == "kn" else tile.block_n
+    return piece.atom, rows // tile.cluster_m
+
+
+def boxed(out: Access) -> bool:
+    """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
+    in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % MIN_RUN == 0)
+    in_runs = in_runs and "batch" not in out.two_levels
+    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.turned and in_runs
+
+
+def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
+    """The tensor maps of a launch, in the order of the kernel's second argument: lhs, rhs, each output.
+
+    Those of rhs are each part's, of one piece after the other.
+
+    None is an output that needs no map: its 128 bytes are there and zero.
+    """
+    columns = footprint(spec, tile, shared_limit).slab_columns
+    out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
+    lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box(spec, tile))
+    rhs = (
+        MapRule("rhs", part, spec.rhs_order == "nk", spec.dtype.bytes * piece.atom, *rhs_box(spec, tile, piece))
+        for piece in rhs_pieces(spec, tile)
+        for part in range(spec.parts)
+    )
+    outs = (
+        MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if boxed(out) else None
+        for index, out in enumerate(spec.outs)
+    )
+    return (lhs, *rhs, *outs)
+
+
+def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFootprint:
+    """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left."""
+    lengths = _slab_lengths(spec, tile.block_n)
+    widest = _slab_columns(lengths)
+    narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
+    lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
+    slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
+    candidates = [
+        _layout(spec, tile, shared_limit, columns, buffers, whole)
+        for whole in (True, False)
+        for columns, buffers in slabs
+    ]
+    products = tile.block_m * tile.block_n * spec.parts
+    enough = max(-(-ENOUGH_PRODUCTS[tile.groups] // products), ENOUGH_STAGES)
+    return max(candidates, key=lambda layout: min(layout.stages, enough))
+
+
+def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
+    """Columns that slabs may have: they divide a tile, and the runs of outputs that TMA stores."""
+    whole = math.gcd(block_n, *(out.run for out in spec.outs if boxed(out)))
+    return [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if whole % columns == 0]
+
+
+def _slab_columns(lengths: list[int]) -> int:
+    """Columns of a slab: swizzled rows, or rows whose length spreads 8 of them over the banks with few conflicts."""
+    if 64 in lengths:
+        return 64
+    return max(columns for columns in lengths if columns in SWIZZLED_COLUMNS or _conflicts(columns) <= 2)
+
+
+def _conflicts(columns: int) -> int:
+    """How many of 8 consecutive rows of 16-bit elements begin in one bank."""
+    banks = [row * columns // 2 % BANK_WORDS for row in range(8)]
+    return max(map(banks.count, banks))
+
+
+def _barriers(stages: int, slabs: int, splits: int) -> int:
+    return 2 * (stages + VECTOR_BUFFERS) + (1 + 2 * slabs if slabs else 0) + (2 if splits > 1 else 0)
+
+
+def _layout(
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int, whole: bool
+) -> HopperFootprint:
+    stage = STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
+    slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
+    load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
+    loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
+    # Boxes first: they need the alignment of the swizzle.
+    for index, out in sorted(enumerate(spec.outs), key=lambda entry: not boxed(entry[1])):
+        outs[index] = staging
+        staging += buffers * SLAB_ROWS * columns * 2 if boxed(out) else _staged_bytes(out, columns)
+    for load in spec.loads:
+        loads.append(staging if load.kind == "tile" else vectors)
+        staging += load_buffers * _staged_bytes(load, columns) if load.kind == "tile" else 0
+        vectors += _vector_bytes(load, tile)
+    period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
+    staging = -(-staging // period) * period
+    staged = GROUP_WARPS * tile.groups * staging
+    fixed = staged + VECTOR_BUFFERS * vectors + _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
+    fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
+    stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
+    return HopperFootprint(
+        stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
+        tile.splits,
+    )  # fmt: skip
+
+
+Rules = Iterator[tuple[object, str]]
+"""What may be in a kernel's way: whether it is, and in words; one is asked only where none before it is."""
+
+
+def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec with a tile, or None if it can."""
+    return (
+        _first(_of_operands(spec))
+        or _first(_of_rows(spec, tile))
+        or _first(_of_columns(spec, tile))
+        or _first(_of_clusters(spec, tile))
+        or _first(_of_memory(spec, tile, shared_limit))
+    )
+
+
+def _first(rules: Rules) -> str | None:
+    return next((reason for holds, reason in rules if holds), None)
+
+
+def _of_operands(spec: KernelSpec) -> Rules:
+    """What no tile changes."""
+    turned = spec.rhs_order == "kn" or spec.lhs_order == "km"
+    narrow = min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES
+    walked = [load for load in spec.loads if load.kind != "tile" and {*load.two_levels} - {"batch"}]
+    yield spec.math not in WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
+    yield spec.math == "tf32" and turned, "wgmma reads 32-bit elements with k contiguous only"
+    yield narrow, "TMA needs rows of lhs and rhs on 16-byte boundaries"
+    step = block_k(spec)
+    yield spec.lhs_run % step, f"a run of {spec.lhs_run} columns of lhs is no multiple of {step}"
+    yield spec.lhs_batch_runs and spec.lhs_run, "of lhs either batches lie in runs or k does"
+    yield walked, "one stride walks each loop of a row or column"
+
+
+def _of_rows(spec: KernelSpec, tile: HopperTile) -> Rules:
+    few = tile.groups == 2 or (tile.groups in MAX_ACCUMULATORS and not _tile_loads(spec))
+    yield not few, "two groups, or four where no operand is a tile"
+    whole = tile.group_m % FRAGMENT_ROWS == 0 and tile.block_m <= MAX_BOX
+    yield not whole, f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
+    turned = spec.lhs_order == "km"
+    loaded = tile.block_m // tile.cluster_n
+    yield turned and loaded % ATOM, f"of lhs with m contiguous a block loads multiples of {ATOM} rows"
+    if tile.lhs_rows:
+        alone = not (turned or _shares(tile))
+        yield not alone, "lhs comes in boxes of a few rows where k is contiguous and blocks share no loads"
+        part = tile.block_m % tile.lhs_rows == 0 and tile.lhs_rows % SWIZZLE_ROWS == 0
+        yield not part, f"a box of lhs is a part of the tile's rows, and a multiple of {SWIZZLE_ROWS}"
+
+
+def _of_columns(spec: KernelSpec, tile: HopperTile) -> Rules:
+    width = spec.parts * tile.block_n
+    yield tile.block_n % 16 or width > MAX_WIDTH, f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
+    accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)
+    yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
+    yield tile.operands_ahead and _tile_loads(spec), "no registers are left to read tile operands ahead"
+    maps = 1 + spec.parts * len(rhs_pieces(spec, tile)) + len(spec.outs)
+    yield maps > MAX_MAPS, f"a launch has {MAX_MAPS} tensor maps at most"
+
+
+def _of_clusters(spec: KernelSpec, tile: HopperTile) -> Rules:
+    in_runs = spec.lhs_batch_runs or spec.rhs_batch_runs
+    yield in_runs and _shares(tile), "blocks share no operand whose batches lie in runs"
+    yield tile.cluster_m * tile.cluster_n > 2, "clusters that share loads have two blocks at most"
+    yield tile.splits not in SPLITS, "k is split by 2 or 4"
+    other = tile.pingpong or tile.groups > 2 or _shares(tile)
+    yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles of two groups that share no loads"
+
+
+def _of_memory(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> Rules:
+    layout = footprint(spec, replace(tile, stages=0), shared_limit)
+    yield layout.stages < max(tile.stages, 2), f"{layout.stages} stages fit into shared memory"
+    ring = (tile.stages or layout.stages) * layout.stage
+    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES
+    yield tile.splits > 1 and ring < sums, "the ring does not hold the sums"
+
+
+def _shares(tile: HopperTile) -> bool:
+    """Whether blocks of a cluster share loads."""
+    return tile.cluster_m * tile.cluster_n > 1
+
+
+def _tile_loads(spec: KernelSpec) -> int:
+    return sum(load.kind == "tile" for load in spec.loads)
+
+
+def max_accumulators(spec: KernelSpec, groups: int) -> int:
+    """How many of a thread's registers can hold sums: addresses and pairs of tile operands need some more."""
+    copied = sum(not boxed(out) for out in spec.outs)
+    return MAX_ACCUMULATORS[groups] - TILE_LOAD_REGISTERS * _tile_loads(spec) - COPIED_OUT_REGISTERS * copied
+
+
+def _staged_bytes(access: Access, columns: int) -> int:
+    if access.turned:
+        return columns * (SLAB_ROWS * access.dtype.bytes + LDS_BYTES)
+    return SLAB_ROWS * staged_pitch(access, columns) * access.dtype.bytes
+
+
+def _vector_bytes(load: Access, tile: HopperTile) -> int:
+    lengths = {"scalar": 4, "row": tile.block_n, "column": tile.block_m, "tile": 0}
+    return lengths[load.kind] * FP32_BYTES

@@ -1,0 +1,176 @@
+"""What every family of kernels answers: the one interface that planning, packing and reports see.
+
+A family is one hand-written kernel with its tiles. `families.py` is the registry; `kernels/emit.py` has the text of
+each under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+
+
+class AnyTile(Hashable, Protocol):
+    """The shape of one thread block's work; in words, `str(tile)` tells a family's tiles apart."""
+
+    @property
+    def block_m(self) -> int:
+        """Rows of the output tile."""
+
+    @property
+    def block_n(self) -> int:
+        """Columns of the output tile, of each part."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+
+
+@dataclass(frozen=True)
+class MapRule:
+    """How the launch describes one tensor to TMA. Elements are 16 or 32 bits, those outside are zero.
+
+    A map has rank 3: the contiguous axis, the other axis, the batch (extent 1 where its stride is 0). That of a factor
+    whose batches lie in runs has rank 4: a run's batches, the runs. That of an output walked in two levels has rank 5:
+    the columns of a run, its rows, the runs of columns, those of rows, the batch.
+
+    Attributes:
+        tensor: `lhs`, `rhs` or `out`.
+        index: which part or output.
+        rows_contiguous: the contiguous axis is the tensor's rows (k of an [n, k] rhs, m of a [k, m] lhs), not its
+            columns.
+        swizzle: bytes of the swizzle's span: 0, 32, 64 or 128.
+        box_inner: elements of the box along the contiguous axis.
+        box_outer: elements of the box along the other axis.
+    """
+
+    tensor: str
+    index: int
+    rows_contiguous: bool
+    swizzle: int
+    box_inner: int
+    box_outer: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched.
+
+    Attributes:
+        block_m: rows that one block, or one cluster that shares loads, computes; likewise `block_n` columns.
+        threads: of one block.
+        shared_bytes: dynamic shared memory of one block.
+        cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
+        maps: tensor maps of the kernel's second argument; None is one that says nothing.
+    """
+
+    block_m: int
+    block_n: int
+    threads: int
+    shared_bytes: int
+    cluster: int = 0
+    maps: tuple[MapRule | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that tiles are priced for.
+
+    Attributes:
+        batch: counts those with an rhs of their own.
+        guessed: n or the batch may be larger at run time.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    guessed: bool = False
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How a tile's blocks read rhs.
+
+    Attributes:
+        blocks: that run at once on the whole chip.
+        depth: of k, that a block has on its way at any time.
+    """
+
+    blocks: int
+    depth: int
+
+
+class KernelFamily(Protocol):
+    """One hand-written kernel. Its methods are only ever given specs and tiles of its own.
+
+    Attributes:
+        name: in code, and in the tables of `kernels/`.
+        label: in reports.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def label(self) -> str: ...  # noqa: D102
+
+    def launch(self, spec: Any, tile: Any, device: DeviceSpec) -> Launch:
+        """How a legal tile is launched."""
+
+    def access_path(self, role: str, access: Access) -> str:
+        """Which way the kernel takes to `lhs`, `rhs`, a `load` or an `out`, in words."""
+
+
+class ProductFamily(KernelFamily, Protocol):
+    """A kernel that multiplies: a plan chooses among its tiles."""
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """The tiles to consider for a product of depth k on a device, legal or not, and how fast each multiplies."""
+
+    def why_not(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> str | None:
+        """Why the kernel cannot run with a tile, or would be slow with it for certain; None if it can."""
+
+    def shared_bytes(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> int:
+        """Dynamic shared memory of one block, in bytes."""
+
+    def flow(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Flow:
+        """How a legal tile reads rhs."""
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """Estimated microseconds; infinite for a tile that is not to be taken."""
+
+    def launch(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Launch:
+        """How a legal tile is launched: by default one block a tile."""
+        return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
+
+    def copying(self, tile: Any, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """Of them, those for copies of single elements through registers, which a library does not need."""
+        return 0.0
+
+    def is_on_par(self, tile: Any, m: int) -> bool:
+        """Whether no library multiplies m rows faster: the units are the chip's fastest, or memory is what counts."""
+        return False
+
+    def alike(self, tile: Any) -> AnyTile:
+        """Equal for tiles of which measuring one tells enough of the others."""
+        found: AnyTile = tile
+        return found
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile that a plan may take.
+
+    Attributes:
+        pace: products that a multiprocessor makes in a unit of time with it, relative to the portable kernel's fastest
+            tile.
+    """
+
+    family: ProductFamily
+    tile: Any
+    pace: float

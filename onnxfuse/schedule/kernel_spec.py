@@ -1,0 +1,115 @@
+"""What a kernel is: everything that its text depends on. The plan chooses it, the emitter obeys it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.dtypes import DType
+from onnxfuse.ir.fusion import Step
+
+EXACT = ("fp32", "3xtf32")  # arithmetic with all 24 bits of an fp32 number
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of one thread block's work in the portable kernel.
+
+    Attributes:
+        block_m: rows of the output tile.
+        block_n: columns of the output tile, of each part.
+        block_k: depth of one pipeline stage, in elements.
+        warps_m: warps along m; each owns block_m / warps_m rows.
+        warps_n: warps along n; each owns block_n / warps_n columns of every part.
+        stages: depth of the pipeline in shared memory.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps_m: int
+    warps_n: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps_m * self.warps_n
+
+    def __str__(self) -> str:
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{shape} warps {self.warps_m}x{self.warps_n} stages {self.stages}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """How the kernel reaches one tensor of the epilogue.
+
+    Attributes:
+        kind: `scalar` (one value), `row` (varies along n only), `column` (along m only) or `tile` (both); each may
+            also vary along the batch.
+        width: elements of one access along the contiguous axis; 1 for a scalar and a column.
+        turned: a tile's contiguous axis is m, not n: accesses go down the columns.
+        two_levels: the loops, `m`, `n` or `batch`, that no single stride walks: the kernel steps through runs of them.
+        run: columns of one run where n is walked in two levels and the run is known before the launch; else 0.
+    """
+
+    kind: str
+    dtype: DType
+    width: int
+    turned: bool = False
+    two_levels: tuple[str, ...] = ()
+    run: int = 0
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything but its tile that the text of a kernel depends on; sizes and strides are run-time arguments.
+
+    Attributes:
+        dtype: element type of lhs and rhs.
+        math: `f16`, `bf16` and `tf32` use the tensor cores, and so does `3xtf32`, whose sums are as exact as those of
+            `fp32`, which uses the ordinary fp32 units; all accumulate in fp32.
+        parts: products accumulated in one thread.
+        rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
+        lhs_width: elements of one copy of lhs along its contiguous axis.
+        rhs_width: elements of one copy of rhs along its contiguous axis.
+        loads: what the steps call `op0`, `op1`, ...
+        outs: the stored tensors; `out_values` names the value that each stores.
+        lhs_run: columns of one run where no single stride walks the k of lhs, as after heads were merged; else 0.
+        lhs_order: `mk` where k is the contiguous axis of lhs, `km` where m is.
+        checked: the portable kernel looks at the address and the pitches of each tensor, and treats one that its
+            width does not fit as one of width 1; otherwise the launch rule looks, and takes another kernel.
+        lhs_batch_runs: no single stride walks the batches of lhs: the kernel steps through runs of them.
+        rhs_batch_runs: the same of rhs.
+    """
+
+    dtype: DType
+    math: str
+    parts: int
+    rhs_order: str
+    lhs_width: int
+    rhs_width: int
+    loads: tuple[Access, ...]
+    outs: tuple[Access, ...]
+    steps: tuple[Step, ...]
+    out_values: tuple[str, ...]
+    lhs_run: int = 0
+    lhs_order: str = "mk"
+    checked: bool = False
+    lhs_batch_runs: bool = False
+    rhs_batch_runs: bool = False
+
+    @property
+    def factors(self) -> tuple[Access, ...]:
+        """How lhs and rhs are reached, as [m, k] and [k, n]; `n` among the levels is the columns, whatever the loop."""
+        lhs_levels = (*(("n",) if self.lhs_run else ()), *(("batch",) if self.lhs_batch_runs else ()))
+        rhs_levels = ("batch",) if self.rhs_batch_runs else ()
+        return (
+            Access("tile", self.dtype, self.lhs_width, self.lhs_order == "km", lhs_levels, self.lhs_run),
+            Access("tile", self.dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
+        )
+
+    @property
+    def checks_outs(self) -> bool:
+        """Whether the kernel looks at its outputs as well as at what it reads."""
+        return self.checked

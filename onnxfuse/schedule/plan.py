@@ -1,0 +1,187 @@
+"""Problem -> candidates -> cost -> best: which kernel, tile and access widths compute a fusion on one architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnxfuse.analysis.axis_mapping import AxisMapping, levels, static_size
+from onnxfuse.analysis.vector_width import Widths, lhs_order, rhs_order
+from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import F32, DType
+from onnxfuse.errors import NotFusable
+from onnxfuse.ir.fusion import Fusion
+from onnxfuse.limits import MAX_M
+from onnxfuse.schedule.access import access, run_of
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.families import PRODUCTS
+from onnxfuse.schedule.kernel_family import Candidate, Problem
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
+
+SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
+FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
+UNKNOWN = 1024  # an n or k that only the run knows: a sequence like m, but not a short one
+SHALLOW = 8  # a product of a smaller depth fills no step of the tensor cores
+
+
+def make_plan(
+    fusion: Fusion, mapping: AxisMapping, widths: Widths, device: DeviceSpec, exact_fp32: bool
+) -> ProductPlan:
+    """Choose the kernels of a fusion for one architecture.
+
+    Raises:
+        NotFusable: no tile fits the architecture's shared memory.
+    """
+    columns, depth = static_size(fusion, mapping.n), static_size(fusion, mapping.k)
+    base = _spec(fusion, mapping, widths, arithmetic(fusion.lhs.dtype, device, depth, exact_fp32))
+    # Batches that share rhs count as rows: the launch rule adds them up as well.
+    shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
+    m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
+    batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
+    guessed = columns is None or (not shared and static_size(fusion, mapping.batch) is None)
+    problems = [
+        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch, guessed)
+        for size in ([m] if m else SAMPLED_M)
+    ]
+    deepest = problems[-1].k
+    fitting, rejected = _fitting(base, device, deepest)
+    if not fitting:
+        raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
+    ranked = _rank(base, fitting, problems, device)
+    if widths.lhs.guarded:
+        odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
+        risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
+        ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
+    variants = _fastest(base, ranked)
+    taken = {variant.tile for variant in variants}
+    rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
+    unguarded = _unguarded(base, widths, fusion)
+    if unguarded != base:
+        few = [problem for problem in problems if problem.m in FALLBACK_M] or problems
+        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], few, device))
+    last = _variant(_checked(base), fitting[-1], 0, MAX_M)
+    if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
+        variants.append(last)
+    return ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked)
+
+
+def replan(plan: ProductPlan, best: Sequence[tuple[int, Candidate]]) -> ProductPlan:
+    """The plan with other tiles, at some numbers of rows in ascending order; what takes over from them stays."""
+    base = plan.variants[0].spec
+    rest = [variant for variant in plan.variants if variant.spec != base]
+    return replace(plan, variants=(*_variants(base, best), *rest))
+
+
+def _rank(
+    base: KernelSpec, fitting: Sequence[Candidate], problems: Sequence[Problem], device: DeviceSpec
+) -> tuple[Ranked, ...]:
+    """The tiles by their estimated time, at each of some sizes."""
+    priced = [(entry, entry.family.flow(base, entry.tile, device)) for entry in fitting]
+
+    def rank(problem: Problem) -> Ranked:
+        costs = [(entry.family.cost(entry, reads, base, problem, device), entry) for entry, reads in priced]
+        costs.sort(key=lambda pair: pair[0])
+        return Ranked(problem.m, problem.n, tuple(costs), _copying(costs[0][1], base, problem, device))
+
+    return tuple(map(rank, problems))
+
+
+def _copying(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    return entry.family.copying(entry.tile, spec, problem, device)
+
+
+def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[ProductVariant]:
+    """The fastest tile for each range of m."""
+    return _variants(base, [(entry.m, entry.tiles[0][1]) for entry in ranked])
+
+
+def _variants(base: KernelSpec, best: Sequence[tuple[int, Candidate]]) -> list[ProductVariant]:
+    return [_variant(base, entry, low, high) for entry, low, high in _ranges(best)]
+
+
+def _variant(spec: KernelSpec, entry: Candidate, min_m: int, max_m: int) -> ProductVariant:
+    return ProductVariant(entry.family, spec, entry.tile, min_m, max_m)
+
+
+def arithmetic(dtype: DType, device: DeviceSpec, depth: int | None, exact_fp32: bool) -> str:
+    """How products are computed, as `KernelSpec.math` names it.
+
+    Args:
+        dtype: of the factors.
+        device: to compute on.
+        depth: of the product; None where only the run knows.
+        exact_fp32: whether fp32 products are computed in full precision.
+    """
+    if dtype != F32:
+        return dtype.name
+    if not exact_fp32:
+        return "tf32"
+    return "fp32" if depth is not None and depth < SHALLOW else calibration(device).exact
+
+
+def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) -> KernelSpec:
+    """The kernel of a fusion but for its tile."""
+    operands = [
+        access(fusion, operand, mapping, width) for operand, width in zip(fusion.operands, widths.operands, strict=True)
+    ]
+    outs = [access(fusion, out.tensor, mapping, width) for out, width in zip(fusion.outs, widths.outs, strict=True)]
+    return KernelSpec(
+        dtype=fusion.lhs.dtype,
+        math=math_mode,
+        parts=len(fusion.parts),
+        rhs_order=rhs_order(fusion, mapping),
+        lhs_width=widths.lhs.elements,
+        rhs_width=widths.rhs.elements,
+        loads=tuple(operands[load.operand] for load in fusion.loads),
+        outs=tuple(replace(out, kind="tile") for out in outs),
+        steps=fusion.steps,
+        out_values=tuple(out.value for out in fusion.outs),
+        lhs_run=run_of(fusion, fusion.lhs, mapping.k) or 0,
+        lhs_order=lhs_order(fusion, mapping),
+        lhs_batch_runs=levels(fusion, fusion.lhs, mapping.batch) > 1,
+        rhs_batch_runs=levels(fusion, fusion.rhs[0], mapping.batch) > 1,
+    )
+
+
+def _unguarded(spec: KernelSpec, widths: Widths, fusion: Fusion) -> KernelSpec:
+    """The same kernel with single elements where only the run knows whether a wider access is legal."""
+    loads = (
+        replace(load, width=1) if widths.operands[index.operand].guarded else load
+        for load, index in zip(spec.loads, fusion.loads, strict=True)
+    )
+    outs = (replace(out, width=1) if width.guarded else out for out, width in zip(spec.outs, widths.outs, strict=True))
+    return replace(
+        spec,
+        lhs_width=1 if widths.lhs.guarded else spec.lhs_width,
+        rhs_width=1 if widths.rhs.guarded else spec.rhs_width,
+        loads=tuple(loads),
+        outs=tuple(outs),
+    )
+
+
+def _checked(spec: KernelSpec) -> KernelSpec:
+    """The same kernel, legal for every pointer, pitch and size: it takes single elements of what they do not fit."""
+    widths = (spec.lhs_width, spec.rhs_width, *(each.width for each in (*spec.loads, *spec.outs)))
+    return replace(spec, checked=max(widths) > 1)
+
+
+def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate], list[Rejected]]:
+    every = [entry for family in PRODUCTS for entry in family.candidates(base, device, k)]
+    reasons = [entry.family.why_not(base, entry.tile, device) for entry in every]
+    fitting = [entry for entry, reason in zip(every, reasons, strict=True) if reason is None]
+    return fitting, [Rejected(entry.tile, reason) for entry, reason in zip(every, reasons, strict=True) if reason]
+
+
+def _ranges(best: Sequence[tuple[int, Candidate]]) -> list[tuple[Candidate, int, int]]:
+    """Neighbouring sizes with the same choice become one range; the last one has no end."""
+    ranges: list[tuple[Candidate, int, int]] = []
+    for index, (size, entry) in enumerate(best):
+        low = 0 if index == 0 else best[index - 1][0] + 1
+        high = MAX_M if index == len(best) - 1 else size
+        if ranges and ranges[-1][0].tile == entry.tile:
+            ranges[-1] = (entry, ranges[-1][1], high)
+        else:
+            ranges.append((entry, low, high))
+    return ranges

@@ -1,0 +1,84 @@
+"""The plan of the kernel behind a product: accesses as wide as the tensors allow, and enough blocks for every m."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from onnxfuse.analysis.axis_mapping import AxisMapping
+from onnxfuse.analysis.vector_width import EpilogueWidths, analyse_epilogue
+from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import FLOATS
+from onnxfuse.ir.fusion import Pointwise
+from onnxfuse.limits import MAX_M
+from onnxfuse.schedule.access import access
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.pointwise import POINTWISE
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile, rows_on_their_way, span_of, tile_for
+from onnxfuse.schedule.variant import PointwisePlan, PointwiseVariant
+
+
+def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: DeviceSpec) -> PointwisePlan:
+    """Choose the kernels of what follows a product for one architecture."""
+    widths = analyse_epilogue(pointwise, mapping)
+    loads, outs = _accesses(pointwise, mapping, widths)
+    columns = math.prod(pointwise.size(axis) or 1 for axis in mapping.n)
+    rows = rows_on_their_way(loads, span_of(loads, outs))
+    tall, flat = (tile_for(loads, outs, columns, count) for count in (rows, 1))
+    # Below this m the tall tile makes too few blocks.
+    blocks = calibration(device).pointwise_blocks * device.multiprocessors
+    few = blocks // math.ceil(columns / tall.block_n) * tall.block_m
+    spec = PointwiseSpec(loads, outs, pointwise.steps, tuple(out.value for out in pointwise.outs))
+    variants = [_variant(spec, flat, 0, few), _variant(spec, tall, few + 1, MAX_M)]
+    if flat == tall:
+        variants = [_variant(spec, tall, 0, MAX_M)]
+    if any(load.width > 1 for load in loads):
+        variants.append(_variant(replace(spec, checked=True), checked_tile(spec, tall.span, columns), 0, MAX_M))
+    if any(out.width > 1 for out in outs):
+        narrow = _narrow(spec)
+        rows = rows_on_their_way(narrow.loads, 1)
+        variants.append(_variant(narrow, tile_for(narrow.loads, narrow.outs, columns, rows), 0, MAX_M))
+    return PointwisePlan(device, tuple(variants), widths)
+
+
+def _variant(spec: PointwiseSpec, tile: PointwiseTile, min_m: int, max_m: int) -> PointwiseVariant:
+    return PointwiseVariant(POINTWISE, spec, tile, min_m, max_m)
+
+
+def _accesses(
+    pointwise: Pointwise, mapping: AxisMapping, widths: EpilogueWidths
+) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+    operands = [
+        _along_n(access(pointwise, operand, mapping, width))
+        for operand, width in zip(pointwise.operands, widths.operands, strict=True)
+    ]
+    outs = zip(pointwise.outs, widths.outs, strict=True)
+    stored = [_along_n(replace(access(pointwise, out.tensor, mapping, width), kind="tile")) for out, width in outs]
+    # A thread owns what its widest access of numbers moves: of more columns, a warp's accesses would lie apart.
+    span = max(way.width for way in (*operands, *stored) if way.dtype in FLOATS)
+    loads = (operands[load.operand] for load in pointwise.loads)
+    return tuple(replace(load, width=min(load.width, span)) for load in loads), tuple(stored)
+
+
+def _along_n(way: Access) -> Access:
+    """The kernel goes along the rows only: where m is contiguous it takes one element at a time."""
+    return replace(way, width=1, turned=False) if way.turned else way
+
+
+def checked_tile(spec: PointwiseSpec, span: int, columns: int) -> PointwiseTile:
+    """The tile of the same kernel, legal for every pointer and pitch of what it reads, with rows for single elements.
+
+    Args:
+        spec: the kernel with wide accesses.
+        span: adjacent columns that one of its threads owns.
+        columns: of the output.
+    """
+    singles = tuple(replace(load, width=1) for load in spec.loads)
+    return tile_for(spec.loads, spec.outs, columns, rows_on_their_way(singles, span))
+
+
+def _narrow(spec: PointwiseSpec) -> PointwiseSpec:
+    """The same kernel with single-element accesses: legal for every pointer and pitch."""
+    loads = tuple(replace(load, width=1) for load in spec.loads)
+    return replace(spec, loads=loads, outs=tuple(replace(out, width=1) for out in spec.outs))

@@ -1,0 +1,109 @@
+"""The portable kernel among the families: its tiles, what they cost, and its way to each tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.schedule import cost_model, portable_tile
+from onnxfuse.schedule.access_path import is_narrow, path
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem, ProductFamily
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
+
+# Larger tiles load less for each product; smaller ones fill the chip when m or n is small. A tile's block_n is the
+# width of all parts together.
+_SIXTEEN_BIT = (
+    Tile(128, 256, 64, 2, 4, 3),
+    Tile(128, 128, 64, 2, 2, 3),
+    Tile(64, 128, 64, 2, 2, 4),
+    Tile(32, 128, 64, 1, 4, 4),
+)
+# The same bytes a stage as above.
+_THIRTY_TWO_BIT = (Tile(128, 128, 32, 2, 2, 3), Tile(64, 128, 32, 2, 2, 3), Tile(32, 128, 32, 1, 4, 3))
+# Exact fp32 sums in two levels, so a thread holds half as many outputs.
+_SPLIT = (
+    Tile(128, 128, 32, 2, 4, 3),
+    Tile(128, 64, 32, 4, 2, 3),
+    Tile(64, 64, 32, 2, 2, 3),
+    Tile(32, 64, 32, 2, 2, 3),
+)
+_SCALAR = (Tile(128, 64, 32, 4, 2, 3), Tile(64, 64, 32, 2, 2, 3), Tile(32, 64, 32, 1, 4, 3))
+TILES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
+PACES = {"f16": "portable_half", "bf16": "portable_half", "tf32": "portable_tf32"}
+PACES |= {"3xtf32": "portable_3xtf32", "fp32": "portable_fp32"}
+_VECTOR = "once per tile through shared memory"
+PATHS = {
+    "product": "cp.async along {axis}",
+    "narrow product": "words shifted in registers along {axis}",
+    "scalar": _VECTOR,
+    "row": _VECTOR,
+    "column": _VECTOR,
+    "tile": "cp.async along n",
+    "narrow tile": "element by element along n",
+    "turned tile": "cp.async along m, turned in shared memory",
+    "narrow turned tile": "element by element along m, turned in shared memory",
+    "out": "direct store along n",
+    "turned out": "turned in shared memory, direct store along m",
+}
+
+
+def tiles_for(math_mode: str, parts: int) -> tuple[Tile, ...]:
+    """The candidate tiles, with block_n the columns of one part."""
+    return tuple(_for_parts(tile, parts) for tile in TILES[math_mode])
+
+
+def _for_parts(tile: Tile, parts: int) -> Tile:
+    """The tile's width shared among the parts, in whole fragments of every warp."""
+    step = 16 * tile.warps_n
+    return replace(tile, block_n=max(tile.block_n // parts // step, 1) * step)
+
+
+class Portable(ProductFamily):
+    """Runs everything, on every chip."""
+
+    name = "portable"
+    label = "portable"
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """The same tiles on every device."""
+        paces = calibration(device).pace[PACES[spec.math]]
+        tiles = TILES[spec.math]
+        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in tiles)
+
+    def why_not(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> str | None:
+        """As `portable_tile` says."""
+        return portable_tile.why_not(spec, tile, device.shared_bytes)
+
+    def shared_bytes(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> int:
+        """The ring, or staging areas, and vectors."""
+        return portable_tile.footprint(spec, tile).total
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PATHS, role, access)
+
+    def flow(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> Flow:
+        """As many blocks as shared memory holds."""
+        resident = max(device.shared_bytes // self.shared_bytes(spec, tile, device), 1)
+        return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k)
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """Computing and reading, and copies through registers."""
+        tile: Tile = entry.tile
+        computing = cost_model.computing(tile, entry.pace, spec, problem, device)
+        loading = cost_model.loading(cost_model.columns_in_waves(tile, reads, spec, problem), spec, problem, device)
+        reading = max(loading, cost_model.waiting(tile, reads, problem, device))
+        return cost_model.overlapped(computing, reading, device) + self.copying(tile, spec, problem, device)
+
+    def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """Operands go through registers where cp.async cannot move them."""
+        operands = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
+        rows = sum(rows for factor, rows in operands if is_narrow(factor))
+        depth = math.ceil(problem.k / tile.block_k) * tile.block_k
+        each = cost_model.waves_of(tile, problem, device) * rows * depth / tile.threads
+        return each / calibration(device).portable_copied
+
+
+PORTABLE = Portable()

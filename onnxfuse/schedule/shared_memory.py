@@ -1,0 +1,13 @@
+"""How rows that an epilogue stages lie in shared memory."""
+
+from __future__ import annotations
+
+from onnxfuse.schedule.kernel_spec import Access
+
+CHUNK_BYTES = 16  # the widest copy of one thread
+STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflicts; in bytes 16 at least
+
+
+def staged_pitch(access: Access, columns: int) -> int:
+    """Elements from row to row of a staging area."""
+    return columns + max(STAGED_PADDING, CHUNK_BYTES // access.dtype.bytes)

@@ -1,0 +1,83 @@
+"""The kernel for few rows among the families: its tiles, what they cost, and its way to each tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.schedule import cost_model, small_m_tile
+from onnxfuse.schedule.access_path import path
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem, ProductFamily
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.small_m_tile import SmallMTile
+
+# Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more of k a block has on its
+# way, the fewer times it waits. A tile's block_n is the width of all parts together.
+_SIXTEEN_BIT = (SmallMTile(64, 32, 1, 4), SmallMTile(32, 32, 1, 8), SmallMTile(32, 32, 1, 16), SmallMTile(32, 64, 1, 8))
+# The same bytes a stage as above.
+_THIRTY_TWO_BIT = tuple(replace(tile, block_k=tile.block_k // 2) for tile in _SIXTEEN_BIT)
+TILES: dict[str, tuple[SmallMTile, ...]] = {
+    "f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _THIRTY_TWO_BIT, "fp32": (),
+}  # fmt: skip
+_SINGLE = "element by element"
+PATHS = {
+    "product": "along {axis} into registers",
+    **dict.fromkeys(("scalar", "row", "column", "tile", "narrow tile"), _SINGLE),
+    **dict.fromkeys(("turned tile", "narrow turned tile", "out", "turned out"), _SINGLE),
+}
+
+
+def small_m_tiles(math_mode: str, parts: int) -> tuple[SmallMTile, ...]:
+    """The candidate tiles, with block_n the columns of one part."""
+    return tuple(_for_parts(tile, parts) for tile in TILES[math_mode])
+
+
+def _for_parts(tile: SmallMTile, parts: int) -> SmallMTile:
+    return replace(tile, block_n=max(tile.block_n // parts // 8, 1) * 8)
+
+
+class SmallM(ProductFamily):
+    """For up to 16 rows, where reading rhs is what takes time."""
+
+    name = "small_m"
+    label = "few rows"
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """The same tiles on every device."""
+        paces, tiles = calibration(device).pace["small_m"], TILES[spec.math]
+        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in tiles)
+
+    def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
+        """As `small_m_tile` says."""
+        return small_m_tile.why_not(spec, tile, device.shared_bytes)
+
+    def shared_bytes(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> int:
+        """The sums of the warps."""
+        return small_m_tile.shared_bytes(spec, tile)
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PATHS, role, access)
+
+    def flow(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Flow:
+        """As many blocks as registers hold."""
+        resident = small_m_tile.resident_blocks(spec, tile)
+        return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages)
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+        """Computing, and reading rhs once for every 16 rows; then the warps' sums."""
+        tile: SmallMTile = entry.tile
+        computing = cost_model.computing(tile, entry.pace, spec, problem, device)
+        columns = float(problem.batch * problem.n * spec.parts) * math.ceil(problem.m / tile.block_m)
+        loading = cost_model.loading(columns, spec, problem, device)
+        reading = max(loading, cost_model.waiting(tile, reads, problem, device))
+        return cost_model.overlapped(computing, reading, device) + calibration(device).small_m_summing
+
+    def is_on_par(self, tile: SmallMTile, m: int) -> bool:
+        """One tile of rows waits for memory, whoever multiplies."""
+        return m <= tile.block_m
+
+
+SMALL_M = SmallM()

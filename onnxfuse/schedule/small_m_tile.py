@@ -1,0 +1,120 @@
+"""Tiles of the kernel for few rows: which are legal, and what they need of shared memory.
+
+Shared memory of one block holds the sums of its warps, each of another share of k: [warps_k, 16, all parts] in fp32.
+
+`kernels/cuda/small_m/gemm.cuh` asserts the same numbers, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.schedule.kernel_spec import KernelSpec
+
+ROWS = 16  # of one mma
+FRAGMENT_COLUMNS = 8
+CHUNK_BYTES = 16  # of one load
+LANES_OF_ROW = 4  # that load a chunk each, side by side
+LANES_OF_GROUP = 8  # the same along the columns of rhs[k, n]; half a chunk each where the tile is narrow
+MAX_THREADS = 1024
+MAX_GATED_THREADS = 384  # lanes of several parts of rhs[k, n] differ in where they read, which takes registers
+MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
+OTHER_REGISTERS = 32  # counters, addresses of lhs, what is being multiplied
+ROUNDING_REGISTERS = {"tf32": 8, "3xtf32": 48}  # of fp32 on its way to TF32, or to two numbers of it
+MAX_ROUNDED_PARTS = 3  # of rhs[k, n] in fp32: with four, ptxas has too few registers for addresses on sm_120
+ADDRESS_REGISTERS = 3  # of each fragment: a pointer, and a part of what advances it
+REGISTERS = 65536  # of one multiprocessor
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class SmallMTile:
+    """The shape of one thread block's work: few rows, which its warps multiply with a share of k each.
+
+    Attributes:
+        block_n: columns of the output tile, of each part.
+        block_k: depth of one pipeline stage of a warp, in elements.
+        stages: depth of the pipeline in registers.
+        warps_k: warps that share k, each with sums of its own.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps_k: int
+
+    @property
+    def block_m(self) -> int:
+        """Rows of the output tile."""
+        return ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps_k
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k} few rows, k shared by {self.warps_k} warps"
+
+
+def chunk(spec: KernelSpec) -> int:
+    """Elements of one load."""
+    return CHUNK_BYTES // spec.dtype.bytes
+
+
+def step_k(spec: KernelSpec) -> int:
+    """Depth that the lanes of a row load at once."""
+    return LANES_OF_ROW * chunk(spec)
+
+
+def columns(spec: KernelSpec, tile: SmallMTile) -> int:
+    """Columns that a warp multiplies: of all parts, in whole groups where n is contiguous."""
+    width = spec.parts * tile.block_n
+    narrow = LANES_OF_GROUP * chunk(spec) // 2
+    group = 2 * narrow if width > narrow else narrow
+    return width if spec.rhs_order == "nk" else -(-width // group) * group
+
+
+def sums_pitch(spec: KernelSpec, tile: SmallMTile) -> int:
+    """Elements from row to row of a warp's sums: padded such that the rows of a fragment begin in different banks."""
+    return columns(spec, tile) + (8 if spec.rhs_order == "nk" else 2)
+
+
+def shared_bytes(spec: KernelSpec, tile: SmallMTile) -> int:
+    """Dynamic shared memory of one block, in bytes."""
+    return tile.warps_k * ROWS * sums_pitch(spec, tile) * FP32_BYTES
+
+
+def registers(spec: KernelSpec, tile: SmallMTile) -> int:
+    """Registers of one thread that hold accumulators and stages."""
+    fragments = columns(spec, tile) // FRAGMENT_COLUMNS
+    return 4 * fragments + tile.stages * tile.block_k // step_k(spec) * 4 * (fragments + 2)
+
+
+def resident_blocks(spec: KernelSpec, tile: SmallMTile) -> int:
+    """Blocks that the compiler leaves registers for on one multiprocessor."""
+    needed = registers(spec, tile) + OTHER_REGISTERS + ADDRESS_REGISTERS * columns(spec, tile) // FRAGMENT_COLUMNS
+    needed += ROUNDING_REGISTERS.get(spec.math, 0)
+    return max(REGISTERS // (tile.threads * needed), 1)
+
+
+def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
+    if spec.math == "fp32":
+        return f"few rows: no kernel for {spec.math}"
+    if min(spec.lhs_width, spec.rhs_width) < chunk(spec):
+        return "few rows: rows of lhs and rhs begin on 16-byte boundaries"
+    if spec.lhs_run or spec.lhs_order != "mk":
+        return "few rows: one stride walks the k of lhs, which is its contiguous axis"
+    if tile.block_n % FRAGMENT_COLUMNS or tile.block_k % step_k(spec):
+        return f"few rows: block_n is a multiple of {FRAGMENT_COLUMNS}, block_k of {step_k(spec)}"
+    limit = MAX_GATED_THREADS if spec.rhs_order == "kn" and spec.parts > 1 else MAX_THREADS
+    if tile.threads > limit:
+        return f"{tile.threads} threads, of {limit} at most"
+    if spec.math in ROUNDING_REGISTERS and spec.rhs_order == "kn" and spec.parts > MAX_ROUNDED_PARTS:
+        return f"few rows: {spec.parts} parts of rhs[k, n] in fp32, of {MAX_ROUNDED_PARTS} at most"
+    if registers(spec, tile) > MAX_REGISTERS:
+        return f"{registers(spec, tile)} registers for accumulators and stages, of {MAX_REGISTERS} at most"
+    if shared_bytes(spec, tile) > shared_limit:
+        return f"{shared_bytes(spec, tile)} bytes of shared memory, of {shared_limit} at most"
+    return None

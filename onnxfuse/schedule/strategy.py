@@ -1,0 +1,146 @@
+"""The tiers of a site, and which of them a model gets where nothing was measured.
+
+    one kernel            the product and all that follows it; nothing but the result is written
+    behind the product    the product stays with ONNX Runtime's library; one kernel does all that follows
+    left alone            what the library does is faster than both
+
+One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
+kernels, and does so on architectures with matrix units that they do not reach yet: `library_advantage` of a chip's
+calibration says how much.
+It is 1 where a kernel was written for the architecture's own units. A measurement (`--tune`) needs none of these
+numbers.
+
+A site is one node of the model, whatever the architectures and the number of rows at run time. On one architecture the
+tier is the one that loses the least: at every number of rows its time is divided by the best tier's, and the smallest
+geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is worth on
+one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say beside others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean
+
+from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_family import AnyTile, Candidate
+from onnxfuse.schedule.variant import ProductPlan, Ranked
+
+
+class Tier(Enum):
+    """How a site is written into the model."""
+
+    ONE_KERNEL = "one kernel"
+    BEHIND = "behind the product"
+    LEFT_ALONE = "left alone"
+
+
+Times = Mapping[Tier, float]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a site moves.
+
+    Attributes:
+        weights: of rhs, read once.
+        lhs: of one row.
+        product: of one row of the product.
+        rest: of one row of everything else that is read or written behind the product.
+        passes: nodes behind the product, each of which reads and writes what one kernel keeps in registers; the
+            activation of a FusedGemm is one too.
+    """
+
+    weights: int
+    lhs: int
+    product: int
+    rest: int
+    passes: int
+
+
+def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
+    """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
+    one_kernel, best = ranked.tiles[0]
+    factor = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.n)
+    times = estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
+    return {**times, Tier.ONE_KERNEL: one_kernel + ranked.risk}
+
+
+def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> float:
+    """How many times as fast the library multiplies m rows as a tile does."""
+    if entry.family.is_on_par(entry.tile, m):
+        return 1.0
+    return calibration(device).library_advantage.get(arithmetic, 1.0)
+
+
+def padding(tile: AnyTile, n: int) -> float:
+    """Columns that a tile computes for one that is stored: the library has tiles for narrow products as well."""
+    return math.ceil(n / tile.block_n) * tile.block_n / n
+
+
+def estimate_from(
+    device: DeviceSpec, advantage: float, traffic: Traffic, m: int, one_kernel: float, copying: float = 0.0
+) -> Times:
+    """The same, given how fast the library multiplies and how long the one kernel takes.
+
+    Args:
+        device: the chip.
+        advantage: how many times as fast the library multiplies.
+        traffic: bytes that the site moves.
+        m: number of rows.
+        one_kernel: microseconds of the one kernel.
+        copying: those of them for copies of single elements, which the library does not need.
+    """
+
+    def moving(size: float) -> float:
+        return size / device.multiprocessors / calibration(device).bytes
+
+    launch = calibration(device).launch
+    memory = moving(traffic.weights + m * (traffic.lhs + traffic.product))
+    library = max((one_kernel - copying) / advantage, memory)
+    return {
+        Tier.ONE_KERNEL: one_kernel,
+        Tier.LEFT_ALONE: library + traffic.passes * (launch + moving(m * (traffic.product + traffic.rest))),
+        Tier.BEHIND: library + launch + moving(m * (traffic.product + traffic.rest)),
+    }
+
+
+def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Tier:
+    """The tier that is best on every architecture, by its times at every number of rows."""
+    best = {least_loss(architectures[device]) for device in _named(architectures)}
+    return best.pop() if len(best) == 1 else Tier.ONE_KERNEL
+
+
+def _named(architectures: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+    """Those that have a say."""
+    devices = list(architectures)
+    return [device for device in devices if device.arch != PTX] or devices
+
+
+def saves(joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec, Sequence[Sequence[float]]]) -> bool:
+    """Whether one node saves time over several, on every architecture, as a mean over the numbers of rows.
+
+    Args:
+        joint: microseconds of the one, at every number of rows.
+        alone: of each of the several.
+    """
+    return all(_saving(device, joint[device], alone[device]) > 0 for device in _named(joint))
+
+
+def _saving(device: DeviceSpec, joint: Sequence[float], alone: Sequence[Sequence[float]]) -> float:
+    launches = calibration(device).launch * (len(alone) - 1)
+    return fmean(math.log((sum(each) + launches) / one) for one, *each in zip(joint, *alone, strict=True))
+
+
+def least_loss(times: Sequence[Times]) -> Tier:
+    """The tier whose times, each relative to the best tier's, have the smallest mean; the first of equals.
+
+    Args:
+        times: at every number of rows; a tier that is missing somewhere is not taken.
+    """
+    tiers = [tier for tier in times[0] if all(tier in each for each in times)]
+    loss = {tier: fmean(math.log(each[tier] / min(each.values())) for each in times) for tier in tiers}
+    return min(loss, key=lambda tier: loss[tier])

@@ -1,0 +1,111 @@
+"""What a plan is made of: kernels with the rows that they are for, and the tiles that were not taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from onnxfuse.analysis.vector_width import EpilogueWidths, Widths
+from onnxfuse.device import DeviceSpec
+from onnxfuse.limits import MAX_M
+from onnxfuse.schedule.kernel_family import Candidate, KernelFamily
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec
+
+SLOWER = "slower by the cost model"
+Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec, covariant=True)
+TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
+
+
+@dataclass(frozen=True)
+class Variant(Generic[Spec]):
+    """A kernel and the rows that it is for, `min_m <= m <= max_m`."""
+
+    family: KernelFamily
+    spec: Spec
+    tile: Any
+    min_m: int
+    max_m: int
+
+    def __str__(self) -> str:
+        widths = " ".join(
+            f"{name} x{each.width}" for name, each in zip(("lhs", "rhs"), self.spec.factors, strict=False)
+        )
+        rows = f"m {self.min_m}..{self.max_m if self.max_m < MAX_M else ''}  {self.tile}"
+        where = ", where a tensor lies so" if self.spec.checked else ""
+        return f"{rows}  {widths}{where}" if widths else rows
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that was not taken, and why."""
+
+    tile: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Every legal tile at one number of rows, and n columns, with its estimated microseconds, the fastest first.
+
+    Attributes:
+        copying: of the fastest tile's microseconds, those for copies through registers.
+        risk: microseconds to expect beside them, where only the run knows whether wider copies are legal.
+    """
+
+    m: int
+    n: int
+    tiles: tuple[tuple[float, Candidate], ...]
+    copying: float = 0.0
+    risk: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan(Generic[Spec, TensorWidths]):
+    """The kernels of one fusion on one architecture, in the order in which a launch tries them.
+
+    The first variants use the widest accesses; the last looks at every tensor by itself and fits any pointer.
+
+    Attributes:
+        widths: the widest legal accesses, which the variants keep to.
+        rejected: candidates that were not taken.
+        ranked: the legal tiles at each number of rows; none where there is nothing to choose.
+    """
+
+    device: DeviceSpec
+    variants: tuple[Variant[Spec], ...]
+    widths: TensorWidths
+    rejected: tuple[Rejected, ...] = ()
+    ranked: tuple[Ranked, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [f"{self.device.arch:<7} {variant}" for variant in self.variants]
+        reasons = Counter(entry.reason for entry in self.rejected)
+        rows += [f"{'':<7} {count} {reason}{self._runner_up(reason)}" for reason, count in reasons.items()]
+        return "\n".join(rows)
+
+    @property
+    def details(self) -> str:
+        """The same, and every candidate that was rejected."""
+        rejected = (f"{'':<7} not {entry.tile}: {entry.reason}" for entry in self.rejected)
+        return "\n".join((str(self), *rejected))
+
+    def _runner_up(self, reason: str) -> str:
+        """Of the tiles that are taken for no number of rows, the one that comes nearest to the best for some."""
+        slower = {entry.tile for entry in self.rejected if entry.reason == reason == SLOWER}
+        behind = [
+            (time, each.tile, entry) for entry in self.ranked for time, each in entry.tiles if each.tile in slower
+        ]
+        if not behind:
+            return ""
+        time, tile, entry = min(behind, key=lambda each: each[0] / each[2].tiles[0][0])
+        return f"; next {tile}, at m {entry.m} {time:.1f} us against {entry.tiles[0][0]:.1f}"
+
+
+ProductVariant = Variant[KernelSpec]
+PointwiseVariant = Variant[PointwiseSpec]
+ProductPlan = Plan[KernelSpec, Widths]
+PointwisePlan = Plan[PointwiseSpec, EpilogueWidths]
+AnyVariant = ProductVariant | PointwiseVariant
+AnyPlan = ProductPlan | PointwisePlan

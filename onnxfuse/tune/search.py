@@ -1,0 +1,168 @@
+"""Choosing by measurement: which forms of a site are worth timing, and what the times decide. Sees no GPU.
+
+For each distinct site and number of rows the plan's best few tiles, the form behind the product and the nodes as they
+were are timed side by side. The tier is the one that loses the least over all rows, if the estimates of architectures
+that are not at hand agree; within one kernel, each number of rows gets its fastest tile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.errors import NotFusable
+from onnxfuse.lowering.site import Form, Site
+from onnxfuse.progress import Progress
+from onnxfuse.schedule.kernel_family import AnyTile, Candidate
+from onnxfuse.schedule.kernel_spec import EXACT
+from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.strategy import Tier, Times, choose
+from onnxfuse.schedule.variant import ProductPlan, Ranked
+
+FEW = 4  # tiles of one kernel that are timed at each number of rows
+TUNED_M = (16, 64, 256, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M
+MIDDLE_FIRST = (1024, 64, 4096, 16, 256)  # in which order, for a budget that does not last
+
+LEFT_ALONE, BEHIND = Tier.LEFT_ALONE.value, Tier.BEHIND.value
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One site at one number of rows, to be timed in each of its forms; None stands for the nodes as they were."""
+
+    site: Site
+    m: int
+    forms: Mapping[str, Form | None]
+
+
+Timer = Callable[[Trial], Mapping[str, float]]
+"""Microseconds of each form, by its name; a form that does not run is missing."""
+
+
+def measure(
+    groups: Sequence[Sequence[Site]],
+    device: DeviceSpec,
+    timer: Timer,
+    budget: float | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[dict[int, Mapping[str, float]]]:
+    """Time each distinct site once, within a budget.
+
+    Args:
+        groups: sites that have equal times, together.
+        device: the architecture at hand.
+        timer: measures one trial.
+        budget: seconds; what does not fit is not measured. None means no limit.
+        progress: called after each trial.
+        clock: tells seconds.
+
+    Returns:
+        The times of each group by number of rows, and by form.
+    """
+    trials = [(index, trial) for index, trial in _breadth_first(groups, device)]
+    times: list[dict[int, Mapping[str, float]]] = [{} for _ in groups]
+    deadline = None if budget is None else clock() + budget
+    best = 1.0
+    for done, (index, trial) in enumerate(trials):
+        if deadline is not None and clock() >= deadline:
+            break
+        times[index][trial.m] = timer(trial)
+        best = max(best, gain(times[index][trial.m]))
+        if progress is not None:
+            progress(f"timing sites, best {best:.2f}x", done + 1, len(trials))
+    return times
+
+
+def _breadth_first(groups: Sequence[Sequence[Site]], device: DeviceSpec) -> Iterator[tuple[int, Trial]]:
+    """Every site at one number of rows before any site at a second, the most frequent site first."""
+    order = sorted(range(len(groups)), key=lambda index: -len(groups[index]))
+    queues = [(index, _trials(groups[index][0], device)) for index in order]
+    while queues:
+        queues = [(index, trials) for index, trials in queues if trials]
+        for index, trials in queues:
+            yield index, trials.pop(0)
+
+
+def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
+    if not site.plans:  # no kernel has the product in it: there is nothing to choose
+        return []
+    ranked = {entry.m: entry for entry in _plan_of(site, device).ranked}
+    rows = [m for m in MIDDLE_FIRST if m in ranked] if len(ranked) > 1 else list(ranked)
+    return [Trial(site, m, _forms(site, device, ranked[m])) for m in rows]
+
+
+def _plan_of(site: Site, device: DeviceSpec) -> ProductPlan:
+    return next(plan for plan in site.plans if plan.device == device)
+
+
+def _forms(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Form | None]:
+    plan = _plan_of(site, device)
+    forms: dict[str, Form | None] = {
+        str(entry.tile): replace(site.whole, plans=(replan(plan, [(ranked.m, entry)]),)) for entry in contenders(ranked)
+    }
+    if site.behind is not None:
+        plans = tuple(each for each in site.behind.plans if each.device == device)
+        forms[BEHIND] = replace(site.behind, plans=plans)
+    # ONNX Runtime multiplies fp32 in TF32, so it is no choice where exact products were asked for.
+    return forms if plan.variants[0].spec.math in EXACT else {**forms, LEFT_ALONE: None}
+
+
+def contenders(ranked: Ranked) -> list[Candidate]:
+    """The first few tiles by the estimate; of those that are alike, the first."""
+    distinct: dict[AnyTile, Candidate] = {}
+    for _, entry in ranked.tiles:
+        distinct.setdefault(entry.family.alike(entry.tile), entry)
+    return list(distinct.values())[:FEW]
+
+
+def gain(times: Mapping[str, float]) -> float:
+    """How many times as fast the best form is as the nodes as they were; 1 where that is not known."""
+    return times[LEFT_ALONE] / min(times.values()) if LEFT_ALONE in times else 1.0
+
+
+def tier_times(times: Mapping[str, float]) -> Times:
+    """The best time of each tier that ran."""
+    tiers = {BEHIND: Tier.BEHIND, LEFT_ALONE: Tier.LEFT_ALONE}
+    best: dict[Tier, float] = {}
+    for tier in Tier:  # in their order: the first of equals is taken
+        own = [value for name, value in times.items() if tiers.get(name, Tier.ONE_KERNEL) is tier]
+        if own:
+            best[tier] = min(own)
+    return best
+
+
+def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, float]]) -> Site:
+    """The site with the tier and the tiles that its times speak for; without times it stays as it is.
+
+    Raises:
+        NotFusable: `slower`, with the figures, where the nodes as they were win.
+    """
+    measured = [(m, each) for m, each in sorted(times.items()) if each]
+    if not measured:
+        return site
+    tier = choose({**site.estimates, device: [tier_times(each) for _, each in measured]})
+    figures = "; ".join(f"m={m}: {times_text(each)}" for m, each in measured)
+    if tier is Tier.LEFT_ALONE:
+        raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
+    plan = _plan_of(site, device)
+    tuned = replan(plan, [(m, _fastest(plan, m, each)) for m, each in measured if _tiles(plan, m, each)])
+    plans = tuple(tuned if each is plan else each for each in site.plans)
+    return replace(site, tier=tier, plans=plans if tier is Tier.ONE_KERNEL else site.plans, timings=figures)
+
+
+def times_text(times: Mapping[str, float]) -> str:
+    """`one kernel 22.8 us, left alone 106.3 us`: each tier's best."""
+    return ", ".join(f"{tier.value} {value:.1f} us" for tier, value in tier_times(times).items())
+
+
+def _tiles(plan: ProductPlan, m: int, times: Mapping[str, float]) -> list[tuple[float, Candidate]]:
+    """The tiles that were timed at m, with their times."""
+    ranked = next(entry for entry in plan.ranked if entry.m == m)
+    return [(times[str(entry.tile)], entry) for _, entry in ranked.tiles if str(entry.tile) in times]
+
+
+def _fastest(plan: ProductPlan, m: int, times: Mapping[str, float]) -> Candidate:
+    return min(_tiles(plan, m, times), key=lambda pair: pair[0])[1]

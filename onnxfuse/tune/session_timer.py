@@ -1,0 +1,138 @@
+"""A trial on the GPU: every form of a site compiled, put into models of its own, timed side by side, and remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from onnxfuse.analysis.axis_mapping import AxisMapping
+from onnxfuse.device import DeviceSpec
+from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgraph_id
+from onnxfuse.graph.rewrite import opsets_of
+from onnxfuse.ir.fusion import Fusion, Tensor
+from onnxfuse.kernels.emit import kernel_source
+from onnxfuse.lowering.packing import Kernels, compile_forms, pack_forms, replacement
+from onnxfuse.lowering.site import Form, Site
+from onnxfuse.runtime import driver
+from onnxfuse.runtime.session import onnxruntime
+from onnxfuse.runtime.timing import WEIGHT_SCALE, Port, copies_for, time_models
+from onnxfuse.schedule.variant import AnyVariant
+from onnxfuse.tune.search import Trial
+from onnxfuse.tune.timing_cache import Key, read_times, write_times
+
+
+def problem_of(site: Site) -> str:
+    """Equal for sites that have equal times: the same nodes, axes, sizes and types, whatever they are called."""
+    whole = replacement(site.whole, "")
+    return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _OF_THE_PROBLEM)])
+
+
+_OF_THE_PROBLEM = ("axes", "sizes", "problem", "in_types", "out_types")
+
+
+def group_sites(sites: Iterable[Site]) -> list[list[Site]]:
+    """Sites with equal times, together."""
+    groups: dict[str, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(problem_of(site), []).append(site)
+    return list(groups.values())
+
+
+def sizes_at(fusion: Fusion, mapping: AxisMapping, m: int) -> dict[str, int]:
+    """A size for every axis such that there are about m rows: the innermost unknown one takes what the others leave."""
+    sizes = {axis.name: axis.size for axis in fusion.axes}
+    unknown = [axis for axis in mapping.m if sizes[axis] is None]
+    known = math.prod(sizes[axis] or 1 for axis in mapping.m)
+    chosen = {unknown[-1]: max(m // known, 1)} if unknown else {}
+    return {axis: chosen.get(axis, size or 1) for axis, size in sizes.items()}
+
+
+@dataclass(frozen=True)
+class SessionTimer:
+    """Times trials in sessions of ONNX Runtime on the GPU; what was timed before comes from the cache."""
+
+    cache: Path | None
+
+    def __call__(self, trial: Trial) -> Mapping[str, float]:
+        """Microseconds of each form of the trial; one that fails to run has none.
+
+        Times are kept only where every form has one: what failed may have failed for a moment, as where a shared GPU
+        had no memory left.
+
+        Raises:
+            CompileError: NVRTC refused a kernel.
+            DeviceError: ONNX Runtime or the bridge does not load.
+        """
+        key = self._key(trial)
+        known = read_times(self.cache, key)
+        if known is not None:
+            return known
+        inputs, outputs = ports(trial)
+        copies = copies_for([*inputs, *outputs])
+        times = time_models(trial_models(trial, inputs, outputs, copies), inputs, outputs, copies)
+        if times.keys() == trial.forms.keys():
+            write_times(self.cache, key, times)
+        return times
+
+    def _key(self, trial: Trial) -> Key:
+        forms = {name: form for name, form in trial.forms.items() if form is not None}
+        return {
+            "gpu": driver.device_name(),
+            "driver": driver.driver_version(),
+            "onnxruntime": onnxruntime().__version__,
+            "onnxfuse": version("onnxfuse"),
+            "problem": problem_of(trial.site),
+            "m": trial.m,
+            "kernels": {name: [_digest(*pair) for pair in form.variants] for name, form in forms.items()},
+        }
+
+
+def trial_models(trial: Trial, inputs: Sequence[Port], outputs: Sequence[Port], copies: int) -> dict[str, bytes]:
+    """A model of each form, by its name."""
+    read, made = ([(port.name, port.element, port.shape) for port in each] for each in (inputs, outputs))
+    kernels = compile_forms(form for form in trial.forms.values() if form is not None)
+    models = {}
+    for name, form in trial.forms.items():
+        nodes, archive = _written(trial.site, form, kernels)
+        models[name] = site_model(opsets_of(trial.site.graph, nodes), nodes, read, made, copies, archive)
+    return models
+
+
+def _written(site: Site, form: Form | None, kernels: Kernels) -> tuple[list[Any], bytes]:
+    """The site's nodes in one form, and the kernels that they read."""
+    whole = replacement(site.whole, "")
+    if form is None:
+        return stock_nodes(whole), b""
+    archive, (kernel,) = pack_forms([form], kernels)
+    return fused_nodes(whole, replacement(form, kernel)), archive
+
+
+def _digest(device: DeviceSpec, variant: AnyVariant) -> str:
+    return hashlib.sha256(kernel_source(variant, device).encode()).hexdigest()
+
+
+def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
+    """What one copy of the trial's site reads and makes."""
+    fusion = trial.site.fusion
+    sizes = sizes_at(fusion, trial.site.mapping, trial.m)
+    weights = {rhs.name for rhs in fusion.rhs}
+    inputs = [
+        Port(f"x{index}", tensor.dtype.onnx, _shape(tensor, sizes), WEIGHT_SCALE if tensor.name in weights else 1.0)
+        for index, tensor in enumerate(fusion.inputs)
+    ]
+    return inputs, [
+        Port(f"y{index}", tensor.dtype.onnx, _shape(tensor, sizes)) for index, tensor in enumerate(fusion.outputs)
+    ]
+
+
+def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    shape = [math.prod(sizes[axis] for axis in dim) for dim in tensor.dims]
+    if tensor.wide is not None:
+        dimension, size = tensor.wide
+        shape[dimension] = size
+    return tuple(shape)

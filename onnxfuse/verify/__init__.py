@@ -1,0 +1,1 @@
+"""Whether a fused model computes what the original does."""

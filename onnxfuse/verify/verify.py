@@ -1,0 +1,251 @@
+"""Is the optimised model as good as the original? Both are compared with the same model in float64; see accuracy.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnxfuse.errors import DeviceError, ModelError
+from onnxfuse.graph.fused_nodes import uses_tf32
+from onnxfuse.graph.graph import load_model
+from onnxfuse.graph.input_facts import InputFacts, input_facts
+from onnxfuse.progress import Progress, counted, silent
+from onnxfuse.runtime.accuracy import OutputCheck, Value, check_output
+from onnxfuse.runtime.feeds import Array, InputSpec, input_specs, make_feeds
+from onnxfuse.runtime.kernel_check import KernelCheck, check_kernels
+from onnxfuse.runtime.ort_values import run as run_session
+from onnxfuse.runtime.session import CUDA, Provider, default_providers, open_session
+from onnxfuse.staging import scratch_folder
+from onnxfuse.verify.probe import Probe, fused_values, write_probed
+from onnxfuse.verify.reference_run import ReferenceRuns
+
+Feeds = Mapping[str, Array]
+Values = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """The verdict on one run.
+
+    Attributes:
+        shapes: the shape of each input.
+        outputs: one check for each output.
+        sites: one check for each value that a fused node makes, where these were asked for.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    outputs: tuple[OutputCheck, ...]
+    sites: tuple[OutputCheck, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output and site passed."""
+        return all(check.passed for check in (*self.outputs, *self.sites))
+
+    def to_dict(self) -> dict[str, Any]:
+        """This run in what `--json` prints; None for what was not measured or is not finite."""
+        outputs, sites = (
+            [{**_plain(asdict(check)), "passed": check.passed} for check in checks]
+            for checks in (self.outputs, self.sites)
+        )
+        return {"passed": self.passed, "shapes": self.shapes, "outputs": outputs, "sites": sites}
+
+    def __str__(self) -> str:
+        inputs = "  ".join(f"{name}[{', '.join(map(str, shape))}]" for name, shape in self.shapes.items())
+        return "\n".join([inputs, *map(str, self.outputs), *(f"site {check}" for check in self.sites)])
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity: an error in ulp of a zero, or one between the ends of float64, is none that it can say."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The verdict on a model.
+
+    Attributes:
+        provider: the ONNX Runtime execution provider that ran both models.
+        runs: one verdict for each run.
+        kept: how many nodes of the reference do not run in float64, by operator and type: `LSTM in float32`.
+        kernels: what was found in the fused nodes' kernels where none could run; None where they ran, or none is there.
+    """
+
+    provider: str
+    runs: tuple[RunCheck, ...]
+    kept: dict[str, int] = field(default_factory=dict)
+    kernels: KernelCheck | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every run passed, and the kernels where they were looked at."""
+        return all(run.passed for run in self.runs) and (self.kernels is None or self.kernels.passed)
+
+    @property
+    def outputs(self) -> tuple[OutputCheck, ...]:
+        """The checks of all runs' outputs."""
+        return tuple(output for run in self.runs for output in run.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        runs = [run.to_dict() for run in self.runs]
+        return {
+            "passed": self.passed,
+            "provider": self.provider,
+            "not_in_float64": self.kept,
+            "kernels": self.kernels and self.kernels.to_dict(),
+            "runs": runs,
+        }
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        if self.passed and self.kernels is not None:
+            verdict += ": the original nodes agree; no kernel was run, for there is no GPU"
+        kept = ", ".join(f"{what} ({count})" for what, count in self.kept.items())
+        notes = [f"reference in float64, except for {kept}"] if kept else []
+        notes += [str(self.kernels)] if self.kernels else []
+        return "\n".join([*(f"{self.provider}  {run}" for run in self.runs), *notes, f"verify {verdict}"])
+
+
+def verify(
+    original: Path,
+    optimized: Path,
+    *,
+    inputs: Feeds | Sequence[Feeds] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+    seed: int = 0,
+    runs: int = 1,
+    per_site: bool = False,
+    session_options: Any = None,
+    require_gpu: bool = False,
+    progress: Progress = silent,
+) -> VerifyResult:
+    """Run both models in ONNX Runtime, on CUDA where it is usable, and judge the optimised one.
+
+    Without CUDA the fused nodes' original nodes run, and the kernels are looked at instead: whether they are in the
+    file, and what they claim to be.
+
+    The sessions live one after the other, so memory holds one model at a time. Where fused nodes multiply in TF32 on
+    CUDA, a second reference tells how much that may change, and takes the time of the first once more.
+
+    Args:
+        original: the model before.
+        optimized: the model after.
+        inputs: an array for each input, by name, or several such runs; random ones by default.
+        shapes: shapes of random inputs, by name.
+        sizes: sizes of dynamic axes, by symbol; run i takes the i-th of each, and there are as many runs as sizes.
+        seed: of the first run's random inputs; the next runs' are the next ones.
+        runs: how many random runs, at least.
+        per_site: compare what each fused node makes as well.
+        session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
+        require_gpu: refuse to judge where no kernel can run.
+        progress: called with what is being done, how much is done, and how much there is.
+
+    Raises:
+        ModelError: a model cannot be run, or the inputs do not fit it, or the models have different outputs.
+        SettingError: a shape or size is given for something that the model does not have.
+        DeviceError: ONNX Runtime is missing; or a GPU is, and is required.
+    """
+    original, optimized, providers = Path(original), Path(optimized), default_providers()
+    if require_gpu and providers[0] != CUDA:
+        raise DeviceError("no CUDA device is usable by ONNX Runtime, so no kernel can run; --require-gpu asks for one")
+    with scratch_folder() as folder:
+        probes = fused_values(original, optimized) if per_site else []
+        paths = _Paths.make(original, optimized, probes, folder)
+        session = open_session(paths.original, providers, session_options)
+        facts = input_facts(load_model(original))
+        feeds = list(_feeds(input_specs(session, facts), facts, inputs, shapes, sizes or {}, seed, runs))
+        names = [output.name for output in session.get_outputs()]
+        each = counted("running the original", feeds, progress)
+        before = [run_session(session, original, feed, _hint(feed) if inputs is None else "") for feed in each]
+        del session  # before the next model is loaded
+        after = _run(paths.optimized, optimized, (original, names), providers, session_options, feeds, progress)
+        reference = ReferenceRuns(paths.original, original, session_options)
+        exact = reference.run(feeds, progress)
+        tf32 = providers[0] == CUDA and uses_tf32(optimized)
+        rounded = reference.run(feeds, progress, tf32) if tf32 else [{} for _ in feeds]
+    checked = (_check_run(*values, probes) for values in zip(feeds, before, after, exact, rounded, strict=True))
+    kernels = None if providers[0] == CUDA else check_kernels(optimized, progress)
+    return VerifyResult(str(providers[0]), tuple(checked), reference.kept, kernels)
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """The files that are run: the models themselves, or copies with more outputs."""
+
+    original: Path
+    optimized: Path
+
+    @staticmethod
+    def make(original: Path, optimized: Path, probes: Sequence[Probe], folder: Path) -> _Paths:
+        if not probes:
+            return _Paths(original, optimized)
+        return _Paths(
+            write_probed(original, probes, folder / "original.onnx"),
+            write_probed(optimized, probes, folder / "optimized.onnx"),
+        )
+
+
+def _feeds(
+    specs: Sequence[InputSpec],
+    facts: InputFacts,
+    inputs: Feeds | Sequence[Feeds] | None,
+    shapes: Mapping[str, Sequence[int]] | None,
+    sizes: Mapping[str, Sequence[int]],
+    seed: int,
+    runs: int,
+) -> Iterator[dict[str, Array]]:
+    """The inputs of each run, checked."""
+    if inputs is not None:
+        for given in [inputs] if isinstance(inputs, Mapping) else inputs:
+            yield make_feeds(specs, given, shapes)
+        return
+    for run in range(max(runs, *map(len, sizes.values()), 1)):
+        symbols = {symbol: several[run % len(several)] for symbol, several in sizes.items()}
+        yield make_feeds(specs, None, shapes, seed + run, symbols, facts.sizes)
+
+
+def _check_run(
+    feed: Feeds, before: Values, after: Values, exact: Values, rounded: Values, probes: Sequence[Probe]
+) -> RunCheck:
+    compared = (name for name in before if name in after and name in exact)  # else a length differs, which is compared
+    checks = {name: check_output(name, before[name], after[name], exact[name], rounded.get(name)) for name in compared}
+    added = {probe.name for probe in probes if not probe.is_output}
+    shapes = {name: array.shape for name, array in feed.items()}
+    outputs = tuple(check for name, check in checks.items() if name not in added)
+    return RunCheck(shapes, outputs, tuple(checks[probe.name] for probe in probes))
+
+
+def _run(
+    path: Path,
+    label: Path,
+    original: tuple[Path, Sequence[str]],
+    providers: Sequence[Provider],
+    session_options: Any,
+    feeds: Sequence[Feeds],
+    progress: Progress,
+) -> list[dict[str, Value]]:
+    """The optimised model's runs, once its outputs and inputs are those of the original."""
+    session = open_session(path, providers, session_options)
+    specs = input_specs(session)
+    try:
+        checked = [make_feeds(specs, feed) for feed in feeds]
+    except ModelError as error:
+        raise ModelError(f"{label}: the original's inputs do not fit: {error}") from error
+    names = [output.name for output in session.get_outputs()]
+    if set(names) != set(original[1]):
+        texts = ", ".join(names), ", ".join(original[1])
+        raise ModelError(f"{label}: its outputs are {texts[0]}; those of {original[0]} are {texts[1]}")
+    return [run_session(session, label, feed) for feed in counted("running the optimised model", checked, progress)]
+
+
+def _hint(feeds: Feeds) -> str:
+    """What to do about sizes that were guessed."""
+    used = ", ".join(f"{name} [{', '.join(map(str, array.shape))}]" for name, array in feeds.items())
+    return f"; give the sizes that it accepts with --shape NAME=2,77,768 (tried {used})"

@@ -1,0 +1,101 @@
+"""The documentation is what the code does: links, tables and figures are compared."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import onnxfuse
+from tests.perf import document
+from tests.tools import versions
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/perf/*.md"), *ROOT.glob("models/*.md")])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"`((?:onnxfuse|tests|docs|results|samples)/[\w/.-]+)`", text):
+        assert (ROOT / name).exists() or "NAME" in name, name
+    for module in re.findall(r"python -m (tests(?:\.\w+)+)", text):
+        assert importlib.util.find_spec(module), module
+
+
+def test_the_figures_are_those_of_the_committed_results() -> None:
+    assert document.TARGET.read_text() == document.document(), "run `python -m tests.perf.document`"
+
+
+def test_every_module_has_its_stage() -> None:
+    """Leaves and what only presents results need no row; everything on a model's way has one."""
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    aside = {
+        "__init__",
+        "__main__",
+        "cli",
+        "device",
+        "dtypes",
+        "errors",
+        "limits",
+        "pipeline",
+        "progress",
+        "selection",
+        "settings",
+        "staging",
+        "terminal",
+        "triton_server",
+    }
+    for path in (ROOT / "onnxfuse").glob("*.py"):
+        assert path.stem in aside or f"`{path.name}`" in text, path.name
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    rows = re.findall(
+        r"^\| [^|]+ \| ([\d.]+) \| `(\w+)` in `([\w/.]+)` \|$", (ROOT / "docs/limits.md").read_text(), re.M
+    )
+    assert len(rows) == 11
+    for value, name, path in rows:
+        module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        assert str(getattr(module, name)) == value, name
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert onnxfuse.__version__ == PROJECT["version"]
+    sources = [path.read_text() for path in (ROOT / "onnxfuse").rglob("*.py")]
+    texts = [node.value for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    assert PROJECT["version"] not in texts
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_supported_versions_of_onnxruntime_are_said_once_everywhere() -> None:
+    newest = versions.NEWEST[0]
+    minors = [int(version.split(".")[1]) for version in versions.NEWEST]
+    assert minors == list(range(minors[0], minors[-1] - 1, -1)), "no minor version is left out"
+    assert len(minors) >= 3
+    assert versions.NEWEST[-1] == versions.OLDEST
+    for extra in ("cpu", "gpu"):
+        assert PROJECT["optional-dependencies"][extra][0].endswith(f">={versions.OLDEST}")
+    assert f"ONNX Runtime {versions.OLDEST} to {newest}" in (ROOT / "README.md").read_text()
+    assert f"ONNX Runtime {versions.OLDEST} to {newest}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_one_command_sets_up_and_one_checks() -> None:
+    text, script = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    assert "pip install -e '.[cpu,dev]'" in text
+    for part in ("ruff check .", "ruff format --check .", "mypy", "python -m tests.tools.versions", "pytest -n auto"):
+        assert part in script
+        assert f"`{part}`" in text.replace("\n", " ")

@@ -1,0 +1,81 @@
+"""A fused file has the original's bits without the bridge, whatever ONNX Runtime's optimiser makes of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model
+from tests.helpers import corpus
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import Builder
+from tests.tools.sweep import rewritten
+
+LEVELS = ["ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"]  # tests.tools.sweep runs every model without any
+TINY = sorted(key for key in corpus.manifest() if key.startswith("tiny"))
+# docs/limits.md says what these have in common.
+OTHERWISE = {
+    "tiny/ff_gelu_approximate.tiny.dynamo.op20.fp16.dynamic.onnx": "where fp16 is rounded",
+    "tiny/gpt2.tiny.dynamo.op20.fp32.dynamic.definit.onnx": "a shape that the exporter wrote down",
+    "tiny/gpt2.tiny.dynamo.op20.fp32.dynamic.onnx": "a shape that the exporter wrote down",
+    "tiny/sd15_unet_mini.tiny.dynamo.op20.fp32.dynamic.definit.onnx": "a shape that the exporter wrote down",
+    "tiny/sd15_unet_mini.tiny.dynamo.op20.fp32.dynamic.onnx": "a shape that the exporter wrote down",
+}
+
+
+def outputs(model: bytes, level: str, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+def fused(model: onnx.ModelProto) -> bytes:
+    return rewritten(analyse_model(model, resolve("sm_90a", list))).SerializeToString()
+
+
+def distance(left: list[np.ndarray], right: list[np.ndarray]) -> float:
+    """The largest difference, relative to the largest magnitude of its output."""
+    pairs = [[each.astype(np.float64) for each in pair] for pair in zip(left, right, strict=True)]
+    return max(float(np.max(np.abs(x - y), initial=0) / np.max(np.abs(x), initial=1e-30)) for x, y in pairs)
+
+
+@pytest.mark.parametrize("key", TINY)
+def test_the_corpus_keeps_its_bits_at_every_level(key: str) -> None:
+    model, feed = corpus.materialize(key), corpus.feed(key, 0)
+    before, after = model.SerializeToString(), fused(model)
+    plain = outputs(before, "ORT_DISABLE_ALL", feed)
+    for level in LEVELS:
+        expected, actual = outputs(before, level, feed), outputs(after, level, feed)
+        same = all(x.tobytes() == y.tobytes() for x, y in zip(expected, actual, strict=True))
+        # Elsewhere the optimiser moves bits itself; a fused file differs by no more than twice that, or one rounding.
+        moved = max(2 * distance(expected, plain), float(np.finfo(expected[0].dtype).eps))
+        assert same or (key in OTHERWISE and distance(expected, actual) <= moved), level
+
+
+def scaled_by_its_width(b: Builder, elsewhere: bool) -> str:
+    """Scores scaled by the width of the heads, which the graph reads from a shape, as exporters write attention."""
+    x, y = (b.input(name, ("batch", "rows", 8)) for name in "xy")
+    query, key = (b("MatMul", t, b.array(draw(8, 8, seed=seed), f"w{seed}")) for seed, t in enumerate((x, y)))
+    heads = [b("Reshape", t, b.integers(0, -1, 2, 4)) for t in (query, key)]
+    query, key = (b("Transpose", t, perm=[0, 2, 1, 3]) for t in heads)
+    width = b("Gather", b("Shape", query if elsewhere else key), b.scalar(3))
+    scale = b("Sqrt", b("Div", b.array(1.0), b("Sqrt", b("Cast", width, to=1))))
+    return b("Softmax", b("MatMul", query, b("Mul", b("Transpose", key, perm=[0, 1, 3, 2]), scale)))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_number_that_the_model_computes_stays_computed(elsewhere: bool) -> None:
+    """A scale from the shape of the product itself, or of a tensor that its fused node does not see."""
+    b = Builder(opset=17)
+    model = b.model(scaled_by_its_width(b, elsewhere))
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    assert any("0.707" in str(site.fusion) for site in analysis.sites), "the scale is no constant of a kernel"
+    feed = {name: draw(2, 5, 8, seed=seed).astype(np.float32) for seed, name in enumerate("xy")}
+    for level in ("ORT_DISABLE_ALL", *LEVELS):
+        expected, actual = (outputs(each, level, feed) for each in (model.SerializeToString(), fused(model)))
+        assert expected[0].tobytes() == actual[0].tobytes(), level

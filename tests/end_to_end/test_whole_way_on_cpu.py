@@ -1,0 +1,329 @@
+"""From a graph to the numbers, without a GPU: match, plan and emit; the bridge's arguments; the kernel on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import ModelProto, numpy_helper
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.kernels.emit import kernel_entry, kernel_source
+from onnxfuse.lowering.packing import node_attributes
+from onnxfuse.lowering.site import Form
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule.kernel_spec import Tile
+from onnxfuse.schedule.pointwise import POINTWISE
+from onnxfuse.schedule.pointwise_tile import PointwiseTile
+from onnxfuse.schedule.portable import PORTABLE
+from onnxfuse.schedule.variant import AnyVariant
+from tests.helpers.bridge_hooks import Arguments, Node, bridge
+from tests.helpers.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
+from tests.helpers.onnx_build import BOOL, Builder
+from tests.ir.test_epilogue_only import REPEATED
+from tests.kernels.test_portable_on_cpu import Range, build_source
+from tests.patterns.test_products import feed_of
+
+SM_80 = ARCHITECTURES["sm_80"]
+TILES = {4: Tile(16, 16, 16, 1, 1, 2), 2: Tile(16, 16, 32, 1, 1, 2)}  # by the size of an element
+
+
+def packed_gate_read_elsewhere(b: Builder) -> list[str]:
+    """Stores the gate, its first half and, range by range, the whole product."""
+    t = linear(b)
+    first, second = split_num_outputs(b, t)
+    return [b("Concat", gate(b, first, second), first, t, axis=2)]
+
+
+def dual_gate(b: Builder) -> list[str]:
+    x = b.input("x", ("batch", "rows", K))
+    halves = [b("MatMul", x, b.array(draw(K, N, seed=seed), f"weight{seed}")) for seed in range(2)]
+    return [b("Mul", silu(b, halves[0]), halves[1])]
+
+
+def dual_gate_of_gemms(b: Builder) -> list[str]:
+    x = b.input("x", ("rows", K))
+    halves = [
+        b("Gemm", x, b.array(draw(N, K, seed=seed), f"w{seed}"), b.array(draw(N, seed=seed), f"b{seed}"), transB=1)
+        for seed in range(2)
+    ]
+    return [b("Mul", b("Gelu", halves[0]), halves[1]), halves[1]]
+
+
+def two_residuals(b: Builder) -> list[str]:
+    t = b("Mul", linear(b), b.array(draw(N, seed=3), "scale"))
+    first, second = b.input("first", ("batch", "rows", N)), b.input("second", ("rows", N))
+    return [b("Add", second, b("Add", t, first))]
+
+
+def adaptive_scale(b: Builder) -> list[str]:
+    t, scale = linear(b), b.input("scale", ("batch", 1, N))
+    return [b("Add", b("Mul", scale, t), b.input("residual", ("batch", "rows", N)))]
+
+
+def third_of_a_wider_split(b: Builder) -> list[str]:
+    qkv, packed = b("Split", linear(b, n=12), b.integers(4, 8), outputs=2, axis=-1)
+    return [b("Softmax", qkv), gate(b, *b("Split", packed, outputs=2, axis=-1, num_outputs=2))]
+
+
+def four_outputs(b: Builder) -> list[str]:
+    values = [linear(b)]
+    for _ in range(3):
+        values.append(b("Tanh", values[-1]))
+    return values
+
+
+def masked_scores(b: Builder) -> list[str]:
+    """Attention's scores: rhs of each batch and head, a mask that the heads of a batch share."""
+    q, k = b.input("q", ("batch", 3, "rows", K)), b.input("keys", ("batch", 3, "rows", K))
+    scores = b("MatMul", q, b("Transpose", k, perm=(0, 1, 3, 2)))
+    return [b("Add", b("Mul", scores, b.array(0.5)), b.input("mask", ("batch", 1, "rows", "rows")))]
+
+
+def padded_scores(b: Builder) -> list[str]:
+    q, k = b.input("q", ("batch", 3, "rows", K)), b.input("keys", ("batch", 3, K, "rows"))
+    return [b("Add", b("MatMul", q, k), b.input("mask", ("batch", 1, 1, "rows")))]
+
+
+def merged_heads(b: Builder) -> list[str]:
+    """P times V with the heads behind the rows; k is as dynamic as m."""
+    p, v = b.input("p", ("batch", 3, "rows", "rows")), b.input("values", ("batch", 3, "rows", K))
+    t = b("Transpose", b("MatMul", p, v), perm=(0, 2, 1, 3))
+    return [b("Reshape", t, b.integers(0, 0, 3 * K))]
+
+
+def grouped_scores(b: Builder) -> list[str]:
+    """Two heads of queries for each head of keys."""
+    q, k = b.input("q", ("batch", 6, "rows", K)), b.input("keys", ("batch", 3, "rows", K))
+    sizes = [b("Gather", b("Shape", k), b.integers(index)) for index in (0, 2)]
+    wide = b("Concat", sizes[0], b.integers(3, 2), sizes[1], b.integers(K), axis=0)
+    whole = b("Concat", sizes[0], b.integers(6), sizes[1], b.integers(K), axis=0)
+    repeated = b("Reshape", b("Expand", b("Unsqueeze", k, b.integers(2)), wide), whole)
+    scores = b("MatMul", q, b("Transpose", repeated, perm=(0, 1, 3, 2)))
+    return [b("Add", scores, b.input("mask", ("batch", 1, "rows", "rows")))]
+
+
+def constant_left(b: Builder) -> list[str]:
+    t = b("MatMul", b.array(draw(N, K), "weight"), b.input("x", ("batch", K, "rows")))
+    t = b("Relu", b("Add", t, b.array(draw(N, 1, seed=1), "bias")))
+    return [b("Transpose", t, perm=(0, 2, 1))]
+
+
+def image(b: Builder) -> list[str]:
+    """A pointwise convolution of images: the weight is the lhs, its bias a column."""
+    x, weight = b.input("x", ("batch", K, "rows", 4)), b.array(draw(N, K, 1, 1), "weight")
+    t = b("Conv", x, weight, b.array(draw(N, seed=1), "bias"), kernel_shape=[1, 1])
+    return [b("Add", b("Relu", t), b.input("residual", ("batch", N, "rows", 4)))]
+
+
+def image_from_rows(b: Builder) -> list[str]:
+    x = b("Transpose", b.input("x", ("batch", "rows", 4, K)), perm=(0, 3, 1, 2))
+    t = b("Conv", x, b.array(draw(N, K, 1, 1), "weight"), b.array(draw(N, seed=1), "bias"), kernel_shape=[1, 1])
+    return [b("Reshape", b("Transpose", b("Relu", t), perm=(0, 2, 3, 1)), b.integers(0, -1, N))]
+
+
+def causal_scores(b: Builder) -> list[str]:
+    q, k = b.input("q", ("batch", 3, "rows", K)), b.input("keys", ("batch", 3, "rows", K))
+    scores = b("Mul", b("MatMul", q, b("Transpose", k, perm=(0, 1, 3, 2))), b.array(0.5))
+    return [b("Where", b.input("mask", ("batch", 1, "rows", "rows"), BOOL), scores, b.array(-np.inf))]
+
+
+def padding_fills_scores(b: Builder) -> list[str]:
+    q, k = b.input("q", ("batch", 3, "rows", K)), b.input("keys", ("batch", 3, K, "rows"))
+    lowest = b.array(np.finfo(np.float32).min)
+    return [b("Where", b.input("padding", ("batch", 1, 1, "rows"), BOOL), lowest, b("MatMul", q, k))]
+
+
+def masks_of_every_kind(b: Builder) -> list[str]:
+    """A stored row, a column, a scalar and a tile choose among the value, a tensor and numbers."""
+    t = linear(b)
+    t = b("Where", b.mask(draw(N, seed=5) > 0, "stored"), t, b("Tanh", t))
+    t = b("Where", b.input("column", ("rows", 1), BOOL), b.array(-65504.0), t)
+    t = b("Where", b.input("scalar", (), BOOL), t, b.input("other", ("batch", "rows", N)))
+    return [b("Where", b.input("tile", ("rows", N), BOOL), b("Neg", t), t)]
+
+
+def turned_mask(b: Builder) -> list[str]:
+    """Masks that lie as the transposed product does."""
+    t = b("Transpose", linear(b), perm=(0, 2, 1))
+    t = b("Where", b.input("mask", ("batch", N, "rows"), BOOL), t, b.array(0.0))
+    return [b("Where", b.mask(draw(N, 1, seed=6) > 0, "stored"), b.array(-np.inf), t)]
+
+
+def masked_gate(b: Builder) -> list[str]:
+    t = gate(b, *split_num_outputs(b, b("Where", b.mask(draw(N, seed=7) > 0, "stored"), linear(b), b.array(0.25))))
+    return [b("Where", b.input("mask", ("batch", 1, 1), BOOL), t, b.array(-1.0))]
+
+
+def heads_of_siblings(b: Builder) -> list[str]:
+    """q, k and v of one input; k lies with its rows contiguous."""
+    x, heads = b.input("x", ("batch", "rows", K)), []
+    for seed, perm in enumerate(((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))):
+        t = b(
+            "Add", b("MatMul", x, b.array(draw(K, N, seed=seed), f"w{seed}")), b.array(draw(N, seed=seed), f"b{seed}")
+        )
+        heads.append(b("Transpose", b("Reshape", t, b.integers(0, 0, 2, N // 2)), perm=perm))
+    heads[0] = b("Mul", heads[0], b.input("scale", (1,)))
+    return heads
+
+
+def window(b: Builder) -> list[str]:
+    """Columns that are no part of the product: q of grouped queries."""
+    t = b("Slice", linear(b, n=14), *map(b.integers, (3, 3 + N, 2)))
+    return [b("Transpose", b("Reshape", t, b.integers(0, 0, 2, N // 2)), perm=(0, 2, 1, 3))]
+
+
+def window_of_rows(b: Builder) -> list[str]:
+    """The same of a weight [n, k], and of a tile."""
+    x, residual = b.input("x", ("rows", K)), b.input("residual", ("rows", 14))
+    t = b("Add", b("Gemm", x, b.array(draw(14, K), "weight"), transB=1), residual)
+    return [b("Tanh", b("Slice", t, *map(b.integers, (5, 5 + N, 1))))]
+
+
+GRAPHS = [
+    packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
+    four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
+    causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate, heads_of_siblings,
+    window, window_of_rows,
+]  # fmt: skip
+
+
+def feeds(model: ModelProto) -> dict[str, np.ndarray]:
+    sizes = {"batch": 2, "rows": 5}
+    made = {}
+    for value in model.graph.input:
+        shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
+        numbers = draw(*shape, seed=len(value.name))
+        is_mask = value.type.tensor_type.elem_type == BOOL
+        made[value.name] = np.asarray(numbers > 0 if is_mask else numbers, np.bool_ if is_mask else np.float32)
+    return made
+
+
+def small(variant: AnyVariant) -> AnyVariant:
+    """The planned kernel with a tile that these sizes fill more than once."""
+    if variant.family is POINTWISE:
+        span = variant.tile.span
+        return replace(variant, tile=PointwiseTile(8, 32 * span, span))
+    variant = replace(variant, family=PORTABLE, tile=TILES[variant.spec.dtype.bytes])
+    assert PORTABLE.why_not(variant.spec, variant.tile, ARCHITECTURES["sm_90a"]) is None
+    return variant
+
+
+def launch(variant: AnyVariant, arguments: Arguments, arrays: list[np.ndarray], inputs: int, folder: Path) -> None:
+    ranges = (Range * len(arrays))(
+        *(Range(array.ctypes.data, array.nbytes, index >= inputs) for index, array in enumerate(arrays))
+    )
+    tile = variant.tile
+    tiles = math.ceil(arguments.m / tile.block_m) * math.ceil(arguments.n / tile.block_n)
+    conflicts = ctypes.c_int()
+    library = build_source(kernel_source(variant, SM_80), kernel_entry(variant), folder)
+    failure = library.emulate(
+        ctypes.byref(arguments), tiles, arguments.batch, tile.threads, 0, ranges, len(arrays), ctypes.byref(conflicts)
+    )
+    assert failure == b""
+
+
+def misaligned(array: np.ndarray) -> np.ndarray:
+    """A copy one element behind a 16-byte boundary: only accesses of single elements reach it."""
+    memory = np.zeros(array.nbytes + 32, np.uint8)
+    start = -memory.ctypes.data % 16 + array.itemsize
+    copy = memory[start:][: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def compute(form: Form, values: dict[str, np.ndarray], folder: Path, variant: int = -1) -> list[np.ndarray]:
+    """What the bridge and the kernel make of a form's inputs; by default the last kernel, of misaligned tensors."""
+    attributes = node_attributes(form, "ab12")
+    fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
+    node = Node(**{name: attributes[name] for name in fields})
+    lie = misaligned if variant == -1 else np.ascontiguousarray
+    arrays = [lie(values[tensor.name]) for tensor in form.fusion.inputs]
+    shapes = [array.shape for array in arrays]
+    made = zip(form.fusion.outputs, bridge().arguments(node, shapes)[1], strict=True)
+    outs = [lie(np.full(shape, np.nan, tensor.dtype.numpy)) for tensor, shape in made]
+    arguments, _ = bridge().arguments(
+        node,
+        shapes,
+        element_bytes=[tensor.dtype.bytes for tensor in form.fusion.inputs],
+        inputs=[array.ctypes.data for array in arrays],
+        outputs=[out.ctypes.data for out in outs],
+    )
+    launch(small(form.plans[0].variants[variant]), arguments, [*arrays, *outs], len(arrays), folder)
+    return outs
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_kernel_computes_what_the_graph_computes(graph, behind: bool, tmp_path: Path) -> None:
+    b = Builder()
+    model = b.model(*graph(b))
+    (site,) = analyse_model(model, [SM_80], fp32="tf32" if behind else "exact").sites
+    form = site.behind if behind else site.whole
+    if form is None:
+        pytest.skip("no second tier")
+    feed = feeds(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    values = stored | feed | run_inputs(model, form.fusion, feed)
+    actual = compute(form, values, tmp_path)
+    expected = run_values(model, [tensor.name for tensor in form.fusion.outputs], feed)
+    for wanted, found in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("graph", REPEATED, ids=lambda graph: graph.__name__)
+@pytest.mark.parametrize("variant", [0, -1])
+def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None:
+    b = Builder()
+    model = b.model(graph(b))
+    (site,) = analyse_model(model, [SM_80]).sites
+    feed = feed_of(model, batch=2, height=3, width=4, length=8)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    values = stored | feed | run_inputs(model, site.form.fusion, feed)
+    (actual,) = compute(site.form, values, tmp_path, variant)
+    (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("order", ["kn", "nk"])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 8), (8, 1), (2, 3), (4, 8), (1, 12)])
+def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_path: Path) -> None:
+    """An axis of size 1 is contiguous in any layout: width and order of the weight must mean the same axis."""
+    b = Builder()
+    x, weight = b.input("x", ("rows", k)), draw(k, 2 * n, seed=k)
+    t = b("MatMul", x, b.array(weight)) if order == "kn" else b("Gemm", x, b.array(weight.T.copy()), transB=1)
+    first, second = b("Split", t, outputs=2, axis=-1, num_outputs=2)
+    model = b.model(b("Mul", first, b("Sigmoid", second)))
+    (site,) = analyse_model(model, [SM_80], fp32="exact").sites
+    feed = {"x": draw(8, k, seed=n).astype(np.float32)}
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    (actual,) = compute(site.whole, stored | feed, tmp_path, variant=0)
+    (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (1, 48), (32, 1), (1, 1), (2, 32, 48), (2, 1, 48)], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_widest_kernel_reads_masks(shape: tuple[int, ...], turned: bool, behind: bool, tmp_path: Path) -> None:
+    """16 elements at a time, also where rows are contiguous; other tensors of the epilogue by fours."""
+    b = Builder()
+    t = b("MatMul", b.input("x", (2, 32, 8)), b.array(draw(8, 48), "weight"))
+    if turned:
+        t, shape = b("Transpose", t, perm=(0, 2, 1)), (*shape[:-2], *shape[-2:][::-1])
+    mask = b.input("mask", shape, BOOL)
+    model = b.model(
+        b("Where", mask, b("Add", t, b.input("residual", (2, 48, 32) if turned else (2, 32, 48))), b.array(-np.inf))
+    )
+    (site,) = analyse_model(model, [SM_80], fp32="tf32" if behind else "exact").sites
+    form = site.behind if behind else site.whole
+    assert form is not None
+    feed = feeds(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    (actual,) = compute(form, stored | feed | run_inputs(model, form.fusion, feed), tmp_path, variant=0)
+    (expected,) = run_values(model, [form.fusion.outputs[0].name], feed)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)

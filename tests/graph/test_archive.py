@@ -1,0 +1,149 @@
+"""The archive: what is packed comes back, and nothing else is ever read."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnxfuse.errors import ModelError
+from onnxfuse.graph.archive import ALIGNMENTS, Flavour, Mapped, Record, TensorMap, pack, unpack
+from tests.tools import fuzz_archive
+from tests.tools.fuzz_archive import RECORD
+
+alignments = st.sampled_from(ALIGNMENTS)
+low_and_high = st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(sorted)
+
+
+sides = st.integers(1, 256)
+tensor_maps = st.builds(
+    TensorMap, st.sampled_from(list(Mapped)), st.just(0), st.booleans(), st.sampled_from((0, 32, 64, 128)), sides, sides
+)
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    min_m, max_m = draw(low_and_high)
+    product = draw(st.one_of(st.just((0, 0)), st.tuples(alignments, alignments)))
+    maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
+    loads = draw(st.lists(alignments, max_size=12))
+    outs = draw(st.lists(alignments, min_size=1, max_size=4))
+    there = (
+        ([0, 1] if product[0] else [])
+        + [2 + load for load in range(len(loads))]
+        + [2 + 12 + out for out in range(len(outs))]
+    )
+    return Record(
+        kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
+        entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
+        capability=draw(st.sampled_from((80, 86, 89, 90, 100, 120))),
+        flavour=draw(st.sampled_from(list(Flavour))),
+        min_m=min_m,
+        max_m=max_m,
+        block_m=draw(st.integers(1, 2**16)),
+        block_n=draw(st.integers(1, 2**16)),
+        threads=draw(st.integers(1, 1024)),
+        shared_bytes=draw(st.integers(0, 2**20)),
+        lhs_alignment=product[0],
+        rhs_alignment=product[1],
+        load_alignments=tuple(loads),
+        out_alignments=tuple(outs),
+        image=draw(st.binary(min_size=1, max_size=200)),
+        cluster=draw(st.integers(0, 16)),
+        maps=tuple(maps),
+        two_levels=draw(st.integers(0, 2**36 - 1)),
+        turned=sum(1 << tensor for tensor in draw(st.sets(st.sampled_from(there)))),
+    )
+
+
+@given(st.lists(records(), max_size=5))
+def test_round_trip(given_records: list[Record]) -> None:
+    assert unpack(pack(given_records)) == tuple(given_records)
+
+
+def test_an_empty_archive_is_an_archive() -> None:
+    assert unpack(pack([])) == ()
+
+
+def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
+    image = bytes(range(256)) * 40
+    one = dataclasses.replace(RECORD, image=image)
+    many = [dataclasses.replace(one, min_m=index) for index in range(8)]
+    assert pack(many) == pack(list(many))
+    assert len(pack(many)) == len(pack([one])) + 7 * 256
+    assert {record.image for record in unpack(pack(many))} == {image}
+
+
+def test_every_truncation_is_found() -> None:
+    data = pack([RECORD, dataclasses.replace(RECORD, image=b"second")])
+    for size in range(len(data)):
+        with pytest.raises(ModelError, match="optimize the original again"):
+            unpack(data[:size])
+    with pytest.raises(ModelError):
+        unpack(data + b"\0")
+
+
+def test_every_flipped_bit_is_found() -> None:
+    data = pack([RECORD])
+    for position in range(len(data)):
+        for bit in range(8):
+            altered = bytearray(data)
+            altered[position] ^= 1 << bit
+            with pytest.raises(ModelError):
+                unpack(bytes(altered))
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=600))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(ModelError):
+        unpack(data)
+
+
+@settings(max_examples=500)
+@given(st.lists(records(), min_size=1, max_size=2), st.data())
+def test_an_altered_archive_is_refused_or_read_behind_a_right_checksum(given_records: list[Record], data) -> None:
+    """What tests/tools/fuzz_archive.py does at length: fields overwritten, and the checksum mended."""
+    altered = bytearray(pack(given_records))
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(8, len(altered) - 1))
+        altered[position : position + 1] = data.draw(st.sampled_from((b"\0", b"\1", b"\x80", b"\xff", b"", b"\0\0")))
+    fuzz_archive.read(bytes(altered))
+
+
+@pytest.mark.parametrize("data", fuzz_archive.seeds(), ids=len)
+def test_mending_an_archive_brings_a_reader_behind_its_header(data: bytes) -> None:
+    count = len(unpack(data))
+    wrong = b"another " + bytes(4) + data[12:16] + bytes(16) + data[32:]
+    with pytest.raises(ModelError, match="not an archive"):
+        unpack(wrong)
+    assert fuzz_archive.mended(wrong) == data
+    assert len(fuzz_archive.read(wrong)) == count
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"kernel": ""}, "kernel"),
+        ({"kernel": "a" * 32}, "kernel"),
+        ({"kernel": "xyz"}, "kernel"),
+        ({"entry": "e" * 64}, "entry"),
+        ({"capability": 9}, "capability"),
+        ({"flavour": 3}, "flavour"),
+        ({"min_m": 5, "max_m": 4}, "range of m"),
+        ({"block_n": 0}, "block"),
+        ({"threads": 1025}, "threads"),
+        ({"shared_bytes": -1}, "shared_bytes"),
+        ({"lhs_alignment": 3}, "alignment"),
+        ({"out_alignments": (0,)}, "alignment"),
+        ({"load_alignments": (4,) * 13}, "count of alignments"),
+        ({"image": b""}, "image"),
+        ({"turned": 1, "lhs_alignment": 0, "rhs_alignment": 0}, "turned tensor"),
+        ({"turned": 1 << 2 + 11}, "turned tensor"),
+    ],
+)
+def test_a_record_that_the_bridge_would_refuse_cannot_be_made(change: dict, what: str) -> None:
+    with pytest.raises(ModelError, match=f"impossible {what}"):
+        dataclasses.replace(RECORD, **change)

@@ -1,0 +1,259 @@
+"""Symbols of sizes: arithmetic that is right for all values, and shapes that are those of a run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnxfuse.graph import symbolic
+from onnxfuse.graph.graph import Graph, load_model
+from tests.helpers import corpus
+from tests.helpers.onnx_build import Builder, run
+
+VALUES = {"B": 2, "S": 3, "T": 5}
+SIZES = st.lists(st.sampled_from([1, 2, 4, *VALUES]), max_size=4).map(symbolic.multiply)
+
+
+def value(size: symbolic.Size, values: dict[str, int]) -> int:
+    """A symbol's value, by Python's own arithmetic."""
+    if isinstance(size, int):
+        return size
+    return math.prod(int(text) if text.isdecimal() else values[text] for text in size.split("*"))
+
+
+@given(SIZES, SIZES)
+def test_products_and_quotients_are_right(first: symbolic.Size, second: symbolic.Size) -> None:
+    product = symbolic.multiply((first, second))
+    assert value(product, VALUES) == value(first, VALUES) * value(second, VALUES)
+    assert symbolic.divide(product, second) == first
+    quotient = symbolic.divide(first, second)
+    assert quotient is None or symbolic.multiply((quotient, second)) == first
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [(1, "S", "S"), ("S", 1, "S"), ("S", "S", "S"), ("S", 4, 4), (4, "S", 4), (3, 3, 3), ("S", "T", None),
+     (None, 1, None), (None, 4, 4), (None, "S", None), (symbolic.at_most("S", 64), "S", "S"),
+     ("2*S", symbolic.at_most("2*S", 64), "2*S"), (symbolic.at_most("S", 64), "T", None),
+     (symbolic.at_most("S", 1), "S", None)],
+)  # fmt: skip
+def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbolic.Size) -> None:
+    assert symbolic.broadcast(first, second) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("s1*s0", "s0*s1"), ("batch", "batch"), ("2*s0", "2*s0"), ("s0 + 2*s1", "(s0 + 2·s1)"),
+     ("past + new", symbolic.add("past", "new")), ("new+past", symbolic.add("past", "new")),
+     ("past + 1", symbolic.add("past", 1)), ("1 + past + 2", symbolic.add("past", 3)),
+     ("c + a + b", symbolic.add(symbolic.add("a", "b"), "c"))],
+)  # fmt: skip
+def test_names_of_dimensions(name: str, expected: str) -> None:
+    assert symbolic.canonical(name) == expected
+
+
+def test_other_functions_equal_themselves_only() -> None:
+    assert symbolic.add("S", 1) == symbolic.add("S", 1) != symbolic.add("S", 2)
+    assert symbolic.add(2, 3) == 5
+    assert symbolic.add("S", 0) == symbolic.add(0, "S") == "S"
+    assert symbolic.add("S", 5) == symbolic.add(5, "S")
+    assert symbolic.add("S", "T") == symbolic.add("T", "S")
+    assert symbolic.add("S", None) is symbolic.add(None, 1) is None
+    assert symbolic.multiply((symbolic.add("S", 1), 2)) == "2*(+ S 1)"
+
+
+@given(st.lists(st.integers(-9, 9)))
+def test_numbers_that_are_added_one_after_another_are_one(numbers: list[int]) -> None:
+    size: symbolic.Size = "S"
+    for number in numbers:
+        size = symbolic.add(size, number)
+    assert size == symbolic.add("S", sum(numbers))
+    assert symbolic.is_longer(size, "S") == (sum(numbers) > 0)
+
+
+def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.output[:]
+    copy.graph.output.extend(
+        onnx.ValueInfoProto(name=name)
+        for node in model.graph.node
+        for name in node.output
+        if name and node.op_type != "SplitToSequence"
+    )
+    return copy
+
+
+FAMILIES = ("sd15_unet_mini", "llama", "phi3", "gpt2", "bert", "vit", "t5v11_encoder", "clip_vision", "btb")
+
+
+def check_shapes(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> None:
+    """Every number is the run's size, and equal symbols are equal sizes."""
+    graph, copy = Graph(load_model(model)), with_all_outputs(model)
+    atoms: dict[str, int] = {}
+    products: list[tuple[str, int]] = []
+    for output, array in zip(copy.graph.output, run(copy, feed), strict=True):
+        shape = graph.shape(output.name)
+        assert shape is None or len(shape) == array.ndim, output.name
+        for size, actual in zip(shape or (), array.shape, strict=False):
+            if isinstance(size, str) and "*" in size:
+                products.append((size, actual))
+            elif isinstance(size, str):
+                assert atoms.setdefault(size, actual) == actual, (output.name, size)
+            else:
+                assert size in (None, actual), (output.name, size)
+    for size, actual in products:
+        if all(text.isdecimal() or text in atoms for text in size.split("*")):
+            assert value(size, atoms) == actual, size
+
+
+@pytest.mark.parametrize("key", corpus.families(*FAMILIES, size="tiny"))
+def test_derived_shapes_are_those_of_a_run(key: str) -> None:
+    model = corpus.materialize(key)
+    for index in (0, 1):
+        check_shapes(model, corpus.feed(key, index))
+
+
+def shape_of(b: Builder, x: str, *axes: int) -> list[str]:
+    """Sizes of a value as vectors of one entry, as exporters make them."""
+    return [b("Gather", b("Shape", x), b.integers(axis), axis=0) for axis in axes]
+
+
+def scalar_size(b: Builder, x: str, axis: int) -> str:
+    return b("Gather", b("Shape", x), b.array(axis, integer=True), axis=0)
+
+
+def causal_mask(b: Builder, x: str) -> str:
+    """As torch counts positions: rows against columns."""
+    zero, one = b.array(0, integer=True), b.array(1, integer=True)
+    positions = b("Range", zero, scalar_size(b, x, 1), one)
+    kept = b("LessOrEqual", b("Unsqueeze", positions, b.integers(0)), b("Unsqueeze", positions, b.integers(1)))
+    return b("Where", kept, b.array(0.0), b.array(-1.0))
+
+
+def with_positions(b: Builder, x: str) -> str:
+    """A table of positions, as far as the sequence goes."""
+    table = b.array(np.ones((1, 16, 8)))
+    return b("Add", x, b("Slice", table, b.integers(0), *shape_of(b, x, 1), b.integers(1)))
+
+
+def merged(b: Builder, x: str) -> str:
+    batch, rows = shape_of(b, x, 0, 1)
+    return b("Reshape", x, b("Concat", b("Mul", batch, rows), b.integers(-1), axis=0))
+
+
+def split_heads_and_merged_again(b: Builder, x: str) -> str:
+    heads = b("Transpose", b("Reshape", x, b.integers(0, -1, 2, 4)), perm=[0, 2, 1, 3])
+    batch, rows = shape_of(b, x, 0, 1)
+    return b("Reshape", b("Transpose", heads, perm=[0, 2, 1, 3]), b("Concat", batch, rows, b.integers(8), axis=0))
+
+
+def expanded_as_torchscript_does(b: Builder, x: str) -> str:
+    target = b("Concat", *shape_of(b, x, 0, 1), b.integers(-1), axis=0)
+    minus_one = b("Mul", b("ConstantOfShape", b.integers(3), value=ONE), b.integers(-1))
+    sizes = b("Where", b("Equal", target, minus_one), b("ConstantOfShape", b.integers(3), value=ONE), target)
+    return b("Expand", b.array(np.ones((1, 1, 8))), sizes)
+
+
+def padded_to_windows(b: Builder, x: str) -> str:
+    """As torch's older exporter pads an image to whole windows: pairs of pads, last dimension first, are turned."""
+    lacking = b("Mod", b("Sub", b.integers(3), b("Mod", *shape_of(b, x, 2), b.integers(3))), b.integers(3))
+    given = b("Concat", b.integers(0), lacking, axis=0)
+    rest = b("ConstantOfShape", b("Sub", b.integers(6), b("Shape", given)), value=ZERO)
+    pairs = b("Reshape", b("Concat", given, rest, axis=0), b.integers(-1, 2))
+    turned = b("Slice", pairs, b.integers(-1), b.integers(-(2**63) + 1), b.integers(0), b.integers(-1))
+    return b("Pad", x, b("Reshape", b("Transpose", turned, perm=[1, 0]), b.integers(-1)))
+
+
+def convolved_causally(b: Builder, x: str) -> str:
+    """A convolution padded on both sides, and what it makes beyond the sequence cut off."""
+    signal = b("Transpose", x, perm=[0, 2, 1])
+    t = b("Conv", signal, b.array(np.ones((8, 1, 3))), group=8, pads=[2, 2])
+    return b("Slice", t, b.integers(0), *shape_of(b, x, 1), b.integers(2))
+
+
+def last_rows(b: Builder, x: str) -> str:
+    rows = b("Neg", b("Sub", b("Add", *shape_of(b, x, 1), b.integers(3)), b.integers(3)))
+    return b("Slice", x, rows, b.integers(2**63 - 1), b.integers(1))
+
+
+def merged_to_sizes_of_a_split(b: Builder, x: str) -> str:
+    """As ONNX Runtime's optimiser writes several Gathers of one shape."""
+    sizes = b("Split", b("Shape", x), outputs=3, axis=0, num_outputs=3)
+    rows = b("Unsqueeze", b("Mul", *(b("Squeeze", size, b.integers(0)) for size in sizes[:2])), b.integers(0))
+    return b("Reshape", x, b("Concat", rows, sizes[2], axis=0))
+
+
+ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
+ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
+CHAINS = {
+    "merged": merged,
+    "heads": split_heads_and_merged_again,
+    "expanded": expanded_as_torchscript_does,
+    "flattened": lambda b, x: b("Flatten", x, axis=2),
+    "squeezed": lambda b, x: b("Squeeze", b("Unsqueeze", x, b.integers(-1, 1)), b.integers(1)),
+    "token": lambda b, x: b("Concat", b("Slice", x, b.integers(0), b.integers(1), b.integers(1)), x, axis=1),
+    "rest": lambda b, x: b("Slice", x, b.integers(1), b.integers(2**63 - 1), b.integers(1)),
+    "every_second": lambda b, x: b("Slice", x, b.integers(0), b.integers(8), b.integers(2), b.integers(2)),
+    "row": lambda b, x: b("Gather", x, b.integers(0), axis=1),
+    "mean": lambda b, x: b("ReduceMean", x, b.integers(-1), keepdims=0),
+    "halves": lambda b, x: b("Split", b("Concat", x, x, axis=1), outputs=2, axis=1, num_outputs=2)[0],
+    "pooled": lambda b, x: b("MaxPool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[1, 2], strides=[1, 2]),
+    "padded": lambda b, x: b("AveragePool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+    "convolved": lambda b, x: b("Conv", b("Transpose", x, perm=[0, 2, 1]), b.array(np.ones((4, 8, 3))), strides=[2]),
+    "doubled": lambda b, x: b("Resize", b("Unsqueeze", x, b.integers(1)), "", b.array([1.0, 1.0, 2.0, 2.0])),
+    "mask": causal_mask,
+    "positions": with_positions,
+    "tiled": lambda b, x: b("Tile", x, b.integers(2, 1, 3)),
+    "windows": padded_to_windows,
+    "causal": convolved_causally,
+    "last": last_rows,
+    "sizes": merged_to_sizes_of_a_split,
+    "padded_rows": lambda b, x: b("Pad", x, b.integers(1, 2), "", b.integers(1)),
+    "einsum": lambda b, x: b("Einsum", x, x, equation="bsk,btk->bst"),
+    "signs": lambda b, x: b("Sign", x),
+    "counted": lambda b, x: b("Range", b.array(0.0), b.array(4.0), b.array(2.0)),
+    "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_rule_tells_what_a_run_makes(name: str) -> None:
+    b = Builder()
+    x = b.input("x", ("B", "S", 8))
+    out = CHAINS[name](b, x)
+    model = b.model(b("Add", out, out))
+    shape = Graph(load_model(model)).shape(out)
+    assert shape is not None
+    assert None not in shape
+    for sizes in ((2, 3, 8), (1, 5, 8), (4, 4, 8)):
+        check_shapes(model, {"x": np.ones(sizes, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("merged", ("B*S", 8)),
+        ("heads", ("B", "S", 8)),
+        ("expanded", ("B", "S", 8)),
+        ("doubled", ("B", 1, "2*S", 16)),
+        ("mask", ("S", "S")),
+        ("positions", ("B", "S", 8)),
+        ("tiled", ("2*B", "S", 24)),
+        ("sizes", ("B*S", 8)),
+        ("windows", ("B", "S", 9)),
+        ("causal", ("B", 8, "S")),
+        ("last", ("B", "S", 8)),
+        ("padded_rows", ("B", "(+ S 3)", 8)),
+        ("einsum", ("B", "S", "S")),
+        ("counted", (2,)),
+    ],
+)
+def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:
+    b = Builder()
+    out = CHAINS[name](b, b.input("x", ("B", "S", 8)))
+    assert Graph(load_model(b.model(b("Add", out, out)))).shape(out) == expected

@@ -1,0 +1,55 @@
+"""A pytest plugin for racecheck: where one lane of the sm_90a kernel arrives on an mbarrier for its warp, all 32 do.
+
+racecheck does not see that what a warp did before `__syncwarp()` comes before what one of its lanes does after it: it
+reports a kernel of ten lines in which a warp stores, meets, one lane arrives, and another warp waits and loads, and is
+silent where all lanes arrive (`tests/perf/NOTES.md`). `python -m tests.tools.memcheck --tool racecheck` uses this
+plugin.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.runtime.compile import CompiledImage, compile_source
+
+# Both arrivals behind which generic loads or stores are ordered, and the counts that their barriers expect. Those
+# behind wgmma and TMA, which racecheck does not follow, stay.
+ARRIVALS = (
+    (
+        "if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty",
+        "if (TILE_LOADS > 0) barrier_arrive(memory.slabs_empty",
+    ),
+    ("SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS)", "SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS * WARP_SIZE)"),
+    ("if (threadIdx.x % WARP_SIZE == 0) barrier_release_peer(", "barrier_release_peer("),
+    (
+        "SUMS_FULL_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS)",
+        "SUMS_FULL_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SIZE)",
+    ),
+)
+
+
+def with_all_lanes(source: str) -> str:
+    """The sm_90a kernel with `ARRIVALS` of all lanes; other kernels as they are.
+
+    Raises:
+        ValueError: the kernel's text has changed.
+    """
+    if "// ---- hopper/gemm.cuh" not in source:
+        return source
+    for one, all_lanes in ARRIVALS:
+        if source.count(one) != 1:
+            raise ValueError(
+                f"the sm_90a kernel has no single {one!r}: tests/helpers/all_lanes_arrive.py is out of date"
+            )
+        source = source.replace(one, all_lanes)
+    return source
+
+
+def _compile(source: str, device: DeviceSpec) -> CompiledImage:
+    return compile_source(with_all_lanes(source), device)
+
+
+def pytest_configure() -> None:
+    """The kernels that tests launch by themselves are compiled with all lanes arriving."""
+    pytest.MonkeyPatch().setattr("tests.gpu.kernels.compile_source", _compile)

@@ -1,0 +1,515 @@
+"""Sessions of ONNX Runtime on the CPU with the bridge registered; each case runs in a process of its own.
+
+    python -m tests.helpers.bridge_session CASE LIBRARY
+
+The CUDA driver is whatever libcuda.so.1 the process finds: none, or the stand-in of fake_libcuda.cc, which computes on
+the CPU. Test hooks give the op to the CPU provider, so that the runtime calls every entry point of the bridge for real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import threading
+import zlib
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxfuse.graph.archive import Flavour, Mapped, Record, TensorMap, pack
+from tests.tools.fuzz_archive import mended
+
+K, N = 8, 12
+RECORD = Record(
+    kernel="ab12", entry="fake_p2_l2", capability=80, flavour=Flavour.PTX, min_m=0, max_m=2**31 - 1, block_m=16,
+    block_n=8, threads=128, shared_bytes=1000, lhs_alignment=16, rhs_alignment=16, load_alignments=(4, 4),
+    out_alignments=(4,), image=b"// PTX of the stand-in",
+)  # fmt: skip
+ATTRIBUTES = {
+    "kernel": "ab12",
+    "axes": "b m k, k (p n), (p n) -> b m n",
+    "sizes": f"p=2 n={N} k={K}",
+    "problem": "m=b*m n=n k=k",
+    "arguments": "lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0",
+    "out_types": "f32",
+    "in_types": "f32,f32,f32",
+    "math": "tf32",
+    "fusion": "for people",
+}
+RANDOM = np.random.default_rng(7)
+WEIGHT = RANDOM.standard_normal((K, 2 * N)).astype(np.float32)
+BIAS = RANDOM.standard_normal(2 * N).astype(np.float32)
+LIBRARY = ""
+
+
+def reference(x: np.ndarray) -> np.ndarray:
+    product = x @ WEIGHT
+    return product[..., :N] * product[..., N:] + BIAS[:N] + BIAS[N:]
+
+
+def model(
+    *,
+    nodes: int = 1,
+    archive: bytes | None = None,
+    constant: bool = True,
+    fallback: bool = False,
+    dims: tuple = ("B", "M", K),
+    **attributes: str,
+) -> bytes:
+    """`nodes` fused nodes side by side."""
+    kernels = np.frombuffer(pack([RECORD]) if archive is None else archive, np.uint8)
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)]
+    initializers = [numpy_helper.from_array(WEIGHT, "w"), numpy_helper.from_array(BIAS, "bias")]
+    if constant:
+        initializers.append(numpy_helper.from_array(kernels, "kernels"))
+    else:
+        inputs.append(helper.make_tensor_value_info("kernels", TensorProto.UINT8, [len(kernels)]))
+    values = ATTRIBUTES | attributes
+    body = [
+        helper.make_node("FusedGemm", ["kernels", "x", "w", "bias"], [f"y{i}"], f"site{i}", domain="onnxfuse", **values)
+        for i in range(nodes)
+    ]
+    outputs = [helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, None) for i in range(nodes)]
+    graph = helper.make_graph(body, "g", inputs, outputs, initializers)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("onnxfuse", 1)]
+    functions = [fallback_function()] if fallback else []
+    made = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=functions)
+    return made.SerializeToString()
+
+
+def fallback_function() -> onnx.FunctionProto:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Split", ["h"], ["h0", "h1"], axis=-1),
+        helper.make_node("Split", ["bias"], ["b0", "b1"], axis=-1),
+        helper.make_node("Mul", ["h0", "h1"], ["product"]),
+        helper.make_node("Add", ["product", "b0"], ["sum"]),
+        helper.make_node("Add", ["sum", "b1"], ["y"]),
+    ]
+    names, opsets = ["kernels", "x", "w", "bias"], [helper.make_opsetid("", 13)]
+    return helper.make_function("onnxfuse", "FusedGemm", names, ["y"], nodes, opsets)
+
+
+def session(data: bytes) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(LIBRARY)
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def sample(*dims: int) -> np.ndarray:
+    return RANDOM.standard_normal(dims).astype(np.float32)
+
+
+def check(made: onnxruntime.InferenceSession, *dims: int) -> None:
+    x = sample(*dims)
+    for y in made.run(None, {"x": x}):
+        np.testing.assert_allclose(y, reference(x), rtol=1e-4, atol=1e-4)
+
+
+def error_of(data: bytes, *dims: int) -> str:
+    """What a load, or a run where dimensions are given, fails with."""
+    try:
+        made = session(data)
+        if dims:
+            made.run(None, {"x": sample(*dims)})
+    except Exception as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def expect(message: str, *words: str) -> None:
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+
+
+def on_cpu() -> None:
+    ctypes.CDLL(LIBRARY).onnxfuse_test_run_on_cpu(1)
+
+
+def driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.fake_last_image.restype = ctypes.c_char_p
+    return library
+
+
+def inside(wrap: str) -> bytes:
+    """A fused node in a branch, a loop's body or a function; the archive and the weights stay in the main graph."""
+    made = onnx.load_from_string(model())
+    (node,) = made.graph.node
+    inner = helper.make_graph([node], "inner", [], [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)])
+    if wrap == "If":  # a condition that only the run knows: a constant one would be folded away
+        made.graph.input.append(helper.make_tensor_value_info("yes", TensorProto.BOOL, []))
+        outer = helper.make_node("If", ["yes"], ["z"], then_branch=inner, else_branch=inner)
+    elif wrap == "Loop":
+        for name, kind in (("i", TensorProto.INT64), ("going", TensorProto.BOOL)):
+            inner.input.append(helper.make_tensor_value_info(name, kind, []))
+        inner.node.append(helper.make_node("Identity", ["going"], ["going_on"]))
+        inner.output.insert(0, helper.make_tensor_value_info("going_on", TensorProto.BOOL, []))
+        made.graph.initializer.append(numpy_helper.from_array(np.array(1), "once"))
+        outer = helper.make_node("Loop", ["once", ""], ["z"], body=inner)
+    else:
+        opsets = [helper.make_opsetid("onnxfuse", 1)]
+        made.functions.append(helper.make_function("own", "Block", list(node.input), ["y0"], [node], opsets))
+        made.opset_import.append(helper.make_opsetid("own", 1))
+        outer = helper.make_node("Block", list(node.input), ["z"], domain="own")
+    made.graph.node[0].CopyFrom(outer)
+    made.graph.output[0].name = "z"
+    return made.SerializeToString()
+
+
+# ---- Cases -----------------------------------------------------------------------------------------------------------
+
+
+def nothing_registered() -> None:
+    for _ in range(2):
+        check(session(model(fallback=True)), 2, 3, K)
+    expect(error_of(model()), "FusedGemm", "not a registered function/op")
+
+
+def registered_for_cuda() -> None:
+    expect(error_of(model()), "implementation for FusedGemm(1) node with name 'site0'")
+
+
+def runs() -> None:
+    on_cpu()
+    made = session(model(nodes=3))
+    assert [output.shape for output in made.get_outputs()] == [["B", "M", N]] * 3
+    assert driver().fake_loads() == 1, "an image is loaded once, however many nodes use it"
+    assert driver().fake_last_image() == RECORD.image, "decompressed, and ended by a zero byte"
+    for dims in ((2, 3), (1, 1), (7, 70), (2, 3)):
+        check(made, *dims, K)
+    assert driver().fake_launches() == 12
+    for dims in ((0, 3), (3, 0)):
+        assert [y.shape for y in made.run(None, {"x": sample(*dims, K)})] == [(*dims, N)] * 3
+    assert driver().fake_launches() == 12, "nothing is launched for an empty output"
+
+
+def scopes() -> None:
+    """The archive is found from wherever a fused node stands, and its code is loaded once."""
+    on_cpu()
+    for wrap in ("function", "If", "Loop"):
+        made = session(inside(wrap))
+        x = sample(2, 3, K)
+        (y,) = made.run(None, {"x": x} | ({"yes": np.array(True)} if wrap == "If" else {}))
+        np.testing.assert_allclose(y.reshape(2, 3, N), reference(x), rtol=1e-4, atol=1e-4)
+
+
+def runs_behind_a_product() -> None:
+    """MatMul stays the runtime's; the kernel of the stand-in, without parts, adds its loads to 1."""
+    on_cpu()
+    record = Record(**(vars(RECORD) | {"entry": "fake_p0_l4", "lhs_alignment": 0, "rhs_alignment": 0,
+                                       "load_alignments": (4,) * 4}))  # fmt: skip
+    proto = onnx.load_from_string(model(archive=pack([record])))
+    (node,) = proto.graph.node
+    proto.graph.node.insert(0, helper.make_node("MatMul", ["x", "w"], ["h"]))
+    attributes = ATTRIBUTES | {
+        "axes": "b m (p n), (p n) -> b m n", "sizes": f"p=2 n={N}", "problem": "m=b*m n=n", "in_types": "f32,f32",
+        "arguments": "loads=0[p=0],0[p=1],1[p=0],1[p=1] outs=0",
+    }  # fmt: skip
+    inputs = ["kernels", "h", "bias"]
+    proto.graph.node[1].CopyFrom(
+        helper.make_node("FusedPointwise", inputs, node.output, "site0", domain="onnxfuse", **attributes)
+    )
+    made = session(proto.SerializeToString())
+    assert made.get_outputs()[0].shape == ["B", "M", N]
+    for dims in ((2, 3), (7, 70)):
+        x = sample(*dims, K)
+        h = x @ WEIGHT + BIAS
+        np.testing.assert_allclose(made.run(None, {"x": x})[0], 1 + h[..., :N] + h[..., N:], rtol=1e-4, atol=1e-4)
+    assert driver().fake_launches() == 2
+
+
+def masks() -> None:
+    """Operands of type bool, of single bytes; the kernel of the stand-in looks at the product only."""
+    from tests.helpers.bridge_hooks import Arguments
+
+    on_cpu()
+    record = Record(**(vars(RECORD) | {"entry": "fake_p2_l0", "load_alignments": (4, 4)}))
+    types = {"in_types": "f32,f32,bool", "axes": "b m k, k (p n), m (p n) -> b m n", "problem": "batch=b m=m n=n k=k"}
+    proto = onnx.load_from_string(model(archive=pack([record]), **types))
+    proto.graph.node[0].input[3] = "mask"
+    proto.graph.input.append(helper.make_tensor_value_info("mask", TensorProto.BOOL, ("M", 2 * N)))
+    made = session(proto.SerializeToString())
+    x = sample(2, 3, K)
+    (y,) = made.run(None, {"x": x, "mask": np.ones((3, 2 * N), np.bool_)})
+    product = x @ WEIGHT
+    np.testing.assert_allclose(y, product[..., :N] * product[..., N:], rtol=1e-4, atol=1e-4)
+    arguments = Arguments()
+    driver().fake_last_launch((ctypes.c_uint * 6)(), ctypes.byref(ctypes.c_uint()), ctypes.byref(arguments))
+    first, second = arguments.loads[0], arguments.loads[1]
+    assert second.pointer - first.pointer == N, "a part is as many bytes away as it has elements"
+    assert (first.row_stride, first.column_stride) == (2 * N, 1)
+    proto.graph.input[-1].type.tensor_type.elem_type = TensorProto.UINT8
+    expect(error_of(proto.SerializeToString()), "node 'site0'", "input 2 is u8", "compiled for bool")
+
+
+def launch_contract() -> None:
+    from tests.helpers.bridge_hooks import Arguments
+
+    on_cpu()
+    made = session(model(problem="batch=b m=m n=n k=k"))
+    check(made, 3, 33, K)
+    grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
+    driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+    assert list(grid) == [3 * 2, 1, 3, 128, 1, 1]
+    assert not driver().fake_last_early(), "only a kernel that waits by itself may start before the last one's end"
+    assert shared.value == 1000
+    assert (arguments.batch, arguments.m, arguments.n, arguments.k) == (3, 33, N, K)
+    check(made, 70_000, 1, K)
+    driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+    assert (grid[2], arguments.batch) == (65535, 70_000)
+
+
+class EncodedMap(ctypes.Structure):
+    _fields_ = (
+        ("pointer", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 5), ("strides", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 5), ("rank", ctypes.c_uint32), ("type", ctypes.c_int), ("swizzle", ctypes.c_int),
+        ("rest", ctypes.c_char * 16),
+    )  # fmt: skip
+
+
+def head_split() -> None:
+    """[b, m, k] -> [b, n1, m, n2]: the output's columns in two levels, and its shape as a session infers it."""
+    on_cpu()
+    split = {
+        "axes": "b m k, k (p n1 n2), (p n1 n2) -> b n1 m n2", "sizes": f"p=2 n1=3 n2=4 k={K}",
+        "problem": "batch=b m=m n=n1*n2 k=k",
+    }  # fmt: skip
+    rows_of_out = 1 << 2 * (2 + 12)
+    columns_of_out = 2 * rows_of_out
+    archive = pack([Record(**(vars(RECORD) | {"two_levels": columns_of_out}))])
+    made = session(model(archive=archive, **split))
+    assert made.get_outputs()[0].shape == ["B", 3, "M", 4]
+    x = sample(2, 5, K)
+    (y,) = made.run(None, {"x": x})
+    np.testing.assert_allclose(y, reference(x).reshape(2, 5, 3, 4).transpose(0, 2, 1, 3), rtol=1e-4, atol=1e-4)
+    expect(error_of(model(**split), 2, 5, K), "node 'site0'", "out 0")
+    # TMA sees [batch, runs of rows, runs of columns, rows of a run, columns of a run]; strides in bytes.
+    rule = TensorMap(Mapped.OUT, 0, False, 0, 4, 16)
+    for problem, levels, extents, strides in (
+        ("batch=b m=m n=n1*n2 k=k", columns_of_out, [4, 5, 3, 1, 2], {0: 16, 1: 16 * 5, 3: 16 * 5 * 3}),
+        ("m=b*m n=n1*n2 k=k", columns_of_out | rows_of_out, [4, 5, 3, 2, 1], {0: 16, 1: 16 * 5, 2: 16 * 5 * 3}),
+    ):
+        mapped = pack([Record(**(vars(RECORD) | {"two_levels": levels, "cluster": 1, "maps": (rule,)}))])
+        made = session(model(archive=mapped, **split | {"problem": problem}))
+        (again,) = made.run(None, {"x": x})
+        np.testing.assert_array_equal(again, y)
+        encoded = (EncodedMap * 9)()
+        assert driver().fake_last_maps(encoded)
+        assert (encoded[0].rank, list(encoded[0].extents), list(encoded[0].box)) == (5, extents, [4, 16, 1, 1, 1])
+        assert {axis: encoded[0].strides[axis] for axis in strides} == strides
+
+
+def tensor_maps() -> None:
+    """A persistent kernel's grid and maps; each map reaches, element by element, what the arguments reach."""
+    from tests.helpers.bridge_hooks import Arguments
+
+    on_cpu()
+    maps = (
+        TensorMap(Mapped.LHS, 0, False, 128, 32, 64),
+        TensorMap(Mapped.RHS, 0, False, 64, 16, 32),
+        TensorMap(Mapped.RHS, 1, False, 32, 8, 32),
+        TensorMap(Mapped.OUT, 0, False, 0, 4, 16),
+    )
+    archive = pack([Record(**(vars(RECORD) | {"cluster": 2, "maps": maps}))])
+    for problem, rows, batch in (("m=b*m n=n k=k", 3 * 33, 1), ("batch=b m=m n=n k=k", 33, 3)):
+        check(session(model(archive=archive, problem=problem)), 3, 33, K)
+        grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
+        driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+        tiles = -(-rows // 16) * -(-N // 8) * batch
+        assert list(grid) == [2 * min(tiles, 66), 1, 1, 128, 1, 1]
+        assert driver().fake_last_early() == ("FAKE_VERSION" not in os.environ), "CUDA graphs of 12.2 cannot record it"
+        encoded = (EncodedMap * 9)()
+        assert driver().fake_last_maps(encoded)
+        tensors = (arguments.lhs, arguments.rhs[0], arguments.rhs[1], arguments.outs[0])
+        extents = ((K, rows), (N, K), (N, K), (N, rows))
+        for rule, found, tensor, (inner, outer) in zip(maps, encoded, tensors, extents, strict=False):
+            stacked = batch if tensor.batch_stride else 1
+            assert (found.pointer, list(found.extents)) == (tensor.pointer, [inner, outer, stacked, 0, 0])
+            assert found.strides[0] == 4 * tensor.row_stride
+            assert stacked == 1 or found.strides[1] == 4 * tensor.batch_stride
+            kind = (
+                2 if rule.tensor == Mapped.OUT else 11
+            )  # 32 bits as they are, or rounded to TF32 for the tensor cores
+            assert (list(found.box), found.type) == ([rule.box_inner, rule.box_outer, 1, 0, 0], kind)
+            assert found.swizzle == {0: 0, 32: 1, 64: 2, 128: 3}[rule.swizzle]
+    check(session(model(archive=archive)), 1, 1, K)  # strides that are never stepped along are still strides
+
+
+def unknown_shapes() -> None:
+    on_cpu()
+    symbols = [
+        session(model(dims=(None, None, K), nodes=2)).get_outputs()[index].shape for index in range(2)
+    ]  # a dimension that nobody knows has a name of its own
+    assert len({symbol for shape in symbols for symbol in shape[:2]}) == 4
+    check(session(model(dims=None)), 2, 3, K)
+
+
+def lifetimes() -> None:
+    on_cpu()
+    for round_number in range(1, 4):
+        first, second = session(model()), session(model(nodes=2))
+        check(first, 2, 3, K)
+        del first
+        gc.collect()
+        check(second, 2, 3, K)
+        assert (driver().fake_loads(), driver().fake_unloads()) == (round_number, round_number - 1)
+        del second
+        gc.collect()
+        assert driver().fake_unloads() == round_number
+
+
+def contexts() -> None:
+    on_cpu()
+    made = session(model(nodes=2))
+    check(made, 2, 3, K)
+    driver().fake_set_context(ctypes.c_void_p(0x2000))
+    for _ in range(2):
+        check(made, 2, 3, K)
+        assert driver().fake_loads() == 2, "each context has its own copy of the code, loaded once"
+    driver().fake_set_context(ctypes.c_void_p(0x1000))
+    check(made, 2, 3, K)
+    assert driver().fake_loads() == 2
+    driver().fake_set_context(None)
+    expect(error_of(model()), "site0", "no CUDA context")
+
+
+def threads() -> None:
+    on_cpu()
+    made = session(model(nodes=2))
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            driver().fake_set_context(ctypes.c_void_p(0x1000 * (1 + seed % 3)))
+            for step in range(50):
+                x = np.random.default_rng(seed * 100 + step).standard_normal((1 + step % 3, 1 + seed, K))
+                x = x.astype(np.float32)
+                for y in made.run(None, {"x": x}):
+                    np.testing.assert_allclose(y, reference(x), rtol=1e-4, atol=1e-4)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures[0]
+    assert driver().fake_loads() == 3
+
+
+def load_errors() -> None:
+    on_cpu()
+    packed = pack([RECORD])
+    expect(error_of(model(archive=packed[:-1])), "node 'site0'", "should have", "optimize the original again")
+    expect(error_of(model(archive=packed[:-2] + b"xx")), "node 'site0'", "checksum")
+    expect(error_of(model(archive=b"")), "node 'site0'", "0 bytes")
+    expect(error_of(model(constant=False)), "node 'site0'", "must be an initializer")
+    expect(error_of(model(kernel="ff")), "node 'site0'", "no kernel ff")
+    expect(error_of(model(in_types="f32,f16,f32")), "node 'site0'", "input 1 is f32", "compiled for f16")
+    specific = pack([Record(**(vars(RECORD) | {"capability": 100, "flavour": Flavour.CUBIN}))])
+    expect(error_of(model(archive=specific)), "node 'site0'", "sm_100", "device is sm_90", "--arch sm_90a")
+    cubin = pack([Record(**(vars(RECORD) | {"capability": 90, "flavour": Flavour.CUBIN}))])
+    expect(error_of(model(archive=cubin)), "node 'site0'", "not a cubin")
+    damaged = mended(packed[:-20] + bytes(20))
+    expect(error_of(model(archive=damaged)), "node 'site0'", "kernel ab12 is damaged", "optimize the original again")
+    entry = pack([Record(**(vars(RECORD) | {"entry": "missing"}))])
+    expect(error_of(model(archive=entry)), "node 'site0'", "find the kernel's entry missing", "500")
+    expect(error_of(model(axes="b m k, k (p n), (p n -> b m n")), "site0")
+
+
+def archive_at_the_same_address() -> None:
+    """A damaged archive is found even where an intact one was a moment ago."""
+    on_cpu()
+    for _ in range(5):
+        made = session(model())
+        check(made, 2, 3, K)
+        del made
+        gc.collect()
+        expect(error_of(model(archive=pack([RECORD])[:-2] + b"xx")), "checksum")
+
+
+def run_errors() -> None:
+    on_cpu()
+    anything = {"dims": (None, None, None)}
+    expect(error_of(model(**anything), 2, 3, 7), "node 'site0'", "dimension 2 of input 0 is 7", "k=8")
+    ranged = pack([Record(**(vars(RECORD) | {"min_m": 100}))])
+    expect(error_of(model(archive=ranged, **anything), 2, 3, K), "node 'site0'", "m=6", "m=100..")
+
+
+def other_version() -> None:
+    """An archive of another format, with a checksum that is right."""
+    on_cpu()
+    body = bytearray(pack([RECORD]))
+    body[8:12] = (99).to_bytes(4, "little")
+    body[24:32] = zlib.crc32(body[32:], zlib.crc32(body[:24])).to_bytes(8, "little")
+    expect(error_of(model(archive=bytes(body))), "node 'site0'", "version 99", "optimize the original again")
+
+
+def refused(made: onnxruntime.InferenceSession, x: np.ndarray, *words: str) -> None:
+    try:
+        made.run(None, {"x": x})
+    except Exception as error:
+        expect(str(error), "node 'site0'", *words)
+    else:
+        raise AssertionError("no error")
+
+
+def survives() -> None:
+    """A run that fails, of whatever cause, leaves a session that runs."""
+    on_cpu()
+    made = session(model(dims=(None, None, None)))
+    check(made, 2, 3, K)
+    for rows, words in (((2, 3, 7), "dimension 2"), ((2, 3, 0), "dimension 2")):
+        refused(made, sample(*rows), words)
+        check(made, 2, 3, K)
+    for fault in ("719", "2", "1"):
+        os.environ["FAKE_LAUNCH_ERROR"] = fault
+        refused(made, sample(2, 3, K), "launch the kernel")
+        del os.environ["FAKE_LAUNCH_ERROR"]
+        check(made, 2, 3, K)
+
+
+def plain_product(k: int, n: int) -> onnxruntime.InferenceSession:
+    """`[b, m, k] -> [b, m, n]` without an epilogue, k known to the run only."""
+    record = Record(**(vars(RECORD) | {"entry": "fake_p1_l0", "load_alignments": (), "rhs_alignment": 4,
+                                       "lhs_alignment": 4}))  # fmt: skip
+    proto = onnx.load_from_string(model(archive=pack([record]), dims=(None, None, None)))
+    proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((k, n), np.float32), "w"))
+    attributes = ATTRIBUTES | {
+        "axes": "b m k, k n -> b m n", "sizes": f"n={n}", "in_types": "f32,f32", "arguments": "lhs=0 rhs=1 outs=0",
+    }  # fmt: skip
+    node = helper.make_node("FusedGemm", ["kernels", "x", "w"], ["y0"], "site0", domain="onnxfuse", **attributes)
+    proto.graph.node[0].CopyFrom(node)
+    return session(proto.SerializeToString())
+
+
+def absurd_shapes() -> None:
+    """Rows that 32 bits cannot count, and an output that no memory holds: refused before anything is launched."""
+    on_cpu()
+    counted, wide = plain_product(0, 1), plain_product(1, 2**20)
+    refused(counted, np.zeros((2**16, 2**16, 0), np.float32), "m=4294967296", "32 bits")
+    refused(wide, np.zeros((2**10, 2**10, 1), np.float32), "memory")  # 4 TiB
+    assert driver().fake_launches() == 0
+    np.testing.assert_array_equal(counted.run(None, {"x": np.zeros((2, 3, 0), np.float32)})[0], np.zeros((2, 3, 1)))
+    np.testing.assert_array_equal(
+        wide.run(None, {"x": np.full((1, 2, 1), 3, np.float32)})[0], np.full((1, 2, 2**20), 3)
+    )
+
+
+def launch_error() -> None:
+    on_cpu()
+    expect(error_of(model(), 2, 3, K), "node 'site0'", "launch the kernel", "CUDA_ERROR_LAUNCH_FAILED", "launch failed")
+
+
+if __name__ == "__main__":
+    LIBRARY = sys.argv[2]
+    globals()[sys.argv[1]]()
+    sys.stdout.flush()
+    os._exit(0)

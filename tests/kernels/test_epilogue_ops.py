@@ -1,0 +1,151 @@
+"""Every CUDA expression of the epilogue, compiled as C++ by the host's compiler, against float64 over a hard sweep.
+
+The intrinsics __expf and __fdividef are stood in for by exact functions with the same special cases; the accuracy of
+the real ones is argued in common/math.cuh and checked on the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnxfuse.ir.fusion import OPS, ROUNDS, Value
+from onnxfuse.kernels.epilogue import EXPRESSIONS, constant
+from onnxfuse.kernels.source import TEMPLATES
+from tests.helpers.host_build import EMULATOR, build_library
+from tests.helpers.reference_fusion import OPS as REFERENCE
+
+ULP = 2.0**-23
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-39, -1e-39, 3e38, -3e38, 1e30, -1e30, 1.0, -1.0]
+SWEEP = np.array(
+    SPECIAL
+    + [0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 20.0, -20.0, 88.0, -88.0, -88.7, 89.5, -89.5, -103.0, -105.0, 1e4, -1e4]
+    + [sign * 2.0 ** (step / 8) for step in range(-160, 55) for sign in (1, -1)],
+    np.float32,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An expression over x, y or constants, and its bound.
+
+    Attributes:
+        ulps: of the result.
+        absolute: added to that.
+        scaled: times |x|, added where the definition itself cancels.
+    """
+
+    op: str
+    arguments: tuple[Value, ...]
+    ulps: float = 1.0
+    absolute: float = 0.0
+    scaled: float = 0.0
+
+
+CASES = [
+    *(Case(op, ("x", "y")) for op in ("add", "sub", "mul", "div", "min", "max")),
+    *(Case(op, ("x",)) for op in ("neg", "abs", "sqrt", "relu", "reciprocal")),
+    *(Case(op, ("x",), ulps=4) for op in ("exp", "log", "erf", "tanh", "softplus")),
+    *(Case("pow", ("x", float(n)), ulps=abs(n) + 2) for n in (1, 2, 3, 4, 5, -1, -2, -3)),
+    *(Case("pow", ("x", exponent), ulps=4) for exponent in (0.5, 1.5, -0.5, 0.0)),
+    Case("pow", ("x", "y"), ulps=4),
+    Case("pow", (2.0, "x"), ulps=4),
+    Case("sigmoid", ("x",), ulps=4),
+    Case("leaky_relu", ("x", 0.01), ulps=2),
+    Case("elu", ("x", 1.5), ulps=4),
+    Case("hard_sigmoid", ("x", 0.2, 0.5), ulps=4, absolute=2 * ULP),
+    Case("hard_swish", ("x",), ulps=4, scaled=2 * ULP),
+    Case("mish", ("x",), ulps=8),
+    Case("gelu", ("x",), ulps=4, scaled=ULP),
+    # An error of a few ulp in the argument of exp is that many times the argument in the result: |2u| below 40 matters.
+    Case("gelu_tanh", ("x",), ulps=4 * 40, scaled=ULP / 4),
+    Case("clip", ("x", -1.0, 6.0)),
+    Case("clip", ("x", "y", math.inf)),
+    Case("where", ("x", "y", 3.0)),
+    *(Case(op, ("x",), ulps=0) for op in sorted(ROUNDS)),
+]
+
+
+def inputs_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    if "y" not in case.arguments:
+        return SWEEP, np.zeros_like(SWEEP)
+    pairs = np.float32(list(itertools.product(np.concatenate([SPECIAL, SWEEP[15:32], SWEEP[32::37]]), repeat=2)))
+    return pairs[:, 0].copy(), pairs[:, 1].copy()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """One function for every case: `case0(count, x, y, out)`."""
+    folder = tmp_path_factory.mktemp("ops")
+    templates = [(TEMPLATES / name).read_text() for name in ("common/element.cuh", "common/math.cuh")]
+    headers = "\n".join(templates).replace('#include "common/ptx.cuh"', (EMULATOR / "ptx_host.cuh").read_text())
+    functions = "\n".join(
+        f"""extern "C" void case{index}(int count, const float* xs, const float* ys, float* outs) {{
+  using namespace onnxfuse;
+  for (int i = 0; i < count; ++i) {{
+    const float x = xs[i], y = ys[i];
+    const float result = {EXPRESSIONS[case.op](*case.arguments)};
+    outs[i] = result;
+  }}
+}}"""
+        for index, case in enumerate(CASES)
+    )
+    return build_library(f'#include "cuda_host.h"\n{headers}\n{functions}\n', folder)
+
+
+def test_tables_have_the_same_keys() -> None:
+    assert set(EXPRESSIONS) == set(OPS)
+    assert {case.op for case in CASES} == set(OPS), "every op is swept"
+    for case in CASES:
+        assert len(case.arguments) == OPS[case.op]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{case.op}{case.arguments}" for case in CASES])
+def test_expression_agrees_with_float64(index: int, compiled: ctypes.CDLL) -> None:
+    case = CASES[index]
+    x, y = inputs_of(case)
+    out = np.empty_like(x)
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (x, y, out)]
+    getattr(compiled, f"case{index}")(len(x), *pointers)
+    check(case, x, y, out)
+
+
+def check(case: Case, x: np.ndarray, y: np.ndarray, out: np.ndarray, allowance: np.ndarray | float = 0.0) -> None:
+    """Compare an expression's results with float64; `allowance` is added to the bound."""
+    names = {"x": x.astype(np.float64), "y": y.astype(np.float64)}
+    arguments = [names[value] if isinstance(value, str) else np.float64(np.float32(value)) for value in case.arguments]
+    with np.errstate(all="ignore"):
+        exact = np.broadcast_to(REFERENCE[case.op](*arguments), x.shape)
+        expected = exact.astype(np.float32).astype(np.float64)  # overflows as fp32 does
+        bound = case.ulps * ULP * np.abs(expected) + case.absolute + case.scaled * np.abs(x) + 2.0**-126 + allowance
+        same = (out == expected) | (np.isnan(out) & np.isnan(expected))
+        close = np.isfinite(expected) & (np.abs(out - expected) <= bound)
+    known = np.isneginf(x) if case.op == "pow" and case.arguments[1] == 0.5 else np.zeros(len(x), bool)  # sqrt's NaN
+    wrong = np.flatnonzero(~(same | close | known))
+    assert wrong.size == 0, [(case, x[i], y[i], out[i], expected[i]) for i in wrong[:8]]
+
+
+@given(st.floats(width=32))
+def test_constant_is_the_fp32_number(value: float) -> None:
+    text = constant(value).strip("()")
+    if math.isfinite(value):
+        assert text.endswith("f")
+        parsed = np.float32(float(text[:-1]))
+    else:
+        bits = int(text.removeprefix("__int_as_float(").removesuffix(")"), 16)
+        parsed = np.uint32(bits).view(np.float32)
+    np.testing.assert_array_equal(parsed, np.float32(value))
+
+
+@given(st.floats(allow_nan=False))
+def test_constant_rounds_to_fp32(value: float) -> None:
+    with np.errstate(over="ignore"):
+        assert constant(value) == constant(float(np.float32(value)))

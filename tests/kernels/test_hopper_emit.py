@@ -1,0 +1,131 @@
+"""The sm_90a kernel without a GPU: it compiles for its architecture, keeps to its registers, and its tables agree."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from onnxfuse.dtypes import F32
+from onnxfuse.kernels.hopper import emit
+from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
+from onnxfuse.runtime.compile import compile_source
+from onnxfuse.schedule.hopper_tile import ATOM, HopperTile, footprint, map_rules, rhs_pieces, why_not
+from tests.helpers.hopper_cases import (
+    DEVICE,
+    PORTABLE,
+    HopperCase,
+    batch_runs_cases,
+    cases,
+    few_rows_cases,
+    masked_cases,
+    split_cases,
+    tall_cases,
+    walked_cases,
+)
+from tests.helpers.kernel_problem import Size, make_spec
+
+SERIALISED = ("C7510", "C7508", "C7514")  # wgmma waits for each other, or setmaxnreg is ignored
+CASES = list(cases())
+WALKED = list(walked_cases())
+TALL = list(tall_cases())
+MASKED = list(masked_cases())
+SPLIT = list(split_cases())
+FEW_ROWS = list(few_rows_cases())
+BATCH_RUNS = list(batch_runs_cases())
+SAMPLE = [
+    *CASES[:: max(len(CASES) // 16, 1)],
+    *WALKED[::8],
+    *TALL[::7],
+    *MASKED[::3],
+    *SPLIT,
+    *FEW_ROWS,
+    *BATCH_RUNS[::3],
+]
+ALIGNED = Size(504, 136, 248)
+
+
+def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
+    def compiled(case: HopperCase):
+        return compile_source(emit(case.spec, case.tile, DEVICE.shared_bytes), DEVICE)
+
+    with ThreadPoolExecutor(2) as pool:
+        images = list(pool.map(compiled, SAMPLE))
+    for case, image in zip(SAMPLE, images, strict=True):
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), case.name
+        assert not [code for code in SERIALISED if code in image.log], case.name
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *FEW_ROWS, *BATCH_RUNS], ids=lambda case: case.name
+)
+def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
+    layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
+    assert layout.total <= DEVICE.shared_bytes
+    assert layout.stages >= 2
+    if case.tile.splits > 1:
+        sums = case.tile.block_m * case.tile.block_n * case.spec.parts * F32.bytes
+        assert sums <= layout.stages * layout.stage
+    lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
+    pieces = rhs_pieces(case.spec, case.tile)
+    rhs, outs = rhs[: case.spec.parts * len(pieces)], rhs[case.spec.parts * len(pieces) :]
+    assert len(outs) == len(case.spec.outs)
+    assert 1 + len(rhs) + len(outs) <= MAX_MAPS
+    assert sum(piece.columns for piece in pieces) == case.tile.block_n
+    size = case.spec.dtype.bytes
+    rows = ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n
+    boxes = case.tile.block_m // rows
+    assert lhs.box_inner * lhs.box_outer * boxes * size == case.tile.block_m * STAGE_ROW_BYTES
+    for rule, piece in zip(rhs, (piece for piece in pieces for _ in range(case.spec.parts)), strict=True):
+        along_n = rule.box_outer * case.tile.cluster_m if rule.rows_contiguous else rule.box_inner
+        assert piece.columns % along_n == 0
+    for rule in (lhs, *rhs):
+        assert rule.box_inner * size == rule.swizzle
+        assert max(rule.box_inner, rule.box_outer) <= 256
+        assert rule.box_inner * rule.box_outer * size % 1024 == 0 or rule.swizzle < 128
+
+
+def test_refusals_name_their_reason() -> None:
+    spec = make_spec("f16", 2, "nk", PORTABLE, ALIGNED)
+    tile = HopperTile(128, 80, True)
+
+    def reason(spec=spec, **changes):
+        return why_not(spec, replace(tile, **changes), DEVICE.shared_bytes) or ""
+
+    assert reason() == ""
+    assert "16-byte" in reason(replace(spec, lhs_width=4))
+    assert "wgmma" in reason(replace(spec, dtype=F32, math="fp32"))
+    assert "wgmma" in reason(replace(spec, dtype=F32, math="3xtf32"))
+    assert "k contiguous" in reason(make_spec("tf32", 2, "kn", PORTABLE, ALIGNED))
+    assert "rows" in reason(block_m=96)
+    assert "columns" in reason(block_n=136)
+    assert "accumulators" in reason(block_n=112)
+    three = make_spec("f16", 3, "kn", PORTABLE, ALIGNED, outs=(None, None, None))
+    assert reason(three, block_n=64) == ""
+    assert "tensor maps" in reason(three, block_n=80, pingpong=False)
+    assert "clusters" in reason(cluster_m=2, cluster_n=2)
+    assert "stages" in reason(stages=9)
+    assert "2 or 4" in reason(splits=3)
+    assert "cooperative" in reason(splits=2)
+    assert "cooperative" in reason(pingpong=False, splits=2, cluster_m=2)
+    assert reason(pingpong=False, splits=2) == ""
+    assert "sums" in reason(pingpong=False, splits=2, block_n=128, stages=2)
+    assert reason(lhs_rows=16) == reason(lhs_rows=128) == ""
+    assert "multiple of 8" in reason(lhs_rows=4)
+    assert "part of the tile's rows" in reason(lhs_rows=48)
+    assert "share no loads" in reason(lhs_rows=16, cluster_m=2)
+    assert "k is contiguous" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, lhs_order="km"), lhs_rows=16)
+    runs = replace(spec, rhs_batch_runs=True)
+    assert reason(runs) == ""
+    assert "runs" in reason(runs, cluster_m=2)
+    assert "runs" in reason(replace(spec, lhs_batch_runs=True, lhs_run=64))
+    assert "groups" in reason(groups=3)
+    assert "groups" in reason(make_spec("f16", 1, "nk", PORTABLE, ALIGNED, "residual"), groups=4)
+    assert "accumulators" in reason(groups=4)
+
+
+def test_activations_are_the_fast_ones() -> None:
+    source = emit(make_spec("f16", 1, "kn", PORTABLE, ALIGNED), HopperTile(128, 128, True), DEVICE.shared_bytes)
+    assert "= pointwise::fast_gelu(" in source
+    assert "= pointwise::gelu(" not in source

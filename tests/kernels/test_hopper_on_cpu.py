@@ -1,0 +1,149 @@
+"""The sm_90a kernel's own source, compiled by the C++ compiler and run on the CPU, all threads of a cluster in turn.
+
+TMA, mbarriers, wgmma and distributed shared memory are those of `tests/emulator`. Checks what compiling cannot: that
+threads do not wait for each other for ever, that every element is written once, and the results; with copies that land
+at once and with copies that land as late as they may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxfuse.kernels import hopper
+from tests.helpers.all_lanes_arrive import with_all_lanes
+from tests.helpers.hopper_cases import DEVICE, HopperCase, batch_runs_cases, cases, few_rows_cases, split_cases
+from tests.helpers.host_build import EMULATOR, build_library
+from tests.helpers.kernel_problem import Problem, make_problem
+from tests.helpers.tensor_maps import MAP_BYTES, described
+from tests.kernels.test_portable_on_cpu import Range
+
+MAX_WORK = 1e7  # products of one size: seconds on the CPU
+
+
+class HostMap(ctypes.Structure):
+    """As tests/emulator/hopper_ptx_host.cuh has it."""
+
+    _fields_ = (
+        ("tensor", ctypes.c_void_p), ("element", ctypes.c_int64), ("rank", ctypes.c_int64), ("swizzle", ctypes.c_int64),
+        ("extents", ctypes.c_int64 * 5), ("strides", ctypes.c_int64 * 5), ("box", ctypes.c_int64 * 5),
+    )  # fmt: skip
+
+
+def emit(case: HopperCase) -> str:
+    return hopper.emit(case.spec, case.tile, DEVICE.shared_bytes)
+
+
+def host_source(source: str) -> str:
+    """An emitted source with PTX replaced by C++."""
+    source = _replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", _text("ptx_host.cuh"))
+    source = _replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
+    source = _replaced(source, "// acc[64, COLUMNS], registers", "}  // namespace onnxfuse", "")
+    source = _replaced(source, "// ---- hopper/ptx.cuh", "// ---- hopper/epilogue.cuh", _text("hopper_ptx_host.cuh"))
+    shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
+    source = re.sub(r"extern __shared__ [^;]*;", shared, source).replace("pointwise::fast_", "pointwise::")
+    return f'#include "cuda_host.h"\n#include "cluster_host.h"\n{source}{_text("cluster_launch.h")}'
+
+
+def _text(name: str) -> str:
+    return (EMULATOR / name).read_text()
+
+
+def _replaced(source: str, first: str, behind: str, text: str) -> str:
+    start = source.index(first)
+    return source[:start] + text + source[source.index(behind, start) :]
+
+
+def build(case: HopperCase, folder: Path, emitted: Callable[[HopperCase], str] = emit) -> ctypes.CDLL:
+    library = build_library(host_source(emitted(case)), folder, f"-DEMULATED_BLOCKS={case.tile.cluster}")
+    library.emulate.restype = ctypes.c_char_p
+    return library
+
+
+def tensor_maps(case: HopperCase, problem: Problem) -> tuple[np.ndarray, int, list[HostMap]]:
+    """The kernel's second argument: memory, where it begins, and what it points to."""
+    kept, maps = [], described(case, problem)
+    memory = np.zeros(MAP_BYTES * len(maps) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    for place, each in enumerate(maps):
+        if each is None:
+            continue
+        size = each.buffer.data.itemsize
+        unused = [0] * (5 - len(each.extents))
+        host = HostMap(
+            each.buffer.data.ctypes.data + each.buffer.offset * size, size, len(each.extents), each.swizzle,
+            (*each.extents, *unused), (*(size * stride for stride in each.strides), *unused), (*each.box, *unused),
+        )  # fmt: skip
+        kept.append(host)
+        memory[start + place * MAP_BYTES :][:8].view(np.uint64)[0] = ctypes.addressof(host)
+    return memory, memory.ctypes.data + start, kept
+
+
+def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: int, lazy: bool) -> list[np.ndarray]:
+    for out in problem.outs:
+        out.data[...] = np.nan
+    buffers = problem.buffers
+    arguments = problem.arguments([buffer.data.ctypes.data for buffer in buffers])
+    ranges = (Range * len(buffers))(
+        *(Range(buffer.data.ctypes.data, buffer.data.nbytes, buffer.writable) for buffer in buffers)
+    )
+    memory, maps, kept = tensor_maps(case, problem)
+    tile, size = case.tile, problem.size
+    tiles = math.ceil(size.m / (tile.block_m * tile.cluster_m)) * math.ceil(size.n / (tile.block_n * tile.cluster_n))
+    blocks = min(clusters, tiles * size.batch) * tile.cluster
+    failure = library.emulate(
+        ctypes.c_void_p(arguments.ctypes.data), ctypes.c_void_p(maps), blocks, tile.threads, int(lazy), ranges,
+        len(buffers),
+    )  # fmt: skip
+    assert failure == b"", failure
+    assert memory.size
+    assert kept
+    return [out.data.copy() for out in problem.outs]
+
+
+SPLIT = list(split_cases())
+STAGED = next(case for case in cases() if any(load.kind == "tile" for load in case.spec.loads))
+MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
+SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(few_rows_cases())[::2], *list(batch_runs_cases())[::2]]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: HopperCase, tmp_path: Path) -> None:
+    library = build(case, tmp_path)
+    for size in case.sizes:
+        if size.batch * size.m * size.n * size.k * case.spec.parts > MAX_WORK:
+            continue
+        problem = make_problem(case.spec, size)
+        eager = launch(library, case, problem, 2, lazy=False)
+        problem.check(eager)
+        late = launch(library, case, problem, 1, lazy=True)
+        for first, second in zip(eager, late, strict=True):
+            np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+def test_blocks_behind_the_end_of_k_do_not_read_the_next_batch(tmp_path: Path) -> None:
+    """Merged heads of all batches are one axis of the tensor map; zero times infinity would be NaN."""
+    size = replace(MERGED.sizes[0], m=66, k=5 * MERGED.sizes[0].k_run)  # 5 steps for 4 blocks
+    library, problem = build(MERGED, tmp_path), make_problem(MERGED.spec, size)
+    clean = launch(library, MERGED, problem, 1, lazy=False)[0]
+    problem.lhs.data[problem.lhs.index[1]] = np.inf
+    dirty = launch(library, MERGED, problem, 1, lazy=False)[0]
+    first = problem.outs[0].index[0]
+    np.testing.assert_array_equal(clean[first], dirty[first])
+
+
+@pytest.mark.parametrize("case", [SPLIT[0], STAGED], ids=lambda case: case.name)
+def test_the_kernel_that_racecheck_sees_computes_the_same(case: HopperCase, tmp_path: Path) -> None:
+    """A barrier that expected fewer arrivals than come, or more, would let a warp read too early or wait for ever."""
+    library, problem = (
+        build(case, tmp_path, lambda case: with_all_lanes(emit(case))),
+        make_problem(case.spec, case.sizes[0]),
+    )
+    problem.check(launch(library, case, problem, 1, lazy=True))

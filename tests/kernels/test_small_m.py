@@ -1,0 +1,142 @@
+"""The kernel for few rows without a GPU: run on the CPU, compiled within its registers, and chosen where it is for."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.runtime.compile import compile_source
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.small_m import SMALL_M, small_m_tiles
+from onnxfuse.schedule.small_m_tile import SmallMTile
+from tests.helpers.kernel_problem import Size, TiledSpec, in_chunks, make_problem, make_spec
+from tests.kernels.test_portable_on_cpu import Case, build, launch
+from tests.schedule.test_plan import planned
+
+
+def tile(block_n: int, block_k: int = 32, stages: int = 2, warps_k: int = 2) -> SmallMTile:
+    return SmallMTile(block_n, block_k, stages, warps_k)
+
+
+TAIL = Size(37, 40, 136, pad=8)
+CASES = [
+    Case("f16 nk", "f16", 1, "nk", tile(32), (Size(1, 8, 8), Size(16, 67, 264), replace(TAIL, n=33)), "residual"),
+    Case("f16 kn", "f16", 1, "kn", tile(64), (Size(16, 72, 104), Size(1, 8, 8), TAIL), "residual"),
+    Case("f16 kn gate", "f16", 2, "kn", tile(32), (Size(5, 48, 64, pad=8), Size(9, 200, 168)), "mixed", (None, F32)),
+    Case("bf16 nk gate", "bf16", 2, "nk", tile(16, 64), (Size(16, 40, 200), Size(17, 19, 72)), "mixed", (F32, F16)),
+    Case("bf16 kn wide", "bf16", 1, "kn", tile(128), (Size(8, 136, 40),)),
+    Case("bf16 kn narrow", "bf16", 1, "kn", tile(32), (Size(8, 136, 40), Size(9, 24, 200)), "residual"),
+    Case("f16 kn narrow gate", "f16", 2, "kn", tile(16, 32, 1), (Size(11, 136, 296),), "mixed"),
+    Case("f16 three", "f16", 3, "kn", tile(16, 32, 3, 4), (Size(7, 40, 520),)),
+    Case("f16 four", "f16", 4, "nk", tile(8, 128, 2, 1), (Size(3, 21, 328),), "residual"),
+    Case("f16 batch", "f16", 1, "kn", tile(64), (Size(6, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
+    Case("f16 batch runs", "f16", 1, "nk", tile(32), (
+        Size(6, 40, 40, 6, 8, False, lhs_batch_run=3, rhs_batch_run=2),
+        Size(6, 40, 40, 6, 8, False, lhs_batch_run=3, rhs_batch_run=2, same_runs=True),
+    )),
+    Case("3xtf32 batch runs", "3xtf32", 1, "kn", tile(16, 16), (
+        Size(5, 36, 44, 4, 4, False, lhs_batch_run=2, rhs_batch_run=2),
+    )),
+    Case("f16 head split", "f16", 1, "kn", tile(64), (Size(6, 48, 40, 2, n_run=16),), "residual", layout="heads"),
+    Case("bf16 turned", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="turned"),
+    Case("f16 bool", "f16", 2, "nk", tile(16), (Size(5, 48, 72), Size(16, 16, 64, 2, 16)), "masks"),
+    Case("bf16 bool turned", "bf16", 1, "kn", tile(64), (Size(16, 40, 72),), "masks", layout="turned"),
+    Case("tf32 nk", "tf32", 1, "nk", tile(32, 16), (Size(1, 4, 4), Size(16, 67, 268), replace(TAIL, n=33)), "residual"),
+    Case("tf32 kn", "tf32", 1, "kn", tile(64, 16), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "residual"),
+    Case("tf32 kn gate", "tf32", 2, "kn", tile(32, 32), (Size(5, 52, 60, pad=4), Size(9, 200, 168)), "mixed"),
+    Case("tf32 nk gate", "tf32", 2, "nk", tile(16, 32), (Size(16, 40, 204), Size(17, 19, 76)), "mixed", (F16, F32)),
+    Case("tf32 kn narrow", "tf32", 1, "kn", tile(16, 16), (Size(8, 132, 44), Size(9, 20, 204)), "residual"),
+    Case("tf32 kn narrow gate", "tf32", 2, "kn", tile(8, 16, 3, 4), (Size(11, 132, 300),), "mixed"),
+    Case("3xtf32 nk", "3xtf32", 1, "nk", tile(32, 16), (Size(1, 4, 4), Size(16, 67, 268), TAIL), "residual"),
+    Case("3xtf32 kn", "3xtf32", 2, "kn", tile(32, 16), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "mixed"),
+    Case("3xtf32 kn narrow", "3xtf32", 1, "kn", tile(16, 16), (Size(8, 132, 44), Size(9, 20, 204)), "masks"),
+    Case("tf32 three", "tf32", 3, "kn", tile(16, 16, 3, 4), (Size(7, 36, 524),)),
+    Case("tf32 batch", "tf32", 1, "kn", tile(32, 16), (Size(6, 36, 44, batch=3, broadcast_rhs=False),), "masks"),
+    Case("tf32 turned", "tf32", 2, "nk", tile(16, 16), (Size(5, 40, 72),), "mixed", layout="turned"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
+    spec = replace(in_chunks(case.spec), outs=tuple(replace(out, width=1) for out in case.spec.outs))
+    assert spec.why_not(ARCHITECTURES["sm_86"]) is None
+    library = build(spec, tmp_path)
+    for size in case.sizes:
+        problem = make_problem(spec, size)
+        problem.check(launch(library, problem, lazy=False))
+        problem.check(launch(library, problem, lazy=False, grid_z=1))
+
+
+def small_kernels(arch: str) -> list[TiledSpec]:
+    """Every candidate tile with every order and number of parts of one architecture.
+
+    In 16 bits with every epilogue but that of nine loads for four parts, of which ptxas spills 32 bytes on sm_120, and
+    8 on sm_80 with more registers; in fp32 with epilogues in turn.
+    """
+    kinds = {1: ("plain", "residual", "mixed"), 2: ("plain", "residual", "mixed"), 3: ("plain",), 4: ("residual",)}
+    turn = itertools.cycle(("plain", "residual", "mixed"))
+    specs = [
+        make_spec(math, parts, order, tile, Size(16, 4096, 4096), kind)
+        for order in ("nk", "kn")
+        for parts in (1, 2, 3, 4)
+        for math in (("f16", "bf16")[parts % 2], "tf32", *({"3xtf32"} & {calibration(ARCHITECTURES[arch]).exact}))
+        for tile in small_m_tiles(math, parts)
+        for kind in (kinds[parts] if math in ("f16", "bf16") else (next(turn),))
+    ]
+    return [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_candidates_need_no_local_memory(arch: str) -> None:
+    specs = small_kernels(arch)
+    assert len(specs) > 50
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(lambda spec: compile_source(spec.source(), ARCHITECTURES[arch]), specs))
+    for spec, image in zip(specs, images, strict=True):
+        assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
+
+
+@pytest.mark.parametrize("rhs", ["n k", "k n"])
+@pytest.mark.parametrize(
+    ("arch", "parts", "n", "k"),
+    [
+        ("sm_80", 2, 14336, 4096), ("sm_80", 2, 5120, 1280), ("sm_80", 2, 1280, 320), ("sm_80", 1, 4096, 4096),
+        ("sm_90a", 2, 14336, 4096), ("sm_90a", 1, 4096, 4096),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "exact"), [(F16, False), (F32, False), (F32, True)])
+def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype, exact: bool) -> None:
+    """With smaller weights sm_90a's own tiles of 64 rows are as fast."""
+    plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype, exact=exact)
+    assert plan.variants[0].family is SMALL_M
+    assert plan.variants[0].max_m >= 16
+    assert all(variant.family is not SMALL_M for variant in plan.variants if variant.max_m > 64)
+
+
+@pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4097, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
+def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
+    plan = planned(ARCHITECTURES["sm_90a"], m=1, n=n, k=k, dtype=dtype)
+    assert all(variant.family is not SMALL_M for variant in plan.variants)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"math": "fp32"}, "no kernel for fp32"),
+        ({"rhs_width": 4}, "16-byte boundaries"),
+        ({"tile": tile(20)}, "multiple of 8"),
+        ({"tile": tile(32, 32, 1, 64)}, "threads"),
+        ({"tile": tile(256)}, "registers"),
+        ({"tile": tile(64, 32, 1, 32)}, "shared memory"),
+    ],
+)
+def test_an_illegal_tile_has_a_reason(changed: dict, reason: str) -> None:
+    spec = make_spec("f16", 1, "nk", tile(32), Size(16, 64, 64))
+    assert spec.why_not(ARCHITECTURES["sm_86"]) is None
+    assert reason in str(replace(spec, **changed).why_not(ARCHITECTURES["sm_86"]))

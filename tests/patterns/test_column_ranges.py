@@ -1,0 +1,241 @@
+"""One product taken apart into column ranges of any width, each a fusion of its own: q, k and v of grouped queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxfuse.device import resolve
+from onnxfuse.graph.graph import Graph, load_model
+from onnxfuse.ir.fusion import Fusion
+from onnxfuse.patterns import Match, match_sites
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.selection import Selection
+from tests.helpers.matching import K, check_meaning, draw
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
+from tests.tools.sweep import rewritten
+
+HEADS, GROUPS, WIDTH = 3, 1, 4  # of queries, of keys and of values; columns of each
+SIZES = (HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH)
+
+
+def packed(b: Builder, sizes: Sequence[int] = SIZES, bias: bool = False, turned: bool = False) -> str:
+    n = sum(sizes)
+    x = b.input("x", ("batch", "rows", K))
+    weight = b.array(draw(n, K), "weight") if turned else b.array(draw(K, n), "weight")
+    t = b("MatMul", x, b("Transpose", weight, perm=(1, 0)) if turned else weight)
+    return b("Add", b.array(draw(n, seed=1), "bias"), t) if bias else t
+
+
+def head(b: Builder, t: str, perm: Sequence[int] = (0, 2, 1, 3)) -> str:
+    return b("Transpose", b("Reshape", t, b.integers(0, 0, -1, WIDTH)), perm=perm)
+
+
+def split(b: Builder, t: str, sizes: Sequence[int] = SIZES) -> list[str]:
+    return b("Split", t, b.integers(*sizes), outputs=len(sizes), axis=-1)
+
+
+def sliced(b: Builder, t: str, sizes: Sequence[int] = SIZES) -> list[str]:
+    ends = np.cumsum([0, *sizes])
+    return [b("Slice", t, *map(b.integers, (start, end, 2))) for start, end in pairwise(ends)]
+
+
+def grouped_queries(b: Builder) -> list[str]:
+    q, k, v = split(b, packed(b))
+    return [head(b, q), head(b, k, (0, 2, 3, 1)), head(b, v)]
+
+
+def biased_slices(b: Builder) -> list[str]:
+    q, k, v = sliced(b, packed(b, bias=True))
+    return [head(b, b("Mul", q, b.array(0.5))), head(b, k), head(b, v)]
+
+
+def weight_of_rows(b: Builder) -> list[str]:
+    return [head(b, each) for each in split(b, packed(b, bias=True, turned=True))]
+
+
+def bias_of_a_range(b: Builder) -> list[str]:
+    q, k, v = split(b, packed(b))
+    q = b("Add", q, b.array(draw(SIZES[0], seed=2), "q_bias"))
+    return [head(b, q), b("Tanh", k), b("Relu", v)]
+
+
+def twice_as_wide(b: Builder) -> list[str]:
+    """Two heads of queries for each of keys: parts of the product, of two widths."""
+    sizes = (2 * WIDTH, WIDTH, WIDTH)
+    return [head(b, each) for each in split(b, packed(b, sizes), sizes)]
+
+
+def no_common_width(b: Builder) -> list[str]:
+    sizes = (5, 7, 2)
+    first, second, third = split(b, packed(b, sizes, bias=True), sizes)
+    return [b("Tanh", first), b("Relu", second), b("Neg", third)]
+
+
+def one_range_is_read(b: Builder) -> list[str]:
+    return [b("Tanh", sliced(b, packed(b, bias=True))[0])]
+
+
+def rotated_queries(b: Builder) -> list[str]:
+    """A rotary embedding reads q and its halves; what is before it is fused, and the first product of it."""
+    q, k, v = split(b, packed(b))
+    q = head(b, q)
+    first, second = (b("Slice", q, *map(b.integers, (start, start + 2, 3))) for start in (0, 2))
+    turned = b("Concat", b("Neg", second), first, axis=3)
+    q = b("Add", b("Mul", q, b.input("cos", ("rows", WIDTH))), b("Mul", turned, b.input("sin", ("rows", WIDTH))))
+    return [q, head(b, k), head(b, v)]
+
+
+def shapes_of_their_own(b: Builder) -> list[str]:
+    """Heads are split to sizes that each range is asked for."""
+    heads = []
+    for t in sliced(b, packed(b)):
+        sizes = [b("Gather", b("Shape", t), b.integers(index)) for index in (0, 1)]
+        split = b("Reshape", t, b("Concat", *sizes, b.integers(-1, WIDTH), axis=0))
+        heads.append(b("Transpose", split, perm=(0, 2, 1, 3)))
+    return heads
+
+
+def shapes_of_the_product(b: Builder) -> list[str]:
+    t = packed(b)
+    sizes = [b("Gather", b("Shape", t), b.integers(index)) for index in (0, 1)]
+    shape = b("Concat", *sizes, b.integers(-1, WIDTH), axis=0)
+    return [b("Transpose", b("Reshape", each, shape), perm=(0, 2, 1, 3)) for each in split(b, t)]
+
+
+FORMS = {
+    grouped_queries: 3, biased_slices: 3, weight_of_rows: 3, bias_of_a_range: 3, twice_as_wide: 3, no_common_width: 3,
+    one_range_is_read: 1, rotated_queries: 3, shapes_of_their_own: 3, shapes_of_the_product: 3,
+}  # fmt: skip
+
+
+def built(form, dtype: int = FLOAT) -> onnx.ModelProto:
+    b = Builder(dtype)
+    return b.model(*form(b))
+
+
+def found(model: onnx.ModelProto) -> list[tuple[Match, Fusion]]:
+    return list(match_sites(Graph(load_model(model)), lambda match, fusion: (match, fusion)).fused)
+
+
+def feed_of(model: onnx.ModelProto, rows: int = 5) -> dict[str, np.ndarray]:
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
+    values = {"x": draw(2, rows, K, seed=2), "cos": draw(rows, WIDTH, seed=3), "sin": draw(rows, WIDTH, seed=4)}
+    return {value.name: values[value.name].astype(dtype) for value in model.graph.input}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_every_range_means_what_it_meant(form) -> None:
+    model = built(form)
+    sites = found(model)
+    assert len(sites) == FORMS[form]
+    for _, fusion in sites:
+        check_meaning(model, fusion, feed_of(model))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_nothing_is_left_of_the_product_and_bits_are_the_same(form, dtype: int) -> None:
+    model = built(form, dtype)
+    feeds = [feed_of(model), feed_of(model, rows=1)]
+    expected = [run(model, feed) for feed in feeds]
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list), fp32="exact")
+    assert not analysis.skipped
+    fused = rewritten(analysis)
+    whole = form is no_common_width and dtype == FLOAT16  # reading windows that begin anywhere costs more than a Split
+    left = {"MatMul", "Split", "Slice"} & {node.op_type for node in fused.graph.node}
+    assert not left or whole or form is rotated_queries
+    assert all(node.op_type != "MatMul" for node in fused.graph.node)
+    for feed, wanted in zip(feeds, expected, strict=True):
+        for before, after in zip(wanted, run(fused, feed), strict=True):
+            assert before.tobytes() == after.tobytes()
+
+
+def test_a_range_is_a_window_of_the_weight() -> None:
+    """Nothing is copied, whatever the width; where all ranges are parts of one width, they are indices along p."""
+    (_, q), (_, k), (_, v) = found(built(biased_slices))
+    assert [str(fusion.rhs[0]) for fusion in (q, k, v)] == ["f32[k, (n1 n2):20]", "f32[k, (p n)]", "f32[k, (p n)]"]
+    for ranges in ([fusion.parts[0] for fusion in (q, k, v)], [fusion.loads[0] for fusion in (q, k, v)]):
+        assert [(each.part, each.start) for each in ranges] == [(None, 0), (3, None), (4, None)]
+    (_, first), (_, second), (_, third) = found(built(no_common_width))
+    assert [fusion.parts[0].start for fusion in (first, second)] == [0, 5]
+    assert third.parts[0].part == 6
+
+
+def test_ranges_of_equal_width_share_a_kernel_where_that_pays() -> None:
+    analysis = analyse_model(built(grouped_queries, FLOAT16), resolve("sm_80", list))
+    assert [len(site.fusion.parts) for site in analysis.sites] == [1, 2]
+    assert [site.fusion.anchor for site in analysis.sites] == ["MatMul_0/0", "MatMul_0/12"]
+
+
+def test_where_a_range_ends_is_told_of_the_range_alone() -> None:
+    """What keeps the ranges out of one fusion is no end of theirs."""
+    assert [match.stop for match, _ in found(built(grouped_queries))] == [None] * 3
+    b = Builder()
+    q, k, v = split(b, packed(b))
+    model = b.model(b("Softmax", head(b, q)), head(b, k), head(b, v))
+    assert [match.stop and match.stop.reason for match, _ in found(model)] == ["unknown_op", None, None]
+
+
+def test_each_range_can_be_left_out() -> None:
+    """Then its nodes stay, with the product that they read, and the others are fused all the same."""
+    model = built(grouped_queries, FLOAT16)
+    selection = Selection(plan={"MatMul_0/12": "column_ranges"})
+    analysis = analyse_model(model, resolve("sm_80", list), selection=selection)
+    assert [site.fusion.anchor for site in analysis.sites] == ["MatMul_0/12"]
+    assert [(skipped.anchor, skipped.reason) for skipped in analysis.skipped] == [("MatMul_0/0", "not_selected")]
+    feed = feed_of(model)
+    expected = run(model, feed)
+    for before, after in zip(expected, run(rewritten(analysis), feed), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+def raw_range(b: Builder) -> list[str]:
+    q, k, v = split(b, packed(b))
+    return [head(b, q), head(b, k), b("Softmax", v)]
+
+
+def product_is_an_output(b: Builder) -> list[str]:
+    t = packed(b)
+    return [t, *(head(b, each) for each in split(b, t))]
+
+
+def product_is_read_beside(b: Builder) -> list[str]:
+    t = packed(b)
+    return [b("Softmax", t), *(head(b, each) for each in split(b, t))]
+
+
+def range_is_an_output(b: Builder) -> list[str]:
+    q, k, v = split(b, packed(b))
+    return [head(b, q), head(b, k), k, head(b, v)]
+
+
+@pytest.mark.parametrize("form", [raw_range, product_is_an_output, product_is_read_beside, range_is_an_output])
+def test_a_product_that_stays_is_not_computed_twice(form) -> None:
+    """Somebody reads what the ranges share, or a range as it is."""
+    model = built(form, FLOAT16)
+    analysis = analyse_model(model, resolve("sm_80", list))
+    assert not any(site.match.shared for site in analysis.sites)
+    assert sum(node.op_type == "MatMul" for node in rewritten(analysis).graph.node) == 1
+
+
+def test_two_ranges_that_read_each_other_stay_together() -> None:
+    b = Builder(FLOAT16)
+    q, k, v = split(b, packed(b))
+    k = b("Tanh", k)
+    model = b.model(b("Mul", q, b("ReduceMax", k, b.integers(-1))), b("Relu", v), k)
+    feed = feed_of(model)
+    expected = run(model, feed)
+    analysis = analyse_model(model, resolve("sm_80", list))
+    for before, after in zip(expected, run(rewritten(analysis), feed), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+def test_a_shared_product_is_no_ordinary_node_behind_which_kernels_stand() -> None:
+    """It would compute all columns for each of them."""
+    analysis = analyse_model(built(grouped_queries), resolve("sm_90a", list))
+    assert all(site.behind is None for site in analysis.sites if site.match.shared)

@@ -1,0 +1,26 @@
+"""Models under masks are one fusion each, with the mask, and keep their bits on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model
+from tests.helpers.masked_models import MODELS, SIZES, built, feed
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+from tests.tools.sweep import difference, rewritten
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("graph", MODELS)
+def test_a_masked_model_is_one_fusion_and_keeps_its_bits(
+    graph: Callable[[Builder], str], dtype: int, behind: bool
+) -> None:
+    model = built(graph, dtype)
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    (site,) = analysis.sites
+    assert "mask" in site.fusion.features
+    assert not difference(model, rewritten(analysis, behind), [feed(model, *size) for size in SIZES])

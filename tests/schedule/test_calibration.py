@@ -1,0 +1,63 @@
+"""What the cost model knows: each constant with a unit and a source, and a fit that finds what was put in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.schedule.calibration import FOLDER, Calibration, calibration, entries, replaced
+from onnxfuse.schedule.families import PRODUCTS
+from tests.perf import calibrate
+from tests.schedule.test_plan import planned
+
+ROOT = Path(__file__).parents[2]
+DEVICE = ARCHITECTURES["sm_90a"]
+ROWS = [
+    {"problem": problem, "order": order, "tile": "128x64 cooperative k split by 2", "us": 1.0}
+    for problem in ("128, 5120, 1280 residual", "128, 2560, 1280 residual")
+    for order in ("kn", "nk")
+]
+
+
+def test_there_is_one_file_an_architecture() -> None:
+    assert {path.stem for path in FOLDER.glob("*.toml")} == set(ARCHITECTURES)
+    for device in ARCHITECTURES.values():
+        assert calibration(device).products["f16"] > 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_constant_has_a_unit_and_a_source(arch: str) -> None:
+    constants = dict(entries(arch))
+    paces = constants.pop("pace")
+    for name, entry in {**constants, **paces}.items():
+        assert set(entry) == {"value", "unit", "source"}, name
+        assert entry["source"].startswith("assumed") or (ROOT / entry["source"]).is_file(), name
+
+
+def test_every_pace_is_of_a_candidate() -> None:
+    spec = planned(DEVICE).variants[0].spec
+    paces = calibration(DEVICE).pace
+    offered = {str(entry.tile) for family in PRODUCTS for entry in family.candidates(spec, DEVICE, 1280)}
+    assert {*paces["portable_half"], *paces["hopper"]} <= offered
+
+
+def test_a_fit_finds_the_constant_that_times_were_made_with() -> None:
+    known = calibration(DEVICE)
+    kernels = calibrate.timed(ROWS, DEVICE)
+    with replaced(DEVICE, calibrate.scaled(known, "hopper_meeting", 1.4)):
+        errors = calibrate.residuals(kernels, DEVICE)
+    assert len(errors) == len(ROWS)
+    made = [replace(each, us=math.exp(error)) for error, each in errors]
+
+    def score(other: Calibration) -> float:
+        with replaced(DEVICE, other):
+            return calibrate.mean_square(made, DEVICE)
+
+    assert score(known) > 0
+    found = calibrate.fit(["hopper_meeting"], known, score)
+    assert found.hopper_meeting == pytest.approx(1.4 * known.hopper_meeting)
+    assert score(found) == pytest.approx(0.0, abs=1e-12)

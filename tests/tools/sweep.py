@@ -1,0 +1,197 @@
+"""Sweep a folder of models: sites found against the manifest, and the same bits in plain ONNX Runtime on the CPU.
+
+    python -m tests.tools.sweep [FOLDER] [--manifest F] [--only GLOB]
+
+Without FOLDER it sweeps the corpus. A model that was stored without its weights gets them back
+(tests/helpers/corpus.py); the feeds are `NAME.feed*.npz` beside a model, or random ones. Graph optimisation is off, and
+no library is registered. A model fails when an output changes, when it has fewer sites than the manifest says, or more
+two-part gates, and when a command cannot print or write its result. The exit code is 1 when a model fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from onnxfuse.analysis.axis_mapping import spread_axes
+from onnxfuse.device import resolve
+from onnxfuse.graph.graph import Model, ModelProto
+from onnxfuse.graph.save import save_model
+from onnxfuse.ir.fusion import Fusion
+from onnxfuse.lowering.site import Site
+from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
+from onnxfuse.runtime.feeds import input_specs, make_feeds
+from onnxfuse.schedule.strategy import Tier
+from tests.helpers import corpus, printed
+from tests.helpers.onnx_build import cpu_session
+
+KINDS = ("packed_gates", "dual_gates", "activations", "residuals")
+STRICT = ("packed_gates", "dual_gates")  # one too many is a near miss that was taken for a gate
+MOST_RESIDUALS = 400 / 422  # a few of the manifest's residual adds lie behind something that is not pointwise
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One model: sites by kind, what the manifest says of them (None without one), what is wrong with the outputs."""
+
+    found: Counter[str]
+    expected: Mapping[str, int] | None
+    skipped: Counter[str] = field(default_factory=Counter)
+    fault: str = ""
+
+    @property
+    def faults(self) -> list[str]:
+        """Everything that makes the model fail; residuals are judged over all models."""
+        wrong = [self.fault] if self.fault else []
+        if self.expected is None:
+            return wrong
+        for kind in KINDS[:3]:
+            found, expected = self.found[kind], self.expected[kind]
+            if found < expected or (found > expected and kind in STRICT):
+                wrong.append(f"{kind} {found}, not {expected}")
+        return wrong
+
+
+def kinds_of(fusion: Fusion) -> Iterator[str]:
+    """What the manifest would count a fusion as: it knows linear layers, whose weight is the rhs."""
+    if any(axis[0] not in "knp" for axis in fusion.rhs[0].axes):
+        return
+    if fusion.pattern == "split_gemm":
+        yield "dual_gates" if len(fusion.rhs) > 1 else "packed_gates"
+    elif len(fusion.parts) == 1 and "activation" in fusion.features:
+        yield "activations"
+    if "residual" in fusion.features:
+        yield "residuals"
+
+
+def rewritten(analysis: Analysis, behind: bool = False) -> ModelProto:
+    """The optimised model without machine code, which no CPU looks at.
+
+    Nodes are `behind` their products wherever that can be, or only where there is no other form.
+    """
+    sites = tuple(_bare(site, behind) for site in analysis.sites)
+    return optimize_model(replace(analysis, sites=sites))[0]
+
+
+def _bare(site: Site, behind: bool) -> Site:
+    second = site.behind and replace(site.behind, plans=())
+    taken = second and (behind or spread_axes(site.fusion))
+    return replace(site, plans=(), behind=second, tier=Tier.BEHIND if taken else Tier.ONE_KERNEL)
+
+
+def feeds_of(path: Path, model: ModelProto) -> Iterator[dict[str, np.ndarray]]:
+    """The feeds that lie beside a model, or one random feed."""
+    stored = sorted(path.parent.glob(f"{path.stem}.feed*.npz"))
+    for file in stored:
+        with np.load(file) as arrays:
+            yield dict(arrays)
+    if not stored:
+        yield make_feeds(input_specs(cpu_session(model)))
+
+
+def difference(original: ModelProto, fused: ModelProto, feeds: list[dict[str, np.ndarray]]) -> str:
+    """The first output whose bits are not the same; empty where all are."""
+    expected = _outputs(original, feeds)
+    for feed, (before, after) in enumerate(zip(expected, _outputs(fused, feeds), strict=True)):
+        for value, first, second in zip(original.graph.output, before, after, strict=True):
+            if first.tobytes() != second.tobytes():
+                return f"output {value.name!r} differs with feed {feed}"
+    return ""
+
+
+def _outputs(model: ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[list[np.ndarray]]:
+    session = cpu_session(model)
+    names = {value.name for value in session.get_inputs()}
+    return [session.run(None, {name: feed[name] for name in names}) for feed in feeds]
+
+
+def sweep_model(path: Path, expected: Mapping[str, int] | None, commands: bool = False) -> Outcome:
+    """Optimise one model, print that, and run it before and after; with `commands` go through verify and bench too."""
+    try:
+        original = corpus.with_weights(onnx.load(path))
+        analysis = analyse_model(original, resolve("sm_90a,sm_80", list))
+        found = Counter(kind for site in analysis.sites for kind in kinds_of(site.fusion))
+        skipped = Counter(site.reason for site in analysis.skipped)
+        printed.of_analysis(analysis)
+        fused, feeds = rewritten(analysis), list(feeds_of(path, original))
+        if commands:
+            _go_through_commands(original, fused, feeds[0])
+        return Outcome(found, expected, skipped, difference(original, fused, feeds))
+    except Exception as error:  # whatever is wrong with one model, the others are swept
+        return Outcome(Counter(), expected, fault=f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def _go_through_commands(original: ModelProto, fused: ModelProto, feed: dict[str, np.ndarray]) -> None:
+    with tempfile.TemporaryDirectory(prefix="onnxfuse-sweep-") as name:
+        before, after = Path(name) / "before.onnx", Path(name) / "after.onnx"
+        save_model(original, Model(original, None), before)
+        save_model(fused, Model(fused, None), after)
+        printed.of_files(before, after, feed, Path(name))
+
+
+def line(name: str, outcome: Outcome, seconds: float) -> str:
+    """One row: found of expected by kind, and what is wrong."""
+    cells = [_cell(outcome, kind) for kind in KINDS]
+    verdict = "; ".join(outcome.faults) or "same bits"
+    return f"{' '.join(f'{cell:>8}' for cell in cells)} {seconds:7.1f}s  {name}  {verdict}"
+
+
+def _cell(outcome: Outcome, kind: str) -> str:
+    found = outcome.found[kind]
+    return str(found) if outcome.expected is None else f"{found}/{outcome.expected[kind]}"
+
+
+def _total(outcomes: list[Outcome]) -> Outcome:
+    known = [outcome.expected for outcome in outcomes if outcome.expected is not None]
+    expected = {kind: sum(entry[kind] for entry in known) for kind in KINDS} if known else None
+    return Outcome(sum((o.found for o in outcomes), Counter()), expected, sum((o.skipped for o in outcomes), Counter()))
+
+
+def sweep(folder: Path, manifest: Mapping[str, Mapping[str, int]], only: str = "*") -> bool:
+    """Sweep every model below a folder, print a line for each, and say whether all pass."""
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    print(" ".join(f"{kind.partition('_')[0]:>8}" for kind in KINDS))
+    for path in sorted(folder.rglob("*.onnx")):
+        name = path.relative_to(folder).as_posix()
+        if not fnmatch.fnmatch(name, only):
+            continue
+        start = time.monotonic()
+        outcomes.append(sweep_model(path, manifest.get(name), commands=True))
+        print(line(name, outcomes[-1], time.monotonic() - start), flush=True)
+        gc.collect()  # a session's weights, before the next model's
+    total = _total(outcomes)
+    failed = sum(bool(outcome.faults) for outcome in outcomes)
+    few = total.expected is not None and total.found["residuals"] < MOST_RESIDUALS * total.expected["residuals"]
+    print(line(f"{len(outcomes)} models", replace(total, fault=f"{failed} failed"), time.monotonic() - began))
+    print("left alone:", ", ".join(f"{reason} {count}" for reason, count in total.skipped.most_common()) or "nothing")
+    return bool(outcomes) and not failed and not few
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.sweep", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="folder of .onnx files; by default the corpus")
+    parser.add_argument("--manifest", type=Path, help="JSON: file -> number of sites by kind; FOLDER/manifest.json")
+    parser.add_argument("--only", default="*", help="glob over the files' paths below the folder")
+    arguments = parser.parse_args()
+    folder = arguments.folder or corpus.folder()
+    file = arguments.manifest or folder / "manifest.json"
+    manifest = json.loads(file.read_text()) if arguments.manifest or file.is_file() else {}
+    return 0 if sweep(folder, manifest, arguments.only) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The soak itself: a short one on the CPU passes, and a wrong output, a failing run and a leak do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tools import soak
+from tests.tools.soak import DEVICE_LIMIT, HOST_LIMIT, Expected, Memory, Subject
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
+    return soak.subjects(tmp_path_factory.mktemp("soak"), "cpu")
+
+
+def test_a_short_one_passes(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "CHECK_EVERY", 10)
+    outcome = soak.soak(models, seconds=3, threads=4, device="cpu")
+    assert outcome.wrong == []
+    assert outcome.failures == []
+    assert all(outcome.runs.values())
+    assert outcome.checked == sum(outcome.runs.values()) // soak.CHECK_EVERY
+    assert outcome.checked
+    assert len(outcome.samples) > 2
+
+
+def test_a_wrong_output_is_found(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "CHECK_EVERY", 1)
+    gate = models[1]
+    outcome = soak.soak([replace(gate, cases=tuple(corrupted(case) for case in gate.cases))], 1, 2, "cpu")
+    assert outcome.wrong
+    assert not outcome.passed
+
+
+def corrupted(case: Expected) -> Expected:
+    """The same feed with one element of the reference, and of the original, somewhere else."""
+    original, exact = [array.copy() for array in case.original], [array.copy() for array in case.exact]
+    original[0].flat[0] += 64
+    exact[0].flat[0] += 64
+    return Expected(case.feed, original, exact)
+
+
+def test_a_run_that_fails_ends_it(models: list[Subject]) -> None:
+    gate = models[1]
+    broken = replace(gate.cases[0], feed={"x": gate.cases[0].feed["x"][:, :7]})
+    outcome = soak.soak([replace(gate, cases=(broken,))], seconds=60, threads=2, device="cpu")
+    assert outcome.failures
+    assert outcome.seconds < 30
+    assert not outcome.passed
+
+
+@pytest.mark.parametrize(
+    ("grows", "leaks"), [(lambda t: 100 if t > 10 else 0, False), (lambda t: t, True), (lambda t: -t, False)]
+)
+def test_growth_is_of_the_second_half(grows, leaks: bool) -> None:
+    """What is allocated at first and kept is none; what goes on growing is."""
+    limit = HOST_LIMIT // 10
+    memory = Memory([(t, grows(t) * limit, 0) for t in range(100)])
+    assert (memory.growth(1) > HOST_LIMIT) == leaks
+    assert memory.growth(2) == 0
+
+
+def test_growth_is_a_failure(models: list[Subject]) -> None:
+    outcome = soak.soak(models, seconds=0.2, threads=1, device="cpu")
+    assert not replace(outcome, host_growth=HOST_LIMIT + 1).passed
+    assert not replace(outcome, device_growth=DEVICE_LIMIT + 1).passed
+
+
+def test_the_command_writes_its_result(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    code = soak.main(["--seconds", "2", "--threads", "2", "--device", "cpu", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["passed"] == (code == 0)
+    assert result["wrong"] == []
+    assert result["runs"].keys() == {"unet_block", "gate"}

@@ -1,0 +1,164 @@
+"""On a machine without a GPU verify looks at the kernels: what is not what it claims to be is found. On the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxfuse
+from onnxfuse.errors import DeviceError
+from onnxfuse.graph.archive import Flavour, Record, pack, unpack
+from onnxfuse.progress import silent
+from onnxfuse.runtime.kernel_check import check_kernels
+from onnxfuse.runtime.session import CPU
+from onnxfuse.verify import verify
+from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.onnx_build import FLOAT16, Builder
+
+ARCHITECTURES = "sm_80,sm_90a,ptx"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "default_providers", lambda: [CPU])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One site of few kernels: each is disassembled."""
+    b = Builder(FLOAT16)
+    weight, bias = np.random.default_rng(0).standard_normal((32, 64)) / 8, np.linspace(-1, 1, 64)
+    path = tmp_path_factory.mktemp("models") / "source.onnx"
+    onnx.save(b.model(b("Tanh", b("Add", b("MatMul", b.input("x", [16, 32]), b.array(weight)), b.array(bias)))), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> onnx.ModelProto:
+    return onnxfuse.optimize(source, arch=ARCHITECTURES)[0]
+
+
+def nodes_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for node in model.graph.node if node.domain == "onnxfuse"]
+
+
+def archive_of(model: onnx.ModelProto) -> onnx.TensorProto:
+    (name,) = {node.input[0] for node in nodes_of(model)}
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def with_archive(model: onnx.ModelProto, change: Callable[[bytes], bytes]) -> onnx.ModelProto:
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    tensor = archive_of(changed)
+    tensor.raw_data = change(tensor.raw_data)
+    tensor.dims[:] = [len(tensor.raw_data)]
+    return changed
+
+
+def with_records(model: onnx.ModelProto, change: Callable[[Record], Record]) -> onnx.ModelProto:
+    return with_archive(model, lambda data: pack([change(record) for record in unpack(data)]))
+
+
+def with_attribute(model: onnx.ModelProto, name: str, value: str) -> onnx.ModelProto:
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    for attribute in nodes_of(changed)[0].attribute:
+        if attribute.name == name:
+            attribute.s = value.encode()
+    return changed
+
+
+def of(record: Record, flavour: Flavour, **changes: object) -> Record:
+    return replace(record, **changes) if record.flavour == flavour else record
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def without_code(image: bytes) -> bytes:
+    """A cubin whose instructions are no instructions; its tables stay."""
+    start = len(image) // 2
+    return image[:start] + b"\xee" * 4096 + image[start + 4096 :]
+
+
+FAULTS: dict[str, tuple[Callable[[onnx.ModelProto], onnx.ModelProto], str]] = {
+    "a bit": (lambda m: with_archive(m, flipped), "checksum"),
+    "garbage": (lambda m: with_archive(m, lambda data: b"garbage"), "not an archive"),
+    "cut": (lambda m: with_archive(m, lambda data: data[:-100]), "should have"),
+    "another kernel": (lambda m: with_attribute(m, "kernel", "ab12"), "carries no kernel ab12"),
+    "other axes": (lambda m: with_attribute(m, "axes", "m k -> m"), "has"),
+    "an argument less": (lambda m: with_attribute(m, "arguments", "lhs=0 rhs=1 outs=0"), "loads"),
+    "machine code for another": (lambda m: with_records(m, lambda r: of(r, Flavour.CUBIN, capability=86)), "sm_86"),
+    "PTX for another": (lambda m: with_records(m, lambda r: of(r, Flavour.PTX, capability=90)), "is for sm_80"),
+    "another function": (lambda m: with_records(m, lambda r: of(r, Flavour.CUBIN, entry="other")), "function 'other'"),
+    "no function in PTX": (lambda m: with_records(m, lambda r: of(r, Flavour.PTX, entry="other")), "function 'other'"),
+    "text for machine code": (
+        lambda m: with_records(m, lambda r: of(r, Flavour.CUBIN, image=b"garbage" * 100)),
+        "not a cubin",
+    ),
+    "broken instructions": (
+        lambda m: with_records(m, lambda r: of(r, Flavour.SPECIFIC, image=without_code(r.image))),
+        "does not disassemble",
+    ),
+    "text for PTX": (lambda m: with_records(m, lambda r: of(r, Flavour.PTX, image=b"garbage")), "no architecture"),
+}  # fmt: skip
+
+
+def test_good_kernels_are_counted(source: Path, model: onnx.ModelProto, tmp_path: Path) -> None:
+    onnx.save(model, tmp_path / "fused.onnx")
+    result = verify.verify(source, tmp_path / "fused.onnx")
+    found = result.kernels
+    records = unpack(archive_of(model).raw_data)
+    assert (found.passed, found.nodes) == (True, len(nodes_of(model)))
+    assert found.architectures == ("ptx", "sm_80", "sm_90a")
+    assert found.kernels == len({(record.image, record.flavour) for record in records})
+    assert "verify passed: the original nodes agree; no kernel was run" in str(result)
+    assert result.to_dict()["kernels"]["run"] is False
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_with_kernels_is_found(name: str, model: onnx.ModelProto, tmp_path: Path) -> None:
+    change, message = FAULTS[name]
+    onnx.save(change(model), tmp_path / "fused.onnx")
+    found = check_kernels(tmp_path / "fused.onnx", silent)
+    assert not found.passed
+    assert message in "\n".join(found.faults), found.faults
+    assert str(found).startswith("kernels  FAILED: ")
+
+
+def test_an_archive_that_is_missing_is_named(model: onnx.ModelProto, tmp_path: Path) -> None:
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    node = nodes_of(changed)[0]
+    node.input[0] = next(tensor.name for tensor in changed.graph.initializer if tensor.name != node.input[0])
+    onnx.save(changed, tmp_path / "fused.onnx")
+    assert "not an archive" in "\n".join(check_kernels(tmp_path / "fused.onnx", silent).faults)
+
+
+def test_a_model_without_a_fused_node_has_no_kernels(source: Path) -> None:
+    assert check_kernels(source, silent) is None
+    assert str(verify.verify(source, source)).endswith("verify passed")
+
+
+def test_garbage_fails_the_command_and_a_gpu_can_be_required(
+    source: Path, model: onnx.ModelProto, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good.onnx", tmp_path / "bad.onnx"
+    onnx.save(model, good)
+    onnx.save(with_archive(model, flipped), bad)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    failed = command("verify", source, bad, **hidden)
+    assert (failed.returncode, failed.stdout.splitlines()[-1]) == (1, "verify FAILED")
+    assert "checksum" in failed.stdout
+    required = command("verify", source, good, "--require-gpu", **hidden)
+    assert (required.returncode, required.stderr.count("\n")) == (3, 1)
+    assert "no kernel can run" in required.stderr
+    with pytest.raises(DeviceError, match="no CUDA device"):
+        verify.verify(source, good, require_gpu=True)
