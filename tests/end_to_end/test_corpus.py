@@ -72,7 +72,8 @@ def test_bert_has_as_many_positions_as_a_measurement_needs(tmp_path: Path) -> No
     analysis, before = (analyse_model(each, resolve("sm_80", list)) for each in (model, narrow.build()))
     assert [str(site.fusion) for site in analysis.sites] == [str(site.fusion) for site in before.sites]
     onnx.save(sweep.rewritten(analysis), paths[1])
-    assert verify(*paths, shapes=dict.fromkeys(case.shapes, (1, tokens))).passed
+    result = verify(*paths, shapes=dict.fromkeys(case.shapes, (1, tokens)))
+    assert all(run.passed for run in result.runs)  # a rewritten model has no kernels that could be right
 
 
 def unread(model: onnx.ModelProto) -> set[str]:

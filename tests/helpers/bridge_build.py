@@ -50,7 +50,7 @@ def sanitizer_environment() -> dict[str, str]:
 @functools.cache
 def fake_driver_folder() -> Path:
     """A folder whose libcuda.so.1 computes on the CPU; for LD_LIBRARY_PATH."""
-    return _built("libcuda.so.1", [ROOT / "tests" / "fake_libcuda.cc"], _fake_driver).parent
+    return _built("libcuda.so.1", [ROOT / "tests" / "helpers" / "fake_libcuda.cc"], _fake_driver).parent
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def _cmake_sanitized(folder: Path) -> None:
 
 def _fake_driver(folder: Path) -> None:
     options = ("-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1")
-    _run("c++", *options, f"-I{PACKAGE}", ROOT / "tests" / "fake_libcuda.cc", "-o", folder / "libcuda.so.1")
+    _run("c++", *options, f"-I{PACKAGE}", ROOT / "tests" / "helpers" / "fake_libcuda.cc", "-o", folder / "libcuda.so.1")
 
 
 def _custom_op(folder: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_failed_comparison_is_json_with_null_for_what_was_not_measured(
 ) -> None:
     good, bad = (save(product(TensorProto.FLOAT, tail), tmp_path / tail) for tail in ("Abs", "Sqrt"))
     result = verify.verify(good, bad)
-    print_result(result, as_json=True, quiet=False)
+    print_result(result, good, bad, as_json=True, quiet=False)
     (run,) = strictly_parsed(capsys.readouterr().out)["runs"]
     (check,) = run["outputs"]
     assert (check["passed"], check["original"], check["optimized"], check["tolerance"]) == (False, None, None, None)
