@@ -63,7 +63,7 @@ class NotFusable(OnnxfuseError):
     """One site cannot be fused.
 
     Attributes:
-        reason: a stable lower-case code, listed in README.md.
+        reason: a stable lower-case code, listed in docs/reasons.md.
         node: the name of the node at fault.
         detail: one plain sentence.
     """

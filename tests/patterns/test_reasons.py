@@ -1,4 +1,4 @@
-"""Every reason of README's table is given for some model: for its product, or for where its fusion ends."""
+"""Every reason of docs/reasons.md is given for some model: for its product, or for where its fusion ends."""
 
 from __future__ import annotations
 
