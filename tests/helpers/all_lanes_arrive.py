@@ -2,7 +2,7 @@
 
 racecheck does not see that what a warp did before `__syncwarp()` comes before what one of its lanes does after it: it
 reports a kernel of ten lines in which a warp stores, meets, one lane arrives, and another warp waits and loads, and is
-silent where all lanes arrive (`tests/perf/NOTES.md`). `python -m tests.tools.memcheck --tool racecheck` uses this
+silent where all lanes arrive (`docs/kernel-notes.md`). `python -m tests.tools.memcheck --tool racecheck` uses this
 plugin.
 """
 

@@ -14,7 +14,7 @@ HEAD = """\
 # Performance
 
 Made by `python -m tests.perf.document` from the files in `results/`, which the commands below wrote. Every ratio is of
-two times from one run on one GPU. What limits a kernel, and what was tried, is in [the notes](../tests/perf/NOTES.md).
+two times from one run on one GPU. What limits a kernel, and what was tried, is in [the notes](kernel-notes.md).
 """
 
 
