@@ -9,9 +9,12 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import onnxfuse
+from onnxfuse.analysis.axis_mapping import levels, map_axes
+from tests.helpers.fusions import fusion
 from tests.perf import document
 from tests.tools import versions
 
@@ -38,6 +41,38 @@ def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
 
 def test_the_figures_are_those_of_the_committed_results() -> None:
     assert document.TARGET.read_text() == document.document(), "run `python -m tests.perf.document`"
+
+
+def test_every_room_is_in_the_diagram_and_every_stage_is_a_file() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    diagram = text.split("```mermaid")[1].split("```")[0]
+    rooms = {path.parent.name for path in (ROOT / "onnxfuse").glob("*/__init__.py")}
+    assert {room for room in rooms if re.search(rf"\b{room}\b", diagram)} == rooms
+    for name in re.findall(r"`(\w+/(?:\w+\.py)?)`", text.split("## The stages")[1].split("\n## ")[0]):
+        assert (ROOT / "onnxfuse" / name).exists(), name
+
+
+def test_every_word_of_the_glossary_is_one_of_the_code() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text().split("## Glossary")[1]
+    words = re.findall(r"^\| ([a-z ]+) \| [^|]+ \| [^|]+ \|$", text, re.M)[1:]
+    assert len(words) == len(set(words)) == 25
+    files = (path for path in (ROOT / "onnxfuse").rglob("*") if path.suffix in {".py", ".cuh", ".cc", ".h"})
+    code = re.sub(r"[\s_#/]+", " ", "\n".join(path.read_text() for path in files).lower())
+    for word in words:
+        assert re.search(rf"\b{word}s?\b", code), f"{word} is no word of the code any more"
+
+
+def test_the_example_of_two_levels_is_what_numpy_and_the_analysis_say() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text().split("## Two levels")[1]
+    (offset,) = re.findall(r"^    offset = (.+)$", text, re.M)
+    stored = np.arange(2 * 4 * 3 * 64).reshape(2, 4, 3, 64)
+    rows, columns = np.mgrid[:6, :256]
+    assert (eval(offset, {"r": rows, "c": columns}) == stored.transpose(0, 2, 1, 3).reshape(6, 256)).all()
+    axes = {"b": 2, "m": 3, "n1": 4, "n2": 64, "k": 8}
+    heads = fusion(axes, lhs="b m k", rhs="k (n1 n2)", out="b n1 m n2", operands=[])
+    mapping = map_axes(heads)
+    assert f"{mapping.m} {mapping.n}" == "('b', 'm') ('n1', 'n2')"
+    assert [levels(heads, heads.outs[0].tensor, loop) for loop in (mapping.m, mapping.n)] == [2, 2]
 
 
 def test_every_module_has_its_stage() -> None:
