@@ -14,8 +14,11 @@ from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_mode
 from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.rewrite import fallback_body, rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
-from onnxfuse.lowering.packing import compile_forms, pack_forms, replacement
-from onnxfuse.lowering.site import Site, pays_together, plan_site
+from onnxfuse.lowering.compile_kernels import compile_forms
+from onnxfuse.lowering.fused_node import replacement
+from onnxfuse.lowering.pack import pack_forms
+from onnxfuse.lowering.plan_site import pays_together, plan_site
+from onnxfuse.lowering.site import Site
 from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.progress import Progress
 from onnxfuse.report.site_report import FusedSite, Report, SkippedSite, fused_site, skipped_site

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from onnxfuse.errors import OutputError
 from onnxfuse.kernels.emit import kernel_source
-from onnxfuse.lowering.packing import Kernels, node_attributes
+from onnxfuse.lowering.compile_kernels import Kernels
+from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Site
 from onnxfuse.report.site_report import FusedSite
 from onnxfuse.runtime.disassemble import sass

@@ -16,7 +16,9 @@ from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgrap
 from onnxfuse.graph.rewrite import opsets_of
 from onnxfuse.ir.fusion import Fusion, Tensor
 from onnxfuse.kernels.emit import kernel_source
-from onnxfuse.lowering.packing import Kernels, compile_forms, pack_forms, replacement
+from onnxfuse.lowering.compile_kernels import Kernels, compile_forms
+from onnxfuse.lowering.fused_node import replacement
+from onnxfuse.lowering.pack import pack_forms
 from onnxfuse.lowering.site import Form, Site
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.session import onnxruntime

@@ -13,7 +13,7 @@ from onnx import ModelProto, numpy_helper
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
-from onnxfuse.lowering.packing import node_attributes
+from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Form
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.kernel_spec import Tile

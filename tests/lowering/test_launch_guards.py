@@ -22,7 +22,9 @@ from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.ir.epilogue_only import behind_product
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernels.emit import kernel_source
-from onnxfuse.lowering.packing import Kernels, node_attributes, pack_forms
+from onnxfuse.lowering.compile_kernels import Kernels
+from onnxfuse.lowering.fused_node import node_attributes
+from onnxfuse.lowering.pack import pack_forms
 from onnxfuse.lowering.site import Form
 from onnxfuse.runtime.compile import CompiledImage
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper
 
 from onnxfuse.device import resolve
-from onnxfuse.lowering.packing import node_attributes
+from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Form
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule.strategy import Tier

@@ -17,7 +17,7 @@ from onnxfuse.device import ARCHITECTURES, PTX
 from onnxfuse.errors import CompileError
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.gemm import ENTRY
-from onnxfuse.lowering import packing
+from onnxfuse.lowering import compile_kernels
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime import compile as compiler
 from onnxfuse.runtime.compile import NVRTC_PACKAGE, compile_cached, compile_source, nvrtc_version
@@ -249,12 +249,12 @@ def test_what_has_not_begun_is_not_compiled_behind_an_error(
         return [compiler.image_of(b"", "") for _ in devices]
 
     monkeypatch.setenv("ONNXFUSE_COMPILE_JOBS", "4")
-    monkeypatch.setattr(packing, "compile_cached", compile_one)
+    monkeypatch.setattr(compile_kernels, "compile_cached", compile_one)
     model = onnx.load(Path(__file__).parents[2] / "models" / "unet_block.onnx")
     forms = [site.form for site in analyse_model(model, list(ARCHITECTURES.values())).sites]
     kernels = {(kernel_source(variant, device), device.arch) for form in forms for device, variant in form.variants}
     with pytest.raises(type(error)):
-        packing.compile_forms(forms)
+        compile_kernels.compile_forms(forms)
     assert next(begun) < len(kernels) / 4
 
 

@@ -18,7 +18,7 @@ from onnxfuse.graph.archive import unpack
 from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes
 from onnxfuse.graph.rewrite import opsets_of
 from onnxfuse.limits import MAX_M
-from onnxfuse.lowering.packing import replacement
+from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
 from onnxfuse.runtime.timing import ROUNDS, Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.schedule.strategy import Tier
