@@ -10,9 +10,10 @@ from typing import Literal, get_args
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
+from onnxfuse.graph.fallback_body import fallback_body
 from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.graph.op_names import POOL_SIZE, named
-from onnxfuse.graph.rewrite import fallback_body, rewrite
+from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
 from onnxfuse.lowering.compile_kernels import compile_forms
 from onnxfuse.lowering.fused_node import replacement

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
 
+from onnxfuse.graph.fallback_body import Replacement, needed, renamed, renamed_subgraph
 from onnxfuse.graph.functions import DOMAIN
-from onnxfuse.graph.rewrite import FUNCTION_IR_VERSION, Replacement, needed, renamed, renamed_subgraph
+from onnxfuse.graph.rewrite import FUNCTION_IR_VERSION
 
 Ports = Sequence[tuple[str, int, Sequence[int]]]
 """Name, ONNX element type and shape of what one copy reads or makes."""

@@ -9,67 +9,20 @@ read the main graph's kernels, as these may.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
-import numpy as np
-from onnx import (
-    AttributeProto,
-    FunctionProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    OperatorSetIdProto,
-    TensorProto,
-    helper,
-    numpy_helper,
-)
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
-from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.fallback_body import Replacement, fallback_body
 from onnxfuse.graph.functions import DOMAIN, functions_of, inline, reads, walk
 from onnxfuse.graph.graph import Graph
-from onnxfuse.graph.known_nodes import constant, known_array, known_nodes
+from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION
-from onnxfuse.graph.op_names import FUSED_GEMM, OpNames
+from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.scopes import graph_at
 
 KERNELS = "onnxfuse.kernels"
 FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """One match and the node that takes its place.
-
-    Attributes:
-        graph: the facts of the scope that the match lies in; stale after the edit.
-        nodes: indices of the matched nodes in the scope, ascending.
-        copied: indices of nodes that matched ones may need too, and that stay as long as others need them.
-        place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
-        folded: indices of nodes that are not needed any more: what others read of them are constants.
-        constants: the names of those.
-        inputs: values that the kernel reads, in order.
-        outputs: values that it makes.
-        name: name of the fused node.
-        attributes: the fused node's attributes, all strings.
-        kind: `FusedGemm`, or `FusedPointwise` where the products are kept.
-        kept: indices of matched nodes that stay as they are, right before the fused node.
-        shapes: by node, what takes the place of the shape that a Reshape reads from outside.
-    """
-
-    graph: Graph
-    nodes: tuple[int, ...]
-    copied: tuple[int, ...]
-    place: int
-    folded: tuple[int, ...]
-    constants: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    name: str
-    attributes: dict[str, str]
-    kind: str = FUSED_GEMM
-    kept: tuple[int, ...] = ()
-    shapes: dict[int, FallbackShape] = field(default_factory=dict)
 
 
 def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
@@ -161,113 +114,6 @@ def _fused_node(
         **replacement.attributes,
         **constants,
     )
-
-
-def fallback_body(replacement: Replacement) -> tuple[FunctionProto, dict[str, TensorProto]]:
-    """The matched subgraph as a function that is named after its kind, and the constants that it takes as attributes.
-
-    Scales, bounds and shapes are the node's and not the function's, so that more nodes have equal bodies.
-    """
-    nodes, names = renamed_subgraph(replacement)
-    constants: dict[str, TensorProto] = {}
-    for node in nodes:
-        if node.op_type == "Constant" and node.attribute[0].name == "value":
-            name = f"c{len(constants)}"
-            constants[name] = TensorProto()
-            constants[name].CopyFrom(node.attribute[0].t)
-            node.attribute[0].CopyFrom(AttributeProto(name="value", type=AttributeProto.TENSOR, ref_attr_name=name))
-    body = FunctionProto(
-        domain=DOMAIN,
-        name=replacement.kind,
-        input=["kernels", *(f"x{index}" for index in range(len(replacement.inputs)))],
-        output=[names[name] for name in replacement.outputs],
-        attribute=sorted([*replacement.attributes, *constants]),
-        node=nodes,
-        opset_import=opsets_of(replacement.graph, nodes),
-    )
-    return body, constants
-
-
-def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
-    """The matched nodes but the kept ones, and what their values are called: by position, so that equal ones are equal.
-
-    Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
-    """
-    nodes, shapes = _nodes(replacement)
-    names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    body = known_nodes(replacement.graph, [*shapes, *nodes], names)
-    inner = (value for node in body for value in node.output if value)
-    names |= {value: f"v{index}" for index, value in enumerate(inner)}
-    names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
-    return [renamed(node, names) for node in body], names
-
-
-def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdProto]:
-    """The operator sets that nodes of a graph need: ONNX's own, for Constant nodes, and those of its nodes."""
-    used = {"" if node.domain == "ai.onnx" else node.domain for node in nodes} | {""}
-    return [OperatorSetIdProto(domain=domain, version=graph.scope.opsets.get(domain, 1)) for domain in sorted(used)]
-
-
-def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
-    """The matched nodes, and before them what some of them read in place of a computed shape."""
-    scope = replacement.graph.scope.nodes
-    own = [index for index in replacement.nodes if index not in replacement.kept]
-    # What only kept products need stays with them.
-    read = {value for index in own for value in scope[index].input}
-    copied = {node.output[0] for node in needed([scope[index] for index in replacement.copied], read)}
-    nodes: list[NodeProto] = []
-    shapes: list[NodeProto] = []
-    for index in (*(index for index in replacement.copied if scope[index].output[0] in copied), *own):
-        node = scope[index]
-        if index in replacement.shapes:
-            node = renamed(node, {})
-            shape = replacement.shapes[index]
-            shapes += _shape(
-                f"{node.output[0]}/shape", shape, "" if shape.is_constant else replacement.inputs[shape.base]
-            )
-            node.input[1] = shapes[-1].output[0]
-            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 keeps a dimension
-            del node.attribute[:]
-            node.attribute.extend(kept)
-        nodes.append(node)
-    return nodes, shapes
-
-
-def needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:
-    """The nodes that make some values, and what those need."""
-    found: list[NodeProto] = []
-    for node in reversed(nodes):
-        if values & set(node.output):
-            found.insert(0, node)
-            values = values | set(node.input)
-    return found
-
-
-def _shape(name: str, shape: FallbackShape, base: str) -> list[NodeProto]:
-    """Nodes that make a shape; sizes of an input are gathered from its own shape and the constant entries."""
-    entries = constant(name, np.array(shape.entries, np.int64))
-    if shape.is_constant:
-        return [entries]
-    rank = 1 + max(index for index in shape.of_base if index is not None)
-    places = [rank + position if index is None else index for position, index in enumerate(shape.of_base)]
-    own, known, first, chosen, made = (f"{name}/{part}" for part in ("own", "known", "first", "chosen", "made"))
-    return [
-        entries,
-        helper.make_node("Shape", [base], [own]),
-        constant(first, np.arange(rank)),
-        helper.make_node("Gather", [own, first], [f"{own}/first"]),
-        helper.make_node("Concat", [f"{own}/first", name], [known], axis=0),
-        constant(chosen, np.array(places, np.int64)),
-        helper.make_node("Gather", [known, chosen], [made]),
-    ]
-
-
-def renamed(node: NodeProto, names: Mapping[str, str]) -> NodeProto:
-    """A nameless copy of a node that reads and makes other values."""
-    copy = NodeProto(op_type=node.op_type, domain=node.domain, overload=node.overload, attribute=node.attribute)
-    copy.input.extend(names.get(value, value) for value in node.input)
-    copy.output.extend(names.get(value, value) for value in node.output)
-    return copy
 
 
 def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]]) -> None:

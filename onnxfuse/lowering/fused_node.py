@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.graph.rewrite import Replacement
+from onnxfuse.graph.fallback_body import Replacement
 from onnxfuse.ir.fusion import Fusion, Pointwise, part_text
 from onnxfuse.lowering.site import Form
 

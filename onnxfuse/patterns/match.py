@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import View

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
-from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.views import INPUT_VIEWS, Base, View, axis_view, fallback_shape, viewed

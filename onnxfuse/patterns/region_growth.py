@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.constant_propagation import is_complete
-from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.ir.fusion import MAX_STEPS

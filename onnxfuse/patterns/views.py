@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.data_propagation import CONTRADICTIONS
-from onnxfuse.graph.fallback_shape import FallbackShape
+from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import SIXTEEN_BIT, Graph, Size
 
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes

@@ -13,7 +13,7 @@ from typing import Any
 from onnxfuse.analysis.axis_mapping import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgraph_id
-from onnxfuse.graph.rewrite import opsets_of
+from onnxfuse.graph.fallback_body import opsets_of
 from onnxfuse.ir.fusion import Fusion, Tensor
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels, compile_forms

@@ -16,7 +16,7 @@ from onnxfuse.device import ARCHITECTURES, resolve, tuning_device
 from onnxfuse.errors import DeviceError, SettingError
 from onnxfuse.graph.archive import unpack
 from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes
-from onnxfuse.graph.rewrite import opsets_of
+from onnxfuse.graph.fallback_body import opsets_of
 from onnxfuse.limits import MAX_M
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
