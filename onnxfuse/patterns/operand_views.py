@@ -16,7 +16,9 @@ from onnxfuse.graph import symbolic
 from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
-from onnxfuse.patterns.views import INPUT_VIEWS, Base, View, axis_view, fallback_shape, viewed
+from onnxfuse.patterns.fallback_shape import Base, fallback_shape
+from onnxfuse.patterns.view_ops import INPUT_VIEWS, viewed
+from onnxfuse.patterns.views import View, axis_view
 
 STORED_VIEWS = frozenset({"Identity", "Transpose"})
 MAX_STORED_VIEWS = 8

@@ -18,12 +18,14 @@ from onnxfuse.graph.graph import node_label
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.limits import MAX_OUTS
 from onnxfuse.patterns.epilogue_graph import ACC
+from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.insertion_points import Places
 from onnxfuse.patterns.match import Columns, Exit, Match, count_of
 from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region_growth import COLUMN_OPS, Growth
-from onnxfuse.patterns.views import VIEWS, columns_dim, only_feeding
+from onnxfuse.patterns.view_ops import VIEWS
+from onnxfuse.patterns.views import columns_dim
 
 COPIES = frozenset({"Identity", "Dropout"})
 REGROUPING = COPIES | {"Cast"}  # with these alone behind it, an intermediate is not worth an output

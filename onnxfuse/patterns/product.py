@@ -20,9 +20,10 @@ from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_walkable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
+from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
 from onnxfuse.patterns.pointwise_table import POINTWISE
-from onnxfuse.patterns.views import COLUMNS, Base, Dim, Piece, View, extent
+from onnxfuse.patterns.views import COLUMNS, Dim, Piece, View, extent
 
 QUANTIZED = frozenset(
     {

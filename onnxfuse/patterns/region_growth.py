@@ -23,10 +23,12 @@ from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
+from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import SPREAD, VIEWS, Dim, Piece, View, extent, fallback_shape, is_column, viewed
+from onnxfuse.patterns.view_ops import VIEWS, viewed
+from onnxfuse.patterns.views import SPREAD, Dim, Piece, View, extent, is_column
 
 MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more

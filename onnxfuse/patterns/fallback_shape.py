@@ -1,0 +1,118 @@
+"""The shape of a Reshape or Expand in a fallback function, and the shape arithmetic that nothing else needs then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.fallback_body import FallbackShape
+from onnxfuse.graph.graph import SIXTEEN_BIT, Graph
+from onnxfuse.patterns.view_ops import MOVES
+from onnxfuse.patterns.views import REPEATED, View, extent
+
+MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
+
+
+@dataclass(frozen=True)
+class Base:
+    """An input of a fusion, whose dimensions a shape may be computed from: its name, its view, its place."""
+
+    name: str
+    view: View
+    index: int = 0
+
+
+def shape_of(before: View, after: View, base: Base, prefer_base: bool = False) -> FallbackShape | None:
+    """How a Reshape's shape follows from its input's dimensions and those of a base; None where it does not."""
+    sizes = [extent(dim) for dim in after]
+    kept = [index < len(before) and extent(before[index]) == size for index, size in enumerate(sizes)]
+    entries = [size if isinstance(size, int) else 0 if keep else -1 for size, keep in zip(sizes, kept, strict=True)]
+    of_base: list[int | None] = [None] * len(entries)
+    known = [extent(dim) for dim in base.view]
+    for index, size in enumerate(sizes):
+        wanted = prefer_base or (entries.count(-1) > 1 and entries[index] == -1)
+        if isinstance(size, str) and wanted and size in known:
+            entries[index], of_base[index] = 0, known.index(size)
+    return FallbackShape(tuple(entries), tuple(of_base), base.index) if entries.count(-1) <= 1 else None
+
+
+def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base: Base) -> FallbackShape | None:
+    """The shape of a Reshape or Expand that computes it from elsewhere; None where its own input will do.
+
+    Where the model computes it from the product's input, so does the fallback: for 16-bit values ONNX Runtime's CPU
+    provider rounds differently where a value has one reader less.
+
+    Raises:
+        NotFusable: it does not follow from the sizes of the product's input.
+    """
+    if node.op not in ("Reshape", "Expand") or graph.known_integers(node.inputs[1]) is not None:
+        return None
+    if node.op == "Expand":
+        return _repeats(after, base)
+    read = list(_sources(node.inputs[1]))
+    if any(_would_be_rounded_otherwise(graph, tensor) for tensor in read):
+        raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is rounded for being read")
+    shape = shape_of(before, after, base, any(tensor.name == base.name for tensor in read))
+    if shape is None:
+        raise NotFusable("unknown_shape", "", "reshapes to several sizes that only the run knows")
+    return shape
+
+
+def _repeats(after: View, base: Base) -> FallbackShape:
+    """The shape of an Expand: 1 keeps a dimension."""
+    repeated = [dim[0].size if dim and dim[0].axis.startswith(REPEATED) else 1 for dim in after]
+    if any(isinstance(size, str) for size in repeated):
+        raise NotFusable("unknown_shape", "", "repeats its input as often as only the run knows")
+    return FallbackShape(tuple(int(size) for size in repeated), (None,) * len(repeated), base.index)
+
+
+def _sources(tensor: gs.Tensor) -> Iterator[gs.Tensor]:
+    """The values whose shapes a shape is computed from."""
+    stack, seen = [tensor], set[str]()
+    while stack and len(seen) < MAX_SHAPE_VALUES:
+        tensor = stack.pop()
+        seen.add(str(tensor.name))
+        for maker in tensor.inputs:
+            if maker.op == "Shape":
+                yield maker.inputs[0]
+            else:
+                stack += [value for value in maker.inputs if str(value.name) not in seen]
+
+
+def only_feeding(graph: Graph, views: Collection[int]) -> frozenset[int]:
+    """Shape arithmetic that nothing but the shapes of some views needs; nodes are indices in the graph."""
+    found: set[int] = set()
+    stack = [graph.nodes[view].inputs[1] for view in views]
+    while stack and len(found) < MAX_SHAPE_VALUES * len(views):
+        for maker in stack.pop().inputs:
+            if all(_dies(graph, value, found, views) for value in maker.outputs):
+                found.add(graph.index(maker))
+                stack += [] if maker.op == "Shape" else maker.inputs
+    return frozenset(found)
+
+
+def _dies(graph: Graph, value: gs.Tensor, dead: Collection[int], views: Collection[int]) -> bool:
+    """Whether nothing reads a value but dead nodes, and views as their shape."""
+    readers = ((graph.index(reader), reader.inputs[0]) for reader in value.outputs)
+    return not graph.is_escaping(value.name) and all(
+        index in dead or (index in views and value is not viewed) for index, viewed in readers
+    )
+
+
+def _would_be_rounded_otherwise(graph: Graph, tensor: gs.Tensor) -> bool:
+    """Whether ONNX Runtime's CPU provider rounds a 16-bit value, or does not, because its shape is read.
+
+    What computes has no kernel of 16 bits there: what it makes is rounded, unless a Cast to 32 bits alone reads it.
+    What moves elements has one, but between nodes that compute it moves 32 bits.
+    """
+    if graph.dtype(tensor.name) not in SIXTEEN_BIT or not tensor.inputs:
+        return False
+    others = [reader.op for reader in tensor.outputs if reader.op != "Shape"]
+    if not any(maker.op in MOVES for maker in tensor.inputs):
+        return others == ["Cast"]
+    sources = (value for maker in tensor.inputs for value in maker.inputs if graph.dtype(value.name) in SIXTEEN_BIT)
+    computed = any(source.op not in MOVES for value in sources for source in value.inputs)
+    return computed and not any(op in MOVES or op == "Cast" for op in others)
