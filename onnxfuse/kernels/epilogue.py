@@ -1,7 +1,7 @@
 """IR op -> CUDA expression, and the epilogue's steps as one straight-line functor in fp32.
 
 The table has exactly the keys of `fusion.OPS`. Functions that CUDA does not name are hand-written in
-`cuda/pointwise.cuh`, where their accuracy is argued.
+`cuda/common/math.cuh`, and their fast versions in `cuda/hopper/fast_math.cuh`, where their accuracy is argued.
 """
 
 from __future__ import annotations
@@ -9,14 +9,24 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from onnxfuse.ir.fusion import Value
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
-Expression = Callable[..., str]
-
 MAX_EXPANDED_POWER = 4  # x^5 and above: powf is as accurate and rare enough
+
+Writer = Callable[..., str]
+"""A step's arguments, numbers or names -> the CUDA expression."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """How an op is written: as accurate as fp32 allows, and accurate enough for 16-bit and TF32 operands."""
+
+    accurate: Writer
+    fast: Writer
 
 
 def constant(value: float) -> str:
@@ -34,7 +44,11 @@ def _text(value: Value) -> str:
     return value if isinstance(value, str) else constant(float(value))
 
 
-def _template(text: str) -> Expression:
+def _template(text: str, fast: str = "") -> Expression:
+    return Expression(_formatted(text), _formatted(fast or text))
+
+
+def _formatted(text: str) -> Writer:
     return lambda *values: text.format(*map(_text, values))
 
 
@@ -53,7 +67,7 @@ EXPRESSIONS: dict[str, Expression] = {
     "sub": _template("{} - {}"),
     "mul": _template("{} * {}"),
     "div": _template("{} / {}"),
-    "pow": _power,
+    "pow": Expression(_power, _power),
     "min": _template("minimum({}, {})"),
     "max": _template("maximum({}, {})"),
     "neg": _template("-{}"),
@@ -64,7 +78,7 @@ EXPRESSIONS: dict[str, Expression] = {
     "reciprocal": _template("1.0f / {}"),
     "erf": _template("erff({})"),
     "tanh": _template("tanhf({})"),
-    "sigmoid": _template("pointwise::sigmoid({})"),
+    "sigmoid": _template("pointwise::sigmoid({})", fast="pointwise::fast_sigmoid({})"),
     "softplus": _template("pointwise::softplus({})"),
     "relu": _template("maximum({}, 0.0f)"),
     "leaky_relu": _template("pointwise::leaky_relu({}, {})"),
@@ -72,8 +86,8 @@ EXPRESSIONS: dict[str, Expression] = {
     "hard_sigmoid": _template("pointwise::hard_sigmoid({}, {}, {})"),
     "hard_swish": _template("pointwise::hard_swish({})"),
     "mish": _template("pointwise::mish({})"),
-    "gelu": _template("pointwise::gelu({})"),
-    "gelu_tanh": _template("pointwise::gelu_tanh({})"),
+    "gelu": _template("pointwise::gelu({})", fast="pointwise::fast_gelu({})"),
+    "gelu_tanh": _template("pointwise::gelu_tanh({})", fast="pointwise::fast_gelu_tanh({})"),
     "clip": _template("pointwise::clip({}, {}, {})"),
     "where": _template("{} != 0.0f ? {} : {}"),
     # Adding -0 changes no number; as an intrinsic it is never contracted with the product before it into one fma.
@@ -83,20 +97,26 @@ EXPRESSIONS: dict[str, Expression] = {
 }
 
 
-def functor(spec: KernelSpec) -> str:
-    """The CUDA source of `struct Epilogue`: accumulators and operands of one output element in, results out."""
+def functor(spec: KernelSpec, fast: bool = False) -> str:
+    """The CUDA source of `struct Epilogue`: accumulators and operands of one output element in, results out.
+
+    Args:
+        spec: what to compute.
+        fast: whether by the fast functions, which only a kernel with `cuda/hopper/fast_math.cuh` has.
+    """
     accumulators = [f"    const float acc{part} = accumulators[{part}];" for part in range(spec.parts)]
-    return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec)])
+    return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec, fast)])
 
 
 def pointwise_functor(spec: PointwiseSpec) -> str:
     """The same behind a product: operands of one output element in, results out."""
-    return _struct("", _body(spec))
+    return _struct("", _body(spec, fast=False))
 
 
-def _body(spec: KernelSpec | PointwiseSpec) -> list[str]:
+def _body(spec: KernelSpec | PointwiseSpec, fast: bool) -> list[str]:
     lines = [f"    const float op{index} = operands[{index}];" for index in range(len(spec.loads))]
-    lines += [f"    const float {step.result} = {EXPRESSIONS[step.op](*step.inputs)};" for step in spec.steps]
+    writers = {op: expression.fast if fast else expression.accurate for op, expression in EXPRESSIONS.items()}
+    lines += [f"    const float {step.result} = {writers[step.op](*step.inputs)};" for step in spec.steps]
     return [*lines, *(f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values))]
 
 

@@ -64,28 +64,14 @@ constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 
 {access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _boxed)}
 
-{_functor(spec)}
+{functor(spec, fast=not _wants_the_models_bits(spec))}
 {multiplications(spec, tile)}
 }}  // namespace onnxfuse
 """
 
 
-# Accurate functions of the functor and those that are accurate enough for 16-bit and TF32 operands.
-_FAST = {
-    "pointwise::gelu(": "pointwise::fast_gelu(",
-    "pointwise::gelu_tanh(": "pointwise::fast_gelu_tanh(",
-    "pointwise::sigmoid(": "pointwise::fast_sigmoid(",
-}
-
-
-def _functor(spec: KernelSpec) -> str:
-    """The functor with fast functions, unless the user wants the model's own bits."""
-    source = functor(spec)
-    if any(step.op in ROUNDS for step in spec.steps):
-        return source
-    for accurate, fast in _FAST.items():
-        source = source.replace(accurate, fast)
-    return source
+def _wants_the_models_bits(spec: KernelSpec) -> bool:
+    return any(step.op in ROUNDS for step in spec.steps)
 
 
 def _boxed(out: Access) -> str:

@@ -92,7 +92,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
   using namespace onnxfuse;
   for (int i = 0; i < count; ++i) {{
     const float x = xs[i], y = ys[i];
-    const float result = {EXPRESSIONS[case.op](*case.arguments)};
+    const float result = {EXPRESSIONS[case.op].accurate(*case.arguments)};
     outs[i] = result;
   }}
 }}"""
@@ -106,6 +106,16 @@ def test_tables_have_the_same_keys() -> None:
     assert {case.op for case in CASES} == set(OPS), "every op is swept"
     for case in CASES:
         assert len(case.arguments) == OPS[case.op]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_expression_is_fast_where_its_function_has_a_fast_version(op: str) -> None:
+    source = (TEMPLATES / "hopper/fast_math.cuh").read_text()
+    values = ("x", "y", "z")[: OPS[op]]
+    accurate, fast = EXPRESSIONS[op].accurate(*values), EXPRESSIONS[op].fast(*values)
+    expected = accurate.replace("pointwise::", "pointwise::fast_")
+    name = expected.split("(")[0].removeprefix("pointwise::")
+    assert fast == (expected if f"float {name}(" in source else accurate)
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{case.op}{case.arguments}" for case in CASES])
