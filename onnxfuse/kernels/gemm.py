@@ -9,7 +9,6 @@ from onnxfuse.kernels.source import access_tables, constants, flag
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
 ENTRY = "onnxfuse_gemm"
-BEFORE = ("common/arguments.cuh", "common/element.cuh", "common/addressing.cuh", "common/ptx.cuh", "common/math.cuh")
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "3xtf32": "split_fp32", "fp32": "fp32"}
 
 

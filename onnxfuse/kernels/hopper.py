@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor
-from onnxfuse.kernels.source import access_tables, assembled, constants, flag
+from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
 from onnxfuse.schedule.hopper_tile import (
     TILE_BYTES,
     WGMMA_STEPS,
@@ -21,16 +21,6 @@ from onnxfuse.schedule.hopper_tile import (
 )
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
-_BEFORE = (
-    "common/arguments.cuh",
-    "common/element.cuh",
-    "common/addressing.cuh",
-    "common/ptx.cuh",
-    "common/math.cuh",
-    "hopper/fast_math.cuh",
-)
-_AFTER = ("common/narrow_copy.cuh", "hopper/ptx.cuh", "hopper/epilogue.cuh", "hopper/gemm.cuh")
-
 
 def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
     """The CUDA source of a kernel.
@@ -40,7 +30,8 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
         tile: a legal tile: `hopper_tile.why_not(spec, tile, shared_limit)` is None.
         shared_limit: shared memory of one block, in bytes.
     """
-    return assembled(_BEFORE, _generated(spec, tile, footprint(spec, tile, shared_limit)), _AFTER)
+    text = _generated(spec, tile, footprint(spec, tile, shared_limit))
+    return assembled(text, "hopper/gemm.cuh", (*GENERATED_USES, "hopper/fast_math.cuh"))
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:

@@ -8,13 +8,10 @@ from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
 
 ENTRY = "onnxfuse_pointwise"
 
-_BEFORE = ("common/arguments.cuh", "common/element.cuh", "common/addressing.cuh", "common/ptx.cuh", "common/math.cuh")
-_AFTER = ("common/checked_access.cuh", "pointwise/kernel.cuh")
-
 
 def emit(spec: PointwiseSpec, tile: PointwiseTile) -> str:
     """The CUDA source of a kernel."""
-    return assembled(_BEFORE, _generated(spec, tile), _AFTER)
+    return assembled(_generated(spec, tile), "pointwise/kernel.cuh")
 
 
 def _generated(spec: PointwiseSpec, tile: PointwiseTile) -> str:

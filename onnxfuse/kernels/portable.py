@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.gemm import BEFORE, generated
+from onnxfuse.kernels.gemm import generated
 from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.portable_tile import Footprint, copy_width, footprint
-
-_AFTER = (
-    "common/checked_access.cuh",
-    "portable/split_fp32.cuh",
-    "common/narrow_copy.cuh",
-    "portable/epilogue.cuh",
-    "portable/gemm.cuh",
-)
 
 
 def emit(spec: KernelSpec, tile: Tile) -> str:
@@ -25,7 +17,7 @@ def emit(spec: KernelSpec, tile: Tile) -> str:
     """
     layout = footprint(spec, tile)
     text = generated(spec, _numbers(spec, tile, layout), layout.load_offsets, layout.out_offsets)
-    return assembled(BEFORE, text, _AFTER)
+    return assembled(text, "portable/gemm.cuh")
 
 
 def _numbers(spec: KernelSpec, tile: Tile, layout: Footprint) -> dict[str, int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.gemm import BEFORE, generated
+from onnxfuse.kernels.gemm import generated
 from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.small_m_tile import SmallMTile, resident_blocks, shared_bytes, sums_pitch
-
-_AFTER = ("portable/split_fp32.cuh", "small_m/gemm.cuh")
 
 
 def emit(spec: KernelSpec, tile: SmallMTile) -> str:
@@ -18,7 +16,7 @@ def emit(spec: KernelSpec, tile: SmallMTile) -> str:
         tile: a legal tile: `small_m_tile.why_not(spec, tile, ...)` is None.
     """
     text = generated(spec, _numbers(spec, tile), (0,) * len(spec.loads), (0,) * len(spec.outs))
-    return assembled(BEFORE, text, _AFTER)
+    return assembled(text, "small_m/gemm.cuh")
 
 
 def _numbers(spec: KernelSpec, tile: SmallMTile) -> dict[str, int]:

@@ -15,19 +15,40 @@ from onnxfuse.schedule.portable_tile import copy_width
 
 TEMPLATES = Path(__file__).parent / "cuda"
 
-_OWN_INCLUDE = re.compile(r'^#(?:pragma once|include ".*")\n', re.MULTILINE)
+GENERATED_USES = ("common/arguments.cuh", "common/element.cuh", "common/addressing.cuh", "common/math.cuh")
+
+_OWN_INCLUDE = re.compile(r'^#(?:pragma once|include "(.*)")\n', re.MULTILINE)
 
 
-def assembled(before: Iterable[str], generated: str, after: Iterable[str]) -> str:
-    """What the generated text uses, that text, and what uses it."""
+def assembled(generated: str, kernel: str, uses: Iterable[str] = GENERATED_USES) -> str:
+    """The full text of a kernel: every file once, behind those that it includes.
+
+    Args:
+        generated: the text that differs from kernel to kernel.
+        kernel: the file that uses it, and so may all files that only this one includes.
+        uses: the files that the generated text uses.
+    """
+    before = dict.fromkeys(name for root in uses for name in with_includes(root))
+    after = [name for name in with_includes(kernel) if name not in before]
     return "\n".join([*map(template, before), generated, *map(template, after)])
+
+
+@cache
+def with_includes(name: str) -> tuple[str, ...]:
+    """A file behind all that it includes, each once, in the order of the `#include` lines."""
+    includes = [found for found in _OWN_INCLUDE.findall(_text(name)) if found]
+    return tuple(dict.fromkeys([*(inner for found in includes for inner in with_includes(found)), name]))
+
+
+@cache
+def _text(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 @cache
 def template(name: str) -> str:
     """The text of a hand-written file, without its includes of our own files, which stand before it."""
-    text = (TEMPLATES / name).read_text(encoding="utf-8")
-    return f"// ---- {name}\n{_OWN_INCLUDE.sub('', text)}"
+    return f"// ---- {name}\n{_OWN_INCLUDE.sub('', _text(name))}"
 
 
 def constants(numbers: Mapping[str, int]) -> str:

@@ -9,9 +9,9 @@
 //                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
 #include "common/arguments.cuh"
-#include "hopper/ptx.cuh"
 #include "common/narrow_copy.cuh"
 #include "common/addressing.cuh"
+#include "hopper/ptx.cuh"
 
 namespace onnxfuse {
 

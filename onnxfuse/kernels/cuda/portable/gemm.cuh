@@ -27,11 +27,12 @@
 // STAGES and _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "common/arguments.cuh"
-#include "portable/epilogue.cuh"
-#include "portable/split_fp32.cuh"
 #include "common/ptx.cuh"
-#include "common/narrow_copy.cuh"
 #include "common/addressing.cuh"
+#include "common/checked_access.cuh"
+#include "portable/split_fp32.cuh"
+#include "common/narrow_copy.cuh"
+#include "portable/epilogue.cuh"
 
 namespace onnxfuse {
 
