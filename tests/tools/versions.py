@@ -44,6 +44,7 @@ OPENVINO = "openvino==2026.4.1"
 MODEL = ROOT / "models" / "ff_geglu.onnx"
 OLD_MODELS = [ROOT / "models" / f"{name}.onnx" for name in ("bert", "lstm_gates", "unet_block")]  # operator set 17
 SMALL = ("several_bodies", "lstm_gates")  # of the models, for onnx.reference
+FP32 = (*SMALL, "bert")  # of the models, for OpenVINO, which rounds an fp16 model where it likes
 SESSIONS = ("runs", "scopes", "runs_behind_a_product", "lifetimes", "load_errors", "run_errors")
 USE = f"""
 import onnxfuse, onnxruntime, pathlib, sys
@@ -194,11 +195,11 @@ def check_reference(python: Path, folder: Path) -> str:
     return run([str(python), "-c", REFERENCE, *SMALL], cwd=folder).strip()
 
 
-def check_openvino(python: Path, folder: Path, names: list[str]) -> str:
-    """Inlined fused files run in OpenVINO; returns its version."""
+def check_openvino(python: Path, folder: Path) -> str:
+    """Inlined fused files of fp32 run in OpenVINO; returns its version."""
     install(python, "--no-deps", "--target", str(folder / "openvino"), OPENVINO)
     variables = {"PATH": str(python.parent), "PYTHONPATH": str(folder / "openvino")}
-    return run([str(python), "-c", INLINED, *names], env=variables, cwd=folder).strip()
+    return run([str(python), "-c", INLINED, *FP32], env=variables, cwd=folder).strip()
 
 
 def run(command: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> str:
@@ -238,7 +239,7 @@ def checks(python: Path, folder: Path, chosen: list[str]) -> Iterator[tuple[str,
         yield "the original nodes' bits: onnxruntime", partial(check_original_nodes, python, folder, names, version)
     if not chosen:
         yield "the original nodes' bits: onnx.reference", partial(check_reference, python, folder)
-        yield "the original nodes, inlined: openvino", partial(check_openvino, python, folder, names)
+        yield "the original nodes, inlined: openvino", partial(check_openvino, python, folder)
 
 
 if __name__ == "__main__":
