@@ -24,6 +24,9 @@ struct Device {
   bool has_tensor_maps = false;   // the driver knows TMA
 };
 
+// Loops of a tensor that a kernel walks in two levels.
+constexpr uint64_t kRowsInRuns = 1, kColumnsInRuns = 2, kBatchesInRuns = 4;
+
 constexpr int kBatchLevel = 2 * (2 + ONNXFUSE_MAX_LOADS + ONNXFUSE_MAX_OUTS);
 
 // Bytes that the address and all pitches of an argument must be a multiple of; 0 for what the kernel does not have: lhs
@@ -36,7 +39,7 @@ struct Alignments {
   uint32_t turned = 0;       // bit t: accesses of tensor t go down its rows
 
   bool has_product() const { return lhs != 0; }
-  // Bit 0: rows in two levels, bit 1: columns, bit 2: the batch.
+  // Which loops the kernel walks in two levels.
   uint64_t levels_of(size_t tensor) const {
     const size_t batch_level = kBatchLevel + (tensor > 1 ? 0 : 1 + tensor);
     return (two_levels >> 2 * tensor & 3) | (two_levels >> batch_level & 1) << 2;

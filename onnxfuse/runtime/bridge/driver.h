@@ -7,6 +7,7 @@
 #include <string>
 
 #include "archive.h"
+#include "tensor_maps.h"
 
 namespace onnxfuse {
 
@@ -17,20 +18,6 @@ using Stream = void*;     // CUstream
 // CUtensorMap
 struct alignas(64) TensorMap {
   uint64_t words[16];
-};
-
-// What a tensor map says. The contiguous axis comes first; sizes in elements, strides and the swizzle in bytes.
-constexpr uint32_t kMaxRank = 5;   // of a tensor map
-
-struct TensorBox {
-  void* pointer;
-  int64_t element_bytes;
-  uint32_t rank;
-  uint64_t extents[kMaxRank];
-  uint64_t strides[kMaxRank - 1];   // of all axes but the first
-  uint32_t box[kMaxRank];
-  uint8_t swizzle;
-  bool is_factor;        // of the product: the tensor cores read it
 };
 
 // CUlaunchAttribute and CUlaunchConfig

@@ -17,7 +17,4 @@ constexpr int kPoolSize = 24;   // of each kind: FusedGemm_0 to FusedGemm_23, an
 // The ops for one version of the runtime's API; they live as long as the process.
 std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version);
 
-// For tests on a machine without a GPU: the ops belong to the CPU provider, which has no stream. Returns the old value.
-bool run_on_cpu(bool value);
-
 }  // namespace onnxfuse

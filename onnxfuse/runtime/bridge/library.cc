@@ -12,7 +12,7 @@
 namespace onnxfuse {
 namespace {
 
-constexpr uint32_t kApi = 23;   // of the runtime's table of functions and of OrtCustomOp: what the kernels were run with
+constexpr uint32_t kApi = 23;   // of the runtime's functions and of OrtCustomOp: what the kernels were run with
 constexpr int kOldestMinor = 27;   // of ONNX Runtime 1: the first that kernels were run in on a GPU (docs/limits.md)
 
 bool is_supported(const char* version) {
@@ -40,8 +40,9 @@ OrtStatus* register_ops(OrtSessionOptions* options, const OrtApiBase* base) noex
   if (cuda_driver() == nullptr) return nullptr;
   const OrtApi* api = is_supported(base->GetVersionString()) ? base->GetApi(kApi) : nullptr;
   if (api == nullptr) {
-    const std::string message = text("onnxfuse needs ONNX Runtime 1.", kOldestMinor, " or later to run its kernels, and this is ",
-                                     base->GetVersionString(), "; without this library it runs the original nodes");
+    const std::string message =
+        text("onnxfuse needs ONNX Runtime 1.", kOldestMinor, " or later to run its kernels, and this is ",
+             base->GetVersionString(), "; without this library it runs the original nodes");
     return base->GetApi(1)->CreateStatus(kOrtFail, message.c_str());
   }
   return guarded(api, [] { return std::string("registering the library"); },

@@ -6,7 +6,7 @@
 #include "archive.h"
 #include "axes.h"
 #include "error.h"
-#include "fused_gemm.h"
+#include "fused_kernel.h"
 #include "ort_abi.h"
 
 #define ONNXFUSE_EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,0 +1,52 @@
+// One fused node of one session: what the runtime creates, computes with and destroys.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "axes.h"
+#include "contract.h"
+#include "launch.h"
+#include "ort.h"
+
+namespace onnxfuse {
+
+class FusedKernel {
+ public:
+  // Throws Error when no kernel of the node runs on the current device.
+  FusedKernel(const OrtApi* api, const OrtKernelInfo* info);
+
+  void compute(OrtKernelContext* context) const;
+  const OrtApi* api() const { return api_; }
+  const std::string& name() const { return name_; }
+
+ private:
+  struct Inputs {
+    std::vector<Shape> shapes;
+    std::vector<void*> pointers;
+  };
+  Inputs inputs_of(OrtKernelContext* context) const;
+  std::vector<void*> allocate_outputs(OrtKernelContext* context, const Sizes& sizes) const;
+  const Loaded& loaded() const;
+  Stream stream_of(OrtKernelContext* context) const;
+
+  const OrtApi* api_;
+  const std::string name_;
+  const Contract contract_;
+  const ElementBytes bytes_;
+  const std::shared_ptr<const Records> archive_;
+
+  // Contexts that this node has code in; grows only. The newest is read without the lock.
+  mutable std::mutex mutex_;
+  mutable std::vector<std::unique_ptr<const Loaded>> contexts_;
+  mutable std::atomic<const Loaded*> newest_{nullptr};
+};
+
+// For tests on a machine without a GPU: the ops belong to the CPU provider, which has no stream. Returns the old value.
+bool run_on_cpu(bool value);
+bool runs_on_cpu();
+
+}  // namespace onnxfuse
