@@ -23,9 +23,9 @@ from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.insertion_points import Places
 from onnxfuse.patterns.match import Match
-from onnxfuse.patterns.partition import Cut
+from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product, is_anchor, read_product
-from onnxfuse.patterns.region_growth import Growth
+from onnxfuse.patterns.region_growth import GrownRegion
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 MAX_SIBLINGS = 8  # products of one input that grow together; those that meet in a value are in one group
@@ -181,25 +181,25 @@ def _match_group(
             refused.append((product.node, NotFusable("taken", product.label, "its factors belong to another fusion")))
     group = tuple(product for product in group if all(product.node is not node for node, _ in refused))
     while group:
-        growth = Growth(graph, group, places.is_taken, rounds)
-        if growth.refused:
-            refused += [(product.node, refusal) for product, refusal in growth.refused]
-            group = tuple(product for product in group if all(product is not other for other, _ in growth.refused))
+        grown = GrownRegion(graph, group, places.is_taken, rounds)
+        if grown.refused:
+            refused += [(product.node, refusal) for product, refusal in grown.refused]
+            group = tuple(product for product in group if all(product is not other for other, _ in grown.refused))
             continue
-        cut = Cut(growth, places)
-        taken = _largest(graph, cut, group, accept)
-        found = _apart(graph, cut, group, taken, accept, pays)
+        partition = Partition(grown, places)
+        taken = _largest(graph, partition, group, accept)
+        found = _apart(graph, partition, group, taken, accept, pays)
         if not found and taken is not None:
-            found = [_joined(graph, cut, group, taken, accept, pays)]
+            found = [_joined(graph, partition, group, taken, accept, pays)]
         if found:
             for match, site in found:
                 places.take(match)
                 fused[graph.index(match.products[0].node), match.place] = site
             group = tuple(product for product in group if product not in found[0][0].products)
-        elif cut.refusals and any(product.reads_through_views for product in group):
+        elif partition.refusals and any(product.reads_through_views for product in group):
             group = _without_views(graph, group, refused)
         else:
-            return refused + [(product.node, cut.reason(product)) for product in group]
+            return refused + [(product.node, partition.reason(product)) for product in group]
     return refused
 
 
@@ -216,15 +216,17 @@ def _without_views(
     return tuple(products)
 
 
-def _largest(graph: Graph, cut: Cut, products: Sequence[Product], accept: Accept[Site]) -> tuple[Match, Site] | None:
+def _largest(
+    graph: Graph, partition: Partition, products: Sequence[Product], accept: Accept[Site]
+) -> tuple[Match, Site] | None:
     """The first match of some products, from the largest on, that a kernel computes."""
-    matches = (match for match in cut.matches() if all(product in products for product in match.products))
-    return _first(graph, cut, matches, accept)
+    matches = (match for match in partition.matches() if all(product in products for product in match.products))
+    return _first(graph, partition, matches, accept)
 
 
 def _apart(
     graph: Graph,
-    cut: Cut,
+    partition: Partition,
     group: Sequence[Product],
     taken: tuple[Match, Site] | None,
     accept: Accept[Site],
@@ -234,23 +236,25 @@ def _apart(
 
     Ranges of equal width become one match where that pays.
     """
-    if taken is not None and cut.splits(taken[0]):
+    if taken is not None and partition.takes_columns_apart(taken[0]):
         return []
     for product in group if taken is None else taken[0].products:
-        found = [_first(graph, cut, matches, accept) for matches in cut.apart(product)]
+        found = [_first(graph, partition, matches, accept) for matches in partition.matches_by_range(product)]
         known = [entry for entry in found if entry is not None]
         if known and len(known) == len(found) and not _read_each_other(known):
-            return _paired(graph, cut, known, accept, pays)
+            return _paired(graph, partition, known, accept, pays)
     return []
 
 
-def _first(graph: Graph, cut: Cut, matches: Iterable[Match], accept: Accept[Site]) -> tuple[Match, Site] | None:
+def _first(
+    graph: Graph, partition: Partition, matches: Iterable[Match], accept: Accept[Site]
+) -> tuple[Match, Site] | None:
     """The first match that a kernel computes."""
     for match in matches:
         try:
             return match, _accepted(graph, match, accept)
         except NotFusable as refusal:
-            cut.refuse(cut.region_of(match), refusal)
+            partition.refuse(partition.region_of(match), refusal)
     return None
 
 
@@ -261,12 +265,16 @@ def _read_each_other(found: Sequence[tuple[Match, Site]]) -> bool:
 
 
 def _paired(
-    graph: Graph, cut: Cut, found: Sequence[tuple[Match, Site]], accept: Accept[Site], pays: Pays[Site] | None
+    graph: Graph,
+    partition: Partition,
+    found: Sequence[tuple[Match, Site]],
+    accept: Accept[Site],
+    pays: Pays[Site] | None,
 ) -> list[tuple[Match, Site]]:
     """Matches of neighbouring ranges as one where that pays: k and v beside a wider q."""
     paired: list[tuple[Match, Site]] = []
     for entry in found:
-        joint = _joint(graph, cut, paired[-1][0], entry[0], accept) if paired and pays is not None else None
+        joint = _joint(graph, partition, paired[-1][0], entry[0], accept) if paired and pays is not None else None
         if joint is not None and pays is not None and pays(joint[1], [paired[-1][1], entry[1]]):
             paired[-1] = joint
         else:
@@ -283,7 +291,7 @@ def _accepted(graph: Graph, match: Match, accept: Accept[Site]) -> Site:
 
 def _joined(
     graph: Graph,
-    cut: Cut,
+    partition: Partition,
     group: Sequence[Product],
     taken: tuple[Match, Site],
     accept: Accept[Site],
@@ -299,10 +307,10 @@ def _joined(
     alone, rest = [site], list(group)
     while len(match.ranges) < MAX_PARTS:
         rest = [product for product in rest if product not in match.products]
-        other = _largest(graph, cut, rest, accept) if rest else None
+        other = _largest(graph, partition, rest, accept) if rest else None
         if other is None:
             break
-        joint = _joint(graph, cut, match, other[0], accept)
+        joint = _joint(graph, partition, match, other[0], accept)
         if joint is None:
             rest = [product for product in rest if product not in other[0].products]
         elif pays(joint[1], [*alone, other[1]]):
@@ -312,12 +320,14 @@ def _joined(
     return match, site
 
 
-def _joint(graph: Graph, cut: Cut, first: Match, second: Match, accept: Accept[Site]) -> tuple[Match, Site] | None:
+def _joint(
+    graph: Graph, partition: Partition, first: Match, second: Match, accept: Accept[Site]
+) -> tuple[Match, Site] | None:
     """Two matches as one, where a kernel computes it."""
     if len(second.ranges) > 1:
         return None
     try:
-        joint = cut.joined(first, second)
+        joint = partition.joined(first, second)
         return joint, _accepted(graph, joint, accept)
     except NotFusable:
         return None

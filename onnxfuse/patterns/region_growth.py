@@ -27,10 +27,11 @@ from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.view_ops import VIEWS, viewed
 from onnxfuse.patterns.views import SPREAD, Dim, Piece, View, extent, is_column
 
-MAX_NODES = 256  # of one product; a growth this long is no epilogue, and the matcher stays linear in the model's size
+MAX_NODES = 256  # of one product; no epilogue is this long, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
 MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
 MAX_MASK_NODES = 8  # of them, one behind the other
@@ -38,19 +39,19 @@ MAX_MASK_NODES = 8  # of them, one behind the other
 
 @dataclass(frozen=True)
 class Stop:
-    """Why growth ended at a node, and the absorbed nodes that it would have needed, as bits."""
+    """Why growth ended at a node, and the absorbed nodes that it would have needed."""
 
     refusal: NotFusable
-    needs: int
+    needs: Region
 
 
-class Growth:
+class GrownRegion:
     """What has been absorbed: nodes, the values that they make, and why growth stopped where it did.
 
     Attributes:
         products: the anchors; they have one lhs and equally many rows.
         nodes: absorbed nodes, every one behind those that it reads.
-        needs: for each node, itself and all absorbed nodes that it needs, as bits by position in `nodes`.
+        needs: for each node, itself and all absorbed nodes that it needs, by position in `nodes`.
         values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
         shapes: by node, the shape that a Reshape reads from outside.
         refused: products that cannot begin it, and why: what grew has none of them.
@@ -65,7 +66,7 @@ class Growth:
         self.epilogue = EpilogueGraph(rounds)
         self.values: dict[str, Columns | None] = {}
         self.nodes: list[gs.Node] = []
-        self.needs: list[int] = []
+        self.needs: list[Region] = []
         self.operands: dict[str, Operand] = {}
         self.stops: list[Stop] = []
         self.refused: list[tuple[Product, NotFusable]] = []
@@ -75,7 +76,7 @@ class Growth:
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
         self._queue: list[int] = []
-        self._reached: dict[int, int] = {}  # queued nodes, and the absorbed ones that led to each
+        self._reached: dict[int, Region] = {}  # queued nodes, and the absorbed ones that led to each
         self._run()
 
     def _run(self) -> None:
@@ -104,7 +105,7 @@ class Growth:
                 index = self.graph.index(reader)
                 if index not in self._reached:
                     heapq.heappush(self._queue, index)
-                self._reached[index] = self._reached.get(index, 0) | self.needs[position]
+                self._reached[index] = self._reached.get(index, Region()) | self.needs[position]
 
     def _absorb_product(self, product: Product) -> None:
         value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
@@ -114,7 +115,7 @@ class Growth:
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
         index = len(self.nodes)
-        self.needs.append(self._needs_of(node) | 1 << index)
+        self.needs.append(self._needs_of(node) | Region.of((index,)))
         self.nodes.append(node)
         for tensor, value in zip(node.outputs, values, strict=True):
             self.values[tensor.name] = value
@@ -131,12 +132,21 @@ class Growth:
         views = (view for product in products for view in product.views)
         return own | {self.graph.index(view.node): view.shape for view in views if view.shape is not None}
 
-    def _needs_of(self, node: gs.Node) -> int:
-        needs = 0
-        for tensor in node.inputs[: 1 if self.graph.index(node) in self.shapes else None]:
-            maker = self._makers.get(tensor.name)
-            needs |= 0 if maker is None else self.needs[maker]
-        return needs
+    def _needs_of(self, node: gs.Node) -> Region:
+        inputs = node.inputs[: 1 if self.graph.index(node) in self.shapes else None]
+        return self.needed_by(self._makers[tensor.name] for tensor in inputs if tensor.name in self._makers)
+
+    def needed_by(self, positions: Iterable[int]) -> Region:
+        """Some absorbed nodes, and all that they need."""
+        return Region.union(self.needs[position] for position in positions)
+
+    def those(self, holds: Callable[[gs.Node], bool]) -> Region:
+        """The absorbed nodes for which something holds."""
+        return Region.of(position for position, node in enumerate(self.nodes) if holds(node))
+
+    def indices(self, positions: Iterable[int]) -> Iterator[int]:
+        """The nodes at some positions as indices in the graph."""
+        return (self.graph.index(self.nodes[position]) for position in positions)
 
     def _absorb(self, node: gs.Node) -> None:
         """Absorb one reader; NotFusable says why not."""
@@ -336,10 +346,10 @@ class Growth:
         self._take(node, replace(first, ref=self._stored(node, gated)))
 
 
-COLUMN_OPS: dict[str, Callable[[Growth, gs.Node], None]] = {
-    **dict.fromkeys(TAKES_APART, Growth._absorb_ranges),
-    "SplitToSequence": Growth._absorb_split_to_sequence,
-    "com.microsoft::BiasSplitGelu": Growth._absorb_bias_split_gelu,
+COLUMN_OPS: dict[str, Callable[[GrownRegion, gs.Node], None]] = {
+    **dict.fromkeys(TAKES_APART, GrownRegion._absorb_ranges),
+    "SplitToSequence": GrownRegion._absorb_split_to_sequence,
+    "com.microsoft::BiasSplitGelu": GrownRegion._absorb_bias_split_gelu,
 }
 
 

@@ -1,0 +1,82 @@
+"""What pays: which nodes are work that a kernel spares, and which intermediates are worth a store."""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.patterns.liveness import GrownValue, Liveness
+from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.pointwise_table import pointwise_row
+from onnxfuse.patterns.region import Region
+from onnxfuse.patterns.view_ops import VIEWS
+
+COPIES = frozenset({"Identity", "Dropout"})
+REGROUPING = COPIES | {"Cast"}  # with these alone after it, an intermediate is not worth an output
+
+COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
+
+
+class Profitability:
+    """Which nodes of what has grown are worth a kernel."""
+
+    def __init__(self, live: Liveness) -> None:
+        self.live = live
+        self.grown = live.grown
+        self._computed = self.grown.those(self._is_computed)
+        self._work = self.grown.those(self._is_work)
+
+    def may_end(self, position: int, region: Region) -> bool:
+        """Whether a node's value lives out of the region, which computes something or spares a Transpose."""
+        value, is_computed = self.live.values[position][0], position in self._computed
+        if value.columns is None or not (is_computed or self.grown.nodes[position].op in VIEWS):
+            return False
+        return (is_computed or bool(region & self._work)) and self.live.is_live_out(value, region)
+
+    def check(self, match: Match, region: Region) -> None:
+        """An intermediate becomes an output when work behind it is saved.
+
+        A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read. A range
+        beside others that nothing inside reads is stored instead of the value that it is taken from.
+
+        A value that a reduction reads stays outside: it is the first step of a normalisation, which the runtime
+        computes in one kernel if it finds it whole.
+
+        Raises:
+            NotFusable: it saves too little.
+        """
+        leaving = [self.live.value(out.name) for out in match.exits[:-1]]
+        tensor = self.grown.graph.nodes[match.nodes[-1]].outputs[0]
+        if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
+            raise self.live.refusal(leaving[0], "and a reduction follows", region)
+        intermediates = [value for value in leaving if value.readers & region]
+        if intermediates and not self._saves_work(match, region, leaving, intermediates):
+            raise self.live.refusal(leaving[0], "and no arithmetic would be saved", region)
+
+    def _saves_work(
+        self, match: Match, region: Region, leaving: list[GrownValue], intermediates: list[GrownValue]
+    ) -> bool:
+        """Whether what follows the intermediates is arithmetic, or a Transpose of what is stored anyway."""
+        without = Region.union(self.grown.needs[value.maker] for value in intermediates)
+        gained = region - without
+        if any(self._is_arithmetic(self.grown.nodes[position]) for position in gained):
+            return True
+        is_stored = any(value.escapes or self._reads_data(value, region) for value in leaving)
+        return is_stored and bool(gained & self._work) and all(len(out.refs) == 1 for out in match.exits)
+
+    def _reads_data(self, value: GrownValue, region: Region) -> bool:
+        """Whether a reader outside of a region asks for more than a value's shape."""
+        return any(reader.op != "Shape" for reader in self.live.readers_outside(value, region))
+
+    def _is_arithmetic(self, node: gs.Node) -> bool:
+        return pointwise_row(node) is not None and node.op not in REGROUPING
+
+    def _is_work(self, node: gs.Node) -> bool:
+        """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
+        return qualified_op(node) == "Transpose" or (self._is_computed(node) and node.op not in REGROUPING)
+
+    def _is_computed(self, node: gs.Node) -> bool:
+        """Whether a node does arithmetic beside a plain product."""
+        if any(product.node is node and product.activation is not None for product in self.grown.products):
+            return True
+        return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op not in COPIES)
