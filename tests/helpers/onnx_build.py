@@ -41,6 +41,11 @@ class Builder:
         self.initializers.append(numpy_helper.from_array(array, name))
         return name
 
+    def raw(self, value: np.ndarray, name: str) -> str:
+        """An initializer of the array's own type, without a copy more than ONNX needs."""
+        self.initializers.append(numpy_helper.from_array(value, name))
+        return name
+
     def mask(self, value: np.ndarray, name: str = "") -> str:
         name = name or f"c{len(self.initializers)}"
         self.initializers.append(numpy_helper.from_array(np.asarray(value, np.bool_), name))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import statistics
 import sys
 import tempfile
@@ -32,10 +33,11 @@ from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.runtime import driver
-from onnxfuse.runtime.compile import compile_source
+from onnxfuse.runtime.compile import compile_cached
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.variant import ProductPlan, ProductVariant
+from onnxfuse.settings import cache_dir
 from tests.helpers.kernel_problem import ARGUMENTS
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.helpers.reference_fusion import evaluate
@@ -218,18 +220,19 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[MapRule | None], size: in
     return memory, start
 
 
-def image(variant: ProductVariant, device: DeviceSpec, row: object, folder: Path) -> Path:
+def image(variant: ProductVariant, device: DeviceSpec, folder: Path) -> Path:
     """The machine code, compiled unless it is there. A name of its own: CuPy remembers modules by their path."""
-    spec = variant.spec
-    path = folder / f"{row}.{spec.math}.{spec.rhs_order}.{variant.tile!s}.cubin".replace(" ", "")
+    source = kernel_source(variant, device)
+    path = folder / f"{hashlib.sha256(source.encode()).hexdigest()}.cubin"
     if not path.exists():
-        path.write_bytes(compile_source(kernel_source(variant, device), device).data)
+        (compiled,) = compile_cached(source, (device,), cache_dir())
+        path.write_bytes(compiled.data)
     return path
 
 
 def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
     """Launches the variant on one copy of the buffers."""
-    path = image(variant, device, buffers.row, folder)
+    path = image(variant, device, folder)
     function = cupy.RawModule(path=str(path)).get_function(ENTRY)
     rule = variant.family.launch(variant.spec, variant.tile, device)
     function.max_dynamic_shared_size_bytes = rule.shared_bytes

@@ -84,9 +84,9 @@ def problems(
 
 
 def compile_all(all_problems: list[Problem], device: DeviceSpec, folder: Path) -> None:
-    kernels = [(variant, each.row) for each in all_problems for _, variant in each.timed]
+    kernels = {variant for each in all_problems for _, variant in each.timed}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda kernel: image(kernel[0], device, kernel[1], folder), kernels))
+        list(pool.map(lambda variant: image(variant, device, folder), kernels))
 
 
 def prepare(

@@ -1,0 +1,335 @@
+"""Problems drawn at random: stock ONNX Runtime, cuBLAS's plain product and ours, and every tile that could have been.
+
+    python -m tests.perf.anywhere --seed 1 --seconds 200 --out results/h200-anywhere-1.json
+
+A problem is a model of several equal sites, each with an input of its own, and with as many weights as it takes to miss
+the L2 cache. Stock and fused model are captured in CUDA graphs and replayed in turn with a graph of cuBLAS's products
+of the full width, by torch; the time is that of one site, the median of several rounds. Outputs are checked against
+float64 on some rows. Then the tiles that the cost model puts near the best are timed by themselves: how much slower the
+chosen one is than the fastest is the plan's regret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+import onnx
+
+import onnxfuse
+from onnxfuse.bench.contender import Contender
+from onnxfuse.bench.cuda_graph import capture, new_stream
+from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.errors import OnnxfuseError
+from onnxfuse.runtime import driver
+from onnxfuse.runtime.feeds import from_bfloat16
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
+from tests.perf.compare import origin
+from tests.perf.drawn import Drawn, draw, model, stored
+from tests.perf.every_tile import Planned, compile_tiles, in_turn, planned, time_tiles
+from tests.perf.kernels import TF32_EPS
+from tests.perf.result_file import write_result
+
+BYTES_PER_US = 4.0e6  # an H200 reads at 4.8 TB/s by its data sheet, 4.0 by a copy
+PRODUCTS_PER_US: dict[int, float] = {
+    FLOAT16: 395e6,
+    BFLOAT16: 395e6,
+    FLOAT: 197e6,
+}  # dense, at the clock that its power allows
+COLD_BYTES = 130e6  # more than twice the L2 cache
+GRAPH_US = 200
+MOST_SITES = 48
+CHECKED_ROWS = 16
+MOST_ULP = 2.0  # of the output's magnitude
+SLOWER = 1.02
+AHEAD = 20  # problems that are prepared beside the one that is timed
+WORST = 10
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A problem with both models on disk and its tiles compiled."""
+
+    problem: Drawn
+    sites: int
+    weights: int
+    original: Path
+    fused: Path
+    kernel: str
+    seconds: float
+    tiles: Planned | None
+
+
+def floor_us(problem: Drawn) -> float:
+    """What the chip allows the plain product: its bytes, or its products."""
+    product = problem.element_bytes * (problem.m * problem.k + problem.k * problem.width + problem.m * problem.width)
+    return max(product / BYTES_PER_US, problem.m * problem.k * problem.width / PRODUCTS_PER_US[problem.element])
+
+
+def sizes(problem: Drawn) -> tuple[int, int]:
+    """Sites of a model, and different weights among them."""
+    sites = min(max(math.ceil(GRAPH_US / (floor_us(problem) + 2)), 2), MOST_SITES)
+    return sites, min(sites, max(1, math.ceil(COLD_BYTES / problem.bytes)))
+
+
+def prepare(problem: Drawn, index: int, folder: Path, device: DeviceSpec) -> Prepared:
+    """Write both models and compile the tiles: work for a process that sees no GPU."""
+    sites, weights = sizes(problem)
+    original, fused = folder / f"{index}.onnx", folder / f"{index}.fused.onnx"
+    onnx.save(model(problem, sites, weights), original)
+    start = time.perf_counter()
+    report = onnxfuse.optimize_file(original, fused, arch=device.arch)
+    seconds = time.perf_counter() - start
+    found = planned(problem, device)
+    if found is not None:
+        compile_tiles(found, device, folder)
+    kernel = f"{report.fused[0].tier}: {report.fused[0].kernel}" if report.fused else "left alone"
+    return Prepared(problem, sites, weights, original, fused, kernel, seconds, found)
+
+
+def measure(each: Prepared, device: DeviceSpec, folder: Path) -> dict[str, Any]:
+    """One row of the result."""
+    problem = each.problem
+    stock, ours = (_captured(path, problem, each.sites) for path in (each.original, each.fused))
+    ulp = None if ours is None else _error(ours[0], problem)
+    runners = [lambda run=run: run[1]() / each.sites * 1e6 for run in (stock, ours) if run is not None]
+    cublas, *times = in_turn([_cublas(problem, each.sites, each.weights), *runners])
+    found = dict(zip([name for name, run in (("stock", stock), ("ours", ours)) if run is not None], times, strict=True))
+    row: dict[str, Any] = {
+        "problem": str(problem), "m": problem.m, "k": problem.k, "n": problem.n, "floor_us": floor_us(problem),
+        "stock_us": found.get("stock"), "cublas_us": cublas, "ours_us": found.get("ours"), "error_ulp": ulp,
+        "optimize_s": each.seconds / each.sites, "kernel": each.kernel.split("\n")[0][:160],
+    }  # fmt: skip
+    del stock, ours, runners
+    if each.tiles is not None:
+        row["chosen"] = each.tiles.chosen
+        row["tiles"] = time_tiles(problem, each.tiles, each.sites, each.weights, device, folder)
+    return row
+
+
+def _captured(path: Path, problem: Drawn, sites: int) -> tuple[Contender, Callable[[], float]] | None:
+    """The model in a session of its own, and seconds of one replay; None where ONNX Runtime cannot run it."""
+    stream = new_stream()
+    try:
+        contender = Contender(path, _feeds(problem, sites), "cuda", {"user_compute_stream": str(stream.ptr)})
+        for _ in range(3):
+            contender.run()
+        contender.pin_outputs()
+        contender.run()
+        graph = capture(stream, contender.submit)
+    except OnnxfuseError as error:
+        print(f"  {path.name}: {str(error)[:300]}", flush=True)
+        return None
+    return contender, graph.seconds
+
+
+def _feeds(problem: Drawn, sites: int) -> dict[str, np.ndarray]:
+    drawn = np.random.default_rng(problem.m).standard_normal(1 << 20, np.float32)
+    element = np.float16 if problem.element == FLOAT16 else np.float32
+    x = np.resize(drawn.astype(element), problem.lhs_shape)
+    feeds = {f"x{index}": x for index in range(sites)}
+    if problem.kind == "residual":
+        residual = np.resize(np.roll(drawn, 5).astype(element), problem.out_shape)
+        feeds |= {f"residual{index}": residual for index in range(sites)}
+    return feeds
+
+
+def _cublas(problem: Drawn, sites: int, weights: int) -> Callable[[], float]:
+    """Microseconds of one plain product of the full width."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")
+    names: dict[int, Any] = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT: torch.float32}
+    element = names[problem.element]
+    x = [torch.randn(problem.m, problem.k, device="cuda", dtype=element) for _ in range(sites)]
+    shape = (problem.k, problem.width) if problem.order == "kn" else (problem.width, problem.k)
+    rhs = [torch.randn(shape, device="cuda", dtype=element) for _ in range(weights)]
+    rhs = rhs if problem.order == "kn" else [each.T for each in rhs]
+    out = [torch.empty(problem.m, problem.width, device="cuda", dtype=element) for _ in range(min(sites, 4))]
+
+    def products() -> None:
+        for site in range(sites):
+            torch.mm(x[site], rhs[site % weights], out=out[site % len(out)])
+
+    products()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        products()
+
+    def timed() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(5):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1000 / 5 / sites
+
+    return timed
+
+
+def _error(contender: Contender, problem: Drawn) -> float:
+    """The largest error of the first site on some rows, in units of the last place of the output's magnitude."""
+    rows = np.unique(np.linspace(0, problem.m - 1, CHECKED_ROWS).astype(int))
+    first = list(contender.outputs().values())[: problem.outputs]
+    actual = [_rows(value, problem, rows) for value in first]
+    expected = _expected(problem, rows)
+    unit = TF32_EPS if problem.element == FLOAT else 2.0**-7 if problem.is_bfloat16 else 2.0**-10
+    found = max(np.abs(a - e).max() / (unit * max(1.0, np.abs(e).max())) for a, e in zip(actual, expected, strict=True))
+    assert found <= MOST_ULP, f"{problem}: off by {found} units in the last place"
+    return float(found)
+
+
+def _rows(value: Any, problem: Drawn, rows: np.ndarray) -> np.ndarray:
+    """Rows of an output on the device, in float64."""
+    bits = np.uint32 if problem.element_bytes == 4 else np.uint16
+    memory = cupy.cuda.UnownedMemory(value.data_ptr(), problem.m * problem.n * problem.element_bytes, value)
+    whole = cupy.ndarray((problem.m, problem.n), bits, cupy.cuda.MemoryPointer(memory, 0))
+    taken: np.ndarray = whole[cupy.asarray(rows)].get()
+    if problem.is_bfloat16:
+        return from_bfloat16(taken).astype(np.float64)
+    return taken.view(np.float32 if problem.element_bytes == 4 else np.float16).astype(np.float64)
+
+
+def _expected(problem: Drawn, rows: np.ndarray) -> list[np.ndarray]:
+    """Some rows of the first site's outputs in float64, computed on the GPU."""
+    feeds = _feeds(problem, 1)
+
+    def numbers(values: np.ndarray) -> cupy.ndarray:
+        rounded = values.astype("bfloat16" if problem.is_bfloat16 else values.dtype)
+        return cupy.asarray(rounded.astype(np.float32)).astype(np.float64)
+
+    x = numbers(feeds["x0"].reshape(problem.m, problem.k)[rows])
+    weights, biases = stored(problem, 0)
+    products = [x @ (numbers(w) if problem.order == "kn" else numbers(w).T) for w in weights]
+    products = [p + numbers(b) for p, b in zip(products, biases, strict=True)] if biases else products
+    if problem.kind == "residual":
+        products[0] += numbers(feeds["residual0"].reshape(problem.m, problem.n)[rows])
+    return [out.get() for out in _epilogue(problem.kind, products)]
+
+
+def _epilogue(kind: str, products: list[cupy.ndarray]) -> list[cupy.ndarray]:
+    from cupyx.scipy.special import erf
+
+    def gelu(x: cupy.ndarray) -> cupy.ndarray:
+        return 0.5 * x * (1 + erf(x / 2**0.5))
+
+    if kind == "gelu":
+        return [gelu(products[0])]
+    if kind in ("bias", "residual", "qkv"):
+        return products
+    value, gate = products if len(products) == 2 else cupy.split(products[0], 2, axis=1)
+    return [value * (gelu(gate) if kind == "geglu" else gate / (1 + cupy.exp(-gate)))]
+
+
+def in_order(problems: Iterator[Drawn], folder: Path, device: DeviceSpec) -> Iterator[Prepared]:
+    """The problems as other processes get them ready."""
+    waiting: deque[Future[Prepared]] = deque()
+    with ProcessPoolExecutor(max(os.cpu_count() or 2, 3) - 2, get_context("spawn")) as pool:
+        try:
+            for index, problem in enumerate(problems):
+                waiting.append(pool.submit(prepare, problem, index, folder, device))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def regret(row: Mapping[str, Any]) -> float | None:
+    """How much slower the chosen tile is than the fastest, as a part of it."""
+    times = {tile["tile"]: tile["us"] for tile in row.get("tiles", ())}
+    return times[row["chosen"]] / min(times.values()) - 1 if row.get("chosen") in times else None
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The figures of a result, and the rows that are furthest from cuBLAS's product."""
+    ran = [row for row in rows if row["ours_us"]]
+    lines = [f"{len(rows)} problems, {len(ran)} ran"]
+    both = [row for row in ran if row["stock_us"]]
+    slower = [row for row in both if row["ours_us"] > SLOWER * row["stock_us"]]
+    lines.append(f"slower than stock by more than 2 %: {len(slower)} of {len(both)}")
+    lines += [f"  {row['ours_us'] / row['stock_us']:.3f} of stock: {_text(row)}" for row in slower]
+    for name, part in (
+        ("floor over 10 us", [row for row in ran if row["floor_us"] > 10]),
+        ("floor of 3 to 10 us", [row for row in ran if 3 <= row["floor_us"] <= 10]),
+        ("floor under 3 us", [row for row in ran if row["floor_us"] < 3]),
+    ):
+        if part:
+            ratios = [row["ours_us"] / row["cublas_us"] for row in part]
+            mean = statistics.geometric_mean(ratios)
+            lines.append(f"{name}: {len(part)} problems, {mean:.3f} of cuBLAS, worst {max(ratios):.2f}")
+    lines.append("worst of cuBLAS's product:")
+    worst = sorted(ran, key=lambda row: -row["ours_us"] / row["cublas_us"])[:WORST]
+    lines += [f"  {row['ours_us'] / row['cublas_us']:.3f}: {_text(row)}" for row in worst]
+    regrets = sorted(found for row in rows if (found := regret(row)) is not None)
+    if regrets:
+        lines.append(f"regret: median {_quantile(regrets, 0.5):.1%}, 95th percentile {_quantile(regrets, 0.95):.1%}")
+        errors = sorted(
+            abs(math.log(tile["estimated_us"] / tile["us"])) for row in rows for tile in row.get("tiles", ())
+        )
+        errors = [math.exp(each) - 1 for each in errors]
+        lines.append(f"estimates off by: median {_quantile(errors, 0.5):.1%}, 95th {_quantile(errors, 0.95):.1%}")
+    return "\n".join(lines)
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float:
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    stock = f"{row['stock_us']:.1f}" if row["stock_us"] else "-"
+    fastest = min(row.get("tiles", ()), key=lambda tile: tile["us"], default=None)
+    best = f", best {fastest['tile']} {fastest['us']:.1f}" if fastest else ""
+    times = f"stock {stock}, cuBLAS {row['cublas_us']:.1f}, ours {row['ours_us']:.1f} us"
+    return f"{row['problem']}: {times}; {row.get('chosen') or row['kernel']}{best}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="of the problems")
+    parser.add_argument("--seconds", type=float, default=200, help="after so many no problem is begun")
+    parser.add_argument("--count", type=int, help="so many problems at most")
+    parser.add_argument("--out", type=Path, help="result file, JSON")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--fp32", action="store_const", dest="element", const=FLOAT, help="TF32 by both sides")
+    kinds.add_argument("--bf16", action="store_const", dest="element", const=BFLOAT16)
+    options = parser.parse_args()
+    element = options.element or FLOAT16
+    device, deadline = spec_of(driver.local_architectures()[0]), time.monotonic() + options.seconds
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for each in in_order(itertools.islice(draw(options.seed, element), options.count), folder, device):
+            if time.monotonic() > deadline:
+                break
+            rows.append(measure(each, device, folder))
+            print(_text(rows[-1]), flush=True)
+            each.original.unlink()
+            each.fused.unlink()
+            cupy.get_default_memory_pool().free_all_blocks()
+    print(summary(rows))
+    if options.out:
+        flag = {FLOAT: " --fp32", BFLOAT16: " --bf16"}.get(element, "")
+        command = f"python -m tests.perf.anywhere --seed {options.seed} --seconds {options.seconds:g}{flag}"
+        write_result(options.out, {**origin(command), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

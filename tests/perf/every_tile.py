@@ -1,0 +1,156 @@
+"""The best tiles of a drawn problem, each launched by itself in a CUDA graph: what a plan could have chosen."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.ir.fusion import Fusion
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.variant import ProductPlan, ProductVariant
+from tests.helpers.kernel_problem import ARGUMENTS
+from tests.perf.drawn import Drawn, model
+from tests.perf.kernels import graph_of, image, launcher, timed_replay
+
+NEAR = 1.6  # tiles whose estimate is within this of the best are timed
+MOST_TILES = 12
+ROUNDS = 5
+UNTIMED = ("qkv",)  # three outputs, each with a weight of its own: whether one kernel takes all depends on the plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel and its estimated microseconds."""
+
+    estimate: float
+    variant: ProductVariant
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A problem's fusion, the tile that its plan takes, and the tiles to time."""
+
+    fusion: Fusion
+    chosen: str
+    choices: tuple[Choice, ...]
+
+
+def plan_of(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | None:
+    """The fusion and the plan of a site by itself; None where the model leaves it to ONNX Runtime."""
+    sites = analyse_model(model(problem, 1, 1), (device,)).sites
+    if len(sites) != 1 or not sites[0].plans:
+        return None
+    return sites[0].fusion, sites[0].plans[0]
+
+
+def planned(problem: Drawn, device: DeviceSpec) -> Planned | None:
+    """What to time; None for kinds that are not."""
+    own = None if problem.kind in UNTIMED else plan_of(problem, device)
+    known = plan_of(replace(problem, dynamic=False), device)
+    if own is None or known is None:
+        return None
+    chosen = next(each for each in own[1].variants if each.min_m <= problem.m <= each.max_m)
+    fusion, plan = known
+    tiles = [pair for pair in plan.ranked[0].tiles if math.isfinite(pair[0])]
+    near = [pair for pair in tiles if pair[0] <= NEAR * tiles[0][0]][:MOST_TILES]
+    near += [pair for pair in tiles if str(pair[1].tile) == str(chosen.tile) and pair not in near]
+    choices = (Choice(us, replan(plan, [(problem.m, entry)]).variants[0]) for us, entry in near)
+    return Planned(fusion, str(chosen.tile), tuple(choices))
+
+
+def compile_tiles(found: Planned, device: DeviceSpec, folder: Path) -> None:
+    """Fill the cache."""
+    for choice in found.choices:
+        image(choice.variant, device, folder)
+
+
+class Buffers:
+    """Copies of a problem's tensors on the GPU, random; what `kernels.launcher` takes."""
+
+    def __init__(self, problem: Drawn, fusion: Fusion, copies: int, weights: int) -> None:
+        self.row, self.fusion, self.copies = problem, fusion, copies
+        self.x = [_random(problem, (problem.m, problem.k)) for _ in range(copies)]
+        count = len({rhs.name for rhs in fusion.rhs})
+        columns = problem.width // count
+        shape = (problem.k, columns) if problem.order == "kn" else (columns, problem.k)
+        scale = problem.k**-0.5
+        self.weights = [[_random(problem, shape, scale) for _ in range(count)] for _ in range(weights)]
+        self.weight = [each[0] for each in self.weights]
+        self.bias = _random(problem, (problem.width,))
+        self.residual = [_random(problem, (problem.m, problem.n)) for _ in range(copies)]
+        self.out = [_random(problem, (problem.m, problem.n)) for _ in range(copies)]
+        self.product: list[cupy.ndarray] = []
+
+    def arguments(self, copy: int) -> np.ndarray:
+        problem, made = self.row, np.zeros(1, ARGUMENTS)
+        made["lhs"][0] = (self.x[copy].data.ptr, 0, problem.k, 1)
+        weights = self.weights[copy % len(self.weights)]
+        columns = problem.width // len(weights)
+        strides = (columns, 1) if problem.order == "kn" else (1, problem.k)
+        for part in range(problem.parts):
+            packed = len(weights) < problem.parts
+            offset = part * problem.n * strides[1] * problem.element_bytes if packed else 0
+            made["rhs"][0, part] = (weights[0 if packed else part].data.ptr + offset, 0, *strides)
+        for index, load in enumerate(self.fusion.loads):
+            if "m" in _rows_of(self.fusion, load.operand):
+                made["loads"][0, index] = (self.residual[copy].data.ptr, 0, problem.n, 1)
+            else:
+                start = self.bias.data.ptr + problem.element_bytes * (load.part or 0) * problem.n
+                made["loads"][0, index] = (start, 0, 0, 1)
+        made["outs"][0, 0] = (self.out[copy].data.ptr, 0, problem.n, 1)
+        for name, value in (("m", problem.m), ("n", problem.n), ("k", problem.k), ("batch", 1)):
+            made[name] = value
+        return made
+
+
+def _rows_of(fusion: Fusion, operand: int) -> str:
+    """`m` for an operand that varies along the rows."""
+    lhs = {axis for axis in fusion.lhs.axes if axis not in fusion.rhs[0].axes}
+    return "m" if lhs & {*fusion.operands[operand].axes} else ""
+
+
+def _random(problem: Drawn, shape: tuple[int, ...], scale: float = 1.0) -> cupy.ndarray:
+    """Normal numbers, bfloat16 as the bits of the upper halves."""
+    drawn = cupy.random.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+    if problem.element_bytes == 4:
+        return drawn
+    if problem.is_bfloat16:
+        return (drawn.view(np.uint32) >> 16).astype(np.uint16)
+    return drawn.astype(np.float16)
+
+
+def time_tiles(
+    problem: Drawn, found: Planned, copies: int, weights: int, device: DeviceSpec, folder: Path
+) -> list[dict[str, Any]]:
+    """Microseconds and estimate of each tile, timed in turn."""
+    buffers = Buffers(problem, found.fusion, copies, weights)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    launches = [launcher(choice.variant, device, buffers, folder) for choice in found.choices]
+    replays = [graph_of(launch, copies, stream) for launch in launches]
+    times = in_turn([partial(timed_replay, replay, stream) for replay in replays])
+    return [
+        {"tile": str(choice.variant.tile), "us": us, "estimated_us": choice.estimate}
+        for choice, us in zip(found.choices, times, strict=True)
+    ]
+
+
+def in_turn(runners: Sequence[Callable[[], float]], rounds: int = ROUNDS) -> list[float]:
+    """The median of each, all run in every round, in an order that changes."""
+    random = np.random.default_rng(0)
+    times: list[list[float]] = [[] for _ in runners]
+    for runner in runners:
+        runner()
+    for _ in range(rounds):
+        for index in random.permutation(len(runners)):
+            times[index].append(runners[index]())
+    return [statistics.median(each) for each in times]
