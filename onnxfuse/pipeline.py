@@ -15,9 +15,9 @@ from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_mode
 from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
-from onnxfuse.lowering.compile_kernels import compile_forms
+from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
-from onnxfuse.lowering.pack import pack_forms
+from onnxfuse.lowering.pack import pack_implementations
 from onnxfuse.lowering.plan_site import pays_together, plan_site
 from onnxfuse.lowering.site import Site
 from onnxfuse.patterns import PATTERNS, match_sites
@@ -175,7 +175,7 @@ def _named_sites(analysis: Analysis) -> Analysis:
     functions, sites = analysis.model.proto.functions, analysis.sites
     if len(functions) + len(sites) <= POOL_SIZE:
         return analysis
-    has_name = named(functions, [fallback_body(replacement(site.form, ""))[0] for site in sites])
+    has_name = named(functions, [fallback_body(replacement(site.implementation, ""))[0] for site in sites])
     detail = f"the model has more different fusions than onnxfuse has names for their nodes, {POOL_SIZE}"
     left = (site.fusion.anchor for site, has in zip(sites, has_name, strict=True) if not has)
     skipped = (skipped_site(anchor, NotFusable("too_many_bodies", anchor, detail)) for anchor in left)
@@ -191,13 +191,15 @@ def optimize_model(
     Raises:
         CompileError: NVRTC refused a kernel.
     """
-    forms = [site.form for site in analysis.sites]
-    kernels = compile_forms(forms, progress)
-    archive, names = pack_forms(forms, kernels)
+    implementations = [site.implementation for site in analysis.sites]
+    kernels = compile_implementations(implementations, progress)
+    archive, names = pack_implementations(implementations, kernels)
     if dump is not None:
         for number, (site, name) in enumerate(zip(analysis.sites, names, strict=True)):
             write_stages(site, _report_site(site), name, kernels, dump / f"{number:03d}-{name}")
-    replacements = [replacement(form, name) for form, name in zip(forms, names, strict=True)]
+    replacements = [
+        replacement(implementation, name) for implementation, name in zip(implementations, names, strict=True)
+    ]
     before = count_nodes(analysis.model.proto)
     proto = rewrite(analysis.model.proto, replacements, archive)
     return proto, _report(analysis, before, count_nodes(proto))
@@ -205,7 +207,7 @@ def optimize_model(
 
 def make_report(analysis: Analysis) -> Report:
     """The report of an analysis alone, with the nodes that a rewrite leaves: it is done on a copy without weights."""
-    replacements = [replacement(site.form, str(number)) for number, site in enumerate(analysis.sites)]
+    replacements = [replacement(site.implementation, str(number)) for number, site in enumerate(analysis.sites)]
     fused = rewrite(skeleton_of(analysis.model.proto), replacements, b"")
     return _report(analysis, count_nodes(analysis.model.proto), count_nodes(fused))
 
@@ -227,4 +229,4 @@ def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:
 
 
 def _report_site(site: Site) -> FusedSite:
-    return fused_site(site, _node_names(site, site.form.replaced))
+    return fused_site(site, _node_names(site, site.implementation.replaced))

@@ -113,7 +113,7 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
             _print(f"ends    at {site.match.stop}")
         for operand in entry.operands:
             _print(operand)
-        _print("\n".join((f"tier    {entry.tier}", *map(str, site.form.plans))) + "\n")
+        _print("\n".join((f"strategy {entry.strategy}", *map(str, site.implementation.plans))) + "\n")
     for skipped in report.skipped:
         _print(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}")
 
@@ -140,14 +140,14 @@ def print_summary(report: Report) -> None:
         _print("--site NAME shows a product in full, --all shows every one")
 
 
-FUSED_HEADINGS = ("product", "sites", "pattern", "features", "nodes", "m, k, n", "tier")
+FUSED_HEADINGS = ("product", "sites", "pattern", "features", "nodes", "m, k, n", "strategy")
 
 
 def _fused_row(group: Sequence[FusedSite]) -> tuple[str, ...]:
     first = group[0]
     sizes = ", ".join("?" if first.sizes[loop] is None else str(first.sizes[loop]) for loop in ("m", "k", "n"))
     features = ", ".join(first.features)
-    return first.anchor, str(len(group)), first.pattern, features, str(len(first.nodes)), sizes, first.tier
+    return first.anchor, str(len(group)), first.pattern, features, str(len(first.nodes)), sizes, first.strategy
 
 
 def _example(report: Report, reason: str) -> str:

@@ -71,17 +71,17 @@ def map_axes(fusion: Fusion) -> AxisMapping:
     return mapping
 
 
-def spread_axes(fusion: Fusion) -> Axes:
+def broadcast_product_axes(fusion: Fusion) -> Axes:
     """The axes along which operands repeat the product, as pixels do a time embedding."""
     own = {*fusion.lhs.axes, *fusion.rhs[0].axes, PART_AXIS}
     stored = dict.fromkeys(axis for out in fusion.outs for axis in out.tensor.axes)
     return tuple(axis for axis in stored if axis not in own)
 
 
-def map_spread(fusion: Fusion) -> AxisMapping:
-    """The loops of a kernel behind a product that its operands repeat: n is what neighbours of its output differ in."""
+def map_broadcast_product(fusion: Fusion) -> AxisMapping:
+    """The loops of an epilogue whose operands repeat the product: n is what neighbours of its output differ in."""
     out = tuple(axis for axis in fusion.outs[-1].tensor.axes if axis != PART_AXIS)
-    spread = spread_axes(fusion)
+    spread = broadcast_product_axes(fusion)
     rows = out
     while rows and (rows[-1] in spread) == (out[-1] in spread):
         rows = rows[:-1]

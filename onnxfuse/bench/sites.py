@@ -1,9 +1,9 @@
 """How long each fused node takes, beside the nodes that it stands for and beside what the device allows.
 
-A site's two models are timed side by side as `tune` times forms: copies of the site that together miss the cache, in
-one CUDA graph. Weights are random and reach both as inputs. The floor is the larger of two times: every byte of its
-inputs and outputs once, at the rate at which ONNX Runtime's Neg reads and writes a large tensor in the same run; and
-its products' operations, at the rate of ONNX Runtime's MatMul of two large square matrices of the same type.
+A site's two models are timed side by side as `tune` times implementations: copies of the site that together miss the
+cache, in one CUDA graph. Weights are random and reach both as inputs. The floor is the larger of two times: every byte
+of its inputs and outputs once, at the rate at which ONNX Runtime's Neg reads and writes a large tensor in the same run;
+and its products' operations, at the rate of ONNX Runtime's MatMul of two large square matrices of the same type.
 """
 
 from __future__ import annotations

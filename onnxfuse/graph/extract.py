@@ -1,4 +1,4 @@
-"""One site as a model of its own, several times side by side, to be timed: as it was, or in one of its forms.
+"""One site as a model of its own, several times side by side, to be timed: as it was, or in one of its implementations.
 
 Copy i reads `x0_i, x1_i, ...`, the fused node's inputs in their order, weights among them, and makes `y0_i, ...`.
 """
@@ -31,14 +31,14 @@ def stock_nodes(whole: Replacement) -> list[NodeProto]:
     return renamed_subgraph(whole)[0]
 
 
-def fused_nodes(whole: Replacement, form: Replacement) -> list[NodeProto]:
-    """The site's nodes with those of one form replaced by its fused node."""
+def fused_nodes(whole: Replacement, implementation: Replacement) -> list[NodeProto]:
+    """The site's nodes with those of one implementation replaced by its fused node."""
     nodes, names = renamed_subgraph(whole)
-    kept = {names[value] for index in form.kept for value in whole.graph.scope.nodes[index].output}
-    inputs = [KERNELS, *(names[name] for name in form.inputs)]
-    outputs = [names[name] for name in form.outputs]
-    fused = helper.make_node(form.kind, inputs, outputs, domain=DOMAIN, **form.attributes)
-    return [*needed(nodes, kept), fused]
+    retained = {names[value] for index in implementation.retained for value in whole.graph.scope.nodes[index].output}
+    inputs = [KERNELS, *(names[name] for name in implementation.inputs)]
+    outputs = [names[name] for name in implementation.outputs]
+    fused = helper.make_node(implementation.kind, inputs, outputs, domain=DOMAIN, **implementation.attributes)
+    return [*needed(nodes, retained), fused]
 
 
 def site_model(

@@ -52,8 +52,8 @@ class Replacement:
         outputs: values that it makes.
         name: name of the fused node.
         attributes: the fused node's attributes, all strings.
-        kind: `FusedGemm`, or `FusedPointwise` where the products are kept.
-        kept: indices of matched nodes that stay as they are, right before the fused node.
+        kind: `FusedGemm`, or `FusedPointwise` where the products stay.
+        retained: indices of matched nodes that stay as they are, right before the fused node.
         shapes: by node, what takes the place of the shape that a Reshape reads from outside.
     """
 
@@ -68,7 +68,7 @@ class Replacement:
     name: str
     attributes: dict[str, str]
     kind: str = FUSED_GEMM
-    kept: tuple[int, ...] = ()
+    retained: tuple[int, ...] = ()
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
 
 
@@ -98,7 +98,7 @@ def fallback_body(replacement: Replacement) -> tuple[FunctionProto, dict[str, Te
 
 
 def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
-    """The matched nodes but the kept ones, and what their values are called: by position, so that equal ones are equal.
+    """The matched nodes but the retained, and what their values are called: by position, so that equal ones are equal.
 
     Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
     """
@@ -120,8 +120,8 @@ def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdPro
 def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     """The matched nodes, and before them what some of them read in place of a computed shape."""
     scope = replacement.graph.scope.nodes
-    own = [index for index in replacement.nodes if index not in replacement.kept]
-    # What only kept products need stays with them.
+    own = [index for index in replacement.nodes if index not in replacement.retained]
+    # What only retained products need stays with them.
     read = {value for index in own for value in scope[index].input}
     copied = {node.output[0] for node in needed([scope[index] for index in replacement.copied], read)}
     nodes: list[NodeProto] = []
@@ -135,9 +135,10 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
                 f"{node.output[0]}/shape", shape, "" if shape.is_constant else replacement.inputs[shape.base]
             )
             node.input[1] = shapes[-1].output[0]
-            kept = [attribute for attribute in node.attribute if attribute.name != "allowzero"]  # 0 keeps a dimension
+            # 0 keeps a dimension
+            attributes = [attribute for attribute in node.attribute if attribute.name != "allowzero"]
             del node.attribute[:]
-            node.attribute.extend(kept)
+            node.attribute.extend(attributes)
         nodes.append(node)
     return nodes, shapes
 

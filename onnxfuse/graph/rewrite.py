@@ -45,12 +45,12 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
         names = {node.name for node in scope.node}
         fused: dict[int, list[NodeProto]] = {}
         for replacement in group:
-            kept = [scope.node[index] for index in replacement.kept]
+            retained = [scope.node[index] for index in replacement.retained]
             body, constants = fallback_body(replacement)
             node = _fused_node(replacement, kernels_name, _add_function(proto, op_names, body), constants)
             node.name = _unlike(node.name, names)
             names.add(node.name)
-            fused[replacement.place] = [*kept, node]
+            fused[replacement.place] = [*retained, node]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused)
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}

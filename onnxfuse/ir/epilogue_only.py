@@ -1,7 +1,7 @@
 """A fusion without its product: the product stays an ordinary node, and one pointwise kernel does all that follows it.
 
 What a `Fusion` accumulates as `acc0`, `acc1`, ... a `Pointwise` loads from the product's output, a column range each;
-its other loads move up behind them:
+its other loads come after them:
 
     t0 = in0[p=0] + acc0        ->        t0 = in1[p=0] + in0[p=0]
 """
@@ -15,7 +15,7 @@ from onnxfuse.ir.fusion import Fusion, Load, Pointwise, Step, Tensor, Value
 from onnxfuse.limits import MAX_LOADS
 
 
-def behind_product(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
+def epilogue_of(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
     """The fusion's steps over the product's outputs, `[..., m, (p n)]` one for each tensor of `fusion.rhs`.
 
     Raises:

@@ -109,7 +109,7 @@ def functor(spec: KernelSpec, fast: bool = False) -> str:
 
 
 def pointwise_functor(spec: PointwiseSpec) -> str:
-    """The same behind a product: operands of one output element in, results out."""
+    """The same without a product: operands of one output element in, results out."""
     return _struct("", _body(spec, fast=False))
 
 

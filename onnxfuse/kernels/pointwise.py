@@ -1,4 +1,4 @@
-"""A pointwise spec -> the full text of the CUDA source of the kernel behind a product."""
+"""A pointwise spec -> the full text of the CUDA source of the epilogue-only kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of all sites -> the machine code of every kernel that they launch."""
+"""The implementations of all sites -> the machine code of every kernel that they launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.kernels.emit import kernel_source
-from onnxfuse.lowering.site import Form
+from onnxfuse.lowering.site import Implementation
 from onnxfuse.progress import Progress
 from onnxfuse.runtime.compile import CompiledImage, compile_cached, shares_compilation
 from onnxfuse.settings import cache_dir, compile_jobs
@@ -21,7 +21,7 @@ class Kernels:
     images: dict[tuple[str, str], CompiledImage]
 
 
-def compile_forms(forms: Iterable[Form], progress: Progress | None = None) -> Kernels:
+def compile_implementations(implementations: Iterable[Implementation], progress: Progress | None = None) -> Kernels:
     """Compile each distinct kernel once, and PTX beside the architecture whose compilation makes it anyway.
 
     An error, or Ctrl-C, waits for the compilations that have begun, and no other begins.
@@ -29,7 +29,7 @@ def compile_forms(forms: Iterable[Form], progress: Progress | None = None) -> Ke
     Raises:
         CompileError: NVRTC refused a kernel.
     """
-    variants = [pair for form in forms for pair in form.variants]
+    variants = [pair for implementation in implementations for pair in implementation.variants]
     wanted = {(kernel_source(variant, device), device.arch): device for device, variant in variants}
     groups = _groups(wanted)
     images: dict[tuple[str, str], CompiledImage] = {}

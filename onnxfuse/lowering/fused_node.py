@@ -1,53 +1,53 @@
-"""One form -> the fused node that is written into the model, with its attributes."""
+"""One implementation -> the fused node that is written into the model, with its attributes."""
 
 from __future__ import annotations
 
 from onnxfuse.graph.fallback_body import Replacement
 from onnxfuse.ir.fusion import Fusion, Pointwise, part_text
-from onnxfuse.lowering.site import Form
+from onnxfuse.lowering.site import Implementation
 
 
-def replacement(form: Form, kernel: str) -> Replacement:
-    """How a form is written into the model."""
-    fusion = form.fusion
+def replacement(implementation: Implementation, kernel: str) -> Replacement:
+    """How an implementation is written into the model."""
+    fusion = implementation.fusion
     return Replacement(
-        graph=form.graph,
-        nodes=form.match.nodes,
-        copied=form.match.copied,
-        place=form.match.place,
-        folded=form.match.folded,
-        constants=form.match.constants,
-        kept=form.kept,
+        graph=implementation.graph,
+        nodes=implementation.match.nodes,
+        copied=implementation.match.copied,
+        place=implementation.match.place,
+        folded=implementation.match.folded,
+        constants=implementation.match.constants,
+        retained=implementation.retained,
         inputs=tuple(tensor.name for tensor in fusion.inputs),
         outputs=tuple(tensor.name for tensor in fusion.outputs),
-        name=f"{fusion.anchor}/{form.kind}",
-        attributes=node_attributes(form, kernel),
-        kind=form.kind,
-        shapes=form.match.shapes,
+        name=f"{fusion.anchor}/{implementation.kind}",
+        attributes=node_attributes(implementation, kernel),
+        kind=implementation.kind,
+        shapes=implementation.match.shapes,
     )
 
 
-def node_attributes(form: Form, kernel: str) -> dict[str, str]:
+def node_attributes(implementation: Implementation, kernel: str) -> dict[str, str]:
     """The fused node's attributes; their grammar is in graph/archive.py."""
-    fusion = form.fusion
+    fusion = implementation.fusion
     held = {axis for tensor in (*fusion.inputs, *fusion.outputs) for axis in tensor.axes}
     known = [axis for axis in fusion.axes if axis.size is not None and axis.name in held]
     return {
         "kernel": kernel,
         "axes": fusion.einops,
         "sizes": " ".join(f"{axis.name}={axis.size}" for axis in known),
-        "problem": str(form.mapping),
+        "problem": str(implementation.mapping),
         "arguments": _arguments(fusion),
         "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
         "out_types": ",".join(tensor.dtype.name for tensor in fusion.outputs),
-        **_math(form),
+        **_math(implementation),
         "fusion": str(fusion),
     }
 
 
-def _math(form: Form) -> dict[str, str]:
+def _math(implementation: Implementation) -> dict[str, str]:
     """How the kernels multiply, those of each architecture."""
-    found = ",".join(sorted({variant.spec.math for _, variant in form.variants}))
+    found = ",".join(sorted({variant.spec.math for _, variant in implementation.variants}))
     return {"math": found} if found else {}
 
 

@@ -14,7 +14,7 @@ from onnxfuse.schedule.variant import AnyVariant
 
 
 def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels) -> Record:
-    """The record of a variant, which every form of the kernel id `name` shares."""
+    """The record of a variant, which all implementations with the kernel id `name` share."""
     spec, launch = variant.spec, variant.family.launch(variant.spec, variant.tile, device)
     lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
     return Record(

@@ -1,25 +1,31 @@
-"""A match -> a site with every decision that needs no measurement: simplified, mapped, planned, its tier chosen."""
+"""A match -> a site with every decision that needs no measurement: simplified, mapped, planned, its strategy chosen."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
-from onnxfuse.analysis.axis_mapping import AxisMapping, map_axes, map_pointwise, map_spread, spread_axes
+from onnxfuse.analysis.axis_mapping import (
+    AxisMapping,
+    broadcast_product_axes,
+    map_axes,
+    map_broadcast_product,
+    map_pointwise,
+)
 from onnxfuse.analysis.vector_width import analyse
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_POINTWISE
-from onnxfuse.ir.epilogue_only import behind_product
+from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import NONLINEAR, Fusion, Tensor
 from onnxfuse.ir.simplify import simplify
-from onnxfuse.lowering.site import Form, Site
-from onnxfuse.patterns import Match, match_behind
+from onnxfuse.lowering.site import Implementation, Site
+from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.strategy import Tier, Times, Traffic, choose, estimate, saves
+from onnxfuse.schedule.strategy import Strategy, Times, Traffic, choose, estimate, saves
 from onnxfuse.schedule.variant import ProductPlan
 
 
@@ -40,8 +46,8 @@ def plan_site(
         NotFusable: no kernel computes it, or what it computes is faster without one.
     """
     fusion = fusion if rounds else simplify(fusion)
-    if spread_axes(fusion):
-        return _plan_spread(graph, devices, exact_fp32, rounds, match, fusion)
+    if broadcast_product_axes(fusion):
+        return _plan_broadcast_product(graph, devices, exact_fp32, rounds, match, fusion)
     # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
     exact_fp32 = exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
@@ -52,18 +58,18 @@ def plan_site(
     plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
-    behind = _behind(graph, match, mapping, devices, rounds) if library_will_do else None
-    estimates = _estimates(graph, fusion, plans, behind)
+    epilogue_only = _epilogue_only(graph, match, mapping, devices, rounds) if library_will_do else None
+    estimates = _estimates(graph, fusion, plans, epilogue_only)
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
-        behind, estimates = None, {device: _without_behind(times) for device, times in estimates.items()}
-    tier = choose(estimates) if estimates else Tier.ONE_KERNEL
-    if tier is Tier.LEFT_ALONE:
+        epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
+    strategy = choose(estimates) if estimates else Strategy.ONE_KERNEL
+    if strategy is Strategy.LEFT_ALONE:
         detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
         raise NotFusable("slower", fusion.anchor, detail)
-    return Site(graph, match, fusion, mapping, plans, behind, tier, estimates)
+    return Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates)
 
 
-def _plan_spread(
+def _plan_broadcast_product(
     graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool, match: Match, fusion: Fusion
 ) -> Site:
     """A site whose operands repeat its product: the product stays with the library, whatever the architecture.
@@ -72,19 +78,19 @@ def _plan_spread(
         NotFusable: `broadcasts_the_product`, where that is not possible, would repeat an activation, or has several
             outputs, of which one may not be repeated and would be written once for each repetition.
     """
-    mapping = map_spread(fusion)
+    mapping = map_broadcast_product(fusion)
     exact = exact_fp32 and fusion.lhs.dtype == F32
     refused = exact or match.shared or len(fusion.outs) > 1 or _repeats_an_activation(fusion)
-    behind = None if refused else _behind(graph, match, mapping, devices, rounds)
-    if behind is None:
+    epilogue_only = None if refused else _epilogue_only(graph, match, mapping, devices, rounds)
+    if epilogue_only is None:
         raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand is longer than the product")
-    return Site(graph, match, fusion, mapping, (), behind, Tier.BEHIND)
+    return Site(graph, match, fusion, mapping, (), epilogue_only, Strategy.EPILOGUE_ONLY)
 
 
 def _repeats_an_activation(fusion: Fusion) -> bool:
     """Whether a function of the product alone would be computed again for each repetition."""
     alone = {f"acc{part}" for part in range(len(fusion.parts))}
-    long = {axis for axis in spread_axes(fusion) if fusion.size(axis) != 1}
+    long = {axis for axis in broadcast_product_axes(fusion) if fusion.size(axis) != 1}
     alone |= {
         f"op{index}" for index, load in enumerate(fusion.loads) if not long & {*fusion.operands[load.operand].axes}
     }
@@ -96,8 +102,10 @@ def _repeats_an_activation(fusion: Fusion) -> bool:
     return False
 
 
-def _without_behind(times: Iterable[Times]) -> tuple[Times, ...]:
-    return tuple({tier: each[tier] for tier in each if tier is not Tier.BEHIND} for each in times)
+def _without_epilogue_only(times: Iterable[Times]) -> tuple[Times, ...]:
+    return tuple(
+        {strategy: each[strategy] for strategy in each if strategy is not Strategy.EPILOGUE_ONLY} for each in times
+    )
 
 
 def pays_together(joint: Site, alone: Sequence[Site]) -> bool:
@@ -109,47 +117,51 @@ def pays_together(joint: Site, alone: Sequence[Site]) -> bool:
 
 def _chosen(site: Site, device: DeviceSpec) -> list[float]:
     """Microseconds of a site as the model gets it, at every number of rows."""
-    return [times[site.tier] for times in site.estimates[device]]
+    return [times[site.strategy] for times in site.estimates[device]]
 
 
-def _behind(
+def _epilogue_only(
     graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec], rounds: bool
-) -> Form | None:
+) -> Implementation | None:
     shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
     if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
         return None
     try:
-        fusion, products = match_behind(graph, match)
-        pointwise = behind_product(fusion if rounds else simplify(fusion), products)
+        fusion, products = match_epilogue(graph, match)
+        pointwise = epilogue_of(fusion if rounds else simplify(fusion), products)
         own = map_pointwise(pointwise, mapping)
     except NotFusable:
         return None
     if pointwise.unresolved:  # the product flattened what only its own input holds apart
         return None
-    kept = tuple(sorted(graph.index(product.node) for product in match.products))
+    retained = tuple(sorted(graph.index(product.node) for product in match.products))
     plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
-    return Form(graph, match, FUSED_POINTWISE, kept, pointwise, own, plans)
+    return Implementation(graph, match, FUSED_POINTWISE, retained, pointwise, own, plans)
 
 
 def _estimates(
-    graph: Graph, fusion: Fusion, plans: Sequence[ProductPlan], behind: Form | None
+    graph: Graph, fusion: Fusion, plans: Sequence[ProductPlan], epilogue_only: Implementation | None
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
-    if behind is None:
-        return {plan.device: tuple({Tier.ONE_KERNEL: each.tiles[0][0]} for each in plan.ranked) for plan in plans}
-    traffic = _traffic(graph, fusion, behind)
+    if epilogue_only is None:
+        return {plan.device: tuple({Strategy.ONE_KERNEL: each.tiles[0][0]} for each in plan.ranked) for plan in plans}
+    traffic = _traffic(graph, fusion, epilogue_only)
     return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
 
 
-def _traffic(graph: Graph, fusion: Fusion, behind: Form) -> Traffic:
-    products = behind.fusion.operands[: len(fusion.rhs)]
+def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Traffic:
+    products = epilogue_only.fusion.operands[: len(fusion.rhs)]
     others = (*fusion.operands, *fusion.outputs)
     return Traffic(
         weights=sum(_row_bytes(fusion, rhs, ("n", "p", "k")) for rhs in fusion.rhs),
         lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
         product=sum(_row_bytes(fusion, product, ("n", "p")) for product in products),
-        rest=sum(_row_bytes(fusion, tensor, ("n", "p")) for tensor in others if behind.mapping.kind(tensor) == "tile"),
-        passes=sum(graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX for index in behind.replaced)
-        + sum(product.activation is not None for product in behind.match.products),
+        rest=sum(
+            _row_bytes(fusion, tensor, ("n", "p")) for tensor in others if epilogue_only.mapping.kind(tensor) == "tile"
+        ),
+        passes=sum(
+            graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX for index in epilogue_only.replaced
+        )
+        + sum(product.activation is not None for product in epilogue_only.match.products),
     )
 
 

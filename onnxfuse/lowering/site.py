@@ -1,4 +1,4 @@
-"""One site with every decision about it: the fusion, its axes, the plans of both tiers, and the tier."""
+"""One site with every decision about it: the fusion, its axes, the plans of both strategies, and which is taken."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.ir.fusion import Fusion, Pointwise
 from onnxfuse.patterns import Match
-from onnxfuse.schedule.strategy import Tier, Times
+from onnxfuse.schedule.strategy import Strategy, Times
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant, ProductPlan
 
 
 @dataclass(frozen=True)
-class Form:
+class Implementation:
     """One way to write a site into the model.
 
     Attributes:
         graph: the scope that it lies in.
         match: the nodes.
         kind: of the fused node, FUSED_GEMM or FUSED_POINTWISE.
-        kept: indices of the nodes that stay, right before the fused node: the products that it is behind.
+        retained: indices of the nodes that stay, right before the fused node: the products that it reads.
         fusion: what it computes.
         mapping: the axes of its loops.
         plans: of each architecture.
@@ -32,7 +32,7 @@ class Form:
     graph: Graph
     match: Match
     kind: str
-    kept: tuple[int, ...]
+    retained: tuple[int, ...]
     fusion: Pointwise
     mapping: AxisMapping
     plans: tuple[AnyPlan, ...]
@@ -40,7 +40,7 @@ class Form:
     @property
     def replaced(self) -> tuple[int, ...]:
         """The nodes that the fused node stands for."""
-        return tuple(index for index in self.match.nodes if index not in self.kept)
+        return tuple(index for index in self.match.nodes if index not in self.retained)
 
     @property
     def variants(self) -> Iterator[tuple[DeviceSpec, AnyVariant]]:
@@ -55,10 +55,10 @@ class Site:
     """One fusion with every decision about it.
 
     Attributes:
-        plans: of the form with the product in the kernel; none where there is no such kernel.
-        behind: the form that leaves the product an ordinary node; None where there is no such form.
-        tier: which form the model gets.
-        estimates: the tiers' times on each architecture, at every number of rows that its plan was made for.
+        plans: of the implementation with the product in the kernel; none where there is no such kernel.
+        epilogue_only: the implementation that leaves the product an ordinary node; None where there is none.
+        strategy: which implementation the model gets.
+        estimates: the strategies' times on each architecture, at every number of rows that its plan was made for.
         timings: the measured times, in words.
     """
 
@@ -67,17 +67,21 @@ class Site:
     fusion: Fusion
     mapping: AxisMapping
     plans: tuple[ProductPlan, ...]
-    behind: Form | None = None
-    tier: Tier = Tier.ONE_KERNEL
+    epilogue_only: Implementation | None = None
+    strategy: Strategy = Strategy.ONE_KERNEL
     estimates: Mapping[DeviceSpec, tuple[Times, ...]] = field(default_factory=dict)
     timings: str = ""
 
     @property
-    def form(self) -> Form:
+    def implementation(self) -> Implementation:
         """What the model gets."""
-        return self.behind if self.tier is Tier.BEHIND and self.behind is not None else self.whole
+        return (
+            self.epilogue_only
+            if self.strategy is Strategy.EPILOGUE_ONLY and self.epilogue_only is not None
+            else self.one_kernel
+        )
 
     @property
-    def whole(self) -> Form:
-        """The form with the product in the kernel."""
-        return Form(self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans)
+    def one_kernel(self) -> Implementation:
+        """The implementation with the product in the kernel."""
+        return Implementation(self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans)

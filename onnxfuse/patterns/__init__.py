@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from onnxfuse.patterns.classify import PATTERNS
-from onnxfuse.patterns.epilogue_match import match_behind
+from onnxfuse.patterns.epilogue_match import match_epilogue
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.matcher import Sites, match_site, match_sites
 from onnxfuse.patterns.product import is_anchor
 
-__all__ = ["PATTERNS", "Match", "Sites", "is_anchor", "match_behind", "match_site", "match_sites"]
+__all__ = ["PATTERNS", "Match", "Sites", "is_anchor", "match_epilogue", "match_site", "match_sites"]

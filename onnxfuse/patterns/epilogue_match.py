@@ -1,4 +1,4 @@
-"""A match whose products stay ordinary nodes: the fusion of what is behind them, and what the nodes make."""
+"""A match whose products stay ordinary nodes: the fusion of their epilogue, and what the nodes make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.region_growth import made_value
 
 
-def match_behind(graph: Graph, match: Match) -> tuple[Fusion, tuple[Tensor, ...]]:
+def match_epilogue(graph: Graph, match: Match) -> tuple[Fusion, tuple[Tensor, ...]]:
     """The same match with its products as their nodes make them, and those products, one for each tensor of rhs.
 
     A Gemm's own factors and bias stay with it: then the rewritten model computes the same bits as the original.

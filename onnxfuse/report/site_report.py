@@ -12,7 +12,7 @@ from onnxfuse.analysis.axis_mapping import static_size
 from onnxfuse.analysis.vector_width import Width, is_turned
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
-from onnxfuse.lowering.site import Form, Site
+from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.report.document import document
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant
@@ -55,7 +55,7 @@ class FusedSite:
         nodes: names of the original nodes that the kernel replaces.
         axes: the axis mapping in einops notation.
         sizes: of the product's loops `batch`, `m`, `n` and `k`: 1 for one without axes, None where only the run knows.
-        tier: whether the product is in the kernel or stays a node of its own.
+        strategy: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
         timings: what `--tune` measured, in words; empty without it.
         text: the fusion as the IR prints it.
@@ -69,7 +69,7 @@ class FusedSite:
     axes: str
     sizes: Mapping[str, int | None]
     operands: tuple[OperandReport, ...]
-    tier: str
+    strategy: str
     kernel: str
     timings: str
     text: str
@@ -89,7 +89,7 @@ class FusedSite:
             "axes": self.axes,
             "sizes": dict(self.sizes),
             "operands": [vars(operand) for operand in self.operands],
-            "tier": self.tier,
+            "tier": self.strategy,
             "kernel": self.kernel,
             "timings": self.timings,
         }
@@ -148,7 +148,7 @@ class Report:
         """Fusions that differ in nothing but names, together; those that are most often first."""
         groups: dict[object, list[FusedSite]] = {}
         for site in self.fused:
-            groups.setdefault((site.nameless, site.tier, site.kernel, site.timings), []).append(site)
+            groups.setdefault((site.nameless, site.strategy, site.kernel, site.timings), []).append(site)
         return sorted(groups.values(), key=len, reverse=True)
 
     def only(self, name: str) -> Report:
@@ -183,9 +183,9 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         nodes=nodes,
         axes=fusion.einops,
         sizes={name: static_size(fusion, getattr(site.mapping, name)) for name in LOOPS},
-        operands=_operands(site.form),
-        tier=site.tier.value,
-        kernel="; ".join(_one_line(plan) for plan in site.form.plans),
+        operands=_operands(site.implementation),
+        strategy=site.strategy.value,
+        kernel="; ".join(_one_line(plan) for plan in site.implementation.plans),
         timings=site.timings,
         text=str(fusion),
         nameless=str(_without_names(fusion)),
@@ -205,27 +205,27 @@ def _nameless(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(replace(tensor, name="") for tensor in tensors)
 
 
-def _operands(form: Form) -> tuple[OperandReport, ...]:
-    """Every tensor with its access in the widest variants of the plans; none of a form without kernels."""
+def _operands(implementation: Implementation) -> tuple[OperandReport, ...]:
+    """Every tensor with its access in the widest variants of the plans; none of an implementation without kernels."""
     kernels: dict[str, AnyVariant] = {}
-    for plan in form.plans:
+    for plan in implementation.plans:
         for variant in _widest(plan):
             kernels.setdefault(variant.family.label, variant)
     if not kernels:
         return ()
-    fusion, mapping = form.fusion, form.mapping
-    widths, spec = form.plans[0].widths, next(iter(kernels.values())).spec
-    rows = _product_rows(form.plans[0], fusion, kernels)
+    fusion, mapping = implementation.fusion, implementation.mapping
+    widths, spec = implementation.plans[0].widths, next(iter(kernels.values())).spec
+    rows = _product_rows(implementation.plans[0], fusion, kernels)
     for index, (operand, width) in enumerate(zip(fusion.operands, widths.operands, strict=True)):
         load = next(place for place, load in enumerate(fusion.loads) if load.operand == index)
         path = _paths("load", kernels, [variant.spec.loads[load] for variant in kernels.values()])
         taken = spec.loads[load].width
-        reason = _why_less(form, operand, width, taken)
+        reason = _why_less(implementation, operand, width, taken)
         rows.append(_row(mapping.kind(operand), operand, width, taken, path, reason))
     for index, (out, width) in enumerate(zip(fusion.outs, widths.outs, strict=True)):
         path = _paths("out", kernels, [variant.spec.outs[index] for variant in kernels.values()])
         taken = spec.outs[index].width
-        rows.append(_row("out", out.tensor, width, taken, path, _why_less(form, out.tensor, width, taken)))
+        rows.append(_row("out", out.tensor, width, taken, path, _why_less(implementation, out.tensor, width, taken)))
     return tuple(rows)
 
 
@@ -262,11 +262,11 @@ def _row(
     return OperandReport(tensor.name, kind, taken, taken * tensor.dtype.bytes, path, reason or width.reason)
 
 
-def _why_less(form: Form, tensor: Tensor, width: Width, taken: int) -> str:
-    """Why the kernel behind a product takes fewer elements than it may; empty where a kernel takes them all."""
+def _why_less(implementation: Implementation, tensor: Tensor, width: Width, taken: int) -> str:
+    """Why the epilogue-only kernel takes fewer elements than it may; empty where a kernel takes them all."""
     if taken == width.elements:
         return ""
-    if is_turned(form.fusion, tensor, form.mapping):
+    if is_turned(implementation.fusion, tensor, implementation.mapping):
         return "m is its contiguous axis, and the kernel goes along n"
     return "a thread owns no more columns"
 

@@ -36,15 +36,15 @@ def decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
         "1-fusion.txt": str(site.fusion),
         "2-axes.txt": f"{report.axes}\n{site.mapping}",
         "3-widths.txt": "\n".join(map(str, report.operands)),
-        "4-plan.txt": "\n".join((site.tier.value, *(plan.details for plan in site.form.plans))),
-        "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.form, name).items()),
+        "4-plan.txt": "\n".join((site.strategy.value, *(plan.details for plan in site.implementation.plans))),
+        "5-node.txt": "\n".join(f"{key}: {value}" for key, value in node_attributes(site.implementation, name).items()),
     }
 
 
 def _write_kernels(site: Site, kernels: Kernels, folder: Path) -> None:
     """Each distinct source, and its machine code on each architecture; PTX has none."""
     sources: dict[str, str] = {}
-    for device, variant in site.form.variants:
+    for device, variant in site.implementation.variants:
         source = kernel_source(variant, device)
         suffix = sources.setdefault(source, f"-{len(sources)}" if sources else "")
         (folder / f"6-kernel{suffix}.cu").write_text(source)

@@ -1,4 +1,4 @@
-"""Models that compute the same, timed side by side on the GPU: what a site costs in each of its forms.
+"""Models that compute the same, timed side by side on the GPU: what a site costs in each of its implementations.
 
 All sessions read and write the same buffers: one set for each copy of the site in the models, so that copies together
 miss the L2 cache. Each session replays one CUDA graph, so that kernels are timed and not the host; the models take

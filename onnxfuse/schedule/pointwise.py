@@ -1,4 +1,4 @@
-"""The kernel behind a product among the families: how it is launched, and its way to each tensor."""
+"""The epilogue-only kernel among the families: how it is launched, and its way to each tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PointwiseFamily(KernelFamily):
     """What follows a product that another kernel makes."""
 
     name = "pointwise"
-    label = "behind the product"
+    label = "behind the product"  # a key of reports
 
     def launch(self, spec: PointwiseSpec, tile: PointwiseTile, device: DeviceSpec) -> Launch:
         """One block a tile, without shared memory."""

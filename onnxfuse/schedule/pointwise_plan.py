@@ -1,4 +1,4 @@
-"""The plan of the kernel behind a product: accesses as wide as the tensors allow, and enough blocks for every m."""
+"""The plan of the epilogue-only kernel: accesses as wide as the tensors allow, and enough blocks for every m."""
 
 from __future__ import annotations
 

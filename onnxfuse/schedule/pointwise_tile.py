@@ -1,4 +1,4 @@
-"""The kernel behind a product that another kernel makes: what its text depends on, and the tiles that it can run."""
+"""The epilogue-only kernel, whose product another kernel makes: what its text depends on, and its tiles."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The tiers of a site, and which of them a model gets where nothing was measured.
+"""The strategies of a site, and which of them a model gets where nothing was measured.
 
-    one kernel            the product and all that follows it; nothing but the result is written
-    behind the product    the product stays with ONNX Runtime's library; one kernel does all that follows
-    left alone            what the library does is faster than both
+    one kernel       the product and all that follows it; nothing but the result is written
+    epilogue only    the product stays with ONNX Runtime's library; one kernel does all that follows
+    left alone       what the library does is faster than both
 
 One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
 kernels, and does so on architectures with matrix units that they do not reach yet: `library_advantage` of a chip's
@@ -11,9 +11,10 @@ It is 1 where a kernel was written for the architecture's own units. A measureme
 numbers.
 
 A site is one node of the model, whatever the architectures and the number of rows at run time. On one architecture the
-tier is the one that loses the least: at every number of rows its time is divided by the best tier's, and the smallest
-geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is worth on
-one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say beside others.
+strategy is the one that loses the least: at every number of rows its time is divided by the best one's, and the
+smallest geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is
+worth on one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say
+beside others.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
 
-class Tier(Enum):
+class Strategy(Enum):
     """How a site is written into the model."""
 
     ONE_KERNEL = "one kernel"
-    BEHIND = "behind the product"
+    EPILOGUE_ONLY = "behind the product"  # as reports and measured results have it since the first version
     LEFT_ALONE = "left alone"
 
 
-Times = Mapping[Tier, float]
+Times = Mapping[Strategy, float]
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Traffic:
         weights: of rhs, read once.
         lhs: of one row.
         product: of one row of the product.
-        rest: of one row of everything else that is read or written behind the product.
-        passes: nodes behind the product, each of which reads and writes what one kernel keeps in registers; the
+        rest: of one row of everything else that the epilogue reads or writes.
+        passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
             activation of a FusedGemm is one too.
     """
 
@@ -62,11 +63,11 @@ class Traffic:
 
 
 def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
-    """Microseconds of each tier at a number of rows, given the tiles of one kernel."""
+    """Microseconds of each strategy at a number of rows, given the tiles of one kernel."""
     one_kernel, best = ranked.tiles[0]
     factor = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.n)
     times = estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
-    return {**times, Tier.ONE_KERNEL: one_kernel + ranked.risk}
+    return {**times, Strategy.ONE_KERNEL: one_kernel + ranked.risk}
 
 
 def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> float:
@@ -102,16 +103,16 @@ def estimate_from(
     memory = moving(traffic.weights + m * (traffic.lhs + traffic.product))
     library = max((one_kernel - copying) / advantage, memory)
     return {
-        Tier.ONE_KERNEL: one_kernel,
-        Tier.LEFT_ALONE: library + traffic.passes * (launch + moving(m * (traffic.product + traffic.rest))),
-        Tier.BEHIND: library + launch + moving(m * (traffic.product + traffic.rest)),
+        Strategy.ONE_KERNEL: one_kernel,
+        Strategy.LEFT_ALONE: library + traffic.passes * (launch + moving(m * (traffic.product + traffic.rest))),
+        Strategy.EPILOGUE_ONLY: library + launch + moving(m * (traffic.product + traffic.rest)),
     }
 
 
-def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Tier:
-    """The tier that is best on every architecture, by its times at every number of rows."""
+def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Strategy:
+    """The strategy that is best on every architecture, by its times at every number of rows."""
     best = {least_loss(architectures[device]) for device in _named(architectures)}
-    return best.pop() if len(best) == 1 else Tier.ONE_KERNEL
+    return best.pop() if len(best) == 1 else Strategy.ONE_KERNEL
 
 
 def _named(architectures: Iterable[DeviceSpec]) -> list[DeviceSpec]:
@@ -135,12 +136,12 @@ def _saving(device: DeviceSpec, joint: Sequence[float], alone: Sequence[Sequence
     return fmean(math.log((sum(each) + launches) / one) for one, *each in zip(joint, *alone, strict=True))
 
 
-def least_loss(times: Sequence[Times]) -> Tier:
-    """The tier whose times, each relative to the best tier's, have the smallest mean; the first of equals.
+def least_loss(times: Sequence[Times]) -> Strategy:
+    """The strategy whose times, each relative to the best one's, have the smallest mean; the first of equals.
 
     Args:
-        times: at every number of rows; a tier that is missing somewhere is not taken.
+        times: at every number of rows; a strategy that is missing somewhere is not taken.
     """
-    tiers = [tier for tier in times[0] if all(tier in each for each in times)]
-    loss = {tier: fmean(math.log(each[tier] / min(each.values())) for each in times) for tier in tiers}
-    return min(loss, key=lambda tier: loss[tier])
+    strategies = [strategy for strategy in times[0] if all(strategy in each for each in times)]
+    loss = {strategy: fmean(math.log(each[strategy] / min(each.values())) for each in times) for strategy in strategies}
+    return min(loss, key=lambda strategy: loss[strategy])

@@ -1,8 +1,8 @@
-"""Choosing by measurement: which forms of a site are worth timing, and what the times decide. Sees no GPU.
+"""Choosing by measurement: which implementations of a site are worth timing, and what the times decide. Sees no GPU.
 
-For each distinct site and number of rows the plan's best few tiles, the form behind the product and the nodes as they
-were are timed side by side. The tier is the one that loses the least over all rows, if the estimates of architectures
-that are not at hand agree; within one kernel, each number of rows gets its fastest tile.
+For each distinct site and number of rows the plan's best few tiles, the epilogue-only one and the nodes as they
+were are timed side by side. The strategy is the one that loses the least over all rows, if the estimates of
+architectures that are not at hand agree; within one kernel, each number of rows gets its fastest tile.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
-from onnxfuse.lowering.site import Form, Site
+from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.progress import Progress
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.kernel_spec import EXACT
 from onnxfuse.schedule.plan import replan
-from onnxfuse.schedule.strategy import Tier, Times, choose
+from onnxfuse.schedule.strategy import Strategy, Times, choose
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
 TUNED_M = (16, 64, 256, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M
 MIDDLE_FIRST = (1024, 64, 4096, 16, 256)  # in which order, for a budget that does not last
 
-LEFT_ALONE, BEHIND = Tier.LEFT_ALONE.value, Tier.BEHIND.value
+LEFT_ALONE, EPILOGUE_ONLY = Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One site at one number of rows, to be timed in each of its forms; None stands for the nodes as they were."""
+    """One site at one number of rows, to be timed in each implementation; None stands for the nodes as they were."""
 
     site: Site
     m: int
-    forms: Mapping[str, Form | None]
+    implementations: Mapping[str, Implementation | None]
 
 
 Timer = Callable[[Trial], Mapping[str, float]]
-"""Microseconds of each form, by its name; a form that does not run is missing."""
+"""Microseconds of each implementation, by its name; one that does not run is missing."""
 
 
 def measure(
@@ -60,7 +60,7 @@ def measure(
         clock: tells seconds.
 
     Returns:
-        The times of each group by number of rows, and by form.
+        The times of each group by number of rows, and by implementation.
     """
     trials = [(index, trial) for index, trial in _breadth_first(groups, device)]
     times: list[dict[int, Mapping[str, float]]] = [{} for _ in groups]
@@ -91,23 +91,24 @@ def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
         return []
     ranked = {entry.m: entry for entry in _plan_of(site, device).ranked}
     rows = [m for m in MIDDLE_FIRST if m in ranked] if len(ranked) > 1 else list(ranked)
-    return [Trial(site, m, _forms(site, device, ranked[m])) for m in rows]
+    return [Trial(site, m, _implementations(site, device, ranked[m])) for m in rows]
 
 
 def _plan_of(site: Site, device: DeviceSpec) -> ProductPlan:
     return next(plan for plan in site.plans if plan.device == device)
 
 
-def _forms(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Form | None]:
+def _implementations(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Implementation | None]:
     plan = _plan_of(site, device)
-    forms: dict[str, Form | None] = {
-        str(entry.tile): replace(site.whole, plans=(replan(plan, [(ranked.m, entry)]),)) for entry in contenders(ranked)
+    implementations: dict[str, Implementation | None] = {
+        str(entry.tile): replace(site.one_kernel, plans=(replan(plan, [(ranked.m, entry)]),))
+        for entry in contenders(ranked)
     }
-    if site.behind is not None:
-        plans = tuple(each for each in site.behind.plans if each.device == device)
-        forms[BEHIND] = replace(site.behind, plans=plans)
+    if site.epilogue_only is not None:
+        plans = tuple(each for each in site.epilogue_only.plans if each.device == device)
+        implementations[EPILOGUE_ONLY] = replace(site.epilogue_only, plans=plans)
     # ONNX Runtime multiplies fp32 in TF32, so it is no choice where exact products were asked for.
-    return forms if plan.variants[0].spec.math in EXACT else {**forms, LEFT_ALONE: None}
+    return implementations if plan.variants[0].spec.math in EXACT else {**implementations, LEFT_ALONE: None}
 
 
 def contenders(ranked: Ranked) -> list[Candidate]:
@@ -119,23 +120,23 @@ def contenders(ranked: Ranked) -> list[Candidate]:
 
 
 def gain(times: Mapping[str, float]) -> float:
-    """How many times as fast the best form is as the nodes as they were; 1 where that is not known."""
+    """How many times as fast the best implementation is as the nodes as they were; 1 where that is not known."""
     return times[LEFT_ALONE] / min(times.values()) if LEFT_ALONE in times else 1.0
 
 
-def tier_times(times: Mapping[str, float]) -> Times:
-    """The best time of each tier that ran."""
-    tiers = {BEHIND: Tier.BEHIND, LEFT_ALONE: Tier.LEFT_ALONE}
-    best: dict[Tier, float] = {}
-    for tier in Tier:  # in their order: the first of equals is taken
-        own = [value for name, value in times.items() if tiers.get(name, Tier.ONE_KERNEL) is tier]
+def strategy_times(times: Mapping[str, float]) -> Times:
+    """The best time of each strategy that ran."""
+    strategies = {EPILOGUE_ONLY: Strategy.EPILOGUE_ONLY, LEFT_ALONE: Strategy.LEFT_ALONE}
+    best: dict[Strategy, float] = {}
+    for strategy in Strategy:  # in their order: the first of equals is taken
+        own = [value for name, value in times.items() if strategies.get(name, Strategy.ONE_KERNEL) is strategy]
         if own:
-            best[tier] = min(own)
+            best[strategy] = min(own)
     return best
 
 
 def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, float]]) -> Site:
-    """The site with the tier and the tiles that its times speak for; without times it stays as it is.
+    """The site with the strategy and the tiles that its times speak for; without times it stays as it is.
 
     Raises:
         NotFusable: `slower`, with the figures, where the nodes as they were win.
@@ -143,19 +144,21 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     measured = [(m, each) for m, each in sorted(times.items()) if each]
     if not measured:
         return site
-    tier = choose({**site.estimates, device: [tier_times(each) for _, each in measured]})
+    strategy = choose({**site.estimates, device: [strategy_times(each) for _, each in measured]})
     figures = "; ".join(f"m={m}: {times_text(each)}" for m, each in measured)
-    if tier is Tier.LEFT_ALONE:
+    if strategy is Strategy.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
     plan = _plan_of(site, device)
     tuned = replan(plan, [(m, _fastest(plan, m, each)) for m, each in measured if _tiles(plan, m, each)])
     plans = tuple(tuned if each is plan else each for each in site.plans)
-    return replace(site, tier=tier, plans=plans if tier is Tier.ONE_KERNEL else site.plans, timings=figures)
+    return replace(
+        site, strategy=strategy, plans=plans if strategy is Strategy.ONE_KERNEL else site.plans, timings=figures
+    )
 
 
 def times_text(times: Mapping[str, float]) -> str:
-    """`one kernel 22.8 us, left alone 106.3 us`: each tier's best."""
-    return ", ".join(f"{tier.value} {value:.1f} us" for tier, value in tier_times(times).items())
+    """`one kernel 22.8 us, left alone 106.3 us`: each strategy's best."""
+    return ", ".join(f"{strategy.value} {value:.1f} us" for strategy, value in strategy_times(times).items())
 
 
 def _tiles(plan: ProductPlan, m: int, times: Mapping[str, float]) -> list[tuple[float, Candidate]]:

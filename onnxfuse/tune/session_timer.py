@@ -1,4 +1,4 @@
-"""A trial on the GPU: every form of a site compiled, put into models of its own, timed side by side, and remembered."""
+"""A trial on the GPU: every implementation of a site compiled, put into models, timed side by side, and remembered."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgrap
 from onnxfuse.graph.fallback_body import opsets_of
 from onnxfuse.ir.fusion import Fusion, Tensor
 from onnxfuse.kernels.emit import kernel_source
-from onnxfuse.lowering.compile_kernels import Kernels, compile_forms
+from onnxfuse.lowering.compile_kernels import Kernels, compile_implementations
 from onnxfuse.lowering.fused_node import replacement
-from onnxfuse.lowering.pack import pack_forms
-from onnxfuse.lowering.site import Form, Site
+from onnxfuse.lowering.pack import pack_implementations
+from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.session import onnxruntime
 from onnxfuse.runtime.timing import WEIGHT_SCALE, Port, copies_for, time_models
@@ -30,7 +30,7 @@ from onnxfuse.tune.timing_cache import Key, read_times, write_times
 
 def problem_of(site: Site) -> str:
     """Equal for sites that have equal times: the same nodes, axes, sizes and types, whatever they are called."""
-    whole = replacement(site.whole, "")
+    whole = replacement(site.one_kernel, "")
     return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _OF_THE_PROBLEM)])
 
 
@@ -61,10 +61,10 @@ class SessionTimer:
     cache: Path | None
 
     def __call__(self, trial: Trial) -> Mapping[str, float]:
-        """Microseconds of each form of the trial; one that fails to run has none.
+        """Microseconds of each implementation of the trial; one that fails to run has none.
 
-        Times are kept only where every form has one: what failed may have failed for a moment, as where a shared GPU
-        had no memory left.
+        Times are kept only where every implementation has one: what failed may have failed for a moment, as where a
+        shared GPU had no memory left.
 
         Raises:
             CompileError: NVRTC refused a kernel.
@@ -77,12 +77,14 @@ class SessionTimer:
         inputs, outputs = ports(trial)
         copies = copies_for([*inputs, *outputs])
         times = time_models(trial_models(trial, inputs, outputs, copies), inputs, outputs, copies)
-        if times.keys() == trial.forms.keys():
+        if times.keys() == trial.implementations.keys():
             write_times(self.cache, key, times)
         return times
 
     def _key(self, trial: Trial) -> Key:
-        forms = {name: form for name, form in trial.forms.items() if form is not None}
+        implementations = {
+            name: implementation for name, implementation in trial.implementations.items() if implementation is not None
+        }
         return {
             "gpu": driver.device_name(),
             "driver": driver.driver_version(),
@@ -90,28 +92,33 @@ class SessionTimer:
             "onnxfuse": version("onnxfuse"),
             "problem": problem_of(trial.site),
             "m": trial.m,
-            "kernels": {name: [_digest(*pair) for pair in form.variants] for name, form in forms.items()},
+            "kernels": {
+                name: [_digest(*pair) for pair in implementation.variants]
+                for name, implementation in implementations.items()
+            },
         }
 
 
 def trial_models(trial: Trial, inputs: Sequence[Port], outputs: Sequence[Port], copies: int) -> dict[str, bytes]:
-    """A model of each form, by its name."""
+    """A model of each implementation, by its name."""
     read, made = ([(port.name, port.element, port.shape) for port in each] for each in (inputs, outputs))
-    kernels = compile_forms(form for form in trial.forms.values() if form is not None)
+    kernels = compile_implementations(
+        implementation for implementation in trial.implementations.values() if implementation is not None
+    )
     models = {}
-    for name, form in trial.forms.items():
-        nodes, archive = _written(trial.site, form, kernels)
+    for name, implementation in trial.implementations.items():
+        nodes, archive = _written(trial.site, implementation, kernels)
         models[name] = site_model(opsets_of(trial.site.graph, nodes), nodes, read, made, copies, archive)
     return models
 
 
-def _written(site: Site, form: Form | None, kernels: Kernels) -> tuple[list[Any], bytes]:
-    """The site's nodes in one form, and the kernels that they read."""
-    whole = replacement(site.whole, "")
-    if form is None:
+def _written(site: Site, implementation: Implementation | None, kernels: Kernels) -> tuple[list[Any], bytes]:
+    """The site's nodes in one implementation, and the kernels that they read."""
+    whole = replacement(site.one_kernel, "")
+    if implementation is None:
         return stock_nodes(whole), b""
-    archive, (kernel,) = pack_forms([form], kernels)
-    return fused_nodes(whole, replacement(form, kernel)), archive
+    archive, (kernel,) = pack_implementations([implementation], kernels)
+    return fused_nodes(whole, replacement(implementation, kernel)), archive
 
 
 def _digest(device: DeviceSpec, variant: AnyVariant) -> str:

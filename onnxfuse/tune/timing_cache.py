@@ -1,6 +1,7 @@
 """Measured times on disk, found by what was measured: one JSON file for each site and number of rows.
 
-    <SHA-256 of the key>.json    the key, microseconds by form (`"one kernel 128x96 ping-pong": 22.8`), their checksum
+    <SHA-256 of the key>.json    the key, microseconds by implementation (`"one kernel 128x96 ping-pong": 22.8`), their
+    checksum
 
 The key names the GPU, the driver, the versions and every kernel's source, so a figure is never used where another would
 be measured; the checksum is of the key and the times. A file is written to the side and renamed: a run that is

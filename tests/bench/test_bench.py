@@ -30,7 +30,7 @@ from onnxfuse.graph.graph import load_model
 from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.runtime.session import CPU, open_session
 from onnxfuse.runtime.timing import time_models
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.terminal import print_sites
 from tests.helpers.matching import linear, silu
 from tests.helpers.onnx_build import FLOAT16, Builder, run
@@ -161,13 +161,13 @@ def test_shapes_are_those_of_the_run(fused: Path, tmp_path: Path) -> None:
     assert shapes["hidden_states"].tolist() == [2, 7, 96]
 
 
-@pytest.mark.parametrize("tier", ["one kernel", "behind the product"])
-def test_a_sites_two_models_compute_the_same(tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["one kernel", "behind the product"])
+def test_a_sites_two_models_compute_the_same(strategy: str, tmp_path: Path) -> None:
     """On the CPU the fused node is its fallback function; each copy computes what the whole model does."""
     b = Builder(FLOAT16)
     model = b.model(silu(b, linear(b)))
     analysis = analyse_model(model, [ARCHITECTURES["sm_80"]])
-    sites = tuple(replace(site, tier=Tier(tier)) for site in analysis.sites)
+    sites = tuple(replace(site, strategy=Strategy(strategy)) for site in analysis.sites)
     proto, _ = optimize_model(replace(analysis, sites=sites))
     onnx.save(proto, tmp_path / "fused.onnx")
     x = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float16)
@@ -177,7 +177,7 @@ def test_a_sites_two_models_compute_the_same(tier: str, tmp_path: Path) -> None:
         for name, shape in zip(names, run(onnx.load(tmp_path / "shapes.onnx"), {"x": x}), strict=True)
     }
     (site,) = read_sites(tmp_path / "fused.onnx", shapes)
-    assert site.flops == (0 if tier == "behind the product" else 2 * 10 * 6 * 8)
+    assert site.flops == (0 if strategy == "behind the product" else 2 * 10 * 6 * 8)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in load_model(model).proto.graph.initializer}
     fused_node = next(node for node in proto.graph.node if node.domain == "onnxfuse")
     product = next((node.output[0] for node in proto.graph.node if node.op_type == "MatMul"), "")

@@ -355,7 +355,8 @@ def test_explain_counts_the_nodes_that_optimize_leaves(path: Path) -> None:
     analysis = analyse_model(path, resolve("sm_80", list))
     told = make_report(analysis).nodes_after
     bare = [
-        replace(s, plans=(), behind=s.behind and replace(s.behind, plans=())) for s in analysis.sites
+        replace(s, plans=(), epilogue_only=s.epilogue_only and replace(s.epilogue_only, plans=()))
+        for s in analysis.sites
     ]  # no compiler
     model, report = optimize_model(replace(analysis, sites=tuple(bare)))
     assert told == report.nodes_after == count_nodes(model)

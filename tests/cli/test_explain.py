@@ -50,7 +50,7 @@ def test_fusions_that_stand_together_differ_in_names_alone(path: Path) -> None:
     assert sorted(site.anchor for group in report.distinct for site in group) == sorted(s.anchor for s in report.fused)
     for first, *others in report.distinct:
         for other in others:
-            for fields in ("pattern", "features", "axes", "sizes", "tier", "kernel", "timings"):
+            for fields in ("pattern", "features", "axes", "sizes", "strategy", "kernel", "timings"):
                 assert getattr(first, fields) == getattr(other, fields)
 
 
@@ -75,7 +75,7 @@ def test_one_product_is_shown_in_full_by_its_name_a_nodes_or_a_glob(deep: Path) 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_the_runner_up_is_the_nearest_of_the_tiles_that_are_not_taken(path: Path) -> None:
     for site in analyse_model(path, resolve("sm_80,sm_90a", list)).sites:
-        for plan in site.form.plans:
+        for plan in site.implementation.plans:
             text = str(plan)
             slower = {str(entry.tile) for entry in plan.rejected if entry.reason == SLOWER}
             assert len(re.findall(r"^ +\d+ ", text, re.MULTILINE)) == len({entry.reason for entry in plan.rejected})

@@ -81,10 +81,10 @@ def test_the_second_tiers_figures_are_those_of_the_committed_result() -> None:
     rows = json.loads((PACKAGE.parent / "results" / "h200-tune.json").read_text())["rows"]
     (row,) = (row for row in rows if (row["problem"], row["dtype"]) == ("2048, 640, 2560 geglu", "fp32"))
     times = dict(row["microseconds"])
-    stock, behind = times.pop("left alone"), times.pop("behind the product")
+    stock, epilogue_only = times.pop("left alone"), times.pop("behind the product")
     words = " ".join(HOW_IT_WORKS.split())
     assert f"takes {stock:.1f} us in stock ONNX Runtime, {min(times.values()):.1f} us in one kernel" in words
-    assert f"and {behind:.1f} us in two (`results/h200-tune.json`)" in words
+    assert f"and {epilogue_only:.1f} us in two (`results/h200-tune.json`)" in words
 
 
 def test_the_fusion_is_what_explain_prints() -> None:

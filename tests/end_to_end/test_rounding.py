@@ -19,7 +19,7 @@ from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.errors import SettingError
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.emit import kernel_source
-from onnxfuse.lowering.site import Form, Site
+from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime import disassemble
 from onnxfuse.runtime.compile import compile_source
@@ -86,25 +86,27 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16)
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["one kernel", "behind the product"])
+@pytest.mark.parametrize("epilogue_only", [False, True], ids=["one kernel", "behind the product"])
 @pytest.mark.parametrize("activation", [gelu_erf_half_last, gelu_tanh_cube_by_mul, silu_spelled_out])
-def test_a_gate_has_the_bits_of_its_nodes(activation: Activation, behind: bool, tmp_path: Path) -> None:
+def test_a_gate_has_the_bits_of_its_nodes(activation: Activation, epilogue_only: bool, tmp_path: Path) -> None:
     model = gate_model(activation)
     values = node_by_node(model, values_of(model, np.dtype(np.float16)))
-    forms = {rounding: form_of(only_site(model, rounding), behind) for rounding in ("fp32", "onnx")}
+    implementations = {
+        rounding: implementation_of(only_site(model, rounding), epilogue_only) for rounding in ("fp32", "onnx")
+    }
     results = {}
-    for rounding, form in forms.items():
+    for rounding, implementation in implementations.items():
         (tmp_path / rounding).mkdir()
-        (results[rounding],) = compute(form, values, tmp_path / rounding)
+        (results[rounding],) = compute(implementation, values, tmp_path / rounding)
     expected = bits(values[model.graph.output[0].name])
     np.testing.assert_array_equal(bits(results["onnx"]), expected)
     assert (bits(results["fp32"]) != expected).any(), "the sizes are too easy: nothing depends on the rounding"
 
 
-def form_of(site: Site, behind: bool) -> Form:
-    form = site.behind if behind else site.whole
-    assert form is not None
-    return form
+def implementation_of(site: Site, epilogue_only: bool) -> Implementation:
+    implementation = site.epilogue_only if epilogue_only else site.one_kernel
+    assert implementation is not None
+    return implementation
 
 
 def test_a_gemm_is_rounded_once(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_gemm_is_rounded_once(tmp_path: Path) -> None:
     exact = 0.75 * (values["x"].astype(np.float64) @ values["c0"].astype(np.float64)) + values["c1"].astype(np.float64)
     stored = node_by_node(model, values)[model.graph.node[0].output[0]]
     np.testing.assert_array_equal(bits(stored), bits(exact.astype(np.float16)))
-    (actual,) = compute(only_site(model, "onnx").whole, values, tmp_path)
+    (actual,) = compute(only_site(model, "onnx").one_kernel, values, tmp_path)
     (expected,) = evaluate(fusion, values)
     np.testing.assert_array_equal(bits(actual), bits(expected.astype(np.float16)))
 
@@ -126,7 +128,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     model = gate_model(dtype=BFLOAT16)
     site = only_site(model, "onnx")
     values = values_of(model, np.dtype("bfloat16"))
-    (actual,) = compute(site.whole, values, tmp_path)
+    (actual,) = compute(site.one_kernel, values, tmp_path)
     (expected,) = evaluate(site.fusion, values)
     np.testing.assert_array_equal(bits(actual), bits(expected.astype(actual.dtype)))
 
@@ -159,7 +161,10 @@ def test_the_kernel_is_another_one() -> None:
     """The text is the key of the cache and of the archive."""
     for device in (SM_80, SM_90A):
         sources = [
-            {kernel_source(variant, device) for _, variant in only_site(gate_model(), rounding, device).form.variants}
+            {
+                kernel_source(variant, device)
+                for _, variant in only_site(gate_model(), rounding, device).implementation.variants
+            }
             for rounding in ("fp32", "onnx")
         ]
         assert not sources[0] & sources[1]
@@ -174,8 +179,8 @@ def test_fp32_steps_are_not_contracted() -> None:
     model = b.model(b("Add", t, b.array(multiples(N, seed=5, largest=99))))
     counts = {}
     for rounding in ("fp32", "onnx"):
-        form = only_site(model, rounding).whole
-        variant = form.plans[0].variants[-1]
+        implementation = only_site(model, rounding).one_kernel
+        variant = implementation.plans[0].variants[-1]
         code = disassemble.sass(compile_source(kernel_source(variant, SM_80), SM_80).data)
         counts[rounding] = code.count("FFMA")
     assert counts["fp32"] > 0

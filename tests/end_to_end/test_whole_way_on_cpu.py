@@ -14,7 +14,7 @@ from onnx import ModelProto, numpy_helper
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.fused_node import node_attributes
-from onnxfuse.lowering.site import Form
+from onnxfuse.lowering.site import Implementation
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.kernel_spec import Tile
 from onnxfuse.schedule.pointwise import POINTWISE
@@ -236,41 +236,43 @@ def misaligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def compute(form: Form, values: dict[str, np.ndarray], folder: Path, variant: int = -1) -> list[np.ndarray]:
-    """What the bridge and the kernel make of a form's inputs; by default the last kernel, of misaligned tensors."""
-    attributes = node_attributes(form, "ab12")
+def compute(
+    implementation: Implementation, values: dict[str, np.ndarray], folder: Path, variant: int = -1
+) -> list[np.ndarray]:
+    """What the bridge and the kernel make of inputs; by default the last kernel, of misaligned tensors."""
+    attributes = node_attributes(implementation, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
     lie = misaligned if variant == -1 else np.ascontiguousarray
-    arrays = [lie(values[tensor.name]) for tensor in form.fusion.inputs]
+    arrays = [lie(values[tensor.name]) for tensor in implementation.fusion.inputs]
     shapes = [array.shape for array in arrays]
-    made = zip(form.fusion.outputs, bridge().arguments(node, shapes)[1], strict=True)
+    made = zip(implementation.fusion.outputs, bridge().arguments(node, shapes)[1], strict=True)
     outs = [lie(np.full(shape, np.nan, tensor.dtype.numpy)) for tensor, shape in made]
     arguments, _ = bridge().arguments(
         node,
         shapes,
-        element_bytes=[tensor.dtype.bytes for tensor in form.fusion.inputs],
+        element_bytes=[tensor.dtype.bytes for tensor in implementation.fusion.inputs],
         inputs=[array.ctypes.data for array in arrays],
         outputs=[out.ctypes.data for out in outs],
     )
-    launch(small(form.plans[0].variants[variant]), arguments, [*arrays, *outs], len(arrays), folder)
+    launch(small(implementation.plans[0].variants[variant]), arguments, [*arrays, *outs], len(arrays), folder)
     return outs
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("behind", [False, True])
-def test_the_kernel_computes_what_the_graph_computes(graph, behind: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("epilogue_only", [False, True])
+def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool, tmp_path: Path) -> None:
     b = Builder()
     model = b.model(*graph(b))
-    (site,) = analyse_model(model, [SM_80], fp32="tf32" if behind else "exact").sites
-    form = site.behind if behind else site.whole
-    if form is None:
-        pytest.skip("no second tier")
+    (site,) = analyse_model(model, [SM_80], fp32="tf32" if epilogue_only else "exact").sites
+    implementation = site.epilogue_only if epilogue_only else site.one_kernel
+    if implementation is None:
+        pytest.skip("no epilogue alone")
     feed = feeds(model)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    values = stored | feed | run_inputs(model, form.fusion, feed)
-    actual = compute(form, values, tmp_path)
-    expected = run_values(model, [tensor.name for tensor in form.fusion.outputs], feed)
+    values = stored | feed | run_inputs(model, implementation.fusion, feed)
+    actual = compute(implementation, values, tmp_path)
+    expected = run_values(model, [tensor.name for tensor in implementation.fusion.outputs], feed)
     for wanted, found in zip(expected, actual, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
@@ -283,8 +285,8 @@ def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None
     (site,) = analyse_model(model, [SM_80]).sites
     feed = feed_of(model, batch=2, height=3, width=4, length=8)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    values = stored | feed | run_inputs(model, site.form.fusion, feed)
-    (actual,) = compute(site.form, values, tmp_path, variant)
+    values = stored | feed | run_inputs(model, site.implementation.fusion, feed)
+    (actual,) = compute(site.implementation, values, tmp_path, variant)
     (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
@@ -301,15 +303,17 @@ def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_pa
     (site,) = analyse_model(model, [SM_80], fp32="exact").sites
     feed = {"x": draw(8, k, seed=n).astype(np.float32)}
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    (actual,) = compute(site.whole, stored | feed, tmp_path, variant=0)
+    (actual,) = compute(site.one_kernel, stored | feed, tmp_path, variant=0)
     (expected,) = run_values(model, [site.fusion.outputs[0].name], feed)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(32, 48), (1, 48), (32, 1), (1, 1), (2, 32, 48), (2, 1, 48)], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("behind", [False, True])
-def test_the_widest_kernel_reads_masks(shape: tuple[int, ...], turned: bool, behind: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("epilogue_only", [False, True])
+def test_the_widest_kernel_reads_masks(
+    shape: tuple[int, ...], turned: bool, epilogue_only: bool, tmp_path: Path
+) -> None:
     """16 elements at a time, also where rows are contiguous; other tensors of the epilogue by fours."""
     b = Builder()
     t = b("MatMul", b.input("x", (2, 32, 8)), b.array(draw(8, 48), "weight"))
@@ -319,11 +323,13 @@ def test_the_widest_kernel_reads_masks(shape: tuple[int, ...], turned: bool, beh
     model = b.model(
         b("Where", mask, b("Add", t, b.input("residual", (2, 48, 32) if turned else (2, 32, 48))), b.array(-np.inf))
     )
-    (site,) = analyse_model(model, [SM_80], fp32="tf32" if behind else "exact").sites
-    form = site.behind if behind else site.whole
-    assert form is not None
+    (site,) = analyse_model(model, [SM_80], fp32="tf32" if epilogue_only else "exact").sites
+    implementation = site.epilogue_only if epilogue_only else site.one_kernel
+    assert implementation is not None
     feed = feeds(model)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    (actual,) = compute(form, stored | feed | run_inputs(model, form.fusion, feed), tmp_path, variant=0)
-    (expected,) = run_values(model, [form.fusion.outputs[0].name], feed)
+    (actual,) = compute(
+        implementation, stored | feed | run_inputs(model, implementation.fusion, feed), tmp_path, variant=0
+    )
+    (expected,) = run_values(model, [implementation.fusion.outputs[0].name], feed)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Masks of type bool in ONNX Runtime's CUDA provider: each broadcast, both tiers, few and many rows, all widths."""
+"""Masks of type bool in ONNX Runtime's CUDA provider: each broadcast, both strategies, small and large M, widths."""
 
 from __future__ import annotations
 

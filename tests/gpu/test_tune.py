@@ -1,4 +1,4 @@
-"""The second tier in an ONNX Runtime CUDA session, and tuning: what it measures, keeps, chooses and spends."""
+"""Epilogues alone in an ONNX Runtime CUDA session, and tuning: what it measures, keeps, chooses and spends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.runtime.driver import local_architectures
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.tune.timing_cache import FOLDER
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, gate_model, run_cuda, session
 from tests.helpers.reference_fusion import evaluate
@@ -37,8 +37,10 @@ def test_what_follows_a_product_that_stays(tmp_path: Path, dtype: int, order: st
     for k, n in SIZES:
         model = gate_model(dtype, order, parts, k, n)
         analysis = analyse_model(model, resolve("native", local_architectures))
-        behind = replace(analysis, sites=tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites))
-        fused, _ = optimize_model(behind)
+        epilogue_only = replace(
+            analysis, sites=tuple(replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites)
+        )
+        fused, _ = optimize_model(epilogue_only)
         assert [node.op_type for node in fused.graph.node][-1] == "FusedPointwise_0"
         check(tmp_path, model, fused, dtype, (k, n))
 
@@ -72,7 +74,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def times_of(detail: str) -> list[dict[str, float]]:
     """`m=128: one kernel 8.1 us, left alone 26.0 us; ...`, a row for each m."""
     rows = [re.findall(r"(one kernel|behind the product|left alone) ([\d.]+) us", row) for row in detail.split(";")]
-    return [{tier: float(value) for tier, value in row} for row in rows]
+    return [{strategy: float(value) for strategy, value in row} for row in rows]
 
 
 @pytest.mark.parametrize("rows", [1024, "m"])
@@ -83,10 +85,10 @@ def test_tuning_takes_what_it_measured_as_fastest(tmp_path: Path, cache: Path, r
     fused, report = onnxfuse.optimize(model, arch="native", tune=True)
     (site,) = report.fused
     timed = times_of(site.timings)
-    assert all(set(row) == {tier.value for tier in Tier} for row in timed)
+    assert all(set(row) == {strategy.value for strategy in Strategy} for row in timed)
     assert all(0.5 < value < 1e4 for row in timed for value in row.values())
     if len(timed) == 1:
-        assert site.tier == min(timed[0], key=lambda tier: timed[0][tier])
+        assert site.strategy == min(timed[0], key=lambda strategy: timed[0][strategy])
     live = session(fused, tmp_path / "fused.onnx", fused=True)
     shape = (rows if isinstance(rows, int) else 64, 320)
     assert np.isfinite(live.run(None, {"x": np.ones(shape, np.float16)})[0]).all()

@@ -19,7 +19,7 @@ from onnxfuse.device import resolve
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.schedule.plan import replan
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.schedule.variant import ProductPlan
 from onnxfuse.verify.verify import verify
 from tests.helpers.onnx_build import FLOAT16, Builder
@@ -27,7 +27,7 @@ from tests.helpers.onnx_build import FLOAT16, Builder
 pytestmark = pytest.mark.gpu
 
 KERNELS = ("portable", "sm_90a", "few rows")
-BEHIND = "behind the product"
+EPILOGUE_ONLY = "behind the product"
 SIZES = [
     (504, 136, 248), (504, 136, 249), (504, 137, 248), (505, 136, 248), (505, 137, 249), (504, 138, 250),
     (136, 136, 136),
@@ -73,8 +73,8 @@ def every_operand(m: int, n: int, k: int) -> onnx.ModelProto:
 def on_kernel(model: onnx.ModelProto, kernel: str) -> tuple[Analysis, int]:
     """The analysis with every site on one kernel where it can be, and how many are."""
     analysis = analyse_model(model, resolve("native", local_architectures))
-    if kernel == BEHIND:
-        sites = tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites)
+    if kernel == EPILOGUE_ONLY:
+        sites = tuple(replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites)
         return replace(analysis, sites=sites), len(sites)
     moved = 0
     made = []
@@ -116,7 +116,7 @@ def test_every_operand(sizes: tuple[int, int, int], kernel: str, tmp_path: Path)
     check(every_operand(*sizes), kernel, 12, tmp_path)
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, BEHIND])
+@pytest.mark.parametrize("kernel", [*KERNELS, EPILOGUE_ONLY])
 def test_misaligned_pointers_take_a_kernel_that_reads_them(kernel: str, tmp_path: Path) -> None:
     """Through IO binding, each tensor by itself at 1, 2 and 4 elements behind a 16-byte boundary, then all of them."""
     import cupy

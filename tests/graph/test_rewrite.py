@@ -18,8 +18,8 @@ from tests.helpers.onnx_build import FLOAT16, Builder, run
 from tests.tools.sweep import rewritten
 
 
-def fuse(model, behind: bool = False) -> onnx.ModelProto:
-    return rewritten(analyse_model(model, []), behind)
+def fuse(model, epilogue_only: bool = False) -> onnx.ModelProto:
+    return rewritten(analyse_model(model, []), epilogue_only)
 
 
 def gate(b: Builder, x: str, seed: int, k: int = 6, n: int = 8) -> str:
@@ -102,12 +102,12 @@ def test_shape_arithmetic_that_others_read_is_a_constant() -> None:
         add_of_two_products,
     ],
 )
-@pytest.mark.parametrize("behind", [False, True])
-def test_every_shape_of_a_match_falls_back_to_the_same_bits(build, behind: bool) -> None:
+@pytest.mark.parametrize("epilogue_only", [False, True])
+def test_every_shape_of_a_match_falls_back_to_the_same_bits(build, epilogue_only: bool) -> None:
     b = Builder()
     original = b.model(build(b))
-    fused = fuse(original, behind)
-    assert (FUSED_POINTWISE in {kind_of(node.op_type) for node in fused.graph.node}) == behind
+    fused = fuse(original, epilogue_only)
+    assert (FUSED_POINTWISE in {kind_of(node.op_type) for node in fused.graph.node}) == epilogue_only
     onnx.checker.check_model(fused, full_check=True)
     assert any(node.domain == DOMAIN for node in fused.graph.node)
     for expected, actual in zip(run(original, FEED), run(fused, FEED), strict=True):

@@ -1,4 +1,4 @@
-"""The second tier: the product stays a node, and one kernel computes exactly what followed it."""
+"""Epilogue only: the product stays a node, and one kernel computes exactly what followed it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from onnxfuse.device import resolve
 from onnxfuse.dtypes import F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_POINTWISE, kind_of
-from onnxfuse.ir.epilogue_only import behind_product
+from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from tests.helpers import corpus
 from tests.helpers.fusions import dims, fusion
 from tests.helpers.matching import check_meaning
@@ -71,43 +71,43 @@ def test_it_computes_what_the_fusion_computes(parts: int, operands) -> None:
     )  # fmt: skip
     values = random_values(built)
     product = values["lhs"] @ values["rhs"]
-    behind = behind_product(built, products_of(built))
+    epilogue_only = epilogue_of(built, products_of(built))
     (expected,) = evaluate(built, values)
-    (actual,) = evaluate_pointwise(behind, values | {"product0": product})
+    (actual,) = evaluate_pointwise(epilogue_only, values | {"product0": product})
     np.testing.assert_allclose(actual, expected, rtol=1e-12)
-    assert "k" not in {axis.name for axis in behind.axes}
+    assert "k" not in {axis.name for axis in epilogue_only.axes}
 
 
 def test_each_weights_product_is_an_operand_of_its_own() -> None:
     built = fusion({"m": None, "n": 8, "k": 5}, parts=2)
     parts = tuple(replace(part, tensor=index) for index, part in enumerate(built.parts))
     built = replace(built, rhs=(built.rhs[0], replace(built.rhs[0], name="other")), parts=parts)
-    behind = behind_product(built, products_of(built))
-    assert [tensor.name for tensor in behind.inputs] == ["product0", "product1"]
-    assert [(load.operand, load.part) for load in behind.loads] == [(0, None), (1, None)]
+    epilogue_only = epilogue_of(built, products_of(built))
+    assert [tensor.name for tensor in epilogue_only.inputs] == ["product0", "product1"]
+    assert [(load.operand, load.part) for load in epilogue_only.loads] == [(0, None), (1, None)]
 
 
 def test_the_products_parts_count_as_loads() -> None:
     operands = [("n", F16)] * (MAX_LOADS - 1)
     built = fusion({"m": None, "n": 8, "k": 5, "p": 2}, rhs="k (p n)", operands=operands, parts=2)
     with pytest.raises(NotFusable, match="too_many_operands"):
-        behind_product(built, products_of(built))
+        epilogue_of(built, products_of(built))
 
 
 def test_rows_flatten_where_only_lhs_stood_in_the_way() -> None:
     built = fusion({"b": None, "m": None, "n": 8, "k": 5}, lhs="b m k", out="b m n", operands=[("b m n", F16)])
     mapping = replace(map_axes(built), batch=("b",), m=("m",))
-    behind = behind_product(built, (Tensor("product", F16, dims("b m n")),))
-    assert map_pointwise(behind, mapping).m == ("b", "m")
-    turned = replace(behind, operands=(Tensor("product", F16, dims("m b n")), *behind.operands[1:]))
+    epilogue_only = epilogue_of(built, (Tensor("product", F16, dims("b m n")),))
+    assert map_pointwise(epilogue_only, mapping).m == ("b", "m")
+    turned = replace(epilogue_only, operands=(Tensor("product", F16, dims("m b n")), *epilogue_only.operands[1:]))
     assert (map_pointwise(turned, mapping).batch, map_pointwise(turned, mapping).m) == (("b",), ("m",))
 
 
 def test_few_rows_are_spread_over_more_blocks() -> None:
     built = fusion({"m": None, "n": 1280, "k": 5, "p": 2}, rhs="k (p n)", parts=2)
-    behind = behind_product(built, products_of(built))
+    epilogue_only = epilogue_of(built, products_of(built))
     (device,) = resolve("sm_90a", list)
-    plan = make_pointwise_plan(behind, map_pointwise(behind, map_axes(built)), device)
+    plan = make_pointwise_plan(epilogue_only, map_pointwise(epilogue_only, map_axes(built)), device)
     flat, tall, checked, narrow = plan.variants
     assert flat.tile.block_m < tall.tile.block_m
     assert (flat.min_m, flat.max_m + 1, tall.max_m) == (0, tall.min_m, narrow.max_m)
@@ -119,9 +119,9 @@ def test_few_rows_are_spread_over_more_blocks() -> None:
 def test_no_kernel_follows_one_that_fits_everything() -> None:
     """Columns of an output that lies turned are stored one by one, so what is read decides alone."""
     built = fusion({"m": None, "n": 1280, "k": 5}, out="n m", operands=[("m n", F16)])
-    behind = behind_product(built, products_of(built))
+    epilogue_only = epilogue_of(built, products_of(built))
     (device,) = resolve("sm_90a", list)
-    plan = make_pointwise_plan(behind, map_pointwise(behind, map_axes(built)), device)
+    plan = make_pointwise_plan(epilogue_only, map_pointwise(epilogue_only, map_axes(built)), device)
     assert {out.width for out in plan.variants[0].spec.outs} == {1}
     assert [variant.spec.checked for variant in plan.variants][-2:] == [False, True]
 
@@ -130,11 +130,11 @@ def test_no_kernel_follows_one_that_fits_everything() -> None:
 
 
 def behind_everywhere(model: ModelProto) -> tuple[Analysis, ModelProto]:
-    """The model with the second tier at every site that has one: all but those that reshape by the product's input."""
+    """The model with epilogues only wherever a site allows it: all but those that reshape by the product's input."""
     analysis = analyse_model(model, resolve("sm_80", list))
     assert analysis.sites
-    assert all(site.behind is not None or site.match.shapes for site in analysis.sites)
-    return analysis, rewritten(analysis, behind=True)
+    assert all(site.epilogue_only is not None or site.match.shapes for site in analysis.sites)
+    return analysis, rewritten(analysis, epilogue_only=True)
 
 
 KEYS = corpus.families("ff_geglu", "ff_swiglu", "ff_gelu", "phi3", "bert", "sd15_unet_mini", size="tiny")
@@ -146,8 +146,8 @@ def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     analysis, fused = behind_everywhere(original)
     onnx.checker.check_model(fused)
     made = [kind_of(node.op_type) for node in fused.graph.node]
-    assert made.count(FUSED_POINTWISE) == sum(site.behind is not None for site in analysis.sites)
-    assert made.count(FUSED_GEMM) == sum(site.behind is None for site in analysis.sites)
+    assert made.count(FUSED_POINTWISE) == sum(site.epilogue_only is not None for site in analysis.sites)
+    assert made.count(FUSED_GEMM) == sum(site.epilogue_only is None for site in analysis.sites)
     for index in (0, 1):
         feed = corpus.feed(key, index)
         for expected, actual in zip(run(original, feed), run(fused, feed), strict=True):
@@ -167,31 +167,31 @@ def gemm_model() -> ModelProto:
 def test_gemms_own_bias_and_factor_stay_with_it() -> None:
     analysis, fused = behind_everywhere(gemm_model())
     assert [node.op_type for node in fused.graph.node] == ["Gemm", "FusedPointwise_0"]
-    behind = analysis.sites[0].behind
-    assert behind is not None
-    assert [step.op for step in behind.fusion.steps] == ["sigmoid", "mul"]
-    assert len(behind.fusion.operands) == 1
+    epilogue_only = analysis.sites[0].epilogue_only
+    assert epilogue_only is not None
+    assert [step.op for step in epilogue_only.fusion.steps] == ["sigmoid", "mul"]
+    assert len(epilogue_only.fusion.operands) == 1
     x = np.random.default_rng(4).standard_normal((5, 24)).astype(np.float16)
     assert run(gemm_model(), {"x": x})[0].tobytes() == run(fused, {"x": x})[0].tobytes()
 
 
 @pytest.mark.parametrize(
-    ("arch", "tier"),
+    ("arch", "strategy"),
     [
-        ("sm_100", Tier.BEHIND),
-        ("sm_120", Tier.BEHIND),
-        ("sm_80", Tier.ONE_KERNEL),
-        ("sm_80,sm_90a,ptx", Tier.ONE_KERNEL),
+        ("sm_100", Strategy.EPILOGUE_ONLY),
+        ("sm_120", Strategy.EPILOGUE_ONLY),
+        ("sm_80", Strategy.ONE_KERNEL),
+        ("sm_80,sm_90a,ptx", Strategy.ONE_KERNEL),
     ],
 )
-def test_an_architecture_without_a_kernel_of_its_own_gets_the_second_tier(arch: str, tier: Tier) -> None:
+def test_an_architecture_without_a_kernel_of_its_own_gets_the_epilogue_only(arch: str, strategy: Strategy) -> None:
     key = "real/phi3.real.torchscript.op17.fp16.dynamic.onnx"
     analysis = analyse_model(corpus.folder() / key, resolve(arch, list))
     # Scores write more than they multiply: one kernel, however fast the library is. So it is where q, k and v share a
     # product: behind it would stand several.
     own = [site for site in analysis.sites if not site.match.shared]
     weighted = [site for site in own if all(product.is_weight for product in site.match.products)]
-    assert {site.tier for site in weighted} == {tier}
+    assert {site.strategy for site in weighted} == {strategy}
 
 
 def test_a_lone_op_behind_a_fast_product_is_left_alone() -> None:
@@ -208,7 +208,7 @@ def test_exact_products_are_never_left_to_the_library() -> None:
     weight = b.array(np.zeros((4096, 4096)), "weight")
     model = b.model(b("Relu", b("MatMul", b.input("x", (4096, 4096)), weight)))
     (site,) = analyse_model(model, resolve("sm_100", list), "exact").sites
-    assert (site.tier, site.behind) == (Tier.ONE_KERNEL, None)
+    assert (site.strategy, site.epilogue_only) == (Strategy.ONE_KERNEL, None)
 
 
 # ---- Operands that repeat the product
@@ -258,7 +258,7 @@ def test_what_repeats_a_product_is_one_kernel_behind_it(form, dtype: int) -> Non
     b = Builder(dtype)
     model = b.model(form(b))
     (site,) = analyse_model(model, resolve("sm_90a,sm_80", list)).sites
-    assert (site.tier, site.plans) == (Tier.BEHIND, ())
+    assert (site.strategy, site.plans) == (Strategy.EPILOGUE_ONLY, ())
     fused = rewritten(analyse_model(model, resolve("sm_90a,sm_80", list)))
     assert [node.op_type for node in fused.graph.node][1:] == ["FusedPointwise_0"]
     for sizes in (
@@ -275,7 +275,7 @@ def test_an_activation_is_not_repeated() -> None:
     b = Builder(FLOAT16)
     model = b.model(b("Mul", b.input("x", ("batch", 8, "height", "width")), b("Sigmoid", repeated(b, 8, (2, 3)))))
     (site,) = analyse_model(model, resolve("sm_90a", list)).sites
-    assert (site.tier, site.fusion.outs[0].tensor.einops) == (Tier.ONE_KERNEL, "m n 1 1")
+    assert (site.strategy, site.fusion.outs[0].tensor.einops) == (Strategy.ONE_KERNEL, "m n 1 1")
     assert site.match.stop is not None
 
 

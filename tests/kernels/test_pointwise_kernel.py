@@ -1,4 +1,4 @@
-"""The kernel behind a product without a GPU: run on the CPU, compiled within its registers, and its tiles."""
+"""The epilogue-only kernel without a GPU: run on the CPU, compiled within its registers, and its tiles."""
 
 from __future__ import annotations
 

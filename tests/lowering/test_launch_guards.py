@@ -19,13 +19,13 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_POINTWISE
-from onnxfuse.ir.epilogue_only import behind_product
+from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.fused_node import node_attributes
-from onnxfuse.lowering.pack import pack_forms
-from onnxfuse.lowering.site import Form
+from onnxfuse.lowering.pack import pack_implementations
+from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import CompiledImage
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.plan import make_plan
@@ -94,19 +94,21 @@ def launch(built: Fusion, arch: str = "sm_80") -> Launch:
 
 
 def launch_behind(built: Fusion, arch: str = "sm_80") -> Launch:
-    """Of the kernel behind the product."""
-    behind = behind_product(built, products_of(built))
-    mapping = map_pointwise(behind, map_axes(built))
-    return packed(FUSED_POINTWISE, behind, mapping, make_pointwise_plan(behind, mapping, ARCHITECTURES[arch]))
+    """Of the epilogue-only kernel."""
+    epilogue_only = epilogue_of(built, products_of(built))
+    mapping = map_pointwise(epilogue_only, map_axes(built))
+    return packed(
+        FUSED_POINTWISE, epilogue_only, mapping, make_pointwise_plan(epilogue_only, mapping, ARCHITECTURES[arch])
+    )
 
 
 def packed(op: str, built: Pointwise, mapping: AxisMapping, plan: AnyPlan) -> Launch:
     nowhere: Any = None  # no graph: the rule knows the node's attributes only
-    form = Form(nowhere, nowhere, op, (), built, mapping, (plan,))
+    implementation = Implementation(nowhere, nowhere, op, (), built, mapping, (plan,))
     kernels = Kernels({(kernel_source(variant, plan.device), plan.device.arch): IMAGE for variant in plan.variants})
-    archive, (name,) = pack_forms([form], kernels)
+    archive, (name,) = pack_implementations([implementation], kernels)
     ignored = ("math", "fusion")  # by the bridge
-    attributes = {key: text for key, text in node_attributes(form, name).items() if key not in ignored}
+    attributes = {key: text for key, text in node_attributes(implementation, name).items() if key not in ignored}
     return Launch(built, mapping, plan.variants, archive, Node(**attributes))
 
 

@@ -11,9 +11,9 @@ from onnx import helper
 
 from onnxfuse.device import resolve
 from onnxfuse.lowering.fused_node import node_attributes
-from onnxfuse.lowering.site import Form
+from onnxfuse.lowering.site import Implementation
 from onnxfuse.pipeline import Analysis, analyse_model
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from tests.helpers.bridge_hooks import Node, bridge
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder, run
@@ -26,10 +26,10 @@ def analysed(model: onnx.ModelProto, arch: str = "sm_80,sm_90a") -> Analysis:
     return analyse_model(model, resolve(arch, list))
 
 
-def shapes_of(form: Form, inputs: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+def shapes_of(implementation: Implementation, inputs: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The shapes that the bridge gives the outputs of a fused node."""
-    attributes = node_attributes(form, "ab12")
-    shapes = [inputs[tensor.name] for tensor in form.fusion.inputs]
+    attributes = node_attributes(implementation, "ab12")
+    shapes = [inputs[tensor.name] for tensor in implementation.fusion.inputs]
     return bridge().arguments(Node(**{field: attributes[field] for field in FIELDS}), shapes)[1]
 
 
@@ -74,9 +74,9 @@ def test_the_bridge_makes_the_shapes_of_the_run(form, shapes: dict[str, tuple[in
     (expected,) = run(model, feed)
     (site,) = analysed(model).sites
     weights = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    read = {tensor.name for tensor in site.form.fusion.inputs} - {*weights, *shapes}
+    read = {tensor.name for tensor in site.implementation.fusion.inputs} - {*weights, *shapes}
     values = {name: tuple(value.shape) for name, value in zip(read, made(model, sorted(read), feed), strict=True)}
-    assert shapes_of(site.form, shapes | weights | values) == [expected.shape]
+    assert shapes_of(site.implementation, shapes | weights | values) == [expected.shape]
     assert run(rewritten(analysed(model)), feed)[0].tobytes() == expected.tobytes()
 
 
@@ -89,16 +89,16 @@ def made(model: onnx.ModelProto, names: list[str], feed: Mapping[str, np.ndarray
 
 
 def test_rows_that_a_product_flattened_are_not_taken_apart_behind_it() -> None:
-    """The kernel behind a product reads its result alone, whose rows nobody can tell apart."""
+    """The epilogue-only kernel reads its result alone, whose rows nobody can tell apart."""
     b = Builder()
     flat = b("Reshape", b.input("x", ("a", "b", 1024)), b.integers(-1, 1024))
     t = b("Gemm", flat, b.array(draw(1024, 1024), "w"), b.array(draw(1024), "c"))
     model = b.model(b("Mul", t, b("Sigmoid", t)))
     for site in analysed(model, "sm_90a").sites:
-        forms = [site.whole, site.behind]
-        for form in (form for form in forms if form is not None):
-            assert not form.fusion.unresolved
-        assert site.tier is not Tier.BEHIND or site.behind is not None
+        implementations = [site.one_kernel, site.epilogue_only]
+        for implementation in (implementation for implementation in implementations if implementation is not None):
+            assert not implementation.fusion.unresolved
+        assert site.strategy is not Strategy.EPILOGUE_ONLY or site.epilogue_only is not None
 
 
 @pytest.mark.parametrize("shape", [("m2", 8), (None, 8), (None,)])

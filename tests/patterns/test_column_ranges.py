@@ -238,4 +238,4 @@ def test_two_ranges_that_read_each_other_stay_together() -> None:
 def test_a_shared_product_is_no_ordinary_node_behind_which_kernels_stand() -> None:
     """It would compute all columns for each of them."""
     analysis = analyse_model(built(grouped_queries), resolve("sm_90a", list))
-    assert all(site.behind is None for site in analysis.sites if site.match.shared)
+    assert all(site.epilogue_only is None for site in analysis.sites if site.match.shared)

@@ -13,14 +13,14 @@ from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.tools.sweep import difference, rewritten
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("epilogue_only", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
 @pytest.mark.parametrize("graph", MODELS)
 def test_a_masked_model_is_one_fusion_and_keeps_its_bits(
-    graph: Callable[[Builder], str], dtype: int, behind: bool
+    graph: Callable[[Builder], str], dtype: int, epilogue_only: bool
 ) -> None:
     model = built(graph, dtype)
     analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
     (site,) = analysis.sites
     assert "mask" in site.fusion.features
-    assert not difference(model, rewritten(analysis, behind), [feed(model, *size) for size in SIZES])
+    assert not difference(model, rewritten(analysis, epilogue_only), [feed(model, *size) for size in SIZES])

@@ -239,8 +239,8 @@ def test_a_mask_is_read_as_it_is_stored(spelling: str, elsewhere: bool) -> None:
     assert (fusion.operands[-1].dtype.name, len(match.copied)) == (("bool", count) if count else ("f32", 0))
     feed = FEED | {"mask": draw(2, 5, 1, seed=9) > 0}
     check_meaning(model, fusion, feed)
-    for behind in (False, True):
-        fused = rewritten(analyse_model(model, resolve("sm_80", list)), behind)
+    for epilogue_only in (False, True):
+        fused = rewritten(analyse_model(model, resolve("sm_80", list)), epilogue_only)
         left = sum(node.op_type in ("Cast", "Not") for node in fused.graph.node)
         assert left == (len(makers) if elsewhere or not count else 0)
         for expected, actual in zip(run(model, feed), run(fused, feed), strict=True):

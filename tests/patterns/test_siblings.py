@@ -155,8 +155,8 @@ def test_a_refused_whole_leaves_its_parts() -> None:
 
 
 @pytest.mark.parametrize("build", [attention, activations, residuals])
-@pytest.mark.parametrize("behind", [False, True])
-def test_bits_on_the_cpu_are_the_same(build, behind: bool) -> None:
+@pytest.mark.parametrize("epilogue_only", [False, True])
+def test_bits_on_the_cpu_are_the_same(build, epilogue_only: bool) -> None:
     b = Builder()
     model = b.model(*build(b))
     feed = FEED | {"residual": draw(2, 5, HEADS * WIDTH, seed=9).astype(np.float32)}
@@ -164,7 +164,7 @@ def test_bits_on_the_cpu_are_the_same(build, behind: bool) -> None:
     expected = run(model, feed)
     analysis = analyse_model(model, [DEVICE])
     assert sum(len(site.match.products) > 1 for site in analysis.sites) == 1
-    for wanted, actual in zip(expected, run(rewritten(analysis, behind), feed), strict=True):
+    for wanted, actual in zip(expected, run(rewritten(analysis, epilogue_only), feed), strict=True):
         assert wanted.tobytes() == actual.tobytes()
 
 

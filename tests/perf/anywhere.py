@@ -97,7 +97,7 @@ def prepare(problem: Drawn, index: int, folder: Path, device: DeviceSpec) -> Pre
     found = planned(problem, device)
     if found is not None:
         compile_tiles(found, device, folder)
-    kernel = f"{report.fused[0].tier}: {report.fused[0].kernel}" if report.fused else "left alone"
+    kernel = f"{report.fused[0].strategy}: {report.fused[0].kernel}" if report.fused else "left alone"
     return Prepared(problem, sites, weights, original, fused, kernel, seconds, found)
 
 

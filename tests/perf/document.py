@@ -221,7 +221,7 @@ def _tuned(found: Mapping[str, Any]) -> list[str]:
 
 
 def _best(times: Mapping[str, float]) -> float | None:
-    """The fastest tile of the first tier."""
+    """The fastest tile of one kernel."""
     return min((time for name, time in times.items() if name not in ("left alone", "behind the product")), default=None)
 
 

@@ -1,6 +1,6 @@
 """What `--tune` measures for the problems of the table: `python -m tests.perf.tune --out results/h200-tune.json`.
 
-Weights are [k, n], m is static. For fp16 the first tier is the sm_90a kernel; for fp32 it is the portable one.
+Weights are [k, n], m is static. For fp16 the one kernel is the sm_90a kernel; for fp32 it is the portable one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ TYPES = {"fp16": FLOAT16, "fp32": FLOAT}
 
 
 def time_row(row: Row, dtype: str) -> dict[str, Any]:
-    """Microseconds of every form of one problem, and what tuning makes of them."""
+    """Microseconds of every implementation of one problem, and what tuning makes of them."""
     model = site_model(row, "kn", TYPES[dtype])
     for value in model.graph.input:
         value.type.tensor_type.shape.dim[0].dim_value = row.m
     device = spec_of(driver.local_architectures()[0])
     analysis = analyse_model(model, [device])
-    planned = analysis.sites[0].tier.value
+    planned = analysis.sites[0].strategy.value
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         tuned = tune_model(analysis, device, timer=SessionTimer(Path(folder)))
         seconds = time.perf_counter() - start
         (path,) = (Path(folder) / FOLDER).glob("*.json")
         times = json.loads(path.read_text())["microseconds"]
-    chosen = tuned.sites[0].tier.value if tuned.sites else "left alone"
+    chosen = tuned.sites[0].strategy.value if tuned.sites else "left alone"
     return {
         "problem": str(row), "dtype": dtype, "microseconds": times, "planned": planned, "chosen": chosen,
         "seconds": seconds,
@@ -51,9 +51,11 @@ def line_of(row: dict[str, Any]) -> str:
     """One row of the printed table."""
     times = row["microseconds"]
     best = min(times, key=times.get)
-    tiers = "  ".join(f"{tier} {times.get(tier, float('nan')):7.1f}" for tier in ("behind the product", "left alone"))
+    strategies = "  ".join(
+        f"{strategy} {times.get(strategy, float('nan')):7.1f}" for strategy in ("behind the product", "left alone")
+    )
     text = f"{row['dtype']} {row['problem']:26} {row['chosen']:19} planned {row['planned']:19} {best:36}"
-    return f"{text} {times[best]:7.1f} us  {tiers}  in {row['seconds']:.1f} s"
+    return f"{text} {times[best]:7.1f} us  {strategies}  in {row['seconds']:.1f} s"
 
 
 def main() -> None:

@@ -193,7 +193,7 @@ def test_parts_are_offsets_in_bytes() -> None:
     assert (arguments.lhs.pointer, arguments.outs[0].pointer) == (4096, 2**40)
 
 
-BEHIND = Node(
+EPILOGUE_ONLY = Node(
     axes="b m (p n), (p n) -> b m n",
     sizes="p=2 n=1280",
     problem="m=b*m n=n",
@@ -205,13 +205,13 @@ BEHIND = Node(
 
 def test_behind_a_product_its_parts_are_loads() -> None:
     shapes = ((2, 77, 2560), (2560,))
-    arguments, out_shapes = bridge().arguments(BEHIND, shapes, element_bytes=2, inputs=(4096, 8192))
+    arguments, out_shapes = bridge().arguments(EPILOGUE_ONLY, shapes, element_bytes=2, inputs=(4096, 8192))
     assert (arguments.batch, arguments.m, arguments.n, arguments.k) == (1, 154, 1280, 1)
     assert [load.pointer for load in arguments.loads[:4]] == [4096, 4096 + 2560, 8192, 8192 + 2560]
     assert [load.row_stride for load in arguments.loads[:4]] == [2560, 2560, 0, 0]
     assert (arguments.lhs.pointer, arguments.rhs[0].pointer) == (0, 0)
     assert out_shapes == [(2, 77, 1280)]
-    assert bridge().infer(BEHIND, ["B M 2560", "2560"]) == ["B M 1280"]
+    assert bridge().infer(EPILOGUE_ONLY, ["B M 2560", "2560"]) == ["B M 1280"]
 
 
 WINDOW = Node(
@@ -262,12 +262,12 @@ def test_a_window_that_does_not_fit_is_named(
 
 
 def test_a_kernel_with_a_product_is_not_run_without_one() -> None:
-    arguments, _ = bridge().arguments(BEHIND, ((2, 77, 2560), (2560,)), element_bytes=2, inputs=(4096, 8192))
+    arguments, _ = bridge().arguments(EPILOGUE_ONLY, ((2, 77, 2560), (2560,)), element_bytes=2, inputs=(4096, 8192))
     loads = dataclasses.replace(RECORD, min_m=0, load_alignments=(16, 16, 16, 16))
     pointwise = dataclasses.replace(loads, lhs_alignment=0, rhs_alignment=0)
-    assert bridge().choose(pack([pointwise]), BEHIND, arguments) == 0
+    assert bridge().choose(pack([pointwise]), EPILOGUE_ONLY, arguments) == 0
     with pytest.raises(BridgeError, match="computes a product, the node none"):
-        bridge().choose(pack([loads]), BEHIND, arguments)
+        bridge().choose(pack([loads]), EPILOGUE_ONLY, arguments)
     with pytest.raises(BridgeError, match="computes no product"):
         choose([dataclasses.replace(ANY, lhs_alignment=0, rhs_alignment=0)])
 

@@ -251,10 +251,14 @@ def test_what_has_not_begun_is_not_compiled_behind_an_error(
     monkeypatch.setenv("ONNXFUSE_COMPILE_JOBS", "4")
     monkeypatch.setattr(compile_kernels, "compile_cached", compile_one)
     model = onnx.load(Path(__file__).parents[2] / "models" / "unet_block.onnx")
-    forms = [site.form for site in analyse_model(model, list(ARCHITECTURES.values())).sites]
-    kernels = {(kernel_source(variant, device), device.arch) for form in forms for device, variant in form.variants}
+    implementations = [site.implementation for site in analyse_model(model, list(ARCHITECTURES.values())).sites]
+    kernels = {
+        (kernel_source(variant, device), device.arch)
+        for implementation in implementations
+        for device, variant in implementation.variants
+    }
     with pytest.raises(type(error)):
-        compile_kernels.compile_forms(forms)
+        compile_kernels.compile_implementations(implementations)
     assert next(begun) < len(kernels) / 4
 
 

@@ -19,7 +19,7 @@ from onnxfuse.schedule.kernel_spec import Access, Tile
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.small_m import SMALL_M
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.onnx_build import FLOAT16, Builder
 
@@ -128,8 +128,10 @@ def test_explain_prints_masks() -> None:
     chosen = b("Where", b.input("mask", (2048, 640), BOOL.onnx), t, b.array(-np.inf))
     model = b.model(b("Where", b.input("columns", (640,), BOOL.onnx), b.array(0.0), chosen))
     analysis = analyse_model(model, resolve("sm_80,sm_90a", list))
-    behind = replace(analysis, sites=tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites))
-    (whole,), (second,) = make_report(analysis).fused, make_report(behind).fused
+    epilogue_only = replace(
+        analysis, sites=tuple(replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites)
+    )
+    (whole,), (second,) = make_report(analysis).fused, make_report(epilogue_only).fused
     rows = {operand.name: str(operand) for operand in whole.operands}
     ahead = f"{VECTOR}, ahead of the main loop"
     assert rows["mask"] == (
@@ -147,8 +149,8 @@ def test_behind_a_product_the_paths_are_those_of_the_kernel_behind_it() -> None:
     t = b("MatMul", b.input("x", (4096, 320)), b.array(np.ones((320, 641)), "weight"))
     model = b.model(b("Tanh", b("Add", t, b.input("residual", (4096, 641)))))
     analysis = analyse_model(model, resolve("sm_100", list))
-    behind = tuple(replace(site, tier=Tier.BEHIND) for site in analysis.sites)
-    (site,) = make_report(replace(analysis, sites=behind)).fused
+    epilogue_only = tuple(replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites)
+    (site,) = make_report(replace(analysis, sites=epilogue_only)).fused
     assert [(row.kind, row.width, row.path) for row in site.operands] == [
         ("tile", 1, {"behind the product": "element by element along n"}),
         ("tile", 1, {"behind the product": "element by element along n"}),

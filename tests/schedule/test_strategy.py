@@ -1,4 +1,4 @@
-"""The tier that a site gets: by what it loses at every number of rows, and in agreement of all architectures."""
+"""The strategy that a site gets: by what it loses at every number of rows, and in agreement of all architectures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from onnxfuse.schedule.kernel_family import Candidate
 from onnxfuse.schedule.kernel_spec import Tile
 from onnxfuse.schedule.small_m import SMALL_M
 from onnxfuse.schedule.small_m_tile import SmallMTile
-from onnxfuse.schedule.strategy import Tier, Times, Traffic, advantage, choose, estimate_from, least_loss
+from onnxfuse.schedule.strategy import Strategy, Times, Traffic, advantage, choose, estimate_from, least_loss
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 
-ONE, BEHIND, ALONE = Tier.ONE_KERNEL, Tier.BEHIND, Tier.LEFT_ALONE
+ONE, EPILOGUE_ONLY, ALONE = Strategy.ONE_KERNEL, Strategy.EPILOGUE_ONLY, Strategy.LEFT_ALONE
 MATH = ("f16", "bf16", "tf32", "fp32", "3xtf32")
 LIBRARY_ADVANTAGE = {
     (arch, math): factor
@@ -34,42 +34,42 @@ PORTABLE = Candidate(portable.PORTABLE, Tile(64, 64, 32, 2, 2, 3), 1.0)
 FEW_ROWS = Candidate(SMALL_M, SmallMTile(32, 32, 1, 8), 1.0)
 
 
-def times(one: float, behind: float, alone: float = 1000.0) -> dict[Tier, float]:
-    return {ONE: one, BEHIND: behind, ALONE: alone}
+def times(one: float, epilogue_only: float, alone: float = 1000.0) -> dict[Strategy, float]:
+    return {ONE: one, EPILOGUE_ONLY: epilogue_only, ALONE: alone}
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
         ([times(1, 2)], ONE),
-        ([times(2, 1)], BEHIND),
+        ([times(2, 1)], EPILOGUE_ONLY),
         ([times(2, 2, 2)], ONE),
         ([times(3, 3, 2)], ALONE),
-        ([times(1, 1.3), times(1, 1.3), times(2, 1)], BEHIND),  # twice as fast there outweighs two small losses
+        ([times(1, 1.3), times(1, 1.3), times(2, 1)], EPILOGUE_ONLY),  # twice as fast there outweighs two small losses
         ([times(1, 1.5), times(1, 1.5), times(2, 1)], ONE),
-        ([times(100, 130), times(1, 0.5)], BEHIND),  # a ratio counts the same for short and long kernels
+        ([times(100, 130), times(1, 0.5)], EPILOGUE_ONLY),  # a ratio counts the same for short and long kernels
     ],
 )
-def test_the_tier_that_loses_least(rows: list[Times], expected: Tier) -> None:
+def test_the_strategy_that_loses_least(rows: list[Times], expected: Strategy) -> None:
     assert least_loss(rows) is expected
     assert least_loss(rows[::-1]) is expected
 
 
-def test_a_tier_that_was_not_timed_everywhere_is_not_taken() -> None:
+def test_a_strategy_that_was_not_timed_everywhere_is_not_taken() -> None:
     assert least_loss([{ONE: 3.0, ALONE: 2.0}, times(3, 1, 2)]) is ALONE
 
 
 @pytest.mark.parametrize(
     ("best", "expected"),
     [
-        ({"sm_100": times(2, 1), "sm_120": times(2, 1)}, BEHIND),
+        ({"sm_100": times(2, 1), "sm_120": times(2, 1)}, EPILOGUE_ONLY),
         ({"sm_100": times(9, 1), "sm_80": times(1, 2)}, ONE),
         ({"sm_100": times(9, 1, 5), "sm_120": times(9, 5, 1)}, ONE),
-        ({"sm_100": times(2, 1), "ptx": times(1, 2)}, BEHIND),
-        ({"ptx": times(2, 1)}, BEHIND),
+        ({"sm_100": times(2, 1), "ptx": times(1, 2)}, EPILOGUE_ONLY),
+        ({"ptx": times(2, 1)}, EPILOGUE_ONLY),
     ],
 )
-def test_architectures_must_agree_and_ptx_has_no_say_beside_others(best: dict[str, Times], expected: Tier) -> None:
+def test_architectures_must_agree_and_ptx_has_no_say_beside_others(best: dict[str, Times], expected: Strategy) -> None:
     assert choose({ARCHITECTURES[arch]: [times] for arch, times in best.items()}) is expected
 
 
@@ -78,7 +78,7 @@ def test_architectures_must_agree_and_ptx_has_no_say_beside_others(best: dict[st
 @pytest.mark.parametrize("microseconds", [1.0, 50.0, 2000.0])
 def test_a_kernel_as_fast_as_the_library_is_always_taken(arch: str, m: int, microseconds: float) -> None:
     estimated = estimate_from(ARCHITECTURES[arch], 1.0, replace(TRAFFIC, passes=1), m, microseconds)
-    assert estimated[ONE] < min(estimated[BEHIND], estimated[ALONE])
+    assert estimated[ONE] < min(estimated[EPILOGUE_ONLY], estimated[ALONE])
 
 
 @pytest.mark.parametrize("math", MATH)
@@ -100,31 +100,31 @@ def test_one_tile_of_few_rows_waits_for_memory_as_the_library_does(arch: str, ma
 @pytest.mark.parametrize(("arch", "math"), LIBRARY_ADVANTAGE)
 def test_a_faster_library_is_taken_where_multiplying_takes_longest(arch: str, math: str) -> None:
     device, factor = ARCHITECTURES[arch], advantage(ARCHITECTURES[arch], math, PORTABLE, 8192)
-    assert least_loss([estimate_from(device, factor, TRAFFIC, 8192, 2000.0)]) is BEHIND
+    assert least_loss([estimate_from(device, factor, TRAFFIC, 8192, 2000.0)]) is EPILOGUE_ONLY
     assert least_loss([estimate_from(device, factor, TRAFFIC, 16, 14.0)]) is ONE  # bound by reading the weights
     assert least_loss([estimate_from(device, factor, replace(TRAFFIC, passes=1), 8192, 2000.0)]) is ALONE
 
 
-@pytest.mark.parametrize(("keys", "tier"), [("keys", BEHIND), (4096, ONE), (77, BEHIND)])
-def test_rows_of_lhs_that_may_begin_anywhere_are_left_to_the_library(keys: str | int, tier: Tier) -> None:
+@pytest.mark.parametrize(("keys", "strategy"), [("keys", EPILOGUE_ONLY), (4096, ONE), (77, EPILOGUE_ONLY)])
+def test_rows_of_lhs_that_may_begin_anywhere_are_left_to_the_library(keys: str | int, strategy: Strategy) -> None:
     """Attention's second product: its lhs, the probabilities, has rows as long as there are keys."""
     b = Builder(FLOAT16)
     probabilities, values = b.input("p", ("batch", 8, 4096, keys)), b.input("v", ("batch", 8, keys, 128))
     heads = b("Transpose", b("MatMul", probabilities, values), perm=[0, 2, 1, 3])
     model = b.model(b("Reshape", heads, b.integers(0, 0, -1)))
     (site,) = analyse_model(model, resolve("sm_90a,sm_80", list)).sites
-    assert site.tier is tier
+    assert site.strategy is strategy
 
 
 # ---- Against what was measured ---------------------------------------------------------------------------------------
 
 MEASURED = json.loads((Path(__file__).parents[2] / "results" / "h200-tune.json").read_text())
 LARGEST = 2e7  # columns times depth: larger weights take long to make and tell nothing new
-WORST = 1.25  # of the best form's time
+WORST = 1.25  # of the best strategy's time
 
 
-def planned(row: dict) -> Tier:
-    """The tier that the cost model gives a problem of the committed result."""
+def planned(row: dict) -> Strategy:
+    """The strategy that the cost model gives a problem of the committed result."""
     sizes, epilogue = row["problem"].rsplit(" ", 1)
     m, k, n = map(int, sizes.split(","))
     b = Builder({"fp16": FLOAT16, "fp32": FLOAT}[row["dtype"]])
@@ -136,7 +136,7 @@ def planned(row: dict) -> Tier:
     else:
         value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
         model = b.model(b("Mul", value, b("Gelu", gate)))
-    return analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites[0].tier
+    return analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites[0].strategy
 
 
 def weight_size(row: dict) -> int:
@@ -151,7 +151,7 @@ def weight_size(row: dict) -> int:
 )
 def test_the_cost_model_loses_little_against_what_was_measured(row: dict) -> None:
     times = row["microseconds"]
-    tiers = {"behind the product": BEHIND, "left alone": ALONE}
-    tier = planned(row)
-    own = min(time for name, time in times.items() if tiers.get(name, ONE) is tier)
-    assert own <= WORST * min(times.values()), f"{tier.value}: {times}"
+    strategies = {"behind the product": EPILOGUE_ONLY, "left alone": ALONE}
+    strategy = planned(row)
+    own = min(time for name, time in times.items() if strategies.get(name, ONE) is strategy)
+    assert own <= WORST * min(times.values()), f"{strategy.value}: {times}"

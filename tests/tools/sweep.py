@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from onnxfuse.analysis.axis_mapping import spread_axes
+from onnxfuse.analysis.axis_mapping import broadcast_product_axes
 from onnxfuse.device import resolve
 from onnxfuse.graph.graph import Model, ModelProto
 from onnxfuse.graph.save import save_model
@@ -33,7 +33,7 @@ from onnxfuse.ir.fusion import Fusion
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
 from onnxfuse.runtime.feeds import input_specs, make_feeds
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from tests.helpers import corpus, printed
 from tests.helpers.onnx_build import cpu_session
 
@@ -76,19 +76,21 @@ def kinds_of(fusion: Fusion) -> Iterator[str]:
         yield "residuals"
 
 
-def rewritten(analysis: Analysis, behind: bool = False) -> ModelProto:
+def rewritten(analysis: Analysis, epilogue_only: bool = False) -> ModelProto:
     """The optimised model without machine code, which no CPU looks at.
 
-    Nodes are `behind` their products wherever that can be, or only where there is no other form.
+    Nodes are the `epilogue_only` wherever that can be, or only where there is no other implementation.
     """
-    sites = tuple(_bare(site, behind) for site in analysis.sites)
+    sites = tuple(_bare(site, epilogue_only) for site in analysis.sites)
     return optimize_model(replace(analysis, sites=sites))[0]
 
 
-def _bare(site: Site, behind: bool) -> Site:
-    second = site.behind and replace(site.behind, plans=())
-    taken = second and (behind or spread_axes(site.fusion))
-    return replace(site, plans=(), behind=second, tier=Tier.BEHIND if taken else Tier.ONE_KERNEL)
+def _bare(site: Site, epilogue_only: bool) -> Site:
+    second = site.epilogue_only and replace(site.epilogue_only, plans=())
+    taken = second and (epilogue_only or broadcast_product_axes(site.fusion))
+    return replace(
+        site, plans=(), epilogue_only=second, strategy=Strategy.EPILOGUE_ONLY if taken else Strategy.ONE_KERNEL
+    )
 
 
 def feeds_of(path: Path, model: ModelProto) -> Iterator[dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Tuning without a GPU: made-up times decide tiers, tiles and ranges of m; the budget, the cache, the timed models."""
+"""Tuning without a GPU: made-up times decide strategies, tiles and ranges of m; budget, cache, timed models."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_model
 from onnxfuse.runtime.timing import ROUNDS, Port, copies_for, require_gpu, side_by_side, time_models
-from onnxfuse.schedule.strategy import Tier
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.tune import session_timer as trial_module
-from onnxfuse.tune.search import BEHIND, FEW, LEFT_ALONE, TUNED_M, Trial, contenders
+from onnxfuse.tune.search import EPILOGUE_ONLY, FEW, LEFT_ALONE, TUNED_M, Trial, contenders
 from onnxfuse.tune.session_timer import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tune.timing_cache import read_times, write_times
 from tests.conftest import has_gpu
@@ -48,17 +48,17 @@ def gates(*names: str, dtype: int = FLOAT16, k: int = 320, n: int = 640, rows: o
 
 
 class Stopwatch:
-    """A made-up timer: what every form takes, by name or by tier; tiles take what they are told or 10."""
+    """A made-up timer: what every implementation takes, by name or by strategy; tiles take what they are told or 10."""
 
     def __init__(self, **times: float) -> None:
         self.times, self.trials = times, list[Trial]()
 
     def __call__(self, trial: Trial) -> Mapping[str, float]:
         self.trials.append(trial)
-        return {name: self.microseconds(trial, name) for name in trial.forms}
+        return {name: self.microseconds(trial, name) for name in trial.implementations}
 
     def microseconds(self, trial: Trial, name: str) -> float:
-        return self.times.get(name.split()[0], 10.0)
+        return self.times.get("epilogue_only" if name == EPILOGUE_ONLY else name.split()[0], 10.0)
 
 
 def analysed(*names: str, arch: str = "sm_90a", fp32: str = "tf32", **model: object) -> Analysis:
@@ -66,17 +66,18 @@ def analysed(*names: str, arch: str = "sm_90a", fp32: str = "tf32", **model: obj
 
 
 @pytest.mark.parametrize(
-    ("behind", "left", "tier"), [(20, 30, Tier.ONE_KERNEL), (5, 30, Tier.BEHIND), (10, 10, Tier.ONE_KERNEL)]
+    ("epilogue_only", "left", "strategy"),
+    [(20, 30, Strategy.ONE_KERNEL), (5, 30, Strategy.EPILOGUE_ONLY), (10, 10, Strategy.ONE_KERNEL)],
 )
-def test_the_fastest_tier_is_taken(behind: float, left: float, tier: Tier) -> None:
-    tuned = tune_model(analysed(), DEVICE, timer=Stopwatch(behind=behind, left=left))
+def test_the_fastest_strategy_is_taken(epilogue_only: float, left: float, strategy: Strategy) -> None:
+    tuned = tune_model(analysed(), DEVICE, timer=Stopwatch(epilogue_only=epilogue_only, left=left))
     (site,) = tuned.sites
-    assert site.tier is tier
-    assert f"{tier.value} {min(10.0, behind):.1f} us" in site.timings
+    assert site.strategy is strategy
+    assert f"{strategy.value} {min(10.0, epilogue_only):.1f} us" in site.timings
 
 
 def test_a_site_whose_own_nodes_are_faster_is_left_alone_with_the_figures() -> None:
-    tuned = tune_model(analysed(rows=128), DEVICE, timer=Stopwatch(behind=8, left=7))
+    tuned = tune_model(analysed(rows=128), DEVICE, timer=Stopwatch(epilogue_only=8, left=7))
     assert not tuned.sites
     (skipped,) = tuned.skipped
     assert skipped.reason == "slower"
@@ -92,17 +93,18 @@ class SlowestOfThePlan(Stopwatch):
     """At each number of rows the tile that the cost model likes least of those that are timed takes 1 us."""
 
     def microseconds(self, trial: Trial, name: str) -> float:
-        tiles = [name for name in trial.forms if name not in (BEHIND, LEFT_ALONE)]
+        tiles = [name for name in trial.implementations if name not in (EPILOGUE_ONLY, LEFT_ALONE)]
         return 1.0 if name == tiles[-1] else 10.0
 
 
 def test_each_range_of_rows_gets_its_measured_tile() -> None:
     timer = SlowestOfThePlan()
     (site,) = tune_model(analysed(), DEVICE, timer=timer).sites
-    assert site.tier is Tier.ONE_KERNEL
+    assert site.strategy is Strategy.ONE_KERNEL
     (plan,) = site.plans
     fastest = {
-        trial.m: [name for name in trial.forms if name not in (BEHIND, LEFT_ALONE)][-1] for trial in timer.trials
+        trial.m: [name for name in trial.implementations if name not in (EPILOGUE_ONLY, LEFT_ALONE)][-1]
+        for trial in timer.trials
     }
     assert sorted(fastest) == sorted(TUNED_M)
     for m, name in fastest.items():
@@ -115,15 +117,17 @@ def test_each_range_of_rows_gets_its_measured_tile() -> None:
     assert (last.spec.checked, last.min_m, last.max_m) == (True, 0, MAX_M)
 
 
-def test_few_forms_are_timed_and_one_kernel_at_each_number_of_rows() -> None:
+def test_few_implementations_are_timed_and_one_kernel_at_each_number_of_rows() -> None:
     timer = Stopwatch()
     tune_model(analysed(), DEVICE, timer=timer)
     for trial in timer.trials:
-        assert len(trial.forms) == FEW + 2
-        for name, form in trial.forms.items():
-            assert (form is None) == (name == LEFT_ALONE)
-            if form is not None and name != BEHIND:
-                chosen = [variant for _, variant in form.variants if variant.min_m <= trial.m <= variant.max_m]
+        assert len(trial.implementations) == FEW + 2
+        for name, implementation in trial.implementations.items():
+            assert (implementation is None) == (name == LEFT_ALONE)
+            if implementation is not None and name != EPILOGUE_ONLY:
+                chosen = [
+                    variant for _, variant in implementation.variants if variant.min_m <= trial.m <= variant.max_m
+                ]
                 assert str(chosen[0].tile) == name
 
 
@@ -152,39 +156,39 @@ def test_tiles_differ_in_their_names(arch: str, dtype: int) -> None:
 
 
 def test_equal_sites_are_timed_once_and_differ_in_nothing() -> None:
-    timer = Stopwatch(behind=5)
+    timer = Stopwatch(epilogue_only=5)
     tuned = tune_model(analysed("a", "b", "wide", "c", rows=64), DEVICE, timer=timer)
     assert len(timer.trials) == 2
-    assert [site.tier for site in tuned.sites] == [Tier.BEHIND] * 4
+    assert [site.strategy for site in tuned.sites] == [Strategy.EPILOGUE_ONLY] * 4
     assert sorted(map(len, group_sites(tuned.sites))) == [1, 3]
 
 
 def test_other_architectures_have_a_say_by_their_estimates() -> None:
-    close = Stopwatch(behind=9.9, left=30)
-    assert tune_model(analysed(), DEVICE, timer=close).sites[0].tier is Tier.BEHIND
-    assert tune_model(analysed(arch="sm_90a,sm_80"), DEVICE, timer=close).sites[0].tier is Tier.ONE_KERNEL
-    assert tune_model(analysed(arch="sm_90a,ptx"), DEVICE, timer=close).sites[0].tier is Tier.BEHIND
+    close = Stopwatch(epilogue_only=9.9, left=30)
+    assert tune_model(analysed(), DEVICE, timer=close).sites[0].strategy is Strategy.EPILOGUE_ONLY
+    assert tune_model(analysed(arch="sm_90a,sm_80"), DEVICE, timer=close).sites[0].strategy is Strategy.ONE_KERNEL
+    assert tune_model(analysed(arch="sm_90a,ptx"), DEVICE, timer=close).sites[0].strategy is Strategy.EPILOGUE_ONLY
 
 
 def test_exact_products_are_compared_with_each_other_only() -> None:
     timer = Stopwatch(left=1.0)
     (site,) = tune_model(analysed(dtype=1, fp32="exact"), DEVICE, timer=timer).sites
-    assert site.tier is Tier.ONE_KERNEL
-    assert all({BEHIND, LEFT_ALONE}.isdisjoint(trial.forms) for trial in timer.trials)
+    assert site.strategy is Strategy.ONE_KERNEL
+    assert all({EPILOGUE_ONLY, LEFT_ALONE}.isdisjoint(trial.implementations) for trial in timer.trials)
 
 
 def test_a_form_that_does_not_run_is_not_taken() -> None:
     def timer(trial: Trial) -> dict[str, float]:
-        return {name: 5.0 for name, form in trial.forms.items() if name == BEHIND}
+        return {name: 5.0 for name, implementation in trial.implementations.items() if name == EPILOGUE_ONLY}
 
-    assert tune_model(analysed(), DEVICE, timer=timer).sites[0].tier is Tier.BEHIND
+    assert tune_model(analysed(), DEVICE, timer=timer).sites[0].strategy is Strategy.EPILOGUE_ONLY
     assert_as_planned(tune_model(analysed(), DEVICE, timer=lambda trial: {}))
 
 
 def assert_as_planned(tuned: Analysis) -> None:
     """What the cost model chose is still there."""
     for site, planned in zip(tuned.sites, analysed().sites, strict=True):
-        assert (site.tier, site.plans, site.timings) == (planned.tier, planned.plans, "")
+        assert (site.strategy, site.plans, site.timings) == (planned.strategy, planned.plans, "")
 
 
 # ---- Budget and cache ------------------------------------------------------------------------------------------------
@@ -192,7 +196,7 @@ def assert_as_planned(tuned: Analysis) -> None:
 
 def test_a_budget_ends_measuring_and_keeps_what_was_measured() -> None:
     clock = itertools.count()  # a second passes between any two looks at it
-    timer = Stopwatch(behind=5)
+    timer = Stopwatch(epilogue_only=5)
     told: list[tuple[str, int, int]] = []
     analysis = analysed("a", "b", "wide")
     from onnxfuse.tune.search import measure
@@ -208,7 +212,7 @@ def test_a_budget_ends_measuring_and_keeps_what_was_measured() -> None:
 
 
 def test_no_budget_at_all_is_the_cost_models_choice() -> None:
-    timer = Stopwatch(behind=1)
+    timer = Stopwatch(epilogue_only=1)
     assert_as_planned(tune_model(analysed(), DEVICE, timer=timer, budget=0.0))
     assert not timer.trials
 
@@ -249,7 +253,7 @@ def test_a_file_that_was_altered_is_measured_again(tmp_path: Path) -> None:
     for was, instead in (
         ("22.5", "2.25"),
         ("22.5", "-22.5"),
-        ("left", "behind"),
+        ("left", "epilogue_only"),
         ("22.5", "null"),
         (": 22.5", ": [22.5]"),
     ):
@@ -268,13 +272,13 @@ def test_nothing_is_left_beside_the_files(tmp_path: Path) -> None:
     write_times(blocked, KEY, {})  # costs time, not correctness
 
 
-@pytest.mark.parametrize("failed", [{LEFT_ALONE}, {BEHIND}, {LEFT_ALONE, BEHIND}, None])
+@pytest.mark.parametrize("failed", [{LEFT_ALONE}, {EPILOGUE_ONLY}, {LEFT_ALONE, EPILOGUE_ONLY}, None])
 def test_a_failure_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: set[str] | None) -> None:
-    """Of some forms or of all: the next run times them again, and that alone is kept."""
+    """Of some implementations or of all: the next run times them again, and that alone is kept."""
     timer = Stopwatch()
     tune_model(analysed(rows=32, k=64, n=64), DEVICE, timer=timer)
     (made,) = timer.trials
-    whole = dict.fromkeys(made.forms, 10.0)
+    whole = dict.fromkeys(made.implementations, 10.0)
     answers = [{name: time for name, time in whole.items() if failed and name not in failed}, whole]
     monkeypatch.setattr(trial_module, "trial_models", lambda *_: {})
     monkeypatch.setattr(trial_module, "time_models", lambda *_: answers.pop(0))
@@ -302,7 +306,7 @@ def test_a_sites_own_model_computes_what_the_site_does() -> None:
     inputs, outputs = ports(trial_of(analysis, 7))
     assert as_tuples(inputs) == [("x0", 1, (7, 320)), ("x1", 1, (320, 1280)), ("x2", 1, (1280,))]
     assert as_tuples(outputs) == [("y0", 1, (7, 640))]
-    nodes = stock_nodes(replacement(analysis.sites[0].whole, "ab"))
+    nodes = stock_nodes(replacement(analysis.sites[0].one_kernel, "ab"))
     data = site_model(opsets_of(analysis.graphs[0], nodes), nodes, as_tuples(inputs), as_tuples(outputs), 2)
     onnx.checker.check_model(onnx.load_from_string(data))
     rng = np.random.default_rng(0)
@@ -315,14 +319,14 @@ def test_a_sites_own_model_computes_what_the_site_does() -> None:
         np.testing.assert_allclose(made, run(model, {"x": x[copy]})[0], rtol=1e-3, atol=1e-5)  # prepacked weights
 
 
-def test_forms_differ_in_their_nodes_only() -> None:
+def test_implementations_differ_in_their_nodes_only() -> None:
     analysis = analysed(rows=16)
     (site,) = analysis.sites
-    whole = replacement(site.form, "ab")
+    whole = replacement(site.implementation, "ab")
     (gemm,) = fused_nodes(whole, whole)
     assert (gemm.op_type, list(gemm.input), list(gemm.output)) == ("FusedGemm", ["kernels", "x0", "x1", "x2"], ["y0"])
-    assert site.behind is not None
-    product, pointwise = fused_nodes(whole, replacement(site.behind, "cd"))
+    assert site.epilogue_only is not None
+    product, pointwise = fused_nodes(whole, replacement(site.epilogue_only, "cd"))
     assert (product.op_type, list(product.input)) == ("MatMul", ["x0", "x1"])
     assert list(pointwise.input) == ["kernels", product.output[0], "x2"]
     assert (pointwise.op_type, list(pointwise.output)) == ("FusedPointwise", ["y0"])
@@ -334,7 +338,7 @@ def test_every_form_of_a_trial_is_a_model_with_its_kernels() -> None:
     (trial,) = timer.trials
     inputs, outputs = ports(trial)
     models = trial_models(trial, inputs, outputs, copies=2)
-    assert list(models) == list(trial.forms)
+    assert list(models) == list(trial.implementations)
     for name, data in models.items():
         model = onnx.load_from_string(data)
         fused = [node for node in model.graph.node if node.domain == "onnxfuse"]
@@ -367,7 +371,7 @@ def test_copies_miss_the_cache_within_reason() -> None:
 def test_models_are_timed_on_whatever_runs_them() -> None:
     analysis = analysed(dtype=1, k=64, n=64)
     inputs, outputs = ports(trial_of(analysis, 64))
-    nodes = stock_nodes(replacement(analysis.sites[0].whole, "ab"))
+    nodes = stock_nodes(replacement(analysis.sites[0].one_kernel, "ab"))
     whole = site_model(opsets_of(analysis.graphs[0], nodes), nodes, as_tuples(inputs), as_tuples(outputs), 3)
     times = time_models({"whole": whole, "broken": b"not a model"}, inputs, outputs, 3, device="cpu")
     assert set(times) == {"whole"}
@@ -384,12 +388,12 @@ def test_masks_are_timed_as_the_bytes_that_they_are(dtype: int) -> None:
     trial = trial_of(analysis, 64)
     inputs, outputs = ports(trial)
     assert [port.bytes for port in inputs if port.element == 9] == [64 * 48]
-    nodes = stock_nodes(replacement(analysis.sites[0].whole, "ab"))
+    nodes = stock_nodes(replacement(analysis.sites[0].one_kernel, "ab"))
     whole = site_model(opsets_of(analysis.graphs[0], nodes), nodes, as_tuples(inputs), as_tuples(outputs), 2)
     assert set(time_models({"whole": whole}, inputs, outputs, 2, device="cpu")) == {"whole"}
-    behind = analysis.sites[0].behind
-    assert behind is not None
-    kept = fused_nodes(replacement(analysis.sites[0].whole, "ab"), replacement(behind, "cd"))
+    epilogue_only = analysis.sites[0].epilogue_only
+    assert epilogue_only is not None
+    kept = fused_nodes(replacement(analysis.sites[0].one_kernel, "ab"), replacement(epilogue_only, "cd"))
     assert [node.op_type for node in kept] == ["MatMul", "FusedPointwise"]
 
 
