@@ -14,7 +14,7 @@ def replacement(implementation: Implementation, kernel: str) -> Replacement:
         graph=implementation.graph,
         nodes=implementation.match.nodes,
         copied=implementation.match.copied,
-        place=implementation.match.place,
+        place=implementation.match.insertion_point,
         folded=implementation.match.folded,
         constants=implementation.match.constants,
         retained=implementation.retained,

@@ -16,17 +16,17 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.match import Match
 
 
-class Places:
+class InsertionPoints:
     """The nodes that fusions have taken, and where each will stand."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._places: dict[int, int] = {}
+        self._points: dict[int, int] = {}
         self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
 
     def is_taken(self, node: gs.Node) -> bool:
         """Whether a fusion owns the node."""
-        return self.graph.index(node) in self._places
+        return self.graph.index(node) in self._points
 
     def take(self, match: Match) -> None:
         """Give a match its nodes, the views of its inputs, what it shares: no other fusion may swallow what they read.
@@ -34,32 +34,32 @@ class Places:
         The views and what is shared stay where they are for those who read them too.
         """
         views = (self.graph.index(view.node) for product in match.products for view in product.views)
-        self._places.update({index: index for index in (*views, *match.shared)})
-        self._places.update(dict.fromkeys((*match.nodes, *match.folded), match.place))
+        self._points.update({index: index for index in (*views, *match.shared)})
+        self._points.update(dict.fromkeys((*match.nodes, *match.folded), match.insertion_point))
         self._folded.update(match.folded)
 
     def placed(self, match: Match) -> Match:
-        """The match with the last place that is right for it.
+        """The match with the last point that is right for it.
 
         Raises:
             NotFusable: what it makes is needed for what it reads.
         """
         after, before = max(self._makers(match), default=-1), min(self._readers(match), default=len(self.graph.nodes))
-        places = [index for index in match.nodes if after < index < before]
-        if not places:
+        points = [index for index in match.nodes if after < index < before]
+        if not points:
             detail = "an operand is computed from a value of the fusion, or from its shape"
             raise NotFusable("needs_its_own_result", match.label, detail)
-        return replace(match, place=places[-1])
+        return replace(match, insertion_point=points[-1])
 
-    def _place(self, node: gs.Node) -> int:
+    def _point(self, node: gs.Node) -> int:
         index = self.graph.index(node)
-        return self._places.get(index, index)
+        return self._points.get(index, index)
 
     def _makers(self, match: Match) -> Iterator[int]:
         inside = self._folded.union(match.nodes)
         for index in match.nodes:
             for tensor in self.graph.nodes[index].inputs[: 1 if index in match.shapes else None]:
-                yield from (self._place(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
+                yield from (self._point(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
 
     def _readers(self, match: Match) -> Iterator[int]:
         inside = {*match.nodes, *match.folded}
@@ -70,6 +70,6 @@ class Places:
                     yield from self._readers_of(tensor, inside)
 
     def _readers_of(self, tensor: gs.Tensor, inside: set[int]) -> Iterator[int]:
-        yield from (self._place(reader) for reader in tensor.outputs if self.graph.index(reader) not in inside)
+        yield from (self._point(reader) for reader in tensor.outputs if self.graph.index(reader) not in inside)
         if self.graph.is_read_by_subgraphs(tensor.name):
             yield self.graph.index(tensor.inputs[0]) + 1

@@ -78,7 +78,7 @@ class Match:
         nodes: indices of the matched nodes in the main graph, ascending.
         copied: indices of nodes that make a weight or a mask of the match; others may need them as well.
         shared: indices of those of `copied` between a product and where other matches take other columns of it.
-        place: the index among them at which the fused node stands.
+        insertion_point: the index among them at which the fused node stands.
         folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
         constants: what others read of the folded nodes; constants of the rewritten model.
         columns: columns of one part, and of every range of an exit.
@@ -93,7 +93,7 @@ class Match:
     products: tuple[Product, ...]
     nodes: tuple[int, ...]
     copied: tuple[int, ...]
-    place: int
+    insertion_point: int
     folded: tuple[int, ...]
     constants: tuple[str, ...]
     columns: int | str

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.limits import MAX_OUTS
-from onnxfuse.patterns.insertion_points import Places
+from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.liveness import GrownValue, Liveness
 from onnxfuse.patterns.match import Exit, Match, count_of
 from onnxfuse.patterns.product import Product
@@ -29,9 +29,9 @@ NOTHING = Region()
 class Partition:
     """The matches that a grown region allows, the largest first, and what is in the way of larger ones."""
 
-    def __init__(self, grown: GrownRegion, places: Places) -> None:
+    def __init__(self, grown: GrownRegion, points: InsertionPoints) -> None:
         self.grown = grown
-        self.places = places
+        self.points = points
         self.live = Liveness(grown)
         self.worth = Profitability(self.live)
         self.refusals: list[tuple[Region, NotFusable]] = []
@@ -148,7 +148,7 @@ class Partition:
         root = max(self.live.value(match.out).maker for match in (first, second))
         match = self._closed(region, root, self.live.region({*first.shared, *second.shared}))
         self._check_outputs(match, region)
-        return self.places.placed(match)
+        return self.points.placed(match)
 
     def _match(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
         """The match of a region whose furthest value is that of `root`.
@@ -160,7 +160,7 @@ class Partition:
         if len(match.exits) > 1:
             self._check_outputs(match, region)
             self.worth.check(match, region)
-        return self.places.placed(match)
+        return self.points.placed(match)
 
     def _closed(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
         """A region and what lives out of it, the value of `root` last; what it shares with others stays for these.
@@ -181,7 +181,7 @@ class Partition:
             products=products,
             nodes=tuple(sorted(map(index, own))),
             copied=tuple(sorted({*map(index, (*beside, *self._copied(products, every)))})),
-            place=-1,
+            insertion_point=-1,
             folded=self.live.folded(region),
             constants=self.live.constants(region),
             columns=columns.length,

@@ -1,0 +1,71 @@
+"""Products of one input that a kernel could compute together: groups of them, small enough to grow at once."""
+
+from __future__ import annotations
+
+from onnxfuse.graph.graph import Graph
+from onnxfuse.patterns.product import Product, is_anchor
+
+MAX_SIBLINGS = 8  # products of one input that grow together; those that meet in a value are in one group
+MAX_REACHED = 64  # nodes after a product that are looked at for that
+
+
+def siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]]:
+    """Products that a kernel could compute together, the group with the last product first."""
+    groups: dict[object, list[Product]] = {}
+    for product in products:
+        alone = None if product.is_weight else product.out
+        key = (alone, product.lhs, product.dtype, product.k, _order(product), product.row_view)
+        groups.setdefault(key, []).append(product)
+    chunks = [chunk for group in groups.values() for chunk in _chunks(graph, group)]
+    return sorted(chunks, key=lambda group: graph.index(group[-1].node), reverse=True)
+
+
+def _chunks(graph: Graph, group: list[Product]) -> list[tuple[Product, ...]]:
+    """Products of one input in groups that are small enough; those that meet stay together where there is room."""
+    if len(group) <= MAX_SIBLINGS:
+        return [tuple(group)]
+    chunks: list[list[Product]] = [[]]
+    for meeting in _meeting(graph, group):
+        if len(chunks[-1]) + len(meeting) > MAX_SIBLINGS:
+            chunks.append([])
+        for product in meeting:
+            if len(chunks[-1]) == MAX_SIBLINGS:
+                chunks.append([])
+            chunks[-1].append(product)
+    return [tuple(sorted(chunk, key=lambda product: graph.index(product.node))) for chunk in chunks if chunk]
+
+
+def _meeting(graph: Graph, group: list[Product]) -> list[list[Product]]:
+    """The products that meet in some node before the next product, in the order of their first ones."""
+    earlier = list(range(len(group)))  # for each product the first that it meets, or one on the way there
+    by_node: dict[int, int] = {}
+
+    def first(number: int) -> int:
+        while earlier[number] != number:
+            number = earlier[number]
+        return number
+
+    for number, product in enumerate(group):
+        for node in _reached(graph, product):
+            pair = first(by_node.setdefault(node, number)), first(number)
+            earlier[max(pair)] = min(pair)
+    sets: dict[int, list[Product]] = {}
+    for number, product in enumerate(group):
+        sets.setdefault(first(number), []).append(product)
+    return list(sets.values())
+
+
+def _reached(graph: Graph, product: Product) -> set[int]:
+    """Nodes that read a product's result, through others, up to the next products."""
+    found: set[int] = set()
+    stack = list(product.node.outputs)
+    while stack and len(found) < MAX_REACHED:
+        readers = [node for node in stack.pop().outputs if not is_anchor(graph, node)]
+        stack += [out for node in readers if graph.index(node) not in found for out in node.outputs]
+        found.update(map(graph.index, readers))
+    return found
+
+
+def _order(product: Product) -> bool:
+    """Whether the columns are the weight's last dimension."""
+    return bool(product.rhs_view[-1]) and product.rhs_view[-1][-1] not in product.k
