@@ -91,7 +91,7 @@ def _along(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> Width:
     return widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.m, mapping.n))
 
 
-def is_turned(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> bool:
+def is_transposed(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping) -> bool:
     """Whether m is the contiguous axis of a tile."""
     columns = any(axis in tensor.axes for axis in mapping.n)
     return columns and _contiguous_loop(fusion, tensor, mapping.m, mapping.n) == mapping.m

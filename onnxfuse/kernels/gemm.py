@@ -1,4 +1,4 @@
-"""The generated text of the kernels that multiply without wgmma: the portable one and the one for few rows."""
+"""The generated text of the kernels that multiply without wgmma: the portable one and that for small M."""
 
 from __future__ import annotations
 

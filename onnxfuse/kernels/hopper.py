@@ -14,10 +14,10 @@ from onnxfuse.schedule.hopper_tile import (
     WGMMA_STEPS,
     HopperFootprint,
     HopperTile,
-    boxed,
     footprint,
     rhs_box,
     rhs_pieces,
+    tma_stored,
 )
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
@@ -53,7 +53,7 @@ constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
 constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 {constants(_numbers(spec, tile, layout))}
 
-{access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _boxed)}
+{access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _tma_stored)}
 
 {functor(spec, fast=not _wants_the_models_bits(spec))}
 {multiplications(spec, tile)}
@@ -65,8 +65,8 @@ def _wants_the_models_bits(spec: KernelSpec) -> bool:
     return any(step.op in ROUNDS for step in spec.steps)
 
 
-def _boxed(out: Access) -> str:
-    return f"static constexpr bool BOXED = {flag(boxed(out))}; "
+def _tma_stored(out: Access) -> str:
+    return f"static constexpr bool BOXED = {flag(tma_stored(out))}; "
 
 
 def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dict[str, int]:
@@ -76,7 +76,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
         "OUTS": len(spec.outs),
-        "BOXED_OUTS": sum(map(boxed, spec.outs)),
+        "BOXED_OUTS": sum(map(tma_stored, spec.outs)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "THREADS": tile.threads,

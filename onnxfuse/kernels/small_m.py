@@ -1,4 +1,4 @@
-"""A spec and a tile -> the full text of the CUDA source of the kernel for few rows."""
+"""A spec and a tile -> the full text of the CUDA source of the kernel for small M."""
 
 from __future__ import annotations
 

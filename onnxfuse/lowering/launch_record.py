@@ -66,7 +66,7 @@ def _level_bit(tensor: int, loop: str) -> int:
 
 def _turned(spec: KernelSpec | PointwiseSpec) -> int:
     """The record's bits: which tensors are accessed down their rows."""
-    return sum(1 << tensor for tensor, access in _tensors(spec) if access.turned)
+    return sum(1 << tensor for tensor, access in _tensors(spec) if access.transposed)
 
 
 def _tensor_map(rule: MapRule | None) -> TensorMap:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from onnxfuse.analysis.axis_mapping import static_size
-from onnxfuse.analysis.vector_width import Width, is_turned
+from onnxfuse.analysis.vector_width import Width, is_transposed
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.lowering.site import Implementation, Site
@@ -266,7 +266,7 @@ def _why_less(implementation: Implementation, tensor: Tensor, width: Width, take
     """Why the epilogue-only kernel takes fewer elements than it may; empty where a kernel takes them all."""
     if taken == width.elements:
         return ""
-    if is_turned(implementation.fusion, tensor, implementation.mapping):
+    if is_transposed(implementation.fusion, tensor, implementation.mapping):
         return "m is its contiguous axis, and the kernel goes along n"
     return "a thread owns no more columns"
 

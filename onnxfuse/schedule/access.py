@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.analysis.axis_mapping import Axes, AxisMapping, flatten, levels, static_size
-from onnxfuse.analysis.vector_width import Width, is_turned
+from onnxfuse.analysis.vector_width import Width, is_transposed
 from onnxfuse.ir.fusion import Pointwise, Tensor
 from onnxfuse.schedule.kernel_spec import Access
 
@@ -14,9 +14,9 @@ def access(fusion: Pointwise, tensor: Tensor, mapping: AxisMapping, width: Width
     loops = (("m", mapping.m), ("n", mapping.n), ("batch", mapping.batch))
     two_levels = tuple(name for name, loop in loops if levels(fusion, tensor, loop) > 1)
     elements = width.elements if kind in ("row", "tile") else 1
-    turned = kind == "tile" and is_turned(fusion, tensor, mapping)
+    transposed = kind == "tile" and is_transposed(fusion, tensor, mapping)
     run = run_of(fusion, tensor, mapping.n) if "n" in two_levels else None
-    return Access(kind, tensor.dtype, elements, turned, two_levels, run or 0)
+    return Access(kind, tensor.dtype, elements, transposed, two_levels, run or 0)
 
 
 def run_of(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int | None:

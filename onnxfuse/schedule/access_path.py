@@ -33,16 +33,16 @@ def _rhs(table: Mapping[str, str], access: Access) -> str:
 
 
 def _product(table: Mapping[str, str], access: Access, axes: tuple[str, str]) -> str:
-    return table[f"{_narrow(access)}product"].format(axis=axes[access.turned])
+    return table[f"{_narrow(access)}product"].format(axis=axes[access.transposed])
 
 
 def _load(table: Mapping[str, str], load: Access) -> str:
-    turned = "turned " if load.turned else ""
-    return table[f"{_narrow(load)}{turned}tile" if load.kind == "tile" else load.kind] + _runs(load)
+    transposed = "transposed " if load.transposed else ""
+    return table[f"{_narrow(load)}{transposed}tile" if load.kind == "tile" else load.kind] + _runs(load)
 
 
 def _out(table: Mapping[str, str], out: Access) -> str:
-    return table["turned out" if out.turned else "out"] + _runs(out)
+    return table["transposed out" if out.transposed else "out"] + _runs(out)
 
 
 def _narrow(access: Access) -> str:

@@ -51,6 +51,6 @@ def loading(columns: float, spec: KernelSpec, problem: Problem, device: DeviceSp
 
 
 def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, splits: int = 1) -> float:
-    """Microseconds in which blocks wait for what they have on its way."""
+    """Microseconds in which blocks wait for what they have in flight."""
     trips = math.ceil(math.ceil(problem.k / splits) / reads.depth)
     return math.ceil(tiles_of(tile, problem) * splits / reads.blocks) * trips * calibration(device).round_trip

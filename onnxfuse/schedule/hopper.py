@@ -10,12 +10,12 @@ from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of, waves_of
-from onnxfuse.schedule.hopper_tile import FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, boxed, rhs_pieces
+from onnxfuse.schedule.hopper_tile import FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 ARCH = "sm_90a"
-# Few rows come in a box that is little taller than they are many. A tile's block_n is the width of all parts together.
+# Small M comes in a box that is little taller than M. A tile's block_n is the width of all parts together.
 TILES = (
     HopperTile(128, 192, pingpong=True),
     HopperTile(128, 160, pingpong=True),
@@ -51,12 +51,12 @@ PATHS = {
     "column": _VECTOR,
     "tile": "cp.async along n, beside the main loop",
     "narrow tile": "element by element along n, beside the main loop",
-    "turned tile": "cp.async along m, beside the main loop, turned in shared memory",
-    "narrow turned tile": "element by element along m, beside the main loop, turned in shared memory",
+    "transposed tile": "cp.async along m, beside the main loop, transposed in shared memory",
+    "narrow transposed tile": "element by element along m, beside the main loop, transposed in shared memory",
     "out": "direct store along n",
-    "turned out": "turned in shared memory, direct store along m",
+    "transposed out": "transposed in shared memory, direct store along m",
 }
-BOXED_OUT = {**PATHS, "out": "TMA store"}
+TMA_STORED_OUT = {**PATHS, "out": "TMA store"}
 
 
 class Hopper(ProductFamily):
@@ -103,10 +103,10 @@ class Hopper(ProductFamily):
 
     def access_path(self, role: str, access: Access) -> str:
         """As the tables say; TMA stores what lies in boxes."""
-        return path(BOXED_OUT if role == "out" and boxed(access) else PATHS, role, access)
+        return path(TMA_STORED_OUT if role == "out" and tma_stored(access) else PATHS, role, access)
 
     def flow(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> Flow:
-        """A block each multiprocessor, with the whole ring on its way."""
+        """A block each multiprocessor, with the whole ring in flight."""
         stages = hopper_tile.footprint(spec, tile, device.shared_bytes).stages
         return Flow(device.multiprocessors, stages * block_k(spec))
 

@@ -121,7 +121,7 @@ class HopperFootprint:
         vectors: vectors of one tile.
         load_offsets: of each load, in the vectors or, for a tile operand, in the warp's staging area.
         out_offsets: of each output in the warp's staging area.
-        out_buffers: slabs of one boxed output that can be on their way to global memory at once, that being computed
+        out_buffers: slabs of one output stored by TMA that can be in flight at once, that being computed
             included.
         load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
         groups: consumer groups.
@@ -203,11 +203,11 @@ def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, i
     return piece.atom, rows // tile.cluster_m
 
 
-def boxed(out: Access) -> bool:
+def tma_stored(out: Access) -> bool:
     """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
     in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % MIN_RUN == 0)
     in_runs = in_runs and "batch" not in out.two_levels
-    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.turned and in_runs
+    return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.transposed and in_runs
 
 
 def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
@@ -226,7 +226,7 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
         for part in range(spec.parts)
     )
     outs = (
-        MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if boxed(out) else None
+        MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if tma_stored(out) else None
         for index, out in enumerate(spec.outs)
     )
     return (lhs, *rhs, *outs)
@@ -251,7 +251,7 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFo
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
     """Columns that slabs may have: they divide a tile, and the runs of outputs that TMA stores."""
-    whole = math.gcd(block_n, *(out.run for out in spec.outs if boxed(out)))
+    whole = math.gcd(block_n, *(out.run for out in spec.outs if tma_stored(out)))
     return [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if whole % columns == 0]
 
 
@@ -280,9 +280,9 @@ def _layout(
     load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
     # Boxes first: they need the alignment of the swizzle.
-    for index, out in sorted(enumerate(spec.outs), key=lambda entry: not boxed(entry[1])):
+    for index, out in sorted(enumerate(spec.outs), key=lambda entry: not tma_stored(entry[1])):
         outs[index] = staging
-        staging += buffers * SLAB_ROWS * columns * 2 if boxed(out) else _staged_bytes(out, columns)
+        staging += buffers * SLAB_ROWS * columns * 2 if tma_stored(out) else _staged_bytes(out, columns)
     for load in spec.loads:
         loads.append(staging if load.kind == "tile" else vectors)
         staging += load_buffers * _staged_bytes(load, columns) if load.kind == "tile" else 0
@@ -320,11 +320,11 @@ def _first(rules: Rules) -> str | None:
 
 def _of_operands(spec: KernelSpec) -> Rules:
     """What no tile changes."""
-    turned = spec.rhs_order == "kn" or spec.lhs_order == "km"
+    transposed = spec.rhs_order == "kn" or spec.lhs_order == "km"
     narrow = min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES
     walked = [load for load in spec.loads if load.kind != "tile" and {*load.two_levels} - {"batch"}]
     yield spec.math not in WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
-    yield spec.math == "tf32" and turned, "wgmma reads 32-bit elements with k contiguous only"
+    yield spec.math == "tf32" and transposed, "wgmma reads 32-bit elements with k contiguous only"
     yield narrow, "TMA needs rows of lhs and rhs on 16-byte boundaries"
     step = block_k(spec)
     yield spec.lhs_run % step, f"a run of {spec.lhs_run} columns of lhs is no multiple of {step}"
@@ -337,11 +337,11 @@ def _of_rows(spec: KernelSpec, tile: HopperTile) -> Rules:
     yield not few, "two groups, or four where no operand is a tile"
     whole = tile.group_m % FRAGMENT_ROWS == 0 and tile.block_m <= MAX_BOX
     yield not whole, f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
-    turned = spec.lhs_order == "km"
+    transposed = spec.lhs_order == "km"
     loaded = tile.block_m // tile.cluster_n
-    yield turned and loaded % ATOM, f"of lhs with m contiguous a block loads multiples of {ATOM} rows"
+    yield transposed and loaded % ATOM, f"of lhs with m contiguous a block loads multiples of {ATOM} rows"
     if tile.lhs_rows:
-        alone = not (turned or _shares(tile))
+        alone = not (transposed or _shares(tile))
         yield not alone, "lhs comes in boxes of a few rows where k is contiguous and blocks share no loads"
         part = tile.block_m % tile.lhs_rows == 0 and tile.lhs_rows % SWIZZLE_ROWS == 0
         yield not part, f"a box of lhs is a part of the tile's rows, and a multiple of {SWIZZLE_ROWS}"
@@ -385,12 +385,12 @@ def _tile_loads(spec: KernelSpec) -> int:
 
 def max_accumulators(spec: KernelSpec, groups: int) -> int:
     """How many of a thread's registers can hold sums: addresses and pairs of tile operands need some more."""
-    copied = sum(not boxed(out) for out in spec.outs)
+    copied = sum(not tma_stored(out) for out in spec.outs)
     return MAX_ACCUMULATORS[groups] - TILE_LOAD_REGISTERS * _tile_loads(spec) - COPIED_OUT_REGISTERS * copied
 
 
 def _staged_bytes(access: Access, columns: int) -> int:
-    if access.turned:
+    if access.transposed:
         return columns * (SLAB_ROWS * access.dtype.bytes + LDS_BYTES)
     return SLAB_ROWS * staged_pitch(access, columns) * access.dtype.bytes
 

@@ -48,7 +48,7 @@ class Access:
         kind: `scalar` (one value), `row` (varies along n only), `column` (along m only) or `tile` (both); each may
             also vary along the batch.
         width: elements of one access along the contiguous axis; 1 for a scalar and a column.
-        turned: a tile's contiguous axis is m, not n: accesses go down the columns.
+        transposed: a tile's contiguous axis is m, not n: accesses go down the columns.
         two_levels: the loops, `m`, `n` or `batch`, that no single stride walks: the kernel steps through runs of them.
         run: columns of one run where n is walked in two levels and the run is known before the launch; else 0.
     """
@@ -56,7 +56,7 @@ class Access:
     kind: str
     dtype: DType
     width: int
-    turned: bool = False
+    transposed: bool = False
     two_levels: tuple[str, ...] = ()
     run: int = 0
 

@@ -15,7 +15,7 @@ from onnxfuse.schedule.access import access
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.pointwise import POINTWISE
-from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile, rows_on_their_way, span_of, tile_for
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile, rows_in_flight, span_of, tile_for
 from onnxfuse.schedule.variant import PointwisePlan, PointwiseVariant
 
 
@@ -24,7 +24,7 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     widths = analyse_epilogue(pointwise, mapping)
     loads, outs = _accesses(pointwise, mapping, widths)
     columns = math.prod(pointwise.size(axis) or 1 for axis in mapping.n)
-    rows = rows_on_their_way(loads, span_of(loads, outs))
+    rows = rows_in_flight(loads, span_of(loads, outs))
     tall, flat = (tile_for(loads, outs, columns, count) for count in (rows, 1))
     # Below this m the tall tile makes too few blocks.
     blocks = calibration(device).pointwise_blocks * device.multiprocessors
@@ -37,7 +37,7 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
         variants.append(_variant(replace(spec, checked=True), checked_tile(spec, tall.span, columns), 0, MAX_M))
     if any(out.width > 1 for out in outs):
         narrow = _narrow(spec)
-        rows = rows_on_their_way(narrow.loads, 1)
+        rows = rows_in_flight(narrow.loads, 1)
         variants.append(_variant(narrow, tile_for(narrow.loads, narrow.outs, columns, rows), 0, MAX_M))
     return PointwisePlan(device, tuple(variants), widths)
 
@@ -63,7 +63,7 @@ def _accesses(
 
 def _along_n(way: Access) -> Access:
     """The kernel goes along the rows only: where m is contiguous it takes one element at a time."""
-    return replace(way, width=1, turned=False) if way.turned else way
+    return replace(way, width=1, transposed=False) if way.transposed else way
 
 
 def checked_tile(spec: PointwiseSpec, span: int, columns: int) -> PointwiseTile:
@@ -75,7 +75,7 @@ def checked_tile(spec: PointwiseSpec, span: int, columns: int) -> PointwiseTile:
         columns: of the output.
     """
     singles = tuple(replace(load, width=1) for load in spec.loads)
-    return tile_for(spec.loads, spec.outs, columns, rows_on_their_way(singles, span))
+    return tile_for(spec.loads, spec.outs, columns, rows_in_flight(singles, span))
 
 
 def _narrow(spec: PointwiseSpec) -> PointwiseSpec:

@@ -8,7 +8,7 @@ from onnxfuse.ir.fusion import Step
 from onnxfuse.schedule.kernel_spec import Access
 
 THREADS = 256
-BYTES_ON_THEIR_WAY = 128  # of one thread: its share of what keeps memory busy, in a quarter of its registers
+BYTES_IN_FLIGHT = 128  # of one thread: its share of what keeps memory busy, in a quarter of its registers
 REGISTER_BYTES = 4
 MAX_ROWS = 4
 COLUMN_THREADS = (32, 16, 8)  # a warp reads at least 8 neighbours' columns, whole lines of memory, of one row
@@ -82,11 +82,11 @@ def tile_for(loads: tuple[Access, ...], outs: tuple[Access, ...], n: int, rows: 
     return PointwiseTile(THREADS // threads * rows, threads * span, span)
 
 
-def rows_on_their_way(loads: tuple[Access, ...], span: int) -> int:
-    """Rows of one thread whose operands it can have on their way at once: a power of two."""
+def rows_in_flight(loads: tuple[Access, ...], span: int) -> int:
+    """Rows of one thread whose operands it can have in flight at once: a power of two."""
     row_bytes = sum(span * _bytes_in_registers(load) for load in loads if load.kind == "tile")
     rows = MAX_ROWS
-    while rows > 1 and rows * row_bytes > BYTES_ON_THEIR_WAY:
+    while rows > 1 and rows * row_bytes > BYTES_IN_FLIGHT:
         rows //= 2
     return rows
 

@@ -42,10 +42,10 @@ PATHS = {
     "column": _VECTOR,
     "tile": "cp.async along n",
     "narrow tile": "element by element along n",
-    "turned tile": "cp.async along m, turned in shared memory",
-    "narrow turned tile": "element by element along m, turned in shared memory",
+    "transposed tile": "cp.async along m, transposed in shared memory",
+    "narrow transposed tile": "element by element along m, transposed in shared memory",
     "out": "direct store along n",
-    "turned out": "turned in shared memory, direct store along m",
+    "transposed out": "transposed in shared memory, direct store along m",
 }
 
 

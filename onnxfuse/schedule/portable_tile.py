@@ -119,7 +119,7 @@ def _slabs(spec: KernelSpec, tile: Tile, ring: int) -> int:
 
 def _staged_bytes(access: Access, tile: Tile, slabs: int) -> int:
     rows, columns = slabs * FRAGMENT_ROWS, tile.block_n // tile.warps_n
-    if access.turned:
+    if access.transposed:
         return columns * (rows * access.dtype.bytes + CHUNK_BYTES)
     return rows * staged_pitch(access, columns) * access.dtype.bytes
 

@@ -1,4 +1,4 @@
-"""The kernel for few rows among the families: its tiles, what they cost, and its way to each tensor."""
+"""The kernel for small M among the families: its tiles, what they cost, and its way to each tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SINGLE = "element by element"
 PATHS = {
     "product": "along {axis} into registers",
     **dict.fromkeys(("scalar", "row", "column", "tile", "narrow tile"), _SINGLE),
-    **dict.fromkeys(("turned tile", "narrow turned tile", "out", "turned out"), _SINGLE),
+    **dict.fromkeys(("transposed tile", "narrow transposed tile", "out", "transposed out"), _SINGLE),
 }
 
 
@@ -42,7 +42,7 @@ class SmallM(ProductFamily):
     """For up to 16 rows, where reading rhs is what takes time."""
 
     name = "small_m"
-    label = "few rows"
+    label = "few rows"  # a key of reports
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""

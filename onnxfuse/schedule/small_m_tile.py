@@ -1,4 +1,4 @@
-"""Tiles of the kernel for few rows: which are legal, and what they need of shared memory.
+"""Tiles of the kernel for small M: which are legal, and what they need of shared memory.
 
 Shared memory of one block holds the sums of its warps, each of another share of k: [warps_k, 16, all parts] in fp32.
 
@@ -29,7 +29,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class SmallMTile:
-    """The shape of one thread block's work: few rows, which its warps multiply with a share of k each.
+    """The shape of one thread block's work: small M, whose rows its warps multiply with a share of k each.
 
     Attributes:
         block_n: columns of the output tile, of each part.
@@ -101,18 +101,18 @@ def resident_blocks(spec: KernelSpec, tile: SmallMTile) -> int:
 def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
     if spec.math == "fp32":
-        return f"few rows: no kernel for {spec.math}"
+        return f"small M: no kernel for {spec.math}"
     if min(spec.lhs_width, spec.rhs_width) < chunk(spec):
-        return "few rows: rows of lhs and rhs begin on 16-byte boundaries"
+        return "small M: rows of lhs and rhs begin on 16-byte boundaries"
     if spec.lhs_run or spec.lhs_order != "mk":
-        return "few rows: one stride walks the k of lhs, which is its contiguous axis"
+        return "small M: one stride walks the k of lhs, which is its contiguous axis"
     if tile.block_n % FRAGMENT_COLUMNS or tile.block_k % step_k(spec):
-        return f"few rows: block_n is a multiple of {FRAGMENT_COLUMNS}, block_k of {step_k(spec)}"
+        return f"small M: block_n is a multiple of {FRAGMENT_COLUMNS}, block_k of {step_k(spec)}"
     limit = MAX_GATED_THREADS if spec.rhs_order == "kn" and spec.parts > 1 else MAX_THREADS
     if tile.threads > limit:
         return f"{tile.threads} threads, of {limit} at most"
     if spec.math in ROUNDING_REGISTERS and spec.rhs_order == "kn" and spec.parts > MAX_ROUNDED_PARTS:
-        return f"few rows: {spec.parts} parts of rhs[k, n] in fp32, of {MAX_ROUNDED_PARTS} at most"
+        return f"small M: {spec.parts} parts of rhs[k, n] in fp32, of {MAX_ROUNDED_PARTS} at most"
     if registers(spec, tile) > MAX_REGISTERS:
         return f"{registers(spec, tile)} registers for accumulators and stages, of {MAX_REGISTERS} at most"
     if shared_bytes(spec, tile) > shared_limit:

@@ -32,7 +32,7 @@ def test_row_axes_flatten_where_every_tensor_steps_through_them_alike(lhs, out, 
 @pytest.mark.parametrize(
     ("lhs", "rhs", "operand", "out", "mapping", "two_levels"),
     [
-        # What two levels of a tensor walk: heads split, merged, split and turned; images; two kinds of broadcast.
+        # What two levels of a tensor walk: heads split, merged, split and transposed; images; two kinds of broadcast.
         ("b m k", "k (n1 n2)", "(n1 n2)", "b n1 m n2", "m=b*m n=n1*n2 k=k", {"out": "mn"}),
         ("b m k", "k (n1 n2)", "b n1 m n2", "b n1 m n2", "m=b*m n=n1*n2 k=k", {"operand0": "mn", "out": "mn"}),
         ("b m k", "k (n1 n2)", "b 1 n1 n2", "b n1 m n2", "batch=b m=m n=n1*n2 k=k", {"out": "n"}),

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.analysis.axis_mapping import map_axes
-from onnxfuse.analysis.vector_width import WIDEST_BYTES, analyse, is_turned
+from onnxfuse.analysis.vector_width import WIDEST_BYTES, analyse, is_transposed
 from onnxfuse.dtypes import BF16, BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import Fusion, RhsPart
@@ -144,8 +144,8 @@ OPERANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dims", "dtype", "change", "kind", "width", "turned", "reason"), OPERANDS, ids=str)
-def test_every_operand(dims, dtype, change, kind, width, turned, reason) -> None:
+@pytest.mark.parametrize(("dims", "dtype", "change", "kind", "width", "transposed", "reason"), OPERANDS, ids=str)
+def test_every_operand(dims, dtype, change, kind, width, transposed, reason) -> None:
     packed = "p" in dims
     sizes = SIZES | BATCH | ({"p": 2} if packed else {}) | change
     built, mapping, found = analysed(
@@ -154,12 +154,12 @@ def test_every_operand(dims, dtype, change, kind, width, turned, reason) -> None
     )  # fmt: skip
     assert mapping.kind(built.operands[0]) == kind
     assert facts(found.operands[0]) == (width, reason)
-    assert is_turned(built, built.operands[0], mapping) == turned
+    assert is_transposed(built, built.operands[0], mapping) == transposed
     assert found.operands[0].guarded == (" where " in reason)
 
 
 def test_each_tensor_of_one_epilogue_has_its_own_width() -> None:
-    """fp16 residual, fp32 scale, bfloat16 column, a turned tile and a scalar: none takes the least width of all."""
+    """fp16 residual, fp32 scale, bfloat16 column, a transposed tile and a scalar: none takes the least width of all."""
     operands = [("m n", F16), ("n", F32), ("m 1", BF16), ("n m", F32), ("1", F16), ("m n", F32)]
     _, _, found = analysed({"m": 78, "n": 136, "k": 249}, operands=operands, out_dtype=F32)
     assert [width.elements for width in found.operands] == [8, 4, 1, 2, 1, 4]
@@ -232,15 +232,15 @@ def test_all_orders_are_there() -> None:
     assert {order for order, *_ in ORDERS} == {" ".join(order) for order in itertools.permutations("bhmn")}
 
 
-@pytest.mark.parametrize(("order", "width", "turned", "reason"), ORDERS, ids=str)
-def test_every_order_of_an_output(order: str, width: int, turned: bool, reason: str) -> None:
+@pytest.mark.parametrize(("order", "width", "transposed", "reason"), ORDERS, ids=str)
+def test_every_order_of_an_output(order: str, width: int, transposed: bool, reason: str) -> None:
     built, mapping, found = analysed({"b": 2, "h": 3, "m": 16, "n": 24, "k": 8}, lhs="b h m k", out=order)
     assert facts(found.outs[0]) == (width, reason)
-    assert is_turned(built, built.outs[0].tensor, mapping) == turned
+    assert is_transposed(built, built.outs[0].tensor, mapping) == transposed
 
 
 @pytest.mark.parametrize(
-    ("sizes", "out", "width", "turned", "reason"),
+    ("sizes", "out", "width", "transposed", "reason"),
     [
         (HEADS, "b n1 m n2", 8, False, "16 bytes"),
         (HEADS | {"n2": 6}, "b n1 m n2", 2, False, "row pitch 6 is a multiple of 2 only"),
@@ -256,10 +256,10 @@ def test_every_order_of_an_output(order: str, width: int, turned: bool, reason: 
         (HEADS, "b m n2 n1", 1, False, "n1, not n2, is its contiguous axis"),
     ],
 )
-def test_split_heads(sizes, out: str, width: int, turned: bool, reason: str) -> None:
+def test_split_heads(sizes, out: str, width: int, transposed: bool, reason: str) -> None:
     built, mapping, found = analysed(sizes, lhs="b m k", rhs="k (n1 n2)", out=out)
     assert facts(found.outs[0]) == (width, reason)
-    assert is_turned(built, built.outs[0].tensor, mapping) == turned
+    assert is_transposed(built, built.outs[0].tensor, mapping) == transposed
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def masks_of_every_kind(b: Builder) -> list[str]:
     return [b("Where", b.input("tile", ("rows", N), BOOL), b("Neg", t), t)]
 
 
-def turned_mask(b: Builder) -> list[str]:
+def transposed_mask(b: Builder) -> list[str]:
     """Masks that lie as the transposed product does."""
     t = b("Transpose", linear(b), perm=(0, 2, 1))
     t = b("Where", b.input("mask", ("batch", N, "rows"), BOOL), t, b.array(0.0))
@@ -187,7 +187,7 @@ def window_of_rows(b: Builder) -> list[str]:
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
-    causal_scores, padding_fills_scores, masks_of_every_kind, turned_mask, masked_gate, heads_of_siblings,
+    causal_scores, padding_fills_scores, masks_of_every_kind, transposed_mask, masked_gate, heads_of_siblings,
     window, window_of_rows,
 ]  # fmt: skip
 
@@ -309,19 +309,19 @@ def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_pa
 
 
 @pytest.mark.parametrize("shape", [(32, 48), (1, 48), (32, 1), (1, 1), (2, 32, 48), (2, 1, 48)], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("epilogue_only", [False, True])
 def test_the_widest_kernel_reads_masks(
-    shape: tuple[int, ...], turned: bool, epilogue_only: bool, tmp_path: Path
+    shape: tuple[int, ...], transposed: bool, epilogue_only: bool, tmp_path: Path
 ) -> None:
     """16 elements at a time, also where rows are contiguous; other tensors of the epilogue by fours."""
     b = Builder()
     t = b("MatMul", b.input("x", (2, 32, 8)), b.array(draw(8, 48), "weight"))
-    if turned:
+    if transposed:
         t, shape = b("Transpose", t, perm=(0, 2, 1)), (*shape[:-2], *shape[-2:][::-1])
     mask = b.input("mask", shape, BOOL)
     model = b.model(
-        b("Where", mask, b("Add", t, b.input("residual", (2, 48, 32) if turned else (2, 32, 48))), b.array(-np.inf))
+        b("Where", mask, b("Add", t, b.input("residual", (2, 48, 32) if transposed else (2, 32, 48))), b.array(-np.inf))
     )
     (site,) = analyse_model(model, [SM_80], fp32="tf32" if epilogue_only else "exact").sites
     implementation = site.epilogue_only if epilogue_only else site.one_kernel

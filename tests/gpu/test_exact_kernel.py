@@ -22,10 +22,10 @@ from tests.helpers.exact_products import (
     check_hard,
     check_small,
     draw,
-    few_rows_spec,
     hard_problem,
     problem_of,
     relative_error,
+    small_m_spec,
     spec_of,
     whole_chunks,
 )  # fmt: skip
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.gpu
 
 LARGE = Tile(128, 64, 32, 4, 2, 3)  # of both arithmetics
 ORDERS = [("mk", "kn"), ("mk", "nk"), ("km", "kn"), ("km", "nk")]
-FEW_ROWS = "few rows"
-KERNELS = [("3xtf32", *order) for order in ORDERS] + [(FEW_ROWS, *order) for order in ORDERS[:2]]
+SMALL_M = "small M"
+KERNELS = [("3xtf32", *order) for order in ORDERS] + [(SMALL_M, *order) for order in ORDERS[:2]]
 M, N = 200, 136
 FLUSHED = 2.0**-126  # what a multiplication may take for nothing
 
@@ -46,14 +46,14 @@ Multiply = Callable[..., np.ndarray]
 def multiply(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
     """Lhs * rhs in an arithmetic, both tensors in an order."""
     specs = {(kind, *order): spec_of(kind, LARGE, *order) for kind in EXACT for order in ORDERS}
-    specs |= {(FEW_ROWS, "mk", order): few_rows_spec(small_m_tiles("3xtf32", 1)[0], order) for order in ("kn", "nk")}
+    specs |= {(SMALL_M, "mk", order): small_m_spec(small_m_tiles("3xtf32", 1)[0], order) for order in ("kn", "nk")}
     sources = {"-".join(key): (spec.source(), spec.shared_bytes(device_spec())) for key, spec in specs.items()}
     folder: Path = tmp_path_factory.mktemp("exact")
     kernels = Kernels(sources, device_spec(), folder)
 
     def run(kind: str, lhs: np.ndarray, rhs: np.ndarray, order: tuple[str, str] = ("mk", "kn")) -> np.ndarray:
         key, shape = (kind, *order), (len(lhs), rhs.shape[1])
-        if kind == FEW_ROWS:
+        if kind == SMALL_M:
             lhs, rhs = whole_chunks(lhs, rhs)
         (out,) = launch(kernels["-".join(key)], problem_of(specs[key], lhs, rhs), None)
         return out.reshape(shape)
@@ -77,13 +77,13 @@ def test_three_products_are_as_accurate_as_ffma(
     assert split <= bound(depth, ffma)
 
 
-@pytest.mark.parametrize("kernel", ["3xtf32", FEW_ROWS])
+@pytest.mark.parametrize("kernel", ["3xtf32", SMALL_M])
 def test_what_is_not_finite_comes_out_as_of_ffma(kernel: str, multiply: Multiply) -> None:
     lhs, rhs = hard_problem(HARD_ROWS, LARGE.block_m)
     check_hard(multiply(kernel, lhs, rhs), multiply("fp32", lhs, rhs))
 
 
-@pytest.mark.parametrize("kernel", ["3xtf32", FEW_ROWS])
+@pytest.mark.parametrize("kernel", ["3xtf32", SMALL_M])
 def test_numbers_below_the_smallest_normal_one_are_flushed_at_most(kernel: str, multiply: Multiply) -> None:
     lhs, rhs = hard_problem(SMALL_ROWS, LARGE.block_m)
     check_small(multiply(kernel, lhs, rhs), lhs, rhs, FLUSHED)

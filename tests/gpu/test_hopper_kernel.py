@@ -23,8 +23,8 @@ from tests.helpers.hopper_cases import (
     HopperCase,
     batch_runs_cases,
     cases,
-    few_rows_cases,
     masked_cases,
+    small_m_cases,
     split_cases,
     tall_cases,
     walked_cases,
@@ -39,8 +39,8 @@ UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 SPLIT = list(split_cases())
-FEW_ROWS = list(few_rows_cases())
-CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *batch_runs_cases(), *SPLIT, *FEW_ROWS]
+SMALL_M_CASES = list(small_m_cases())
+CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *batch_runs_cases(), *SPLIT, *SMALL_M_CASES]
 RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)

@@ -130,8 +130,8 @@ def batch_cases() -> Iterator[Case]:
 
 WALKED = (
     ("heads", Size(130, 192, 128, batch=3, n_run=64)),
-    ("turned", Size(136, 96, 72, batch=2)),
-    ("turned", Size(77, 72, 64)),
+    ("transposed", Size(136, 96, 72, batch=2)),
+    ("transposed", Size(77, 72, 64)),
     ("images", Size(96, 72, 64, batch=2, m_run=24, pad=8)),
     ("both", Size(96, 64, 64, m_run=24, n_run=32)),
     ("heads", Size(129, 120, 128, batch=2, n_run=40, k_run=64)),
@@ -159,7 +159,7 @@ def pitch_cases() -> Iterator[Case]:
     """Rows one, two and eight elements longer than what is read of them, and as far behind a boundary."""
     for order in ORDERS:
         for pad in (1, 2, 8):
-            for layout in ("plain", "turned"):
+            for layout in ("plain", "transposed"):
                 size = Size(504, 136, 248, pad=pad)
                 spec = make_spec("f16", 2, order, default_tile("f16", 2), size, "mixed", (None, F32), layout=layout)
                 yield Case(f"pitch-{order}-{pad}-{layout}", spec, (size,))

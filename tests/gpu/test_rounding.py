@@ -36,7 +36,7 @@ def exact_gate(order: str) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("order", ["kn", "nk"])
 def test_every_kernel_makes_the_nodes_bits(order: str, tmp_path: Path) -> None:
-    """Few rows and many take different kernels."""
+    """Small and large M take different kernels."""
     model = exact_gate(order)
     fused, _ = onnxfuse.optimize(model, arch="native", rounding="onnx")
     plain, _ = onnxfuse.optimize(model, arch="native")

@@ -1,4 +1,4 @@
-"""The kernel for few rows on the GPU: both orders, all parts, operand kinds, tails, and the same bits in every run.
+"""The kernel for small M on the GPU: both orders, all parts, operand kinds, tails, and the same bits in every run.
 
 Launches, poisoned outputs and bounds are those of the portable kernel's tests.
 """

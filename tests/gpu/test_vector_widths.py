@@ -60,8 +60,8 @@ def every_operand(m: int, n: int, k: int) -> onnx.ModelProto:
     x = (2, m, k)
     shapes = [(1, n), (m, 1), (1, 1), (), (m, n), (2, m, n), (2, 1, n), (2, m, 1), (2, 1, 1)]
     outs = [b("Tanh", b("Add", linear(b, x, n), b.input(f"in{i}", shape))) for i, shape in enumerate(shapes)]
-    turned = b("Transpose", b.input("turned", (n, m)), perm=[1, 0])
-    outs.append(b("Mul", b("Add", linear(b, x, n), turned), b.input("scale", (m, 1))))
+    transposed = b("Transpose", b.input("transposed", (n, m)), perm=[1, 0])
+    outs.append(b("Mul", b("Add", linear(b, x, n), transposed), b.input("scale", (m, 1))))
     wide = b("Cast", linear(b, x, n), to=TensorProto.FLOAT)
     scale = b.input("wide scale", (n,), TensorProto.FLOAT)
     outs.append(b("Cast", b("Mul", wide, scale), to=TensorProto.FLOAT16))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from onnxfuse.analysis.axis_mapping import Axes, AxisMapping
-from onnxfuse.analysis.vector_width import is_turned, lhs_order, rhs_order
+from onnxfuse.analysis.vector_width import is_transposed, lhs_order, rhs_order
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
 
 Sizes = Mapping[str, int]
@@ -48,4 +48,4 @@ def accesses(fusion: Fusion, mapping: AxisMapping) -> Iterator[tuple[str, Tensor
     tile = (*mapping.batch, *mapping.m, *mapping.n)
     for role, tensors in (("operand", fusion.operands), ("out", tuple(out.tensor for out in fusion.outs))):
         for tensor in tensors:
-            yield role, tensor, mapping.m if is_turned(fusion, tensor, mapping) else mapping.n, tile
+            yield role, tensor, mapping.m if is_transposed(fusion, tensor, mapping) else mapping.n, tile

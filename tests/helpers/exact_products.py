@@ -25,8 +25,8 @@ def spec_of(math_mode: str, tile: Tile | SmallMTile, lhs_order: str = "mk", rhs_
     return TiledSpec(F32, math_mode, 1, rhs_order, 1, 1, (), out, (), ("acc0",), tile=tile, lhs_order=lhs_order)
 
 
-def few_rows_spec(tile: SmallMTile, rhs_order: str) -> TiledSpec:
-    """The same by the kernel for few rows, whose rows begin on 16-byte boundaries."""
+def small_m_spec(tile: SmallMTile, rhs_order: str) -> TiledSpec:
+    """The same by the kernel for small M, whose rows begin on 16-byte boundaries."""
     return in_chunks(spec_of("3xtf32", tile, rhs_order=rhs_order))
 
 

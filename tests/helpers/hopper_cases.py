@@ -52,8 +52,8 @@ WALKED = (
     ("heads", (Size(200, 320, 72, batch=2, n_run=32, pad=8), Size(16, 160, 64, n_run=32))),
     ("heads", (Size(129, 120, 56, batch=2, n_run=40), Size(300, 640, 40, n_run=40))),
     ("heads", (Size(66, 45, 64, n_run=15),)),
-    ("turned", (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8))),
-    ("turned", (Size(77, 72, 64), Size(131, 40, 40))),
+    ("transposed", (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8))),
+    ("transposed", (Size(77, 72, 64), Size(131, 40, 40))),
     ("images", (Size(96, 72, 64, batch=2, m_run=24), Size(640, 136, 128, m_run=64))),
     ("both", (Size(96, 64, 64, m_run=24, n_run=32), Size(640, 96, 128, m_run=128, n_run=32))),
     ("both", (Size(195, 64, 128, batch=2, m_run=13, n_run=64), Size(333, 192, 64, m_run=9, n_run=64))),
@@ -65,7 +65,7 @@ WALKED = (
 
 
 def walked_cases() -> Iterator[HopperCase]:
-    """Tensors in two levels and turned ones, with every kind of epilogue and several shapes of tiles."""
+    """Tensors in two levels and transposed ones, with every kind of epilogue and several shapes of tiles."""
     turn = 0
     for layout, sizes in WALKED:
         for shape in SHAPES[::3]:
@@ -129,7 +129,7 @@ def tall_cases() -> Iterator[HopperCase]:
                 for cluster in CLUSTERS[:: 1 + turn % 2]:
                     turn += 1
                     math, kind = ("f16", "bf16")[turn % 2], ("plain", "residual", "mixed")[turn % 3]
-                    layout = ("plain", "turned")[turn // 2 % 2]
+                    layout = ("plain", "transposed")[turn // 2 % 2]
                     spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind, layout=layout, lhs_order="km")
                     tile = tile_of(shape, parts, cluster, False, 2)
                     if why_not(spec, tile, DEVICE.shared_bytes) is None:
@@ -137,7 +137,7 @@ def tall_cases() -> Iterator[HopperCase]:
                         yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
-def few_rows_cases() -> Iterator[HopperCase]:
+def small_m_cases() -> Iterator[HopperCase]:
     """Lhs in boxes of a few rows, some of which have none; the rows end in every part of a box."""
     sizes = (
         Size(1, 8, 8), Size(17, 264, 136), Size(16, 96, 256), Size(33, 40, 72, batch=3, pad=8), Size(63, 136, 640),
@@ -188,8 +188,8 @@ MASKED = (
     ("masks", "plain", (Size(130, 96, 128, batch=3), Size(504, 144, 248), Size(1, 16, 64, pad=16))),
     ("masked", "plain", (Size(77, 136, 72), Size(300, 72, 64, batch=2, pad=8))),
     ("masks", "plain", (Size(67, 45, 72),)),
-    ("masks", "turned", (Size(144, 72, 64), Size(16, 136, 320, batch=2))),
-    ("masked", "turned", (Size(77, 72, 64),)),
+    ("masks", "transposed", (Size(144, 72, 64), Size(16, 136, 320, batch=2))),
+    ("masked", "transposed", (Size(77, 72, 64),)),
     ("masks", "heads", (Size(129, 128, 128, batch=2, n_run=64), Size(300, 320, 64, n_run=64))),
     ("masked", "images", (Size(96, 72, 64, batch=2, m_run=24),)),
 )
@@ -202,7 +202,7 @@ def masked_cases() -> Iterator[HopperCase]:
         for shape in SHAPES[1::3]:
             for parts in (1, 2):
                 turn += 1
-                order = "nk" if layout == "turned" or any(size.n % 8 for size in sizes) else ("nk", "kn")[turn % 2]
+                order = "nk" if layout == "transposed" or any(size.n % 8 for size in sizes) else ("nk", "kn")[turn % 2]
                 outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 5 == 0]
                 spec = make_spec(
                     ("f16", "bf16")[turn // 2 % 2], parts, order, PORTABLE, sizes[0], kind, outs, layout=layout
@@ -226,7 +226,7 @@ SPLIT_WALKED = (
     ("plain", (Size(257, 328, 128, batch=2, k_run=128), Size(70, 72, 384, batch=3, k_run=128))),
     ("heads", (Size(130, 192, 328, batch=3, n_run=64), Size(77, 64, 64, n_run=64))),
     ("both", (Size(195, 64, 200, batch=2, m_run=13, n_run=64), Size(96, 192, 512, m_run=24, n_run=64))),
-    ("turned", (Size(136, 96, 200, batch=2), Size(504, 136, 648))),
+    ("transposed", (Size(136, 96, 200, batch=2), Size(504, 136, 648))),
 )
 
 

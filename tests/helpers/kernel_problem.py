@@ -39,10 +39,10 @@ ARGUMENTS = np.dtype(
 # runs of `Size.m_run` rows, `N` those of `Size.n_run` columns.
 LAYOUTS = {
     "plain": "mn",
-    "turned": "nm",
+    "transposed": "nm",
     "heads": "Nmn",  # [b, s, (h d)] stored as [b, h, s, d]
     "images": "Mnm",  # [(b s), c] stored as [b, c, s]
-    "turned heads": "Nnm",  # two levels that one stride would walk as well
+    "transposed heads": "Nnm",  # two levels that one stride would walk as well
     "swapped rows": "mMn",
     "both": "NmMn",
 }
@@ -268,7 +268,7 @@ def _stored(result: Bounded, dtype: DType, shape: tuple[int, int, int]) -> Bound
 
 
 def in_chunks(spec: TiledSpec) -> TiledSpec:
-    """What the kernel for few rows asks of lhs and rhs; the epilogue's accesses stay as they are."""
+    """What the kernel for small M asks of lhs and rhs; the epilogue's accesses stay as they are."""
     return replace(spec, lhs_width=chunk(spec), rhs_width=chunk(spec))
 
 
@@ -343,11 +343,11 @@ def _random(rng: np.random.Generator, dtype: DType, shape: tuple[int, int, int],
 
 
 def _lhs(rng: np.random.Generator, spec: KernelSpec, size: Size) -> Buffer:
-    turned = spec.lhs_order == "km"
-    if turned or not size.k_run:
-        shape = (size.batch, size.k, size.m) if turned else (size.batch, size.m, size.k)
+    transposed = spec.lhs_order == "km"
+    if transposed or not size.k_run:
+        shape = (size.batch, size.k, size.m) if transposed else (size.batch, size.m, size.k)
         (buffer,) = _buffer(rng, spec.dtype, shape, size.pad, 1.0, 1, size.lhs_batch_run, size.same_runs)
-        return _transposed(buffer) if turned else buffer
+        return _transposed(buffer) if transposed else buffer
     as_columns = replace(size, n=size.k, n_run=size.k_run)
     return _filled(rng, spec.dtype, _laid(spec.dtype, as_columns, LAYOUTS["heads"]))
 
@@ -359,7 +359,7 @@ def _rhs_view(part: Buffer, size: Size, swap: bool) -> Buffer:
 
 
 def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
-    if load.kind == "tile" and (load.turned or load.two_levels):
+    if load.kind == "tile" and (load.transposed or load.two_levels):
         return _filled(rng, load.dtype, _laid(load.dtype, size, _layout(load)))
     rows = size.m if load.kind in ("column", "tile") else 1
     columns = size.n if load.kind in ("row", "tile") else 1
@@ -373,12 +373,12 @@ def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
 
 def _layout(access: Access) -> str:
     """The first layout that needs what an access can do."""
-    wanted = (access.turned, "m" in access.two_levels, "n" in access.two_levels)
+    wanted = (access.transposed, "m" in access.two_levels, "n" in access.two_levels)
     return next(dims for dims in LAYOUTS.values() if (dims[-1] == "m", "M" in dims, "N" in dims) == wanted)
 
 
 def make_output(out: Access, size: Size) -> Buffer:
-    if out.turned or out.two_levels:
+    if out.transposed or out.two_levels:
         return _laid(out.dtype, size, _layout(out), writable=True)
     dtype = out.dtype
     rows, columns = (size.n, size.m) if size.transposed else (size.m, size.n)

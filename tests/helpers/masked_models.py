@@ -13,10 +13,12 @@ from tests.helpers.onnx_build import BOOL, FLOAT, FLOAT16, Builder
 HEADS, DEPTH, COLUMNS = 3, 64, 144
 
 
-def scores(b: Builder, turned: bool = True) -> str:
+def scores(b: Builder, transposed: bool = True) -> str:
     q = b.input("q", ("batch", HEADS, "rows", DEPTH))
-    keys = b.input("keys", ("batch", HEADS, *(("rows", DEPTH) if turned else (DEPTH, "rows"))))
-    return b("Mul", b("MatMul", q, b("Transpose", keys, perm=(0, 1, 3, 2)) if turned else keys), b.array(DEPTH**-0.5))
+    keys = b.input("keys", ("batch", HEADS, *(("rows", DEPTH) if transposed else (DEPTH, "rows"))))
+    return b(
+        "Mul", b("MatMul", q, b("Transpose", keys, perm=(0, 1, 3, 2)) if transposed else keys), b.array(DEPTH**-0.5)
+    )
 
 
 def linear(b: Builder) -> str:
@@ -30,7 +32,7 @@ def causal(b: Builder) -> str:
 
 def padding(b: Builder) -> str:
     lowest = b.array(np.finfo(b.numpy).min)
-    return b("Where", b.input("mask", ("batch", 1, 1, "rows"), BOOL), lowest, scores(b, turned=False))
+    return b("Where", b.input("mask", ("batch", 1, 1, "rows"), BOOL), lowest, scores(b, transposed=False))
 
 
 def every_kind(b: Builder) -> str:
@@ -41,7 +43,7 @@ def every_kind(b: Builder) -> str:
     return b("Where", b.input("tile", ("rows", COLUMNS), BOOL), b("Neg", t), t)
 
 
-def turned(b: Builder) -> str:
+def transposed(b: Builder) -> str:
     t = b("Transpose", linear(b), perm=(0, 2, 1))
     return b("Where", b.input("mask", ("batch", COLUMNS, "rows"), BOOL), t, b.array(0.0))
 
@@ -51,7 +53,7 @@ def scaled_by_a_mask(b: Builder) -> str:
     return b("Mul", b("Gelu", linear(b)), b("Cast", mask, to=b.dtype))
 
 
-MODELS: tuple[Callable[[Builder], str], ...] = (causal, padding, every_kind, turned, scaled_by_a_mask)
+MODELS: tuple[Callable[[Builder], str], ...] = (causal, padding, every_kind, transposed, scaled_by_a_mask)
 
 
 def feed(model: ModelProto, batch: int, rows: int) -> dict[str, np.ndarray]:

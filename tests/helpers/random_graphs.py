@@ -93,9 +93,9 @@ def _product(s: Sketch, x: str, columns: int) -> None:
     if len(s.sizes) == 2 and s.draw(st.booleans()):
         _gemm(s, x, columns)
         return
-    turned = s.draw(st.booleans())
-    weight = s.b.array(s.numbers(columns, k) if turned else s.numbers(k, columns), f"weight{len(s.b.nodes)}")
-    product = s.b("MatMul", x, s.b("Transpose", weight, perm=[1, 0]) if turned else weight)
+    transposed = s.draw(st.booleans())
+    weight = s.b.array(s.numbers(columns, k) if transposed else s.numbers(k, columns), f"weight{len(s.b.nodes)}")
+    product = s.b("MatMul", x, s.b("Transpose", weight, perm=[1, 0]) if transposed else weight)
     if s.draw(st.booleans()):
         bias = s.b.array(s.numbers(columns))
         product = s.b("Add", *((bias, product) if s.draw(st.booleans()) else (product, bias)))
@@ -103,12 +103,12 @@ def _product(s: Sketch, x: str, columns: int) -> None:
 
 
 def _gemm(s: Sketch, x: str, columns: int) -> None:
-    turned, k, rows = s.pick(0, 1), s.sizes[-1], s.sizes[0]
-    weight = s.b.array(s.numbers(*((columns, k) if turned else (k, columns))), f"weight{len(s.b.nodes)}")
+    transposed, k, rows = s.pick(0, 1), s.sizes[-1], s.sizes[0]
+    weight = s.b.array(s.numbers(*((columns, k) if transposed else (k, columns))), f"weight{len(s.b.nodes)}")
     shapes = [None, (), (columns,), (1, columns)] + ([(rows, 1), (rows, columns)] if isinstance(s.dims[0], int) else [])
     shape = s.pick(*shapes)
     bias = () if shape is None else (_stored_or_given(s, s.numbers(*shape)),)
-    out = s.b("Gemm", x, weight, *bias, transB=turned, alpha=s.pick(1.0, 0.5), beta=s.pick(1.0, 0.5, 0.0))
+    out = s.b("Gemm", x, weight, *bias, transB=transposed, alpha=s.pick(1.0, 0.5), beta=s.pick(1.0, 0.5, 0.0))
     s.add(out, (rows, columns))
 
 
@@ -262,7 +262,7 @@ def _another(s: Sketch) -> None:
 
 
 def _scores(s: Sketch) -> None:
-    """A product of two values with the same batches, one of them turned by a Transpose or in an Einsum."""
+    """A product of two values with the same batches, one of them transposed by a Transpose or in an Einsum."""
     value = s.value()
     rank = len(value.sizes)
     alike = [other for other in s.values if other.sizes[:-2] == value.sizes[:-2] and len(other.sizes) == rank > 1]

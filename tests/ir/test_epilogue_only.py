@@ -99,8 +99,8 @@ def test_rows_flatten_where_only_lhs_stood_in_the_way() -> None:
     mapping = replace(map_axes(built), batch=("b",), m=("m",))
     epilogue_only = epilogue_of(built, (Tensor("product", F16, dims("b m n")),))
     assert map_pointwise(epilogue_only, mapping).m == ("b", "m")
-    turned = replace(epilogue_only, operands=(Tensor("product", F16, dims("m b n")), *epilogue_only.operands[1:]))
-    assert (map_pointwise(turned, mapping).batch, map_pointwise(turned, mapping).m) == (("b",), ("m",))
+    transposed = replace(epilogue_only, operands=(Tensor("product", F16, dims("m b n")), *epilogue_only.operands[1:]))
+    assert (map_pointwise(transposed, mapping).batch, map_pointwise(transposed, mapping).m) == (("b",), ("m",))
 
 
 def test_few_rows_are_spread_over_more_blocks() -> None:
@@ -117,7 +117,7 @@ def test_few_rows_are_spread_over_more_blocks() -> None:
 
 
 def test_no_kernel_follows_one_that_fits_everything() -> None:
-    """Columns of an output that lies turned are stored one by one, so what is read decides alone."""
+    """Columns of an output that lies transposed are stored one by one, so what is read decides alone."""
     built = fusion({"m": None, "n": 1280, "k": 5}, out="n m", operands=[("m n", F16)])
     epilogue_only = epilogue_of(built, products_of(built))
     (device,) = resolve("sm_90a", list)

@@ -18,8 +18,8 @@ from tests.helpers.hopper_cases import (
     HopperCase,
     batch_runs_cases,
     cases,
-    few_rows_cases,
     masked_cases,
+    small_m_cases,
     split_cases,
     tall_cases,
     walked_cases,
@@ -32,7 +32,7 @@ WALKED = list(walked_cases())
 TALL = list(tall_cases())
 MASKED = list(masked_cases())
 SPLIT = list(split_cases())
-FEW_ROWS = list(few_rows_cases())
+SMALL_M_CASES = list(small_m_cases())
 BATCH_RUNS = list(batch_runs_cases())
 SAMPLE = [
     *CASES[:: max(len(CASES) // 16, 1)],
@@ -40,7 +40,7 @@ SAMPLE = [
     *TALL[::7],
     *MASKED[::3],
     *SPLIT,
-    *FEW_ROWS,
+    *SMALL_M_CASES,
     *BATCH_RUNS[::3],
 ]
 ALIGNED = Size(504, 136, 248)
@@ -58,7 +58,7 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *FEW_ROWS, *BATCH_RUNS], ids=lambda case: case.name
+    "case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS], ids=lambda case: case.name
 )
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)

@@ -21,7 +21,7 @@ from onnxfuse.schedule.pointwise_tile import (
     THREADS,
     PointwiseSpec,
     PointwiseTile,
-    rows_on_their_way,
+    rows_in_flight,
     tile_for,
 )
 from tests.helpers.kernel_problem import (
@@ -65,11 +65,11 @@ CASES = [
     Case("f16 odd heads", F16, 2, (Size(37, 45, 1, n_run=15),), "residual", layout="heads"),
     Case("f16 images", F16, 1, (Size(48, 40, 1, m_run=24),), "residual", layout="images"),
     Case("f32 swapped rows", F32, 2, (Size(48, 40, 1, m_run=24),), "residual", layout="swapped rows"),
-    Case("bf16 turned", BF16, 1, (Size(48, 72, 1),), "mixed", (None, F32), layout="turned"),
+    Case("bf16 transposed", BF16, 1, (Size(48, 72, 1),), "mixed", (None, F32), layout="transposed"),
     Case("f16 bool", F16, 2, (Size(37, 96, 1), Size(5, 272, 1, batch=3, pad=16)), "masks"),
     Case("f16 bool x8", F16, 1, (Size(40, 328, 1), Size(33, 40, 1, pad=8)), "masked", (None, F32)),
     Case("bf16 odd bool", BF16, 1, (Size(37, 41, 1), Size(1, 1, 1)), "masks", narrow=True),
-    Case("f32 bool turned", F32, 1, (Size(48, 72, 1),), "masks", layout="turned"),
+    Case("f32 bool transposed", F32, 1, (Size(48, 72, 1),), "masks", layout="transposed"),
     Case("f16 bool heads", F16, 1, (Size(33, 96, 1, 3, n_run=32),), "masks", layout="heads"),
 ]
 
@@ -104,7 +104,7 @@ def make_spec(case: Case) -> TiledPointwise:
         steps += with_operand(steps[-1].result, index, loads[index].dtype, index % 2 == 1)
     values = ([steps[-1].result, *values] * 2)[: len(case.outs)]
     outs = tuple(access("tile", dtype or case.dtype, case.layout) for dtype in case.outs)
-    tile = tile_for(loads, outs, size.n, rows_on_their_way(loads, 8))
+    tile = tile_for(loads, outs, size.n, rows_in_flight(loads, 8))
     return TiledPointwise(loads, outs, tuple(steps), tuple(values), tile=tile)
 
 
@@ -114,10 +114,10 @@ def checked(spec: TiledPointwise) -> TiledPointwise:
 
 
 def make_problem(spec: TiledPointwise, size: Size, case: Case) -> Problem:
-    """The products lie plainly, other tensors as the case says; the kernel reaches a turned one element by element."""
-    rng, turned = np.random.default_rng([size.m, size.n]), LAYOUTS[case.layout][-1] == "m"
-    lies = [replace(load, turned=turned and index >= case.parts) for index, load in enumerate(spec.loads)]
-    outs = [make_output(replace(out, turned=turned), size) for out in spec.outs]
+    """The products lie plainly, other tensors as the case says; a transposed one is reached by single elements."""
+    rng, transposed = np.random.default_rng([size.m, size.n]), LAYOUTS[case.layout][-1] == "m"
+    lies = [replace(load, transposed=transposed and index >= case.parts) for index, load in enumerate(spec.loads)]
+    outs = [make_output(replace(out, transposed=transposed), size) for out in spec.outs]
     return Problem(spec, size, NOTHING, [], [make_operand(rng, load, size) for load in lies], outs)
 
 
@@ -186,5 +186,5 @@ def test_a_tile_is_made_of_whole_threads(n: int, width: int, rows: int) -> None:
 
 def test_a_thread_asks_for_no_more_than_its_registers_hold() -> None:
     tile = Access("tile", F32, 4)
-    assert rows_on_their_way((Access("row", F32, 4),), 8) == MAX_ROWS
-    assert [rows_on_their_way((tile,) * count, 4) for count in (1, 2, 3, 8, 12)] == [4, 4, 2, 1, 1]
+    assert rows_in_flight((Access("row", F32, 4),), 8) == MAX_ROWS
+    assert [rows_in_flight((tile,) * count, 4) for count in (1, 2, 3, 8, 12)] == [4, 4, 2, 1, 1]

@@ -50,9 +50,9 @@ def epilogue(*more: Access, out: Access | None = None) -> TiledSpec:
     return replace(BASE, loads=(*BASE.loads, *more), steps=tuple(steps), outs=outs, out_values=(value,))
 
 
-def walked(dtype: DType, width: int, run: int = 0, turned: bool = False, loop: str = "n") -> Access:
+def walked(dtype: DType, width: int, run: int = 0, transposed: bool = False, loop: str = "n") -> Access:
     """A tile whose columns or rows lie in runs, as after heads were split."""
-    return Access("tile", dtype, width, turned, (loop,), run)
+    return Access("tile", dtype, width, transposed, (loop,), run)
 
 
 EPILOGUES = {
@@ -67,10 +67,10 @@ EPILOGUES = {
     "fp32 output": epilogue(out=Access("tile", F32, 4)),
     "output of odd rows": epilogue(out=Access("tile", F16, 1)),
     "output of a quarter of the width": epilogue(Access("tile", F16, 8), out=Access("tile", F16, 2)),
-    "turned residual": epilogue(Access("tile", F16, 8, turned=True)),
-    "turned residual of odd columns": epilogue(Access("tile", F16, 1, turned=True)),
-    "turned fp32 residual and output": epilogue(Access("tile", F32, 2, True), out=Access("tile", F32, 4, True)),
-    "turned output": epilogue(out=Access("tile", F16, 8, turned=True)),
+    "transposed residual": epilogue(Access("tile", F16, 8, transposed=True)),
+    "transposed residual of odd columns": epilogue(Access("tile", F16, 1, transposed=True)),
+    "transposed fp32 residual and output": epilogue(Access("tile", F32, 2, True), out=Access("tile", F32, 4, True)),
+    "transposed output": epilogue(out=Access("tile", F16, 8, transposed=True)),
     "heads": epilogue(out=walked(F16, 8, run=64)),
     "narrow heads": epilogue(walked(F16, 8, run=40), out=walked(F16, 8, run=40)),
     "mask": epilogue(Access("tile", BOOL, 16)),
@@ -78,8 +78,8 @@ EPILOGUES = {
     "mask of odd rows": epilogue(Access("tile", BOOL, 1)),
     "mask of even rows": epilogue(Access("tile", BOOL, 2)),
     "mask of the columns": epilogue(Access("row", BOOL, 16)),
-    "turned mask": epilogue(Access("tile", BOOL, 16, turned=True)),
-    "turned output in runs of rows": epilogue(out=walked(F16, 4, turned=True, loop="m")),
+    "transposed mask": epilogue(Access("tile", BOOL, 16, transposed=True)),
+    "transposed output in runs of rows": epilogue(out=walked(F16, 4, transposed=True, loop="m")),
 }
 
 # What a path says, and the instruction that does it; the rest goes through registers.
@@ -137,7 +137,7 @@ def written_out(access: Access, spec: TiledSpec) -> int:
 def hopper_written_out(access: Access, spec: TiledSpec) -> int:
     """Accesses of one lane to a slab in the code: whole rows a pass, or a loop of two where they are many or walked."""
     columns = hopper_tile.footprint(spec, HOPPER_TILE, HOPPER.shared_bytes).slab_columns
-    if access.turned or access.two_levels:
+    if access.transposed or access.two_levels:
         return min(2, SLAB_ROWS * columns // access.width // LANES)
     rows = max(LANES // (columns // access.width), 1)
     passes = -(-SLAB_ROWS // rows)
@@ -182,7 +182,7 @@ def test_every_access_of_the_hopper_kernel_is_as_wide_as_promised(name: str) -> 
 
 
 @pytest.mark.parametrize("kernel", ["portable", "sm_90a"])
-@pytest.mark.parametrize("name", ["residual of odd rows", "turned residual of odd columns", "mask of odd rows"])
+@pytest.mark.parametrize("name", ["residual of odd rows", "transposed residual of odd columns", "mask of odd rows"])
 def test_copies_through_registers_wait_together(kernel: str, name: str) -> None:
     code = disassemble.sass(compiled(kernel, EPILOGUES[name]).data)
     order = "".join(op[0] for op in re.findall(r"\b(LDG|STS)\.[A-Z0-9.]*U(?:16|8)\b", code))
@@ -202,7 +202,7 @@ def test_rows_that_begin_anywhere_are_read_in_words_that_wait_together(order: st
 
 
 @pytest.mark.parametrize(
-    "name", ["residual", "fp32 residual", "turned output", "heads", "mask of half the width, and a residual"]
+    "name", ["residual", "fp32 residual", "transposed output", "heads", "mask of half the width, and a residual"]
 )
 def test_a_checked_kernel_has_wide_accesses_and_single_ones(name: str) -> None:
     wide = replace(EPILOGUES[name], tile=Tile(32, 64, 64, 1, 4, 4))

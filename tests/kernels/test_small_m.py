@@ -1,4 +1,4 @@
-"""The kernel for few rows without a GPU: run on the CPU, compiled within its registers, and chosen where it is for."""
+"""The kernel for small M without a GPU: run on the CPU, compiled within its registers, and chosen where it is for."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ CASES = [
         Size(5, 36, 44, 4, 4, False, lhs_batch_run=2, rhs_batch_run=2),
     )),
     Case("f16 head split", "f16", 1, "kn", tile(64), (Size(6, 48, 40, 2, n_run=16),), "residual", layout="heads"),
-    Case("bf16 turned", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="turned"),
+    Case("bf16 transposed", "bf16", 2, "nk", tile(16), (Size(5, 40, 72),), "mixed", (None, F32), layout="transposed"),
     Case("f16 bool", "f16", 2, "nk", tile(16), (Size(5, 48, 72), Size(16, 16, 64, 2, 16)), "masks"),
-    Case("bf16 bool turned", "bf16", 1, "kn", tile(64), (Size(16, 40, 72),), "masks", layout="turned"),
+    Case("bf16 bool transposed", "bf16", 1, "kn", tile(64), (Size(16, 40, 72),), "masks", layout="transposed"),
     Case("tf32 nk", "tf32", 1, "nk", tile(32, 16), (Size(1, 4, 4), Size(16, 67, 268), replace(TAIL, n=33)), "residual"),
     Case("tf32 kn", "tf32", 1, "kn", tile(64, 16), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "residual"),
     Case("tf32 kn gate", "tf32", 2, "kn", tile(32, 32), (Size(5, 52, 60, pad=4), Size(9, 200, 168)), "mixed"),
@@ -58,7 +58,7 @@ CASES = [
     Case("3xtf32 kn narrow", "3xtf32", 1, "kn", tile(16, 16), (Size(8, 132, 44), Size(9, 20, 204)), "masks"),
     Case("tf32 three", "tf32", 3, "kn", tile(16, 16, 3, 4), (Size(7, 36, 524),)),
     Case("tf32 batch", "tf32", 1, "kn", tile(32, 16), (Size(6, 36, 44, batch=3, broadcast_rhs=False),), "masks"),
-    Case("tf32 turned", "tf32", 2, "nk", tile(16, 16), (Size(5, 40, 72),), "mixed", layout="turned"),
+    Case("tf32 transposed", "tf32", 2, "nk", tile(16, 16), (Size(5, 40, 72),), "mixed", layout="transposed"),
 ]  # fmt: skip
 
 

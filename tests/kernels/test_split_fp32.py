@@ -21,10 +21,10 @@ from tests.helpers.exact_products import (
     check_hard,
     check_small,
     draw,
-    few_rows_spec,
     hard_problem,
     problem_of,
     relative_error,
+    small_m_spec,
     spec_of,
     whole_chunks,
 )  # fmt: skip
@@ -32,12 +32,12 @@ from tests.helpers.kernel_problem import Size, TiledSpec, make_problem
 from tests.kernels.test_portable_on_cpu import build, launch
 
 TILE = Tile(32, 32, 32, 2, 1, 3)
-FEW_ROWS = SmallMTile(32, 16, 2, 2)
+SMALL_M = SmallMTile(32, 16, 2, 2)
 M, N = 33, 24
 SUBNORMAL_TF32 = 2.0**-136
 
 SPECS = {name: spec_of(name, TILE) for name in ("tf32", "fp32", "3xtf32")}
-SPECS |= {f"few rows {order}": few_rows_spec(FEW_ROWS, order) for order in ("kn", "nk")}
+SPECS |= {f"small M {order}": small_m_spec(SMALL_M, order) for order in ("kn", "nk")}
 SPLIT = [name for name, spec in SPECS.items() if spec.math == "3xtf32"]
 Multiply = Callable[[str, np.ndarray, np.ndarray], np.ndarray]
 

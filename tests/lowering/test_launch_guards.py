@@ -149,8 +149,8 @@ def widths(variant: ProductVariant, arguments: Arguments) -> dict[str, list[int]
         columns = outer.columns if "n" in access.two_levels else arguments.n
         strides = {"m": outer.row_stride, "n": outer.column_stride, "batch": outer.batch_stride}
         pitches = [strides[loop] for loop in access.two_levels]
-        run = rows if access.turned else columns
-        return allowed(spec, tensor, access.width, access.dtype.bytes, access.turned, [*pitches, run])
+        run = rows if access.transposed else columns
+        return allowed(spec, tensor, access.width, access.dtype.bytes, access.transposed, [*pitches, run])
 
     inside = arguments.n if k_outside else arguments.k
     return {
@@ -235,7 +235,7 @@ def test_pitches_decide(tensor: str, pad: int, expected) -> None:
 @pytest.mark.parametrize(
     ("stride", "expected"),
     [(1, WIDE), (2, narrow("operand1")), (136, narrow("operand1"))],
-    ids=["dense", "every second", "turned"],
+    ids=["dense", "every second", "transposed"],
 )
 def test_an_inner_axis_that_is_not_contiguous_is_read_element_by_element(stride: int, expected) -> None:
     made = biased()

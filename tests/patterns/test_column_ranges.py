@@ -23,11 +23,11 @@ HEADS, GROUPS, WIDTH = 3, 1, 4  # of queries, of keys and of values; columns of 
 SIZES = (HEADS * WIDTH, GROUPS * WIDTH, GROUPS * WIDTH)
 
 
-def packed(b: Builder, sizes: Sequence[int] = SIZES, bias: bool = False, turned: bool = False) -> str:
+def packed(b: Builder, sizes: Sequence[int] = SIZES, bias: bool = False, transposed: bool = False) -> str:
     n = sum(sizes)
     x = b.input("x", ("batch", "rows", K))
-    weight = b.array(draw(n, K), "weight") if turned else b.array(draw(K, n), "weight")
-    t = b("MatMul", x, b("Transpose", weight, perm=(1, 0)) if turned else weight)
+    weight = b.array(draw(n, K), "weight") if transposed else b.array(draw(K, n), "weight")
+    t = b("MatMul", x, b("Transpose", weight, perm=(1, 0)) if transposed else weight)
     return b("Add", b.array(draw(n, seed=1), "bias"), t) if bias else t
 
 
@@ -55,7 +55,7 @@ def biased_slices(b: Builder) -> list[str]:
 
 
 def weight_of_rows(b: Builder) -> list[str]:
-    return [head(b, each) for each in split(b, packed(b, bias=True, turned=True))]
+    return [head(b, each) for each in split(b, packed(b, bias=True, transposed=True))]
 
 
 def bias_of_a_range(b: Builder) -> list[str]:
@@ -85,8 +85,8 @@ def rotated_queries(b: Builder) -> list[str]:
     q, k, v = split(b, packed(b))
     q = head(b, q)
     first, second = (b("Slice", q, *map(b.integers, (start, start + 2, 3))) for start in (0, 2))
-    turned = b("Concat", b("Neg", second), first, axis=3)
-    q = b("Add", b("Mul", q, b.input("cos", ("rows", WIDTH))), b("Mul", turned, b.input("sin", ("rows", WIDTH))))
+    rotated = b("Concat", b("Neg", second), first, axis=3)
+    q = b("Add", b("Mul", q, b.input("cos", ("rows", WIDTH))), b("Mul", rotated, b.input("sin", ("rows", WIDTH))))
     return [q, head(b, k), head(b, v)]
 
 

@@ -11,6 +11,6 @@ def test_a_fallback_shape_keeps_dimensions_or_takes_them_of_base() -> None:
     lhs = Base("x", ((b,), (s,), (Piece("x2", 6),)))
     split = shape_of(((b,), (s,), (h, d)), ((b,), (s,), (h,), (d,)), lhs)
     assert (split.entries, split.is_constant) == ((0, 0, 4, 8), True)
-    turned = shape_of(((b,), (h,), (s,), (d,)), ((b, h), (s,), (d,)), lhs)
-    assert (turned.entries, turned.of_base) == ((-1, 0, 8), (None, 1, None))
+    transposed = shape_of(((b,), (h,), (s,), (d,)), ((b, h), (s,), (d,)), lhs)
+    assert (transposed.entries, transposed.of_base) == ((-1, 0, 8), (None, 1, None))
     assert shape_of(((b, s), (h, d)), ((Piece("x5", "p"),), (Piece("x6", "q"),), (h, d)), lhs) is None

@@ -1,6 +1,6 @@
-"""The kernels for few rows side by side: `python -m tests.perf.few_rows --out results/h200-few-rows.json`.
+"""The kernels for small M side by side: `python -m tests.perf.few_rows --out results/h200-few-rows.json`.
 
-With 1 to 512 rows a plan chooses between the kernel for few rows, tiles of 64 or 128 rows in the sm_90a kernel with lhs
+With 1 to 512 rows a plan chooses between the kernel for small M, tiles of 64 or 128 rows in the sm_90a kernel with lhs
 in boxes of some heights and k split or not, and the portable kernel. Here the best tiles of each, by the plan's
 estimate, are measured as `tests.perf.kernels` does, all of a problem in turn with cuBLAS. Every output is checked
 against float64.

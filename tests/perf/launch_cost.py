@@ -26,7 +26,7 @@ from tests.perf.result_file import write_result
 
 NODES = 200
 RUNS, WARMUP = 60, 10
-WIDTHS = [(1, 512), (256, 256)]  # rows and columns: the kernel for few rows, and that of sm_90a with its tensor maps
+WIDTHS = [(1, 512), (256, 256)]  # rows and columns: the kernel for small M, and that of sm_90a with its tensor maps
 
 
 def fused_chain(m: int, width: int) -> onnx.ModelProto:

@@ -36,9 +36,9 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
 def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
     turns = (False, True) if family is not POINTWISE else (False,)  # that kernel goes along n only
-    for dtype, width, turned in itertools.product((F16, F32, BOOL), (1, 2, 4), turns):
-        assert family.access_path("load", Access(kind, dtype, width, turned))
-        assert family.access_path("out", Access("tile", dtype, width, turned))
+    for dtype, width, transposed in itertools.product((F16, F32, BOOL), (1, 2, 4), turns):
+        assert family.access_path("load", Access(kind, dtype, width, transposed))
+        assert family.access_path("out", Access("tile", dtype, width, transposed))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
         (Access("tile", BOOL, 4), "cp.async along n"),
         (Access("tile", BOOL, 2), "element by element along n"),
         (Access("row", BOOL, 16), VECTOR),
-        (Access("tile", F16, 8, turned=True), "cp.async along m, turned in shared memory"),
+        (Access("tile", F16, 8, transposed=True), "cp.async along m, transposed in shared memory"),
         (Access("tile", F16, 8, two_levels=("n",), run=64), "cp.async along n, n in runs of 64"),
         (
-            Access("tile", F16, 8, turned=True, two_levels=("m",)),
-            "cp.async along m, turned in shared memory, m in runs",
+            Access("tile", F16, 8, transposed=True, two_levels=("m",)),
+            "cp.async along m, transposed in shared memory, m in runs",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_paths_of_operands(load: Access, path: str) -> None:
         (Access("tile", F16, 8), "TMA store"),
         (Access("tile", F16, 4), "direct store along n"),  # rows that begin on 8 bytes
         (Access("tile", F32, 4), "direct store along n"),
-        (Access("tile", F16, 8, turned=True), "turned in shared memory, direct store along m"),
+        (Access("tile", F16, 8, transposed=True), "transposed in shared memory, direct store along m"),
         (Access("tile", F16, 8, two_levels=("n",), run=64), "TMA store, n in runs of 64"),
         (Access("tile", F16, 8, two_levels=("n",), run=40), "direct store along n, n in runs of 40"),
     ],

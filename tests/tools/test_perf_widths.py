@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnxfuse.analysis.axis_mapping import map_axes
-from onnxfuse.analysis.vector_width import is_turned
+from onnxfuse.analysis.vector_width import is_transposed
 from onnxfuse.device import ARCHITECTURES
 from tests.perf.widths import FLOOR, ODD, TURNS, WORTH, Problem, strides
 
@@ -27,7 +27,7 @@ def test_the_turned_residual_is_turned_and_its_peer_is_not() -> None:
     for turned, plain in TURNS:
         for problem, expected in ((turned, True), (plain, False)):
             built = problem.fusion
-            assert is_turned(built, built.operands[1], map_axes(built)) == expected
+            assert is_transposed(built, built.operands[1], map_axes(built)) == expected
             assert strides(built.operands[1], built, "m", "n") == ((1, 8192) if expected else (1280, 1))
 
 
