@@ -25,7 +25,7 @@ from onnxfuse.progress import Progress
 from onnxfuse.report.site_report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.report.stage_dump import write_stages
 from onnxfuse.runtime.timing import require_gpu
-from onnxfuse.selection import Candidate, Selection
+from onnxfuse.selection import FoundFusion, Selection
 from onnxfuse.settings import cache_dir
 from onnxfuse.tune.search import Timer, decide, measure
 from onnxfuse.tune.session_timer import SessionTimer, group_sites
@@ -105,12 +105,12 @@ def _selected(
     sites: tuple[Site, ...], skipped: tuple[SkippedSite, ...], selection: Selection
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     """The sites that the user wants; the others are left alone like those that no kernel computes."""
-    candidates = [
-        Candidate(site.fusion.anchor, site.fusion.pattern, _node_names(site, (*site.match.shared, *site.match.nodes)))
+    found = [
+        FoundFusion(site.fusion.anchor, site.fusion.pattern, _node_names(site, (*site.match.shared, *site.match.nodes)))
         for site in sites
     ]
-    selection.check(candidates, PATTERNS)
-    refusals = [selection.refusal(candidate) for candidate in candidates]
+    selection.check(found, PATTERNS)
+    refusals = [selection.refusal(each) for each in found]
     left = tuple(
         skipped_site(label, NotFusable("not_selected", label, refusal))
         for site, refusal in zip(sites, refusals, strict=True)

@@ -13,7 +13,7 @@ from onnxfuse.errors import SettingError
 
 
 @dataclass(frozen=True)
-class Candidate:
+class FoundFusion:
     """What a selection sees of a fusion: its anchor, its pattern, and the names of all its nodes."""
 
     anchor: str
@@ -40,7 +40,7 @@ class Selection:
     skip: tuple[str, ...] = ()
     plan: Mapping[str, str] | None = None
 
-    def refusal(self, candidate: Candidate) -> str:
+    def refusal(self, candidate: FoundFusion) -> str:
         """Why a fusion is not wanted; empty for one that is."""
         skipped = next((glob for glob in self.skip if candidate.fits(glob)), None)
         if skipped is not None:
@@ -51,7 +51,7 @@ class Selection:
             return "not in the plan"
         return ""
 
-    def check(self, candidates: Iterable[Candidate], patterns: Iterable[str]) -> None:
+    def check(self, candidates: Iterable[FoundFusion], patterns: Iterable[str]) -> None:
         """Every glob and every entry of the plan must mean something in this model.
 
         Raises:

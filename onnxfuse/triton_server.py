@@ -36,7 +36,7 @@ DATA_TYPES = {
 
 
 @dataclass(frozen=True)
-class Port:
+class TritonTensor:
     """An input or output of the model.
 
     Attributes:
@@ -91,7 +91,7 @@ def export_triton(
         raise OutputError(f"{folder}: is a file; name a folder, the model repository")
     if place.exists():
         raise OutputError(f"{place}: exists; remove it, or choose another --name")
-    inputs, outputs = (tuple(map(_port, ports)) for ports in signature(source))
+    inputs, outputs = (tuple(map(_tensor, ports)) for ports in signature(source))
     seen_at = f"{mount.rstrip('/') or folder.resolve()}/{place.name}/{BRIDGE}"
     batch = max_batch if has_batch(inputs, outputs) else 0
     text = configuration(place.name, inputs, outputs, seen_at, batch)
@@ -128,35 +128,37 @@ def _write(source: Model, place: Path, bridge: Path, text: str) -> None:
     write_text(place / "config.pbtxt", text)
 
 
-def _port(entry: tuple[str, int, tuple[int | str | None, ...] | None]) -> Port:
+def _tensor(entry: tuple[str, int, tuple[int | str | None, ...] | None]) -> TritonTensor:
     name, element, dims = entry
     if element not in DATA_TYPES:
         raise ModelError(f"{name!r}: Triton has no tensor type for ONNX element type {element}")
     if dims is None:
         raise ModelError(f"{name!r}: its rank is unknown; Triton needs one")
-    return Port(name, DATA_TYPES[element], dims)
+    return TritonTensor(name, DATA_TYPES[element], dims)
 
 
-def has_batch(inputs: Sequence[Port], outputs: Sequence[Port]) -> bool:
+def has_batch(inputs: Sequence[TritonTensor], outputs: Sequence[TritonTensor]) -> bool:
     """Whether the first axis is a batch: dynamic everywhere, and one symbol in all inputs.
 
     Exporters name the dimensions of outputs as they like, so those need only be dynamic.
     """
     ports = (*inputs, *outputs)
-    if not all(port.dims and not isinstance(port.dims[0], int) for port in ports):
+    if not all(tensor.dims and not isinstance(tensor.dims[0], int) for tensor in ports):
         return False
-    return len({port.dims[0] for port in inputs}) == 1
+    return len({tensor.dims[0] for tensor in inputs}) == 1
 
 
-def configuration(name: str, inputs: Sequence[Port], outputs: Sequence[Port], bridge: str, max_batch: int) -> str:
+def configuration(
+    name: str, inputs: Sequence[TritonTensor], outputs: Sequence[TritonTensor], bridge: str, max_batch: int
+) -> str:
     """The text of config.pbtxt; with a batch, dimensions are given without it."""
     first = 1 if max_batch else 0
     lines = [
         f"name: {_quoted(name)}",
         'backend: "onnxruntime"',
         f"max_batch_size: {max_batch}",
-        *(_port_text("input", port, first) for port in inputs),
-        *(_port_text("output", port, first) for port in outputs),
+        *(_tensor_text("input", tensor, first) for tensor in inputs),
+        *(_tensor_text("output", tensor, first) for tensor in outputs),
         f"model_operations {{ op_library_filename: {_quoted(bridge)} }}",
         "instance_group { kind: KIND_GPU }",
         *(["dynamic_batching { }"] if max_batch else []),
@@ -164,11 +166,11 @@ def configuration(name: str, inputs: Sequence[Port], outputs: Sequence[Port], br
     return "\n".join(lines) + "\n"
 
 
-def _port_text(kind: str, port: Port, first: int) -> str:
-    dims = [dim if isinstance(dim, int) else UNKNOWN for dim in port.dims[first:]]
+def _tensor_text(kind: str, tensor: TritonTensor, first: int) -> str:
+    dims = [dim if isinstance(dim, int) else UNKNOWN for dim in tensor.dims[first:]]
     # The server wants at least one dimension; a batch of single values is one of [1] reshaped to [].
     shape = f"dims: {dims}" if dims else "dims: [1] reshape { shape: [] }"
-    return f"{kind} {{ name: {_quoted(port.name)} data_type: {port.data_type} {shape} }}"
+    return f"{kind} {{ name: {_quoted(tensor.name)} data_type: {tensor.data_type} {shape} }}"
 
 
 def _quoted(text: str) -> str:

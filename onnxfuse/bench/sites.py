@@ -19,7 +19,7 @@ from onnxfuse.graph.fused_nodes import (
     AFTER,
     BEFORE,
     SHAPE_OF,
-    FusedSite,
+    DistinctNode,
     copy_model,
     product_model,
     read_sites,
@@ -132,7 +132,7 @@ def _shapes(
     return {name: tuple(map(int, value)) for name, value in zip(names, results, strict=True)}
 
 
-def _time_site(site: FusedSite, rates: Rates) -> SiteTimes:
+def _time_site(site: DistinctNode, rates: Rates) -> SiteTimes:
     inputs, outputs = _as_ports(site.inputs, site.weights), _as_ports(site.outputs)
     moved = sum(port.bytes for port in (*inputs, *outputs))
     copies = copies_for([*inputs, *outputs]) if rates.device == "cuda" else COPIES

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class FusedSite:
+class DistinctNode:
     """A fused node, and how many of the model are like it.
 
     Attributes:
@@ -142,7 +142,7 @@ def _values(node: NodeProto) -> Iterator[str]:
     return (name for name in (*node.input[1:], *node.output) if name)
 
 
-def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[FusedSite]:
+def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[DistinctNode]:
     """The distinct fused nodes of a model's main graph, in its order.
 
     Args:
@@ -156,7 +156,7 @@ def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[FusedSite]:
     bodies = {body.name: body for body in source.proto.functions if body.domain == DOMAIN}
     initializers = {tensor.name: tensor for tensor in source.proto.graph.initializer}
     kernels = {name: _archive(source, initializers[name]) for name in {node.input[0] for node in _fused(source.proto)}}
-    sites: dict[object, FusedSite] = {}
+    sites: dict[object, DistinctNode] = {}
     for node in _fused(source.proto):
         attributes = {each.name: each.s.decode() for each in node.attribute}
         inputs = _ports("x", attributes["in_types"], [shapes[name] for name in node.input[1:]])
@@ -168,7 +168,7 @@ def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[FusedSite]:
             sites[key] = replace(sites[key], count=sites[key].count + 1)
             continue
         body = bodies[node.op_type]
-        sites[key] = FusedSite(
+        sites[key] = DistinctNode(
             name=node.name,
             count=1,
             replaces=tuple(each.op_type for each in body.node if each.op_type not in SHAPE_OPS),
@@ -248,7 +248,7 @@ def _bound(sizes: dict[str, int], dims: list[list[list[str]]], shapes: list[Shap
     return sizes
 
 
-def site_models(site: FusedSite, copies: int) -> dict[str, bytes]:
+def site_models(site: DistinctNode, copies: int) -> dict[str, bytes]:
     """Two models of `copies` copies of a site: its original nodes (`before`) and the fused node (`after`)."""
     names = [KERNELS, *(name for name, _, _ in site.inputs)], [name for name, _, _ in site.outputs]
     fused = NodeProto(op_type=site.node.op_type, domain=DOMAIN)

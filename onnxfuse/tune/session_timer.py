@@ -28,20 +28,20 @@ from onnxfuse.tune.search import Trial
 from onnxfuse.tune.timing_cache import Key, read_times, write_times
 
 
-def problem_of(site: Site) -> str:
+def site_key(site: Site) -> str:
     """Equal for sites that have equal times: the same nodes, axes, sizes and types, whatever they are called."""
     whole = replacement(site.one_kernel, "")
-    return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _OF_THE_PROBLEM)])
+    return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _KEY_ATTRIBUTES)])
 
 
-_OF_THE_PROBLEM = ("axes", "sizes", "problem", "in_types", "out_types")
+_KEY_ATTRIBUTES = ("axes", "sizes", "problem", "in_types", "out_types")
 
 
 def group_sites(sites: Iterable[Site]) -> list[list[Site]]:
     """Sites with equal times, together."""
     groups: dict[str, list[Site]] = {}
     for site in sites:
-        groups.setdefault(problem_of(site), []).append(site)
+        groups.setdefault(site_key(site), []).append(site)
     return list(groups.values())
 
 
@@ -90,7 +90,7 @@ class SessionTimer:
             "driver": driver.driver_version(),
             "onnxruntime": onnxruntime().__version__,
             "onnxfuse": version("onnxfuse"),
-            "problem": problem_of(trial.site),
+            "problem": site_key(trial.site),
             "m": trial.m,
             "kernels": {
                 name: [_digest(*pair) for pair in implementation.variants]

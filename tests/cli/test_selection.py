@@ -11,7 +11,7 @@ import pytest
 
 import onnxfuse
 from onnxfuse.errors import SettingError
-from onnxfuse.selection import Candidate, make_selection
+from onnxfuse.selection import FoundFusion, make_selection
 from tests.cli.test_cli import onnxfuse as command
 from tests.helpers import corpus
 
@@ -113,7 +113,7 @@ def test_the_command_line_takes_its_own_explanation(model: onnx.ModelProto, tmp_
 
 
 def test_a_name_fits_itself_whatever_a_glob_makes_of_it() -> None:
-    candidate = Candidate("Layer[0]/MatMul", "gemm_epilogue", ("Layer[0]/MatMul", "Layer[0]/Relu?"))
+    candidate = FoundFusion("Layer[0]/MatMul", "gemm_epilogue", ("Layer[0]/MatMul", "Layer[0]/Relu?"))
     assert all(candidate.fits(name) for name in candidate.nodes)
     assert candidate.fits("*/MatMul")
     assert not candidate.fits("Layer[1]/MatMul")
