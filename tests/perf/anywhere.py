@@ -19,9 +19,11 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,7 @@ MOST_ULP = 2.0  # of the output's magnitude
 SLOWER = 1.02
 AHEAD = 20  # problems that are prepared beside the one that is timed
 WORST = 10
+SHOWN_KERNELS = 160  # characters
 
 
 @dataclass(frozen=True)
@@ -86,39 +89,52 @@ def sizes(problem: Drawn) -> tuple[int, int]:
     return sites, min(sites, max(1, math.ceil(COLD_BYTES / problem.bytes)))
 
 
-def prepare(problem: Drawn, index: int, folder: Path, device: DeviceSpec) -> Prepared:
+def prepare(problem: Drawn, index: int, folder: Path, device: DeviceSpec, further: int) -> Prepared:
     """Write both models and compile the tiles: work for a process that sees no GPU."""
     sites, weights = sizes(problem)
     original, fused = folder / f"{index}.onnx", folder / f"{index}.fused.onnx"
-    onnx.save(model(problem, sites, weights), original)
-    start = time.perf_counter()
-    report = onnxfuse.optimize_file(original, fused, arch=device.arch)
-    seconds = time.perf_counter() - start
-    found = planned(problem, device)
+    kernel, seconds = "", 0.0
+    if not further:
+        onnx.save(model(problem, sites, weights), original)
+        start = time.perf_counter()
+        report = onnxfuse.optimize_file(original, fused, arch=device.arch)
+        seconds = (time.perf_counter() - start) / sites
+        kernel = f"{report.fused[0].strategy}: {report.fused[0].kernel}" if report.fused else "left alone"
+    found = planned(problem, device, further)
     if found is not None:
         compile_tiles(found, device, folder)
-    kernel = f"{report.fused[0].strategy}: {report.fused[0].kernel}" if report.fused else "left alone"
     return Prepared(problem, sites, weights, original, fused, kernel, seconds, found)
 
 
 def measure(each: Prepared, device: DeviceSpec, folder: Path) -> dict[str, Any]:
     """One row of the result."""
+    row: dict[str, Any] = {"problem": str(each.problem), "drawn": asdict(each.problem)}
+    if each.kernel:
+        row |= _in_sessions(each)
+    if each.tiles is not None:
+        row["chosen"] = each.tiles.chosen
+        row["tiles"] = time_tiles(each.problem, each.tiles, each.sites, each.weights, device, folder)
+    return row
+
+
+def _in_sessions(each: Prepared) -> dict[str, Any]:
+    """Stock, cuBLAS and ours."""
     problem = each.problem
     stock, ours = (_captured(path, problem, each.sites) for path in (each.original, each.fused))
     ulp = None if ours is None else _error(ours[0], problem)
-    runners = [lambda run=run: run[1]() / each.sites * 1e6 for run in (stock, ours) if run is not None]
-    cublas, *times = in_turn([_cublas(problem, each.sites, each.weights), *runners])
-    found = dict(zip([name for name, run in (("stock", stock), ("ours", ours)) if run is not None], times, strict=True))
-    row: dict[str, Any] = {
-        "problem": str(problem), "m": problem.m, "k": problem.k, "n": problem.n, "floor_us": floor_us(problem),
-        "stock_us": found.get("stock"), "cublas_us": cublas, "ours_us": found.get("ours"), "error_ulp": ulp,
-        "optimize_s": each.seconds / each.sites, "kernel": each.kernel.split("\n")[0][:160],
+    ran = {name: run[1] for name, run in (("stock", stock), ("ours", ours)) if run is not None}
+    graphs = [partial(_microseconds, run, each.sites) for run in ran.values()]
+    cublas, *times = in_turn([_cublas(problem, each.sites, each.weights), *graphs])
+    found = dict(zip(ran, times, strict=True))
+    return {
+        "floor_us": floor_us(problem), "stock_us": found.get("stock"), "cublas_us": cublas,
+        "ours_us": found.get("ours"), "error_ulp": ulp, "optimize_s": each.seconds,
+        "kernel": each.kernel.split("\n")[0][:SHOWN_KERNELS],
     }  # fmt: skip
-    del stock, ours, runners
-    if each.tiles is not None:
-        row["chosen"] = each.tiles.chosen
-        row["tiles"] = time_tiles(problem, each.tiles, each.sites, each.weights, device, folder)
-    return row
+
+
+def _microseconds(seconds: Callable[[], float], sites: int) -> float:
+    return seconds() / sites * 1e6
 
 
 def _captured(path: Path, problem: Drawn, sites: int) -> tuple[Contender, Callable[[], float]] | None:
@@ -237,19 +253,21 @@ def _epilogue(kind: str, products: list[cupy.ndarray]) -> list[cupy.ndarray]:
     return [value * (gelu(gate) if kind == "geglu" else gate / (1 + cupy.exp(-gate)))]
 
 
-def in_order(problems: Iterator[Drawn], folder: Path, device: DeviceSpec) -> Iterator[Prepared]:
+def in_order(
+    problems: Iterator[Drawn], folder: Path, device: DeviceSpec, further: int
+) -> Generator[Prepared, None, None]:
     """The problems as other processes get them ready."""
     waiting: deque[Future[Prepared]] = deque()
     with ProcessPoolExecutor(max(os.cpu_count() or 2, 3) - 2, get_context("spawn")) as pool:
         try:
             for index, problem in enumerate(problems):
-                waiting.append(pool.submit(prepare, problem, index, folder, device))
+                waiting.append(pool.submit(prepare, problem, index, folder, device, further))
                 if len(waiting) > AHEAD:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def regret(row: Mapping[str, Any]) -> float | None:
@@ -260,7 +278,7 @@ def regret(row: Mapping[str, Any]) -> float | None:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """The figures of a result, and the rows that are furthest from cuBLAS's product."""
-    ran = [row for row in rows if row["ours_us"]]
+    ran = [row for row in rows if row.get("ours_us")]
     lines = [f"{len(rows)} problems, {len(ran)} ran"]
     both = [row for row in ran if row["stock_us"]]
     slower = [row for row in both if row["ours_us"] > SLOWER * row["stock_us"]]
@@ -294,11 +312,17 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    stock = f"{row['stock_us']:.1f}" if row["stock_us"] else "-"
     fastest = min(row.get("tiles", ()), key=lambda tile: tile["us"], default=None)
     best = f", best {fastest['tile']} {fastest['us']:.1f}" if fastest else ""
-    times = f"stock {stock}, cuBLAS {row['cublas_us']:.1f}, ours {row['ours_us']:.1f} us"
-    return f"{row['problem']}: {times}; {row.get('chosen') or row['kernel']}{best}"
+    chosen = f"{row['problem']}: {_times(row)}{row.get('chosen') or row['kernel']}{best}"
+    return f"{chosen}, regret {found:.1%}" if (found := regret(row)) is not None else chosen
+
+
+def _times(row: Mapping[str, Any]) -> str:
+    if "ours_us" not in row:
+        return ""
+    stock, ours = (f"{row[name]:.1f}" if row[name] else "-" for name in ("stock_us", "ours_us"))
+    return f"stock {stock}, cuBLAS {row['cublas_us']:.1f}, ours {ours} us; "
 
 
 def main() -> None:
@@ -307,6 +331,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200, help="after so many no problem is begun")
     parser.add_argument("--count", type=int, help="so many problems at most")
     parser.add_argument("--out", type=Path, help="result file, JSON")
+    parser.add_argument("--further", type=int, default=0, help="time tiles alone, so many far ones among them")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--fp32", action="store_const", dest="element", const=FLOAT, help="TF32 by both sides")
     kinds.add_argument("--bf16", action="store_const", dest="element", const=BFLOAT16)
@@ -314,19 +339,23 @@ def main() -> None:
     element = options.element or FLOAT16
     device, deadline = spec_of(driver.local_architectures()[0]), time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for each in in_order(itertools.islice(draw(options.seed, element), options.count), folder, device):
+    problems = itertools.islice(draw(options.seed, element), options.count)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        closing(in_order(problems, Path(name), device, options.further)) as ready,
+    ):
+        for each in ready:
             if time.monotonic() > deadline:
                 break
-            rows.append(measure(each, device, folder))
+            rows.append(measure(each, device, Path(name)))
             print(_text(rows[-1]), flush=True)
-            each.original.unlink()
-            each.fused.unlink()
+            each.original.unlink(missing_ok=True)
+            each.fused.unlink(missing_ok=True)
             cupy.get_default_memory_pool().free_all_blocks()
     print(summary(rows))
     if options.out:
         flag = {FLOAT: " --fp32", BFLOAT16: " --bf16"}.get(element, "")
+        flag += f" --further {options.further}" if options.further else ""
         command = f"python -m tests.perf.anywhere --seed {options.seed} --seconds {options.seconds:g}{flag}"
         write_result(options.out, {**origin(command), "rows": rows})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,8 @@ from tests.helpers.kernel_problem import ARGUMENTS
 from tests.perf.drawn import Drawn, model
 from tests.perf.kernels import graph_of, image, launcher, timed_replay
 
-NEAR = 1.6  # tiles whose estimate is within this of the best are timed
-MOST_TILES = 12
+NEAR, NEAREST = 1.6, 10  # tiles whose estimate is within this of the best are timed, so many at most
+FAR, FURTHER = 5.0, 14  # and as many others, drawn at random, where the cost model is to be fitted
 ROUNDS = 5
 UNTIMED = ("qkv",)  # three outputs, each with a weight of its own: whether one kernel takes all depends on the plan
 
@@ -53,8 +54,8 @@ def plan_of(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | 
     return sites[0].fusion, sites[0].plans[0]
 
 
-def planned(problem: Drawn, device: DeviceSpec) -> Planned | None:
-    """What to time; None for kinds that are not."""
+def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | None:
+    """What to time, with so many tiles more than the nearest; None for kinds that are not timed."""
     own = None if problem.kind in UNTIMED else plan_of(problem, device)
     known = plan_of(replace(problem, dynamic=False), device)
     if own is None or known is None:
@@ -62,9 +63,11 @@ def planned(problem: Drawn, device: DeviceSpec) -> Planned | None:
     chosen = next(each for each in own[1].variants if each.min_m <= problem.m <= each.max_m)
     fusion, plan = known
     tiles = [pair for pair in plan.ranked[0].tiles if math.isfinite(pair[0])]
-    near = [pair for pair in tiles if pair[0] <= NEAR * tiles[0][0]][:MOST_TILES]
+    near = [pair for pair in tiles if pair[0] <= NEAR * tiles[0][0]][:NEAREST]
     near += [pair for pair in tiles if str(pair[1].tile) == str(chosen.tile) and pair not in near]
-    choices = (Choice(us, replan(plan, [(problem.m, entry)]).variants[0]) for us, entry in near)
+    far = [pair for pair in tiles if pair[0] <= FAR * tiles[0][0] and pair not in near]
+    drawn = random.Random(str(problem)).sample(far, min(further, len(far)))
+    choices = (Choice(us, replan(plan, [(problem.m, entry)]).variants[0]) for us, entry in near + drawn)
     return Planned(fusion, str(chosen.tile), tuple(choices))
 
 
@@ -146,11 +149,11 @@ def time_tiles(
 
 def in_turn(runners: Sequence[Callable[[], float]], rounds: int = ROUNDS) -> list[float]:
     """The median of each, all run in every round, in an order that changes."""
-    random = np.random.default_rng(0)
+    order = np.random.default_rng(0)
     times: list[list[float]] = [[] for _ in runners]
     for runner in runners:
         runner()
     for _ in range(rounds):
-        for index in random.permutation(len(runners)):
+        for index in order.permutation(len(runners)):
             times[index].append(runners[index]())
     return [statistics.median(each) for each in times]
