@@ -1,15 +1,16 @@
-"""What ships inside a model: the archive of kernels and the attributes of a fused node: the contract with the bridge.
+"""What ships inside a model: the archive of kernels, half of the contract with the bridge.
+
+The other half, the attributes of a fused node, is in `lowering/fused_node.py`.
 
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   256 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
+    records   268 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
-              no such tensor; 128 more: accesses go down its rows), u48 levels (bit 2 t: the kernel walks the rows of
-              the t-th of these tensors in two levels, bit 2 t + 1: its columns; bit 36: the batch of the loads and outs
-              that need it, 37: that of lhs, 38: of rhs), u32 cluster, u32 number of tensor maps, tensor maps[9] of 8
-              bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 offset of the image
-              from the start of the archive, u32 bytes of it there, u32 bytes of it decompressed
+              no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks in two
+              levels, and whether its accesses go down the rows), u32 cluster, u32 number of tensor maps, tensor maps[9]
+              of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 offset of the
+              image from the start of the archive, u32 bytes of it there, u32 bytes of it decompressed
     images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
               stored once. Compressed they take less than a quarter; one is decompressed while the driver loads it
 
@@ -25,33 +26,6 @@ the order of preference: cubins before PTX, wide accesses before narrow ones. Th
 its strides of more than one element, must be a multiple of the record's alignment. Where that is more than an element,
 columns are neighbours in memory, or rows where accesses go down them: a size of 1 that only the run knows can make
 another axis of the tensor look contiguous. A kernel that looks at all this by itself has alignments of one element.
-
-The attributes of a fused node are strings that a person can read in any viewer:
-
-    kernel      id of its records, 1 to 31 hexadecimal digits
-    axes        `b m k, k (p n), (p n) -> b m n`: an einops item for each input after the archive, then for each output.
-                `1` (or `()`) is a dimension of size 1; an empty item is a tensor without dimensions. `k n:6144` has
-                6144 columns of which n, whose size is among `sizes`, is a window; one dimension of an input may be so
-    sizes       `p=2 n=1280 k=320`: axes known when the model was optimized. The inputs' shapes tell the others at run
-                time: a group tells the one axis of it that is still unknown. May be missing or empty
-    problem     `m=b*m n=n k=k` or `batch=b*h m=m n=n k=k`: axes of the kernel's loops, outermost first. A loop without
-                axes has size 1 and may be missing
-    arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the
-                inputs after the archive, outs the outputs. `[p=1]` is index 1 along axis p, `[+4096]` the window that
-                begins at element 4096: an offset, nothing is copied. `loads` is missing when there are none; lhs and
-                rhs are missing, and `problem` has no k, in a node that follows a product and does not compute one
-    out_types   `f16`, `f32` or `bf16` for each output, comma separated
-    in_types    the same for each input (integers and `bool` as well: `i64`, `u8`); may be missing. With it, a tool that
-                changed the model's types afterwards is found when the session loads
-    math        how the kernels compute products, as `KernelSpec.math` names it: `tf32`, or `3xtf32,fp32` where
-                architectures differ. Missing in a node that computes no product. By `tf32` `onnxfuse verify` knows what
-                to allow; the bridge ignores it
-    fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
-
-An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and
-outs as [batch, m, n]. The axes of a loop must lie one behind the other in a tensor, or all be missing: then it is
-broadcast along the loop. Where a record says that its kernel walks a loop of a tensor in two levels, the axes may lie
-in two such groups.
 """
 
 from __future__ import annotations
@@ -59,20 +33,21 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 from onnxfuse.errors import ModelError
 from onnxfuse.limits import MAX_BOX, MAX_LOADS, MAX_MAPS, MAX_OUTS
 
-BATCH_LEVEL = 1 << 2 * (2 + MAX_LOADS + MAX_OUTS)  # of a record's levels: loads and outs
-FACTOR_BATCH_LEVELS = (2 * BATCH_LEVEL, 4 * BATCH_LEVEL)  # lhs, rhs
+FIRST_LOAD = 2  # a record's tensors in order: lhs, rhs, the loads, the outputs
+FIRST_OUT = FIRST_LOAD + MAX_LOADS
+TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 8
+VERSION = 9
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct("<32s64sIIqqIIII2B12B4B6sII72sQII")
+_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sII72sQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
 _RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
@@ -80,10 +55,16 @@ _LEVEL = 6  # 9 saves 2 % more and takes six times as long
 _MAX_IMAGE_BYTES = 1 << 26
 _MAX_ALL_BYTES = 1 << 30  # of what one archive decompresses to
 _MAX_RATIO = 1032  # that deflate can reach: 258 bytes for two bits
-_LEVEL_BYTES = 6
-_TENSORS = 2 + MAX_LOADS + MAX_OUTS
-_TURNED = 128  # in the byte of an alignment
 _REMEDY = "the model's kernels are damaged or from another version; optimize the original again"
+
+
+class TensorFlag(IntFlag):
+    """How a kernel reaches one tensor."""
+
+    ROWS_IN_RUNS = 1  # it walks the rows in two levels
+    COLUMNS_IN_RUNS = 2
+    BATCHES_IN_RUNS = 4
+    TRANSPOSED = 8  # accesses go down the rows
 
 
 class Mapped(IntEnum):
@@ -93,6 +74,9 @@ class Mapped(IntEnum):
     RHS = 1
     OUT = 2
     NOTHING = 3  # a place in the kernel's parameter that it loads and stores nothing by
+
+
+_ALL_FLAGS = max(TensorFlag) * 2 - 1
 
 
 @dataclass(frozen=True)
@@ -147,8 +131,7 @@ class Record:
         image: cubin, or PTX without its final zero byte; decompressed.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
-        two_levels: bit 2 t for the rows, 2 t + 1 for the columns of tensor t, as in the archive.
-        turned: bit t for each tensor t, as in the archive, whose accesses go down its rows.
+        flags: a `TensorFlag` for lhs, rhs, each of 12 loads and each of 4 outputs; 0 where the kernel has none.
     """
 
     kernel: str
@@ -168,8 +151,7 @@ class Record:
     image: bytes
     cluster: int = 0
     maps: tuple[TensorMap, ...] = ()
-    two_levels: int = 0
-    turned: int = 0
+    flags: tuple[int, ...] = (0,) * TENSORS
 
     def __post_init__(self) -> None:
         _check(self)
@@ -224,8 +206,8 @@ def _check(record: Record) -> None:
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (0 < len(record.image) <= _MAX_IMAGE_BYTES, "image"),
         (0 <= record.cluster <= 16, "cluster"),
-        (0 <= record.two_levels < 2 * FACTOR_BATCH_LEVELS[-1], "levels"),
-        (all(_all_alignments(record)[bit] for bit in _bits(record.turned)), "turned tensor"),
+        (len(record.flags) == TENSORS and all(0 <= flags <= _ALL_FLAGS for flags in record.flags), "flags"),
+        (not any(_flags_of_missing(record)), "flags of a tensor that it does not have"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
@@ -257,8 +239,8 @@ def _all_alignments(record: Record) -> tuple[int, ...]:
     return (record.lhs_alignment, record.rhs_alignment, *loads, *outs)
 
 
-def _bits(number: int) -> list[int]:
-    return [bit for bit in range(_TENSORS) if number >> bit & 1]
+def _flags_of_missing(record: Record) -> list[int]:
+    return [flags for alignment, flags in zip(_all_alignments(record), record.flags, strict=False) if alignment == 0]
 
 
 @dataclass(frozen=True)
@@ -333,12 +315,7 @@ def _pack_record(record: Record, place: _Place) -> bytes:
         for entry in record.maps
     )
     tail = (record.cluster, len(record.maps), maps, place.offset, place.packed, len(record.image))
-    two_levels = record.two_levels.to_bytes(_LEVEL_BYTES, "little")
-    alignments = [
-        alignment + (_TURNED if record.turned >> tensor & 1 else 0)
-        for tensor, alignment in enumerate(_all_alignments(record))
-    ]
-    return _RECORD.pack(*names, *numbers, *launch, *alignments, two_levels, *tail)
+    return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), bytes(record.flags), *tail)
 
 
 def _check_header(data: bytes) -> int:
@@ -360,8 +337,7 @@ def _check_header(data: bytes) -> int:
 
 def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    ways, (two_levels, cluster, map_count, maps, offset, packed, size) = fields[10:28], fields[28:]
-    alignments = tuple(way % _TURNED for way in ways)
+    alignments, (flags, cluster, map_count, maps, offset, packed, size) = fields[10 : 10 + TENSORS], fields[-7:]
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
         kernel=_text(kernel),
@@ -376,13 +352,12 @@ def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
         shared_bytes=shared_bytes,
         lhs_alignment=alignments[0],
         rhs_alignment=alignments[1],
-        load_alignments=_without_padding(alignments[2 : 2 + MAX_LOADS]),
-        out_alignments=_without_padding(alignments[2 + MAX_LOADS :]),
+        load_alignments=_without_padding(alignments[FIRST_LOAD:FIRST_OUT]),
+        out_alignments=_without_padding(alignments[FIRST_OUT:]),
         image=images.read(index, offset, packed, size),
         cluster=cluster,
         maps=_unpack_maps(maps, map_count),
-        two_levels=int.from_bytes(two_levels, "little"),
-        turned=sum(1 << tensor for tensor, way in enumerate(ways) if way >= _TURNED),
+        flags=tuple(flags),
     )
 
 

@@ -1,4 +1,33 @@
-"""One implementation -> the fused node that is written into the model, with its attributes."""
+"""One implementation -> the fused node that is written into the model, with its attributes.
+
+They are half of the contract with the bridge; the other half, the archive of kernels, is in `graph/archive.py`. They
+are strings that a person can read in any viewer:
+
+    kernel      id of its records, 1 to 31 hexadecimal digits
+    axes        `b m k, k (p n), (p n) -> b m n`: an einops item for each input after the archive, then for each output.
+                `1` (or `()`) is a dimension of size 1; an empty item is a tensor without dimensions. `k n:6144` has
+                6144 columns of which n, whose size is among `sizes`, is a window; one dimension of an input may be so
+    sizes       `p=2 n=1280 k=320`: axes known when the model was optimized. The inputs' shapes tell the others at run
+                time: a group tells the one axis of it that is still unknown. May be missing or empty
+    problem     `m=b*m n=n k=k` or `batch=b*h m=m n=n k=k`: axes of the kernel's loops, outermost first. A loop without
+                axes has size 1 and may be missing
+    arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the
+                inputs after the archive, outs the outputs. `[p=1]` is index 1 along axis p, `[+4096]` the window that
+                begins at element 4096: an offset, nothing is copied. `loads` is missing when there are none; lhs and
+                rhs are missing, and `problem` has no k, in a node that follows a product and does not compute one
+    out_types   `f16`, `f32` or `bf16` for each output, comma separated
+    in_types    the same for each input (integers and `bool` as well: `i64`, `u8`); may be missing. With it, a tool that
+                changed the model's types afterwards is found when the session loads
+    math        how the kernels compute products, as `KernelSpec.math` names it: `tf32`, or `3xtf32,fp32` where
+                architectures differ. Missing in a node that computes no product. By `tf32` `onnxfuse verify` knows what
+                to allow; the bridge ignores it
+    fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
+
+An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and
+outs as [batch, m, n]. The axes of a loop must lie one behind the other in a tensor, or all be missing: then it is
+broadcast along the loop. Where a record says that its kernel walks a loop of a tensor in two levels, the axes may lie
+in two such groups.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +57,7 @@ def replacement(implementation: Implementation, kernel: str) -> Replacement:
 
 
 def node_attributes(implementation: Implementation, kernel: str) -> dict[str, str]:
-    """The fused node's attributes; their grammar is in graph/archive.py."""
+    """The fused node's attributes."""
     fusion = implementation.fusion
     held = {axis for tensor in (*fusion.inputs, *fusion.outputs) for axis in tensor.axes}
     known = [axis for axis in fusion.axes if axis.size is not None and axis.name in held]

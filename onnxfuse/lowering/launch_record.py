@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.graph.archive import BATCH_LEVEL, FACTOR_BATCH_LEVELS, Mapped, Record, TensorMap
+from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, TENSORS, Mapped, Record, TensorFlag, TensorMap
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
-from onnxfuse.limits import MAX_LOADS
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.variant import AnyVariant
+
+_IN_RUNS = {"m": TensorFlag.ROWS_IN_RUNS, "n": TensorFlag.COLUMNS_IN_RUNS, "batch": TensorFlag.BATCHES_IN_RUNS}
 
 
 def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels) -> Record:
@@ -35,8 +36,7 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         cluster=launch.cluster,
         maps=tuple(map(_tensor_map, launch.maps)),
-        two_levels=_two_levels(spec),
-        turned=_turned(spec),
+        flags=_flags(spec),
     )
 
 
@@ -45,28 +45,17 @@ def _alignment(checked: bool, access: Access) -> int:
     return access.dtype.bytes * (1 if checked else access.width)
 
 
-def _tensors(spec: KernelSpec | PointwiseSpec) -> list[tuple[int, Access]]:
-    """Every tensor with its place in the record's bits: lhs, rhs, loads, outs."""
-    loads = ((2 + index, load) for index, load in enumerate(spec.loads))
-    outs = ((2 + MAX_LOADS + index, out) for index, out in enumerate(spec.outs))
-    return [*enumerate(spec.factors), *loads, *outs]
+def _flags(spec: KernelSpec | PointwiseSpec) -> tuple[int, ...]:
+    """How the kernel reaches every tensor that a record may have."""
+    loads = enumerate(spec.loads, FIRST_LOAD)
+    outs = enumerate(spec.outs, FIRST_OUT)
+    flags = {tensor: _flags_of(access) for tensor, access in (*enumerate(spec.factors), *loads, *outs)}
+    return tuple(flags.get(tensor, 0) for tensor in range(TENSORS))
 
 
-def _two_levels(spec: KernelSpec | PointwiseSpec) -> int:
-    """The record's bits: which loops of which tensors the kernel walks in two levels."""
-    walked = [(tensor, loop) for tensor, access in _tensors(spec) for loop in access.two_levels]
-    return sum({_level_bit(tensor, loop) for tensor, loop in walked})
-
-
-def _level_bit(tensor: int, loop: str) -> int:
-    if loop != "batch":
-        return 1 << 2 * tensor + "mn".index(loop)
-    return FACTOR_BATCH_LEVELS[tensor] if tensor < len(FACTOR_BATCH_LEVELS) else BATCH_LEVEL
-
-
-def _turned(spec: KernelSpec | PointwiseSpec) -> int:
-    """The record's bits: which tensors are accessed down their rows."""
-    return sum(1 << tensor for tensor, access in _tensors(spec) if access.transposed)
+def _flags_of(access: Access) -> int:
+    loops = sum(_IN_RUNS[loop] for loop in access.two_levels)
+    return loops | (TensorFlag.TRANSPOSED if access.transposed else 0)
 
 
 def _tensor_map(rule: MapRule | None) -> TensorMap:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph.archive import ALIGNMENTS, Flavour, Mapped, Record, TensorMap, pack, unpack
+from onnxfuse.graph.archive import ALIGNMENTS, TENSORS, Flavour, Mapped, Record, TensorMap, pack, unpack
 from tests.tools import fuzz_archive
-from tests.tools.fuzz_archive import RECORD
+from tests.tools.fuzz_archive import RECORD, flags
 
 alignments = st.sampled_from(ALIGNMENTS)
 low_and_high = st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(sorted)
@@ -30,11 +30,7 @@ def records(draw: st.DrawFn) -> Record:
     maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
     loads = draw(st.lists(alignments, max_size=12))
     outs = draw(st.lists(alignments, min_size=1, max_size=4))
-    there = (
-        ([0, 1] if product[0] else [])
-        + [2 + load for load in range(len(loads))]
-        + [2 + 12 + out for out in range(len(outs))]
-    )
+    there = (*product, *loads, *[0] * (12 - len(loads)), *outs, *[0] * (4 - len(outs)))
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
         entry=draw(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=63)),
@@ -53,8 +49,7 @@ def records(draw: st.DrawFn) -> Record:
         image=draw(st.binary(min_size=1, max_size=200)),
         cluster=draw(st.integers(0, 16)),
         maps=tuple(maps),
-        two_levels=draw(st.integers(0, 2**36 - 1)),
-        turned=sum(1 << tensor for tensor in draw(st.sets(st.sampled_from(there)))),
+        flags=tuple(draw(st.integers(0, 15)) if alignment else 0 for alignment in there),
     )
 
 
@@ -72,7 +67,7 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert len(pack(many)) == len(pack([one])) + 7 * 256
+    assert len(pack(many)) == len(pack([one])) + 7 * 268
     assert {record.image for record in unpack(pack(many))} == {image}
 
 
@@ -140,8 +135,10 @@ def test_mending_an_archive_brings_a_reader_behind_its_header(data: bytes) -> No
         ({"out_alignments": (0,)}, "alignment"),
         ({"load_alignments": (4,) * 13}, "count of alignments"),
         ({"image": b""}, "image"),
-        ({"turned": 1, "lhs_alignment": 0, "rhs_alignment": 0}, "turned tensor"),
-        ({"turned": 1 << 2 + 11}, "turned tensor"),
+        ({"flags": flags({0: 1}), "lhs_alignment": 0, "rhs_alignment": 0}, "flags of a tensor"),
+        ({"flags": flags({2 + 11: 8})}, "flags of a tensor"),
+        ({"flags": flags({2: 16})}, "flags"),
+        ({"flags": (0,) * (TENSORS - 1)}, "flags"),
     ],
 )
 def test_a_record_that_the_bridge_would_refuse_cannot_be_made(change: dict, what: str) -> None:

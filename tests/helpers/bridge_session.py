@@ -20,8 +20,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxfuse.graph.archive import Flavour, Mapped, Record, TensorMap, pack
-from tests.tools.fuzz_archive import mended
+from onnxfuse.graph.archive import FIRST_OUT, Flavour, Mapped, Record, TensorMap, pack
+from tests.tools.fuzz_archive import flags, mended
 
 K, N = 8, 12
 RECORD = Record(
@@ -280,9 +280,8 @@ def head_split() -> None:
         "axes": "b m k, k (p n1 n2), (p n1 n2) -> b n1 m n2", "sizes": f"p=2 n1=3 n2=4 k={K}",
         "problem": "batch=b m=m n=n1*n2 k=k",
     }  # fmt: skip
-    rows_of_out = 1 << 2 * (2 + 12)
-    columns_of_out = 2 * rows_of_out
-    archive = pack([Record(**(vars(RECORD) | {"two_levels": columns_of_out}))])
+    columns_of_out, both_of_out = flags({FIRST_OUT: 2}), flags({FIRST_OUT: 3})
+    archive = pack([Record(**(vars(RECORD) | {"flags": columns_of_out}))])
     made = session(model(archive=archive, **split))
     assert made.get_outputs()[0].shape == ["B", 3, "M", 4]
     x = sample(2, 5, K)
@@ -293,9 +292,9 @@ def head_split() -> None:
     rule = TensorMap(Mapped.OUT, 0, False, 0, 4, 16)
     for problem, levels, extents, strides in (
         ("batch=b m=m n=n1*n2 k=k", columns_of_out, [4, 5, 3, 1, 2], {0: 16, 1: 16 * 5, 3: 16 * 5 * 3}),
-        ("m=b*m n=n1*n2 k=k", columns_of_out | rows_of_out, [4, 5, 3, 2, 1], {0: 16, 1: 16 * 5, 2: 16 * 5 * 3}),
+        ("m=b*m n=n1*n2 k=k", both_of_out, [4, 5, 3, 2, 1], {0: 16, 1: 16 * 5, 2: 16 * 5 * 3}),
     ):
-        mapped = pack([Record(**(vars(RECORD) | {"two_levels": levels, "cluster": 1, "maps": (rule,)}))])
+        mapped = pack([Record(**(vars(RECORD) | {"flags": levels, "cluster": 1, "maps": (rule,)}))])
         made = session(model(archive=mapped, **split | {"problem": problem}))
         (again,) = made.run(None, {"x": x})
         np.testing.assert_array_equal(again, y)

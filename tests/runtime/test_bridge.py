@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxfuse.graph.archive import Flavour, Mapped, Record, TensorMap, pack
+from onnxfuse.errors import ModelError
+from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, VERSION, Flavour, Mapped, Record, TensorMap, pack, unpack
 from onnxfuse.limits import MAX_LOADS, MAX_OUTS, MAX_PARTS
 from tests.conftest import has_gpu
 from tests.graph.test_archive import RECORD, records
 from tests.helpers.bridge_build import ROOT, bridge_library, fake_driver_folder
 from tests.helpers.bridge_hooks import Arguments, BridgeError, Node, Outer, Tensor, bridge
+from tests.tools.fuzz_archive import flags
 
 GATE = Node(
     axes="b m k, k (p n), (p n) -> b m n",
@@ -429,15 +431,7 @@ def fields(record: Record) -> list[str]:
     numbers = (record.capability, int(record.flavour), record.min_m, record.max_m, record.block_m, record.block_n)
     launch = (record.threads, record.shared_bytes, record.lhs_alignment, record.rhs_alignment, *loads, *outs)
     maps = [int(value) for entry in record.maps for value in dataclasses.astuple(entry)]
-    tail = (
-        record.two_levels,
-        record.turned,
-        record.cluster,
-        len(record.maps),
-        *maps,
-        len(record.image),
-        fnv1a(record.image),
-    )
+    tail = (*record.flags, record.cluster, len(record.maps), *maps, len(record.image), fnv1a(record.image))
     return [record.kernel, record.entry, *map(str, (*numbers, *launch, *tail))]
 
 
@@ -445,6 +439,15 @@ def fields(record: Record) -> list[str]:
 @given(st.lists(records(), max_size=4))
 def test_cpp_reads_what_python_packs(given_records: list[Record]) -> None:
     assert bridge().archive(pack(given_records)) == [fields(record) for record in given_records]
+
+
+def test_an_archive_of_the_version_before_is_refused_by_its_number() -> None:
+    data = pack([RECORD])
+    before = data[:8] + (VERSION - 1).to_bytes(4, "little") + data[12:]
+    with pytest.raises(BridgeError, match=rf"has version {VERSION - 1} .* reads version {VERSION}; use the onnxfuse"):
+        bridge().archive(before)
+    with pytest.raises(ModelError, match=rf"has version {VERSION - 1} .* reads version {VERSION}; .* optimize"):
+        unpack(before)
 
 
 def test_cpp_finds_every_truncation_and_every_flipped_bit() -> None:
@@ -477,7 +480,7 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
     with contextlib.suppress(BridgeError):
-        assert all((len(record) - 34) == 6 * int(record[31]) for record in bridge().archive(resealed(archive)))
+        assert all((len(record) - 50) == 6 * int(record[47]) for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------
@@ -557,19 +560,23 @@ def test_alignment_decides(arguments: Mapping[str, object], expected: int) -> No
 @pytest.mark.parametrize(
     ("outer", "levels", "expected"),
     [
-        ({"columns": 8, "column_stride": 320}, 1 << 2 * 14 + 1, 0),
-        ({"columns": 8, "column_stride": 321}, 1 << 2 * 14 + 1, 1),  # the second run is misaligned
-        ({"columns": 4, "column_stride": 320}, 1 << 2 * 14 + 1, 1),  # an access would end behind its run
-        ({"columns": 8, "column_stride": 320}, 1 << 2 * 14, None),  # the kernel walks rows in two levels, not columns
-        ({"columns": 8, "column_stride": 320}, 1 << 2 * 2 + 1, None),  # another tensor's columns
-        ({"rows": 5, "row_stride": 320}, 1 << 2 * 14, 0),
+        ({"columns": 8, "column_stride": 320}, {FIRST_OUT: 2}, 0),
+        ({"columns": 8, "column_stride": 321}, {FIRST_OUT: 2}, 1),  # the second run is misaligned
+        ({"columns": 4, "column_stride": 320}, {FIRST_OUT: 2}, 1),  # an access would end behind its run
+        (
+            {"columns": 8, "column_stride": 320},
+            {FIRST_OUT: 1},
+            None,
+        ),  # the kernel walks rows in two levels, not columns
+        ({"columns": 8, "column_stride": 320}, {FIRST_LOAD: 2}, None),  # another tensor's columns
+        ({"rows": 5, "row_stride": 320}, {FIRST_OUT: 1}, 0),
     ],
 )
-def test_levels_decide(outer: Mapping[str, int], levels: int, expected: int | None) -> None:
+def test_levels_decide(outer: Mapping[str, int], levels: dict[int, int], expected: int | None) -> None:
     arguments = plain_arguments(m=10)
     for name, value in outer.items():
         setattr(arguments.outs_outer[0], name, value)
-    carried = [dataclasses.replace(record, two_levels=levels) for record in (WIDE, ANY)]
+    carried = [dataclasses.replace(record, flags=flags(levels)) for record in (WIDE, ANY)]
     if expected is None:
         with pytest.raises(BridgeError, match="out 0"):
             choose(carried, arguments)
@@ -577,20 +584,31 @@ def test_levels_decide(outer: Mapping[str, int], levels: int, expected: int | No
         assert choose(carried, arguments) == expected
 
 
+def test_each_output_needs_its_own_batches_in_runs() -> None:
+    arguments = plain_arguments()
+    arguments.batch = 4
+    for outer in (arguments.lhs_outer, arguments.rhs_outer, arguments.loads_outer[0], arguments.outs_outer[0]):
+        outer.batches = 4
+    arguments.outs_outer[0].batches, arguments.outs_outer[0].batch_stride = 2, 320
+    assert choose([dataclasses.replace(ANY, flags=flags({FIRST_OUT: 4}))], arguments) == 0
+    with pytest.raises(BridgeError, match="out 0"):
+        choose([dataclasses.replace(ANY, flags=flags({FIRST_LOAD: 4}))], arguments)
+
+
 SCORES = Node(
     "b m h k, b n h k -> b h m n", "batch=b*h m=m n=n k=k", "lhs=0 rhs=1 outs=0", out_types="f16", kernel="0123abcd"
 )
 
 
-@pytest.mark.parametrize(("levels", "missing"), [(0, "lhs"), (1 << 37, "rhs 0"), (1 << 38, "lhs"), (3 << 37, None)])
-def test_batches_in_runs_want_a_kernel_that_walks_them(levels: int, missing: str | None) -> None:
+@pytest.mark.parametrize(("levels", "missing"), [({}, "lhs"), ({0: 4}, "rhs 0"), ({1: 4}, "lhs"), ({0: 4, 1: 4}, None)])
+def test_batches_in_runs_want_a_kernel_that_walks_them(levels: dict[int, int], missing: str | None) -> None:
     arguments = bridge().arguments(SCORES, ((2, 64, 4, 64), (2, 48, 4, 64)), element_bytes=2, inputs=(1024, 2048),
                                    outputs=(8192,))[0]  # fmt: skip
     assert (arguments.lhs.batch_stride, arguments.lhs_outer.batches, arguments.lhs_outer.batch_stride) == (64, 4, 16384)
     assert (arguments.rhs[0].batch_stride, arguments.rhs_outer.batches, arguments.rhs_outer.batch_stride) == (
         64, 4, 12288,
     )  # fmt: skip
-    carried = pack([dataclasses.replace(ANY, load_alignments=(), two_levels=levels)])
+    carried = pack([dataclasses.replace(ANY, load_alignments=(), flags=flags(levels))])
     if missing is None:
         assert bridge().choose(carried, SCORES, arguments) == 0
     else:

@@ -26,6 +26,11 @@ RECORD = archive.Record(
 )  # fmt: skip
 
 
+def flags(of: dict[int, int]) -> tuple[int, ...]:
+    """A record's flags: those of some tensors, 0 of the others."""
+    return tuple(of.get(tensor, 0) for tensor in range(archive.TENSORS))
+
+
 def mended(data: bytes) -> bytes:
     """The bytes with the magic, version, size and checksum that let a reader go on."""
     if len(data) < 32:
@@ -49,8 +54,9 @@ def read(data: bytes) -> tuple[archive.Record, ...]:
 def seeds() -> list[bytes]:
     """Archives to start from: bytes out of nothing hardly ever become one."""
     tensor_map = archive.TensorMap(archive.Mapped.OUT, 0, False, 128, 64, 8)
-    mapped = replace(RECORD, cluster=2, maps=(tensor_map,), turned=1)
-    behind = replace(RECORD, kernel="89ef", lhs_alignment=0, rhs_alignment=0, two_levels=1 << 3)
+    mapped = replace(RECORD, cluster=2, maps=(tensor_map,), flags=flags({0: archive.TensorFlag.TRANSPOSED}))
+    in_runs = flags({archive.FIRST_LOAD: archive.TensorFlag.COLUMNS_IN_RUNS})
+    behind = replace(RECORD, kernel="89ef", lhs_alignment=0, rhs_alignment=0, flags=in_runs)
     portable = replace(RECORD, flavour=archive.Flavour.PTX, min_m=4097, max_m=2**31 - 1, image=b"//" * 40)
     return [archive.pack(records) for records in ([RECORD], [mapped], [behind], [RECORD, portable, mapped], [])]
 

@@ -12,10 +12,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 8;
+constexpr uint32_t kVersion = 9;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 256;
+constexpr uint64_t kRecordBytes = 268;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
@@ -25,7 +25,6 @@ constexpr uint32_t kMaxBox = 256;
 constexpr uint32_t kMaxSharedBytes = 1 << 20;
 constexpr uint64_t kMaxImageBytes = 1 << 26;
 constexpr uint64_t kMaxRatio = 1032;   // that deflate can reach: 258 bytes for two bits
-constexpr char kRemedy[] = "; the model's kernels are damaged or from another version, optimize the original again";
 
 // Little-endian fields, in order, inside [data, data + size).
 class Cursor {
@@ -101,39 +100,33 @@ uint32_t parse_header(const uint8_t* data, uint64_t size) {
   return count;
 }
 
-constexpr uint8_t kTurned = 128;   // in the byte of an alignment
+constexpr size_t kProductTensors = 2;   // lhs and rhs
 
-uint8_t parse_alignment(Cursor& cursor, uint32_t& turned, size_t tensor) {
-  const auto way = cursor.number<uint8_t>();
-  const uint8_t alignment = way & ~kTurned;
-  if (way & kTurned) turned |= 1u << tensor;
-  if (way == kTurned) fail("a record turns a tensor that it does not have", kRemedy);
-  if (alignment > 16 || (alignment & (alignment - 1)) != 0) fail("a record has alignment ", int{alignment}, kRemedy);
-  return alignment;
+void check_rule(const TensorRule& rule) {
+  const int alignment = rule.alignment;
+  if (alignment > 16 || (alignment & (alignment - 1)) != 0) fail("a record has alignment ", alignment, kRemedy);
+  if ((rule.flags & ~kAllFlags) != 0) fail("a record has unknown flags ", int{rule.flags}, kRemedy);
+  if (alignment == 0 && rule.flags != 0) fail("a record has flags of a tensor that it does not have", kRemedy);
 }
 
-// Alignments of tensors of which a kernel has any number; 0 follows the last. Returns how many it has.
-template <size_t Count>
-size_t parse_alignments(Cursor& cursor, uint8_t (&alignments)[Count], uint32_t& turned, size_t first) {
+// How many of `count` tensors a kernel has; it lacks those behind the last.
+size_t count_tensors(const TensorRule* rules, size_t count) {
   size_t used = 0;
-  for (size_t i = 0; i < Count; ++i) {
-    alignments[i] = parse_alignment(cursor, turned, first + i);
-    if (alignments[i] == 0) continue;
+  for (size_t i = 0; i < count; ++i) {
+    if (rules[i].alignment == 0) continue;
     if (used != i) fail("the alignments of a record have a gap", kRemedy);
     ++used;
   }
   return used;
 }
 
-Alignments parse_alignments(Cursor& cursor) {
-  Alignments alignments;
-  alignments.lhs = parse_alignment(cursor, alignments.turned, 0);
-  alignments.rhs = parse_alignment(cursor, alignments.turned, kRhsIndex);
-  if ((alignments.lhs == 0) != (alignments.rhs == 0)) fail("a record has half a product", kRemedy);
-  alignments.load_count = parse_alignments(cursor, alignments.loads, alignments.turned, kFirstLoad);
-  alignments.out_count = parse_alignments(cursor, alignments.outs, alignments.turned, kFirstOut);
-  for (int byte = 0; byte < 6; ++byte) alignments.two_levels |= uint64_t{cursor.number<uint8_t>()} << 8 * byte;
-  return alignments;
+void parse_tensors(Cursor& cursor, Record& record) {
+  for (TensorRule& rule : record.tensors) rule.alignment = cursor.number<uint8_t>();
+  for (TensorRule& rule : record.tensors) rule.flags = cursor.number<uint8_t>();
+  for (const TensorRule& rule : record.tensors) check_rule(rule);
+  if (count_tensors(record.tensors, kProductTensors) == 1) fail("a record has half a product", kRemedy);
+  record.load_count = count_tensors(record.tensors + kFirstLoad, ONNXFUSE_MAX_LOADS);
+  record.out_count = count_tensors(record.tensors + kFirstOut, ONNXFUSE_MAX_OUTS);
 }
 
 MapRule parse_map(Cursor& cursor) {
@@ -147,11 +140,11 @@ MapRule parse_map(Cursor& cursor) {
   return rule;
 }
 
-bool is_possible(const MapRule& rule, const Alignments& alignments) {
+bool is_possible(const MapRule& rule, const Record& record) {
   const bool swizzle = rule.swizzle == 0 || rule.swizzle == 32 || rule.swizzle == 64 || rule.swizzle == 128;
   const bool box = rule.box_inner >= 1 && rule.box_inner <= kMaxBox && rule.box_outer >= 1 && rule.box_outer <= kMaxBox;
-  const bool index = rule.tensor == Mapped::kOut ? rule.index < alignments.out_count : rule.index < ONNXFUSE_MAX_PARTS;
-  const bool there = rule.tensor >= Mapped::kOut || alignments.has_product();
+  const bool index = rule.tensor == Mapped::kOut ? rule.index < record.out_count : rule.index < ONNXFUSE_MAX_PARTS;
+  const bool there = rule.tensor >= Mapped::kOut || record.has_product();
   return rule.tensor <= Mapped::kNothing && swizzle && box && there && (index || rule.tensor == Mapped::kNothing);
 }
 
@@ -162,7 +155,7 @@ void parse_maps(Cursor& cursor, Record& record) {
   for (size_t i = 0; i < kMaxMaps; ++i) {
     const MapRule rule = parse_map(cursor);
     if (i >= count) continue;
-    if (!is_possible(rule, record.alignments)) fail("a record has an impossible tensor map", kRemedy);
+    if (!is_possible(rule, record)) fail("a record has an impossible tensor map", kRemedy);
     record.maps.push_back(rule);
   }
 }
@@ -189,170 +182,6 @@ void parse_image(Cursor& cursor, const uint8_t* data, uint64_t size, uint64_t ta
   record.packed = data + offset;
 }
 
-std::string architecture_text(const Record& record) {
-  if (record.flavour == Flavour::kPtx) return text("PTX for sm_", record.capability, " and later");
-  return text("sm_", record.capability, record.flavour == Flavour::kSpecific ? "a" : "");
-}
-
-std::string architectures_text(const std::vector<const Record*>& records) {
-  std::vector<std::string> names;
-  for (const Record* record : records) {
-    const std::string name = architecture_text(*record);
-    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
-  }
-  std::string result;
-  for (const std::string& name : names) result += (result.empty() ? "" : ", ") + name;
-  return result;
-}
-
-std::string remedy_for(uint32_t device) {
-  constexpr uint32_t kKnown[] = {80, 86, 89, 100, 120};
-  if (device < 80) return "onnxfuse needs compute capability 8.0 or later; run the model without onnxfuse there";
-  const bool known = std::find(std::begin(kKnown), std::end(kKnown), device) != std::end(kKnown);
-  const std::string arch = device == 90 ? "sm_90a" : known ? text("sm_", device) : "ptx";
-  return "add it: onnxfuse optimize ORIGINAL.onnx -o OUT.onnx --arch " + arch;
-}
-
-// Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
-bool shadows(const Record& earlier, const Record& later) {
-  const Alignments &a = earlier.alignments, &b = later.alignments;
-  return a.turned == b.turned && earlier.min_m <= later.min_m && earlier.max_m >= later.max_m && a.lhs <= b.lhs &&
-         a.rhs <= b.rhs && (~a.two_levels & b.two_levels) == 0 && (earlier.maps.empty() || !later.maps.empty()) &&
-         std::equal(std::begin(a.loads), std::end(a.loads), b.loads, std::less_equal<uint8_t>()) &&
-         std::equal(std::begin(a.outs), std::end(a.outs), b.outs, std::less_equal<uint8_t>());
-}
-
-struct Extents {
-  int batch, rows, columns;
-};
-
-// What a record asks of one tensor.
-struct Need {
-  uint8_t alignment;
-  uint64_t two_levels;   // bit 0: its rows, bit 1: its columns, bit 2: its batch
-  bool turned;           // accesses go down the rows
-};
-
-// A pitch is a multiple of the alignment, but for the contiguous axis: there, accesses end where a run does.
-bool is_walkable(int extent, int64_t stride, int run, int64_t outer_stride, int64_t bytes, const Need& need, int loop) {
-  const auto fits = [&](int64_t elements) { return elements * bytes % need.alignment == 0; };
-  if (run < extent && !((need.two_levels >> loop & 1) && fits(outer_stride))) return false;
-  return run <= 1 || fits(stride == 1 ? run : stride);
-}
-
-// Whether accesses of several elements find neighbours where they go. A size of 1 that only the run knows may have made
-// another axis contiguous than the one that the kernel was compiled for.
-bool is_contiguous(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int64_t bytes, const Need& need) {
-  if (need.alignment <= bytes) return true;
-  const int64_t stride = need.turned ? tensor.row_stride : tensor.column_stride;
-  const int64_t run = need.turned ? outer.rows : outer.columns;
-  return stride == 1 && run * bytes % need.alignment == 0;
-}
-
-bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extents& extents, int64_t bytes,
-          const Need& need) {
-  return reinterpret_cast<uintptr_t>(tensor.pointer) % need.alignment == 0 &&
-         is_walkable(extents.batch, tensor.batch_stride, outer.batches, outer.batch_stride, bytes, need, 2) &&
-         is_walkable(extents.rows, tensor.row_stride, outer.rows, outer.row_stride, bytes, need, 0) &&
-         is_walkable(extents.columns, tensor.column_stride, outer.columns, outer.column_stride, bytes, need, 1) &&
-         is_contiguous(tensor, outer, bytes, need);
-}
-
-// The tensor map of lhs has one axis for batches and runs of columns, so one stride must walk both.
-bool is_stacked(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int columns, int batch) {
-  if (outer.columns >= columns || batch <= 1 || tensor.batch_stride == 0) return true;
-  return tensor.batch_stride == columns / outer.columns * outer.column_stride;
-}
-
-// Whether TMA reaches what the record wants it to.
-bool is_mapped(const Record& record, const OnnxfuseArguments& arguments) {
-  return std::all_of(record.maps.begin(), record.maps.end(), [&](const MapRule& rule) {
-    return rule.tensor != Mapped::kLhs ||
-           is_stacked(arguments.lhs, arguments.lhs_outer, arguments.k, arguments.batch);
-  });
-}
-
-// The first argument whose address, pitches or levels the record's kernel cannot read; empty when all fit.
-std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
-                   const OnnxfuseArguments& arguments) {
-  const Alignments& all = record.alignments;
-  const Extents lhs{arguments.batch, arguments.m, arguments.k}, rhs{arguments.batch, arguments.k, arguments.n},
-      tile{arguments.batch, arguments.m, arguments.n};
-  const auto need = [&](uint8_t alignment, size_t tensor) {
-    return Need{alignment, all.levels_of(tensor), (all.turned >> tensor & 1) != 0};
-  };
-  const auto words = [](uint8_t alignment) { return text(" needs ", int{alignment}); };
-  const bool multiplies = contract.has_product();
-  if (multiplies && !fits(arguments.lhs, arguments.lhs_outer, lhs, bytes.lhs, need(all.lhs, 0))) {
-    return text("lhs", words(all.lhs));
-  }
-  for (size_t i = 0; i < contract.rhs.size(); ++i) {
-    if (!fits(arguments.rhs[i], arguments.rhs_outer, rhs, bytes.rhs[i], need(all.rhs, kRhsIndex))) {
-      return text("rhs ", i, words(all.rhs));
-    }
-  }
-  for (size_t i = 0; i < contract.loads.size(); ++i) {
-    const Need wanted = need(all.loads[i], kFirstLoad + i);
-    if (!fits(arguments.loads[i], arguments.loads_outer[i], tile, bytes.loads[i], wanted)) {
-      return text("load ", i, words(wanted.alignment));
-    }
-  }
-  for (size_t i = 0; i < contract.outs.size(); ++i) {
-    const Need wanted = need(all.outs[i], kFirstOut + i);
-    if (!fits(arguments.outs[i], arguments.outs_outer[i], tile, bytes.outs[i], wanted)) {
-      return text("out ", i, words(wanted.alignment));
-    }
-  }
-  if (!record.maps.empty() && arguments.k == 0) return "a tensor map needs an element along k, beside";
-  if (!is_mapped(record, arguments)) return "the tensor map of lhs needs batches right outside of runs, beside";
-  return "";
-}
-
-// A kernel with more tensors than the node names would follow a null pointer on the device.
-void check_counts(const Record& record, const Contract& contract) {
-  const Alignments& has = record.alignments;
-  if (has.has_product() != contract.has_product()) {
-    fail("kernel ", record.kernel, has.has_product() ? " computes a product, the node none" : " computes no product",
-         kRemedy);
-  }
-  for (const MapRule& rule : record.maps) {
-    if (rule.tensor == Mapped::kRhs && rule.index >= contract.rhs.size()) {
-      fail("kernel ", record.kernel, " maps part ", int{rule.index}, " of ", contract.rhs.size(), kRemedy);
-    }
-  }
-  if (has.load_count == contract.loads.size() && has.out_count == contract.outs.size()) return;
-  fail("kernel ", record.kernel, " has ", has.load_count, " loads and ", has.out_count, " outputs, the node ",
-       contract.loads.size(), " and ", contract.outs.size(), kRemedy);
-}
-
-// What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
-int64_t planned_rows(const Contract& contract, const OnnxfuseArguments& arguments) {
-  const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
-  const bool shared = contract.has_product() &&
-                      std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
-  const int64_t rows = int64_t{arguments.m} * (shared ? arguments.batch : 1);
-  return std::min<int64_t>(rows, std::numeric_limits<int>::max());
-}
-
-bool covers(const Record& record, int64_t rows) { return record.min_m <= rows && rows <= record.max_m; }
-
-[[noreturn]] void nothing_fits(const std::vector<const Record*>& candidates, const Contract& contract,
-                               const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
-  std::string ranges, alignment;
-  const int64_t rows = planned_rows(contract, arguments);
-  for (const Record* record : candidates) {
-    ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
-    if (covers(*record, rows) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
-  }
-  if (alignment.empty()) {
-    fail("no kernel ", contract.kernel, " for m=", rows, " (the model's are for m=", ranges,
-         "); optimize the original again for this range");
-  }
-  fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
-       "-byte alignment of its address and pitches, each loop in one stride or as it was compiled (m=", arguments.m,
-       "); optimize the original again with these shapes");
-}
-
 }  // namespace
 
 Records parse_archive(const uint8_t* data, uint64_t size) {
@@ -371,53 +200,12 @@ Records parse_archive(const uint8_t* data, uint64_t size) {
     record.block_n = cursor.number<uint32_t>();
     record.threads = cursor.number<uint32_t>();
     record.shared_bytes = cursor.number<uint32_t>();
-    record.alignments = parse_alignments(cursor);
+    parse_tensors(cursor, record);
     parse_maps(cursor, record);
     check_record(record);
     parse_image(cursor, data, size, table_end, record);
   }
   return records;
-}
-
-bool runs_on(const Record& record, const Device& device) {
-  if (record.shared_bytes > device.shared_bytes || (!record.maps.empty() && !device.has_tensor_maps)) return false;
-  switch (record.flavour) {
-    case Flavour::kCubin:
-      return record.capability / 10 == device.capability / 10 && record.capability <= device.capability;
-    case Flavour::kSpecific:
-      return record.capability == device.capability;
-    case Flavour::kPtx:
-      return record.capability <= device.capability;
-  }
-  return false;
-}
-
-std::vector<const Record*> records_for(const Records& records, const Contract& contract, const Device& device) {
-  std::vector<const Record*> all, chosen;
-  for (const Record& record : records) {
-    if (record.kernel != contract.kernel) continue;
-    check_counts(record, contract);
-    all.push_back(&record);
-    const bool shadowed = std::any_of(chosen.begin(), chosen.end(),
-                                      [&](const Record* earlier) { return shadows(*earlier, record); });
-    if (runs_on(record, device) && !shadowed) chosen.push_back(&record);
-  }
-  if (all.empty()) fail("the model carries no kernel ", contract.kernel, kRemedy);
-  if (chosen.empty()) {
-    fail("the model carries this kernel for ", architectures_text(all), " and the device is sm_", device.capability,
-         " with ", device.shared_bytes, " bytes of shared memory a block; ", remedy_for(device.capability));
-  }
-  return chosen;
-}
-
-size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
-              const OnnxfuseArguments& arguments) {
-  const int64_t rows = planned_rows(contract, arguments);
-  for (size_t i = 0; i < candidates.size(); ++i) {
-    const Record& record = *candidates[i];
-    if (covers(record, rows) && misfit(record, contract, bytes, arguments).empty()) return i;
-  }
-  nothing_fits(candidates, contract, bytes, arguments);
 }
 
 std::vector<uint8_t> read_image(const Record& record) {

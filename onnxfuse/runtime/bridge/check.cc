@@ -6,6 +6,7 @@
 #include <set>
 
 #include "archive.h"
+#include "choice.h"
 #include "contract.h"
 #include "error.h"
 
@@ -47,8 +48,8 @@ void check_images(const Records& records) {
 }  // namespace
 }  // namespace onnxfuse
 
-// Checks an archive, and each of some nodes against it: its attributes and its numbers of inputs and outputs. Returns 0,
-// or 1 with the message in `error` and the node's index in `fault`, -1 for the archive itself.
+// Checks an archive, and each of some nodes against it: its attributes and its numbers of inputs and outputs. Returns
+// 0, or 1 with the message in `error` and the node's index in `fault`, -1 for the archive itself.
 extern "C" __attribute__((visibility("default"))) int onnxfuse_check_nodes(
     const uint8_t* archive, uint64_t size, const char* const* texts, const int64_t* ports, int nodes, int* fault,
     char* error, size_t error_size) {

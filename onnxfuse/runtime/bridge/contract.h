@@ -1,5 +1,5 @@
-// The contract of a fused node, read from its attributes. Pure: no runtime, no driver. onnxfuse/graph/archive.py documents
-// the grammar.
+// The contract of a fused node, read from its attributes. Pure: no runtime, no driver. Their grammar is documented in
+// onnxfuse/lowering/fused_node.py.
 #pragma once
 
 #include <cstdint>

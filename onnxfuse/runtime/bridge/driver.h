@@ -7,6 +7,7 @@
 #include <string>
 
 #include "archive.h"
+#include "choice.h"
 #include "tensor_maps.h"
 
 namespace onnxfuse {

@@ -29,7 +29,7 @@ void encode_maps(const Record& record, const ElementBytes& bytes, const Onnxfuse
   for (size_t i = 0; i < record.maps.size(); ++i) {
     const MapRule& rule = record.maps[i];
     if (rule.tensor == Mapped::kNothing) continue;
-    cuda_driver()->encode(tensor_box(rule, record.alignments, bytes, arguments), &maps[i]);
+    cuda_driver()->encode(tensor_box(record, rule, bytes, arguments), &maps[i]);
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "archive.h"
 #include "axes.h"
+#include "choice.h"
 #include "contract.h"
 #include "driver.h"
 

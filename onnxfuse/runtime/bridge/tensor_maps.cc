@@ -25,10 +25,10 @@ Operand operand_of(const MapRule& rule, const ElementBytes& bytes, const Onnxfus
   }
 }
 
-// Its number among the tensors of a record's alignments.
-size_t tensor_of(const MapRule& rule) {
-  if (rule.tensor == Mapped::kOut) return kFirstOut + rule.index;
-  return rule.tensor == Mapped::kLhs ? kLhsIndex : kRhsIndex;
+// Its flags in the record.
+uint8_t flags_of(const Record& record, const MapRule& rule) {
+  const size_t factor = rule.tensor == Mapped::kLhs ? kLhsIndex : kRhsIndex;
+  return record.tensors[rule.tensor == Mapped::kOut ? kFirstOut + rule.index : factor].flags;
 }
 
 // A stride that is never stepped along may be anything, but must still be a stride.
@@ -92,14 +92,14 @@ TensorBox runs_box(const MapRule& rule, const Operand& of) {
 
 }  // namespace
 
-TensorBox tensor_box(const MapRule& rule, const Alignments& alignments, const ElementBytes& bytes,
+TensorBox tensor_box(const Record& record, const MapRule& rule, const ElementBytes& bytes,
                      const OnnxfuseArguments& arguments) {
   const Operand operand = operand_of(rule, bytes, arguments);
-  const uint64_t levels = alignments.levels_of(tensor_of(rule));
+  const uint8_t flags = flags_of(record, rule);
   if (rule.tensor == Mapped::kOut) {
-    return (levels & (kRowsInRuns | kColumnsInRuns)) != 0 ? runs_box(rule, operand) : plain_box(rule, operand);
+    return (flags & (kRowsInRuns | kColumnsInRuns)) != 0 ? runs_box(rule, operand) : plain_box(rule, operand);
   }
-  if ((levels & kBatchesInRuns) != 0) return batches_box(rule, operand);
+  if ((flags & kBatchesInRuns) != 0) return batches_box(rule, operand);
   const bool in_runs = rule.tensor == Mapped::kLhs && operand.outer.columns < operand.columns;
   return in_runs ? stacked_box(rule, operand) : plain_box(rule, operand);
 }

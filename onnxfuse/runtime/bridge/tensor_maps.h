@@ -22,8 +22,8 @@ struct TensorBox {
   bool is_factor;        // of the product: the tensor cores read it
 };
 
-// The box of the tensor that a rule of a record with these alignments names. The rule is not kNothing.
-TensorBox tensor_box(const MapRule& rule, const Alignments& alignments, const ElementBytes& bytes,
+// The box of the tensor that one of the record's rules names. The rule is not kNothing.
+TensorBox tensor_box(const Record& record, const MapRule& rule, const ElementBytes& bytes,
                      const OnnxfuseArguments& arguments);
 
 }  // namespace onnxfuse

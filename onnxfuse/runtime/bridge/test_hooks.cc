@@ -5,6 +5,7 @@
 
 #include "archive.h"
 #include "axes.h"
+#include "choice.h"
 #include "error.h"
 #include "fused_kernel.h"
 #include "ort_abi.h"
@@ -55,11 +56,9 @@ std::vector<Shape> read_shapes(const int64_t* dims, const int32_t* ranks, int co
 std::string record_text(const Record& record, const std::vector<uint8_t>& image) {
   std::string result = text(record.kernel, ' ', record.entry, ' ', record.capability, ' ',
                             static_cast<uint32_t>(record.flavour), ' ', record.min_m, ' ', record.max_m, ' ',
-                            record.block_m, ' ', record.block_n, ' ', record.threads, ' ', record.shared_bytes, ' ',
-                            int{record.alignments.lhs}, ' ', int{record.alignments.rhs});
-  for (uint8_t alignment : record.alignments.loads) result += text(' ', int{alignment});
-  for (uint8_t alignment : record.alignments.outs) result += text(' ', int{alignment});
-  result += text(' ', record.alignments.two_levels, ' ', record.alignments.turned);
+                            record.block_m, ' ', record.block_n, ' ', record.threads, ' ', record.shared_bytes);
+  for (const TensorRule& rule : record.tensors) result += text(' ', int{rule.alignment});
+  for (const TensorRule& rule : record.tensors) result += text(' ', int{rule.flags});
   result += text(' ', record.cluster, ' ', record.maps.size());
   for (const MapRule& rule : record.maps) {
     result += text(' ', int{static_cast<uint8_t>(rule.tensor)}, ' ', int{rule.index}, ' ', int{rule.rows_contiguous},

@@ -1,0 +1,223 @@
+#include "choice.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <string>
+
+#include "error.h"
+
+namespace onnxfuse {
+namespace {
+
+std::string architecture_text(const Record& record) {
+  if (record.flavour == Flavour::kPtx) return text("PTX for sm_", record.capability, " and later");
+  return text("sm_", record.capability, record.flavour == Flavour::kSpecific ? "a" : "");
+}
+
+std::string architectures_text(const std::vector<const Record*>& records) {
+  std::vector<std::string> names;
+  for (const Record* record : records) {
+    const std::string name = architecture_text(*record);
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  }
+  std::string result;
+  for (const std::string& name : names) result += (result.empty() ? "" : ", ") + name;
+  return result;
+}
+
+std::string remedy_for(uint32_t device) {
+  constexpr uint32_t kKnown[] = {80, 86, 89, 100, 120};
+  if (device < 80) return "onnxfuse needs compute capability 8.0 or later; run the model without onnxfuse there";
+  const bool known = std::find(std::begin(kKnown), std::end(kKnown), device) != std::end(kKnown);
+  const std::string arch = device == 90 ? "sm_90a" : known ? text("sm_", device) : "ptx";
+  return "add it: onnxfuse optimize ORIGINAL.onnx -o OUT.onnx --arch " + arch;
+}
+
+// Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
+bool shadows(const Record& earlier, const Record& later) {
+  const auto asks_less = [](const TensorRule& a, const TensorRule& b) {
+    return a.alignment <= b.alignment && ((a.flags ^ b.flags) & kTransposed) == 0 &&
+           (b.flags & ~a.flags & kInRuns) == 0;
+  };
+  return earlier.min_m <= later.min_m && earlier.max_m >= later.max_m &&
+         (earlier.maps.empty() || !later.maps.empty()) &&
+         std::equal(std::begin(earlier.tensors), std::end(earlier.tensors), later.tensors, asks_less);
+}
+
+struct Extents {
+  int batch, rows, columns;
+};
+
+// A loop of a tensor. A pitch is a multiple of the alignment, but for the contiguous axis: there, accesses end where a
+// run does.
+struct Loop {
+  int extent;
+  int64_t stride;
+  int run;
+  int64_t outer_stride;
+  uint8_t in_runs;   // the flag by which a kernel walks it in two levels
+};
+
+bool is_walkable(const Loop& loop, int64_t bytes, const TensorRule& rule) {
+  const auto fits = [&](int64_t elements) { return elements * bytes % rule.alignment == 0; };
+  if (loop.run < loop.extent && !((rule.flags & loop.in_runs) != 0 && fits(loop.outer_stride))) return false;
+  return loop.run <= 1 || fits(loop.stride == 1 ? loop.run : loop.stride);
+}
+
+// Whether accesses of several elements find neighbours where they go. A size of 1 that only the run knows may have made
+// another axis contiguous than the one that the kernel was compiled for.
+bool is_contiguous(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int64_t bytes, const TensorRule& rule) {
+  if (rule.alignment <= bytes) return true;
+  const bool down = (rule.flags & kTransposed) != 0;
+  const int64_t stride = down ? tensor.row_stride : tensor.column_stride;
+  const int64_t run = down ? outer.rows : outer.columns;
+  return stride == 1 && run * bytes % rule.alignment == 0;
+}
+
+bool fits(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, const Extents& extents, int64_t bytes,
+          const TensorRule& rule) {
+  const Loop batches{extents.batch, tensor.batch_stride, outer.batches, outer.batch_stride, kBatchesInRuns};
+  const Loop rows{extents.rows, tensor.row_stride, outer.rows, outer.row_stride, kRowsInRuns};
+  const Loop columns{extents.columns, tensor.column_stride, outer.columns, outer.column_stride, kColumnsInRuns};
+  return reinterpret_cast<uintptr_t>(tensor.pointer) % rule.alignment == 0 && is_walkable(batches, bytes, rule) &&
+         is_walkable(rows, bytes, rule) && is_walkable(columns, bytes, rule) &&
+         is_contiguous(tensor, outer, bytes, rule);
+}
+
+// The tensor map of lhs has one axis for batches and runs of columns, so one stride must walk both.
+bool is_stacked(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int columns, int batch) {
+  if (outer.columns >= columns || batch <= 1 || tensor.batch_stride == 0) return true;
+  return tensor.batch_stride == columns / outer.columns * outer.column_stride;
+}
+
+// Whether TMA reaches what the record wants it to.
+bool is_mapped(const Record& record, const OnnxfuseArguments& arguments) {
+  return std::all_of(record.maps.begin(), record.maps.end(), [&](const MapRule& rule) {
+    return rule.tensor != Mapped::kLhs ||
+           is_stacked(arguments.lhs, arguments.lhs_outer, arguments.k, arguments.batch);
+  });
+}
+
+// The first argument of the product or the epilogue whose address, pitches or levels the record's kernel cannot read.
+std::string tensor_misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                          const OnnxfuseArguments& args) {
+  const Extents lhs{args.batch, args.m, args.k}, rhs{args.batch, args.k, args.n}, tile{args.batch, args.m, args.n};
+  const auto needs = [](const TensorRule& rule) { return text(" needs ", int{rule.alignment}); };
+  const TensorRule& lhs_rule = record.tensors[kLhsIndex];
+  if (contract.has_product() && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) {
+    return text("lhs", needs(lhs_rule));
+  }
+  for (size_t i = 0; i < contract.rhs.size(); ++i) {
+    const TensorRule& rule = record.tensors[kRhsIndex];
+    if (!fits(args.rhs[i], args.rhs_outer, rhs, bytes.rhs[i], rule)) return text("rhs ", i, needs(rule));
+  }
+  for (size_t i = 0; i < contract.loads.size(); ++i) {
+    const TensorRule& rule = record.tensors[kFirstLoad + i];
+    if (!fits(args.loads[i], args.loads_outer[i], tile, bytes.loads[i], rule)) return text("load ", i, needs(rule));
+  }
+  for (size_t i = 0; i < contract.outs.size(); ++i) {
+    const TensorRule& rule = record.tensors[kFirstOut + i];
+    if (!fits(args.outs[i], args.outs_outer[i], tile, bytes.outs[i], rule)) return text("out ", i, needs(rule));
+  }
+  return "";
+}
+
+// What of the arguments the record's kernel cannot read; empty when all fit.
+std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                   const OnnxfuseArguments& arguments) {
+  const std::string tensor = tensor_misfit(record, contract, bytes, arguments);
+  if (!tensor.empty()) return tensor;
+  if (!record.maps.empty() && arguments.k == 0) return "a tensor map needs an element along k, beside";
+  if (!is_mapped(record, arguments)) return "the tensor map of lhs needs batches right outside of runs, beside";
+  return "";
+}
+
+// A kernel with more tensors than the node names would follow a null pointer on the device.
+void check_counts(const Record& record, const Contract& contract) {
+  if (record.has_product() != contract.has_product()) {
+    fail("kernel ", record.kernel, record.has_product() ? " computes a product, the node none" : " computes no product",
+         kRemedy);
+  }
+  for (const MapRule& rule : record.maps) {
+    if (rule.tensor == Mapped::kRhs && rule.index >= contract.rhs.size()) {
+      fail("kernel ", record.kernel, " maps part ", int{rule.index}, " of ", contract.rhs.size(), kRemedy);
+    }
+  }
+  if (record.load_count == contract.loads.size() && record.out_count == contract.outs.size()) return;
+  fail("kernel ", record.kernel, " has ", record.load_count, " loads and ", record.out_count, " outputs, the node ",
+       contract.loads.size(), " and ", contract.outs.size(), kRemedy);
+}
+
+// What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
+int64_t planned_rows(const Contract& contract, const OnnxfuseArguments& arguments) {
+  const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
+  const bool shared = contract.has_product() &&
+                      std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
+  const int64_t rows = int64_t{arguments.m} * (shared ? arguments.batch : 1);
+  return std::min<int64_t>(rows, std::numeric_limits<int>::max());
+}
+
+bool covers(const Record& record, int64_t rows) { return record.min_m <= rows && rows <= record.max_m; }
+
+[[noreturn]] void nothing_fits(const std::vector<const Record*>& candidates, const Contract& contract,
+                               const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
+  std::string ranges, alignment;
+  const int64_t rows = planned_rows(contract, arguments);
+  for (const Record* record : candidates) {
+    ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
+    if (covers(*record, rows) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
+  }
+  if (alignment.empty()) {
+    fail("no kernel ", contract.kernel, " for m=", rows, " (the model's are for m=", ranges,
+         "); optimize the original again for this range");
+  }
+  fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
+       "-byte alignment of its address and pitches, each loop in one stride or as it was compiled (m=", arguments.m,
+       "); optimize the original again with these shapes");
+}
+
+}  // namespace
+
+bool runs_on(const Record& record, const Device& device) {
+  if (record.shared_bytes > device.shared_bytes || (!record.maps.empty() && !device.has_tensor_maps)) return false;
+  switch (record.flavour) {
+    case Flavour::kCubin:
+      return record.capability / 10 == device.capability / 10 && record.capability <= device.capability;
+    case Flavour::kSpecific:
+      return record.capability == device.capability;
+    case Flavour::kPtx:
+      return record.capability <= device.capability;
+  }
+  return false;
+}
+
+std::vector<const Record*> records_for(const Records& records, const Contract& contract, const Device& device) {
+  std::vector<const Record*> all, chosen;
+  for (const Record& record : records) {
+    if (record.kernel != contract.kernel) continue;
+    check_counts(record, contract);
+    all.push_back(&record);
+    const bool shadowed = std::any_of(chosen.begin(), chosen.end(),
+                                      [&](const Record* earlier) { return shadows(*earlier, record); });
+    if (runs_on(record, device) && !shadowed) chosen.push_back(&record);
+  }
+  if (all.empty()) fail("the model carries no kernel ", contract.kernel, kRemedy);
+  if (chosen.empty()) {
+    fail("the model carries this kernel for ", architectures_text(all), " and the device is sm_", device.capability,
+         " with ", device.shared_bytes, " bytes of shared memory a block; ", remedy_for(device.capability));
+  }
+  return chosen;
+}
+
+size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
+              const OnnxfuseArguments& arguments) {
+  const int64_t rows = planned_rows(contract, arguments);
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const Record& record = *candidates[i];
+    if (covers(record, rows) && misfit(record, contract, bytes, arguments).empty()) return i;
+  }
+  nothing_fits(candidates, contract, bytes, arguments);
+}
+
+}  // namespace onnxfuse
