@@ -1,4 +1,4 @@
-"""Pieces of axes -> the named axes of the IR: every axis is cut where any tensor of the fusion cuts it."""
+"""Pieces of axes -> the named axes of the IR: every axis is split where any tensor of the fusion splits it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onnxfuse.dtypes import DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import PART_AXIS, Axis, Dim, Tensor
-from onnxfuse.patterns.views import COLUMNS, SPREAD, Piece, View, cut, extent
+from onnxfuse.patterns.views import COLUMNS, Piece, View, ViewAxis, extent, is_broadcast, split_at
 
 LEADING_AXES = ("h", "g", "f", "e", "d", "c")  # between the batch and the rows, for products of rank 4 and more
 MOST_AXES = 2 + len(LEADING_AXES)
@@ -58,7 +58,7 @@ def _is_packed(piece: Piece, width: int | str) -> bool:
 def name_axes(
     rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable[View], is_window: bool = False
 ) -> AxisNames:
-    """Cut the axes, and name the pieces.
+    """Split the axes, and name the pieces.
 
     Args:
         rows: the product's dimensions but the columns.
@@ -68,28 +68,28 @@ def name_axes(
         is_window: whether wider columns are what a window is of, and not parts.
 
     Raises:
-        NotFusable: two tensors cut an axis at places that do not divide each other, or there are too many axes.
+        NotFusable: two tensors split an axis where one part does not divide the other, or there are too many axes.
     """
     tensors = (rows, k, *tensors)
     width = extent(columns)
-    cuts: dict[str, set[int]] = {}
+    bounds: dict[ViewAxis, set[int]] = {}
     for piece in (piece for view in tensors for dim in view for piece in dim):
         if isinstance(piece.size, int) and not _is_packed(piece, width):
-            cuts.setdefault(piece.axis, {1}).update((piece.step, piece.step * piece.size))
-    row_pieces = _finest(rows, cuts)
-    column_pieces = _finest((columns,), cuts)
-    k_pieces = _finest(k, cuts)
-    spread = {piece.axis: piece for view in tensors for dim in view for piece in dim if piece.axis.startswith(SPREAD)}
-    spread_pieces = _finest((tuple(spread.values()),), cuts)
+            bounds.setdefault(piece.axis, {1}).update((piece.step, piece.step * piece.size))
+    row_pieces = _finest(rows, bounds)
+    column_pieces = _finest((columns,), bounds)
+    k_pieces = _finest(k, bounds)
+    broadcast = {piece.axis: piece for view in tensors for dim in view for piece in dim if is_broadcast(piece)}
+    broadcast_pieces = _finest((tuple(broadcast.values()),), bounds)
     names = (*_row_names(len(row_pieces)), *_numbered("n", column_pieces), *_numbered("k", k_pieces))
-    names = (*names, *_numbered("s", spread_pieces))
-    pieces = (*row_pieces, *column_pieces, *k_pieces, *spread_pieces)
+    names = (*names, *_numbered("s", broadcast_pieces))
+    pieces = (*row_pieces, *column_pieces, *k_pieces, *broadcast_pieces)
     sizes = (piece.size if isinstance(piece.size, int) else None for piece in pieces)
     return AxisNames(tuple(map(Axis, names, sizes)), pieces, width, is_window)
 
 
-def _finest(view: View, cuts: dict[str, set[int]]) -> tuple[Piece, ...]:
-    return tuple(part for dim in view for piece in dim for part in cut(piece, cuts.get(piece.axis, ())))
+def _finest(view: View, bounds: dict[ViewAxis, set[int]]) -> tuple[Piece, ...]:
+    return tuple(part for dim in view for piece in dim for part in split_at(piece, bounds.get(piece.axis, ())))
 
 
 def _row_names(count: int) -> tuple[str, ...]:

@@ -100,12 +100,12 @@ def split_to_sequence(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, valu
 
 def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
     bounds = zip(*slice_bounds(graph, node), strict=True)
-    cuts = [cut for cut in bounds if not _takes_all(value.view, *cut)]
-    if not cuts:
+    sliced = [entry for entry in bounds if not _takes_all(value.view, *entry)]
+    if not sliced:
         return [value]
-    if len(cuts) != 1:
+    if len(sliced) != 1:
         raise NotFusable("not_the_last_axis", "", "slices along several axes")
-    ((start, end, axis, step),) = cuts
+    ((start, end, axis, step),) = sliced
     found = whole(epilogue, value, axis, "slices")
     if step != 1:
         raise NotFusable("strided_slice", "", f"slices with step {step}")

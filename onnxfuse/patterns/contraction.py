@@ -15,7 +15,7 @@ from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
 from onnxfuse.limits import MOST_LEVELS, STAGE_ROW_BYTES
 from onnxfuse.patterns.operand_views import Source
-from onnxfuse.patterns.views import COLUMNS, REPEATED, Dim, Piece, View, refined, split
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, ViewAxis, is_repeated, refined, split
 
 STAGE_DEPTH = STAGE_ROW_BYTES // F16.bytes  # where heads are narrower, merging them is left outside
 
@@ -60,7 +60,7 @@ def contract(lhs: Source, rhs: Source, labels: Labels) -> Contraction:
     """Give every dimension its axes.
 
     Raises:
-        NotFusable: two dimensions of one label are not provably equal, or cut differently.
+        NotFusable: two dimensions of one label are not provably equal, or split differently.
     """
     left, right = dict(zip(labels.lhs, lhs.seen, strict=True)), dict(zip(labels.rhs, rhs.seen, strict=True))
     names: tuple[_Names, _Names] = ({}, {})
@@ -113,7 +113,7 @@ def _alone(pieces: Dim, contracted: bool) -> Dim:
 
 
 def _real(pieces: Dim) -> Dim:
-    if any(piece.axis.startswith(REPEATED) for piece in pieces):
+    if any(map(is_repeated, pieces)):
         raise NotFusable("unknown_broadcast", "", "a dimension is repeated that neither input has")
     return pieces
 
@@ -151,10 +151,10 @@ def _taken(pieces: list[Piece], size: int | str) -> Piece:
 
 def _common(left: Piece, right: Piece, names: tuple[_Names, _Names]) -> Piece:
     """The axis of both, which one of them may lack."""
-    common = right if left.axis.startswith(REPEATED) else left
+    common = right if is_repeated(left) else left
     _real((common,))
     names[0][left] = (common,) if common is left else ()
-    names[1][right] = () if right.axis.startswith(REPEATED) else (common,)
+    names[1][right] = () if is_repeated(right) else (common,)
     return common
 
 
@@ -164,7 +164,7 @@ def _columns(dims: dict[str, Dim], names: _Names) -> dict[str, Dim]:
     if len(dims) == 1 and len(pieces) <= 1:
         called = {piece: Piece(COLUMNS, piece.size) for piece in pieces}
     else:
-        called = {piece: Piece(f"{COLUMNS}{index}", piece.size) for index, piece in enumerate(pieces)}
+        called = {piece: Piece(ViewAxis(AxisKind.COLUMNS, (index,)), piece.size) for index, piece in enumerate(pieces)}
     names.update({piece: (called[piece],) for piece in pieces})
     return {label: tuple(called[piece] for piece in dim) for label, dim in dims.items()}
 

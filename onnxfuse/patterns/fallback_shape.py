@@ -11,7 +11,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import SIXTEEN_BIT, Graph
 from onnxfuse.patterns.view_ops import MOVES
-from onnxfuse.patterns.views import REPEATED, View, extent
+from onnxfuse.patterns.views import View, extent, is_repeated
 
 MAX_SHAPE_VALUES = 64  # that shape arithmetic of one Reshape takes
 
@@ -28,8 +28,10 @@ class Base:
 def shape_of(before: View, after: View, base: Base, prefer_base: bool = False) -> FallbackShape | None:
     """How a Reshape's shape follows from its input's dimensions and those of a base; None where it does not."""
     sizes = [extent(dim) for dim in after]
-    kept = [index < len(before) and extent(before[index]) == size for index, size in enumerate(sizes)]
-    entries = [size if isinstance(size, int) else 0 if keep else -1 for size, keep in zip(sizes, kept, strict=True)]
+    same = [index < len(before) and extent(before[index]) == size for index, size in enumerate(sizes)]
+    entries = [
+        size if isinstance(size, int) else 0 if is_same else -1 for size, is_same in zip(sizes, same, strict=True)
+    ]
     of_base: list[int | None] = [None] * len(entries)
     known = [extent(dim) for dim in base.view]
     for index, size in enumerate(sizes):
@@ -63,7 +65,7 @@ def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base:
 
 def _repeats(after: View, base: Base) -> FallbackShape:
     """The shape of an Expand: 1 keeps a dimension."""
-    repeated = [dim[0].size if dim and dim[0].axis.startswith(REPEATED) else 1 for dim in after]
+    repeated = [dim[0].size if dim and is_repeated(dim[0]) else 1 for dim in after]
     if any(isinstance(size, str) for size in repeated):
         raise NotFusable("unknown_shape", "", "repeats its input as often as only the run knows")
     return FallbackShape(tuple(int(size) for size in repeated), (None,) * len(repeated), base.index)

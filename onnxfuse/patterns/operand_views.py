@@ -18,7 +18,7 @@ from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.fallback_shape import Base, fallback_shape
 from onnxfuse.patterns.view_ops import INPUT_VIEWS, viewed
-from onnxfuse.patterns.views import View, axis_view
+from onnxfuse.patterns.views import AxisKind, View, axis_view
 
 STORED_VIEWS = frozenset({"Identity", "Transpose"})
 MAX_STORED_VIEWS = 8
@@ -52,30 +52,29 @@ class Source:
     copied: tuple[gs.Node, ...] = ()
 
 
-def sources(graph: Graph, tensor: gs.Tensor, axis: str, index: int, through_views: bool = True) -> Iterator[Source]:
+def sources(graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool = True) -> Iterator[Source]:
     """The ways to read an input: through as many views as there are, through fewer, as it is.
 
     Args:
         graph: that the input is of.
         tensor: the input.
-        axis: name of its axes.
-        index: 0 for lhs, 1 for rhs.
+        kind: of its axes: LHS or RHS.
         through_views: whether to look for views.
 
     Raises:
         NotFusable: the number of its dimensions is not known.
     """
-    stored = _stored(graph, tensor, axis)
+    stored = _stored(graph, tensor, kind)
     if stored is not None:
         yield stored
         return
     chain = _views_before(graph, tensor) if through_views else []
     for first in range(len(chain)):
         try:
-            yield _through(graph, chain[first:], axis, index)
+            yield _through(graph, chain[first:], kind)
         except NotFusable:
             continue
-    own = _own_view(graph, str(tensor.name), axis)
+    own = _own_view(graph, str(tensor.name), kind)
     yield Source(str(tensor.name), own, own)
 
 
@@ -106,15 +105,15 @@ def is_stored(graph: Graph, tensor: gs.Tensor) -> bool:
     return graph.is_initializer(tensor.name) or bool(tensor.inputs and tensor.inputs[0].op == "Constant")
 
 
-def _own_view(graph: Graph, name: str, axis: str) -> View:
+def _own_view(graph: Graph, name: str, kind: AxisKind) -> View:
     shape = graph.shape(name)
     if shape is None:
         raise NotFusable("unknown_rank", "", f"the input {name!r} has shape {shape_text(shape)}")
     named = [symbolic.function("?", name, index) if size is None else size for index, size in enumerate(shape)]
-    return axis_view(named, axis)
+    return axis_view(named, kind)
 
 
-def _stored(graph: Graph, tensor: gs.Tensor, axis: str) -> Source | None:
+def _stored(graph: Graph, tensor: gs.Tensor, kind: AxisKind) -> Source | None:
     """A constant behind nodes that others may read as well."""
     nodes: list[gs.Node] = []
     while tensor.inputs and tensor.inputs[0].op in STORED_VIEWS and len(nodes) < MAX_STORED_VIEWS:
@@ -122,7 +121,7 @@ def _stored(graph: Graph, tensor: gs.Tensor, axis: str) -> Source | None:
         tensor = tensor.inputs[0].inputs[0]
     if not is_stored(graph, tensor):
         return None
-    own = seen = _own_view(graph, str(tensor.name), axis)
+    own = seen = _own_view(graph, str(tensor.name), kind)
     for node in reversed(nodes):
         seen = viewed(graph, node, seen) if node.op == "Transpose" else seen
     return Source(str(tensor.name), own, seen, copied=tuple(nodes))
@@ -149,13 +148,13 @@ def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
     return all(expected) and not graph.is_escaping(tensor.name)
 
 
-def _through(graph: Graph, chain: list[gs.Node], axis: str, index: int) -> Source:
+def _through(graph: Graph, chain: list[gs.Node], kind: AxisKind) -> Source:
     name = str(chain[0].inputs[0].name)
     if graph.is_initializer(name):
         raise NotFusable("unknown_rank", node_label(chain[0]), f"{name!r} is a constant")
-    own = view = _own_view(graph, name, axis)
-    nodes = []
+    own = view = _own_view(graph, name, kind)
+    base, nodes = Base(name, own, int(kind is AxisKind.RHS)), []
     for node in chain:
         before, view = view, viewed(graph, node, view)
-        nodes.append(InputView(node, fallback_shape(graph, node, before, view, Base(name, own, index))))
+        nodes.append(InputView(node, fallback_shape(graph, node, before, view, base)))
     return Source(name, own, view, tuple(nodes))

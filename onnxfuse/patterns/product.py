@@ -23,7 +23,7 @@ from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
 from onnxfuse.patterns.pointwise_table import POINTWISE
-from onnxfuse.patterns.views import COLUMNS, Dim, Piece, View, extent
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, extent
 
 QUANTIZED = frozenset(
     {
@@ -190,8 +190,8 @@ def _walkable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source,
     """Both inputs through as many views as a kernel can walk, and the axes that they share."""
     form, inputs = FORMS.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
-    rights = list(sources(graph, inputs[second], "y", 1, through_views))
-    lefts = list(sources(graph, inputs[first], "x", 0, through_views))
+    rights = list(sources(graph, inputs[second], AxisKind.RHS, through_views))
+    lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:
@@ -278,8 +278,8 @@ def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     if any(DIMENSIONS[axis] not in left or DIMENSIONS[axis] not in right for axis in summed):
         raise NotFusable("unsupported_product", node_label(node), "sums a dimension that only one input has")
     out = (DIMENSIONS[axis] if axis not in summed else "?" for axis in range(rank))
-    kept = node.attrs.get("keepdims", 1)
-    return Labels(left, right, "".join(label for label in out if label != "?" or kept), broadcasts=True)
+    keeps = node.attrs.get("keepdims", 1)
+    return Labels(left, right, "".join(label for label in out if label != "?" or keeps), broadcasts=True)
 
 
 def _own_labels(view: View, rank: int, ones: str) -> str:

@@ -29,7 +29,7 @@ from onnxfuse.patterns.pointwise_table import CHANNELS, Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.view_ops import VIEWS, viewed
-from onnxfuse.patterns.views import SPREAD, Dim, Piece, View, extent, is_column
+from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent, is_broadcast, is_column
 
 MAX_NODES = 256  # of one product; no epilogue is this long, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
@@ -200,7 +200,7 @@ class GrownRegion:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
         if len(node.outputs) != 1:
             raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
-        value = replace(columns[0], view=self._spread(node, _common_view(columns)))
+        value = replace(columns[0], view=self._broadcast(node, _common_view(columns)))
         inputs = self._arguments(node, value)
         self._check_keeps_shape(node, len(value.view))
         self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
@@ -213,14 +213,15 @@ class GrownRegion:
         if loads > MAX_LOADS:
             raise NotFusable("too_many_operands", "", f"{loads} operands; a kernel takes {MAX_LOADS}")
 
-    def _spread(self, node: gs.Node, view: View) -> View:
+    def _broadcast(self, node: gs.Node, view: View) -> View:
         """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
         dims = list(view)
         for tensor in node.inputs:
             shape = None if tensor.name in self.values or tensor.is_empty() else self.graph.shape(tensor.name)
             for place, size in enumerate(reversed(shape or ()), 1):
                 if place <= len(dims) and size not in (None, 1) and extent(dims[-place]) == 1:
-                    dims[-place] = (Piece(f"{SPREAD}{self.graph.index(node)}.{len(dims) - place}", size),)
+                    axis = ViewAxis(AxisKind.BROADCAST, (self.graph.index(node), len(dims) - place))
+                    dims[-place] = (Piece(axis, size),)
         return tuple(dims)
 
     def _stored(self, node: gs.Node, ref: Ref) -> Ref:
@@ -365,7 +366,7 @@ def _common_view(columns: Sequence[Columns]) -> View:
 
 def _common_dim(one: Dim, other: Dim) -> Dim:
     for dim, short in ((one, other), (other, one)):
-        if one == other or (dim and dim[0].axis.startswith(SPREAD) and extent(short) == 1):
+        if one == other or (dim and is_broadcast(dim[0]) and extent(short) == 1):
             return dim
     raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
 

@@ -9,7 +9,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.data_propagation import CONTRADICTIONS
 from onnxfuse.graph.graph import Graph, Size
-from onnxfuse.patterns.views import REPEATED, Dim, Piece, View, extent, regroup
+from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent, regroup
 
 
 def _transpose(graph: Graph, node: gs.Node, view: View) -> View:
@@ -70,7 +70,7 @@ def _expand(graph: Graph, node: gs.Node, view: View) -> View:
         raise NotFusable("unknown_shape", "", "expands to a shape that is not known before the run")
     padded = ((),) * (len(shape) - len(view)) + view
     return tuple(
-        _expanded(dim, size, f"{REPEATED}{graph.index(node)}.{index}")
+        _expanded(dim, size, _repeated_axis(graph, node, index))
         for index, (dim, size) in enumerate(zip(padded, shape, strict=True))
     )
 
@@ -83,12 +83,16 @@ def _tile(graph: Graph, node: gs.Node, view: View) -> View:
     if any(count != 1 and extent(dim) != 1 for dim, count in zip(view, repeats, strict=True)):
         raise NotFusable("unknown_shape", "", "repeats a dimension that is not provably of size 1")
     return tuple(
-        dim if count == 1 else (Piece(f"{REPEATED}{graph.index(node)}.{index}", count),)
+        dim if count == 1 else (Piece(_repeated_axis(graph, node, index), count),)
         for index, (dim, count) in enumerate(zip(view, repeats, strict=True))
     )
 
 
-def _expanded(dim: Dim, size: Size, axis: str) -> Dim:
+def _repeated_axis(graph: Graph, node: gs.Node, index: int) -> ViewAxis:
+    return ViewAxis(AxisKind.REPEATED, (graph.index(node), index))
+
+
+def _expanded(dim: Dim, size: Size, axis: ViewAxis) -> Dim:
     if extent(dim) == size:
         return dim
     if extent(dim) != 1 or size is None:

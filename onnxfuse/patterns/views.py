@@ -8,15 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import pairwise
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Size
 
-COLUMNS = "n"  # the axis of a product's columns, `n0`, `n1`, ... where they are several; others are those of lhs
-REPEATED = "~"  # begins the name of an axis along which an Expand repeats its input
-SPREAD = "^"  # of one along which an operand repeats the product, as pixels do a time embedding
+
+class AxisKind(Enum):
+    """Whose an axis is."""
+
+    LHS = "x"
+    RHS = "y"
+    COLUMNS = "n"  # a product's
+    REPEATED = "~"  # along which an Expand repeats its input
+    BROADCAST = "^"  # along which an operand repeats the product, as pixels do a time embedding
+
+
+@dataclass(frozen=True)
+class ViewAxis:
+    """An axis that dimensions have a part in.
+
+    Attributes:
+        kind: whose it is.
+        place: which of its kind: the dimension, behind the node that makes it where one does.
+    """
+
+    kind: AxisKind
+    place: tuple[int, ...] = ()
+
+
+COLUMNS = ViewAxis(AxisKind.COLUMNS)  # where they are one axis; several have a place each
 
 
 @dataclass(frozen=True)
@@ -24,11 +47,11 @@ class Piece:
     """Part of an axis: of `size` steps, each as long as `step` steps of the axis itself.
 
     Attributes:
-        axis: name of the axis.
+        axis: the axis.
         size: an int, or a symbol for what only the run knows; an axis of symbolic size is never split.
     """
 
-    axis: str
+    axis: ViewAxis
     size: int | str
     step: int = 1
 
@@ -38,10 +61,11 @@ View = tuple[Dim, ...]
 """The dimensions of a value; `()` is a dimension of size 1."""
 
 
-def axis_view(shape: Sequence[Size], name: str) -> View:
-    """A tensor of its own axes, `x0`, `x1`, ...; a size that has no symbol gets one that nothing else has."""
+def axis_view(shape: Sequence[Size], kind: AxisKind) -> View:
+    """A tensor of its own axes; a size that has no symbol gets one that nothing else has."""
     return tuple(
-        (Piece(f"{name}{index}", f"?{name}{index}" if size is None else size),) for index, size in enumerate(shape)
+        (Piece(ViewAxis(kind, (index,)), f"?{kind.value}{index}" if size is None else size),)
+        for index, size in enumerate(shape)
     )
 
 
@@ -109,23 +133,23 @@ def _one_piece(outer: Piece, inner: Piece) -> Piece | None:
 
 
 def refined(view: View, other: View) -> View:
-    """A view whose pieces are cut where another view cuts them."""
-    cuts: dict[str, set[int]] = {}
+    """A view whose pieces are split where another view splits them."""
+    bounds: dict[ViewAxis, set[int]] = {}
     for piece in (piece for dim in (*view, *other) for piece in dim):
         if isinstance(piece.size, int):
-            cuts.setdefault(piece.axis, set()).update((piece.step, piece.step * piece.size))
-    return tuple(tuple(part for piece in dim for part in cut(piece, cuts.get(piece.axis, set()))) for dim in view)
+            bounds.setdefault(piece.axis, set()).update((piece.step, piece.step * piece.size))
+    return tuple(tuple(part for piece in dim for part in split_at(piece, bounds.get(piece.axis, ()))) for dim in view)
 
 
-def cut(piece: Piece, places: Iterable[int]) -> list[Piece]:
+def split_at(piece: Piece, bounds: Iterable[int]) -> list[Piece]:
     """A piece in parts that begin at these steps of its axis, outermost first.
 
     Raises:
-        NotFusable: the places do not divide each other.
+        NotFusable: the bounds do not divide each other.
     """
     if isinstance(piece.size, str):
         return [piece]
-    inside = sorted(place for place in places if piece.step <= place <= piece.step * piece.size)
+    inside = sorted(bound for bound in bounds if piece.step <= bound <= piece.step * piece.size)
     parts: list[Piece] = []
     for inner, outer in pairwise(inside):
         if outer % inner:
@@ -136,7 +160,17 @@ def cut(piece: Piece, places: Iterable[int]) -> list[Piece]:
 
 def is_column(piece: Piece) -> bool:
     """Whether a piece is of a product's columns."""
-    return piece.axis.startswith(COLUMNS)
+    return piece.axis.kind is AxisKind.COLUMNS
+
+
+def is_repeated(piece: Piece) -> bool:
+    """Whether a piece is of an axis that an Expand made."""
+    return piece.axis.kind is AxisKind.REPEATED
+
+
+def is_broadcast(piece: Piece) -> bool:
+    """Whether a piece is of an axis along which an operand repeats the product."""
+    return piece.axis.kind is AxisKind.BROADCAST
 
 
 def columns_dim(view: View) -> int | None:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.patterns.views import View, axis_view, extent, refined, regroup
+from onnxfuse.patterns.views import AxisKind, View, axis_view, extent, refined, regroup
 
 
 def as_numpy(view: View, base: np.ndarray) -> np.ndarray:
-    """The tensor of a view, from that of the axes `x0`, `x1`, ...: split into pieces, permute, group."""
-    (whole,) = refined((tuple(piece for dim in axis_view(base.shape, "x") for piece in dim),), view)
+    """The tensor of a view, from that of its own axes: split into pieces, permute, group."""
+    (whole,) = refined((tuple(piece for dim in axis_view(base.shape, AxisKind.LHS) for piece in dim),), view)
     pieces = [piece for piece in whole if piece.size != 1]
     order = [piece for dim in refined(view, (whole,)) for piece in dim if piece.size != 1]
     split = base.reshape([piece.size for piece in pieces])
@@ -27,7 +27,7 @@ def as_numpy(view: View, base: np.ndarray) -> np.ndarray:
 def test_chains_of_views_move_elements_as_numpy_does(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4))
     base = np.arange(math.prod(shape)).reshape(shape)
-    view, value = axis_view(shape, "x"), base
+    view, value = axis_view(shape, AxisKind.LHS), base
     for _ in range(data.draw(st.integers(0, 4))):
         if data.draw(st.booleans()):
             order = data.draw(st.permutations(range(value.ndim)))
@@ -53,7 +53,7 @@ def factored(draw: st.DrawFn, total: int) -> list[int]:
 
 def test_a_reshape_across_axes_does_not_factor() -> None:
     with pytest.raises(NotFusable, match="across"):
-        regroup(axis_view((4, 6), "x"), [6, 4])
+        regroup(axis_view((4, 6), AxisKind.LHS), [6, 4])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_reshape_across_axes_does_not_factor() -> None:
     ],
 )
 def test_sizes_that_only_the_run_knows_are_matched_by_symbol(wanted, expected) -> None:
-    view = axis_view(("b", "s", 32), "x")
+    view = axis_view(("b", "s", 32), AxisKind.LHS)
     if expected is None:
         with pytest.raises(NotFusable):
             regroup(view, wanted)
@@ -82,7 +82,7 @@ def test_sizes_that_only_the_run_knows_are_matched_by_symbol(wanted, expected) -
 
 
 def test_unnamed_sizes_equal_nothing_but_themselves() -> None:
-    view = axis_view((None, None, 6), "x")
+    view = axis_view((None, None, 6), AxisKind.LHS)
     assert regroup(view, [extent(view[0]), None, 6]) == view
     assert [len(dim) for dim in regroup(view, [None, 6])] == [2, 1]
     with pytest.raises(NotFusable):
