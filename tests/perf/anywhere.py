@@ -236,21 +236,29 @@ def _expected(problem: Drawn, rows: np.ndarray) -> list[np.ndarray]:
     products = [p + numbers(b) for p, b in zip(products, biases, strict=True)] if biases else products
     if problem.kind == "residual":
         products[0] += numbers(feeds["residual0"].reshape(problem.m, problem.n)[rows])
-    return [out.get() for out in _epilogue(problem.kind, products)]
+    return [out.get() for out in epilogue(problem.kind, products, cupy)]
 
 
-def _epilogue(kind: str, products: list[cupy.ndarray]) -> list[cupy.ndarray]:
-    from cupyx.scipy.special import erf
+def epilogue(kind: str, products: list[Any], module: Any) -> list[Any]:
+    """What a site stores, given its products with bias and residual; by NumPy or CuPy, the `module`."""
 
-    def gelu(x: cupy.ndarray) -> cupy.ndarray:
-        return 0.5 * x * (1 + erf(x / 2**0.5))
+    def gelu(x: Any) -> Any:
+        return 0.5 * x * (1 + _erf(x / 2**0.5))
 
     if kind == "gelu":
         return [gelu(products[0])]
     if kind in ("bias", "residual", "qkv"):
         return products
-    value, gate = products if len(products) == 2 else cupy.split(products[0], 2, axis=1)
-    return [value * (gelu(gate) if kind == "geglu" else gate / (1 + cupy.exp(-gate)))]
+    value, gate = products if len(products) == 2 else module.split(products[0], 2, axis=1)
+    return [value * (gelu(gate) if kind == "geglu" else gate / (1 + module.exp(-gate)))]
+
+
+def _erf(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.vectorize(math.erf, otypes=[np.float64])(x)
+    from cupyx.scipy.special import erf
+
+    return erf(x)
 
 
 def in_order(
@@ -283,7 +291,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     both = [row for row in ran if row["stock_us"]]
     slower = [row for row in both if row["ours_us"] > SLOWER * row["stock_us"]]
     lines.append(f"slower than stock by more than 2 %: {len(slower)} of {len(both)}")
-    lines += [f"  {row['ours_us'] / row['stock_us']:.3f} of stock: {_text(row)}" for row in slower]
+    lines += [f"  {row['ours_us'] / row['stock_us']:.3f} of stock: {text(row)}" for row in slower]
     for name, part in (
         ("floor over 10 us", [row for row in ran if row["floor_us"] > 10]),
         ("floor of 3 to 10 us", [row for row in ran if 3 <= row["floor_us"] <= 10]),
@@ -295,7 +303,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
             lines.append(f"{name}: {len(part)} problems, {mean:.3f} of cuBLAS, worst {max(ratios):.2f}")
     lines.append("worst of cuBLAS's product:")
     worst = sorted(ran, key=lambda row: -row["ours_us"] / row["cublas_us"])[:WORST]
-    lines += [f"  {row['ours_us'] / row['cublas_us']:.3f}: {_text(row)}" for row in worst]
+    lines += [f"  {row['ours_us'] / row['cublas_us']:.3f}: {text(row)}" for row in worst]
     regrets = sorted(found for row in rows if (found := regret(row)) is not None)
     if regrets:
         lines.append(f"regret: median {_quantile(regrets, 0.5):.1%}, 95th percentile {_quantile(regrets, 0.95):.1%}")
@@ -311,10 +319,11 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
 
 
-def _text(row: Mapping[str, Any]) -> str:
+def text(row: Mapping[str, Any]) -> str:
+    """A row in a line."""
     fastest = min(row.get("tiles", ()), key=lambda tile: tile["us"], default=None)
     best = f", best {fastest['tile']} {fastest['us']:.1f}" if fastest else ""
-    chosen = f"{row['problem']}: {_times(row)}{row.get('chosen') or row['kernel']}{best}"
+    chosen = f"{row['problem']}: {_times(row)}{row.get('chosen') or row.get('kernel', 'not timed')}{best}"
     return f"{chosen}, regret {found:.1%}" if (found := regret(row)) is not None else chosen
 
 
@@ -348,7 +357,7 @@ def main() -> None:
             if time.monotonic() > deadline:
                 break
             rows.append(measure(each, device, Path(name)))
-            print(_text(rows[-1]), flush=True)
+            print(text(rows[-1]), flush=True)
             each.original.unlink(missing_ok=True)
             each.fused.unlink(missing_ok=True)
             cupy.get_default_memory_pool().free_all_blocks()
