@@ -188,7 +188,7 @@ class Partition:
             exits=(*self._exits(region, furthest, columns.length), Exit(furthest.name, (columns.ref,), columns.view)),
             split=frozenset(span for node in own for span in split_span(grown, node)),
             epilogue=grown.epilogue,
-            operands=grown.operands,
+            operands=grown.arguments.operands,
             shapes=grown.shapes_of(products, every),
             stop=self._stop_after(region, shared),
             shared=tuple(sorted(map(index, beside))),
@@ -200,7 +200,7 @@ class Partition:
             yield from product.copied
         for node in nodes:
             for tensor in node.inputs:
-                yield from self.grown.masks.get(tensor.name, ())
+                yield from self.grown.arguments.masks.get(tensor.name, ())
 
     def _exits(self, region: Region, furthest: GrownValue, width: int | str) -> Iterator[Exit]:
         """What lives out of a region beside its furthest value."""

@@ -7,34 +7,32 @@ arithmetic of a computed chunk. It stops at everything else, and remembers why.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
+from onnxfuse.dtypes import FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.fallback_body import FallbackShape
-from onnxfuse.graph.graph import Graph, Size, node_label
+from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
+from onnxfuse.patterns.arguments import Arguments
 from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
-from onnxfuse.patterns.pointwise_table import CHANNELS, Lower, pointwise_row
+from onnxfuse.patterns.pointwise_table import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.view_ops import VIEWS, viewed
-from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent, is_broadcast, is_column
+from onnxfuse.patterns.views import common_view
 
 MAX_NODES = 256  # of one product; no epilogue is this long, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
-MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
-MAX_MASK_NODES = 8  # of them, one behind the other
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class GrownRegion:
         values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
         shapes: by node, the shape that a Reshape reads from outside.
         refused: products that cannot begin it, and why: what grew has none of them.
-        masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
+        arguments: what the nodes read beside the products.
     """
 
     def __init__(
@@ -67,11 +65,10 @@ class GrownRegion:
         self.values: dict[str, Columns | None] = {}
         self.nodes: list[gs.Node] = []
         self.needs: list[Region] = []
-        self.operands: dict[str, Operand] = {}
         self.stops: list[Stop] = []
         self.refused: list[tuple[Product, NotFusable]] = []
         self.shapes: dict[int, FallbackShape] = {}
-        self.masks: dict[str, tuple[gs.Node, ...]] = {}
+        self.arguments = Arguments(graph, self.epilogue, self.values)
         self._is_taken = is_taken
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
@@ -110,8 +107,8 @@ class GrownRegion:
     def _absorb_product(self, product: Product) -> None:
         value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
         if product.bias is not None and product.beta != 0.0:
-            self._operand(product.node.inputs[2], replace(value, view=product.biased))
-        self._take(product.node, replace(value, ref=made_value(self.epilogue, product, self.operands)))
+            self.arguments.operand(product.node.inputs[2], replace(value, view=product.biased))
+        self._take(product.node, replace(value, ref=made_value(self.epilogue, product, self.arguments.operands)))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
         index = len(self.nodes)
@@ -200,8 +197,9 @@ class GrownRegion:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
         if len(node.outputs) != 1:
             raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
-        value = replace(columns[0], view=self._broadcast(node, _common_view(columns)))
-        inputs = self._arguments(node, value)
+        view = self.arguments.broadcast(node, common_view([value.view for value in columns]))
+        value = replace(columns[0], view=view)
+        inputs = self.arguments.of(node, value)
         self._check_keeps_shape(node, len(value.view))
         self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
 
@@ -212,17 +210,6 @@ class GrownRegion:
             raise NotFusable("too_many_steps", "", f"{steps} steps; a kernel takes {MAX_STEPS}")
         if loads > MAX_LOADS:
             raise NotFusable("too_many_operands", "", f"{loads} operands; a kernel takes {MAX_LOADS}")
-
-    def _broadcast(self, node: gs.Node, view: View) -> View:
-        """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
-        dims = list(view)
-        for tensor in node.inputs:
-            shape = None if tensor.name in self.values or tensor.is_empty() else self.graph.shape(tensor.name)
-            for place, size in enumerate(reversed(shape or ()), 1):
-                if place <= len(dims) and size not in (None, 1) and extent(dims[-place]) == 1:
-                    axis = ViewAxis(AxisKind.BROADCAST, (self.graph.index(node), len(dims) - place))
-                    dims[-place] = (Piece(axis, size),)
-        return tuple(dims)
 
     def _stored(self, node: gs.Node, ref: Ref) -> Ref:
         self._check_fits(ref)
@@ -235,85 +222,6 @@ class GrownRegion:
         shape = self.graph.shape(node.outputs[0].name)
         if shape is not None and len(shape) != rank:
             raise NotFusable("broadcasts_the_product", "", "an operand has more dimensions than the product")
-
-    def _arguments(self, node: gs.Node, value: Columns) -> list[Ref]:
-        """The inputs' expressions."""
-        channels = CHANNELS.get(qualified_op(node))
-        if channels is None:
-            return [self._argument(tensor, value) for tensor in node.inputs]
-        beside = replace(value, view=value.view[channels : channels + 1])
-        first, *vectors = node.inputs
-        return [self._argument(first, value), *(self._argument(tensor, beside) for tensor in vectors)]
-
-    def _argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
-        """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""
-        if tensor.is_empty():
-            return -1
-        value = self.values.get(tensor.name)
-        if value is not None:
-            return value.ref
-        number = self._number(tensor)
-        if number is not None:
-            return self.epilogue.constant(number)
-        maker = self._maker_from_mask(tensor)
-        return self._operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
-
-    def _number(self, tensor: gs.Tensor) -> float | None:
-        """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
-        known = self.graph.known_value(tensor)
-        if known is None or known.size != 1 or known.ndim > 1 or known.dtype == object:
-            return None
-        if self.graph.is_computed_in_16_bits(tensor):
-            return None
-        return float(known.reshape(()).item())
-
-    def _maker_from_mask(self, tensor: gs.Tensor) -> gs.Node | None:
-        """The Cast or Not that makes an operand from a mask of the same shape."""
-        makers = list(islice(self._mask_makers(tensor), MAX_MASK_NODES + 1))
-        return makers[0] if 0 < len(makers) <= MAX_MASK_NODES else None
-
-    def _mask_makers(self, tensor: gs.Tensor) -> Iterator[gs.Node]:
-        """Those between a mask and an operand, the last one first."""
-        while len(tensor.inputs) == 1 and qualified_op(tensor.inputs[0]) in MASK_OPS:
-            maker = tensor.inputs[0]
-            mask, number = str(maker.inputs[0].name), self.graph.dtype(tensor.name)
-            alike = self.graph.shape(mask) == self.graph.shape(tensor.name)
-            if not alike or self.graph.dtype(mask) != BOOL.onnx or number not in BY_ONNX:
-                return
-            yield maker
-            tensor = maker.inputs[0]
-
-    def _from_mask(self, maker: gs.Node, beside: Columns) -> Ref:
-        """What a Cast or a Not makes of a mask's zeros and ones; others may need the node as well."""
-        mask = maker.inputs[0]
-        ref = self._argument(mask, beside)
-        self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
-        return ref if maker.op == "Cast" else self.epilogue.apply("sub", self.epilogue.constant(1.0), ref)
-
-    def _operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
-        name = str(tensor.name)
-        shape = self.graph.shape(name)
-        if self.graph.dtype(name) not in BY_ONNX:
-            raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self.graph.dtype(name)}")
-        if shape is None:
-            raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
-        if len(shape) > len(beside.view):
-            raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
-        view = self._beside(name, shape, beside.view)
-        if self.operands.get(name, Operand(name, view, 1)).view != view:
-            raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
-        has_columns = any(is_column(piece) for dim in view for piece in dim)
-        self.operands[name] = Operand(name, view, beside.length if has_columns else 1)
-        return self.epilogue.load(name, has_columns)
-
-    def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
-        """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""
-        behind = view[len(view) - len(shape) :]
-        if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, behind, strict=True)):
-            raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
-        if any(size != 1 and size != extent(dim) for size, dim in zip(shape, behind, strict=True)):
-            raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
-        return tuple(() if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
 
     def _single(self, node: gs.Node) -> Columns:
         value = self.values.get(node.inputs[0].name)
@@ -340,7 +248,7 @@ class GrownRegion:
     def _absorb_bias_split_gelu(self, node: gs.Node) -> None:
         """The left half of the biased columns times the gelu of the right half."""
         value = self._single(node)
-        biased = self.epilogue.apply("add", value.ref, self._argument(node.inputs[1], value))
+        biased = self.epilogue.apply("add", value.ref, self.arguments.argument(node.inputs[1], value))
         both = whole(self.epilogue, replace(value, ref=biased), -1, "splits")
         first, second = both.ranges([both.length // 2] * 2)
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
@@ -352,23 +260,6 @@ COLUMN_OPS: dict[str, Callable[[GrownRegion, gs.Node], None]] = {
     "SplitToSequence": GrownRegion._absorb_split_to_sequence,
     "com.microsoft::BiasSplitGelu": GrownRegion._absorb_bias_split_gelu,
 }
-
-
-def _common_view(columns: Sequence[Columns]) -> View:
-    """The dimensions of values that meet: they are the same, but that only some may be repeated by an operand."""
-    dims = list(columns[0].view)
-    for view in (value.view for value in columns[1:]):
-        if len(view) != len(dims):
-            raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
-        dims = [_common_dim(one, other) for one, other in zip(dims, view, strict=True)]
-    return tuple(dims)
-
-
-def _common_dim(one: Dim, other: Dim) -> Dim:
-    for dim, short in ((one, other), (other, one)):
-        if one == other or (dim and is_broadcast(dim[0]) and extent(short) == 1):
-            return dim
-    raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
 
 
 def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str, Operand]) -> Ref:

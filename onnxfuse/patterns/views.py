@@ -184,3 +184,24 @@ def with_columns(view: View, index: int, length: int, step: int) -> View:
     """The view of a range of the columns along a dimension, a step of which is `step` columns."""
     dim = () if length == 1 < step else (Piece(COLUMNS, length, step),)
     return (*view[:index], dim, *view[index + 1 :])
+
+
+def common_view(views: Sequence[View]) -> View:
+    """The dimensions of values that meet: they are the same, but that only some may be repeated by an operand.
+
+    Raises:
+        NotFusable: they are not.
+    """
+    dims = list(views[0])
+    for view in views[1:]:
+        if len(view) != len(dims):
+            raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")
+        dims = [_common_dim(one, other) for one, other in zip(dims, view, strict=True)]
+    return tuple(dims)
+
+
+def _common_dim(one: Dim, other: Dim) -> Dim:
+    for dim, short in ((one, other), (other, one)):
+        if one == other or (dim and is_broadcast(dim[0]) and extent(short) == 1):
+            return dim
+    raise NotFusable("views_differ", "", "combines values that were reshaped or transposed differently")

@@ -1,0 +1,137 @@
+"""What a node reads beside a product: an expression for each input, from values, numbers, operands and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import BOOL, BY_ONNX
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph, Size
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
+from onnxfuse.patterns.match import Columns, Operand
+from onnxfuse.patterns.pointwise_table import CHANNELS
+from onnxfuse.patterns.views import AxisKind, Piece, View, ViewAxis, extent, is_column
+
+MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
+MAX_MASK_NODES = 8  # of them, one after the other
+
+
+class Arguments:
+    """The inputs of pointwise nodes as expressions.
+
+    Args:
+        graph: that the nodes are of.
+        epilogue: takes the expressions.
+        values: what has grown so far, by name; None for what is no epilogue value.
+
+    Attributes:
+        operands: what the expressions read, by name.
+        masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
+    """
+
+    def __init__(self, graph: Graph, epilogue: EpilogueGraph, values: Mapping[str, Columns | None]) -> None:
+        self._graph = graph
+        self._epilogue = epilogue
+        self._values = values
+        self.operands: dict[str, Operand] = {}
+        self.masks: dict[str, tuple[gs.Node, ...]] = {}
+
+    def broadcast(self, node: gs.Node, view: View) -> View:
+        """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
+        dims = list(view)
+        for tensor in node.inputs:
+            shape = None if tensor.name in self._values or tensor.is_empty() else self._graph.shape(tensor.name)
+            for place, size in enumerate(reversed(shape or ()), 1):
+                if place <= len(dims) and size not in (None, 1) and extent(dims[-place]) == 1:
+                    axis = ViewAxis(AxisKind.BROADCAST, (self._graph.index(node), len(dims) - place))
+                    dims[-place] = (Piece(axis, size),)
+        return tuple(dims)
+
+    def of(self, node: gs.Node, value: Columns) -> list[Ref]:
+        """The inputs' expressions."""
+        channels = CHANNELS.get(qualified_op(node))
+        if channels is None:
+            return [self.argument(tensor, value) for tensor in node.inputs]
+        beside = replace(value, view=value.view[channels : channels + 1])
+        first, *vectors = node.inputs
+        return [self.argument(first, value), *(self.argument(tensor, beside) for tensor in vectors)]
+
+    def argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
+        """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""
+        if tensor.is_empty():
+            return -1
+        value = self._values.get(tensor.name)
+        if value is not None:
+            return value.ref
+        number = self._number(tensor)
+        if number is not None:
+            return self._epilogue.constant(number)
+        maker = self._maker_from_mask(tensor)
+        return self.operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
+
+    def _number(self, tensor: gs.Tensor) -> float | None:
+        """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
+        known = self._graph.known_value(tensor)
+        if known is None or known.size != 1 or known.ndim > 1 or known.dtype == object:
+            return None
+        if self._graph.is_computed_in_16_bits(tensor):
+            return None
+        return float(known.reshape(()).item())
+
+    def _maker_from_mask(self, tensor: gs.Tensor) -> gs.Node | None:
+        """The Cast or Not that makes an operand from a mask of the same shape."""
+        makers = list(islice(self._mask_makers(tensor), MAX_MASK_NODES + 1))
+        return makers[0] if 0 < len(makers) <= MAX_MASK_NODES else None
+
+    def _mask_makers(self, tensor: gs.Tensor) -> Iterator[gs.Node]:
+        """Those between a mask and an operand, the last one first."""
+        while len(tensor.inputs) == 1 and qualified_op(tensor.inputs[0]) in MASK_OPS:
+            maker = tensor.inputs[0]
+            mask, number = str(maker.inputs[0].name), self._graph.dtype(tensor.name)
+            alike = self._graph.shape(mask) == self._graph.shape(tensor.name)
+            if not alike or self._graph.dtype(mask) != BOOL.onnx or number not in BY_ONNX:
+                return
+            yield maker
+            tensor = maker.inputs[0]
+
+    def _from_mask(self, maker: gs.Node, beside: Columns) -> Ref:
+        """What a Cast or a Not makes of a mask's zeros and ones; others may need the node as well."""
+        mask = maker.inputs[0]
+        ref = self.argument(mask, beside)
+        self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
+        return ref if maker.op == "Cast" else self._epilogue.apply("sub", self._epilogue.constant(1.0), ref)
+
+    def operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
+        """The expression of a tensor that the epilogue reads, along the dimensions of the value beside it.
+
+        Raises:
+            NotFusable: it does not provably broadcast to them, or is of a type that no kernel reads.
+        """
+        name = str(tensor.name)
+        shape = self._graph.shape(name)
+        if self._graph.dtype(name) not in BY_ONNX:
+            raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self._graph.dtype(name)}")
+        if shape is None:
+            raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
+        if len(shape) > len(beside.view):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
+        view = self._beside(name, shape, beside.view)
+        if self.operands.get(name, Operand(name, view, 1)).view != view:
+            raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
+        has_columns = any(is_column(piece) for dim in view for piece in dim)
+        self.operands[name] = Operand(name, view, beside.length if has_columns else 1)
+        return self._epilogue.load(name, has_columns)
+
+    def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
+        """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""
+        own = view[len(view) - len(shape) :]
+        if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, own, strict=True)):
+            raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
+        if any(size != 1 and size != extent(dim) for size, dim in zip(shape, own, strict=True)):
+            raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
+        return tuple(() if size == 1 else dim for size, dim in zip(shape, own, strict=True))
