@@ -1,9 +1,10 @@
 """Names of fused ops: a body has a name of its own, out of a pool that the bridge registers.
 
 A runtime finds a node's fallback body by the op's domain and name. ONNX could tell several bodies of one name apart by
-`overload` (IR version 10), but ONNX Runtime before 1.27, onnx.reference and OpenVINO ignore it and run one node by the
-body of another. So fused nodes with different bodies differ in their names, `FusedGemm_0`, `FusedGemm_1` and so on, and
-those with equal bodies share one. The bridge has to know every name beforehand, which bounds their number.
+`overload` (IR version 10), but ONNX Runtime before 1.27 and onnx.reference ignore it and run one node by the body of
+another. (OpenVINO knows no functions of a model at all.) So fused nodes with different bodies differ in their names,
+`FusedGemm_0`, `FusedGemm_1` and so on, and those with equal bodies share one. The bridge has to know every name
+beforehand, which bounds their number.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from onnxfuse.graph.functions import DOMAIN
 
 FUSED_GEMM = "FusedGemm"
 FUSED_POINTWISE = "FusedPointwise"
-POOL_SIZE = (
-    24  # names of each kind; all 50 ops cost 3.7 ms as a session loads, beside an H200, and a UNet has 12 bodies
-)
+# Names of each kind. All 50 ops cost 3.7 ms as a session loads, beside an H200; a UNet has 12 bodies.
+POOL_SIZE = 24
 
 
 def kind_of(op_type: str) -> str:

@@ -122,7 +122,7 @@ class Pointwise:
 
     Attributes:
         anchor: name of the MatMul or Gemm, with the first column where several fusions share it: `/qkv/MatMul/4096`.
-        pattern: a name in `patterns.parts.PATTERNS`.
+        pattern: a name in `patterns.PATTERNS`.
         features: what the kernel does beside the product, sorted.
         axes: every axis with its size.
         operands: what the steps read, beside the product of a `Fusion`.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from onnxfuse.kernels.gemm import generated
 from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
-from onnxfuse.schedule.portable_tile import Footprint, copy_width, footprint
+from onnxfuse.schedule.portable_tile import Footprint, footprint
+from onnxfuse.schedule.shared_memory import copy_width
 
 
 def emit(spec: KernelSpec, tile: Tile) -> str:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from onnxfuse.schedule.kernel_spec import Access
-from onnxfuse.schedule.portable_tile import copy_width
+from onnxfuse.schedule.shared_memory import copy_width
 
 TEMPLATES = Path(__file__).parent / "cuda"
 

@@ -20,7 +20,7 @@ from onnxfuse.graph.archive import Flavour, Record, unpack
 from onnxfuse.graph.fused_nodes import FusedNode, fused_nodes
 from onnxfuse.progress import Progress, counted
 from onnxfuse.runtime.disassemble import TOOL_MISSING, sass
-from onnxfuse.runtime.session import library_path
+from onnxfuse.runtime.session import library_function
 from onnxfuse.settings import compile_jobs
 
 _ERROR_BYTES = 4096
@@ -58,11 +58,15 @@ class KernelCheck:
     def __str__(self) -> str:
         if not self.passed:
             return "\n".join(f"kernels  FAILED: {fault}" for fault in self.faults)
-        names = ", ".join(self.architectures)
+        nodes, kernels = _counted(self.nodes, "fused node"), _counted(self.kernels, "kernel")
         return (
-            f"kernels  {self.kernels} of {self.nodes} fused nodes, for {names}: each node's is in the file, its "
-            "checksum and launch rule are right, its code is of its architecture"
+            f"kernels  {nodes} with {kernels} for {', '.join(self.architectures)}: all are in the file, "
+            "checksums and launch rules are right, and code is of its architecture"
         )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def check_kernels(optimized: Path, progress: Progress) -> KernelCheck | None:
@@ -70,7 +74,7 @@ def check_kernels(optimized: Path, progress: Progress) -> KernelCheck | None:
 
     Raises:
         ModelError: the model cannot be read.
-        DeviceError: the library is not built.
+        DeviceError: the library is not built, or of another version.
         CompileError: the disassembler is not installed.
     """
     nodes, archives = fused_nodes(optimized)
@@ -94,7 +98,7 @@ def check_kernels(optimized: Path, progress: Progress) -> KernelCheck | None:
 
 def _faults_of_nodes(archive: bytes, nodes: Sequence[FusedNode]) -> Iterator[str]:
     """What the library says of an archive and the nodes that read it: the first fault."""
-    check = ctypes.CDLL(str(library_path())).onnxfuse_check_nodes
+    check = library_function("onnxfuse_check_nodes")
     texts = [node.attributes.get(name, "").encode() for node in nodes for name in _ATTRIBUTES]
     ports = [count for node in nodes for count in (node.inputs, node.outputs)]
     error, fault = ctypes.create_string_buffer(_ERROR_BYTES), ctypes.c_int()

@@ -6,6 +6,7 @@ and no CUDA provider in the session it would refuse to load them, so the library
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -37,6 +38,20 @@ def library_path() -> str:
         if library.is_file():
             return str(library.resolve())
     raise DeviceError(f"{_LIBRARY} is not built; build and install onnxfuse with `pip install .` in its repository")
+
+
+def library_function(name: str) -> Any:
+    """A function of the bridge's library, which is called as C.
+
+    Raises:
+        DeviceError: there is no library, or it is of another version and has no such function.
+    """
+    library = library_path()
+    try:
+        return getattr(ctypes.CDLL(library), name)
+    except (OSError, AttributeError) as error:
+        remedy = "install onnxfuse again, with `pip install .` in its repository"
+        raise DeviceError(f"{library} is not of this version of onnxfuse; {remedy} ({error})") from error
 
 
 def _package_folders() -> list[Path]:
@@ -198,8 +213,16 @@ def options_with(libraries: Sequence[Path]) -> Any:
     return options
 
 
-def open_session(path: Path, providers: Sequence[Provider], options: Any = None) -> Any:
+def open_session(
+    path: Path, providers: Sequence[Provider], options: Any = None, label: Path | str | None = None
+) -> Any:
     """A session on a model file that logs nothing, with its failures in onnxfuse's terms.
+
+    Args:
+        path: the file.
+        providers: as in ONNX Runtime.
+        options: an `onnxruntime.SessionOptions`.
+        label: what failures call a file that the user does not know; by default its path.
 
     Raises:
         ModelError: the file is missing, or ONNX Runtime refuses it.
@@ -212,4 +235,5 @@ def open_session(path: Path, providers: Sequence[Provider], options: Any = None)
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions share no base class
-        raise ModelError(f"{path}: ONNX Runtime refuses the model: {error}") from error
+        text = str(error).replace(str(path), str(label or path))
+        raise ModelError(f"{label or path}: ONNX Runtime refuses the model: {text}") from error

@@ -69,8 +69,8 @@ class Portable(ProductFamily):
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""
         paces = calibration(device).pace[PACES[spec.math]]
-        tiles = TILES[spec.math]
-        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in tiles)
+        own = zip(TILES[spec.math], tiles_for(spec.math, spec.parts), strict=True)
+        return tuple(Candidate(self, tile, paces[str(whole)]) for whole, tile in own)
 
     def why_not(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> str | None:
         """As `portable_tile` says."""

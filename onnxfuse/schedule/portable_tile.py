@@ -92,11 +92,6 @@ def why_not(spec: KernelSpec, tile: Tile, shared_limit: int) -> str | None:
     return None
 
 
-def copy_width(width: int, element_bytes: int) -> int:
-    """Elements of one access: what the tensor allows, in at most 16 bytes."""
-    return min(width, CHUNK_BYTES // element_bytes)
-
-
 def _stage_bytes(spec: KernelSpec, tile: Tile) -> int:
     lhs = tile.block_k * (tile.block_m + _padding(spec, spec.lhs_order == "km"))
     rhs = tile.block_k * (tile.block_n + _padding(spec, spec.rhs_order == "kn"))

@@ -1,4 +1,4 @@
-"""How rows that an epilogue stages lie in shared memory."""
+"""How all kernels copy to and from shared memory, and how rows that an epilogue stages lie there."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ STAGED_PADDING = 8  # elements at the end of a staged row, against bank conflict
 def staged_pitch(access: Access, columns: int) -> int:
     """Elements from row to row of a staging area."""
     return columns + max(STAGED_PADDING, CHUNK_BYTES // access.dtype.bytes)
+
+
+def copy_width(width: int, element_bytes: int) -> int:
+    """Elements of one access: what the tensor allows, in at most 16 bytes."""
+    return min(width, CHUNK_BYTES // element_bytes)

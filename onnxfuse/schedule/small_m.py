@@ -46,8 +46,9 @@ class SmallM(ProductFamily):
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""
-        paces, tiles = calibration(device).pace["small_m"], TILES[spec.math]
-        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in tiles)
+        paces = calibration(device).pace["small_m"]
+        own = zip(TILES[spec.math], small_m_tiles(spec.math, spec.parts), strict=True)
+        return tuple(Candidate(self, tile, paces[str(whole)]) for whole, tile in own)
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
         """As `small_m_tile` says."""

@@ -1,6 +1,6 @@
 """Operators that ONNX Runtime's CPU provider lacks in double, written out in operators that it has.
 
-`reference.py` says which, and what it does with those that cannot be written out.
+`float64_model.py` says which, and what it does with those that cannot be written out.
 """
 
 from __future__ import annotations

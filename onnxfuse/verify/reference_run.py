@@ -59,7 +59,7 @@ class ReferenceRuns:
         path, self.kept = write_float64(self.model, folder, self.types_of, tf32, self.refused)
         level = onnxruntime().GraphOptimizationLevel.ORT_DISABLE_ALL
         with adjusted(self.options, graph_optimization_level=level, enable_cpu_mem_arena=False):
-            session = open_session(path, [CPU], self.options)
+            session = open_session(path, [CPU], self.options, f"{self.label} in float64")
         return [run(session, self.label, feed) for feed in counted(what, feeds, progress)]
 
     def _until_none_refuses(self, attempt: Callable[[], list[dict[str, Value]]]) -> list[dict[str, Value]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,14 +159,10 @@ def verify(
     with scratch_folder() as folder:
         probes = fused_values(original, optimized) if per_site else []
         paths = _Paths.make(original, optimized, probes, folder)
-        session = open_session(paths.original, providers, session_options)
-        facts = input_facts(load_model(original))
-        feeds = list(_feeds(input_specs(session, facts), facts, inputs, shapes, sizes or {}, seed, runs))
-        names = [output.name for output in session.get_outputs()]
-        each = counted("running the original", feeds, progress)
-        before = [run_session(session, original, feed, _hint(feed) if inputs is None else "") for feed in each]
-        del session  # before the next model is loaded
-        after = _run(paths.optimized, optimized, (original, names), providers, session_options, feeds, progress)
+        open_probed = functools.partial(_open, probes=probes, providers=providers, session_options=session_options)
+        draw = functools.partial(_feeds, inputs=inputs, shapes=shapes, sizes=sizes or {}, seed=seed, runs=runs)
+        feeds, names, before = _run_original(open_probed(paths.original, original), original, draw, inputs, progress)
+        after = _run(open_probed(paths.optimized, optimized), optimized, (original, names), feeds, progress)
         reference = ReferenceRuns(paths.original, original, session_options)
         exact = reference.run(feeds, progress)
         tf32 = providers[0] == CUDA and uses_tf32(optimized)
@@ -222,17 +219,37 @@ def _check_run(
     return RunCheck(shapes, outputs, tuple(checks[probe.name] for probe in probes))
 
 
-def _run(
-    path: Path,
+def _open(path: Path, label: Path, probes: Sequence[Probe], providers: Sequence[Provider], session_options: Any) -> Any:
+    """A session on a model or on its copy with more outputs: a refusal of the copy names the site, not the copy."""
+    try:
+        return open_session(path, providers, session_options, label)
+    except ModelError as error:
+        sites = [probe.name for probe in probes if probe.name in str(error)]
+        if not sites:
+            raise
+        hint = f"--per-site reads what site {', '.join(sites)} makes; verify without it judges the outputs alone"
+        raise ModelError(f"{error}; {hint}") from error
+
+
+def _run_original(
+    session: Any,
     label: Path,
-    original: tuple[Path, Sequence[str]],
-    providers: Sequence[Provider],
-    session_options: Any,
-    feeds: Sequence[Feeds],
+    draw: Callable[[Sequence[InputSpec], InputFacts], Iterable[dict[str, Array]]],
+    inputs: object,
     progress: Progress,
+) -> tuple[list[dict[str, Array]], list[str], list[dict[str, Value]]]:
+    """The inputs of all runs, the names of the outputs, and the original model's runs."""
+    facts = input_facts(load_model(label))
+    feeds = list(draw(input_specs(session, facts), facts))
+    each = counted("running the original", feeds, progress)
+    runs = [run_session(session, label, feed, _hint(feed) if inputs is None else "") for feed in each]
+    return feeds, [output.name for output in session.get_outputs()], runs
+
+
+def _run(
+    session: Any, label: Path, original: tuple[Path, Sequence[str]], feeds: Sequence[Feeds], progress: Progress
 ) -> list[dict[str, Value]]:
     """The optimised model's runs, once its outputs and inputs are those of the original."""
-    session = open_session(path, providers, session_options)
     specs = input_specs(session)
     try:
         checked = [make_feeds(specs, feed) for feed in feeds]

@@ -134,3 +134,23 @@ def test_one_command_sets_up_and_one_checks() -> None:
     for part in ("ruff check .", "ruff format --check .", "mypy", "python -m tests.tools.versions", "pytest -n auto"):
         assert part in script
         assert f"`{part}`" in text.replace("\n", " ")
+
+
+def test_every_file_that_a_comment_or_a_page_names_is_there() -> None:
+    """Of the C++ and CUDA's includes the compiler sees to; the examples of docs/extending.md are followed by a test."""
+    kinds = {".py", ".cuh", ".cc", ".h", ".md", ".toml"}
+    files = [path for top in ("onnxfuse", "tests", "docs") for path in (ROOT / top).rglob("*") if path.suffix in kinds]
+    files += ROOT.glob("*.*")
+    there = {path.relative_to(ROOT).as_posix() for path in files}
+    ends = {name[start:] for name in there for start in range(len(name)) if start == 0 or name[start - 1] == "/"}
+    texts = [path for path in files if path.is_relative_to(ROOT / "onnxfuse") or path in PAGES]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in texts
+        if path.name != "extending.md"
+        for line in path.read_text().splitlines()
+        if not line.startswith("#include <")
+        for name in re.findall(r"(?<![\w/.<*-])((?:[a-z_0-9]+/)*[a-z_0-9]+\.(?:py|cuh|cc|h))\b(?!\.)", line)
+        if name not in ends | {"cuda.h"}
+    ]
+    assert not wrong, "\n".join(wrong)

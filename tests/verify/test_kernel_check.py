@@ -14,6 +14,7 @@ import onnxfuse
 from onnxfuse.errors import DeviceError
 from onnxfuse.graph.archive import Flavour, Record, pack, unpack
 from onnxfuse.progress import silent
+from onnxfuse.runtime import session
 from onnxfuse.runtime.kernel_check import check_kernels
 from onnxfuse.runtime.session import CPU
 from onnxfuse.verify import verify
@@ -162,3 +163,19 @@ def test_garbage_fails_the_command_and_a_gpu_can_be_required(
     assert "no kernel can run" in required.stderr
     with pytest.raises(DeviceError, match="no CUDA device"):
         verify.verify(source, good, require_gpu=True)
+
+
+@pytest.mark.parametrize("library", ["libc.so.6", "no_library_at_all.so"])
+def test_a_library_of_another_version_is_one_line_with_the_remedy(
+    library: str, model: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "library_path", lambda: library)
+    onnx.save(model, tmp_path / "fused.onnx")
+    with pytest.raises(DeviceError, match=rf"^{library} is not of this version of onnxfuse; install .* again.*$"):
+        check_kernels(tmp_path / "fused.onnx", silent)
+
+
+def test_what_was_checked_is_a_sentence(model: onnx.ModelProto, tmp_path: Path) -> None:
+    onnx.save(model, tmp_path / "fused.onnx")
+    found = check_kernels(tmp_path / "fused.onnx", silent)
+    assert str(found).startswith(f"kernels  1 fused node with {found.kernels} kernels for ptx, sm_80, sm_90a: ")

@@ -492,3 +492,17 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert np.isfinite(rounded[4])
     assert np.isinf(rounded[5])
     assert np.isnan(rounded[6])
+
+
+def test_a_refusal_of_what_per_site_adds_names_the_site_and_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = Builder()
+    b("Tanh", b("MatMul", b.input("x", [2, 8]), b.array(np.ones((8, 8)))))
+    inner = b.nodes[0].output[0]
+    path = save(b.model(b.nodes[-1].output[0]), tmp_path / "model.onnx")
+    probe = verify.Probe(inner, TensorProto.INT64, is_output=False)  # which it is not
+    monkeypatch.setattr(verify, "fused_values", lambda *_: [probe])
+    with pytest.raises(ModelError, match=rf"model\.onnx: ONNX Runtime refuses .*site {inner} makes") as refusal:
+        verify.verify(path, path, per_site=True)
+    assert "original.onnx" not in str(refusal.value)

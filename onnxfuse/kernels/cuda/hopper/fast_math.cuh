@@ -1,5 +1,5 @@
 // The activations of the sm_90a kernel, whose operands have 16 bits or are rounded to TF32: a third of the instructions
-// of the functions of pointwise.cuh, with errors that are a small part of what the operands' rounding does. Defined for
+// of the functions of math.cuh, with errors that are a small part of what the operands' rounding does. Defined for
 // every float.
 #pragma once
 #include "common/ptx.cuh"

@@ -12,7 +12,7 @@
 //                       |                                         two where not all columns fill the widest swizzle
 //   4 warps each     consumer groups
 //                       |  wgmma m64 x (PARTS * BLOCK_N) x 32 bytes of k, fp32 accumulators in registers
-//                    hopper_epilogue.cuh: functor, staging area of the warp, TMA store
+//                    epilogue.cuh: functor, staging area of the warp, TMA store
 //
 //   ping-pong        a team, one group or two, owns every other tile; its epilogue runs behind the other's main loop
 //                      team 0   [main loop 0]  epilogue 0   [main loop 2]  epilogue 2 ...

@@ -493,7 +493,7 @@ struct TensorFragments {
   }
 };
 
-// The same for exact fp32, as exact.cuh says: a step's sums go to those of the tile.
+// The same for exact fp32, as split_fp32.cuh says: a step's sums go to those of the tile.
 struct SplitFragments : TensorFragments {
   static constexpr int SETS = 1;  // no registers are left for a second
   __device__ __forceinline__ void multiply(float (&sum)[PARTS][FRAGMENTS_M][FRAGMENTS_N][4]) {

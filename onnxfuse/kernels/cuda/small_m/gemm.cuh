@@ -173,7 +173,7 @@ __device__ __forceinline__ void round_each(unsigned (&words)[WORDS]) {
   }
 }
 
-// Words of exact fp32 become big, as exact.cuh calls it; elsewhere nothing is small.
+// Words of exact fp32 become big, as split_fp32.cuh calls it; elsewhere nothing is small.
 template <int WORDS>
 struct Small {
   unsigned words[WORDS];
