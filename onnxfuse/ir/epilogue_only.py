@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.ir.fusion import Fusion, Load, Pointwise, Step, Tensor, Value
+from onnxfuse.ir.fusion import Fusion, Load, Pointwise, Step, Tensor, Value, acc_name, load_name
 from onnxfuse.limits import MAX_LOADS
 
 
@@ -26,8 +26,8 @@ def epilogue_of(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", fusion.anchor, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
     first = len(fusion.parts)
-    names: dict[Value, Value] = {f"acc{part}": f"op{part}" for part in range(first)}
-    names |= {f"op{index}": f"op{index + first}" for index in range(len(fusion.loads))}
+    names: dict[Value, Value] = {acc_name(part): load_name(part) for part in range(first)}
+    names |= {load_name(index): load_name(index + first) for index in range(len(fusion.loads))}
     stored = {product.name for product in products}
     return Pointwise(
         anchor=fusion.anchor,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from onnxfuse.dtypes import BOOL
-from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, ROUNDS, Fusion, Tensor, Value
+from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, ROUNDS, Fusion, Tensor, Value, acc_name, load_name
 
 
 def features_of(fusion: Fusion, has_cast: bool) -> Fusion:
@@ -18,7 +18,7 @@ def features_of(fusion: Fusion, has_cast: bool) -> Fusion:
 def _read_by(fusion: Fusion, ops: tuple[str, ...]) -> list[Tensor]:
     """Operands that a step of one of these ops reads directly."""
     values = {value for step in fusion.steps if step.op in ops for value in step.inputs}
-    return [fusion.operands[load.operand] for index, load in enumerate(fusion.loads) if f"op{index}" in values]
+    return [fusion.operands[load.operand] for index, load in enumerate(fusion.loads) if load_name(index) in values]
 
 
 def _columns(fusion: Fusion) -> set[str]:
@@ -44,7 +44,7 @@ def _is_bias(fusion: Fusion, tensor: Tensor) -> bool:
 
 def _has_activation(fusion: Fusion) -> bool:
     """Whether a nonlinear step has the product in it; the root of a variance is none."""
-    made: set[Value] = {f"acc{part}" for part in range(len(fusion.parts))}
+    made: set[Value] = {acc_name(part) for part in range(len(fusion.parts))}
     for step in fusion.steps:
         if made.intersection(step.inputs):
             made.add(step.result)

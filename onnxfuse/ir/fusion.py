@@ -28,7 +28,22 @@ INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 NONLINEAR = frozenset(OPS) - ROUNDS - {"add", "sub", "mul", "div", "neg", "min", "max", "where"}
 
 Dim = tuple[str, ...]
-Value = str | float
+Value = str | float  # what steps read and stores take: a name, made below, or a number
+
+
+def acc_name(part: int) -> str:
+    """What steps call the sums of a part."""
+    return f"acc{part}"
+
+
+def load_name(index: int) -> str:
+    """What steps call a load."""
+    return f"op{index}"
+
+
+def step_name(index: int) -> str:
+    """What steps call the result of an earlier one."""
+    return f"t{index}"
 
 
 @dataclass(frozen=True)
@@ -140,13 +155,19 @@ class Pointwise:
     steps: tuple[Step, ...]
     outs: tuple[Out, ...]
     _sizes: dict[str, int | None] = field(init=False, repr=False, compare=False, hash=False)
+    _named_loads: dict[Value, Load] = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_sizes", {axis.name: axis.size for axis in self.axes})
+        object.__setattr__(self, "_named_loads", {load_name(index): load for index, load in enumerate(self.loads)})
 
     def size(self, axis: str) -> int | None:
         """Size of an axis, None where only the run knows it."""
         return self._sizes[axis]
+
+    def load(self, value: Value) -> Load | None:
+        """The load of a name; None for any other value."""
+        return self._named_loads.get(value)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -227,10 +248,8 @@ def value_text(value: Value, fusion: Pointwise) -> str:
     """A value as the IR prints it: `in0[p=1]` for a load, six digits for a constant."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    if not value.startswith("op"):
-        return value
-    load = fusion.loads[int(value[2:])]
-    return f"in{load.operand}{part_text(load.part, load.start)}"
+    load = fusion.load(value)
+    return value if load is None else f"in{load.operand}{part_text(load.part, load.start)}"
 
 
 def part_text(part: int | None, start: int | None = None) -> str:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from onnxfuse.ir.fusion import Fusion, Step, Value
+from onnxfuse.ir.fusion import Fusion, Step, Value, step_name
 
 Steps = dict[str, Step]
 
@@ -150,7 +150,7 @@ def _renumbered(fusion: Fusion, steps: Steps) -> Fusion:
             if step.op == "mul" and 1.0 in inputs:
                 names[value] = inputs[1] if inputs[0] == 1.0 else inputs[0]
             else:
-                ordered.append(Step(f"t{len(ordered)}", step.op, inputs))
+                ordered.append(Step(step_name(len(ordered)), step.op, inputs))
                 names[value] = ordered[-1].result
         return names[value]
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onnxfuse.ir.fusion import Value
+from onnxfuse.ir.fusion import Value, acc_name, load_name
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
@@ -104,7 +104,7 @@ def functor(spec: KernelSpec, fast: bool = False) -> str:
         spec: what to compute.
         fast: whether by the fast functions, which only a kernel with `cuda/hopper/fast_math.cuh` has.
     """
-    accumulators = [f"    const float acc{part} = accumulators[{part}];" for part in range(spec.parts)]
+    accumulators = [f"    const float {acc_name(part)} = accumulators[{part}];" for part in range(spec.parts)]
     return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec, fast)])
 
 
@@ -114,7 +114,7 @@ def pointwise_functor(spec: PointwiseSpec) -> str:
 
 
 def _body(spec: KernelSpec | PointwiseSpec, fast: bool) -> list[str]:
-    lines = [f"    const float op{index} = operands[{index}];" for index in range(len(spec.loads))]
+    lines = [f"    const float {load_name(index)} = operands[{index}];" for index in range(len(spec.loads))]
     writers = {op: expression.fast if fast else expression.accurate for op, expression in EXPRESSIONS.items()}
     lines += [f"    const float {step.result} = {writers[step.op](*step.inputs)};" for step in spec.steps]
     return [*lines, *(f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values))]

@@ -19,7 +19,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_POINTWISE
 from onnxfuse.ir.epilogue_only import epilogue_of
-from onnxfuse.ir.fusion import NONLINEAR, Fusion, Tensor
+from onnxfuse.ir.fusion import NONLINEAR, Fusion, Tensor, acc_name, load_name
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
@@ -89,10 +89,10 @@ def _plan_broadcast_product(
 
 def _repeats_an_activation(fusion: Fusion) -> bool:
     """Whether a function of the product alone would be computed again for each repetition."""
-    alone = {f"acc{part}" for part in range(len(fusion.parts))}
+    alone = {acc_name(part) for part in range(len(fusion.parts))}
     long = {axis for axis in broadcast_product_axes(fusion) if fusion.size(axis) != 1}
     alone |= {
-        f"op{index}" for index, load in enumerate(fusion.loads) if not long & {*fusion.operands[load.operand].axes}
+        load_name(index) for index, load in enumerate(fusion.loads) if not long & {*fusion.operands[load.operand].axes}
     }
     for step in fusion.steps:
         if all(isinstance(value, float) or value in alone for value in step.inputs):

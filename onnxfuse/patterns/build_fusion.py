@@ -8,7 +8,21 @@ from onnxfuse.dtypes import BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.ir.features import features_of
-from onnxfuse.ir.fusion import MAX_STEPS, PART_AXIS, Axis, Fusion, Load, Out, RhsPart, Step, Tensor, Value
+from onnxfuse.ir.fusion import (
+    MAX_STEPS,
+    PART_AXIS,
+    Axis,
+    Fusion,
+    Load,
+    Out,
+    RhsPart,
+    Step,
+    Tensor,
+    Value,
+    acc_name,
+    load_name,
+    step_name,
+)
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.axis_names import AxisNames, name_axes
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
@@ -124,14 +138,14 @@ def _straight_line(match: Match) -> _Line:
         if expression.op == CONSTANT:
             names[ref] = float.fromhex(expression.hexadecimal)
         elif expression.op == ACC:
-            names[ref] = f"acc{parts.index((expression.operand, expression.offset or 0))}"
+            names[ref] = acc_name(parts.index((expression.operand, expression.offset or 0)))
         elif expression.op == LOAD:
             index = operands.setdefault(expression.operand, len(operands))
             load = Load(index, *_load_range(match, expression))
-            names[ref] = loads.setdefault(load, f"op{len(loads)}")
+            names[ref] = loads.setdefault(load, load_name(len(loads)))
         else:
-            names[ref] = f"t{len(steps)}"
-            steps.append(Step(f"t{len(steps)}", expression.op, tuple(names[i] for i in expression.inputs)))
+            name = names[ref] = step_name(len(steps))
+            steps.append(Step(name, expression.op, tuple(names[i] for i in expression.inputs)))
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", match.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
     count = graph.count_steps(match.roots)
