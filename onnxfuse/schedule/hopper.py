@@ -10,11 +10,10 @@ from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of, waves_of
-from onnxfuse.schedule.hopper_tile import FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
+from onnxfuse.schedule.hopper_tile import ARCH, FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
-ARCH = "sm_90a"
 # Small M comes in a box that is little taller than M. A tile's block_n is the width of all parts together.
 TILES = (
     HopperTile(128, 192, pingpong=True),

@@ -21,10 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
+from onnxfuse.schedule.calibration import calibration_of
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.shared_memory import staged_pitch
 
+ARCH = "sm_90a"
 VECTOR_BUFFERS = 4
 FRAGMENT_ROWS = 64  # of one wgmma
 WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
@@ -35,11 +37,6 @@ COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
 ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
 MAX_STAGES = 16
-# A load takes a microsecond: a ring holds at least the work for so many products of one k, and so many stages. From
-# there on, room for outputs and operands is worth more than another stage. But four groups take turns at the tensor
-# cores, and narrow slabs cost them nothing.
-ENOUGH_PRODUCTS = {2: 80 * 1024, 4: 1024 * 1024}
-ENOUGH_STAGES = 4
 MAX_SLAB_COLUMNS = 96
 MIN_RUN = 32  # columns of an output's runs that TMA stores: slabs lie in one run, and narrower ones are slow
 BANK_WORDS = 32
@@ -245,7 +242,8 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFo
         for columns, buffers in slabs
     ]
     products = tile.block_m * tile.block_n * spec.parts
-    enough = max(-(-ENOUGH_PRODUCTS[tile.groups] // products), ENOUGH_STAGES)
+    known = calibration_of(ARCH)
+    enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
     return max(candidates, key=lambda layout: min(layout.stages, enough))
 
 

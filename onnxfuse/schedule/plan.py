@@ -22,8 +22,7 @@ from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranke
 
 SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
 FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
-UNKNOWN = 1024  # an n or k that only the run knows: a sequence like m, but not a short one
-SHALLOW = 8  # a product of a smaller depth fills no step of the tensor cores
+SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
 
 def make_plan(
@@ -41,8 +40,9 @@ def make_plan(
     m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
     guessed = columns is None or (not shared and static_size(fusion, mapping.batch) is None)
+    unknown = calibration(device).unknown_size
     problems = [
-        Problem(size, columns or max(size, UNKNOWN), depth or max(size, UNKNOWN), batch, guessed)
+        Problem(size, columns or max(size, unknown), depth or max(size, unknown), batch, guessed)
         for size in ([m] if m else SAMPLED_M)
     ]
     deepest = problems[-1].k

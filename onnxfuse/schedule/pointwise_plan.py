@@ -24,7 +24,7 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     widths = analyse_epilogue(pointwise, mapping)
     loads, outs = _accesses(pointwise, mapping, widths)
     columns = math.prod(pointwise.size(axis) or 1 for axis in mapping.n)
-    rows = rows_in_flight(loads, span_of(loads, outs))
+    rows = rows_in_flight(loads, span_of(loads, outs), device)
     tall, flat = (tile_for(loads, outs, columns, count) for count in (rows, 1))
     # Below this m the tall tile makes too few blocks.
     blocks = calibration(device).pointwise_blocks * device.multiprocessors
@@ -34,10 +34,10 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     if flat == tall:
         variants = [_variant(spec, tall, 0, MAX_M)]
     if any(load.width > 1 for load in loads):
-        variants.append(_variant(replace(spec, checked=True), checked_tile(spec, tall.span, columns), 0, MAX_M))
+        variants.append(_variant(replace(spec, checked=True), checked_tile(spec, tall.span, columns, device), 0, MAX_M))
     if any(out.width > 1 for out in outs):
         narrow = _narrow(spec)
-        rows = rows_in_flight(narrow.loads, 1)
+        rows = rows_in_flight(narrow.loads, 1, device)
         variants.append(_variant(narrow, tile_for(narrow.loads, narrow.outs, columns, rows), 0, MAX_M))
     return PointwisePlan(device, tuple(variants), widths)
 
@@ -66,16 +66,17 @@ def _along_n(way: Access) -> Access:
     return replace(way, width=1, transposed=False) if way.transposed else way
 
 
-def checked_tile(spec: PointwiseSpec, span: int, columns: int) -> PointwiseTile:
+def checked_tile(spec: PointwiseSpec, span: int, columns: int, device: DeviceSpec) -> PointwiseTile:
     """The tile of the same kernel, legal for every pointer and pitch of what it reads, with rows for single elements.
 
     Args:
         spec: the kernel with wide accesses.
         span: adjacent columns that one of its threads owns.
         columns: of the output.
+        device: to plan for.
     """
     singles = tuple(replace(load, width=1) for load in spec.loads)
-    return tile_for(spec.loads, spec.outs, columns, rows_in_flight(singles, span))
+    return tile_for(spec.loads, spec.outs, columns, rows_in_flight(singles, span, device))
 
 
 def _narrow(spec: PointwiseSpec) -> PointwiseSpec:

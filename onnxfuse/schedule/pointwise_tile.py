@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onnxfuse.device import DeviceSpec
 from onnxfuse.ir.fusion import Step
+from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_spec import Access
 
 THREADS = 256
-BYTES_IN_FLIGHT = 128  # of one thread: its share of what keeps memory busy, in a quarter of its registers
 REGISTER_BYTES = 4
 MAX_ROWS = 4
 COLUMN_THREADS = (32, 16, 8)  # a warp reads at least 8 neighbours' columns, whole lines of memory, of one row
@@ -82,11 +83,11 @@ def tile_for(loads: tuple[Access, ...], outs: tuple[Access, ...], n: int, rows: 
     return PointwiseTile(THREADS // threads * rows, threads * span, span)
 
 
-def rows_in_flight(loads: tuple[Access, ...], span: int) -> int:
+def rows_in_flight(loads: tuple[Access, ...], span: int, device: DeviceSpec) -> int:
     """Rows of one thread whose operands it can have in flight at once: a power of two."""
     row_bytes = sum(span * _bytes_in_registers(load) for load in loads if load.kind == "tile")
     rows = MAX_ROWS
-    while rows > 1 and rows * row_bytes > BYTES_IN_FLIGHT:
+    while rows > 1 and rows * row_bytes > calibration(device).pointwise_bytes_in_flight:
         rows //= 2
     return rows
 

@@ -37,6 +37,7 @@ from tests.helpers.kernel_problem import (
 )
 from tests.kernels.test_portable_on_cpu import build_source, launch, launch_counted, moved_problem
 
+DEVICE = ARCHITECTURES["sm_90a"]
 NOTHING = Buffer(np.zeros(1, np.float32), 0, (1, 1, 1), (0, 0, 0))  # there is no lhs
 
 
@@ -104,13 +105,13 @@ def make_spec(case: Case) -> TiledPointwise:
         steps += with_operand(steps[-1].result, index, loads[index].dtype, index % 2 == 1)
     values = ([steps[-1].result, *values] * 2)[: len(case.outs)]
     outs = tuple(access("tile", dtype or case.dtype, case.layout) for dtype in case.outs)
-    tile = tile_for(loads, outs, size.n, rows_in_flight(loads, 8))
+    tile = tile_for(loads, outs, size.n, rows_in_flight(loads, 8, DEVICE))
     return TiledPointwise(loads, outs, tuple(steps), tuple(values), tile=tile)
 
 
 def checked(spec: TiledPointwise) -> TiledPointwise:
     """As the plan makes it."""
-    return replace(spec, tile=checked_tile(spec, spec.tile.span, spec.tile.block_n), checked=True)
+    return replace(spec, tile=checked_tile(spec, spec.tile.span, spec.tile.block_n, DEVICE), checked=True)
 
 
 def make_problem(spec: TiledPointwise, size: Size, case: Case) -> Problem:
@@ -186,5 +187,5 @@ def test_a_tile_is_made_of_whole_threads(n: int, width: int, rows: int) -> None:
 
 def test_a_thread_asks_for_no_more_than_its_registers_hold() -> None:
     tile = Access("tile", F32, 4)
-    assert rows_in_flight((Access("row", F32, 4),), 8) == MAX_ROWS
-    assert [rows_in_flight((tile,) * count, 4) for count in (1, 2, 3, 8, 12)] == [4, 4, 2, 1, 1]
+    assert rows_in_flight((Access("row", F32, 4),), 8, DEVICE) == MAX_ROWS
+    assert [rows_in_flight((tile,) * count, 4, DEVICE) for count in (1, 2, 3, 8, 12)] == [4, 4, 2, 1, 1]

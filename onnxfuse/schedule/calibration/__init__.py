@@ -24,6 +24,7 @@ class Calibration:
         library_advantage: by arithmetic; 1 where there is no row.
         exact: arithmetic of exact fp32.
         hopper_zero_row: by rows of the box.
+        hopper_enough_products: by warp groups of a tile.
         hopper_narrow_boxes: by `ROWSxCOLUMNS`.
         pace: by table, then by tile.
     """
@@ -37,9 +38,11 @@ class Calibration:
     odds: float
     exact: str
     library_advantage: Mapping[str, float]
+    unknown_size: int
     portable_copied: float
     small_m_summing: float
     pointwise_blocks: int
+    pointwise_bytes_in_flight: int
     hopper_boxed: float
     hopper_loaded_row: float
     hopper_zero_row: Mapping[str, float]
@@ -52,6 +55,8 @@ class Calibration:
     hopper_meeting: float
     hopper_exchanged: float
     hopper_group: int
+    hopper_enough_products: Mapping[str, int]
+    hopper_enough_stages: int
     hopper_ahead_depth: int
     hopper_one_wave_group_rows: int
     pace: Mapping[str, Mapping[str, float]]
@@ -62,7 +67,12 @@ _REPLACED: dict[str, Calibration] = {}
 
 def calibration(device: DeviceSpec) -> Calibration:
     """The constants of an architecture."""
-    return _REPLACED.get(device.arch) or _read(device.arch)
+    return calibration_of(device.arch)
+
+
+def calibration_of(arch: str) -> Calibration:
+    """The same by its name, for kernels of one architecture alone."""
+    return _REPLACED.get(arch) or _read(arch)
 
 
 @contextmanager
