@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from onnx import ModelProto
 
 from onnxfuse.graph.functions import walk
-from onnxfuse.graph.input_sizes import NOTHING, InputSizes, input_sizes
+from onnxfuse.graph.input_sizes import input_sizes
 from onnxfuse.graph.load import Model
+from onnxfuse.known_inputs import InputFacts
 
 _VOCABULARIES = frozenset({"keys_strings", "cats_strings", "string_vocabulary", "pool_strings", "classes_strings"})
-
-
-@dataclass(frozen=True)
-class InputFacts:
-    """What is known of a model's inputs.
-
-    Attributes:
-        unranked: inputs whose number of dimensions the model does not say.
-        words: text that the model's encoders know.
-        sizes: what the model's operators say of its symbols.
-    """
-
-    unranked: frozenset[str] = frozenset()
-    words: tuple[str, ...] = ()
-    sizes: InputSizes = NOTHING
 
 
 def input_facts(model: Model) -> InputFacts:

@@ -7,7 +7,7 @@ past and present together, where the graph says so: by what it adds, or by what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -17,6 +17,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.load import Model
 from onnxfuse.graph.symbolic import Size, canonical
+from onnxfuse.known_inputs import NOTHING, InputSizes
 
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) ([\w.:/-]+)\)")
 _TERM = re.compile(r"[A-Za-z_][\w.:/-]*|\d+")
@@ -41,26 +42,6 @@ _ATTENTION = {
     ("com.microsoft", "Attention"): Attention((4,), "num_heads", (5,)),
     ("", "Attention"): Attention((4, 5), "kv_num_heads", (3,)),
 }
-
-
-@dataclass(frozen=True)
-class InputSizes:
-    """What is known of the symbols of a model's inputs.
-
-    Attributes:
-        fixed: sizes by symbol.
-        sums: a symbol, and the symbols and numbers whose sum it is.
-        values: by input, the symbol or sum whose size the input's value is, and what is added to it.
-        one_of: pairs of symbols, one of which is 1: GroupQueryAttention with a past takes one row, or one token.
-    """
-
-    fixed: Mapping[str, int]
-    sums: Mapping[str, tuple[str, ...]]
-    values: Mapping[str, tuple[tuple[str, ...], int]]
-    one_of: frozenset[tuple[str, str]] = frozenset()
-
-
-NOTHING = InputSizes({}, {}, {})
 
 
 def input_sizes(model: Model) -> InputSizes:

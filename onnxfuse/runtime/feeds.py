@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from onnxfuse.errors import ModelError, OnnxfuseError, SettingError
-from onnxfuse.graph.input_facts import InputFacts
-from onnxfuse.graph.input_sizes import NOTHING, InputSizes
+from onnxfuse.known_inputs import NOTHING, InputFacts, InputSizes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Dim = int | str | None

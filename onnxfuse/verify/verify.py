@@ -12,14 +12,15 @@ from typing import Any
 from onnxfuse.errors import DeviceError, ModelError
 from onnxfuse.graph.fused_nodes import uses_tf32
 from onnxfuse.graph.graph import load_model
-from onnxfuse.graph.input_facts import InputFacts, input_facts
+from onnxfuse.graph.input_facts import input_facts
+from onnxfuse.known_inputs import InputFacts
 from onnxfuse.progress import Progress, counted, silent
 from onnxfuse.runtime.accuracy import OutputCheck, Value, check_output
 from onnxfuse.runtime.feeds import Array, InputSpec, input_specs, make_feeds
-from onnxfuse.runtime.kernel_check import KernelCheck, check_kernels
 from onnxfuse.runtime.ort_values import run as run_session
 from onnxfuse.runtime.session import CUDA, Provider, default_providers, open_session
 from onnxfuse.staging import scratch_folder
+from onnxfuse.verify.kernel_check import KernelCheck, check_kernels
 from onnxfuse.verify.probe import Probe, fused_values, write_probed
 from onnxfuse.verify.reference_run import ReferenceRuns
 

@@ -15,9 +15,9 @@ from onnxfuse.errors import DeviceError
 from onnxfuse.graph.archive import Flavour, Record, pack, unpack
 from onnxfuse.progress import silent
 from onnxfuse.runtime import session
-from onnxfuse.runtime.kernel_check import check_kernels
 from onnxfuse.runtime.session import CPU
 from onnxfuse.verify import verify
+from onnxfuse.verify.kernel_check import check_kernels
 from tests.cli.test_cli import onnxfuse as command
 from tests.helpers.onnx_build import FLOAT16, Builder
 
