@@ -133,7 +133,7 @@ class Out:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """Pointwise steps over operands; by itself, what is fused behind a product that another kernel computes.
+    """Pointwise steps over operands; by itself, the epilogue of a product that another kernel computes.
 
     Attributes:
         anchor: name of the MatMul or Gemm, with the first column where several fusions share it: `/qkv/MatMul/4096`.
@@ -143,7 +143,7 @@ class Pointwise:
         operands: what the steps read, beside the product of a `Fusion`.
         loads: what the steps call `op0`, `op1`, ...
         steps: the epilogue, in order.
-        outs: what is stored; parts of one tensor stand one behind the other.
+        outs: what is stored; parts of one tensor stand one after the other.
     """
 
     anchor: str

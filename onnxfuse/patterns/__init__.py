@@ -1,4 +1,4 @@
-"""What onnxfuse looks for: products, what may grow behind them, and what a match looks like and becomes."""
+"""What onnxfuse looks for: products, what may grow after them, and what a match looks like and becomes."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def product_tensor(match: Match, product: Product) -> Tensor:
 def _axis_names(match: Match, line: _Line) -> AxisNames:
     first = match.products[0]
     inputs = (first.lhs_view, *(product.rhs_view for product in match.products))
-    tensors = (*inputs, *(operand.view for operand in line.operands), *(out.view for out in match.exits))
+    tensors = (*inputs, *(operand.view for operand in line.operands), *(out.view for out in match.live_outs))
     columns = first.columns if len(first.columns) > 1 else (Piece(COLUMNS, match.columns),)
     return name_axes(first.row_view, (first.k,), columns, tensors, match.window is not None)
 
@@ -114,9 +114,9 @@ def _dtype(graph: Graph, name: str) -> DType:
 
 
 def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out]:
-    """A store of each range of each exit."""
+    """A store of each range of each live-out value."""
     outs = []
-    for out in match.exits:
+    for out in match.live_outs:
         packed = len(out.refs) > 1
         tensor = names.tensor(out.name, _dtype(graph, out.name), out.view)
         for index, ref in enumerate(out.refs):

@@ -20,7 +20,7 @@ from onnxfuse.patterns.views import COLUMNS, Piece, is_column
 
 
 def _is_gate(match: Match) -> bool:
-    """Whether two accumulators meet in one exit that are halves of one value, or of two products."""
+    """Whether two accumulators meet in one live-out value that are halves of one value, or of two products."""
     return any(_are_two_halves(match, ref) for ref in match.roots)
 
 
@@ -38,8 +38,8 @@ def _all_columns(match: Match) -> bool:
 
 
 def _are_siblings(match: Match) -> bool:
-    """Whether every exit reads one product, and not all of them the same."""
-    read = [{leaf.operand for leaf in match.epilogue.leaves(ACC, out.refs)} for out in match.exits]
+    """Whether every live-out value reads one product, and not all of them the same."""
+    read = [{leaf.operand for leaf in match.epilogue.leaves(ACC, out.refs)} for out in match.live_outs]
     return all(len(names) == 1 for names in read) and len(match.products) > 1
 
 
@@ -73,7 +73,7 @@ def check_parts(match: Match) -> None:
     if len(packed) > 1 or any(not is_part(product.n, start, columns) for product, start in ranges):
         texts = ", ".join(f"{columns} from {start} on of {product.n}" for product, start in ranges)
         raise NotFusable("not_equal_parts", match.label, f"the columns {texts} are not equal parts")
-    if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.exits):
+    if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.live_outs):
         raise NotFusable("not_equal_parts", match.label, "stores a value that is neither a part nor all of the product")
     for leaf in match.reads:
         operand = match.operands[leaf.operand]

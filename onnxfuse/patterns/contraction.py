@@ -174,10 +174,10 @@ def _named(source: Source, names: _Names) -> View:
     return tuple(tuple(name for piece in dim for name in names.get(piece, (piece,))) for dim in own)
 
 
-# ---- what kernels walk
+# ---- what kernels address
 
 
-def is_walkable(found: Contraction) -> bool:
+def is_addressable(found: Contraction) -> bool:
     """Whether the kernels read both tensors where they lie.
 
     The innermost axis of lhs is k's, in at most two groups of neighbours, or the rows'. Its rows are a batch and an m;
@@ -188,12 +188,12 @@ def is_walkable(found: Contraction) -> bool:
     shared = [piece for piece in rows if piece in rhs]
     own = [piece for piece in rows if piece in lhs and piece not in rhs]
     columns = [piece for piece in rhs if piece not in k and piece not in rows]
-    return _is_lhs_walkable(lhs, k, [piece for piece in shared if piece in lhs], own) and all(
+    return _is_lhs_addressable(lhs, k, [piece for piece in shared if piece in lhs], own) and all(
         _groups(rhs, pieces) <= 1 for pieces in (k, columns, shared)
     )
 
 
-def _is_lhs_walkable(lhs: list[Piece], k: list[Piece], shared: list[Piece], own: list[Piece]) -> bool:
+def _is_lhs_addressable(lhs: list[Piece], k: list[Piece], shared: list[Piece], own: list[Piece]) -> bool:
     if not k or _groups(lhs, shared) > 1 or _groups(lhs, own) > MOST_LEVELS - bool(shared):
         return False
     if lhs[-1] != k[-1] or _groups(lhs, k) == 1:

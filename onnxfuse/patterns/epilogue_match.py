@@ -63,5 +63,5 @@ def _as_made(match: Match) -> Match:
     for ref in old.reachable(match.roots):
         if ref not in names:
             names[ref] = new.copied(old.expressions[ref], names)
-    exits = tuple(replace(out, refs=tuple(names[ref] for ref in out.refs)) for out in match.exits)
-    return replace(match, epilogue=new, exits=exits)
+    live_outs = tuple(replace(out, refs=tuple(names[ref] for ref in out.refs)) for out in match.live_outs)
+    return replace(match, epilogue=new, live_outs=live_outs)

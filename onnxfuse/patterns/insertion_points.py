@@ -1,6 +1,6 @@
 """Which fusion owns a node, and where its fused node stands: the one place that keeps fusions apart and in order.
 
-Every fused node stands where one of its nodes stood, behind all that make its inputs and before all that read its
+Every fused node stands where one of its nodes stood, after all that make its inputs and before all that read its
 outputs. So the rewritten nodes are in order, and no set of fusions closes a cycle.
 """
 
@@ -63,7 +63,7 @@ class InsertionPoints:
 
     def _readers(self, match: Match) -> Iterator[int]:
         inside = {*match.nodes, *match.folded}
-        names = {out.name for out in match.exits}
+        names = {out.name for out in match.live_outs}
         for index in match.nodes:
             for tensor in self.graph.nodes[index].outputs:
                 if tensor.name in names:

@@ -1,4 +1,4 @@
-"""What growth and cutting speak about: columns of a value, operands of an epilogue, a closed piece of the graph."""
+"""What region growing and partitioning speak about: columns of a value, operands of an epilogue, a match."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Exit:
-    """A value that leaves a match.
+class LiveOut:
+    """A value that lives out of a match: others read it, or it is an output of the graph.
 
     Attributes:
         name: the value's name.
@@ -71,7 +71,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Match:
-    """A closed piece of the graph that one kernel can compute.
+    """A region of the graph that one kernel can compute, with all that lives out of it.
 
     Attributes:
         products: the anchors, which multiply the same lhs; those of the epilogue's accumulators.
@@ -81,10 +81,10 @@ class Match:
         insertion_point: the index among them at which the fused node stands.
         folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
         constants: what others read of the folded nodes; constants of the rewritten model.
-        columns: columns of one part, and of every range of an exit.
-        exits: what leaves the match, the furthest value last.
+        columns: columns of one part, and of every range of a live-out value.
+        live_outs: what lives out of the match, the furthest value last.
         split: product, first column and length of every value of the match that a Split or Slice takes apart.
-        epilogue: expressions; the exits are values of it.
+        epilogue: expressions; the live-out values are among them.
         operands: what the epilogue may read, by name.
         shapes: by node, the shape that a Reshape reads from outside of the match.
         stop: what kept the match from growing further, if anything did.
@@ -97,7 +97,7 @@ class Match:
     folded: tuple[int, ...]
     constants: tuple[str, ...]
     columns: int | str
-    exits: tuple[Exit, ...]
+    live_outs: tuple[LiveOut, ...]
     split: frozenset[tuple[str, int, int]]
     epilogue: EpilogueGraph
     operands: dict[str, Operand] = field(default_factory=dict)
@@ -118,15 +118,15 @@ class Match:
     @property
     def out(self) -> str:
         """The furthest value."""
-        return self.exits[-1].name
+        return self.live_outs[-1].name
 
     @property
     def roots(self) -> tuple[Ref, ...]:
         """Every stored range."""
-        return tuple(ref for out in self.exits for ref in out.refs)
+        return tuple(ref for out in self.live_outs for ref in out.refs)
 
     def leaves(self, op: str) -> list[Expression]:
-        """The leaves of one kind that the exits depend on, each once."""
+        """The leaves of one kind that the live-out values depend on, each once."""
         return self.epilogue.leaves(op, self.roots)
 
     @property
@@ -144,5 +144,5 @@ class Match:
 
     @property
     def reads(self) -> list[Expression]:
-        """The operands' ranges that the exits depend on."""
+        """The operands' ranges that the live-out values depend on."""
         return self.leaves(LOAD)

@@ -173,7 +173,7 @@ class Search(Generic[SiteT]):
         return any(self.points.is_taken(view.node) for view in product.views)
 
     def _without_views(self, group: Group) -> tuple[Group, list[Refused]]:
-        """The same products, their inputs read as they lie behind the views; and those that cannot be."""
+        """The same products, their inputs read as the views make them; and those that cannot be."""
         products: list[Product] = []
         refused: list[Refused] = []
         for product in group:
@@ -276,7 +276,7 @@ def _without(group: Group, products: Sequence[Product]) -> Group:
 
 def _read_each_other(found: Sequence[Found[SiteT]]) -> bool:
     """Whether one match reads what another makes: no place may be right for both."""
-    made = {out.name for each in found for out in each.match.exits}
+    made = {out.name for each in found for out in each.match.live_outs}
     return any(leaf.operand in made for each in found for leaf in each.match.reads)
 
 

@@ -42,7 +42,7 @@ class Source:
         view: its dimensions, in pieces of its own axes.
         seen: what the views make of them.
         views: the nodes between it and the product, the first one first; they go with the product.
-        copied: the nodes behind a constant, from the product backwards; others may need them as well.
+        copied: the nodes after a constant, from the product backwards; others may need them as well.
     """
 
     name: str
@@ -114,7 +114,7 @@ def _own_view(graph: Graph, name: str, kind: AxisKind) -> View:
 
 
 def _stored(graph: Graph, tensor: gs.Tensor, kind: AxisKind) -> Source | None:
-    """A constant behind nodes that others may read as well."""
+    """A constant before nodes that others may read as well."""
     nodes: list[gs.Node] = []
     while tensor.inputs and tensor.inputs[0].op in STORED_VIEWS and len(nodes) < MAX_STORED_VIEWS:
         nodes.append(tensor.inputs[0])

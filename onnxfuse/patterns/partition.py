@@ -15,7 +15,7 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.limits import MAX_OUTS
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.liveness import GrownValue, Liveness
-from onnxfuse.patterns.match import Exit, Match, count_of
+from onnxfuse.patterns.match import LiveOut, Match, count_of
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.product_ranges import is_read_beside, regions_of_ranges, split_span
 from onnxfuse.patterns.profitability import Profitability
@@ -95,16 +95,16 @@ class Partition:
         return match
 
     def _may_store_no_more(self, wider: Region, region: Region, match: Match, position: int) -> bool:
-        """Whether a region that grows by a node, and what this needs, may lose as many exits as it gains.
+        """Whether a region that grows by a node, and what this needs, may lose as many live-out values as it gains.
 
-        The node's own value is read outside of it. So one of the match's exits has to have its last reader inside,
+        The node's own value is read outside of it. So one of the match's own has to have its last reader inside,
         unless shapes are computed otherwise and all is to be looked at again.
         """
         if self.live.spared(wider) != self.live.spared(region):
             return True
         gained = any(self.live.is_live_out(value, wider) for value in self.live.values[position])
-        exits = (self.live.value(out.name) for out in match.exits[:-1])
-        return not gained or any(not self.live.is_live_out(value, wider) for value in exits)
+        others = (self.live.value(out.name) for out in match.live_outs[:-1])
+        return not gained or any(not self.live.is_live_out(value, wider) for value in others)
 
     def takes_columns_apart(self, match: Match) -> bool:
         """Whether a match has a Split or its like."""
@@ -113,7 +113,7 @@ class Partition:
     def matches_by_range(self, product: Product) -> Iterator[list[Match]]:
         """For each column range of a product by itself, the matches that compute it and no other, the largest first.
 
-        Each stands for the nodes behind the range, and multiplies by the range's columns of the weight alone. What they
+        Each stands for the nodes after the range, and multiplies by the range's columns of the weight alone. What they
         all need, from the product to where it is taken apart, stays until nothing reads it: so there is nothing where
         somebody else does.
         """
@@ -136,7 +136,7 @@ class Partition:
                     self.refuse(region, refusal)
 
     def joined(self, first: Match, second: Match) -> Match:
-        """One match of two that share no node but those of `shared`; each keeps its exits.
+        """One match of two that share no node but those of `shared`; each keeps its live-out values.
 
         Raises:
             NotFusable: their columns differ in number, they have more outputs than a kernel, or no place in the model
@@ -157,7 +157,7 @@ class Partition:
             NotFusable: an intermediate lives out of it that cannot become an output, or no place in the model is right.
         """
         match = self._closed(region, root, shared)
-        if len(match.exits) > 1:
+        if len(match.live_outs) > 1:
             self._check_outputs(match, region)
             self.worth.check(match, region)
         return self.points.placed(match)
@@ -185,7 +185,10 @@ class Partition:
             folded=self.live.folded(region),
             constants=self.live.constants(region),
             columns=columns.length,
-            exits=(*self._exits(region, furthest, columns.length), Exit(furthest.name, (columns.ref,), columns.view)),
+            live_outs=(
+                *self._live_outs(region, furthest, columns.length),
+                LiveOut(furthest.name, (columns.ref,), columns.view),
+            ),
             split=frozenset(span for node in own for span in split_span(grown, node)),
             epilogue=grown.epilogue,
             operands=grown.arguments.operands,
@@ -195,20 +198,20 @@ class Partition:
         )
 
     def _copied(self, products: tuple[Product, ...], nodes: list[gs.Node]) -> Iterator[gs.Node]:
-        """The nodes behind a match's constant weights, and those that make its operands from masks."""
+        """The nodes after a match's constant weights, and those that make its operands from masks."""
         for product in products:
             yield from product.copied
         for node in nodes:
             for tensor in node.inputs:
                 yield from self.grown.arguments.masks.get(tensor.name, ())
 
-    def _exits(self, region: Region, furthest: GrownValue, width: int | str) -> Iterator[Exit]:
+    def _live_outs(self, region: Region, furthest: GrownValue, width: int | str) -> Iterator[LiveOut]:
         """What lives out of a region beside its furthest value."""
         for value in self.live.live_out(region):
             if value is not furthest:
-                yield self._exit(value, width, region)
+                yield self._live_out(value, width, region)
 
-    def _exit(self, value: GrownValue, width: int | str, region: Region) -> Exit:
+    def _live_out(self, value: GrownValue, width: int | str, region: Region) -> LiveOut:
         count = 0 if value.columns is None else count_of(value.columns.length, width)
         if value.columns is None or not count:
             raise self.live.refusal(value, "and is not as wide as the result", region)
@@ -216,11 +219,11 @@ class Partition:
         if len(starts) > 1 and columns_dim(value.columns.view) is None:
             raise self.live.refusal(value, "and its columns are reshaped", region)
         refs = tuple(self.grown.epilogue.moved(value.columns.ref, start) for start in starts)
-        return Exit(value.name, refs, value.columns.view)
+        return LiveOut(value.name, refs, value.columns.view)
 
     def _check_outputs(self, match: Match, region: Region) -> None:
         if len(match.roots) > MAX_OUTS:
-            first = self.live.value(match.exits[0].name)
+            first = self.live.value(match.live_outs[0].name)
             count = f"{len(match.roots)} outputs, where a kernel has {MAX_OUTS} at most"
             raise self.live.refusal(first, f"and the fusion would have {count}", region)
 

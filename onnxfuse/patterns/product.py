@@ -18,7 +18,7 @@ from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
-from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_walkable
+from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_addressable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
@@ -130,7 +130,7 @@ def _is_pointwise(graph: Graph, conv: gs.Node) -> bool:
     return {*kernel, *attrs.get("strides", [1])} == {1} and not padded and attrs.get("group", 1) == 1
 
 
-def _check_form(node: gs.Node) -> None:
+def _check_supported(node: gs.Node) -> None:
     op = qualified_op(node)
     if op in QUANTIZED:
         raise NotFusable("quantized", node_label(node), f"{op} of quantised tensors")
@@ -158,7 +158,7 @@ def read_product(graph: Graph, node: gs.Node, through_views: bool = True) -> Pro
         NotFusable: the product has a form or a type that no kernel computes.
     """
     try:
-        _check_form(node)
+        _check_supported(node)
         return _read(graph, node, through_views)
     except NotFusable as refusal:
         raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
@@ -166,7 +166,7 @@ def read_product(graph: Graph, node: gs.Node, through_views: bool = True) -> Pro
 
 def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
     dtype = _common_dtype(graph, node)
-    lhs, rhs, found = _walkable(graph, node, through_views)
+    lhs, rhs, found = _addressable(graph, node, through_views)
     _check_not_quantized(graph, node, lhs, rhs)
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
@@ -186,22 +186,22 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
     )  # fmt: skip
 
 
-def _walkable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source, Source, Contraction]:
-    """Both inputs through as many views as a kernel can walk, and the axes that they share."""
-    form, inputs = FORMS.get(node.op, _matrices), _inputs(node)
+def _addressable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source, Source, Contraction]:
+    """Both inputs through as many views as a kernel can address, and the axes that they share."""
+    labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
     rights = list(sources(graph, inputs[second], AxisKind.RHS, through_views))
     lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:
-            found = contract(lhs, rhs, form(graph, node, lhs.seen, rhs.seen))
+            found = contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
         except NotFusable:
             continue
-        if is_walkable(found):
+        if is_addressable(found):
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
-    return lhs, rhs, contract(lhs, rhs, form(graph, node, lhs.seen, rhs.seen))
+    return lhs, rhs, contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
 
 
 def _inputs(node: gs.Node) -> list[gs.Tensor]:
@@ -288,7 +288,7 @@ def _own_labels(view: View, rank: int, ones: str) -> str:
     return "".join(ones[axis] if extent(dim) == 1 else DIMENSIONS[axis] for axis, dim in zip(axes, view, strict=True))
 
 
-FORMS: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
+LABELS_BY_OP: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
     "Conv": _image,
     "Einsum": _einsum,
     "ReduceSum": _spelled_out,

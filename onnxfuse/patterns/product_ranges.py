@@ -13,11 +13,11 @@ from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.region_growth import COLUMN_OPS, GrownRegion
 
-Span = tuple[int, int]  # first column of a product, and the first one behind
+Span = tuple[int, int]  # first column of a product, and the first one after it
 
 
 def regions_of_ranges(live: Liveness, product: Product) -> dict[Span, Region]:
-    """The nodes behind each range of a product; a range of a range is of the larger."""
+    """The nodes after each range of a product; a range of a range is of the larger."""
     found: dict[Span, Region] = {}
     for position, values in enumerate(live.values):
         span = _span(live.grown, values[0], product) if len(values) == 1 else None

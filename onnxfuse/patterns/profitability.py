@@ -34,7 +34,7 @@ class Profitability:
         return (is_computed or bool(region & self._work)) and self.live.is_live_out(value, region)
 
     def check(self, match: Match, region: Region) -> None:
-        """An intermediate becomes an output when work behind it is saved.
+        """An intermediate becomes an output when work after it is saved.
 
         A Transpose that is saved pays for a store that somebody needs, not for one whose shape alone is read. A range
         beside others that nothing inside reads is stored instead of the value that it is taken from.
@@ -45,7 +45,7 @@ class Profitability:
         Raises:
             NotFusable: it saves too little.
         """
-        leaving = [self.live.value(out.name) for out in match.exits[:-1]]
+        leaving = [self.live.value(out.name) for out in match.live_outs[:-1]]
         tensor = self.grown.graph.nodes[match.nodes[-1]].outputs[0]
         if any(reader.op.startswith("Reduce") for reader in tensor.outputs):
             raise self.live.refusal(leaving[0], "and a reduction follows", region)
@@ -62,7 +62,7 @@ class Profitability:
         if any(self._is_arithmetic(self.grown.nodes[position]) for position in gained):
             return True
         is_stored = any(value.escapes or self._reads_data(value, region) for value in leaving)
-        return is_stored and bool(gained & self._work) and all(len(out.refs) == 1 for out in match.exits)
+        return is_stored and bool(gained & self._work) and all(len(out.refs) == 1 for out in match.live_outs)
 
     def _reads_data(self, value: GrownValue, region: Region) -> bool:
         """Whether a reader outside of a region asks for more than a value's shape."""

@@ -48,7 +48,7 @@ class GrownRegion:
 
     Attributes:
         products: the anchors; they have one lhs and equally many rows.
-        nodes: absorbed nodes, every one behind those that it reads.
+        nodes: absorbed nodes, every one after those that it reads.
         needs: for each node, itself and all absorbed nodes that it needs, by position in `nodes`.
         values: what the nodes make; None for what is no epilogue value: shape arithmetic and sequences.
         shapes: by node, the shape that a Reshape reads from outside.
@@ -204,7 +204,7 @@ class GrownRegion:
         self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
 
     def _check_fits(self, ref: Ref) -> None:
-        """No kernel makes what needs more than a kernel takes, nor anything behind it."""
+        """No kernel makes what needs more than a kernel takes, nor anything after it."""
         steps, loads = self.epilogue.count_steps((ref,)), len(self.epilogue.leaves(LOAD, (ref,)))
         if steps > MAX_STEPS:
             raise NotFusable("too_many_steps", "", f"{steps} steps; a kernel takes {MAX_STEPS}")

@@ -117,7 +117,7 @@ MOVES = frozenset(INPUT_VIEWS) | {"Concat", "Gather", "Identity", "Slice", "Spli
 
 
 def viewed(graph: Graph, node: gs.Node, view: View) -> View:
-    """The view behind a node of the tables.
+    """The view after a node of the tables.
 
     Raises:
         NotFusable: what it does is not known before the run, is no view, or cannot be done to such a tensor.

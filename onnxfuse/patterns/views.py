@@ -32,7 +32,7 @@ class ViewAxis:
 
     Attributes:
         kind: whose it is.
-        place: which of its kind: the dimension, behind the node that makes it where one does.
+        place: which of its kind: the dimension, after the node that makes it where one does.
     """
 
     kind: AxisKind

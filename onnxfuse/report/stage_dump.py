@@ -32,7 +32,7 @@ def write_stages(site: Site, report: FusedSite, name: str, kernels: Kernels, fol
 def decisions(site: Site, report: FusedSite, name: str) -> dict[str, str]:
     """The files that need no compiler, by name."""
     return {
-        "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.exits))),
+        "0-match.txt": "\n".join((*report.nodes, *(f"-> {out.name}" for out in site.match.live_outs))),
         "1-fusion.txt": str(site.fusion),
         "2-axes.txt": f"{report.axes}\n{site.mapping}",
         "3-widths.txt": "\n".join(map(str, report.operands)),

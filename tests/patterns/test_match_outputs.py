@@ -21,7 +21,7 @@ def test_what_others_read_becomes_an_output_of_the_kernel() -> None:
     model = b.model(b("Concat", gate(b, first, second), first, t, axis=2))
     match, fusion = only(model)
     assert (fusion.pattern, len(fusion.outs)) == ("split_gemm", 4)
-    assert [out.name for out in match.exits][:2] == [t, first]
+    assert [out.name for out in match.live_outs][:2] == [t, first]
     assert fusion.outputs[0].einops == "b m (p n)"
     check_meaning(model, fusion, FEED)
 
@@ -62,7 +62,7 @@ def test_no_fusion_reads_what_it_makes() -> None:
     scale = b("Softmax", t)
     model = b.model(b("Mul", b("Tanh", t), scale))
     match, fusion = only(model)
-    assert {out.name for out in match.exits} == {t, "v3_0"}
+    assert {out.name for out in match.live_outs} == {t, "v3_0"}
     check_meaning(model, fusion, FEED)
 
 
@@ -132,7 +132,7 @@ def test_a_gate_in_one_branch_of_a_wider_split() -> None:
     first, second = b("Split", packed, outputs=2, axis=-1, num_outputs=2)
     model = b.model(b("Softmax", qkv), gate(b, first, second))
     match, fusion = only(model)
-    assert (fusion.pattern, len(fusion.parts), len(match.exits)) == ("split_gemm", 3, 2)
+    assert (fusion.pattern, len(fusion.parts), len(match.live_outs)) == ("split_gemm", 3, 2)
     check_meaning(model, fusion, FEED)
 
 
