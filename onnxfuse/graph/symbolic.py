@@ -6,9 +6,11 @@ symbols; any other function of sizes is an atom of its own, `(S + 1)`, which equ
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import reduce
 
 Size = int | str | None
@@ -20,12 +22,55 @@ _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
+@dataclass(frozen=True)
+class Monomial:
+    """A size that is known, as a product.
+
+    Attributes:
+        factor: the number in it.
+        atoms: the names and functions in it, each as often as it is a factor.
+    """
+
+    factor: int = 1
+    atoms: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(size: int | str) -> Monomial:
+        """A number, or a symbol read as what `str` writes."""
+        if isinstance(size, int):
+            return Monomial(size)
+        numbers, atoms = [], Counter[str]()
+        for text in size.split("*"):
+            if text.isdecimal():
+                numbers.append(int(text))
+            else:
+                atoms[text] += 1
+        return Monomial(math.prod(numbers), atoms)
+
+    def __mul__(self, other: Monomial) -> Monomial:
+        return Monomial(self.factor * other.factor, self.atoms + other.atoms)
+
+    def over(self, other: Monomial) -> Monomial | None:
+        """The quotient where it is exact for all values of the atoms, None where it is not."""
+        if other.factor == 0 or self.factor % other.factor or other.atoms - self.atoms:
+            return None
+        return Monomial(self.factor // other.factor, self.atoms - other.atoms)
+
+    def __str__(self) -> str:
+        return "*".join(([] if self.factor == 1 else [str(self.factor)]) + sorted(self.atoms.elements()))
+
+    @property
+    def size(self) -> Size:
+        """The size: a number where there are no atoms, else a symbol."""
+        return _short(str(self)) if self.atoms and self.factor else self.factor
+
+
 def canonical(name: str) -> str:
     """A model's own name of a dimension as a symbol; exporters write `s1*s2` and `past_length + length`."""
     if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
         return _atom(name)  # a name that looks like a number is none
     if _PRODUCT.fullmatch(name):
-        return _text(*_factors(name))
+        return str(Monomial.of(name))
     if _NAMED_SUM.fullmatch(name):
         terms = sorted(map(str.strip, name.split("+")), key=lambda term: (term.isdecimal(), term))
         sizes: list[Size] = [int(term) if term.isdecimal() else term for term in terms]
@@ -42,23 +87,20 @@ def function(name: str, *arguments: object) -> Size:
 
 def multiply(sizes: Iterable[Size]) -> Size:
     """The product of sizes."""
-    factor, atoms = 1, Counter[str]()
+    product = Monomial()
     for size in sizes:
         if size is None:
             return None
-        number, names = _factors(size)
-        factor, atoms = factor * number, atoms + names
-    return _simplest(factor, atoms)
+        product *= Monomial.of(size)
+    return product.size
 
 
 def divide(size: Size, divisor: Size) -> Size:
     """The quotient of sizes where it is exact for all values of the atoms, None where it is not."""
     if size is None or divisor is None:
         return None
-    (factor, atoms), (number, names) = _factors(size), _factors(divisor)
-    if number == 0 or factor % number or names - atoms:
-        return None
-    return _simplest(factor // number, atoms - names)
+    quotient = Monomial.of(size).over(Monomial.of(divisor))
+    return None if quotient is None else quotient.size
 
 
 def add(first: Size, second: Size) -> Size:
@@ -111,26 +153,6 @@ def _atom(text: str) -> str:
     return f"({text.replace('*', '·')})"
 
 
-def _factors(size: int | str) -> tuple[int, Counter[str]]:
-    if isinstance(size, int):
-        return size, Counter()
-    factor, atoms = 1, Counter[str]()
-    for text in size.split("*"):
-        if text.isdecimal():
-            factor *= int(text)
-        else:
-            atoms[text] += 1
-    return factor, atoms
-
-
-def _simplest(factor: int, atoms: Counter[str]) -> Size:
-    return _short(_text(factor, atoms)) if atoms and factor else factor
-
-
 def _short(text: str) -> str | None:
     """What takes more than a page to say is not known: arithmetic on a size by itself would double it at each step."""
     return text if len(text) <= MAX_LENGTH else None
-
-
-def _text(factor: int, atoms: Counter[str]) -> str:
-    return "*".join(([] if factor == 1 else [str(factor)]) + sorted(atoms.elements()))
