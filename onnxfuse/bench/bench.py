@@ -180,10 +180,7 @@ def bench(
         DeviceError: there is no CUDA device, or ONNX Runtime has no CUDA provider that starts.
         ModelError: a model cannot be run, or the inputs do not fit it.
     """
-    if runs < 1:
-        raise ModelError(f"runs is {runs}; at least one run is needed")
-    if device == "cuda" and not cuda_usable():
-        raise DeviceError("no CUDA device is usable by ONNX Runtime; bench needs one, and onnxruntime-gpu")
+    _check_runnable(runs, device)
     paths = Path(original), Path(optimized)
     before = gpu_state() if device == "cuda" else None
     facts = input_facts(load_model(paths[0]))
@@ -203,6 +200,13 @@ def bench(
         versions=_versions(),
         warnings=warnings_of(before, race.state),
     )
+
+
+def _check_runnable(runs: int, device: str) -> None:
+    if runs < 1:
+        raise ModelError(f"runs is {runs}; at least one run is needed")
+    if device == "cuda" and not cuda_usable():
+        raise DeviceError("no CUDA device is usable by ONNX Runtime; bench needs one, and onnxruntime-gpu")
 
 
 class _Race:

@@ -40,6 +40,16 @@ class ReferenceRuns:
         self.refused: set[str] = set()
         self.kept: dict[str, int] = {}
 
+    def both(
+        self, feeds: Sequence[Mapping[str, Array]], progress: Progress, tf32: bool
+    ) -> tuple[list[dict[str, Value]], list[dict[str, Value]]]:
+        """The values of each run, and where `tf32` asks for them the same with TF32's rounding, else nothing.
+
+        Raises:
+            ModelError: the model cannot be computed in float64.
+        """
+        return self.run(feeds, progress), self.run(feeds, progress, tf32) if tf32 else [{} for _ in feeds]
+
     def run(
         self, feeds: Sequence[Mapping[str, Array]], progress: Progress, tf32: bool = False
     ) -> list[dict[str, Value]]:

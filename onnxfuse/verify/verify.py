@@ -154,9 +154,7 @@ def verify(
         SettingError: a shape or size is given for something that the model does not have.
         DeviceError: ONNX Runtime is missing; or a GPU is, and is required.
     """
-    original, optimized, providers = Path(original), Path(optimized), default_providers()
-    if require_gpu and providers[0] != CUDA:
-        raise DeviceError("no CUDA device is usable by ONNX Runtime, so no kernel can run; --require-gpu asks for one")
+    original, optimized, providers = Path(original), Path(optimized), _providers(require_gpu)
     with scratch_folder() as folder:
         probes = fused_values(original, optimized) if per_site else []
         paths = _Paths.make(original, optimized, probes, folder)
@@ -165,12 +163,17 @@ def verify(
         feeds, names, before = _run_original(open_probed(paths.original, original), original, draw, inputs, progress)
         after = _run(open_probed(paths.optimized, optimized), optimized, (original, names), feeds, progress)
         reference = ReferenceRuns(paths.original, original, session_options)
-        exact = reference.run(feeds, progress)
-        tf32 = providers[0] == CUDA and uses_tf32(optimized)
-        rounded = reference.run(feeds, progress, tf32) if tf32 else [{} for _ in feeds]
+        exact, rounded = reference.both(feeds, progress, tf32=providers[0] == CUDA and uses_tf32(optimized))
     checked = (_check_run(*values, probes) for values in zip(feeds, before, after, exact, rounded, strict=True))
     kernels = None if providers[0] == CUDA else check_kernels(optimized, progress)
     return VerifyResult(str(providers[0]), tuple(checked), reference.kept, kernels)
+
+
+def _providers(require_gpu: bool) -> list[Provider]:
+    providers = default_providers()
+    if require_gpu and providers[0] != CUDA:
+        raise DeviceError("no CUDA device is usable by ONNX Runtime, so no kernel can run; --require-gpu asks for one")
+    return providers
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The corpus: 117 graphs of real exporters without their weights, their feeds, and how many sites each has."""
+"""The corpus: 117 graphs of real exporters without their weights, feeds of them, and how many sites each has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ def _unpacked() -> tuple[tempfile.TemporaryDirectory, Path]:
         if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later; from 3.14 on it is the default
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(folder.name)
+    _draw_feeds(Path(folder.name))
     return folder, Path(folder.name)
+
+
+def _draw_feeds(unpacked: Path) -> None:
+    """Put into the feeds what is no token and no mask: seeded standard normal draws, of which `feeds.json` tells."""
+    for name, tensors in json.loads((unpacked / "feeds.json").read_text()).items():
+        with np.load(unpacked / name) as stored:
+            arrays = dict(stored)
+        for tensor, (dtype, shape, seed) in tensors.items():
+            arrays[tensor] = np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+        np.savez(unpacked / name, **arrays)
 
 
 def folder() -> Path:
