@@ -66,7 +66,7 @@ def _wants_the_models_bits(spec: KernelSpec) -> bool:
 
 
 def _tma_stored(out: Access) -> str:
-    return f"static constexpr bool BOXED = {flag(tma_stored(out))}; "
+    return f"static constexpr bool TMA_STORED = {flag(tma_stored(out))}; "
 
 
 def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dict[str, int]:
@@ -76,7 +76,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
         "OUTS": len(spec.outs),
-        "BOXED_OUTS": sum(map(tma_stored, spec.outs)),
+        "TMA_STORED_OUTS": sum(map(tma_stored, spec.outs)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "THREADS": tile.threads,

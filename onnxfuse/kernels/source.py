@@ -76,7 +76,7 @@ def access_tables(
 def _row(table: str, index: int, access: Access, offset: int, extra: str) -> str:
     """Type, how it is walked, width in elements, offset."""
     flags = {
-        "TURNED": access.transposed,
+        "TRANSPOSED": access.transposed,
         "OUTER_ROWS": "m" in access.two_levels,
         "OUTER_COLUMNS": "n" in access.two_levels,
         "OUTER_BATCH": "batch" in access.two_levels,

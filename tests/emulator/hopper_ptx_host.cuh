@@ -1,4 +1,4 @@
-// Stands in for hopper_ptx.cuh: the same functions in C++, for the blocks of a cluster, whose threads are fibers of one
+// Stands in for hopper/ptx.cuh: the same functions in C++, for the blocks of a cluster, whose threads are fibers of one
 // thread. A shared-memory address holds the block's rank above 24 bits of offset.
 namespace onnxfuse {
 

@@ -1,4 +1,4 @@
-// Stands in for ptx.cuh: the same functions in C++. Every access to global memory is checked for bounds and alignment,
+// Stands in for common/ptx.cuh: the same functions in C++. Every access to global memory is checked for bounds and alignment,
 // and ldmatrix for bank conflicts. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and "... m16n8k8".
 namespace onnxfuse {
 

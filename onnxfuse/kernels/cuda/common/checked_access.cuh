@@ -25,12 +25,12 @@ __device__ __forceinline__ bool is_legal(const OnnxfuseArguments& args, const On
                                          const OnnxfuseOuter& outer) {
   const int rows = Access::OUTER_ROWS ? outer.rows : args.m;
   const int columns = Access::OUTER_COLUMNS ? outer.columns : args.n;
-  const long long within = Access::TURNED ? tensor.column_stride | rows : tensor.row_stride | columns;
+  const long long within = Access::TRANSPOSED ? tensor.column_stride | rows : tensor.row_stride | columns;
   long long pitches = tensor.batch_stride | within;
   if constexpr (Access::OUTER_ROWS) pitches |= outer.row_stride;
   if constexpr (Access::OUTER_COLUMNS) pitches |= outer.column_stride;
   if constexpr (Access::OUTER_BATCH) pitches |= outer.batch_stride;
-  const long long along = Access::TURNED ? tensor.row_stride : tensor.column_stride;
+  const long long along = Access::TRANSPOSED ? tensor.row_stride : tensor.column_stride;
   return is_legal<typename Access::Type, Access::WIDTH>(tensor.pointer, along, pitches);
 }
 

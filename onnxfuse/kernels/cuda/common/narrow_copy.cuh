@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_small_tile(const OnnxfuseTensor& tensor, co
                                                 const Shared& shared) {
   using T = typename Access::Type;
   constexpr int LANES = 32;
-  constexpr int PER_LINE = (Access::TURNED ? ROWS : COLUMNS) / Access::WIDTH;
+  constexpr int PER_LINE = (Access::TRANSPOSED ? ROWS : COLUMNS) / Access::WIDTH;
   constexpr int ACCESSES = ROWS * COLUMNS / Access::WIDTH;
   static_assert(ACCESSES % LANES == 0, "every lane has as many");
   const T* first = element_of<Access>(tensor, outer, batch, first_row, first_column);
@@ -53,8 +53,8 @@ __device__ __forceinline__ void copy_small_tile(const OnnxfuseTensor& tensor, co
     const int access = threadIdx.x % LANES + pass * LANES;
     const int line = access / PER_LINE;
     const int along = access % PER_LINE * Access::WIDTH;
-    const int row = Access::TURNED ? along : line;
-    const int column = Access::TURNED ? line : along;
+    const int row = Access::TRANSPOSED ? along : line;
+    const int column = Access::TRANSPOSED ? line : along;
     const T* global = first + row * tensor.row_stride + column * tensor.column_stride;
     if constexpr (Access::OUTER_ROWS || Access::OUTER_COLUMNS) {
       global = element_of<Access>(tensor, outer, batch, first_row + row, first_column + column);

@@ -72,52 +72,37 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
   return packed;
 }
 
-// Zeros where not `inside`. Volatile, so that loads stay as far ahead of their use as they are written. What is read
-// only once goes past L1, with the rest of its 128-byte line, which a neighbour reads next; what other blocks of the
-// multiprocessor read as well goes through it.
-template <typename Vector>
-__device__ __forceinline__ Vector load_streamed(const typename Vector::Type* global, bool inside) {
-  static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8, "wide loads");
-  Vector packed;
-  const int valid = inside;
-  if constexpr (sizeof(Vector) == 16) {
-    auto& bits = reinterpret_cast<uint4&>(packed);
-    asm volatile(
-        "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
-        "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-        : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
-        : "l"(global), "r"(valid));
-  } else {
-    auto& bits = reinterpret_cast<uint2&>(packed);
-    asm volatile(
-        "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "
-        "@p ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2]; }"
-        : "=&r"(bits.x), "=&r"(bits.y)
-        : "l"(global), "r"(valid));
+// Zeros where not `inside`. Volatile, so that loads stay as far ahead of their use as they are written. A macro, since
+// the cache operators are part of the instruction's text.
+#define ONNXFUSE_WIDE_LOAD(NAME, OPERATORS)                                                                            \
+  template <typename Vector>                                                                                           \
+  __device__ __forceinline__ Vector NAME(const typename Vector::Type* global, bool inside) {                           \
+    static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8, "wide loads");                                          \
+    Vector packed;                                                                                                     \
+    const int valid = inside;                                                                                          \
+    if constexpr (sizeof(Vector) == 16) {                                                                              \
+      auto& bits = reinterpret_cast<uint4&>(packed);                                                                   \
+      asm volatile(                                                                                                    \
+          "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "         \
+          "@p ld.global.nc" OPERATORS ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                              \
+          : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)                                                 \
+          : "l"(global), "r"(valid));                                                                                  \
+    } else {                                                                                                           \
+      auto& bits = reinterpret_cast<uint2&>(packed);                                                                   \
+      asm volatile(                                                                                                    \
+          "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "                                       \
+          "@p ld.global.nc" OPERATORS ".v2.u32 {%0, %1}, [%2]; }"                                                      \
+          : "=&r"(bits.x), "=&r"(bits.y)                                                                               \
+          : "l"(global), "r"(valid));                                                                                  \
+    }                                                                                                                  \
+    return packed;                                                                                                     \
   }
-  return packed;
-}
-template <typename Vector>
-__device__ __forceinline__ Vector load_cached(const typename Vector::Type* global, bool inside) {
-  static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8, "wide loads");
-  Vector packed;
-  const int valid = inside;
-  if constexpr (sizeof(Vector) == 16) {
-    auto& bits = reinterpret_cast<uint4&>(packed);
-    asm volatile(
-        "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "
-        "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-        : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)
-        : "l"(global), "r"(valid));
-  } else {
-    auto& bits = reinterpret_cast<uint2&>(packed);
-    asm volatile(
-        "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
-        : "=&r"(bits.x), "=&r"(bits.y)
-        : "l"(global), "r"(valid));
-  }
-  return packed;
-}
+
+// What is read only once goes past L1, with the rest of its 128-byte line, which a neighbour reads next; what other
+// blocks of the multiprocessor read as well goes through it.
+ONNXFUSE_WIDE_LOAD(load_streamed, ".L1::no_allocate.L2::128B")
+ONNXFUSE_WIDE_LOAD(load_cached, "")
+#undef ONNXFUSE_WIDE_LOAD
 
 // In PTX where it is wide: the compiler takes a vector that it has seen as elements apart into stores of 4 bytes.
 template <typename Vector>

@@ -1,14 +1,15 @@
 // The epilogue of the sm_90a kernel: the same ways and the same unit of work (2 adjacent columns of 2 rows that lie 8
-// apart) as epilogue.cuh, on the accumulators of wgmma. A warp owns 16 rows of each wgmma; it stages them one slab of
-// SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
+// apart) as portable/epilogue.cuh, on the accumulators of wgmma. A warp owns 16 rows of each wgmma; it stages them one
+// slab of SLAB_COLUMNS columns after the other in shared memory of its own, so the only barrier is the warp's own.
 //
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, some tiles ahead
 //   tile                   global -> staging areas of a group, by a warp of its own, a tile or two slabs ahead
-//   turned                 a tile or out whose contiguous axis is m: the staging area holds columns
+//   transposed             a tile or out whose contiguous axis is m: the staging area holds columns
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA
 //                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
 #include "common/arguments.cuh"
+#include "common/epilogue_pair.cuh"
 #include "common/narrow_copy.cuh"
 #include "common/addressing.cuh"
 #include "hopper/ptx.cuh"
@@ -45,7 +46,7 @@ __device__ __forceinline__ int box_offset(int row, int column) {
 }
 
 // The kernel's second argument. Of rhs, those of all parts' first columns and, with two pieces, those of the others;
-// `outs` holds maps of the boxed outputs only.
+// `outs` holds maps of the outputs that TMA stores only.
 struct Maps {
   TensorMap lhs;
   TensorMap rhs[RHS_PIECES * PARTS];
@@ -106,24 +107,24 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
   });
 }
 
-// Where an element of a slab lies in a staging area that threads copy. Turned columns are 16 bytes longer than the
+// Where an element of a slab lies in a staging area that threads copy. Transposed columns are 16 bytes longer than the
 // data.
 template <typename Access>
 struct Staged {
   using T = typename Access::Type;
-  static constexpr int PITCH = Access::TURNED ? WARP_ROWS + 16 / int(sizeof(T)) : staged_pitch<T>();
-  static constexpr int ELEMENTS = (Access::TURNED ? SLAB_COLUMNS : WARP_ROWS) * PITCH;
+  static constexpr int PITCH = Access::TRANSPOSED ? WARP_ROWS + 16 / int(sizeof(T)) : staged_pitch<T>();
+  static constexpr int ELEMENTS = (Access::TRANSPOSED ? SLAB_COLUMNS : WARP_ROWS) * PITCH;
 
   static __device__ __forceinline__ int offset(int row, int column) {
-    return Access::TURNED ? column * PITCH + row : row * PITCH + column;
+    return Access::TRANSPOSED ? column * PITCH + row : row * PITCH + column;
   }
 };
 
-// The same as SlabCopy for tensors that are turned or walked in two levels.
+// The same as SlabCopy for tensors that are transposed or walked in two levels.
 template <typename Access>
 struct WalkedCopy {
   using T = typename Access::Type;
-  static constexpr int LINE = Access::TURNED ? WARP_ROWS : SLAB_COLUMNS;
+  static constexpr int LINE = Access::TRANSPOSED ? WARP_ROWS : SLAB_COLUMNS;
   static constexpr int ACCESSES = WARP_ROWS * SLAB_COLUMNS / Access::WIDTH;
 
   template <typename Area, typename Body>
@@ -133,8 +134,8 @@ struct WalkedCopy {
     for (int access = threadIdx.x % WARP_SIZE; access < ACCESSES; access += WARP_SIZE) {
       const int line = access / (LINE / Access::WIDTH);
       const int along = access % (LINE / Access::WIDTH) * Access::WIDTH;
-      const int row = Access::TURNED ? along : line;
-      const int column = Access::TURNED ? line : along;
+      const int row = Access::TRANSPOSED ? along : line;
+      const int column = Access::TRANSPOSED ? line : along;
       T* global = element_of<Access>(tensor, outer, slab.batch, slab.row + row, slab.column + column);
       body(staged + Staged<Access>::offset(row, column), global, row < slab.rows && column < slab.columns);
     }
@@ -175,7 +176,7 @@ struct SlabCopy {
   }
 };
 
-template <typename Access, bool PLAIN = !Access::TURNED && !Access::OUTER_ROWS && !Access::OUTER_COLUMNS>
+template <typename Access, bool PLAIN = !Access::TRANSPOSED && !Access::OUTER_ROWS && !Access::OUTER_COLUMNS>
 struct CopyOf {
   using Type = SlabCopy<Access>;
 };
@@ -226,7 +227,7 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
   static_for<0, OUTS>([&](auto number) {
     using Access = Out<decltype(number)::value>;
     using T = typename Access::Type;
-    if constexpr (!Access::BOXED) {
+    if constexpr (!Access::TMA_STORED) {
       constexpr int NUMBER = decltype(number)::value;
       const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
       const auto store = [](const T* shared, T* global, bool inside) {
@@ -277,7 +278,7 @@ __device__ __forceinline__ void store_boxes(const unsigned char* staging, const 
   static_for<0, OUTS>([&](auto number) {
     constexpr int NUMBER = decltype(number)::value;
     using Access = Out<NUMBER>;
-    if constexpr (Access::BOXED) {
+    if constexpr (Access::TMA_STORED) {
       const unsigned char* staged = staging + Access::OFFSET + buffer * WARP_ROWS * BOX_BYTES;
       const TensorMap& map = maps.outs[NUMBER];
       if constexpr (Access::OUTER_ROWS || Access::OUTER_COLUMNS) {
@@ -315,7 +316,7 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
         if constexpr (Access::KIND == Kind::tile) {
           const auto* first =
               staged + buffer * Staged<Access>::ELEMENTS + Staged<Access>::offset(row, column + fragment_column);
-          if constexpr (Access::TURNED) {
+          if constexpr (Access::TRANSPOSED) {
             operand = make_float2(to_float(first[0]), to_float(first[Staged<Access>::PITCH]));
           } else {
             const auto pair = load_packed<Packed<typename Access::Type, 2>>(first);
@@ -332,26 +333,6 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
   });
 }
 
-__device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1],
-                                               float2 (&results)[OUTS]) {
-  float first_acc[PARTS], second_acc[PARTS], first_operands[LOADS + 1], second_operands[LOADS + 1];
-#pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    first_acc[part] = acc[part].x;
-    second_acc[part] = acc[part].y;
-  }
-#pragma unroll
-  for (int load = 0; load < LOADS; ++load) {
-    first_operands[load] = operands[load].x;
-    second_operands[load] = operands[load].y;
-  }
-  float first_results[OUTS], second_results[OUTS];
-  Epilogue::apply(first_acc, first_operands, first_results);
-  Epilogue::apply(second_acc, second_operands, second_results);
-#pragma unroll
-  for (int out = 0; out < OUTS; ++out) results[out] = make_float2(first_results[out], second_results[out]);
-}
-
 // One output's pairs of a unit -> staging area: one instruction for 16-bit elements.
 template <typename Access>
 __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, const float2 (&pairs)[2][2]) {
@@ -362,14 +343,14 @@ __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, co
     unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = pack_pair(T(), pairs[i / 2][i % 2].x, pairs[i / 2][i % 2].y);
-    if constexpr (Access::TURNED) {
+    if constexpr (Access::TRANSPOSED) {
       const int first = column + lane / 16 * FRAGMENT_COLUMNS + lane % 8;
       const int offset = Staged<Access>::offset(lane / 8 % 2 * 8, first) * 2;
       store_matrices_transposed(shared_address(staged + offset), words);
     } else {
       const int row = lane % 16;
       const int first = column + lane / 16 * FRAGMENT_COLUMNS;
-      const int offset = Access::BOXED ? box_offset(row, first) : (row * STAGED_PITCH + first) * 2;
+      const int offset = Access::TMA_STORED ? box_offset(row, first) : (row * STAGED_PITCH + first) * 2;
       store_matrices(shared_address(staged + offset), words);
     }
   } else {
@@ -378,7 +359,7 @@ __device__ __forceinline__ void stage_unit(unsigned char* staged, int column, co
       const int row = i % 2 * 8 + lane / 4;
       const float2 pair = pairs[i / 2][i % 2];
       T* first = padded + Staged<Access>::offset(row, column + i / 2 * FRAGMENT_COLUMNS + lane % 4 * 2);
-      if constexpr (Access::TURNED) {
+      if constexpr (Access::TRANSPOSED) {
         first[0] = pair.x;
         first[Staged<Access>::PITCH] = pair.y;
       } else {
@@ -407,13 +388,13 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
       const int first = accumulator_of(part, first_column) + i / 2 * 4 + i % 2 * 2;
       pairs[part] = make_float2(acc[first], acc[first + 1]);
     }
-    apply_epilogue(pairs, operands[i / 2][i % 2], results[i / 2][i % 2]);
+    apply_to_pair(pairs, operands[i / 2][i % 2], results[i / 2][i % 2]);
   }
   static_for<0, OUTS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     const float2 pairs[2][2] = {{results[0][0][INDEX], results[0][1][INDEX]},
                                 {results[1][0][INDEX], results[1][1][INDEX]}};
-    const int offset = Out<INDEX>::OFFSET + (Out<INDEX>::BOXED ? buffer * WARP_ROWS * BOX_BYTES : 0);
+    const int offset = Out<INDEX>::OFFSET + (Out<INDEX>::TMA_STORED ? buffer * WARP_ROWS * BOX_BYTES : 0);
     stage_unit<Out<INDEX>>(staging + offset, column, pairs);
   });
 }
@@ -440,7 +421,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
     const int buffer = index % OUT_BUFFERS;
     if constexpr (TILE_LOADS > 0) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
-    if constexpr (BOXED_OUTS > 0) {
+    if constexpr (TMA_STORED_OUTS > 0) {
       // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
       const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
       if (leader && follows) store_wait<1>();
@@ -463,12 +444,12 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
       if (OPERANDS_AHEAD && next < SLAB_COLUMNS) read(operands[current ^ 1], next);
       run_unit(acc[subtile], operands[current], memory.staging, slab_column + column, column, buffer);
     }
-    if constexpr (BOXED_OUTS > 0) shared_to_tma_fence();
+    if constexpr (TMA_STORED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
     if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty + index % LOAD_BUFFERS * 8);
     const Slab slab(args, tile, index, warp);
-    if constexpr (BOXED_OUTS < OUTS) store_slab(memory.staging, args, slab);
-    if constexpr (BOXED_OUTS > 0) store_boxes(memory.staging, args, maps, slab, buffer);
+    if constexpr (TMA_STORED_OUTS < OUTS) store_slab(memory.staging, args, slab);
+    if constexpr (TMA_STORED_OUTS > 0) store_boxes(memory.staging, args, maps, slab, buffer);
   }
 }
 

@@ -161,10 +161,10 @@ struct RingPosition {
 
 // Tile number -> place: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows; then the
 // next batch. The blocks of a cluster take neighbouring tiles.
-struct Walk {
+struct TileScheduler {
   int tiles_m, tiles_n, tiles, clusters, first;
 
-  __device__ __forceinline__ Walk(const OnnxfuseArguments& args) {
+  __device__ __forceinline__ TileScheduler(const OnnxfuseArguments& args) {
     tiles_m = (args.m - 1) / (BLOCK_M * CLUSTER_M) + 1;
     tiles_n = (args.n - 1) / (BLOCK_N * CLUSTER_N) + 1;
     tiles = tiles_m * tiles_n * args.batch;
@@ -274,16 +274,16 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
 }
 
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
-  const Walk walk(args);
+  const TileScheduler scheduler(args);
   const int steps = steps_of(args);
   const int first_step = SPLITS > 1 ? rank * steps : 0;
   const int filled = min(steps, STAGES) - 1;
   RingPosition ring;
   int sums_parity = 0;
-  for (int number = walk.first; number < walk.tiles; number += walk.clusters) {
-    const OutTile tile = walk.at(number, rank);
+  for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
+    const OutTile tile = scheduler.at(number, rank);
     const int bytes = stage_bytes(args, tile);
-    if (SPLITS > 1 && number != walk.first) {
+    if (SPLITS > 1 && number != scheduler.first) {
       barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
       shared_to_tma_fence();
       sums_parity ^= 1;
@@ -294,7 +294,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
       barrier_arrive_expect(full, bytes);
       load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
-      if (TILE_LOADS > 0 && step == filled && number == walk.first) barrier_arrive(shared + SLABS_START_OFFSET);
+      if (TILE_LOADS > 0 && step == filled && number == scheduler.first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
     }
   }
@@ -304,12 +304,12 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
 // for global memory or divides tile numbers.
 __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, unsigned char* memory,
                                                 unsigned shared, int rank) {
-  const Walk walk(args);
+  const TileScheduler scheduler(args);
   int count = 0;
 #pragma unroll 1
-  for (int number = walk.first; number < walk.tiles; number += walk.clusters, ++count) {
+  for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters, ++count) {
     const int buffer = count % VECTOR_BUFFERS;
-    const OutTile tile = walk.at(number, rank);
+    const OutTile tile = scheduler.at(number, rank);
     unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
     barrier_wait(shared + VECTORS_EMPTY_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2 ^ 1);
     stage_vectors(vectors, args, tile);
@@ -324,15 +324,15 @@ __device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
 }
 
 // Numbers of the first tile of a group and between its tiles.
-__device__ __forceinline__ int first_number(const Walk& walk, int group) {
-  return walk.first + group / TEAM_GROUPS * walk.clusters;
+__device__ __forceinline__ int first_number(const TileScheduler& scheduler, int group) {
+  return scheduler.first + group / TEAM_GROUPS * scheduler.clusters;
 }
-__device__ __forceinline__ int next_number(const Walk& walk) { return TEAMS * walk.clusters; }
+__device__ __forceinline__ int next_number(const TileScheduler& scheduler) { return TEAMS * scheduler.clusters; }
 
 // The tile operands of one consumer group, by one warp, as far ahead as there are buffers.
 __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                               int rank, int group) {
-  const Walk walk(args);
+  const TileScheduler scheduler(args);
   const int first_warp = SPLITS > 1 ? rank : 0;
   const int block_warp = group * WARP_GROUP / WARP_SIZE + first_warp;
   unsigned char* staging = memory + STAGES * STAGE_BYTES + block_warp * STAGING_BYTES;
@@ -341,8 +341,9 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
   barrier_wait(shared + SLABS_START_OFFSET, 0);
   int count = 0;
 #pragma unroll 1
-  for (int number = first_number(walk, group); number < walk.tiles; number += next_number(walk), ++count) {
-    const OutTile tile = group_tile(walk.at(number, rank), group);
+  for (int number = first_number(scheduler, group); number < scheduler.tiles;
+       number += next_number(scheduler), ++count) {
+    const OutTile tile = group_tile(scheduler.at(number, rank), group);
 #pragma unroll 1
     for (int index = 0; index < SLABS; ++index) {
       const int buffer = index % LOAD_BUFFERS * 8;
@@ -417,8 +418,8 @@ __device__ __forceinline__ int sums_offset() {
 constexpr int SUMS_PITCH = WARP_SIZE * 16;
 
 // This warp's sums for block `owner` of the cluster, which reads them out of the ring.
-__device__ __forceinline__ void give_sums(const float (&acc)[SUBTILES][ACCUMULATORS], unsigned char* memory,
-                                          unsigned shared, int owner) {
+__device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUMULATORS], unsigned char* memory,
+                                              unsigned shared, int owner) {
 #pragma unroll
   for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
     const float* sums = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
@@ -430,7 +431,8 @@ __device__ __forceinline__ void give_sums(const float (&acc)[SUBTILES][ACCUMULAT
 
 // What the cluster's other blocks have for this warp is added, in an order that depends on the block alone: `acc` has
 // all of k. All blocks read at once, each from another one.
-__device__ __forceinline__ void take_sums(float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank, int parity) {
+__device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank,
+                                                int parity) {
   barrier_acquire(shared + SUMS_FULL_OFFSET, parity);
 #pragma unroll 1
   for (int distance = 1; distance < SPLITS; ++distance) {
@@ -452,7 +454,7 @@ __device__ __forceinline__ void take_sums(float (&acc)[SUBTILES][ACCUMULATORS], 
 
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
                                         unsigned shared, int rank, int group) {
-  const Walk walk(args);
+  const TileScheduler scheduler(args);
   const int steps = steps_of(args);
   const int team = group / TEAM_GROUPS;
   const int first_row = group % TEAM_GROUPS * GROUP_M;
@@ -464,10 +466,10 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   const unsigned slabs_empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
   int count = team;
 #pragma unroll 1
-  for (int number = first_number(walk, group); number < walk.tiles; number += next_number(walk)) {
+  for (int number = first_number(scheduler, group); number < scheduler.tiles; number += next_number(scheduler)) {
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
     run_main_loop(acc, ring, shared, first_row, steps);
-    const bool is_last = number + walk.clusters >= walk.tiles;
+    const bool is_last = number + scheduler.clusters >= scheduler.tiles;
     if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
     finish_main_loop(acc, ring, shared);
     const int buffer = count % VECTOR_BUFFERS;
@@ -477,16 +479,17 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
     if constexpr (SPLITS > 1) named_sync(SUMS_BARRIER, CONSUMERS * WARP_GROUP);  // the last stage has been read
     if (owner == rank) {
-      if constexpr (SPLITS > 1) take_sums(acc, shared, rank, count % 2);
+      if constexpr (SPLITS > 1) reduce_partials(acc, shared, rank, count % 2);
       run_epilogue(acc, args, maps, tile, first_row, {vectors, staging, slabs_full, slabs_empty}, count / TEAMS);
     } else {
-      give_sums(acc, memory, shared, owner);
+      send_partials(acc, memory, shared, owner);
     }
     barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
     count += TEAMS;
     if (PINGPONG) ring.skip(steps);
   }
-  if (BOXED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // the block's memory lives as long as it does
+  // The block's memory lives as long as it does.
+  if (TMA_STORED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();
 }
 
 __device__ __forceinline__ void init_barriers(unsigned shared) {

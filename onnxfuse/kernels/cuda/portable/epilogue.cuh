@@ -3,7 +3,7 @@
 //   scalar, row, column    global -> fp32 vector in shared memory, once a block, while the pipeline fills
 //   tile                   global -> this warp's staging area, as wide as the tensor allows -> 2 elements a read
 //   out                    2 elements a write -> this warp's staging area -> global, as wide as the tensor allows
-//   turned                 a tile or out whose contiguous axis is m: accesses go down the columns, and the staging area
+//   transposed             a tile or out whose contiguous axis is m: accesses go down the columns, and the staging area
 //                          holds columns, so that they are wide as well
 //
 // The unit of work is what one thread holds of an mma fragment: 2 adjacent columns of 2 rows that lie 8 apart. From
@@ -12,6 +12,7 @@
 #pragma once
 #include "common/arguments.cuh"
 #include "common/ptx.cuh"
+#include "common/epilogue_pair.cuh"
 #include "common/narrow_copy.cuh"
 #include "common/addressing.cuh"
 #include "common/checked_access.cuh"
@@ -36,19 +37,19 @@ constexpr int staged_pitch() {
 }
 constexpr int STAGED_ROWS = SLABS * FRAGMENT_ROWS;
 
-// The staging area of one tile or output. Turned columns are 16 bytes longer than the data: then the columns that a
+// The staging area of one tile or output. Transposed columns are 16 bytes longer than the data: then the columns that a
 // warp's lanes write at once start in different banks.
 template <typename Access>
 struct Staged {
   using T = typename Access::Type;
-  static constexpr int LINE = Access::TURNED ? STAGED_ROWS : WARP_COLUMNS;  // elements along the contiguous axis
-  static constexpr int LINES = Access::TURNED ? WARP_COLUMNS : STAGED_ROWS;
+  static constexpr int LINE = Access::TRANSPOSED ? STAGED_ROWS : WARP_COLUMNS;  // elements along the contiguous axis
+  static constexpr int LINES = Access::TRANSPOSED ? WARP_COLUMNS : STAGED_ROWS;
   static constexpr int PER_LINE = LINE / Access::WIDTH;
-  static constexpr int PITCH = Access::TURNED ? STAGED_ROWS + 16 / int(sizeof(T)) : staged_pitch<T>();
+  static constexpr int PITCH = Access::TRANSPOSED ? STAGED_ROWS + 16 / int(sizeof(T)) : staged_pitch<T>();
 
   static __device__ __forceinline__ T* at(const unsigned char* staging, int row, int column) {
     T* staged = reinterpret_cast<T*>(const_cast<unsigned char*>(staging) + Access::OFFSET);
-    return staged + (Access::TURNED ? column * PITCH + row : row * PITCH + column);
+    return staged + (Access::TRANSPOSED ? column * PITCH + row : row * PITCH + column);
   }
 };
 
@@ -110,13 +111,13 @@ __device__ __forceinline__ void for_each_access(const OnnxfuseTensor& tensor, co
   for (int access = threadIdx.x % WARP_SIZE; access < Area::LINES * Area::PER_LINE; access += WARP_SIZE) {
     const int line = access / Area::PER_LINE;
     const int along = access % Area::PER_LINE * Access::WIDTH;
-    const int row = Access::TURNED ? along : line;
-    const int column = Access::TURNED ? line : along;
+    const int row = Access::TRANSPOSED ? along : line;
+    const int column = Access::TRANSPOSED ? line : along;
     const bool inside = first_row + row < tile.rows && column < tile.columns;
     T* global = origin;
     if constexpr (ONE_LEVEL) {
-      global += row * (Access::TURNED && Access::WIDTH > 1 ? 1 : tensor.row_stride);
-      global += column * (!Access::TURNED && Access::WIDTH > 1 ? 1 : tensor.column_stride);
+      global += row * (Access::TRANSPOSED && Access::WIDTH > 1 ? 1 : tensor.row_stride);
+      global += column * (!Access::TRANSPOSED && Access::WIDTH > 1 ? 1 : tensor.column_stride);
     } else {
       global = element_of<Access>(tensor, outer, tile.batch, tile.row + first_row + row, tile.column + column);
     }
@@ -182,7 +183,7 @@ __device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], con
     using Access = Load<decltype(index)::value>;
     float2& operand = operands[decltype(index)::value];
     if constexpr (Access::KIND == KIND && KIND == Kind::tile) {
-      if constexpr (Access::TURNED) {
+      if constexpr (Access::TRANSPOSED) {
         operand = make_float2(to_float(*Staged<Access>::at(staging, row, column)),
                               to_float(*Staged<Access>::at(staging, row, column + 1)));
       } else {
@@ -205,30 +206,18 @@ __device__ __forceinline__ void read_operands(float2 (&operands)[LOADS + 1], con
 // The epilogue on 2 adjacent columns of one row, and the results into the staging area.
 __device__ __forceinline__ void apply_epilogue(const float2 (&acc)[PARTS], const float2 (&operands)[LOADS + 1],
                                                unsigned char* staging, int row, int column) {
-  float first_acc[PARTS], second_acc[PARTS], first_operands[LOADS + 1], second_operands[LOADS + 1];
-#pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    first_acc[part] = acc[part].x;
-    second_acc[part] = acc[part].y;
-  }
-#pragma unroll
-  for (int load = 0; load < LOADS; ++load) {
-    first_operands[load] = operands[load].x;
-    second_operands[load] = operands[load].y;
-  }
-  float first_results[OUTS], second_results[OUTS];
-  Epilogue::apply(first_acc, first_operands, first_results);
-  Epilogue::apply(second_acc, second_operands, second_results);
+  float2 results[OUTS];
+  apply_to_pair(acc, operands, results);
   static_for<0, OUTS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     using Access = Out<INDEX>;
-    if constexpr (Access::TURNED) {
+    if constexpr (Access::TRANSPOSED) {
       Packed<typename Access::Type, 2> pair;
-      store_pair(pair.values, first_results[INDEX], second_results[INDEX]);
+      store_pair(pair.values, results[INDEX].x, results[INDEX].y);
       *Staged<Access>::at(staging, row, column) = pair.values[0];
       *Staged<Access>::at(staging, row, column + 1) = pair.values[1];
     } else {
-      store_pair(Staged<Access>::at(staging, row, column), first_results[INDEX], second_results[INDEX]);
+      store_pair(Staged<Access>::at(staging, row, column), results[INDEX].x, results[INDEX].y);
     }
   });
 }

@@ -1,5 +1,5 @@
 // One block computes out[16, BLOCK_N] = epilogue(acc_0 .. acc_{PARTS-1}) with acc_p = lhs[16, k] * rhs_p[k, BLOCK_N]
-// for few rows, as in decoding: the time is that of reading rhs once, so rhs goes straight from memory into the
+// for small M, as in decoding: the time is that of reading rhs once, so rhs goes straight from memory into the
 // registers that mma.sync wants, 16 bytes a lane and a load, and no warp waits for another until k is done. For 16-bit
 // types and for fp32, in TF32 or exact, on sm_80 and later.
 //
