@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from onnxfuse.kernels.epilogue import functor
 from onnxfuse.kernels.source import access_tables, constants, flag
-from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
+from onnxfuse.schedule.small_m_tile import SmallMTile
 
 ENTRY = "onnxfuse_gemm"
 _MATH = {"f16": "half", "bf16": "half", "tf32": "tf32", "3xtf32": "split_fp32", "fp32": "fp32"}
@@ -45,6 +46,18 @@ constexpr bool CHECKED = {flag(spec.checked)};
 {functor(spec)}
 }}  // namespace onnxfuse
 """
+
+
+def tile_numbers(tile: Tile | SmallMTile, shared_bytes: int) -> dict[str, int]:
+    """The constants that every tile of these kernels has; `shared_bytes` of one block."""
+    return {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "THREADS": tile.threads,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": shared_bytes,
+    }
 
 
 def _numbers(spec: KernelSpec, own: Mapping[str, int]) -> dict[str, int]:

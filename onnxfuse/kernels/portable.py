@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.gemm import generated
+from onnxfuse.kernels.gemm import generated, tile_numbers
 from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.portable_tile import Footprint, footprint
@@ -23,12 +23,7 @@ def emit(spec: KernelSpec, tile: Tile) -> str:
 
 def _numbers(spec: KernelSpec, tile: Tile, layout: Footprint) -> dict[str, int]:
     return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "THREADS": tile.threads,
-        "STAGES": tile.stages,
-        "SHARED_BYTES": layout.total,
+        **tile_numbers(tile, layout.total),
         "WARPS_M": tile.warps_m,
         "WARPS_N": tile.warps_n,
         "LHS_WIDTH": copy_width(spec.lhs_width, spec.dtype.bytes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.kernels.gemm import generated
+from onnxfuse.kernels.gemm import generated, tile_numbers
 from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.small_m_tile import SmallMTile, resident_blocks, shared_bytes, sums_pitch
@@ -21,12 +21,7 @@ def emit(spec: KernelSpec, tile: SmallMTile) -> str:
 
 def _numbers(spec: KernelSpec, tile: SmallMTile) -> dict[str, int]:
     return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "THREADS": tile.threads,
-        "STAGES": tile.stages,
-        "SHARED_BYTES": shared_bytes(spec, tile),
+        **tile_numbers(tile, shared_bytes(spec, tile)),
         "WARPS_K": tile.warps_k,
         "SUMS_PITCH": sums_pitch(spec, tile),
         "RESIDENT_BLOCKS": resident_blocks(spec, tile),
