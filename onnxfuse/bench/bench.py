@@ -187,13 +187,11 @@ def bench(
     specs = input_specs(open_on(paths[0], device, session_options=session_options), facts)
     feeds = make_feeds(specs, inputs, shapes, seed, known=facts.sizes)
     race = _Race(paths, feeds, device, session_options, runs, warmup, progress)
-    wanted = [name for name in DEVICES[device] if name == "latency" or measures is None or name in measures]
-    comparisons = tuple(race.compare(name) for name in wanted)
-    sites = time_sites(paths[1], feeds, device, progress, session_options) if per_site else ()
+    wanted = (name for name in DEVICES[device] if name == "latency" or measures is None or name in measures)
     return BenchResult(
-        comparisons=comparisons,
+        comparisons=tuple(map(race.compare, wanted)),
         launches=(race.launches[0], race.launches[1]),
-        sites=sites,
+        sites=time_sites(paths[1], feeds, device, progress, session_options) if per_site else (),
         runs=runs,
         shapes={name: array.shape for name, array in feeds.items()},
         device=(driver.device_name() or "unknown GPU") if device == "cuda" else "CPU",
