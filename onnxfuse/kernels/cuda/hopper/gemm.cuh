@@ -488,8 +488,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     count += TEAMS;
     if (PINGPONG) ring.skip(steps);
   }
-  // The block's memory lives as long as it does.
-  if (TMA_STORED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();
+  if (TMA_STORED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // else the block's memory is gone
 }
 
 __device__ __forceinline__ void init_barriers(unsigned shared) {
