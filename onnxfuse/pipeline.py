@@ -105,10 +105,7 @@ def _selected(
     sites: tuple[Site, ...], skipped: tuple[SkippedSite, ...], selection: Selection
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     """The sites that the user wants; the others are left alone like those that no kernel computes."""
-    found = [
-        FoundFusion(site.fusion.anchor, site.fusion.pattern, _node_names(site, (*site.match.shared, *site.match.nodes)))
-        for site in sites
-    ]
+    found = [_found(site) for site in sites]
     selection.check(found, PATTERNS)
     refusals = [selection.refusal(each) for each in found]
     left = tuple(
@@ -118,6 +115,11 @@ def _selected(
         if refusal
     )
     return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left
+
+
+def _found(site: Site) -> FoundFusion:
+    names = _node_names(site, (*site.match.shared, *site.match.nodes))
+    return FoundFusion(site.fusion.anchor, site.fusion.pattern, names)
 
 
 def check_budget(tune: bool, budget: float | None) -> None:

@@ -80,17 +80,9 @@ def export_triton(
     """
     if not 0 <= max_batch <= LARGEST_BATCH:
         raise SettingError(f"the largest batch is {max_batch}; expected 0 to {LARGEST_BATCH}")
-    source = load_model(model)
-    check_weights(source)
-    if not unfused and all(node.domain != DOMAIN for node in walk(source.proto.graph.node)):
-        raise ModelError(
-            f"{model}: has no fused node; `onnxfuse optimize` makes them, and --unfused writes it as it is"
-        )
+    source = _fused_model(model, unfused)
     place = folder / (name or re.sub(r"\W+", "_", model.name.split(".")[0]))
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder}: is a file; name a folder, the model repository")
-    if place.exists():
-        raise OutputError(f"{place}: exists; remove it, or choose another --name")
+    _check_place(folder, place)
     inputs, outputs = (tuple(map(_tensor, ports)) for ports in signature(source))
     seen_at = f"{mount.rstrip('/') or folder.resolve()}/{place.name}/{BRIDGE}"
     batch = max_batch if has_batch(inputs, outputs) else 0
@@ -101,6 +93,21 @@ def export_triton(
     except OSError as error:
         raise OutputError(f"{place}: cannot be written: {error.strerror}") from error
     return place
+
+
+def _fused_model(path: Path, unfused: bool) -> Model:
+    source = load_model(path)
+    check_weights(source)
+    if not unfused and all(node.domain != DOMAIN for node in walk(source.proto.graph.node)):
+        raise ModelError(f"{path}: has no fused node; `onnxfuse optimize` makes them, and --unfused writes it as it is")
+    return source
+
+
+def _check_place(folder: Path, place: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: is a file; name a folder, the model repository")
+    if place.exists():
+        raise OutputError(f"{place}: exists; remove it, or choose another --name")
 
 
 @contextmanager

@@ -246,6 +246,14 @@ class _Race:
 
     def compare(self, name: str) -> Comparison:
         """Both models by one measure."""
+        timers, why_not = self._timers(name)
+        first, second = self._timed(name, timers)
+        if name == "latency" and self.device == "cuda":
+            self.state = self._state_behind_runs()
+        return Comparison(name, first, second, why_not)
+
+    def _timers(self, name: str) -> tuple[list[Timed | None], str]:
+        """What times each model by one measure; None where it cannot, and why."""
         timers: list[Timed | None] = []
         why_not = ""
         for index, path in enumerate(self.paths):
@@ -256,10 +264,7 @@ class _Race:
                     raise
                 why_not = f"{path.name}: {error}"
                 timers.append(None)
-        first, second = self._timed(name, timers)
-        if name == "latency" and self.device == "cuda":
-            self.state = self._state_behind_runs()
-        return Comparison(name, first, second, why_not)
+        return timers, why_not
 
     def _timed(self, name: str, timers: Sequence[Timed | None]) -> list[Latency | None]:
         """Each timer's figure; those that there are take turns."""

@@ -55,6 +55,19 @@ def html(result: BenchResult, title: str) -> str:
 
 
 def _measures(result: BenchResult) -> str:
+    how = "".join(
+        f"<li>{measure.name}: {escape(MEASURES[measure.name])}"
+        f"{'' if not measure.why_not else f'. Not measured: {escape(measure.why_not)}'}</li>"
+        for measure in result.comparisons
+    )
+    counts = ["not counted" if count is None else str(count) for count in result.launches]
+    rows = "".join(map(_row, _figures(result)))
+    table = _table(["measure", "model", "median ms", "p10", "p90", "p99", "faster"], rows, "models")
+    return f"<h2>Models</h2>{table}<ul>{how}<li>kernels launched by one run: {counts[0]} → {counts[1]}</li></ul>"
+
+
+def _figures(result: BenchResult) -> list[list[str]]:
+    """Two rows of cells for each measure."""
     rows = []
     for measure in result.comparisons:
         for label, time in (("original", measure.original), ("optimised", measure.optimized)):
@@ -62,14 +75,7 @@ def _measures(result: BenchResult) -> str:
             rows.append([measure.name, label, *map(_milliseconds, figures)])
         rows[-1].append("" if measure.ratio is None else f"{measure.ratio:.2f}x")
         rows[-2].append("")
-    how = "".join(
-        f"<li>{measure.name}: {escape(MEASURES[measure.name])}"
-        f"{'' if not measure.why_not else f'. Not measured: {escape(measure.why_not)}'}</li>"
-        for measure in result.comparisons
-    )
-    counts = ["not counted" if count is None else str(count) for count in result.launches]
-    table = _table(["measure", "model", "median ms", "p10", "p90", "p99", "faster"], "".join(map(_row, rows)), "models")
-    return f"<h2>Models</h2>{table}<ul>{how}<li>kernels launched by one run: {counts[0]} → {counts[1]}</li></ul>"
+    return rows
 
 
 def _milliseconds(value: float | str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import onnx
-from onnx import GraphProto, ModelProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
 
 from onnxfuse.graph.functions import subgraphs
 
@@ -94,13 +94,18 @@ def _learnt(graph: GraphProto, known: Types, declared: Types) -> Iterator[tuple[
         read = known.get(node.input[0]) if node.input else None
         if node.domain != "ai.onnx.ml" or node.op_type not in KEEP_TYPE or read is None:
             continue
-        same = TypeProto()
-        same.CopyFrom(read)
-        if node.op_type != "Imputer":
-            same.tensor_type.elem_type = onnx.TensorProto.FLOAT
-        merged = _merged(known.get(node.output[0]), same)
+        merged = _merged(known.get(node.output[0]), _kept(node, read))
         if merged != known.get(node.output[0]):
             yield node.output[0], merged
+
+
+def _kept(node: NodeProto, read: TypeProto) -> TypeProto:
+    """The type of what an operator of KEEP_TYPE makes of a value of type `read`."""
+    same = TypeProto()
+    same.CopyFrom(read)
+    if node.op_type != "Imputer":
+        same.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return same
 
 
 def _merged(known: TypeProto | None, declared: TypeProto) -> TypeProto:

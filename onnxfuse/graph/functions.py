@@ -120,13 +120,18 @@ def inline(proto: ModelProto, functions: Functions) -> dict[str, frozenset[Funct
         return {}
     inliner = _Inliner(proto, functions)
     inliner.expand(proto.graph)
+    _import_opsets(proto, functions)
+    _drop_uncalled(proto, functions)
+    return inliner.origins
+
+
+def _import_opsets(proto: ModelProto, functions: Functions) -> None:
+    """The domains that functions import and the model does not."""
     known = versions(proto.opset_import)
     for function in functions.values():
         missing = versions(function.opset_import).keys() - known.keys()
         proto.opset_import.extend(entry for entry in function.opset_import if entry.domain in missing)
         known = versions(proto.opset_import)
-    _drop_uncalled(proto, functions)
-    return inliner.origins
 
 
 def _drop_uncalled(proto: ModelProto, functions: Functions) -> None:
@@ -238,7 +243,11 @@ def with_attributes(node: NodeProto, given: Mapping[str, AttributeProto]) -> Nod
         made.CopyFrom(source)
         made.name = attribute.name
         for graph in [made.g] if made.HasField("g") else made.graphs:
-            inner = [with_attributes(child, given) for child in graph.node]
-            del graph.node[:]
-            graph.node.extend(inner)
+            _fill(graph, given)
     return copy
+
+
+def _fill(graph: GraphProto, given: Mapping[str, AttributeProto]) -> None:
+    inner = [with_attributes(child, given) for child in graph.node]
+    del graph.node[:]
+    graph.node.extend(inner)

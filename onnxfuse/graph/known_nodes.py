@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import numpy as np
+import onnx_graphsurgeon as gs
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph.constant_propagation import Array, is_complete
@@ -101,17 +102,17 @@ class _KnownNodes:
         maker = tensor.inputs[0] if tensor.inputs else None
         if name in self.later or len(made) == MOST_NODES:
             return False
-        if (
-            maker is None
-            or maker.op == "Constant"
-            or (maker.op in _OF_SHAPES and maker.inputs[0].name not in self.at_hand)
-        ):
+        if maker is None or self._is_stored(maker):
             return self._store(name, made)
         node = self.graph.scope.nodes[self.graph.index(maker)]
         if any(subgraphs(node)) or not all(self._collect(each, made) for each in node.input):
             return False
         made.update(dict.fromkeys(node.output, node))
         return True
+
+    def _is_stored(self, maker: gs.Node) -> bool:
+        """Whether what a node makes is written as a number, and not computed again."""
+        return maker.op == "Constant" or (maker.op in _OF_SHAPES and maker.inputs[0].name not in self.at_hand)
 
     def _store(self, name: str, made: dict[str, NodeProto]) -> bool:
         if not is_complete(self.graph.known_value(self.graph.tensor(name))):

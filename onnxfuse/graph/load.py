@@ -275,13 +275,10 @@ def _check_order(model: Model) -> None:
     available |= {tensor.values.name for tensor in graph.sparse_initializer} | {""}
     produced = {name for node in graph.node for name in node.output}
     for node in graph.node:
-        for name in node.input:
-            if name in available:
-                continue
+        for name in (name for name in node.input if name not in available):
             label = node.name or f"{node.op_type} that makes {node.output[0] if node.output else '?'}"
-            if name in produced:
-                raise ModelError(f"{model.label}: node {label!r} reads {name!r} before it is made: a cycle")
-            raise ModelError(f"{model.label}: node {label!r} reads {name!r}, which nothing makes")
+            why = " before it is made: a cycle" if name in produced else ", which nothing makes"
+            raise ModelError(f"{model.label}: node {label!r} reads {name!r}{why}")
         available.update(node.output)
     for value in graph.output:
         if value.name not in available:

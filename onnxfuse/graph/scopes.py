@@ -185,14 +185,20 @@ def _tensor_types(graph: GraphProto) -> Iterator[TypeProto.Tensor]:
             yield from _tensor_types(inner)
 
 
-def _scope(around: Scope, graph: GraphProto) -> Scope:
-    """A graph's own scope inside, or in place of, the scope `around`."""
+def _types_in(graph: GraphProto) -> dict[str, TypeProto.Tensor]:
+    """The types of the tensors that a graph names."""
     values = (graph.input, graph.value_info, graph.output)
     types = {
         value.name: value.type.tensor_type for group in values for value in group if value.type.HasField("tensor_type")
     }
     for tensor in graph.initializer:
         types[tensor.name] = helper.make_tensor_type_proto(tensor.data_type, tuple(tensor.dims)).tensor_type
+    return types
+
+
+def _scope(around: Scope, graph: GraphProto) -> Scope:
+    """A graph's own scope inside, or in place of, the scope `around`."""
+    types = _types_in(graph)
     small = {tensor.name: tensor for tensor in graph.initializer if not is_large(tensor)}
     own = frozenset(tensor.name for tensor in graph.initializer)
     return replace(

@@ -77,13 +77,7 @@ class GrownRegion:
         self._run()
 
     def _run(self) -> None:
-        for product in self.products:
-            try:
-                self._absorb_product(product)
-            except NotFusable as stop:
-                self.refused.append((product, NotFusable(stop.reason, product.label, stop.detail)))
-            else:
-                self._offer(len(self.nodes) - 1)
+        self._start()
         while self._queue and len(self.nodes) < MAX_NODES * len(self.products):
             index = heapq.heappop(self._queue)
             node = self.graph.nodes[index]
@@ -92,6 +86,16 @@ class GrownRegion:
             except NotFusable as stop:
                 refusal = NotFusable(stop.reason, node_label(node), stop.detail)
                 self.stops.append(Stop(refusal, self._reached[index]))
+            else:
+                self._offer(len(self.nodes) - 1)
+
+    def _start(self) -> None:
+        """The products, and the readers of those that can be taken."""
+        for product in self.products:
+            try:
+                self._absorb_product(product)
+            except NotFusable as stop:
+                self.refused.append((product, NotFusable(stop.reason, product.label, stop.detail)))
             else:
                 self._offer(len(self.nodes) - 1)
 

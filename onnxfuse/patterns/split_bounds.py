@@ -50,10 +50,16 @@ def slice_bounds(graph: Graph, node: gs.Node) -> tuple[list[int], list[int], lis
     if "starts" in node.attrs:
         starts, ends = list(node.attrs["starts"]), list(node.attrs["ends"])
         return starts, ends, list(node.attrs.get("axes", range(len(starts)))), [1] * len(starts)
+    given = _read_bounds(graph, node)
+    starts = given[0] or []
+    return starts, given[1] or [], given[2] or list(range(len(starts))), given[3] or [1] * len(starts)
+
+
+def _read_bounds(graph: Graph, node: gs.Node) -> list[list[int] | None]:
+    """The four inputs behind the first; None for one that is left out."""
     given = [None if tensor.is_empty() else tensor for tensor in node.inputs[1:5]]
     given += [None] * (4 - len(given))
     bounds = [None if tensor is None else graph.known_integers(tensor) for tensor in given]
     if any(tensor is not None and bound is None for tensor, bound in zip(given, bounds, strict=True)):
         raise NotFusable("bounds_not_constant", "", "the bounds of the slice are not known before the run")
-    starts = bounds[0] or []
-    return starts, bounds[1] or [], bounds[2] or list(range(len(starts))), bounds[3] or [1] * len(starts)
+    return bounds

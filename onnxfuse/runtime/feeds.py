@@ -77,16 +77,14 @@ def input_specs(session: Any, facts: InputFacts | None = None) -> tuple[InputSpe
         session: the session.
         facts: what the model's file says besides.
     """
-    specs = (
-        InputSpec(
-            value.name,
-            value.type.removeprefix("tensor(").removesuffix(")"),
-            tuple(value.shape),
-            any_rank=not value.shape,
-        )
-        for value in session.get_inputs()
-    )
+    specs = map(_spec, session.get_inputs())
     return tuple(spec if facts is None else _informed(spec, facts) for spec in specs)
+
+
+def _spec(value: Any) -> InputSpec:
+    """What an `onnxruntime.NodeArg` says of an input."""
+    kind = value.type.removeprefix("tensor(").removesuffix(")")
+    return InputSpec(value.name, kind, tuple(value.shape), any_rank=not value.shape)
 
 
 def _informed(spec: InputSpec, facts: InputFacts) -> InputSpec:

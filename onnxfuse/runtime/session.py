@@ -102,10 +102,7 @@ def register(session_options: Any) -> None:
     if _registered(session_options):
         return
     library = library_path()
-    try:
-        session_options.register_custom_ops_library(library)
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        raise DeviceError(f"{library}: ONNX Runtime cannot load it: {error}") from error
+    _load(session_options, library, library)
     session_options.add_session_config_entry(_MARK, "registered")
 
 
@@ -206,11 +203,16 @@ def options_with(libraries: Sequence[Path]) -> Any:
     for library in libraries:
         if not library.is_file():
             raise SettingError(f"{library}: no such file; --library is a shared library of custom operators")
-        try:
-            options.register_custom_ops_library(str(library.resolve()))
-        except Exception as error:  # onnxruntime's exceptions share no base class
-            raise DeviceError(f"{library}: ONNX Runtime cannot load it: {error}") from error
+        _load(options, library, str(library.resolve()))
     return options
+
+
+def _load(options: Any, library: str | Path, path: str) -> None:
+    """Register a library of operators, which messages call `library`."""
+    try:
+        options.register_custom_ops_library(path)
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise DeviceError(f"{library}: ONNX Runtime cannot load it: {error}") from error
 
 
 def open_session(

@@ -82,9 +82,6 @@ class SessionTimer:
         return times
 
     def _key(self, trial: Trial) -> Key:
-        implementations = {
-            name: implementation for name, implementation in trial.implementations.items() if implementation is not None
-        }
         return {
             "gpu": driver.device_name(),
             "driver": driver.driver_version(),
@@ -94,7 +91,8 @@ class SessionTimer:
             "m": trial.m,
             "kernels": {
                 name: [_digest(*pair) for pair in implementation.variants]
-                for name, implementation in implementations.items()
+                for name, implementation in trial.implementations.items()
+                if implementation is not None
             },
         }
 

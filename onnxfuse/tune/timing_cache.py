@@ -46,14 +46,18 @@ def write_times(folder: Path | None, key: Key, times: Mapping[str, float]) -> No
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_abandoned(path.parent)
-        handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                entry = {"key": key, "microseconds": dict(times), "sha256": _checksum(key, times)}
-                json.dump(entry, file, indent=2)
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+        _put(path, {"key": key, "microseconds": dict(times), "sha256": _checksum(key, times)})
+
+
+def _put(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write an entry whole: a reader sees it, or the one before."""
+    handle, name = tempfile.mkstemp(prefix=UNFINISHED, dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(entry, file, indent=2)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _checksum(key: Key, times: Mapping[str, float]) -> str:

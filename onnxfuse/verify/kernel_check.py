@@ -135,9 +135,16 @@ def _fault_of_image(record: Record) -> str:
         if TOOL_MISSING in str(error):
             raise
         return f"{label} does not disassemble: {error}"
+    fault = _fault_of_text(record, text)
+    return f"{label} {fault}" if fault else ""
+
+
+def _fault_of_text(record: Record, text: str) -> str:
+    """What is wrong with PTX, or with disassembled machine code."""
     target = _TARGET.search(text)
     if target is None or (int(target[1]), bool(target[2])) != (record.capability, record.flavour == Flavour.SPECIFIC):
-        return f"{label} is for {target[0].split()[1] if target else 'no architecture'}"
+        return f"is for {target[0].split()[1] if target else 'no architecture'}"
+    is_ptx = record.flavour == Flavour.PTX
     marks = (f".entry {record.entry}(",) if is_ptx else (f".text.{record.entry}", "EXIT")
     missing = [mark for mark in marks if mark not in text]
-    return f"{label} has no function {record.entry!r}" if missing else ""
+    return f"has no function {record.entry!r}" if missing else ""

@@ -53,8 +53,8 @@ class Bits {
 // A prefix code as one table: what the next bits begin with.
 class Code {
  public:
-  // `lengths` has the bits of each symbol's code, 0 for a symbol without one. A code that leaves bits without meaning is
-  // legal only where `may_be_single` and it has one symbol, of one bit.
+  // `lengths` has the bits of each symbol's code, 0 for a symbol without one. A code that leaves bits without meaning
+  // is legal only where `may_be_single` and it has one symbol, of one bit.
   Code(const uint8_t* lengths, int symbols, bool may_be_single) {
     int count[kLongestCode + 1] = {}, next[kLongestCode + 1] = {};
     for (int symbol = 0; symbol < symbols; ++symbol) ++count[lengths[symbol]];
@@ -107,10 +107,10 @@ constexpr Range kLengthRanges[] = {{3, 0},  {4, 0},  {5, 0},  {6, 0},  {7, 0},  
                                    {35, 3}, {43, 3}, {51, 3}, {59, 3}, {67, 4}, {83, 4},  {99, 4},  {115, 4},
                                    {131, 5}, {163, 5}, {195, 5}, {227, 5}, {258, 0}};
 constexpr Range kDistanceRanges[] = {
-    {1, 0},     {2, 0},     {3, 0},     {4, 0},     {5, 1},     {7, 1},      {9, 2},      {13, 2},    {17, 3},    {25, 3},
-    {33, 4},    {49, 4},    {65, 5},    {97, 5},    {129, 6},   {193, 6},    {257, 7},    {385, 7},   {513, 8},   {769, 8},
-    {1025, 9},  {1537, 9},  {2049, 10}, {3073, 10}, {4097, 11}, {6145, 11},  {8193, 12},  {12289, 12}, {16385, 13},
-    {24577, 13}};
+    {1, 0},      {2, 0},      {3, 0},      {4, 0},      {5, 1},     {7, 1},     {9, 2},     {13, 2},
+    {17, 3},     {25, 3},     {33, 4},     {49, 4},     {65, 5},    {97, 5},    {129, 6},   {193, 6},
+    {257, 7},    {385, 7},    {513, 8},    {769, 8},    {1025, 9},  {1537, 9},  {2049, 10}, {3073, 10},
+    {4097, 11},  {6145, 11},  {8193, 12},  {12289, 12}, {16385, 13}, {24577, 13}};
 
 uint32_t take_in(const Range& range, Bits& bits) { return range.first + bits.take(range.extra_bits); }
 

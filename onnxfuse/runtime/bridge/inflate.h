@@ -1,5 +1,5 @@
-// Reads a raw deflate stream (RFC 1951), which Python's zlib writes. The library depends on libc alone, and no zlib that
-// a build finds everywhere can be linked into a shared library. Pure: bytes in, bytes out, every access checked.
+// Reads a raw deflate stream (RFC 1951), which Python's zlib writes. The library depends on libc alone, and no zlib
+// that a build finds everywhere can be linked into a shared library. Pure: bytes in, bytes out, every access checked.
 #pragma once
 
 #include <cstdint>

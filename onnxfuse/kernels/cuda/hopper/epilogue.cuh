@@ -407,6 +407,18 @@ struct EpilogueMemory {
   unsigned slabs_empty;
 };
 
+// The slab's tile operands have come, and the staging buffer of its outputs is free.
+__device__ __forceinline__ void await_slab(const EpilogueMemory& memory, int count, int index, bool leader) {
+  if constexpr (TILE_LOADS > 0) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
+  if constexpr (TMA_STORED_OUTS > 0) {
+    // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
+    const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
+    if (leader && follows) store_wait<1>();
+    if (leader && !follows) store_wait<0>();
+  }
+  __syncwarp();
+}
+
 // Accumulators -> outputs of the group's tile number `count`. `first_row` is the group's place in the block's tile.
 __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS],
                                              const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile,
@@ -420,14 +432,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
     const int buffer = index % OUT_BUFFERS;
-    if constexpr (TILE_LOADS > 0) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
-    if constexpr (TMA_STORED_OUTS > 0) {
-      // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
-      const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
-      if (leader && follows) store_wait<1>();
-      if (leader && !follows) store_wait<0>();
-    }
-    __syncwarp();
+    await_slab(memory, count, index, leader);
     // With OPERANDS_AHEAD, a unit's operands are read before the last one's results are written; the compiler would not
     // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
     UnitOperands operands[2];
