@@ -27,18 +27,15 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.shared_memory import staged_pitch
 
 ARCH = "sm_90a"
-VECTOR_BUFFERS = 4
+VECTOR_BUFFERS = 4  # as gemm.cuh has them, which says why
 FRAGMENT_ROWS = 64  # of one wgmma
 WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
 MAX_WIDTH = 256  # columns of one wgmma
 MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96, by the number of groups
-TILE_LOAD_REGISTERS = 32
+TILE_LOAD_REGISTERS = 32  # of a tile operand's pairs and addresses; tests forbid that ptxas spills
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
 ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
-MAX_STAGES = 16
-MAX_SLAB_COLUMNS = 96
-MIN_RUN = 32  # columns of an output's runs that TMA stores: slabs lie in one run, and narrower ones are slow
 BANK_WORDS = 32
 SLAB_ROWS = 16  # of one wgmma in a warp
 SWIZZLED_COLUMNS = (16, 32, 64)  # of 16-bit elements: spans of 32, 64 and 128 bytes
@@ -202,7 +199,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, i
 
 def tma_stored(out: Access) -> bool:
     """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
-    in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % MIN_RUN == 0)
+    in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % calibration_of(ARCH).hopper_shortest_run == 0)
     in_runs = in_runs and "batch" not in out.two_levels
     return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.transposed and in_runs
 
@@ -250,7 +247,7 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFo
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
     """Columns that slabs may have: they divide a tile, and the runs of outputs that TMA stores."""
     whole = math.gcd(block_n, *(out.run for out in spec.outs if tma_stored(out)))
-    return [columns for columns in range(16, MAX_SLAB_COLUMNS + 1, 16) if whole % columns == 0]
+    return [columns for columns in range(16, calibration_of(ARCH).hopper_widest_slab + 1, 16) if whole % columns == 0]
 
 
 def _slab_columns(lengths: list[int]) -> int:
@@ -290,7 +287,7 @@ def _layout(
     staged = GROUP_WARPS * tile.groups * staging
     fixed = staged + VECTOR_BUFFERS * vectors + _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
-    stages = tile.stages or min(max(fitting, 0), MAX_STAGES)
+    stages = tile.stages or min(max(fitting, 0), calibration_of(ARCH).hopper_most_stages)
     return HopperFootprint(
         stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
         tile.splits,

@@ -11,7 +11,6 @@ from onnxfuse.schedule.kernel_spec import Access
 
 THREADS = 256
 REGISTER_BYTES = 4
-MAX_ROWS = 4
 COLUMN_THREADS = (32, 16, 8)  # a warp reads at least 8 neighbours' columns, whole lines of memory, of one row
 
 
@@ -86,7 +85,7 @@ def tile_for(loads: tuple[Access, ...], outs: tuple[Access, ...], n: int, rows: 
 def rows_in_flight(loads: tuple[Access, ...], span: int, device: DeviceSpec) -> int:
     """Rows of one thread whose operands it can have in flight at once: a power of two."""
     row_bytes = sum(span * _bytes_in_registers(load) for load in loads if load.kind == "tile")
-    rows = MAX_ROWS
+    rows = calibration(device).pointwise_most_rows
     while rows > 1 and rows * row_bytes > calibration(device).pointwise_bytes_in_flight:
         rows //= 2
     return rows

@@ -14,10 +14,10 @@ from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.ir.fusion import Step
 from onnxfuse.kernels.pointwise import ENTRY, emit
 from onnxfuse.runtime.compile import compile_source
+from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.pointwise_plan import checked_tile
 from onnxfuse.schedule.pointwise_tile import (
-    MAX_ROWS,
     THREADS,
     PointwiseSpec,
     PointwiseTile,
@@ -187,5 +187,5 @@ def test_a_tile_is_made_of_whole_threads(n: int, width: int, rows: int) -> None:
 
 def test_a_thread_asks_for_no_more_than_its_registers_hold() -> None:
     tile = Access("tile", F32, 4)
-    assert rows_in_flight((Access("row", F32, 4),), 8, DEVICE) == MAX_ROWS
+    assert rows_in_flight((Access("row", F32, 4),), 8, DEVICE) == calibration(DEVICE).pointwise_most_rows
     assert [rows_in_flight((tile,) * count, 4, DEVICE) for count in (1, 2, 3, 8, 12)] == [4, 4, 2, 1, 1]

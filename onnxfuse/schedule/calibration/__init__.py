@@ -58,6 +58,10 @@ class Calibration:
     hopper_enough_products: Mapping[str, int]
     hopper_enough_stages: int
     hopper_ahead_depth: int
+    hopper_most_stages: int
+    hopper_widest_slab: int
+    hopper_shortest_run: int
+    pointwise_most_rows: int
     hopper_one_wave_group_rows: int
     pace: Mapping[str, Mapping[str, float]]
 
