@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -25,6 +25,7 @@ from onnxfuse.progress import Progress
 from onnxfuse.report.site_report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.report.stage_dump import write_stages
 from onnxfuse.runtime.timing import require_gpu
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.selection import FoundFusion, Selection
 from onnxfuse.settings import cache_dir
 from onnxfuse.tune.search import Timer, decide, measure
@@ -94,11 +95,22 @@ def _find_sites(
     sites: list[Site] = []
     skipped: list[SkippedSite] = []
     for graph in graphs:
-        accept = functools.partial(plan_site, graph, devices, exact_fp32, rounds)
-        found = match_sites(graph, accept, pays_together, rounds)
-        sites += found.fused
+        make_site = functools.partial(plan_site, graph, devices, exact_fp32, rounds)
+        found = match_sites(graph, make_site, pays_together, rounds)
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
+        for site in found.fused:
+            if site.strategy is Strategy.LEFT_ALONE:  # only now: several such sites may be worth one kernel together
+                skipped += _left_alone(site, devices)
+            else:
+                sites.append(site)
     return tuple(sites), tuple(skipped)
+
+
+def _left_alone(site: Site, devices: Sequence[DeviceSpec]) -> Iterator[SkippedSite]:
+    architectures = ", ".join(each.arch for each in devices)
+    detail = f"by the cost model the library's own kernels are faster on {architectures}"
+    for product in site.match.products:
+        yield skipped_site(product.label, NotFusable("slower", product.label, detail))
 
 
 def _selected(

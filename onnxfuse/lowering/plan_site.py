@@ -63,9 +63,6 @@ def plan_site(
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
     strategy = choose(estimates) if estimates else Strategy.ONE_KERNEL
-    if strategy is Strategy.LEFT_ALONE:
-        detail = f"by the cost model the library's own kernels are faster on {', '.join(each.arch for each in devices)}"
-        raise NotFusable("slower", fusion.anchor, detail)
     return Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates)
 
 
@@ -162,6 +159,7 @@ def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Tra
             graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX for index in epilogue_only.replaced
         )
         + sum(product.activation is not None for product in epilogue_only.match.products),
+        products=len(products),
     )
 
 

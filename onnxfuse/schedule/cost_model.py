@@ -1,6 +1,7 @@
 """What a tile costs: microseconds of a problem, by what is known of the chip. The terms of every family.
 
-The time is the longer of computing and reading rhs, a little of the shorter, and what adds to both.
+What keeps a multiprocessor busy at once (multiplying, loading, waiting) hides behind each other in part: it takes the
+root of the sum of their squares, between the longest of them and their sum.
 """
 
 from __future__ import annotations
@@ -13,19 +14,14 @@ from onnxfuse.schedule.kernel_family import AnyTile, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
 
-def overlapped(computing: float, reading: float, device: DeviceSpec) -> float:
-    """Microseconds of both at once."""
-    return max(computing, reading) + min(computing, reading) / calibration(device).overlap
-
-
 def tiles_of(tile: AnyTile, problem: Problem) -> int:
     """Tiles of the whole output."""
     return problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
 
 
-def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec, splits: int = 1) -> int:
+def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec) -> int:
     """Blocks that a multiprocessor computes one after the other."""
-    return math.ceil(tiles_of(tile, problem) * splits / device.multiprocessors)
+    return math.ceil(tiles_of(tile, problem) / device.multiprocessors)
 
 
 def products_of(tile: AnyTile, spec: KernelSpec) -> int:
@@ -33,24 +29,39 @@ def products_of(tile: AnyTile, spec: KernelSpec) -> int:
     return tile.block_m * tile.block_n * spec.parts
 
 
-def computing(tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds in which a multiprocessor multiplies, its tiles' prologues and epilogues among them."""
-    depth = waves_of(tile, problem, device) * (problem.k + calibration(device).pipeline_fill)
+def multiplying(tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    """Microseconds in which a multiprocessor multiplies."""
+    depth = waves_of(tile, problem, device) * problem.k
     return products_of(tile, spec) * depth / pace / calibration(device).products[spec.math]
 
 
-def columns_in_waves(tile: AnyTile, reads: Flow, spec: KernelSpec, problem: Problem) -> float:
-    """Columns of rhs that memory is read for, where row tiles meet in L2: as if the last wave were full."""
-    rows = math.ceil(problem.m / tile.block_m)
-    return math.ceil(tiles_of(tile, problem) / reads.blocks) * reads.blocks * tile.block_n * spec.parts / rows
+def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: int = 1) -> float:
+    """Microseconds in which memory delivers lhs, rhs so many times, and what the epilogue reads and writes."""
+    factors = problem.m * problem.k + passes * problem.n * spec.parts * problem.k
+    rows = sum(each.dtype.bytes for each in (*spec.loads, *spec.outs) if each.kind == "tile")
+    size = problem.batch * (factors * spec.dtype.bytes + problem.m * problem.n * rows)
+    return size / device.multiprocessors / calibration(device).bytes
 
 
-def loading(columns: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds in which columns of rhs come from memory."""
-    return columns * problem.k * spec.dtype.bytes / device.multiprocessors / calibration(device).bytes
-
-
-def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, splits: int = 1) -> float:
+def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> float:
     """Microseconds in which blocks wait for what they have in flight."""
-    trips = math.ceil(math.ceil(problem.k / splits) / reads.depth)
-    return math.ceil(tiles_of(tile, problem) * splits / reads.blocks) * trips * calibration(device).round_trip
+    trips = math.ceil(problem.k / reads.depth)
+    return math.ceil(tiles_of(tile, problem) / reads.blocks) * trips * calibration(device).round_trip[family]
+
+
+def filling(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> float:
+    """Microseconds of the prologues and epilogues of blocks that do not run at once."""
+    return math.ceil(tiles_of(tile, problem) / reads.blocks) * calibration(device).fill[family]
+
+
+def library(dtype_bytes: int, arithmetic: str, m: int, n: int, k: int, device: DeviceSpec) -> float | None:
+    """Microseconds of the library's product [m, k] x [k, n]; None where nothing is known of it."""
+    known = calibration(device)
+    if arithmetic not in known.library_products:
+        return None
+    whole = math.ceil(m / known.library_granule) * math.ceil(n / known.library_granule) * known.library_granule**2
+    computing = whole * k / device.multiprocessors / known.library_products[arithmetic]
+    memory = (m * k + k * n + m * n) * dtype_bytes / device.multiprocessors / known.bytes
+    serial = k * dtype_bytes * known.library_depth
+    aligned = min(math.gcd(k * dtype_bytes, 16), math.gcd(n * dtype_bytes, 16))
+    return known.library_launch + math.hypot(computing, memory, serial) * known.library_misaligned[str(aligned)]

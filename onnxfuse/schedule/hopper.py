@@ -9,7 +9,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.cost_model import products_of, tiles_of, waves_of
+from onnxfuse.schedule.cost_model import products_of, tiles_of
 from onnxfuse.schedule.hopper_tile import ARCH, FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
@@ -42,6 +42,7 @@ TILES = (
     ),
 )
 NARROWEST_BOX = 16  # columns of rhs[k, n]
+CACHE_LINE = 128  # bytes: a row of a box that does not begin on one lies in two
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
     "product": "TMA",
@@ -78,8 +79,7 @@ class Hopper(ProductFamily):
         group_rows = tile.group_rows if tile.pingpong and tile.block_m == 128 else known.hopper_one_wave_group_rows
         columns = max(tile.block_n // spec.parts // 16, 1) * 16
         own = replace(tile, block_n=columns, operands_ahead=ahead, group_rows=group_rows)
-        pace = known.pace["hopper"][str(replace(tile, splits=1, lhs_rows=0))]
-        return Candidate(self, own, pace * columns * spec.parts / tile.block_n)
+        return Candidate(self, own, known.pace["hopper"][_schedule(tile)])
 
     def why_not(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> str | None:
         """As `hopper_tile` says, and the narrowest boxes are slow."""
@@ -112,15 +112,21 @@ class Hopper(ProductFamily):
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
         """Infinite for a tile that splits k where its blocks are more than run at once, or may be."""
         tile: HopperTile = entry.tile
+        known = calibration(device)
         blocks = tiles_of(tile, problem) * tile.splits
-        if tile.splits > 1 and (problem.guessed or blocks > _at_once(device)):
+        at_once = known.hopper_clustered[str(tile.splits)]
+        if tile.splits > 1 and (problem.guessed or blocks > at_once):
             return math.inf  # a tile for every multiprocessor is faster than a share of one
-        computing = _computing(tile, entry.pace, spec, problem, device)
-        loading = _loading(tile, reads, spec, problem, device)
-        reading = max(loading, cost_model.waiting(tile, reads, problem, device, tile.splits))
-        longer = max(computing, reading)
-        sums = _exchanging(tile, spec, problem, device)
-        return cost_model.overlapped(computing, reading, device) + sums + _filling(tile, spec, problem, device, longer)
+        waves = math.ceil(blocks / at_once)
+        steps = math.ceil(math.ceil(problem.k / block_k(spec)) / tile.splits)
+        exposed = 1 if tile.pingpong else waves  # epilogues beside which nothing is multiplied
+        busy = (
+            waves * (steps * _step(entry, reads, spec, problem, device) + known.fill[self.name])
+            + exposed * known.hopper_epilogue * products_of(tile, spec)
+            + _boxes(tile, waves, steps, problem, device)
+        )
+        moving = cost_model.moving(spec, problem, device)
+        return known.launches[self.name] + math.hypot(busy, moving) + _exchanging(tile, spec, problem, device)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
         """Written for the chip's own units."""
@@ -131,33 +137,32 @@ class Hopper(ProductFamily):
         return replace(tile, lhs_rows=0)
 
 
-def _at_once(device: DeviceSpec) -> int:
-    """Multiprocessors that clusters can fill."""
-    group = calibration(device).hopper_group
-    return device.multiprocessors // group * group
+def _step(entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    """Microseconds of a step of the ring: multiplying, loading, and waiting for the loads that are in flight."""
+    known, tile = calibration(device), entry.tile
+    multiplying = products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math]
+    waiting = known.round_trip["hopper"] * block_k(spec) / reads.depth
+    return math.hypot(multiplying, _loading(tile, spec, problem, device), waiting, known.hopper_step)
 
 
-def _computing(tile: HopperTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds in which a multiprocessor multiplies, its tiles' prologues and epilogues among them."""
+def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    """Microseconds in which TMA loads a step's rows, of 128 bytes or less; the path to L2 is shared by all blocks."""
     known = calibration(device)
-    waves, k = waves_of(tile, problem, device, tile.splits), math.ceil(problem.k / tile.splits)
-    exposed = 1 if tile.pingpong else waves  # epilogues beside which nothing is multiplied
-    depth = waves * (k + known.pipeline_fill) + exposed * known.hopper_exposed_epilogue
-    pieces = rhs_pieces(spec, tile)
-    narrow = known.hopper_narrow_boxes[f"{tile.block_m}x{pieces[-1].atom}"] if len(pieces) > 1 else 1.0
-    pace *= known.hopper_lone_group if tile.pingpong and waves == 1 else 1.0
-    steps = waves * math.ceil(k / block_k(spec))
-    return max(products_of(tile, spec) * depth / pace / known.products[spec.math], known.hopper_step * steps) / narrow
+    lhs = float(math.ceil(min(problem.m, tile.block_m) / _box(tile)) * _box(tile))
+    boxes = sum(math.ceil(piece.columns / piece.atom) for piece in rhs_pieces(spec, tile))
+    rhs = float(spec.parts * (tile.block_n if spec.rhs_order == "nk" else boxes * block_k(spec)))
+    width, whole = spec.dtype.bytes, known.hopper_misaligned
+    rhs_pitch = problem.k if spec.rhs_order == "nk" else problem.n
+    lhs *= 1 + whole["lhs"] * (problem.k * width % CACHE_LINE > 0)
+    rhs *= 1 + whole["rhs"] * (rhs_pitch * width % CACHE_LINE > 0)
+    share = min(tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
+    alone = known.hopper_alone
+    return known.hopper_loaded_row * (lhs + rhs) * (alone + (1 - alone) * share)
 
 
-def _loading(tile: HopperTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds in which rhs comes from memory: where a last wave is not full, its blocks read a little faster."""
-    columns = float(problem.batch * problem.n * spec.parts)
-    if tiles_of(tile, problem) > reads.blocks:
-        columns = (columns + cost_model.columns_in_waves(tile, reads, spec, problem)) / 2
-    else:
-        columns /= calibration(device).hopper_boxed
-    return cost_model.loading(columns, spec, problem, device)
+def _box(tile: HopperTile) -> int:
+    """Rows of one box of lhs."""
+    return tile.lhs_rows or tile.block_m
 
 
 def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
@@ -168,16 +173,18 @@ def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: De
     return calibration(device).hopper_meeting + sums / calibration(device).hopper_exchanged
 
 
-def _filling(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec, longer: float) -> float:
-    """Microseconds more that TMA takes for rows of zeros and many boxes: most hide behind the longer of the others."""
-    known, waves = calibration(device), waves_of(tile, problem, device, tile.splits)
-    steps = math.ceil(problem.k / tile.splits / block_k(spec))
-    ragged = math.ceil(waves / math.ceil(problem.m / tile.block_m))  # only the last tiles along m have rows of zeros
-    rows, box = min(problem.m, tile.block_m), tile.lhs_rows or tile.block_m
-    zeros = ragged * steps * known.hopper_zero_row[str(box)] * (-problem.m % box)
-    more = zeros + waves * steps * known.hopper_box * (math.ceil(rows / box) - 1)
-    uncovered = known.hopper_loaded_row * waves * steps * (rows + tile.block_n * spec.parts) - longer
-    return max(uncovered + more, 0.0) - max(uncovered, 0.0) + more / known.hopper_shown
+def _boxes(tile: HopperTile, waves: int, steps: int, problem: Problem, device: DeviceSpec) -> float:
+    """Microseconds more that TMA takes for rows of zeros and for many boxes; only the last tiles along m have zeros."""
+    known, box = calibration(device), _box(tile)
+    ragged = math.ceil(waves / math.ceil(problem.m / tile.block_m))
+    more = math.ceil(min(problem.m, tile.block_m) / box) - 1
+    return ragged * steps * (known.hopper_zero_row * (-problem.m % box) + known.hopper_box * more)
+
+
+def _schedule(tile: HopperTile) -> str:
+    """Tiles whose groups work alike: `128 ping-pong 4 groups`."""
+    groups = f" {tile.groups} groups" if tile.groups > 2 else ""
+    return f"{tile.block_m} {'ping-pong' if tile.pingpong else 'cooperative'}{groups}"
 
 
 HOPPER = Hopper()

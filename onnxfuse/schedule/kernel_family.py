@@ -93,6 +93,28 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What is known of a site's sizes before the run; None where only the run knows.
+
+    Attributes:
+        batch: counts those with an rhs of their own.
+        guessed: the batch may be larger at run time, or n is not known.
+        typical: an unknown n or k where m is smaller.
+    """
+
+    m: int | None
+    n: int | None
+    k: int | None
+    batch: int
+    guessed: bool
+    typical: int
+
+    def at(self, m: int) -> Problem:
+        """The problem with so many rows: what else is not known is a sequence as well."""
+        return Problem(m, self.n or max(m, self.typical), self.k or max(m, self.typical), self.batch, self.guessed)
+
+
+@dataclass(frozen=True)
 class Flow:
     """How a tile's blocks read rhs.
 

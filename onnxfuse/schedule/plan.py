@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from onnxfuse.analysis.axis_mapping import AxisMapping, levels, static_size
 from onnxfuse.analysis.vector_width import Widths, lhs_order, rhs_order
@@ -16,11 +17,13 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
-from onnxfuse.schedule.kernel_family import Candidate, Problem
+from onnxfuse.schedule.kernel_family import Candidate, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.row_ranges import Price, choose_ranges
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
-SAMPLED_M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # where a dynamic m is planned for
+# Where a dynamic m is looked at to choose a strategy, and by reports: texts and images are no powers of two.
+SAMPLED_M = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
 FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
@@ -40,11 +43,8 @@ def make_plan(
     m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
     guessed = columns is None or (not shared and static_size(fusion, mapping.batch) is None)
-    unknown = calibration(device).unknown_size
-    problems = [
-        Problem(size, columns or max(size, unknown), depth or max(size, unknown), batch, guessed)
-        for size in ([m] if m else SAMPLED_M)
-    ]
+    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size)
+    problems = [sizes.at(size) for size in ([m] if m else SAMPLED_M)]
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
     if not fitting:
@@ -54,24 +54,83 @@ def make_plan(
         odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
         risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
-    variants = _fastest(base, ranked)
+    variants = _chosen(base, fitting, sizes, device)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
-        few = [problem for problem in problems if problem.m in FALLBACK_M] or problems
+        few = problems if m else [sizes.at(size) for size in FALLBACK_M]
         variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], few, device))
     last = _variant(_checked(base), fitting[-1], 0, MAX_M)
     if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
         variants.append(last)
-    return ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked)
+    return ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
 
 
-def replan(plan: ProductPlan, best: Sequence[tuple[int, Candidate]]) -> ProductPlan:
-    """The plan with other tiles, at some numbers of rows in ascending order; what takes over from them stays."""
+def replan(plan: ProductPlan, entry: Candidate) -> ProductPlan:
+    """The plan with one tile for every number of rows; what takes over from it stays."""
     base = plan.variants[0].spec
-    rest = [variant for variant in plan.variants if variant.spec != base]
-    return replace(plan, variants=(*_variants(base, best), *rest))
+    return _with(plan, [_variant(base, entry, 0, MAX_M)])
+
+
+def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> ProductPlan:
+    """The plan with the tiles that measured times speak for; what takes over from them stays.
+
+    Where only the run knows m, the estimate of a tile is corrected by what was measured of it at the nearest number of
+    rows; a tile that was not measured there, by the mean of those that were.
+
+    Args:
+        plan: with estimates.
+        times: microseconds by number of rows, then by tile.
+    """
+    if not times:
+        return plan
+    base, sizes = plan.variants[0].spec, plan.sizes
+    candidates = [entry for _, entry in plan.ranked[0].tiles]
+    if sizes is None or sizes.m is not None:
+        (measured,) = times.values()
+        return replan(plan, min(candidates, key=lambda entry: measured.get(str(entry.tile), math.inf)))
+    estimate = _pricing(base, candidates, sizes, plan.device)
+    factors = {
+        m: {
+            entry.tile: measured[str(entry.tile)] / estimate(entry, m)
+            for entry in candidates
+            if str(entry.tile) in measured
+        }
+        for m, measured in times.items()
+    }
+
+    def price(entry: Candidate, m: int) -> float:
+        known = factors[min(factors, key=lambda other: abs(math.log(other / m)))]
+        usual = math.exp(fmean(map(math.log, known.values())))
+        return estimate(entry, m) * known.get(entry.tile, usual)
+
+    considered = {variant.tile for variant in plan.variants}.union(*factors.values())
+    worth = [entry for entry in candidates if entry.tile in considered]
+    return _with(plan, [_variant(base, each.entry, each.low, each.high) for each in choose_ranges(worth, price)])
+
+
+def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
+    rest = [variant for variant in plan.variants if variant.spec != variants[0].spec]
+    return replace(plan, variants=(*variants, *rest))
+
+
+def _chosen(base: KernelSpec, fitting: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> list[ProductVariant]:
+    """The fastest tile of a known m, or few tiles of which one is good at any."""
+    if sizes.m is not None:
+        return _fastest(base, _rank(base, fitting, [sizes.at(sizes.m)], device))
+    price = _pricing(base, fitting, sizes, device)
+    return [_variant(base, each.entry, each.low, each.high) for each in choose_ranges(fitting, price)]
+
+
+def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:
+    """The cost model's microseconds."""
+    flows = {entry.tile: entry.family.flow(base, entry.tile, device) for entry in candidates}
+
+    def price(entry: Candidate, m: int) -> float:
+        return entry.family.cost(entry, flows[entry.tile], base, sizes.at(m), device)
+
+    return price
 
 
 def _rank(
@@ -83,7 +142,7 @@ def _rank(
     def rank(problem: Problem) -> Ranked:
         costs = [(entry.family.cost(entry, reads, base, problem, device), entry) for entry, reads in priced]
         costs.sort(key=lambda pair: pair[0])
-        return Ranked(problem.m, problem.n, tuple(costs), _copying(costs[0][1], base, problem, device))
+        return Ranked(problem, tuple(costs), _copying(costs[0][1], base, problem, device))
 
     return tuple(map(rank, problems))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule import cost_model, portable_tile
-from onnxfuse.schedule.access_path import is_narrow, path
+from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
@@ -33,6 +33,7 @@ _SCALAR = (Tile(128, 64, 32, 4, 2, 3), Tile(64, 64, 32, 2, 2, 3), Tile(32, 64, 3
 TILES = {"f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _SPLIT, "fp32": _SCALAR}
 PACES = {"f16": "portable_half", "bf16": "portable_half", "tf32": "portable_tf32"}
 PACES |= {"3xtf32": "portable_3xtf32", "fp32": "portable_fp32"}
+WIDEST_COPY = 16  # bytes
 _VECTOR = "once per tile through shared memory"
 PATHS = {
     "product": "cp.async along {axis}",
@@ -90,20 +91,28 @@ class Portable(ProductFamily):
         return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k)
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-        """Computing and reading, and copies through registers."""
+        """Multiplying, and copying lhs and rhs, which the same threads do; or what memory takes, if that is longer."""
         tile: Tile = entry.tile
-        computing = cost_model.computing(tile, entry.pace, spec, problem, device)
-        loading = cost_model.loading(cost_model.columns_in_waves(tile, reads, spec, problem), spec, problem, device)
-        reading = max(loading, cost_model.waiting(tile, reads, problem, device))
-        return cost_model.overlapped(computing, reading, device) + self.copying(tile, spec, problem, device)
+        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
+        busy += _copying(tile, spec, problem, device, narrow=False) + self.copying(tile, spec, problem, device)
+        busy += cost_model.filling(tile, reads, problem, device, self.name)
+        waiting = cost_model.waiting(tile, reads, problem, device, self.name)
+        moving = cost_model.moving(spec, problem, device)
+        return calibration(device).launches[self.name] + max(math.hypot(busy, waiting), moving)
 
     def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-        """Operands go through registers where cp.async cannot move them."""
-        operands = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
-        rows = sum(rows for factor, rows in operands if is_narrow(factor))
-        depth = math.ceil(problem.k / tile.block_k) * tile.block_k
-        each = cost_model.waves_of(tile, problem, device) * rows * depth / tile.threads
-        return each / calibration(device).portable_copied
+        """Copies of less than 16 bytes."""
+        return _copying(tile, spec, problem, device, narrow=True)
+
+
+def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec, narrow: bool) -> float:
+    """Microseconds of a multiprocessor's copies to shared memory, those of 16 bytes or all narrower ones."""
+    rows = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
+    each = calibration(device).copied
+    widths = [(count / factor.width, factor.width * factor.dtype.bytes) for factor, count in rows]
+    one_k = sum(count * each[str(width)] for count, width in widths if (width < WIDEST_COPY) == narrow)
+    depth = math.ceil(problem.k / tile.block_k) * tile.block_k
+    return cost_model.waves_of(tile, problem, device) * depth * one_k / tile.threads
 
 
 PORTABLE = Portable()

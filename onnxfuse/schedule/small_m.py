@@ -68,13 +68,13 @@ class SmallM(ProductFamily):
         return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages)
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-        """Computing, and reading rhs once for every 16 rows; then the warps' sums."""
+        """Multiplying, and the warps' sums; or reading rhs once for every 16 rows, if that is longer."""
         tile: SmallMTile = entry.tile
-        computing = cost_model.computing(tile, entry.pace, spec, problem, device)
-        columns = float(problem.batch * problem.n * spec.parts) * math.ceil(problem.m / tile.block_m)
-        loading = cost_model.loading(columns, spec, problem, device)
-        reading = max(loading, cost_model.waiting(tile, reads, problem, device))
-        return cost_model.overlapped(computing, reading, device) + calibration(device).small_m_summing
+        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
+        busy += cost_model.filling(tile, reads, problem, device, self.name)
+        waiting = cost_model.waiting(tile, reads, problem, device, self.name)
+        moving = cost_model.moving(spec, problem, device, math.ceil(problem.m / tile.block_m))
+        return calibration(device).launches[self.name] + max(math.hypot(busy, waiting), moving)
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""

@@ -5,10 +5,9 @@
     left alone       what the library does is faster than both
 
 One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
-kernels, and does so on architectures with matrix units that they do not reach yet: `library_advantage` of a chip's
-calibration says how much.
-It is 1 where a kernel was written for the architecture's own units. A measurement (`--tune`) needs none of these
-numbers.
+kernels. How fast it is was measured on some chips (`cost_model.library`); on others `library_advantage` of the chip's
+calibration says how many times as fast as the portable kernel it is assumed to be. A measurement (`--tune`) needs none
+of these numbers.
 
 A site is one node of the model, whatever the architectures and the number of rows at run time. On one architecture the
 strategy is the one that loses the least: at every number of rows its time is divided by the best one's, and the
@@ -26,6 +25,7 @@ from enum import Enum
 from statistics import fmean
 
 from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.variant import ProductPlan, Ranked
@@ -53,6 +53,7 @@ class Traffic:
         rest: of one row of everything else that the epilogue reads or writes.
         passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
             activation of a FusedGemm is one too.
+        products: that the library makes one after the other, each of as many columns.
     """
 
     weights: int
@@ -60,14 +61,34 @@ class Traffic:
     product: int
     rest: int
     passes: int
+    products: int = 1
 
 
 def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
-    """Microseconds of each strategy at a number of rows, given the tiles of one kernel."""
-    one_kernel, best = ranked.tiles[0]
-    factor = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.n)
-    times = estimate_from(plan.device, factor, traffic, ranked.m, one_kernel, ranked.copying)
+    """Microseconds of each strategy for one problem, given the tiles of one kernel."""
+    one_kernel = ranked.tiles[0][0]
+    library = measured_library(plan, traffic, ranked)
+    if library is None:
+        library = assumed_library(plan, traffic, ranked)
+    times = estimate_from(plan.device, library, traffic, ranked.m, one_kernel)
     return {**times, Strategy.ONE_KERNEL: one_kernel + ranked.risk}
+
+
+def measured_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float | None:
+    """Microseconds of the library's products, on a chip where they were measured."""
+    spec, problem = plan.variants[0].spec, ranked.problem
+    columns = problem.n * spec.parts // traffic.products
+    rows = problem.m * problem.batch
+    each = cost_model.library(spec.dtype.bytes, spec.math, rows, columns, problem.k, plan.device)
+    return None if each is None else each * traffic.products
+
+
+def assumed_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float:
+    """The same by how long the one kernel takes, without its narrow copies, which the library does not need."""
+    one_kernel, best = ranked.tiles[0]
+    faster = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.problem.n)
+    memory = moving(plan.device, traffic.weights + ranked.m * (traffic.lhs + traffic.product))
+    return max((one_kernel - ranked.copying) / faster, memory)
 
 
 def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> float:
@@ -82,31 +103,27 @@ def padding(tile: AnyTile, n: int) -> float:
     return math.ceil(n / tile.block_n) * tile.block_n / n
 
 
-def estimate_from(
-    device: DeviceSpec, advantage: float, traffic: Traffic, m: int, one_kernel: float, copying: float = 0.0
-) -> Times:
-    """The same, given how fast the library multiplies and how long the one kernel takes.
+def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, one_kernel: float) -> Times:
+    """The same, given how long the library and the one kernel take.
 
     Args:
         device: the chip.
-        advantage: how many times as fast the library multiplies.
+        library: microseconds of the library's products.
         traffic: bytes that the site moves.
         m: number of rows.
         one_kernel: microseconds of the one kernel.
-        copying: those of them for copies of single elements, which the library does not need.
     """
-
-    def moving(size: float) -> float:
-        return size / device.multiprocessors / calibration(device).bytes
-
-    launch = calibration(device).launch
-    memory = moving(traffic.weights + m * (traffic.lhs + traffic.product))
-    library = max((one_kernel - copying) / advantage, memory)
+    a_pass = calibration(device).launch + moving(device, m * (traffic.product + traffic.rest))
     return {
         Strategy.ONE_KERNEL: one_kernel,
-        Strategy.LEFT_ALONE: library + traffic.passes * (launch + moving(m * (traffic.product + traffic.rest))),
-        Strategy.EPILOGUE_ONLY: library + launch + moving(m * (traffic.product + traffic.rest)),
+        Strategy.LEFT_ALONE: library + traffic.passes * a_pass,
+        Strategy.EPILOGUE_ONLY: library + a_pass,
     }
+
+
+def moving(device: DeviceSpec, size: float) -> float:
+    """Microseconds in which memory moves so many bytes."""
+    return size / device.multiprocessors / calibration(device).bytes
 
 
 def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Strategy:

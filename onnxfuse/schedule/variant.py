@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from onnxfuse.analysis.vector_width import EpilogueWidths, Widths
 from onnxfuse.device import DeviceSpec
 from onnxfuse.limits import MAX_M
-from onnxfuse.schedule.kernel_family import Candidate, KernelFamily
+from onnxfuse.schedule.kernel_family import Candidate, KernelFamily, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
@@ -47,18 +47,22 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Ranked:
-    """Every legal tile at one number of rows, and n columns, with its estimated microseconds, the fastest first.
+    """Every legal tile for one problem, with its estimated microseconds, the fastest first.
 
     Attributes:
-        copying: of the fastest tile's microseconds, those for copies through registers.
+        copying: of the fastest tile's microseconds, those for narrow copies.
         risk: microseconds to expect beside them, where only the run knows whether wider copies are legal.
     """
 
-    m: int
-    n: int
+    problem: Problem
     tiles: tuple[tuple[float, Candidate], ...]
     copying: float = 0.0
     risk: float = 0.0
+
+    @property
+    def m(self) -> int:
+        """Number of rows."""
+        return self.problem.m
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Plan(Generic[Spec, TensorWidths]):
     Attributes:
         widths: the widest legal accesses, which the variants keep to.
         rejected: candidates that were not taken.
-        ranked: the legal tiles at each number of rows; none where there is nothing to choose.
+        ranked: the legal tiles at some numbers of rows; none where there is nothing to choose.
+        sizes: what is known of the product's.
     """
 
     device: DeviceSpec
@@ -78,6 +83,7 @@ class Plan(Generic[Spec, TensorWidths]):
     widths: TensorWidths
     rejected: tuple[Rejected, ...] = ()
     ranked: tuple[Ranked, ...] = ()
+    sizes: Sizes | None = None
 
     def __str__(self) -> str:
         rows = [f"{self.device.arch:<7} {variant}" for variant in self.variants]

@@ -17,13 +17,13 @@ from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.progress import Progress
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.kernel_spec import EXACT
-from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.plan import replan, retuned
 from onnxfuse.schedule.strategy import Strategy, Times, choose
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
-TUNED_M = (16, 64, 256, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M
-MIDDLE_FIRST = (1024, 64, 4096, 16, 256)  # in which order, for a budget that does not last
+TUNED_M = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M: ragged where ranges are narrow
+MIDDLE_FIRST = (1024, 77, 300, 16, 4096, 1)  # in which order, for a budget that does not last
 
 LEFT_ALONE, EPILOGUE_ONLY = Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value
 
@@ -101,8 +101,7 @@ def _plan_of(site: Site, device: DeviceSpec) -> ProductPlan:
 def _implementations(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str, Implementation | None]:
     plan = _plan_of(site, device)
     implementations: dict[str, Implementation | None] = {
-        str(entry.tile): replace(site.one_kernel, plans=(replan(plan, [(ranked.m, entry)]),))
-        for entry in contenders(ranked)
+        str(entry.tile): replace(site.one_kernel, plans=(replan(plan, entry),)) for entry in contenders(ranked)
     }
     if site.epilogue_only is not None:
         plans = tuple(each for each in site.epilogue_only.plans if each.device == device)
@@ -149,7 +148,7 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     if strategy is Strategy.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
     plan = _plan_of(site, device)
-    tuned = replan(plan, [(m, _fastest(plan, m, each)) for m, each in measured if _tiles(plan, m, each)])
+    tuned = retuned(plan, {m: each for m, each in measured if _tiles(plan, m, each)})
     plans = tuple(tuned if each is plan else each for each in site.plans)
     return replace(
         site, strategy=strategy, plans=plans if strategy is Strategy.ONE_KERNEL else site.plans, timings=figures
@@ -165,7 +164,3 @@ def _tiles(plan: ProductPlan, m: int, times: Mapping[str, float]) -> list[tuple[
     """The tiles that were timed at m, with their times."""
     ranked = next(entry for entry in plan.ranked if entry.m == m)
     return [(times[str(entry.tile)], entry) for _, entry in ranked.tiles if str(entry.tile) in times]
-
-
-def _fastest(plan: ProductPlan, m: int, times: Mapping[str, float]) -> Candidate:
-    return min(_tiles(plan, m, times), key=lambda pair: pair[0])[1]

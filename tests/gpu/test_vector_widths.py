@@ -87,10 +87,8 @@ def on_kernel(model: onnx.ModelProto, kernel: str) -> tuple[Analysis, int]:
 
 
 def moved_plan(plan: ProductPlan, kernel: str) -> ProductPlan | None:
-    best = [
-        (ranked.m, tile) for ranked in plan.ranked for _, tile in ranked.tiles if tile.family.label == kernel
-    ]  # fmt: skip
-    return replan(plan, best[:1]) if best else None
+    best = [tile for ranked in plan.ranked for _, tile in ranked.tiles if tile.family.label == kernel]
+    return replan(plan, best[0]) if best else None
 
 
 def check(model: onnx.ModelProto, kernel: str, sites: int, folder: Path) -> None:

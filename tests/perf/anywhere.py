@@ -280,7 +280,7 @@ def in_order(
 
 def regret(row: Mapping[str, Any]) -> float | None:
     """How much slower the chosen tile is than the fastest, as a part of it."""
-    times = {tile["tile"]: tile["us"] for tile in row.get("tiles", ())}
+    times = {tile: us for tile, (us, _) in row.get("tiles", {}).items()}
     return times[row["chosen"]] / min(times.values()) - 1 if row.get("chosen") in times else None
 
 
@@ -307,9 +307,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     regrets = sorted(found for row in rows if (found := regret(row)) is not None)
     if regrets:
         lines.append(f"regret: median {_quantile(regrets, 0.5):.1%}, 95th percentile {_quantile(regrets, 0.95):.1%}")
-        errors = sorted(
-            abs(math.log(tile["estimated_us"] / tile["us"])) for row in rows for tile in row.get("tiles", ())
-        )
+        errors = sorted(abs(math.log(estimate / us)) for row in rows for us, estimate in row.get("tiles", {}).values())
         errors = [math.exp(each) - 1 for each in errors]
         lines.append(f"estimates off by: median {_quantile(errors, 0.5):.1%}, 95th {_quantile(errors, 0.95):.1%}")
     return "\n".join(lines)
@@ -321,8 +319,8 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
 
 def text(row: Mapping[str, Any]) -> str:
     """A row in a line."""
-    fastest = min(row.get("tiles", ()), key=lambda tile: tile["us"], default=None)
-    best = f", best {fastest['tile']} {fastest['us']:.1f}" if fastest else ""
+    us, tile = min(((us, tile) for tile, (us, _) in row.get("tiles", {}).items()), default=(0.0, ""))
+    best = f", best {tile} {us:.1f}" if tile else ""
     chosen = f"{row['problem']}: {_times(row)}{row.get('chosen') or row.get('kernel', 'not timed')}{best}"
     return f"{chosen}, regret {found:.1%}" if (found := regret(row)) is not None else chosen
 

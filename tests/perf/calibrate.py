@@ -1,4 +1,4 @@
-"""Fit the cost model's constants: `python -m tests.perf.calibrate results/h200-few-rows.json`.
+"""Fit the cost model's constants: `python -m tests.perf.calibrate results/h200-tiles.json`.
 
 Estimates every kernel that a committed result timed, prints how far off the estimates are, then moves each constant
 that names the file as its source (`--constants` names others), one after the other, to where the mean square of the
@@ -20,13 +20,14 @@ from typing import Any
 from onnxfuse.analysis.axis_mapping import map_axes
 from onnxfuse.analysis.vector_width import analyse
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
-from onnxfuse.dtypes import F16, F32
+from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.schedule.calibration import Calibration, calibration, entries, replaced
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.plan import make_plan
 from tests.helpers.fusions import fusion
+from tests.perf.drawn import ELEMENT_NAMES, Drawn
 
 DEVICE = ARCHITECTURES["sm_90a"]
 STEPS = (0.7, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 1.4)
@@ -46,8 +47,18 @@ class Timed:
 
 
 def timed(rows: Sequence[dict[str, Any]], device: DeviceSpec) -> list[Timed]:
-    """The rows of `tests.perf.few_rows`, `splits`, `exact` or `kernels`."""
-    return [kernel(row, device) for row in rows]
+    """The rows of `tests.perf.anywhere`, `few_rows`, `splits`, `exact` or `kernels`."""
+    return [each for row in rows for each in (drawn_kernels(row, device) if "tiles" in row else [kernel(row, device)])]
+
+
+def drawn_kernels(row: dict[str, Any], device: DeviceSpec) -> list[Timed]:
+    """The tiles that were timed of a drawn problem; they were launched without overlap with the kernel before."""
+    problem = Drawn(**row["drawn"])
+    spec = planned_spec(
+        problem.k, problem.n, problem.parts, problem.order, problem.kind, ELEMENT_NAMES[problem.element], device
+    )
+    sizes = Problem(problem.m, problem.n, problem.k)
+    return [Timed(f"{problem} {tile}", us, spec, tile, sizes) for tile, (us, _) in row["tiles"].items()]
 
 
 def kernel(row: dict[str, Any], device: DeviceSpec) -> Timed:
@@ -64,7 +75,7 @@ def kernel(row: dict[str, Any], device: DeviceSpec) -> Timed:
 
 def planned_spec(k: int, n: int, parts: int, order: str, epilogue: str, dtype: str, device: DeviceSpec) -> KernelSpec:
     """The kernel of a product with bias or, beside it, a residual."""
-    of = {"f16": F16, "f32": F32}[dtype]
+    of = {"f16": F16, "bf16": BF16, "f32": F32}[dtype]
     columns = "(p n)" if parts > 1 else "n"
     operands = [(columns, of), *((("b m n", of),) if epilogue == "residual" else ())]
     known = {"b": None, "m": None, "n": n, "k": k} | ({"p": parts} if parts > 1 else {})

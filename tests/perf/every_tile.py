@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import cupy
 import numpy as np
@@ -26,6 +25,7 @@ from tests.perf.kernels import graph_of, image, launcher, timed_replay
 NEAR, NEAREST = 1.6, 10  # tiles whose estimate is within this of the best are timed, so many at most
 FAR, FURTHER = 5.0, 14  # and as many others, drawn at random, where the cost model is to be fitted
 ROUNDS = 5
+DIGITS = 2  # of microseconds
 UNTIMED = ("qkv",)  # three outputs, each with a weight of its own: whether one kernel takes all depends on the plan
 
 
@@ -67,7 +67,7 @@ def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | N
     near += [pair for pair in tiles if str(pair[1].tile) == str(chosen.tile) and pair not in near]
     far = [pair for pair in tiles if pair[0] <= FAR * tiles[0][0] and pair not in near]
     drawn = random.Random(str(problem)).sample(far, min(further, len(far)))
-    choices = (Choice(us, replan(plan, [(problem.m, entry)]).variants[0]) for us, entry in near + drawn)
+    choices = (Choice(us, replan(plan, entry).variants[0]) for us, entry in near + drawn)
     return Planned(fusion, str(chosen.tile), tuple(choices))
 
 
@@ -134,17 +134,17 @@ def _random(problem: Drawn, shape: tuple[int, ...], scale: float = 1.0) -> cupy.
 
 def time_tiles(
     problem: Drawn, found: Planned, copies: int, weights: int, device: DeviceSpec, folder: Path
-) -> list[dict[str, Any]]:
+) -> dict[str, tuple[float, float]]:
     """Microseconds and estimate of each tile, timed in turn."""
     buffers = Buffers(problem, found.fusion, copies, weights)
     stream = cupy.cuda.Stream(non_blocking=True)
     launches = [launcher(choice.variant, device, buffers, folder) for choice in found.choices]
     replays = [graph_of(launch, copies, stream) for launch in launches]
     times = in_turn([partial(timed_replay, replay, stream) for replay in replays])
-    return [
-        {"tile": str(choice.variant.tile), "us": us, "estimated_us": choice.estimate}
+    return {
+        str(choice.variant.tile): (round(us, DIGITS), round(choice.estimate, DIGITS))
         for choice, us in zip(found.choices, times, strict=True)
-    ]
+    }
 
 
 def in_turn(runners: Sequence[Callable[[], float]], rounds: int = ROUNDS) -> list[float]:

@@ -51,7 +51,7 @@ def choices(plan: ProductPlan, row: Row) -> list[Timed]:
         if math.isfinite(us):
             kernels.setdefault(entry.family.name, []).append((us, entry))
     best = [pair for kernel, tiles in kernels.items() for pair in tiles[: EACH[kernel]]]
-    return [(us, replan(plan, [(row.m, entry)]).variants[0]) for us, entry in best]
+    return [(us, replan(plan, entry).variants[0]) for us, entry in best]
 
 
 def main() -> None:

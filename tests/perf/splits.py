@@ -69,7 +69,7 @@ def choices(plan: ProductPlan, row: Row) -> list[Timed]:
         return ((us, entry) for us, entry in tiles if entry.tile.splits == splits)
 
     found = [pair for splits in SPLITS for pair, _ in zip(best(splits), range(EACH), strict=False)]
-    return [(us, replan(plan, [(row.m, entry)]).variants[0]) for us, entry in found]
+    return [(us, replan(plan, entry).variants[0]) for us, entry in found]
 
 
 def problems(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -18,10 +20,11 @@ from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_tile import HopperTile
 from onnxfuse.schedule.plan import SHALLOW, make_plan
 from onnxfuse.schedule.portable import PORTABLE, tiles_for
+from onnxfuse.schedule.row_ranges import MOST_KERNELS, MOST_REGRET
 from onnxfuse.schedule.small_m import small_m_tiles
 from tests.helpers.fusions import fusion
 
-MULTIPROCESSOR_GROUP = calibration(ARCHITECTURES["sm_90a"]).hopper_group
+CLUSTERED = calibration(ARCHITECTURES["sm_90a"]).hopper_clustered
 
 
 def planned(device, *, m=None, n=320, k=1280, parts=1, dtype=F16, rhs="k n", exact=False):
@@ -67,14 +70,34 @@ def test_rows_of_any_length_still_have_large_tiles(arch: str) -> None:
     assert odd[-1].tile.block_m * odd[-1].tile.block_n > plan.variants[-1].tile.block_m * plan.variants[-1].tile.block_n
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("rhs", ["k n", "n k"])
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1280, 5120), (4096, 14336)])
-def test_few_rows_come_in_one_box_with_few_rows_of_zeros(n: int, k: int, rhs: str) -> None:
-    """A second box takes TMA as long as 20 rows, and rows of zeros cost most in a box of 128."""
-    plan = planned(ARCHITECTURES["sm_90a"], n=n, k=k, rhs=rhs)
-    for m, rows in ((32, 32), (64, 64)):
-        (tile,) = {each.tile for each in plan.variants if each.min_m <= m <= each.max_m and each.family is HOPPER}
-        assert (tile.lhs_rows or tile.block_m) == rows
+@pytest.mark.parametrize(("n", "k", "parts"), [(4096, 4096, 1), (1280, 5120, 1), (14336, 4096, 2), (1049, 264, 1)])
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_no_number_of_rows_takes_a_tile_far_from_the_best(
+    arch: str, rhs: str, n: int, k: int, parts: int, dtype
+) -> None:
+    """At any m, also between the ends at which ranges were looked at; of few kernels."""
+    device = ARCHITECTURES[arch]
+    plan = planned(device, n=n, k=k, parts=parts, rhs=rhs, dtype=dtype)
+    spec, sizes = plan.variants[0].spec, plan.sizes
+    entries = {entry.tile: (entry, entry.family.flow(spec, entry.tile, device)) for _, entry in plan.ranked[0].tiles}
+    ranged = [variant for variant in plan.variants if variant.spec == spec]
+    assert len({variant.tile for variant in ranged}) <= MOST_KERNELS
+
+    def cost(tile: Any, m: int) -> float:
+        entry, reads = entries[tile]
+        return entry.family.cost(entry, reads, spec, sizes.at(m), device)
+
+    def regret(m: int) -> float:
+        taken = next(variant.tile for variant in ranged if variant.min_m <= m <= variant.max_m)
+        return cost(taken, m) / min(cost(tile, m) for tile in entries) - 1
+
+    random = Random(n)
+    drawn = (round(math.exp(random.uniform(0, math.log(16384)))) for _ in range(40))
+    regrets = sorted(map(regret, (1, 17, 129, 154, 300, 514, *drawn)))
+    assert regrets[len(regrets) // 2] <= MOST_REGRET
+    assert regrets[-1] <= 0.25  # with as few kernels as a site may have
 
 
 def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:
@@ -136,8 +159,7 @@ def test_few_tiles_of_a_deep_product_are_split(m: int, k: int, n: int, rhs: str)
     tile = hopper_tile_for(m, k, n, rhs)
     blocks = math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) * tile.splits
     assert tile.splits > 1
-    assert ARCHITECTURES["sm_90a"].multiprocessors // 2 < blocks + MULTIPROCESSOR_GROUP
-    assert blocks <= ARCHITECTURES["sm_90a"].multiprocessors
+    assert blocks <= CLUSTERED[str(tile.splits)]
 
 
 @pytest.mark.parametrize("rhs", ["k n", "n k"])
@@ -178,9 +200,8 @@ def test_blocks_that_split_k_all_run_at_once(parts: int) -> None:
     for entry in planned(device, n=1280, k=5120, parts=parts).ranked:
         for cost, tile in [(cost, each.tile) for cost, each in entry.tiles if each.family is HOPPER]:
             if tile.splits > 1:
-                tiles = math.ceil(entry.m / tile.block_m) * math.ceil(entry.n / tile.block_n)
-                fits = tiles <= device.multiprocessors // MULTIPROCESSOR_GROUP * MULTIPROCESSOR_GROUP // tile.splits
-                assert fits == math.isfinite(cost)
+                tiles = math.ceil(entry.m / tile.block_m) * math.ceil(entry.problem.n / tile.block_n)
+                assert (tiles * tile.splits <= CLUSTERED[str(tile.splits)]) == math.isfinite(cost)
 
 
 def test_k_is_not_split_where_n_may_be_larger_than_guessed() -> None:

@@ -14,7 +14,7 @@ from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, cpu_session
 from tests.perf import anywhere, drawn, every_tile
 
 DEVICE = spec_of("sm_90a")
-TILES = [{"tile": "a", "us": 2.0, "estimated_us": 1.0}, {"tile": "b", "us": 1.6, "estimated_us": 2.0}]
+TILES = {"a": (2.0, 1.0), "b": (1.6, 2.0)}  # microseconds and estimate
 ROW: dict[str, Any] = {"problem": "one", "floor_us": 11.0, "stock_us": 3.0, "cublas_us": 2.0, "ours_us": 4.0}
 TILED = {"problem": "two", "chosen": "a", "tiles": TILES}
 UNTIMED = {"problem": "three"}

@@ -21,40 +21,46 @@ class Calibration:
 
     Attributes:
         products: by arithmetic.
+        launches: by family, as fill and round_trip.
+        copied: by bytes of a copy.
         library_advantage: by arithmetic; 1 where there is no row.
+        library_products: by arithmetic; where there is no row, `library_advantage` holds.
+        library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
         exact: arithmetic of exact fp32.
-        hopper_zero_row: by rows of the box.
+        hopper_misaligned: of `lhs` and `rhs`.
+        hopper_clustered: by blocks of a cluster.
         hopper_enough_products: by warp groups of a tile.
-        hopper_narrow_boxes: by `ROWSxCOLUMNS`.
-        pace: by table, then by tile.
+        pace: by table, then by tile or schedule.
     """
 
     products: Mapping[str, float]
     bytes: float
-    round_trip: float
-    overlap: float
-    pipeline_fill: float
+    launches: Mapping[str, float]
+    fill: Mapping[str, float]
+    round_trip: Mapping[str, float]
+    copied: Mapping[str, float]
     launch: float
     odds: float
     exact: str
     library_advantage: Mapping[str, float]
+    library_products: Mapping[str, float]
+    library_launch: float
+    library_depth: float
+    library_granule: int
+    library_misaligned: Mapping[str, float]
     unknown_size: int
-    portable_copied: float
-    small_m_summing: float
     pointwise_blocks: int
     pointwise_bytes_in_flight: int
-    hopper_boxed: float
     hopper_loaded_row: float
-    hopper_zero_row: Mapping[str, float]
+    hopper_misaligned: Mapping[str, float]
+    hopper_alone: float
+    hopper_zero_row: float
     hopper_box: float
-    hopper_shown: float
-    hopper_exposed_epilogue: float
+    hopper_epilogue: float
     hopper_step: float
-    hopper_narrow_boxes: Mapping[str, float]
-    hopper_lone_group: float
     hopper_meeting: float
     hopper_exchanged: float
-    hopper_group: int
+    hopper_clustered: Mapping[str, int]
     hopper_enough_products: Mapping[str, int]
     hopper_enough_stages: int
     hopper_ahead_depth: int
