@@ -25,7 +25,6 @@ from onnxfuse.progress import Progress
 from onnxfuse.report.site_report import FusedSite, Report, SkippedSite, fused_site, skipped_site
 from onnxfuse.report.stage_dump import write_stages
 from onnxfuse.runtime.timing import require_gpu
-from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.selection import FoundFusion, Selection
 from onnxfuse.settings import cache_dir
 from onnxfuse.tune.search import Timer, decide, measure
@@ -99,7 +98,7 @@ def _find_sites(
         found = match_sites(graph, make_site, pays_together, rounds)
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
         for site in found.fused:
-            if site.strategy is Strategy.LEFT_ALONE:  # only now: several such sites may be worth one kernel together
+            if site.is_left_alone:  # only now: several such sites may be worth one kernel together
                 skipped += _left_alone(site, devices)
             else:
                 sites.append(site)

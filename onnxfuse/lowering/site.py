@@ -73,6 +73,11 @@ class Site:
     timings: str = ""
 
     @property
+    def is_left_alone(self) -> bool:
+        """Whether the library is faster than every kernel."""
+        return self.strategy is Strategy.LEFT_ALONE
+
+    @property
     def implementation(self) -> Implementation:
         """What the model gets."""
         return (
