@@ -18,7 +18,7 @@ from onnxfuse.graph.scopes import count_nodes, skeleton_of
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.lowering.pack import pack_implementations
-from onnxfuse.lowering.plan_site import pays_together, plan_site
+from onnxfuse.lowering.plan_site import is_profitable_together, plan_site
 from onnxfuse.lowering.site import Site
 from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.progress import Progress
@@ -95,7 +95,7 @@ def _find_sites(
     skipped: list[SkippedSite] = []
     for graph in graphs:
         make_site = functools.partial(plan_site, graph, devices, exact_fp32, rounds)
-        found = match_sites(graph, make_site, pays_together, rounds)
+        found = match_sites(graph, make_site, is_profitable_together, rounds)
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
         for site in found.fused:
             if site.is_left_alone:  # only now: several such sites may be worth one kernel together

@@ -45,7 +45,7 @@ class Replacement:
         graph: the facts of the scope that the match lies in; stale after the edit.
         nodes: indices of the matched nodes in the scope, ascending.
         copied: indices of nodes that matched ones may need too, and that stay as long as others need them.
-        place: the index among them where the fused node goes, behind its inputs and before its outputs' readers.
+        insertion_point: where among them the fused node goes, behind its inputs and before its outputs' readers.
         folded: indices of nodes that are not needed any more: what others read of them are constants.
         constants: the names of those.
         inputs: values that the kernel reads, in order.
@@ -60,7 +60,7 @@ class Replacement:
     graph: Graph
     nodes: tuple[int, ...]
     copied: tuple[int, ...]
-    place: int
+    insertion_point: int
     folded: tuple[int, ...]
     constants: tuple[str, ...]
     inputs: tuple[str, ...]

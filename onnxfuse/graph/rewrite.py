@@ -50,7 +50,7 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
             node = _fused_node(replacement, kernels_name, _add_function(proto, op_names, body), constants)
             node.name = _unlike(node.name, names)
             names.add(node.name)
-            fused[replacement.place] = [*retained, node]
+            fused[replacement.insertion_point] = [*retained, node]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused)
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}

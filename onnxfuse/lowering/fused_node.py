@@ -43,7 +43,7 @@ def replacement(implementation: Implementation, kernel: str) -> Replacement:
         graph=implementation.graph,
         nodes=implementation.match.nodes,
         copied=implementation.match.copied,
-        place=implementation.match.insertion_point,
+        insertion_point=implementation.match.insertion_point,
         folded=implementation.match.folded,
         constants=implementation.match.constants,
         retained=implementation.retained,

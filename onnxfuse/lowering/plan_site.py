@@ -105,7 +105,7 @@ def _without_epilogue_only(times: Iterable[Times]) -> tuple[Times, ...]:
     )
 
 
-def pays_together(joint: Site, alone: Sequence[Site]) -> bool:
+def is_profitable_together(joint: Site, alone: Sequence[Site]) -> bool:
     """Whether one site takes less time than several that compute the same, by the estimates for every architecture."""
     devices = joint.estimates
     several = {device: [_chosen(site, device) for site in alone] for device in devices}

@@ -143,14 +143,14 @@ def test_what_one_makes_the_other_does_not_read() -> None:
 
 
 def test_a_refused_whole_leaves_its_parts() -> None:
-    def accept(match: Match, fusion: Fusion) -> Found:
+    def make_site(match: Match, fusion: Fusion) -> Found:
         if len(match.products) > 2:
             raise NotFusable("no_tile_fits", match.label, "three are too many")
         return match, fusion
 
     b = Builder()
     model = b.model(*attention(b))
-    found = match_sites(Graph(load_model(model)), accept, lambda joint, alone: True).fused
+    found = match_sites(Graph(load_model(model)), make_site, lambda joint, alone: True).fused
     assert sorted(len(match.products) for match, _ in found) == [1, 2]
 
 

@@ -132,8 +132,9 @@ def _widths(found: Mapping[str, Any]) -> list[str]:
     return [
         "## What wide accesses are worth\n",
         "8192 rows, k of 1280, fp16. Beside it in the same run: *floor* and *odd*, cuBLAS's plain product, with the\n"
-        "time that a copy of the residual's size takes where there is an aim; *turned*, the residual stored [m, n];\n"
-        "*worth*, the same epilogue in accesses of one element. An access to lhs, rhs, then each operand and output.\n",
+        "time that a copy of the residual's size takes where there is an aim; *transposed*, the residual stored\n"
+        "[m, n]; *worth*, the same epilogue in accesses of one element. An access to lhs, rhs, then each operand and\n"
+        "output.\n",
         _source(found),
         *_table(heads, rows),
     ]

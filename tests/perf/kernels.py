@@ -207,9 +207,9 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[MapRule | None], size: in
         field = arguments[{"out": "outs"}.get(rule.tensor, rule.tensor)][0]
         tensor = field if rule.tensor == "lhs" else field[rule.index]
         rows, columns = extents[rule.tensor]
-        turned = rule.rows_contiguous
-        inner, outer = (rows, columns) if turned else (columns, rows)
-        pitch = size * int(tensor["column_stride" if turned else "row_stride"])
+        transposed = rule.rows_contiguous
+        inner, outer = (rows, columns) if transposed else (columns, rows)
+        pitch = size * int(tensor["column_stride" if transposed else "row_stride"])
         done = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
             ctypes.c_void_p(start + place * MAP_BYTES), MAP_TYPES[size], 3, ctypes.c_uint64(int(tensor["pointer"])),
             (ctypes.c_uint64 * 3)(inner, outer, 1), (ctypes.c_uint64 * 2)(pitch, pitch * outer),

@@ -2,10 +2,10 @@
 
 Products of 8192 x 1280 x 1280 in fp16, by the kernels that the plan chooses, in four tables:
 
-    floor   bias + residual over cuBLAS's plain product and the residual's bytes at the speed of a copy
-    turned  a residual stored as [n, m] over the same one stored as [m, n]
-    odd     n = 1281, where no row begins on more than an element, over cuBLAS's plain product of that n
-    worth   six epilogues with accesses as wide as the analysis allows over the same with accesses of one element
+    floor       bias + residual over cuBLAS's plain product and the residual's bytes at the speed of a copy
+    transposed  a residual stored as [n, m] over the same one stored as [m, n]
+    odd         n = 1281, where no row begins on more than an element, over cuBLAS's plain product of that n
+    worth       six epilogues with accesses as wide as the analysis allows over the same with accesses of one element
 
 Measured as `tests.perf.kernels` does, both sides of a ratio in turn. Every timed output is checked against float64.
 """
@@ -82,15 +82,15 @@ class Problem:
         return replace(self, wide=False)
 
 
-BIAS, RESIDUAL, TURNED = ("n", F16), ("m n", F16), ("n m", F16)
+BIAS, RESIDUAL, TRANSPOSED = ("n", F16), ("m n", F16), ("n m", F16)
 FLOOR = [Problem("bias, residual", (BIAS, RESIDUAL), order=order) for order in ("kn", "nk")]
-TURNS = [(replace(each, name="residual [n, m]", operands=(BIAS, TURNED)), each) for each in FLOOR]
+TRANSPOSED_OVER_PLAIN = [(replace(each, name="residual [n, m]", operands=(BIAS, TRANSPOSED)), each) for each in FLOOR]
 ODD = [replace(each, n=1281) for each in FLOOR]
 WORTH = [
     Problem("bias", (BIAS,), order="nk"),
     Problem("bias, residual", (BIAS, RESIDUAL), order="nk"),
     Problem("bias, fp32 residual", (BIAS, ("m n", F32)), order="nk"),
-    Problem("bias, residual [n, m]", (BIAS, TURNED), order="nk"),
+    Problem("bias, residual [n, m]", (BIAS, TRANSPOSED), order="nk"),
     Problem("bias, residual, fp32 output", (BIAS, RESIDUAL), order="nk", out_dtype=F32),
     Problem("bias, output [n, m]", (BIAS,), order="nk", out="n m"),
 ]
@@ -251,7 +251,7 @@ def measure(device: DeviceSpec, folder: Path) -> list[dict[str, Any]]:
     bench, rows = Bench(device, folder), []
     jobs: list[Callable[[], dict[str, Any]]] = []
     jobs += [partial(against_cublas, bench, each, "floor", 1.03) for each in FLOOR]
-    jobs += [partial(against_each_other, bench, each, peer, "turned", 1.10) for each, peer in TURNS]
+    jobs += [partial(against_each_other, bench, each, peer, "transposed", 1.10) for each, peer in TRANSPOSED_OVER_PLAIN]
     jobs += [partial(against_cublas, bench, each, "odd", None) for each in ODD]
     jobs += [partial(against_each_other, bench, each, each.narrow, "worth", None) for each in WORTH]
     print(f"{'problem':46} order   ours us   peer us  ratio   bar  widths; tile", flush=True)

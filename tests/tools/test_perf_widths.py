@@ -7,7 +7,7 @@ import pytest
 from onnxfuse.analysis.axis_mapping import map_axes
 from onnxfuse.analysis.vector_width import is_transposed
 from onnxfuse.device import ARCHITECTURES
-from tests.perf.widths import FLOOR, ODD, TURNS, WORTH, Problem, strides
+from tests.perf.widths import FLOOR, ODD, TRANSPOSED_OVER_PLAIN, WORTH, Problem, strides
 
 HOPPER = ARCHITECTURES["sm_90a"]
 
@@ -23,9 +23,9 @@ def test_wide_and_narrow_differ_in_the_epilogue_alone(problem: Problem) -> None:
     assert wide.spec.steps == narrow.spec.steps
 
 
-def test_the_turned_residual_is_turned_and_its_peer_is_not() -> None:
-    for turned, plain in TURNS:
-        for problem, expected in ((turned, True), (plain, False)):
+def test_the_transposed_residual_is_transposed_and_its_peer_is_not() -> None:
+    for transposed, plain in TRANSPOSED_OVER_PLAIN:
+        for problem, expected in ((transposed, True), (plain, False)):
             built = problem.fusion
             assert is_transposed(built, built.operands[1], map_axes(built)) == expected
             assert strides(built.operands[1], built, "m", "n") == ((1, 8192) if expected else (1280, 1))
@@ -39,6 +39,6 @@ def test_an_odd_n_narrows_what_has_it() -> None:
 
 
 def test_every_row_of_a_table_has_a_name_of_its_own() -> None:
-    for table in (FLOOR, [turned for turned, _ in TURNS], ODD, WORTH):
+    for table in (FLOOR, [transposed for transposed, _ in TRANSPOSED_OVER_PLAIN], ODD, WORTH):
         assert len({(each.name, each.order) for each in table}) == len(table)
     assert len(WORTH) == 6
