@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import CompileError, DeviceError, ModelError, OnnxfuseError, OutputError, SettingError
 from onnxfuse.graph.external_data import take_in
-from onnxfuse.graph.graph import Model, ModelProto
+from onnxfuse.graph.graph import ModelProto
 from onnxfuse.graph.save import check_files, check_target, save_model
 from onnxfuse.pipeline import Analysis, Fp32, Rounding, analyse_model, check_budget, optimize_model, tune_model
 from onnxfuse.progress import Progress
@@ -36,6 +36,7 @@ class Options(TypedDict, total=False):
     arch: str | Sequence[str] | None
     fp32: Fp32
     rounding: Rounding
+    keep_weights: bool
     only: str | Iterable[str]
     skip: str | Iterable[str]
     plan: str | Path | Mapping[str, Any] | None
@@ -51,6 +52,7 @@ def optimize(
     arch: str | Sequence[str] | None = None,
     fp32: Fp32 = "tf32",
     rounding: Rounding = "fp32",
+    keep_weights: bool = False,
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
     plan: str | Path | Mapping[str, Any] | None = None,
@@ -68,6 +70,8 @@ def optimize(
         fp32: how fp32 products are computed: `tf32`, as ONNX Runtime's CUDA provider does by default, or `exact`.
         rounding: `fp32` keeps what a kernel does not store in fp32; `onnx` rounds each intermediate to the type in
             which the model stores it, for the bits of separate nodes as far as the order of sums allows.
+        keep_weights: store every weight in the order that it has; by default those that only fused nodes read are
+            stored as `[n, k]` where the model has `[k, n]` and kernels are faster so, under names of their own.
         only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
         skip: leave out what fits one of these.
         plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file or the parsed
@@ -90,10 +94,10 @@ def optimize(
         DeviceError: tuning without a GPU.
     """
     options = Options(
-        arch=arch, fp32=fp32, rounding=rounding, only=only, skip=skip, plan=plan, dump=dump, progress=progress,
-        tune=tune, budget=budget,
+        arch=arch, fp32=fp32, rounding=rounding, keep_weights=keep_weights, only=only, skip=skip, plan=plan, dump=dump,
+        progress=progress, tune=tune, budget=budget,
     )  # fmt: skip
-    analysis, proto, report = _fuse(model, lambda source: None, options)
+    analysis, proto, report = _fuse(model, lambda analysis: None, options)
     if analysis.model.path is not None:
         take_in(proto, analysis.model)
     return proto, report
@@ -104,7 +108,8 @@ def optimize_file(source: str | Path, target: str | Path, *, force: bool = False
 
     In the original's folder the written model reads the original's data. Elsewhere, and where a link leads to them that
     ONNX Runtime follows for the original alone, they are copied into the folder `target`.data; a model over 2 GB gets
-    its weights in the file of that name. All files appear at once, or none.
+    its weights in the file of that name, and so do those of a file that holds one in another order than the written
+    model. All files appear at once, or none.
 
     Args:
         source: the model.
@@ -124,13 +129,15 @@ def optimize_file(source: str | Path, target: str | Path, *, force: bool = False
     """
     source, target = Path(source), Path(target)
     check_target(source, target, force)
-    analysis, proto, report = _fuse(source, lambda model: check_files(model, target, force), options)
+    analysis, proto, report = _fuse(
+        source, lambda found: check_files(found.model, target, force, found.transposed), options
+    )
     save_model(proto, analysis.model, target, force)
     return report
 
 
 def _fuse(
-    model: str | Path | ModelProto, check: Callable[[Model], None], options: Options
+    model: str | Path | ModelProto, check: Callable[[Analysis], None], options: Options
 ) -> tuple[Analysis, ModelProto, Report]:
     """Analyse, check before the work begins, tune, compile and rewrite."""
     tune, budget = options.get("tune", False), options.get("budget")
@@ -140,8 +147,8 @@ def _fuse(
     local = tuning_device(devices, local_architectures()) if tune else None
     selection = make_selection(options.get("only", ()), options.get("skip", ()), options.get("plan"))
     modes = options.get("fp32", "tf32"), options.get("rounding", "fp32")
-    analysis = analyse_model(model, devices, modes[0], selection, modes[1])
-    check(analysis.model)
+    analysis = analyse_model(model, devices, modes[0], selection, modes[1], options.get("keep_weights", False))
+    check(analysis)
     if local is not None:
         analysis = tune_model(analysis, local, budget=budget, progress=progress)
     proto, report = optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)

@@ -125,6 +125,9 @@ _rounding = click.option(
     show_default=True,
     help="What kernels keep to themselves: left in fp32, or rounded as the model's own nodes do.",
 )
+_keep_weights = click.option(
+    "--keep-weights", is_flag=True, help="Store no weight in another order, [n, k] for [k, n], than MODEL does."
+)
 _inputs = click.option(
     "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."
 )
@@ -165,6 +168,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @_arch
 @_fp32
 @_rounding
+@_keep_weights
 @_selecting
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
@@ -179,6 +183,7 @@ def optimize(
     arch: str | None,
     fp32: Fp32,
     rounding: Rounding,
+    keep_weights: bool,
     selection: Selection,
     report: Path | None,
     dump: Path | None,
@@ -205,8 +210,8 @@ def optimize(
         progress("finding fusions", 0, 0)
         source = load_model(model)
         check_weights(source)
-        analysis = analyse_model(source, devices, fp32, selection, rounding)
-        check_files(analysis.model, output, force)
+        analysis = analyse_model(source, devices, fp32, selection, rounding, keep_weights)
+        check_files(analysis.model, output, force, analysis.transposed)
         if report is not None:
             check_holds_none(analysis.model, report)
         if local is not None:
@@ -244,6 +249,7 @@ def _standard_output(as_json: bool) -> Path:
 @_arch
 @_fp32
 @_rounding
+@_keep_weights
 @_selecting
 @click.option("--site", metavar="NAME|GLOB", help="One product in full, by its name or a node's.")
 @click.option("--all", "in_full", is_flag=True, help="Every product in full.")
@@ -253,6 +259,7 @@ def explain(
     arch: str | None,
     fp32: Fp32,
     rounding: Rounding,
+    keep_weights: bool,
     selection: Selection,
     site: str | None,
     in_full: bool,
@@ -264,7 +271,8 @@ def explain(
         raise SettingError("--site shows one product and --all every one; give one of them")
     with progress_bar(quiet=False) as progress:
         progress("finding fusions", 0, 0)
-        analysis = analyse_model(model, resolve(arch, local_architectures), fp32, selection, rounding)
+        devices = resolve(arch, local_architectures)
+        analysis = analyse_model(model, devices, fp32, selection, rounding, keep_weights)
     outcome = make_report(analysis)
     if site is not None:
         outcome = outcome.only(site)

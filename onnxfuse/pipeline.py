@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,14 +12,17 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.graph.fallback_body import fallback_body
 from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
+from onnxfuse.graph.load import data_bytes
 from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
+from onnxfuse.graph.weight_readers import product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.lowering.pack import pack_implementations
-from onnxfuse.lowering.plan_site import is_profitable_together, plan_site
+from onnxfuse.lowering.plan_site import Planner, is_profitable_together, plan_site
 from onnxfuse.lowering.site import Site
+from onnxfuse.lowering.stored_weights import settle
 from onnxfuse.patterns import PATTERNS, match_sites
 from onnxfuse.progress import Progress
 from onnxfuse.report.site_report import FusedSite, Report, SkippedSite, fused_site, skipped_site
@@ -52,6 +55,11 @@ class Analysis:
     sites: tuple[Site, ...]
     skipped: tuple[SkippedSite, ...]
 
+    @property
+    def transposed(self) -> frozenset[str]:
+        """The weights that the written model has in another order."""
+        return frozenset(name for site in self.sites for name in site.implementation.transposed)
+
 
 def analyse_model(
     source: str | Path | ModelProto | Model,
@@ -59,6 +67,7 @@ def analyse_model(
     fp32: Fp32 = "tf32",
     selection: Selection = EVERYTHING,
     rounding: Rounding = "fp32",
+    keep_weights: bool = False,
 ) -> Analysis:
     """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 
@@ -68,6 +77,7 @@ def analyse_model(
         fp32: how fp32 products are computed, one of FP32_MODES.
         selection: which fusions.
         rounding: whether what a kernel keeps to itself stays in `fp32`, or is rounded as `onnx` nodes do.
+        keep_weights: whether every weight stays in the order in which the model has it.
 
     Raises:
         ModelError: the model cannot be read or is invalid.
@@ -79,27 +89,30 @@ def analyse_model(
         raise SettingError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDING_MODES)}")
     model = source if isinstance(source, Model) else load_model(source)
     graphs = all_graphs(model)
-    find = functools.partial(_find_sites, devices=devices, exact_fp32=fp32 == "exact", rounds=rounding == "onnx")
+    planner = Planner(tuple(devices), fp32 == "exact", rounding == "onnx", frozenset())
+    find = functools.partial(_find_sites, model, planner, keep_weights)
     sites, skipped = _selected(*find(graphs), selection)
     reached = reached_functions((site.graph, (*site.match.shared, *site.match.nodes)) for site in sites)
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
         sites, _ = _selected(*find(graphs), selection)
-    return _named_sites(Analysis(model, tuple(devices), graphs, sites, skipped))
+    return _settled(Analysis(model, tuple(devices), graphs, sites, skipped))
 
 
 def _find_sites(
-    graphs: Iterable[Graph], devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool
+    model: Model, planner: Planner, keep_weights: bool, graphs: Sequence[Graph]
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
+    if not keep_weights:
+        planner = replace(planner, transposable=product_weights(model, graphs))
     sites: list[Site] = []
     skipped: list[SkippedSite] = []
     for graph in graphs:
-        make_site = functools.partial(plan_site, graph, devices, exact_fp32, rounds)
-        found = match_sites(graph, make_site, is_profitable_together, rounds)
+        make_site = functools.partial(plan_site, planner, graph)
+        found = match_sites(graph, make_site, is_profitable_together, planner.rounds)
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
         for site in found.fused:
             if site.is_left_alone:  # only now: several such sites may be worth one kernel together
-                skipped += _left_alone(site, devices)
+                skipped += _left_alone(site, planner.devices)
             else:
                 sites.append(site)
     return tuple(sites), tuple(skipped)
@@ -180,7 +193,17 @@ def tune_model(
             sites.append(decide(site, device, times[id(site)]))
         except NotFusable as refusal:
             skipped.append(skipped_site(site.fusion.anchor, refusal))
-    return _named_sites(replace(analysis, sites=tuple(sites), skipped=tuple(skipped)))
+    return _settled(replace(analysis, sites=tuple(sites), skipped=tuple(skipped)))
+
+
+def _settled(analysis: Analysis) -> Analysis:
+    """The analysis of sites that can all be written: each has a name, and all agree on how weights are stored."""
+    named = _named_sites(analysis)
+    sites, refused = settle(named.graphs, named.sites)
+    if sites == named.sites:
+        return named
+    skipped = (skipped_site(site.fusion.anchor, refusal) for site, refusal in refused)
+    return _settled(replace(named, sites=sites, skipped=(*named.skipped, *skipped)))
 
 
 def _named_sites(analysis: Analysis) -> Analysis:
@@ -213,19 +236,20 @@ def optimize_model(
     replacements = [
         replacement(implementation, name) for implementation, name in zip(implementations, names, strict=True)
     ]
-    before = count_nodes(analysis.model.proto)
+    before, weights = count_nodes(analysis.model.proto), _bytes_of_transposed(analysis)
     proto = rewrite(analysis.model.proto, replacements, archive)
-    return proto, _report(analysis, before, count_nodes(proto))
+    return proto, _report(analysis, before, count_nodes(proto), weights)
 
 
 def make_report(analysis: Analysis) -> Report:
     """The report of an analysis alone, with the nodes that a rewrite leaves: it is done on a copy without weights."""
     replacements = [replacement(site.implementation, str(number)) for number, site in enumerate(analysis.sites)]
     fused = rewrite(skeleton_of(analysis.model.proto), replacements, b"")
-    return _report(analysis, count_nodes(analysis.model.proto), count_nodes(fused))
+    before = count_nodes(analysis.model.proto)
+    return _report(analysis, before, count_nodes(fused), _bytes_of_transposed(analysis))
 
 
-def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
+def _report(analysis: Analysis, nodes_before: int, nodes_after: int, weights: Mapping[str, int]) -> Report:
     path, architectures = analysis.model.path, tuple(device.arch for device in analysis.devices)
     return Report(
         None if path is None else str(path),
@@ -234,7 +258,14 @@ def _report(analysis: Analysis, nodes_before: int, nodes_after: int) -> Report:
         analysis.skipped,
         nodes_before,
         nodes_after,
+        weights,
     )
+
+
+def _bytes_of_transposed(analysis: Analysis) -> dict[str, int]:
+    """The weights that the written model has in another order, each with its size."""
+    wanted = analysis.transposed
+    return {each.name: data_bytes(each) for each in analysis.model.proto.graph.initializer if each.name in wanted}
 
 
 def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:

@@ -79,6 +79,9 @@ def print_saved(saved: Saved) -> None:
     print_written(saved.model)
     if saved.weights is not None:
         print_written(saved.weights)
+    if saved.instead:
+        files = str(saved.instead[0]) if len(saved.instead) == 1 else f"{len(saved.instead)} files of the input"
+        _print(f"it takes the place of {files}, with weights in another order; --keep-weights needs no new file")
     if saved.copied:
         count = len(saved.copied)
         files = str(saved.copied[0]) if count == 1 else f"{count} files to {saved.copied[0].parent}"
@@ -113,6 +116,8 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
             _print(f"ends    at {site.match.stop}")
         for operand in entry.operands:
             _print(operand)
+        for name, perm in site.implementation.transposed.items():
+            _print(f"stored  {name}: the model's dimensions {', '.join(map(str, perm))}")
         _print("\n".join((f"strategy {entry.strategy}", *map(str, site.implementation.plans))) + "\n")
     for skipped in report.skipped:
         _print(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}")
@@ -131,6 +136,12 @@ def print_report(report: Report) -> None:
     of = f" ({', '.join(f'{count} {pattern}' for pattern, count in patterns)})" if patterns else ""
     left = f", {len(report.skipped)} left alone" if report.skipped else ""
     _print(f"{len(report.fused)} fused{of}{left}; nodes {report.nodes_before} -> {report.nodes_after}")
+    if report.transposed:
+        megabytes = sum(report.transposed.values()) / 1e6
+        what = "weight" if len(report.transposed) == 1 else "weights"
+        _print(
+            f"{len(report.transposed)} {what} stored [n, k], not [k, n], {megabytes:.1f} MB; --keep-weights leaves them"
+        )
 
 
 def print_summary(report: Report) -> None:

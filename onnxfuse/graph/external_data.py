@@ -15,6 +15,7 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.load import Model, data_bytes, leaves_folder, load_model, tensors
+from onnxfuse.graph.transposed_data import in_order, settled
 
 
 def external_tensors(proto: ModelProto) -> Iterator[TensorProto]:
@@ -80,7 +81,7 @@ def read_data(source: Model, tensor: TensorProto) -> bytes:
         raise ModelError(f"{label} cannot be read: {path}: {error.strerror}") from error
     if len(data) != length:
         raise ModelError(f"{label} are cut off: {path} ends before byte {(info.offset or 0) + length}")
-    return data
+    return in_order(tensor, data)
 
 
 def take_in(proto: ModelProto, source: Model) -> None:
@@ -97,6 +98,7 @@ def take_in(proto: ModelProto, source: Model) -> None:
         tensor.raw_data = read_data(source, tensor)
         tensor.data_location = TensorProto.DEFAULT
         del tensor.external_data[:]
+        settled(tensor)
 
 
 def load_whole(path: Path) -> ModelProto:

@@ -16,6 +16,8 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import constant, known_nodes
 from onnxfuse.graph.op_names import FUSED_GEMM
 
+RESTORING = "brings a stored weight into the order that the model had"  # of those nodes of a body; they have no names
+
 
 @dataclass(frozen=True)
 class FallbackShape:
@@ -55,6 +57,7 @@ class Replacement:
         kind: `FusedGemm`, or `FusedPointwise` where the products stay.
         retained: indices of matched nodes that stay as they are, right before the fused node.
         shapes: by node, what takes the place of the shape that a Reshape reads from outside.
+        transposed: by input, how the stored weight is transposed: dimension i of it is `perm[i]` of the model's.
     """
 
     graph: Graph
@@ -70,6 +73,7 @@ class Replacement:
     kind: str = FUSED_GEMM
     retained: tuple[int, ...] = ()
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
+    transposed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def fallback_body(replacement: Replacement) -> tuple[FunctionProto, dict[str, TensorProto]]:
@@ -105,10 +109,18 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
     nodes, shapes = _nodes(replacement)
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
     body = known_nodes(replacement.graph, [*shapes, *nodes], names)
-    inner = (value for node in body for value in node.output if value)
+    stored = {name: names[name] for name in replacement.transposed}
+    inner = (*stored, *(value for node in body for value in node.output if value))
     names |= {value: f"v{index}" for index, value in enumerate(inner)}
     names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
-    return [renamed(node, names) for node in body], names
+    restoring = (_restoring(stored[name], names[name], perm) for name, perm in replacement.transposed.items())
+    return [*restoring, *(renamed(node, names) for node in body)], names
+
+
+def _restoring(stored: str, name: str, perm: tuple[int, ...]) -> NodeProto:
+    """The node that makes a weight as the model has it from the stored one."""
+    own = [perm.index(place) for place in range(len(perm))]
+    return helper.make_node("Transpose", [stored], [name], doc_string=RESTORING, perm=own)
 
 
 def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdProto]:

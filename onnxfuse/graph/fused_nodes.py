@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from onnxfuse.dtypes import ALL
 from onnxfuse.graph.archive import unpack
 from onnxfuse.graph.external_data import read_data
 from onnxfuse.graph.extract import KERNELS, Ports, site_model
+from onnxfuse.graph.fallback_body import RESTORING, renamed
 from onnxfuse.graph.functions import DOMAIN, walk, with_attributes
 from onnxfuse.graph.load import Model, load_model
 from onnxfuse.graph.save import save_model
@@ -171,7 +172,9 @@ def read_sites(model: Path, shapes: Mapping[str, Shape]) -> list[DistinctNode]:
         sites[key] = DistinctNode(
             name=node.name,
             count=1,
-            replaces=tuple(each.op_type for each in body.node if each.op_type not in SHAPE_OPS),
+            replaces=tuple(
+                each.op_type for each in body.node if each.op_type not in SHAPE_OPS and each.doc_string != RESTORING
+            ),
             inputs=inputs,
             outputs=outputs,
             weights=frozenset(index for index, name in enumerate(node.input[1:]) if name in initializers),
@@ -257,10 +260,25 @@ def site_models(site: DistinctNode, copies: int) -> dict[str, bytes]:
     fused.output.extend(names[1])
     opsets = list(site.body.opset_import)
     given = {attribute.name: attribute for attribute in site.node.attribute}
-    stock = [with_attributes(node, given) for node in site.body.node]
+    stock, inputs = _with_own_order([with_attributes(node, given) for node in site.body.node], site.inputs)
     own = [*opsets, OperatorSetIdProto(domain=DOMAIN, version=1)]
     after = site_model(own, [fused], site.inputs, site.outputs, copies, site.kernels, [site.body])
-    return {BEFORE: site_model(opsets, stock, site.inputs, site.outputs, copies), AFTER: after}
+    return {BEFORE: site_model(opsets, stock, inputs, site.outputs, copies), AFTER: after}
+
+
+def _with_own_order(nodes: list[NodeProto], inputs: Ports) -> tuple[list[NodeProto], Ports]:
+    """The original nodes, and their inputs with weights as the original stores them: it has nothing to restore."""
+    restoring = {node.input[0]: node for node in nodes if node.doc_string == RESTORING}
+    own = {node.output[0]: name for name, node in restoring.items()}
+    ports = [
+        (name, element, _permuted(shape, restoring[name]) if name in restoring else shape)
+        for name, element, shape in inputs
+    ]
+    return [renamed(node, own) for node in nodes if node.doc_string != RESTORING], ports
+
+
+def _permuted(shape: Sequence[int], transpose: NodeProto) -> list[int]:
+    return [shape[place] for place in transpose.attribute[0].ints]
 
 
 OPSETS = (OperatorSetIdProto(domain="", version=17),)

@@ -9,7 +9,7 @@ read the main graph's kernels, as these may.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
@@ -20,6 +20,7 @@ from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION
 from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.scopes import graph_at
+from onnxfuse.graph.transposed_data import Perm, transpose
 
 KERNELS = "onnxfuse.kernels"
 FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
@@ -38,7 +39,9 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
         return proto
     inlined = replacements[0].graph.scope.inlined
     inline(proto, {key: function for key, function in functions_of(proto).items() if key in inlined})
-    kernels_name = _unused_name(proto.graph, KERNELS)
+    taken = _names(proto.graph)
+    kernels_name = _unlike(KERNELS, taken)
+    weights = _stored_names(replacements, taken)
     op_names = OpNames(proto.functions)
     for graph, group in reversed(_by_graph(replacements)):  # an edit of the outer scope replaces those inside
         scope = graph_at(proto.graph, graph.scope.path)
@@ -47,12 +50,13 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
         for replacement in group:
             retained = [scope.node[index] for index in replacement.retained]
             body, constants = fallback_body(replacement)
-            node = _fused_node(replacement, kernels_name, _add_function(proto, op_names, body), constants)
+            inputs = [kernels_name, *(_stored(name, replacement, weights) for name in replacement.inputs)]
+            node = _fused_node(replacement, inputs, _add_function(proto, op_names, body), constants)
             node.name = _unlike(node.name, names)
             names.add(node.name)
             fused[replacement.insertion_point] = [*retained, node]
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
-        _replace_nodes(scope, matched, fused)
+        _replace_nodes(scope, matched, fused, weights.keys())
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
         stored = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
         scope.initializer.extend(numpy_helper.from_array(known_array(graph, name), name) for name in stored)
@@ -60,7 +64,39 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
     _declare_domain(proto)
+    _transpose_weights(proto, weights)
     return proto
+
+
+def _stored_names(replacements: Iterable[Replacement], taken: set[str]) -> dict[str, tuple[str, Perm]]:
+    """What each weight that is stored otherwise is called then, and how it is transposed.
+
+    It has another name, so that whoever sets it by its own finds none and no other order.
+    """
+    perms = {name: perm for replacement in replacements for name, perm in replacement.transposed.items()}
+    names: dict[str, tuple[str, Perm]] = {}
+    for name, perm in perms.items():
+        names[name] = _unlike(f"{name}.transposed", taken), perm
+        taken.add(names[name][0])
+    return names
+
+
+def _stored(name: str, replacement: Replacement, weights: Mapping[str, tuple[str, Perm]]) -> str:
+    return weights[name][0] if name in replacement.transposed else name
+
+
+def _transpose_weights(proto: ModelProto, weights: Mapping[str, tuple[str, Perm]]) -> None:
+    """Put the weights that are stored otherwise in the place of those that nobody reads any more."""
+    graph = proto.graph
+    read = {name for node in graph.node for name in reads(node)} if weights else set()
+    for tensor in [tensor for tensor in graph.initializer if tensor.name in weights]:
+        name, perm = weights[tensor.name]
+        if tensor.name in read:
+            graph.initializer.append(tensor)
+            tensor = graph.initializer[-1]
+        tensor.name = name
+        transpose(tensor, perm)
+    _drop(graph.value_info, weights.keys() - read)
 
 
 def _add_function(proto: ModelProto, op_names: OpNames, body: FunctionProto) -> str:
@@ -81,11 +117,11 @@ def _by_graph(replacements: tuple[Replacement, ...]) -> list[tuple[Graph, list[R
     return list(groups.values())
 
 
-def _unused_name(graph: GraphProto, name: str) -> str:
-    """A name that no value has at any depth: the kernels are read from inside branches and bodies as well."""
+def _names(graph: GraphProto) -> set[str]:
+    """The names of all values, at any depth: what is stored is read from inside branches and bodies as well."""
     taken = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     taken.update(value for node in walk(graph.node) for value in (*node.input, *node.output))
-    return _unlike(name, taken)
+    return taken
 
 
 def _unlike(name: str, taken: set[str]) -> str:
@@ -103,11 +139,11 @@ def _declare_domain(proto: ModelProto) -> None:
 
 
 def _fused_node(
-    replacement: Replacement, kernels_name: str, op_type: str, constants: Mapping[str, TensorProto]
+    replacement: Replacement, inputs: list[str], op_type: str, constants: Mapping[str, TensorProto]
 ) -> NodeProto:
     return helper.make_node(
         op_type,
-        [kernels_name, *replacement.inputs],
+        inputs,
         list(replacement.outputs),
         name=replacement.name,
         domain=DOMAIN,
@@ -116,7 +152,9 @@ def _fused_node(
     )
 
 
-def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]]) -> None:
+def _replace_nodes(
+    graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]], kept_weights: Collection[str]
+) -> None:
     """Drop the matched nodes and what only fed them, and insert those that take their place."""
     nodes = list(graph.node)
     kept = [new for index, node in enumerate(nodes) for new in (fused.get(index, []) if index in matched else [node])]
@@ -128,7 +166,7 @@ def _replace_nodes(graph: GraphProto, matched: set[int], fused: dict[int, list[N
     graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
     _drop(graph.value_info, removed)
     inputs = {value.name for value in graph.input}
-    _drop(graph.initializer, dead - inputs)
+    _drop(graph.initializer, dead - inputs - {*kept_weights})
 
 
 def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]) -> set[str]:

@@ -1,8 +1,9 @@
 """Write a model: as a whole or not at all, never over its source or a file unasked, with the files that it names.
 
-External data that would be out of the written model's reach are copied into a folder beside it. The compiled parts of
-other providers (EPContext nodes) are left as they are, so that the files that they name keep their paths relative to
-the model. A device or a named pipe is written to as it is, and never replaced.
+External data that would be out of the written model's reach are copied into a folder beside it. A file of which the
+model has some data in another order is not: what the model reads of it is written anew. The compiled parts of other
+providers (EPContext nodes) are left as they are, so that the files that they name keep their paths relative to the
+model. A device or a named pipe is written to as it is, and never replaced.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import filecmp
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
-from onnx.external_data_helper import ExternalDataInfo, set_external_data
+from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import OutputError
-from onnxfuse.graph.external_data import external_tensors, locate, locate_tensor
+from onnxfuse.graph.external_data import external_tensors, locate, locate_tensor, read_data
 from onnxfuse.graph.functions import walk
-from onnxfuse.graph.load import Model, is_large, leaves_folder
+from onnxfuse.graph.load import Model, data_bytes, is_large, leaves_folder
+from onnxfuse.graph.transposed_data import pending_order, settled
 from onnxfuse.staging import staging
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
@@ -39,12 +41,15 @@ class Saved:
     Attributes:
         model: the model.
         copied: the files of the input that were copied beside it.
-        weights: the file of its weights, where one message cannot hold them.
+        weights: the file of its weights, where one message cannot hold them, or where files of the input hold them in
+            another order.
+        instead: those files of the input, which the model does not read.
     """
 
     model: Path
     copied: tuple[Path, ...] = ()
     weights: Path | None = None
+    instead: tuple[Path, ...] = ()
 
 
 def check_target(source: Path, target: Path, force: bool) -> None:
@@ -112,20 +117,28 @@ def _data_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.data")
 
 
-def check_files(source: Model, target: Path, force: bool) -> None:
+def check_files(source: Model, target: Path, force: bool, transposed: Collection[str] = ()) -> None:
     """Refuse before any work a target in the place of a file that the model names, or where such a file cannot follow.
+
+    Args:
+        source: the model.
+        target: where it goes.
+        force: overwrite what is in the place of its data.
+        transposed: names of weights that will be stored in another order.
 
     Raises:
         OutputError: the target holds weights or a compiled part of the model, or another file is in a part's place.
         ModelError: weights or a part are missing, or outside the model's folder.
     """
     data = _data_path(target)
-    copies = _out_of_reach(source.proto, source, target)
+    anew = {ExternalDataInfo(tensor).location for tensor in external_tensors(source.proto) if tensor.name in transposed}
+    copies = _out_of_reach(source.proto, source, target, anew)
     moves = _moves(source, target)
     contexts = list(_context_files(source.proto, source, target)) if moves else []
-    if is_stream(target) and (copies or contexts or _is_too_large(source.proto)):
+    has_weights = bool(anew) or _is_too_large(source.proto)
+    if is_stream(target) and (copies or contexts or has_weights):
         raise OutputError(f"{target}: this model has data in files of their own, which need a folder; name a file")
-    if copies or _is_too_large(source.proto):
+    if copies or has_weights:
         check_holds_none(source, target, data)
         _check_data_path(data, bool(copies), force)
     check_holds_none(source, target)
@@ -160,7 +173,8 @@ def check_holds_none(source: Model, *targets: Path) -> None:
 def save_model(proto: ModelProto, source: Model, target: Path, force: bool = False) -> Saved:
     """Write a model to `target`; a model over 2 GB gets its weights in `target`.data.
 
-    The message is changed where a weight moves to a file: its bytes are dropped as they are written.
+    So do the weights of a file that holds one of them in another order than the model. The message is changed where a
+    weight moves to a file: its bytes are dropped as they are written.
 
     Args:
         proto: the model.
@@ -172,10 +186,13 @@ def save_model(proto: ModelProto, source: Model, target: Path, force: bool = Fal
         OutputError: the disk refuses.
         ModelError: external data or compiled parts that are missing, or outside the model's folder.
     """
-    copies = _out_of_reach(proto, source, target)
+    anew = {ExternalDataInfo(tensor).location for tensor in external_tensors(proto) if pending_order(tensor)}
+    copies = _out_of_reach(proto, source, target, anew)
     contexts = list(_context_files(proto, source, target)) if _moves(source, target) else []
     data, moved = _data_path(target), [(path, _data_path(target) / location) for location, path in copies.items()]
-    weights = (data / WEIGHTS if copies else data) if _is_too_large(proto) else None
+    moving = [tensor for tensor in external_tensors(proto) if ExternalDataInfo(tensor).location in anew]
+    moving += _movable(proto) if _is_too_large(proto) else []
+    weights = (data / WEIGHTS if copies else data) if moving else None
     if copies or weights is not None:
         _check_data_path(data, bool(copies), force)
     try:
@@ -186,13 +203,15 @@ def save_model(proto: ModelProto, source: Model, target: Path, force: bool = Fal
             for path, destination in (*moved, *contexts):
                 shutil.copyfile(path, files.place(destination))
             if weights is not None:
-                _write(files.place(weights), _weights(_movable(proto), str(weights.relative_to(target.parent))))
+                location = str(weights.relative_to(target.parent))
+                _write(files.place(weights), _weights(moving, source, location))
             _rename_locations(proto, {location: f"{data.name}/{location}" for location in copies})
             _write(files.place(target), _serialized(proto))
             files.publish()
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error.strerror}") from error
-    return Saved(target, tuple(destination for _, destination in (*moved, *contexts)), weights)
+    instead = tuple(source.folder / location for location in sorted(anew))
+    return Saved(target, tuple(destination for _, destination in (*moved, *contexts)), weights, instead)
 
 
 def _write(path: Path, chunks: Iterable[bytes]) -> None:
@@ -268,8 +287,8 @@ def _moves(source: Model, target: Path) -> bool:
     return source.path is not None and target.parent.resolve() != source.path.parent.resolve()
 
 
-def _out_of_reach(proto: ModelProto, source: Model, target: Path) -> dict[str, Path]:
-    """External data, by location, that a model at `target` could not read where they are.
+def _out_of_reach(proto: ModelProto, source: Model, target: Path, anew: Collection[str]) -> dict[str, Path]:
+    """External data, by location, that a model at `target` could not read where they are; none that is written anew.
 
     They are found relative to the model, and a link out of its folder is followed for a model that is such a link only.
     """
@@ -278,7 +297,8 @@ def _out_of_reach(proto: ModelProto, source: Model, target: Path) -> dict[str, P
     found: dict[str, Path] = {}
     for tensor in external_tensors(proto):
         location = ExternalDataInfo(tensor).location
-        found[location] = found[location] if location in found else locate_tensor(source, tensor)
+        if location not in anew:
+            found[location] = found[location] if location in found else locate_tensor(source, tensor)
     if _moves(source, target):
         return found
     folder = target.parent.resolve()
@@ -327,17 +347,37 @@ def _movable(proto: ModelProto) -> list[TensorProto]:
     ]
 
 
-def _weights(tensors: list[TensorProto], location: str) -> Iterator[bytes]:
-    """The weights, each on an aligned offset; a tensor's own bytes are dropped once they are written."""
-    offset = 0
+def _weights(tensors: Iterable[TensorProto], source: Model, location: str) -> Iterator[bytes]:
+    """The weights, each on an aligned offset, what tensors share in a file once; a tensor's own bytes are dropped."""
+    end, places = 0, dict[object, int]()
     for tensor in tensors:
-        padding = -offset % ALIGNMENT
-        length = len(tensor.raw_data)
-        yield bytes(padding)
-        yield tensor.raw_data
-        set_external_data(tensor, location, offset + padding, length)
-        tensor.ClearField("raw_data")
-        offset += padding + length
+        own = _place(tensor)
+        if own is None or own not in places:
+            data = read_data(source, tensor) if own else tensor.raw_data
+            padding = -end % ALIGNMENT
+            yield bytes(padding)
+            yield data
+            places[own] = end + padding
+            end += padding + len(data)
+        _move(tensor, location, places[own])
+
+
+def _place(tensor: TensorProto) -> object:
+    """Equal for tensors of the same bytes of a file; None for one whose bytes are in the message."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return None
+    info = ExternalDataInfo(tensor)
+    return info.location, info.offset, info.length, tuple(tensor.dims), tensor.data_type, pending_order(tensor)
+
+
+def _move(tensor: TensorProto, location: str, offset: int) -> None:
+    """Say where a tensor's data are now."""
+    settled(tensor)
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(data_bytes(tensor)))):
+        tensor.external_data.add(key=key, value=value)
 
 
 def write_text(target: Path, text: str) -> None:

@@ -53,6 +53,7 @@ def replacement(implementation: Implementation, kernel: str) -> Replacement:
         attributes=node_attributes(implementation, kernel),
         kind=implementation.kind,
         shapes=implementation.match.shapes,
+        transposed=implementation.transposed,
     )
 
 

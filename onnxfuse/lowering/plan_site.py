@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import ParamSpec
 
 from onnxfuse.analysis.axis_mapping import (
     AxisMapping,
@@ -13,6 +17,7 @@ from onnxfuse.analysis.axis_mapping import (
     map_pointwise,
 )
 from onnxfuse.analysis.vector_width import analyse
+from onnxfuse.analysis.weight_order import Perm, with_k_innermost
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
@@ -25,50 +30,132 @@ from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.strategy import Strategy, Times, Traffic, choose, estimate, saves
+from onnxfuse.schedule.strategy import Strategy, Times, Traffic, choose, estimate, is_faster, saves
 from onnxfuse.schedule.variant import ProductPlan
 
+P = ParamSpec("P")
+NOTHING: Mapping[str, Perm] = MappingProxyType({})
 
-def plan_site(
-    graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool, match: Match, fusion: Fusion
-) -> Site:
+
+@dataclass(frozen=True)
+class Planner:
+    """What all sites of a model are planned by.
+
+    Attributes:
+        devices: to plan for.
+        exact_fp32: whether fp32 products are computed in full precision.
+        rounds: whether fusions round every intermediate as the model does; then their steps stay as written.
+        transposable: weights that may be stored otherwise than the model has them.
+        make_plan: that of `schedule`, once for equal arguments: a model has few sites that differ in more than names.
+    """
+
+    devices: tuple[DeviceSpec, ...]
+    exact_fp32: bool
+    rounds: bool
+    transposable: Collection[str]
+    make_plan: Callable[..., ProductPlan] = field(
+        default_factory=lambda: functools.lru_cache(maxsize=None)(make_plan), compare=False
+    )
+
+
+def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> Site:
     """Decide everything about a match that can be decided without a measurement.
 
     Args:
+        planner: for what, and how.
         graph: the scope that the match lies in.
-        devices: to plan for.
-        exact_fp32: whether fp32 products are computed in full precision.
-        rounds: whether the fusion rounds every intermediate as the model does; then its steps stay as written.
         match: the nodes.
         fusion: what they compute.
 
     Raises:
         NotFusable: no kernel computes it, or what it computes is faster without one.
     """
-    fusion = fusion if rounds else simplify(fusion)
+    fusion = fusion if planner.rounds else simplify(fusion)
     if broadcast_product_axes(fusion):
-        return _plan_broadcast_product(graph, devices, exact_fp32, rounds, match, fusion)
+        return _plan_broadcast_product(planner, graph, match, fusion)
+    plan = functools.partial(_planned, planner, graph, match)
+    other = with_k_innermost(fusion, planner.transposable)
+    if other is None:
+        return accepted(plan(fusion))
+    kept, turned = _attempt(plan, fusion), _attempt(plan, *other)
+    if isinstance(turned, Site) and turned.strategy is Strategy.ONE_KERNEL and _is_worth_it(turned, kept):
+        return replace(turned, as_stored=kept)
+    return accepted(kept)
+
+
+def _attempt(plan: Callable[P, Site], *args: P.args, **kwargs: P.kwargs) -> Site | NotFusable:
+    try:
+        return plan(*args, **kwargs)
+    except NotFusable as refusal:
+        return refusal
+
+
+def _is_worth_it(turned: Site, kept: Site | NotFusable) -> bool:
+    """Whether a site is faster with its weights in another order; by the estimates, as the model gets it."""
+    if isinstance(kept, NotFusable):
+        return True
+    devices = kept.estimates
+    return is_faster(*({device: _chosen(site, device) for device in devices} for site in (turned, kept)))
+
+
+def accepted(site: Site | NotFusable) -> Site:
+    """The site, if it is one.
+
+    Raises:
+        NotFusable: it is none, or the library's own kernels are faster.
+    """
+    if isinstance(site, NotFusable):
+        raise site
+    if site.strategy is Strategy.LEFT_ALONE:
+        chips = ", ".join(plan.device.arch for plan in site.plans)
+        detail = f"by the cost model the library's own kernels are faster on {chips}"
+        raise NotFusable("slower", site.fusion.anchor, detail)
+    return site
+
+
+def _planned(
+    planner: Planner, graph: Graph, match: Match, fusion: Fusion, transposed: Mapping[str, Perm] = NOTHING
+) -> Site:
+    """The site with its strategy, which may be to leave it alone.
+
+    Raises:
+        NotFusable: no kernel computes it.
+    """
     # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
-    exact_fp32 = exact_fp32 or any(product.is_spelled_out for product in match.products)
+    exact_fp32 = planner.exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
     if fusion.unresolved:
         detail = f"no input tells the sizes of {', '.join(sorted(fusion.unresolved))}"
         raise NotFusable("unknown_shape", fusion.anchor, detail)
     widths = analyse(fusion, mapping)
-    plans = tuple(make_plan(fusion, mapping, widths, device, exact_fp32) for device in devices)
+    nameless = _nameless(fusion)
+    plans = tuple(planner.make_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
-    epilogue_only = _epilogue_only(graph, match, mapping, devices, rounds) if library_will_do else None
+    epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None
     estimates = _estimates(graph, fusion, plans, epilogue_only)
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
     strategy = choose(estimates) if estimates else Strategy.ONE_KERNEL
-    return Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates)
+    return Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
 
 
-def _plan_broadcast_product(
-    graph: Graph, devices: Sequence[DeviceSpec], exact_fp32: bool, rounds: bool, match: Match, fusion: Fusion
-) -> Site:
+def _nameless(fusion: Fusion) -> Fusion:
+    """The same of values that are called by position: equal for sites with equal plans."""
+    outputs = fusion.outputs
+    names = {tensor.name: str(index) for index, tensor in enumerate((*fusion.inputs, *outputs))}
+    called = {tensor: replace(tensor, name=names[tensor.name]) for tensor in (*fusion.inputs, *outputs)}
+    return replace(
+        fusion,
+        anchor="",
+        lhs=called[fusion.lhs],
+        rhs=tuple(called[tensor] for tensor in fusion.rhs),
+        operands=tuple(called[tensor] for tensor in fusion.operands),
+        outs=tuple(replace(out, tensor=called[out.tensor]) for out in fusion.outs),
+    )
+
+
+def _plan_broadcast_product(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> Site:
     """A site whose operands repeat its product: the product stays with the library, whatever the architecture.
 
     Raises:
@@ -76,9 +163,9 @@ def _plan_broadcast_product(
             outputs, of which one may not be repeated and would be written once for each repetition.
     """
     mapping = map_broadcast_product(fusion)
-    exact = exact_fp32 and fusion.lhs.dtype == F32
+    exact = planner.exact_fp32 and fusion.lhs.dtype == F32
     refused = exact or match.shared or len(fusion.outs) > 1 or _repeats_an_activation(fusion)
-    epilogue_only = None if refused else _epilogue_only(graph, match, mapping, devices, rounds)
+    epilogue_only = None if refused else _epilogue_only(planner, graph, match, mapping)
     if epilogue_only is None:
         raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand is longer than the product")
     return Site(graph, match, fusion, mapping, (), epilogue_only, Strategy.EPILOGUE_ONLY)
@@ -117,22 +204,20 @@ def _chosen(site: Site, device: DeviceSpec) -> list[float]:
     return [times[site.strategy] for times in site.estimates[device]]
 
 
-def _epilogue_only(
-    graph: Graph, match: Match, mapping: AxisMapping, devices: Sequence[DeviceSpec], rounds: bool
-) -> Implementation | None:
+def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMapping) -> Implementation | None:
     shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
     if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
         return None
     try:
         fusion, products = match_epilogue(graph, match)
-        pointwise = epilogue_of(fusion if rounds else simplify(fusion), products)
+        pointwise = epilogue_of(fusion if planner.rounds else simplify(fusion), products)
         own = map_pointwise(pointwise, mapping)
     except NotFusable:
         return None
     if pointwise.unresolved:  # the product flattened what only its own input holds apart
         return None
     retained = tuple(sorted(graph.index(product.node) for product in match.products))
-    plans = tuple(make_pointwise_plan(pointwise, own, device) for device in devices)
+    plans = tuple(make_pointwise_plan(pointwise, own, device) for device in planner.devices)
     return Implementation(graph, match, FUSED_POINTWISE, retained, pointwise, own, plans)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from onnxfuse.analysis.axis_mapping import AxisMapping
+from onnxfuse.analysis.weight_order import Perm
 from onnxfuse.device import DeviceSpec
+from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.ir.fusion import Fusion, Pointwise
@@ -27,6 +29,7 @@ class Implementation:
         fusion: what it computes.
         mapping: the axes of its loops.
         plans: of each architecture.
+        transposed: the weights that are stored otherwise than the model has them, and how.
     """
 
     graph: Graph
@@ -36,6 +39,7 @@ class Implementation:
     fusion: Pointwise
     mapping: AxisMapping
     plans: tuple[AnyPlan, ...]
+    transposed: Mapping[str, Perm] = field(default_factory=dict)
 
     @property
     def replaced(self) -> tuple[int, ...]:
@@ -60,6 +64,9 @@ class Site:
         strategy: which implementation the model gets.
         estimates: the strategies' times on each architecture, at every number of rows that its plan was made for.
         timings: the measured times, in words.
+        transposed: the weights that the fusion reads otherwise than the model stores them, and how.
+        as_stored: the same site of weights as the model stores them, of any strategy, or why there is none; None where
+            all are so.
     """
 
     graph: Graph
@@ -71,6 +78,8 @@ class Site:
     strategy: Strategy = Strategy.ONE_KERNEL
     estimates: Mapping[DeviceSpec, tuple[Times, ...]] = field(default_factory=dict)
     timings: str = ""
+    transposed: Mapping[str, Perm] = field(default_factory=dict)
+    as_stored: Site | NotFusable | None = None
 
     @property
     def is_left_alone(self) -> bool:
@@ -89,4 +98,6 @@ class Site:
     @property
     def one_kernel(self) -> Implementation:
         """The implementation with the product in the kernel."""
-        return Implementation(self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans)
+        return Implementation(
+            self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans, self.transposed
+        )

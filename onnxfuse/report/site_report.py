@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -58,6 +58,7 @@ class FusedSite:
         strategy: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
         timings: what `--tune` measured, in words; empty without it.
+        transposed: the weights that are stored in another order than the model has them.
         text: the fusion as the IR prints it.
         nameless: the same without the names of this site, by which equal ones are known.
     """
@@ -72,6 +73,7 @@ class FusedSite:
     strategy: str
     kernel: str
     timings: str
+    transposed: tuple[str, ...]
     text: str
     nameless: str
 
@@ -92,6 +94,7 @@ class FusedSite:
             "tier": self.strategy,
             "kernel": self.kernel,
             "timings": self.timings,
+            "transposed": list(self.transposed),
         }
 
 
@@ -124,6 +127,7 @@ class Report:
         skipped: one for each product that was left alone.
         nodes_before: nodes of the model at all depths.
         nodes_after: the same once it is rewritten.
+        transposed: the weights that the written model has in another order, by name, and their bytes.
     """
 
     model: str | None
@@ -132,6 +136,7 @@ class Report:
     skipped: tuple[SkippedSite, ...]
     nodes_before: int
     nodes_after: int
+    transposed: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -140,6 +145,7 @@ class Report:
             "skipped": [site.to_dict() for site in self.skipped],
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
+            "transposed": [{"name": name, "bytes": size} for name, size in self.transposed.items()],
         }
         return document("report", self.model, self.architectures, body)
 
@@ -187,6 +193,7 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         strategy=site.strategy.value,
         kernel="; ".join(_one_line(plan) for plan in site.implementation.plans),
         timings=site.timings,
+        transposed=tuple(site.implementation.transposed),
         text=str(fusion),
         nameless=str(_without_names(fusion)),
     )

@@ -73,8 +73,8 @@ def time_models(
     Where not even the inputs and outputs fit into memory, no model has one.
 
     Args:
-        models: serialised models by name, with `copies` copies of the site each.
-        inputs: of one copy.
+        models: serialised models by name, with `copies` copies of the site each, of static shapes.
+        inputs: of one copy; a model may have the same bytes in another shape.
         outputs: of one copy.
         copies: `copies_for(...)`.
         device: `cuda`; `cpu` runs the same without graphs.
@@ -166,8 +166,9 @@ def _runner(data: bytes, buffers: _Buffers, device: str) -> Callable[[int], None
     providers: list[Provider] = [(CUDA, {"enable_cuda_graph": "1"}), CPU] if device == "cuda" else [CPU]
     session = InferenceSession(data, options, providers)
     binding = session.io_binding()
+    shapes = {each.name: tuple(each.shape) for each in session.get_inputs()}  # a weight in this model's own order
     for name, port, value in buffers.inputs:
-        binding.bind_input(name, device, 0, port.element, port.shape, value.data_ptr())
+        binding.bind_input(name, device, 0, port.element, shapes[name], value.data_ptr())
     for name, port, value in buffers.outputs:
         binding.bind_output(name, device, 0, port.element, port.shape, value.data_ptr())
     quick = runtime.RunOptions()

@@ -13,7 +13,7 @@ A site is one node of the model, whatever the architectures and the number of ro
 strategy is the one that loses the least: at every number of rows its time is divided by the best one's, and the
 smallest geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is
 worth on one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say
-beside others.
+beside others. So is it with the order of weights: the file has one for all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.variant import ProductPlan, Ranked
+
+LEAST_GAIN = 1.01  # of weights in another order; an estimate that is nearly equal moves nothing
 
 
 class Strategy(Enum):
@@ -146,6 +148,20 @@ def saves(joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec
         alone: of each of the several.
     """
     return all(_saving(device, joint[device], alone[device]) > 0 for device in _named(joint))
+
+
+def is_faster(other: Mapping[DeviceSpec, Sequence[float]], kept: Mapping[DeviceSpec, Sequence[float]]) -> bool:
+    """Whether to store weights in another order than the model does: slower on no architecture, faster on some one.
+
+    Args:
+        other: microseconds with the other order, at every number of rows.
+        kept: with the model's own.
+    """
+    gains = [
+        fmean(math.log(before / after) for before, after in zip(kept[device], other[device], strict=True))
+        for device in _named(kept)
+    ]
+    return bool(gains) and min(gains) >= 0 and max(gains) >= math.log(LEAST_GAIN)
 
 
 def _saving(device: DeviceSpec, joint: Sequence[float], alone: Sequence[Sequence[float]]) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -99,24 +99,36 @@ class SessionTimer:
 
 def trial_models(trial: Trial, inputs: Sequence[Port], outputs: Sequence[Port], copies: int) -> dict[str, bytes]:
     """A model of each implementation, by its name."""
-    read, made = ([(port.name, port.element, port.shape) for port in each] for each in (inputs, outputs))
+    made = [(port.name, port.element, port.shape) for port in outputs]
     kernels = compile_implementations(
         implementation for implementation in trial.implementations.values() if implementation is not None
     )
     models = {}
     for name, implementation in trial.implementations.items():
         nodes, archive = _written(trial.site, implementation, kernels)
+        shapes = _shapes(trial, implementation, inputs)
+        read = [(port.name, port.element, shape) for port, shape in zip(inputs, shapes, strict=True)]
         models[name] = site_model(opsets_of(trial.site.graph, nodes), nodes, read, made, copies, archive)
     return models
 
 
 def _written(site: Site, implementation: Implementation | None, kernels: Kernels) -> tuple[list[Any], bytes]:
     """The site's nodes in one implementation, and the kernels that they read."""
-    whole = replacement(site.one_kernel, "")
+    whole = replacement(replace(site.one_kernel, transposed={}), "")
     if implementation is None:
         return stock_nodes(whole), b""
     archive, (kernel,) = pack_implementations([implementation], kernels)
     return fused_nodes(whole, replacement(implementation, kernel)), archive
+
+
+def _shapes(trial: Trial, implementation: Implementation | None, inputs: Sequence[Port]) -> Iterator[tuple[int, ...]]:
+    """The inputs' shapes: one implementation may take a weight in the model's order where another does not."""
+    for port, tensor in zip(inputs, trial.site.fusion.inputs, strict=True):
+        perm = trial.site.transposed.get(tensor.name)
+        if perm is None or (implementation is not None and tensor.name in implementation.transposed):
+            yield port.shape
+        else:
+            yield tuple(port.shape[perm.index(place)] for place in range(len(perm)))
 
 
 def _digest(device: DeviceSpec, variant: AnyVariant) -> str:

@@ -35,7 +35,7 @@ def outputs(model: bytes, level: str, feed: dict[str, np.ndarray]) -> list[np.nd
 
 
 def fused(model: onnx.ModelProto) -> bytes:
-    return rewritten(analyse_model(model, resolve("sm_90a", list))).SerializeToString()
+    return rewritten(analyse_model(model, resolve("sm_90a", list)), transposed=True).SerializeToString()
 
 
 def distance(left: list[np.ndarray], right: list[np.ndarray]) -> float:

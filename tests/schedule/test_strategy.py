@@ -136,7 +136,7 @@ def planned(row: dict) -> Strategy:
     else:
         value, gate = b("Split", t, outputs=2, axis=-1, num_outputs=2)
         model = b.model(b("Mul", value, b("Gelu", gate)))
-    return analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites[0].strategy
+    return analyse_model(model, [ARCHITECTURES["sm_90a"]], keep_weights=True).sites[0].strategy
 
 
 def weight_size(row: dict) -> int:

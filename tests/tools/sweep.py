@@ -76,13 +76,20 @@ def kinds_of(fusion: Fusion) -> Iterator[str]:
         yield "residuals"
 
 
-def rewritten(analysis: Analysis, epilogue_only: bool = False) -> ModelProto:
+def rewritten(analysis: Analysis, epilogue_only: bool = False, transposed: bool = False) -> ModelProto:
     """The optimised model without machine code, which no CPU looks at.
 
-    Nodes are the `epilogue_only` wherever that can be, or only where there is no other implementation.
+    Nodes are the `epilogue_only` wherever that can be, or only where there is no other implementation. Weights are as
+    the model stores them, or `transposed` where they were planned so: then nodes have the original's bits where ONNX
+    Runtime folds constants.
     """
-    sites = tuple(_bare(site, epilogue_only) for site in analysis.sites)
+    own = analysis.sites if transposed else map(_as_stored, analysis.sites)
+    sites = tuple(_bare(site, epilogue_only) for site in own)
     return optimize_model(replace(analysis, sites=sites))[0]
+
+
+def _as_stored(site: Site) -> Site:
+    return site.as_stored if isinstance(site.as_stored, Site) else site
 
 
 def _bare(site: Site, epilogue_only: bool) -> Site:

@@ -1,0 +1,354 @@
+"""Weights that only fused nodes read lie in the written model as kernels like them, and mean what they meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import onnxfuse
+from onnxfuse.analysis.weight_order import with_k_innermost
+from onnxfuse.device import resolve
+from onnxfuse.graph.graph import load_model
+from onnxfuse.graph.rewrite import KERNELS
+from onnxfuse.lowering import plan_site
+from onnxfuse.lowering.site import Site
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule.strategy import Strategy, is_faster
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder, run
+from tests.helpers.reference_fusion import evaluate
+from tests.tools.sweep import rewritten
+
+DEVICES = resolve("sm_90a,sm_80", list)
+K, N = 48, 64
+LEVELS = ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels like every weight better with k innermost."""
+    monkeypatch.setattr(plan_site, "is_faster", lambda other, kept: True)
+
+
+def weight(b: Builder, *shape: int, name: str = "w") -> str:
+    return b.array(draw(*shape, seed=len(b.initializers)) * 0.1, name)
+
+
+def silu(b: Builder, x: str) -> str:
+    return b("Mul", x, b("Sigmoid", x))
+
+
+def plain(b: Builder, x: str) -> list[str]:
+    return [silu(b, b("Add", b("MatMul", x, weight(b, K, N)), b.array(draw(N))))]
+
+
+def gemm(b: Builder, x: str) -> list[str]:
+    flat = b("Reshape", x, b.integers(-1, K))
+    return [b("Relu", b("Gemm", flat, weight(b, K, N), b.array(draw(N))))]
+
+
+def packed_gate(b: Builder, x: str) -> list[str]:
+    value, gate = b("Split", b("MatMul", x, weight(b, K, 2 * N)), outputs=2, axis=-1, num_outputs=2)
+    return [b("Mul", value, b("Gelu", gate))]
+
+
+def gate_of_two(b: Builder, x: str) -> list[str]:
+    value, gate = (b("MatMul", x, weight(b, K, N, name=name)) for name in ("up", "gate"))
+    return [b("Mul", value, silu(b, gate))]
+
+
+def siblings(b: Builder, x: str) -> list[str]:
+    biases = [b.array(draw(N, seed=seed)) for seed in range(3)]
+    return [
+        b("Add", b("MatMul", x, weight(b, K, N, name=name)), bias) for name, bias in zip("qkv", biases, strict=True)
+    ]
+
+
+def windows(b: Builder, x: str) -> list[str]:
+    parts = b("Split", b("MatMul", x, weight(b, K, 96)), b.integers(64, 16, 16), outputs=3, axis=-1)
+    return [b("Relu", part) for part in parts]
+
+
+def batched(b: Builder, x: str) -> list[str]:
+    return [b("Relu", b("MatMul", b("Unsqueeze", x, b.integers(1)), weight(b, 3, K, N)))]
+
+
+def behind_identity(b: Builder, x: str) -> list[str]:
+    return [b("Relu", b("MatMul", x, b("Identity", weight(b, K, N))))]
+
+
+def twice(b: Builder, x: str) -> list[str]:
+    stored = weight(b, K, K)
+    return [b("Relu", b("MatMul", b("Relu", b("MatMul", x, stored)), stored))]
+
+
+def einsum(b: Builder, x: str) -> list[str]:
+    return [b("Relu", b("Einsum", x, weight(b, K, 4, 16), equation="bmk,khd->bmhd"))]
+
+
+def in_a_branch(b: Builder, x: str) -> list[str]:
+    """The weight is the main graph's, and the product a branch's."""
+    stored = weight(b, K, N)
+    branches = {}
+    for name, op in (("then_branch", "Relu"), ("else_branch", "Tanh")):
+        nodes = [helper.make_node("MatMul", [x, stored], ["p"]), helper.make_node(op, ["p"], ["r"])]
+        branches[name] = helper.make_graph(nodes, name, [], [helper.make_tensor_value_info("r", b.dtype, None)])
+    condition = b("ReduceMax", b("Cast", b("Greater", b("Size", x), b.scalar(0)), to=6), keepdims=0)
+    return [b("If", b("Cast", condition, to=9), **branches)]
+
+
+WAYS = [plain, gemm, packed_gate, gate_of_two, siblings, windows, batched, behind_identity, twice, einsum, in_a_branch]
+
+
+def built(build: Callable[[Builder, str], list[str]], dtype: int = FLOAT, **options: int) -> onnx.ModelProto:
+    b = Builder(dtype)
+    return b.model(*build(b, b.input("x", ("batch", "rows", K))), **options)
+
+
+def feed(dtype: int = FLOAT) -> dict[str, np.ndarray]:
+    return {"x": draw(2, 5, K, seed=9).astype(helper.tensor_dtype_to_np_dtype(dtype))}
+
+
+def arrays(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def outputs(model: onnx.ModelProto, level: str, values: Mapping[str, np.ndarray]) -> list[bytes]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [value.tobytes() for value in session.run(None, dict(values))]
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("build", WAYS)
+def test_a_fused_file_has_the_originals_bits(build: Callable[[Builder, str], list[str]], dtype: int) -> None:
+    model = built(build, dtype)
+    analysis = analyse_model(model, DEVICES)
+    assert analysis.transposed
+    fused = rewritten(analysis, transposed=True)
+    for level in LEVELS:
+        assert outputs(fused, level, feed(dtype)) == outputs(model, level, feed(dtype)), level
+    for expected, actual in zip(run(model, feed(dtype)), run(fused, feed(dtype)), strict=True):  # nothing is folded
+        np.testing.assert_allclose(actual, expected, rtol=1e-3 if dtype == FLOAT16 else 2e-6, atol=2e-6)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("build", WAYS)
+def test_a_weight_is_stored_once_and_no_file_grows_by_it(build: Callable[[Builder, str], list[str]]) -> None:
+    model = built(build)
+    analysis = analyse_model(model, DEVICES)
+    before, after = arrays(model), arrays(rewritten(analysis, transposed=True))
+    for name in analysis.transposed:
+        perms = {site.transposed[name] for site in analysis.sites if name in site.transposed}
+        assert len(perms) == 1
+        np.testing.assert_array_equal(after[f"{name}.transposed"], before[name].transpose(perms.pop()))
+        assert name not in after
+    archive = after.pop(KERNELS)
+    assert archive.dtype == np.uint8
+    assert sum(value.nbytes for value in after.values()) <= sum(value.nbytes for value in before.values())
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("build", WAYS)
+def test_the_fusion_means_the_same_of_the_stored_weight(build: Callable[[Builder, str], list[str]]) -> None:
+    model = built(build)
+    turned, kept = analyse_model(model, DEVICES), analyse_model(model, DEVICES, keep_weights=True)
+    stored = arrays(model) | feed()
+    for other, own in zip(turned.sites, kept.sites, strict=True):
+        assert other.transposed
+        assert not own.transposed
+        assert all(rhs.axes[-1] == "k" for rhs in other.fusion.rhs)
+        inputs = {name: draw(*_shape(own, name), seed=3) for name in _made(own, stored)} | stored
+        moved = inputs | {name: inputs[name].transpose(perm) for name, perm in other.transposed.items()}
+        for expected, actual in zip(evaluate(own.fusion, inputs), evaluate(other.fusion, moved), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)  # of the order of sums in float64
+
+
+def _made(site: Site, stored: Mapping[str, np.ndarray]) -> list[str]:
+    return [tensor.name for tensor in site.fusion.inputs if tensor.name not in stored]
+
+
+def _shape(site: Site, name: str) -> list[int]:
+    sizes = {"batch": 2, "rows": 5}
+    return [sizes.get(str(size), size) for size in site.graph.shape(name)]  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("build", WAYS)
+def test_keep_weights_leaves_them(build: Callable[[Builder, str], list[str]]) -> None:
+    model = built(build)
+    analysis = analyse_model(model, DEVICES, keep_weights=True)
+    assert not analysis.transposed
+    before, after = arrays(model), arrays(rewritten(analysis, transposed=True))
+    assert all(after[name].tobytes() == value.tobytes() for name, value in before.items() if value.ndim > 1)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("who", ["a node", "an output", "an input", "another product", "transposed", "an operand"])
+def test_a_weight_that_somebody_reads_as_it_was_stays(who: str) -> None:
+    b = Builder()
+    x = b.input("x", (K, K))
+    stored = weight(b, K, K)
+    outs = [b("Relu", b("MatMul", x, stored))]
+    if who == "a node":
+        outs.append(b("ReduceSum", stored, b.integers(0)))
+    elif who == "another product":
+        outs.append(b("Softmax", b("MatMul", b("Sin", x), stored)))
+    elif who == "transposed":
+        outs.append(b("Relu", b("MatMul", b("Sin", x), b("Transpose", stored, perm=[1, 0]))))
+    elif who == "an operand":
+        outs.append(b("Add", b("MatMul", b("Sin", x), weight(b, K, K, name="other")), stored))
+    model = b.model(*outs)
+    if who == "an input":
+        model.graph.input.append(helper.make_tensor_value_info("w", FLOAT, (K, K)))
+    elif who == "an output":
+        model.graph.output.append(helper.make_tensor_value_info("w", FLOAT, (K, K)))
+    analysis = analyse_model(model, DEVICES)
+    assert analysis.sites
+    assert "w" not in analysis.transposed
+    fused = rewritten(analysis, transposed=True)
+    np.testing.assert_array_equal(arrays(fused)["w"], arrays(model)["w"])
+    values = {"x": draw(K, K).astype(np.float32)}
+    assert [each.tobytes() for each in run(fused, values)] == [each.tobytes() for each in run(model, values)]
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_what_several_fusions_share_follows_the_one_that_is_left_out() -> None:
+    """Of two products of one weight one is not selected: it reads the weight as it was, and so do both."""
+    model = built(twice)
+    first = next(node.name for node in model.graph.node if node.op_type == "MatMul")
+    analysis = analyse_model(model, DEVICES, selection=onnxfuse.make_selection(skip=first))
+    assert len(analysis.sites) == 1
+    assert not analysis.transposed
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_before_inputs_could_be_overridden_a_listed_weight_is_a_weight() -> None:
+    model = built(plain, ir_version=3)
+    model.graph.input.extend(
+        helper.make_tensor_value_info(each.name, each.data_type, each.dims) for each in model.graph.initializer
+    )
+    fused = rewritten(analyse_model(model, DEVICES), transposed=True)
+    assert [value.name for value in fused.graph.input] == ["x"]
+    assert outputs(fused, "ORT_ENABLE_ALL", feed()) == outputs(model, "ORT_ENABLE_ALL", feed() | {})
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16, BFLOAT16])
+@pytest.mark.parametrize("field", ["raw_data", "typed"])
+def test_every_way_to_store_numbers_is_transposed(dtype: int, field: str) -> None:
+    model = built(plain, dtype)
+    (stored,) = (tensor for tensor in model.graph.initializer if tensor.name == "w")
+    if field == "typed":
+        value = numpy_helper.to_array(stored)
+        bits = value.view(np.uint16).ravel() if dtype != FLOAT else value.ravel()
+        stored.ClearField("raw_data")
+        (stored.float_data if dtype == FLOAT else stored.int32_data).extend(bits.tolist())
+    fused = arrays(rewritten(analyse_model(model, DEVICES), transposed=True))
+    assert fused["w.transposed"].tobytes() == numpy_helper.to_array(stored).T.tobytes()
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_fused_file_is_fused_again_with_its_weights_where_they_are() -> None:
+    once = rewritten(analyse_model(built(siblings), DEVICES), transposed=True)
+    again = analyse_model(once, DEVICES)
+    assert not again.sites
+    assert rewritten(again) == once
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_product_that_stays_a_node_reads_its_weight_as_it_was() -> None:
+    """Written behind the product, whatever was planned."""
+    model = built(plain)
+    analysis = analyse_model(model, DEVICES)
+    sites = [replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites if site.epilogue_only]
+    assert sites
+    assert not replace(analysis, sites=tuple(sites)).transposed
+    fused = rewritten(analysis, epilogue_only=True, transposed=True)
+    np.testing.assert_array_equal(arrays(fused)["w"], arrays(model)["w"])
+
+
+EXTERNAL = {"save_as_external_data": True, "location": "all.bin", "size_threshold": 64}
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("same_folder", [True, False])
+def test_external_weights_are_written_anew_and_none_twice(tmp_path: Path, same_folder: bool) -> None:
+    """One weight of the file is transposed and one is not: the new file holds both, and the old one is not needed."""
+    b = Builder()
+    x = b.input("x", ("rows", K))
+    hidden = b("Relu", b("MatMul", x, weight(b, K, N)))
+    other = weight(b, 100, N, name="table")
+    model = b.model(b("Add", hidden, b("Gather", other, b.integers(7))))
+    source = tmp_path / "a" / "in.onnx"
+    source.parent.mkdir()
+    target = (tmp_path / "a" if same_folder else tmp_path / "b") / "out.onnx"
+    target.parent.mkdir(exist_ok=True)
+    onnx.save(onnx.ModelProto.FromString(model.SerializeToString()), source, **EXTERNAL)
+    report = onnxfuse.optimize_file(source, target, arch="sm_90a")
+    assert report.transposed == {"w": 4 * K * N}
+    data = target.with_name("out.onnx.data")
+    assert data.stat().st_size <= 4 * N * (K + 100) + 2 * 64
+    if same_folder:
+        (source.parent / "all.bin").rename(tmp_path / "all.bin")
+    loaded = arrays(onnx.load(target))
+    np.testing.assert_array_equal(loaded["w.transposed"], arrays(model)["w"].T)
+    np.testing.assert_array_equal(loaded["table"], arrays(model)["table"])
+    stored = onnx.load(target, load_external_data=False)
+    assert not any(tensor.metadata_props for tensor in stored.graph.initializer)
+    values = {"x": draw(5, K).astype(np.float32)}
+    session = onnxruntime.InferenceSession(target, providers=["CPUExecutionProvider"])
+    assert [each.tobytes() for each in session.run(None, values)] == outputs(model, "ORT_ENABLE_ALL", values)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_the_api_hands_out_external_weights_in_their_order(tmp_path: Path) -> None:
+    model = built(plain)
+    onnx.save(onnx.ModelProto.FromString(model.SerializeToString()), tmp_path / "in.onnx", **EXTERNAL)
+    fused, _ = onnxfuse.optimize(tmp_path / "in.onnx", arch="sm_90a")
+    np.testing.assert_array_equal(arrays(fused)["w.transposed"], arrays(model)["w"].T)
+    assert not any(tensor.metadata_props for tensor in fused.graph.initializer)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_weights_in_files_of_a_model_without_a_place_stay(tmp_path: Path) -> None:
+    onnx.save(built(plain), tmp_path / "in.onnx", **EXTERNAL)
+    assert not analyse_model(onnx.load(tmp_path / "in.onnx", load_external_data=False), DEVICES).transposed
+    assert analyse_model(load_model(tmp_path / "in.onnx"), DEVICES).transposed
+
+
+def test_tf32_on_sm_90a_has_its_weights_k_innermost() -> None:
+    """By the cost model alone; on sm_80 both orders are as fast, and nothing moves."""
+    b = Builder()
+    x = b.input("x", (2048, 640))
+    value, gate = b("Split", b("MatMul", x, weight(b, 640, 5120)), outputs=2, axis=-1, num_outputs=2)
+    model = b.model(b("Mul", value, b("Gelu", gate)))
+    for chips, expected in (("sm_90a", {"w"}), ("sm_80", set()), ("sm_90a,sm_80,ptx", {"w"})):
+        assert analyse_model(model, resolve(chips, list)).transposed == expected
+    assert analyse_model(model, resolve("sm_90a", list), fp32="exact").transposed <= {"w"}
+
+
+def test_one_architecture_that_would_lose_keeps_the_order() -> None:
+    first, second = DEVICES
+    kept = {first: [10.0, 10.0], second: [10.0, 10.0]}
+    assert is_faster({first: [5.0, 9.0], second: [10.0, 10.0]}, kept)
+    assert not is_faster({first: [5.0, 9.0], second: [10.0, 10.1]}, kept)
+    assert not is_faster(kept, kept)
+
+
+def test_nothing_is_transposed_twice() -> None:
+    site = analyse_model(built(gate_of_two), DEVICES, keep_weights=True).sites[0]
+    fusion, perms = with_k_innermost(site.fusion, {"up", "gate"}) or pytest.fail("could not")
+    assert perms == {"up": (1, 0), "gate": (1, 0)}
+    assert with_k_innermost(fusion, {"up", "gate"}) is None
+    assert with_k_innermost(site.fusion, {"up"}) is None
