@@ -15,12 +15,17 @@ from onnx import helper, numpy_helper
 import onnxfuse
 from onnxfuse.analysis.weight_order import with_k_innermost
 from onnxfuse.device import resolve
+from onnxfuse.graph.fused_nodes import BEFORE, read_sites, site_models, write_with_shapes
 from onnxfuse.graph.graph import load_model
 from onnxfuse.graph.rewrite import KERNELS
 from onnxfuse.lowering import plan_site
 from onnxfuse.lowering.site import Site
-from onnxfuse.pipeline import analyse_model
+from onnxfuse.pipeline import Analysis, analyse_model, tune_model
+from onnxfuse.runtime.timing import time_models
 from onnxfuse.schedule.strategy import Strategy, is_faster
+from onnxfuse.tune.search import EPILOGUE_ONLY as BEHIND
+from onnxfuse.tune.search import LEFT_ALONE, Trial
+from onnxfuse.tune.session_timer import ports, trial_models
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder, run
 from tests.helpers.reference_fusion import evaluate
@@ -352,3 +357,58 @@ def test_nothing_is_transposed_twice() -> None:
     assert perms == {"up": (1, 0), "gate": (1, 0)}
     assert with_k_innermost(fusion, {"up", "gate"}) is None
     assert with_k_innermost(site.fusion, {"up"}) is None
+
+
+def trial_of(analysis: Analysis) -> Trial:
+    timer: list[Trial] = []
+
+    def remember(trial: Trial) -> dict[str, float]:
+        timer.append(trial)
+        return {}
+
+    tune_model(analysis, analysis.devices[0], timer=remember)
+    return timer[0]
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("build", [packed_gate, gate_of_two, batched])
+def test_tuning_times_every_form_with_the_weight_in_its_own_order(build: Callable[[Builder, str], list[str]]) -> None:
+    """The nodes as they were read the weight as it was, and nothing transposes it as it is timed."""
+    model = built(build, FLOAT16)
+    trial = trial_of(analyse_model(model, DEVICES))
+    inputs, outs = ports(trial)
+    models = {name: onnx.load_from_string(data) for name, data in trial_models(trial, inputs, outs, 2).items()}
+    weights = [index for index, tensor in enumerate(trial.site.fusion.inputs) if tensor.name in trial.site.transposed]
+    before = {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    for name, made in models.items():
+        is_kernel = all(node.op_type == "FusedGemm" for node in made.graph.node)
+        assert is_kernel == (name not in (BEHIND, LEFT_ALONE))
+        assert not any(node.doc_string for node in made.graph.node)
+        shapes = {port.name: [dim.dim_value for dim in port.type.tensor_type.shape.dim] for port in made.graph.input}
+        for index in weights:
+            tensor = trial.site.fusion.inputs[index]
+            perm, own = trial.site.transposed[tensor.name], before[tensor.name]
+            assert shapes[f"x{index}_0"] == ([own[place] for place in perm] if is_kernel else own)
+    stock = {LEFT_ALONE: models[LEFT_ALONE].SerializeToString()}
+    assert set(time_models(stock, inputs, outs, 2, device="cpu")) == {LEFT_ALONE}
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("build", [plain, gate_of_two, batched])
+def test_bench_times_the_original_nodes_without_restoring(
+    build: Callable[[Builder, str], list[str]], tmp_path: Path
+) -> None:
+    model = built(build)
+    fused = rewritten(analyse_model(model, DEVICES), transposed=True)
+    onnx.save(fused, tmp_path / "fused.onnx")
+    names = write_with_shapes(tmp_path / "fused.onnx", tmp_path / "shapes.onnx")
+    found = run(onnx.load(tmp_path / "shapes.onnx"), feed())
+    shapes = {name: tuple(shape.tolist()) for name, shape in zip(names, found, strict=True)}
+    (site,) = read_sites(tmp_path / "fused.onnx", shapes)
+    assert "Transpose" not in site.replaces
+    models = {name: onnx.load_from_string(data) for name, data in site_models(site, 1).items()}
+    own = {tuple(tensor.dims) for tensor in model.graph.initializer}
+    for name, made in models.items():
+        inputs = {each.name: tuple(d.dim_value for d in each.type.tensor_type.shape.dim) for each in made.graph.input}
+        assert (own >= {inputs[f"x{index}_0"] for index in site.weights}) == (name == BEFORE)
+    assert not any(node.op_type == "Transpose" for node in models[BEFORE].graph.node)

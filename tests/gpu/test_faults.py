@@ -22,7 +22,7 @@ NUMPY = {F32: np.float32, F16: np.float16}
 
 
 def fused(dtype: int, k: int, n: int, parts: int = 2, order: str = "kn") -> onnx.ModelProto:
-    model, report = onnxfuse.optimize(gate_model(dtype, order, parts, k, n), arch="native")
+    model, report = onnxfuse.optimize(gate_model(dtype, order, parts, k, n), arch="native", keep_weights=True)
     assert report.fused
     return model
 

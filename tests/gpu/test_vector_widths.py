@@ -72,7 +72,7 @@ def every_operand(m: int, n: int, k: int) -> onnx.ModelProto:
 
 def on_kernel(model: onnx.ModelProto, kernel: str) -> tuple[Analysis, int]:
     """The analysis with every site on one kernel where it can be, and how many are."""
-    analysis = analyse_model(model, resolve("native", local_architectures))
+    analysis = analyse_model(model, resolve("native", local_architectures), keep_weights=True)
     if kernel == EPILOGUE_ONLY:
         sites = tuple(replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites)
         return replace(analysis, sites=sites), len(sites)
