@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+import numpy as np
 from hypothesis import HealthCheck, given, settings
 
 from onnxfuse.device import resolve
+from onnxfuse.graph import weight_readers
 from onnxfuse.ir.fusion import OPS
+from onnxfuse.lowering import plan_site
 from onnxfuse.pipeline import analyse_model
 from tests.helpers.matching import check_meaning
 from tests.helpers.onnx_build import run
@@ -31,3 +36,21 @@ def test_what_is_fused_means_what_it_meant(drawn) -> None:
         assert all(len(step.inputs) == OPS[step.op] for step in site.fusion.steps)
     for expected, actual in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
         assert expected.tobytes() == actual.tobytes()
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(graphs())
+def test_weights_in_another_order_mean_the_same(drawn) -> None:
+    """As if every weight were large and faster so; without ONNX Runtime's optimiser a Transpose restores each."""
+    model, feed = drawn
+    with (
+        patch.object(weight_readers, "is_large", lambda tensor: True),
+        patch.object(plan_site, "is_faster", lambda other, kept: True),
+    ):
+        analysis = analyse_model(model, DEVICES)
+    fused = rewritten(analysis, transposed=True)
+    stored = {tensor.name for tensor in fused.graph.initializer}
+    assert {f"{name}.transposed" for name in analysis.transposed} <= stored
+    assert not stored & analysis.transposed
+    for expected, actual in zip(run(model, feed), run(fused, feed), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)

@@ -44,7 +44,7 @@ def test_replays_read_external_weights_in_their_new_file(tmp_path: Path) -> None
     import onnxruntime
 
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    onnx.save(built(WAYS[0], FLOAT16), before, True, location="all.bin", size_threshold=64)
+    onnx.save(built(WAYS[0], FLOAT16), before, save_as_external_data=True, location="all.bin", size_threshold=64)
     onnxfuse.optimize_file(before, after, arch="native")
     (tmp_path / "all.bin").unlink()
     captured = onnxfuse.InferenceSession(after, providers=[("CUDAExecutionProvider", {"enable_cuda_graph": "1"})])
