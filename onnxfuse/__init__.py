@@ -16,6 +16,7 @@ from onnxfuse.errors import CompileError, DeviceError, ModelError, OnnxfuseError
 from onnxfuse.graph.external_data import take_in
 from onnxfuse.graph.graph import ModelProto
 from onnxfuse.graph.save import check_files, check_target, save_model
+from onnxfuse.graph.transposed_data import put_in_order
 from onnxfuse.pipeline import Analysis, Fp32, Rounding, analyse_model, check_budget, optimize_model, tune_model
 from onnxfuse.progress import Progress
 from onnxfuse.report.site_report import Report
@@ -98,6 +99,7 @@ def optimize(
         progress=progress, tune=tune, budget=budget,
     )  # fmt: skip
     analysis, proto, report = _fuse(model, lambda analysis: None, options)
+    put_in_order(proto)
     if analysis.model.path is not None:
         take_in(proto, analysis.model)
     return proto, report
@@ -151,5 +153,6 @@ def _fuse(
     check(analysis)
     if local is not None:
         analysis = tune_model(analysis, local, budget=budget, progress=progress)
-    proto, report = optimize_model(analysis, dump=Path(dump) if dump is not None else None, progress=progress)
+    folder = Path(dump) if dump is not None else None
+    proto, report = optimize_model(analysis, dump=folder, progress=progress, to_save=True)
     return analysis, proto, report

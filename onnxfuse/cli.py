@@ -216,7 +216,7 @@ def optimize(
             check_holds_none(analysis.model, report)
         if local is not None:
             analysis = tune_model(analysis, local, budget=budget, progress=progress)
-        proto, outcome = optimize_model(analysis, dump=dump, progress=progress)
+        proto, outcome = optimize_model(analysis, dump=dump, progress=progress, to_save=True)
         progress("writing the model", 0, 0)
         saved = save_model(proto, analysis.model, output, force)
     if report is not None:

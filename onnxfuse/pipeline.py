@@ -16,6 +16,7 @@ from onnxfuse.graph.load import data_bytes
 from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
+from onnxfuse.graph.transposed_data import put_in_order
 from onnxfuse.graph.weight_readers import product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
@@ -220,9 +221,15 @@ def _named_sites(analysis: Analysis) -> Analysis:
 
 
 def optimize_model(
-    analysis: Analysis, *, dump: Path | None = None, progress: Progress | None = None
+    analysis: Analysis, *, dump: Path | None = None, progress: Progress | None = None, to_save: bool = False
 ) -> tuple[ModelProto, Report]:
     """Compile the kernels of an analysis and rewrite its model, in place.
+
+    Args:
+        analysis: of the model.
+        dump: a folder that gets a file for each stage.
+        progress: called after each kernel.
+        to_save: whether `save_model` is all that reads the result: then it moves the bytes of transposed weights.
 
     Raises:
         CompileError: NVRTC refused a kernel.
@@ -238,6 +245,8 @@ def optimize_model(
     ]
     before, weights = count_nodes(analysis.model.proto), _bytes_of_transposed(analysis)
     proto = rewrite(analysis.model.proto, replacements, archive)
+    if not to_save:
+        put_in_order(proto)
     return proto, _report(analysis, before, count_nodes(proto), weights)
 
 

@@ -15,7 +15,7 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.load import Model, data_bytes, leaves_folder, load_model, tensors
-from onnxfuse.graph.transposed_data import in_order, settled
+from onnxfuse.graph.transposed_data import forget_order, in_order
 
 
 def external_tensors(proto: ModelProto) -> Iterator[TensorProto]:
@@ -62,7 +62,7 @@ def locate_tensor(source: Model, tensor: TensorProto) -> Path:
 
 
 def read_data(source: Model, tensor: TensorProto) -> bytes:
-    """A tensor's bytes from its file.
+    """A tensor's bytes as they lie in its file.
 
     Raises:
         ModelError: the file is missing, lies elsewhere, ends too early or cannot be read.
@@ -81,7 +81,7 @@ def read_data(source: Model, tensor: TensorProto) -> bytes:
         raise ModelError(f"{label} cannot be read: {path}: {error.strerror}") from error
     if len(data) != length:
         raise ModelError(f"{label} are cut off: {path} ends before byte {(info.offset or 0) + length}")
-    return in_order(tensor, data)
+    return data
 
 
 def take_in(proto: ModelProto, source: Model) -> None:
@@ -95,10 +95,10 @@ def take_in(proto: ModelProto, source: Model) -> None:
         ModelError: as `read_data`.
     """
     for tensor in external_tensors(proto):
-        tensor.raw_data = read_data(source, tensor)
+        tensor.raw_data = b"".join(in_order(tensor, read_data(source, tensor)))
         tensor.data_location = TensorProto.DEFAULT
         del tensor.external_data[:]
-        settled(tensor)
+        forget_order(tensor)
 
 
 def load_whole(path: Path) -> ModelProto:

@@ -24,7 +24,7 @@ from onnxfuse.errors import OutputError
 from onnxfuse.graph.external_data import external_tensors, locate, locate_tensor, read_data
 from onnxfuse.graph.functions import walk
 from onnxfuse.graph.load import Model, data_bytes, is_large, leaves_folder
-from onnxfuse.graph.transposed_data import pending_order, settled
+from onnxfuse.graph.transposed_data import forget_order, in_order, pending_order
 from onnxfuse.staging import staging
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
@@ -232,13 +232,14 @@ def _serialized(proto: ModelProto) -> Iterator[bytes]:
     yield _tag(ModelProto.GRAPH_FIELD_NUMBER) + _varint(length) + head
     for tensor, (start, _) in zip(proto.graph.initializer, tensors, strict=True):
         yield start
-        yield tensor.raw_data
+        yield from in_order(tensor, tensor.raw_data)
 
 
 def _tensor_head(tensor: TensorProto) -> tuple[bytes, int]:
     """What stands before an initializer's raw data in the graph's bytes, and how many bytes of raw data follow."""
     rest = TensorProto()
     _copy_fields(tensor, rest, but="raw_data")
+    forget_order(rest)
     fields, weight = rest.SerializeToString(), len(tensor.raw_data)
     if tensor.HasField("raw_data"):
         fields += _tag(TensorProto.RAW_DATA_FIELD_NUMBER) + _varint(weight)
@@ -353,12 +354,11 @@ def _weights(tensors: Iterable[TensorProto], source: Model, location: str) -> It
     for tensor in tensors:
         own = _place(tensor)
         if own is None or own not in places:
-            data = read_data(source, tensor) if own else tensor.raw_data
             padding = -end % ALIGNMENT
             yield bytes(padding)
-            yield data
+            yield from in_order(tensor, read_data(source, tensor) if own else tensor.raw_data)
             places[own] = end + padding
-            end += padding + len(data)
+            end += padding + data_bytes(tensor)
         _move(tensor, location, places[own])
 
 
@@ -372,7 +372,7 @@ def _place(tensor: TensorProto) -> object:
 
 def _move(tensor: TensorProto, location: str, offset: int) -> None:
     """Say where a tensor's data are now."""
-    settled(tensor)
+    forget_order(tensor)
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]

@@ -1,67 +1,66 @@
 """Weights that a model stores in another order than it was read with.
 
-One whose data lie in a file stays there until somebody reads it: the message only says in which order it is wanted, so
-that no more than one weight is in memory at a time. Such a message is never written: `save_model` moves the data.
+A message only says in which order a weight is wanted, until somebody reads it: so no more than one is in memory twice,
+and a file is not read before another is written. No such message leaves this package: `save_model` writes weights in
+their order, and `put_in_order` moves the bytes of those that a message holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it."""
 
 _KEY = "onnxfuse.perm"
-_BLOCK = 256  # rows and columns that the caches hold while they are copied
+_BLOCK = 256  # columns that become rows at once: what a cache line holds of each row is used while it is there
 
 
 def transpose(tensor: TensorProto, perm: Perm) -> None:
-    """Store a tensor in another order, in place; one in a file once that is read."""
-    dims = [tensor.dims[place] for place in perm]
-    if tensor.data_location == TensorProto.EXTERNAL:
-        tensor.metadata_props.add(key=_KEY, value=",".join(map(str, perm)))
-        tensor.dims[:] = dims
-        return
-    data = _transposed(numpy_helper.to_array(tensor), perm)
-    tensor.ClearField(helper.tensor_dtype_to_field(tensor.data_type))
-    tensor.raw_data = data
-    tensor.dims[:] = dims
+    """Say that a tensor is wanted in another order; its bytes stay as they are."""
+    if tensor.data_location != TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
+        raw = numpy_helper.to_array(tensor).tobytes()
+        tensor.ClearField(helper.tensor_dtype_to_field(tensor.data_type))
+        tensor.raw_data = raw
+    tensor.metadata_props.add(key=_KEY, value=",".join(map(str, perm)))
+    tensor.dims[:] = [tensor.dims[place] for place in perm]
+
+
+def put_in_order(proto: ModelProto) -> None:
+    """Move the bytes of every tensor of the main graph that the message holds in another order than it has."""
+    for tensor in proto.graph.initializer:
+        if pending_order(tensor) and tensor.data_location != TensorProto.EXTERNAL:
+            tensor.raw_data = b"".join(in_order(tensor, tensor.raw_data))
+            forget_order(tensor)
 
 
 def pending_order(tensor: TensorProto) -> str:
-    """How a tensor's data lie in a file, if in another order than it has; else empty."""
+    """How a tensor's data lie, if in another order than it has; else empty."""
     return next((entry.value for entry in tensor.metadata_props if entry.key == _KEY), "")
 
 
-def in_order(tensor: TensorProto, data: bytes) -> bytes:
-    """A tensor's data as they lie in its file, in the order that it has."""
+def in_order(tensor: TensorProto, data: bytes) -> Iterator[bytes]:
+    """A tensor's data as they lie, in the order that it has, in pieces."""
     perm = pending_order(tensor)
     if not perm:
-        return data
+        yield data
+        return
     places = tuple(map(int, perm.split(",")))
     shape = [tensor.dims[places.index(place)] for place in range(len(places))]
-    return _transposed(np.frombuffer(data, f"u{len(data) // max(math.prod(shape), 1)}").reshape(shape), places)
+    array = np.frombuffer(data, f"u{len(data) // max(math.prod(shape), 1)}").reshape(shape).transpose(places)
+    if array.ndim > 2:
+        yield array.tobytes()
+        return
+    for first in range(0, array.shape[0], _BLOCK):
+        yield array[first : first + _BLOCK].tobytes()
 
 
-def settled(tensor: TensorProto) -> None:
+def forget_order(tensor: TensorProto) -> None:
     """Forget that a tensor's data lay in another order: they were moved."""
     for index in reversed(range(len(tensor.metadata_props))):
         if tensor.metadata_props[index].key == _KEY:
             del tensor.metadata_props[index]
-
-
-def _transposed(array: np.ndarray[Any, Any], perm: Sequence[int]) -> bytes:
-    """Matrices block by block: line by line would read a cache line for each element."""
-    array = array.view(f"u{array.itemsize}")
-    if array.ndim != 2:
-        return array.transpose(perm).tobytes()
-    made = np.empty(array.shape[::-1], array.dtype)
-    for row in range(0, array.shape[0], _BLOCK):
-        for column in range(0, array.shape[1], _BLOCK):
-            made[column : column + _BLOCK, row : row + _BLOCK] = array[row : row + _BLOCK, column : column + _BLOCK].T
-    return made.tobytes()
