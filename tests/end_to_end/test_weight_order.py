@@ -15,6 +15,7 @@ from onnx import helper, numpy_helper
 import onnxfuse
 from onnxfuse.analysis.weight_order import with_k_innermost
 from onnxfuse.device import resolve
+from onnxfuse.graph import save
 from onnxfuse.graph.fused_nodes import BEFORE, read_sites, site_models, write_with_shapes
 from onnxfuse.graph.graph import load_model
 from onnxfuse.graph.rewrite import KERNELS
@@ -314,6 +315,27 @@ def test_external_weights_are_written_anew_and_none_twice(tmp_path: Path, same_f
     values = {"x": draw(5, K).astype(np.float32)}
     session = onnxruntime.InferenceSession(target, providers=["CPUExecutionProvider"])
     assert [each.tobytes() for each in session.run(None, values)] == outputs(model, "ORT_ENABLE_ALL", values)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("largest", [2**31, 5_000])
+def test_a_model_of_one_file_is_written_in_order(tmp_path: Path, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the message, or in a file beside it where that is too large; as large as with weights as they were."""
+    monkeypatch.setattr(save, "LARGEST_MESSAGE", largest)
+    onnx.save(built(siblings), tmp_path / "in.onnx")
+    sizes = []
+    for keep in (True, False):
+        target = tmp_path / f"{keep}.onnx"
+        report = onnxfuse.optimize_file(tmp_path / "in.onnx", target, arch="sm_80", keep_weights=keep)
+        assert bool(report.transposed) != keep
+        data = target.with_name(f"{target.name}.data")
+        assert data.exists() == (largest == 5_000)
+        sizes.append(target.stat().st_size + (data.stat().st_size if data.exists() else 0))
+    loaded = onnx.load(target)
+    for name in "qkv":
+        np.testing.assert_array_equal(arrays(loaded)[f"{name}.transposed"], arrays(built(siblings))[name].T)
+    assert not any(tensor.metadata_props for tensor in loaded.graph.initializer)
+    assert sizes[1] <= sizes[0] + 30_000  # other kernels, and as many bytes of weights
 
 
 @pytest.mark.usefixtures("everywhere")
