@@ -39,16 +39,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """A problem's fusion, the tile that its plan takes, and the tiles to time."""
+    """A problem's fusion, the order in which its weights are stored, the tile that its plan takes, and those to time."""
 
     fusion: Fusion
+    order: str
     chosen: str
     choices: tuple[Choice, ...]
 
 
-def plan_of(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | None:
+def plan_of(problem: Drawn, device: DeviceSpec, keep_weights: bool = False) -> tuple[Fusion, ProductPlan] | None:
     """The fusion and the plan of a site by itself; None where the model leaves it to ONNX Runtime."""
-    sites = analyse_model(model(problem, 1, 1), (device,)).sites
+    sites = analyse_model(model(problem, 1, 1), (device,), keep_weights=keep_weights).sites
     if len(sites) != 1 or not sites[0].plans:
         return None
     return sites[0].fusion, sites[0].plans[0]
@@ -57,8 +58,11 @@ def plan_of(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | 
 def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | None:
     """What to time, with so many tiles more than the nearest; None for kinds that are not timed."""
     own = None if problem.kind in UNTIMED else plan_of(problem, device)
-    known = plan_of(replace(problem, dynamic=False), device)
-    if own is None or known is None:
+    if own is None:
+        return None
+    order = "nk" if own[0].rhs[0].axes[-1] == "k" else "kn"
+    known = plan_of(replace(problem, order=order, dynamic=False), device, keep_weights=True)
+    if known is None:
         return None
     chosen = next(each for each in own[1].variants if each.min_m <= problem.m <= each.max_m)
     fusion, plan = known
@@ -68,7 +72,7 @@ def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | N
     far = [pair for pair in tiles if pair[0] <= FAR * tiles[0][0] and pair not in near]
     drawn = random.Random(str(problem)).sample(far, min(further, len(far)))
     choices = (Choice(us, replan(plan, entry).variants[0]) for us, entry in near + drawn)
-    return Planned(fusion, str(chosen.tile), tuple(choices))
+    return Planned(fusion, order, str(chosen.tile), tuple(choices))
 
 
 def compile_tiles(found: Planned, device: DeviceSpec, folder: Path) -> None:
@@ -136,7 +140,7 @@ def time_tiles(
     problem: Drawn, found: Planned, copies: int, weights: int, device: DeviceSpec, folder: Path
 ) -> dict[str, tuple[float, float]]:
     """Microseconds and estimate of each tile, timed in turn."""
-    buffers = Buffers(problem, found.fusion, copies, weights)
+    buffers = Buffers(replace(problem, order=found.order), found.fusion, copies, weights)
     stream = cupy.cuda.Stream(non_blocking=True)
     launches = [launcher(choice.variant, device, buffers, folder) for choice in found.choices]
     replays = [graph_of(launch, copies, stream) for launch in launches]
