@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """A problem's fusion, the order in which its weights are stored, the tile that its plan takes, and those to time."""
+    """A problem's fusion, the order in which its weights are stored, its plan's tile, and the tiles to time."""
 
     fusion: Fusion
     order: str

@@ -62,7 +62,7 @@ class Stopwatch:
 
 
 def analysed(*names: str, arch: str = "sm_90a", fp32: str = "tf32", **model: object) -> Analysis:
-    return analyse_model(gates(*(names or ("weight",)), **model), resolve(arch, list), fp32)
+    return analyse_model(gates(*(names or ("weight",)), **model), resolve(arch, list), fp32, keep_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_masks_are_timed_as_the_bytes_that_they_are(dtype: int) -> None:
     t = b("MatMul", b.input("x", (64, 64)), b.array(np.ones((64, 48)), "weight"))
     mask = b("Not", b.input("mask", (64, 48), 9))
     model = b.model(b("Where", mask, b("Add", t, b.array(np.ones(48), "bias")), b.array(-np.inf)))
-    analysis = analyse_model(model, [DEVICE])
+    analysis = analyse_model(model, [DEVICE], keep_weights=True)
     trial = trial_of(analysis, 64)
     inputs, outputs = ports(trial)
     assert [port.bytes for port in inputs if port.element == 9] == [64 * 48]
