@@ -302,7 +302,7 @@ def as_tuples(made: list[Port]) -> list[tuple[str, int, tuple[int, ...]]]:
 
 def test_a_sites_own_model_computes_what_the_site_does() -> None:
     model = gates("weight", dtype=1)
-    analysis = analyse_model(model, [DEVICE])
+    analysis = analyse_model(model, [DEVICE], keep_weights=True)
     inputs, outputs = ports(trial_of(analysis, 7))
     assert as_tuples(inputs) == [("x0", 1, (7, 320)), ("x1", 1, (320, 1280)), ("x2", 1, (1280,))]
     assert as_tuples(outputs) == [("y0", 1, (7, 640))]
