@@ -86,11 +86,13 @@ def measured_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> flo
 
 
 def assumed_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float:
-    """The same by how long the one kernel takes, without its narrow copies, which the library does not need."""
+    """The same by how long the one kernel takes: to begin as long, less for products, nothing for narrow copies."""
     one_kernel, best = ranked.tiles[0]
     faster = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.problem.n)
     memory = moving(plan.device, traffic.weights + ranked.m * (traffic.lhs + traffic.product))
-    return max((one_kernel - ranked.copying) / faster, memory)
+    known = calibration(plan.device)
+    fixed = known.launches[best.family.name] + known.fill[best.family.name]
+    return max(fixed + (one_kernel - fixed - ranked.copying) / faster, memory)
 
 
 def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> float:

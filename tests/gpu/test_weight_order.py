@@ -13,7 +13,7 @@ import onnxfuse
 from onnxfuse.lowering import plan_site
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.verify.verify import verify
-from tests.end_to_end.test_weight_order import WAYS, K, N, built
+from tests.end_to_end.test_weight_order import WAYS, K, N, built, einsum
 from tests.gpu.test_tune import times_of
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder
 
@@ -28,8 +28,11 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT])
-@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    # ONNX knows no Einsum of bfloat16.
+    [(way, each) for way in WAYS for each in (FLOAT16, BFLOAT16, FLOAT) if (way, each) != (einsum, BFLOAT16)],
+)
 def test_kernels_read_the_stored_order(build: Callable[[Builder, str], list[str]], dtype: int, tmp_path: Path) -> None:
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     onnx.save(built(build, dtype), before)

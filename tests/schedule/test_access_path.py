@@ -105,7 +105,8 @@ def test_explain_prints_kind_width_bytes_path_and_reason() -> None:
     b = Builder(FLOAT16)
     t = b("MatMul", b.input("x", (2048, 320)), b.array(np.ones((320, 640)), "weight"))
     t = b("Add", b("Add", t, b.array(np.ones(640), "bias")), b.input("residual", (2048, 640)))
-    report = make_report(analyse_model(b.model(b("Mul", t, b.array(0.5, "half"))), resolve("sm_80,sm_90a", list)))
+    model, devices = b.model(b("Mul", t, b.array(0.5, "half"))), resolve("sm_80,sm_90a", list)
+    report = make_report(analyse_model(model, devices, keep_weights=True))
     rows = {operand.name: operand for operand in report.fused[0].operands}
     ahead = f"{VECTOR}, ahead of the main loop"
     assert [str(rows[name]) for name in ("x", "weight", "bias", "residual")] == [
