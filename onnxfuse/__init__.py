@@ -75,8 +75,7 @@ def optimize(
             stored as `[n, k]` where the model has `[k, n]` and kernels are faster so, under names of their own.
         only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
         skip: leave out what fits one of these.
-        plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file or the parsed
-            dictionary.
+        plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file, or parsed.
         dump: a folder that gets one numbered file a stage for each fusion.
         progress: called with what is being done, how much is done, and how much there is.
         tune: choose by measuring on the GPU at hand instead of by the cost model.
@@ -84,8 +83,8 @@ def optimize(
 
     Returns:
         The fused model, and what was fused, what was not, and why. Of a path, the model holds all its data, as
-        `onnx.load` makes it: `onnx.save` writes it anywhere, and needs `save_as_external_data=True` over 2 GB. Of a
-        loaded model, external data stay where they are, and only the folder of the original has them.
+        `onnx.load` makes it: `onnx.save` writes it anywhere, and needs `save_as_external_data=True` over 2 GB. A
+        loaded model's external data stay in the folder of the original.
 
     Raises:
         ModelError: the model, or its external data, cannot be read or is invalid.

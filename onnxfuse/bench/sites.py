@@ -114,6 +114,14 @@ def time_sites(
     return tuple(_time_site(site, rates) for site in counted("timing sites", sites, progress))
 
 
+def _inputs_of(session: Any, feeds: Mapping[str, Array]) -> dict[str, Any]:
+    """Those of the feeds that a session reads."""
+    specs = input_specs(session)
+    values = {name: array for name, array in feeds.items() if name in {spec.name for spec in specs}}
+    checked = make_feeds(specs, values)
+    return {spec.name: to_ort_value(spec, checked[spec.name]) for spec in specs}
+
+
 def _shapes(
     model: Path, feeds: Mapping[str, Array], device: str, session_options: Any = None
 ) -> dict[str, tuple[int, ...]]:
@@ -124,11 +132,7 @@ def _shapes(
         if not names:
             return {}
         session = open_on(path, device, session_options=session_options)
-        specs = input_specs(session)
-        values = {name: array for name, array in feeds.items() if name in {spec.name for spec in specs}}
-        checked = make_feeds(specs, values)
-        bound = {spec.name: to_ort_value(spec, checked[spec.name]) for spec in specs}
-        results = session.run([f"{SHAPE_OF}{name}" for name in names], bound)
+        results = session.run([f"{SHAPE_OF}{name}" for name in names], _inputs_of(session, feeds))
     return {name: tuple(map(int, value)) for name, value in zip(names, results, strict=True)}
 
 

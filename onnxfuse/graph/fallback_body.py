@@ -141,18 +141,22 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
     for index in (*(index for index in replacement.copied if scope[index].output[0] in copied), *own):
         node = scope[index]
         if index in replacement.shapes:
-            node = renamed(node, {})
-            shape = replacement.shapes[index]
-            shapes += _shape(
-                f"{node.output[0]}/shape", shape, "" if shape.is_constant else replacement.inputs[shape.base]
-            )
-            node.input[1] = shapes[-1].output[0]
-            # 0 keeps a dimension
-            attributes = [attribute for attribute in node.attribute if attribute.name != "allowzero"]
-            del node.attribute[:]
-            node.attribute.extend(attributes)
+            node, made = _reshape(node, replacement.shapes[index], replacement.inputs)
+            shapes += made
         nodes.append(node)
     return nodes, shapes
+
+
+def _reshape(node: NodeProto, shape: FallbackShape, inputs: Sequence[str]) -> tuple[NodeProto, list[NodeProto]]:
+    """A copy of a Reshape to a shape of the body's own, and the nodes that make this."""
+    node = renamed(node, {})
+    made = _shape(f"{node.output[0]}/shape", shape, "" if shape.is_constant else inputs[shape.base])
+    node.input[1] = made[-1].output[0]
+    # 0 keeps a dimension
+    attributes = [attribute for attribute in node.attribute if attribute.name != "allowzero"]
+    del node.attribute[:]
+    node.attribute.extend(attributes)
+    return node, made
 
 
 def needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:

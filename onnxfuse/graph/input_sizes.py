@@ -85,24 +85,27 @@ def _shape(graph: Graph, node: gs.Node, index: int | None) -> tuple[Size, ...] |
 
 def _equal_sizes(graph: Graph, node: gs.Node) -> Iterator[tuple[str, tuple[str, ...]]]:
     """A symbol and a sum that must be equal, as the node reads both in one place."""
+    for pair in _read_together(graph, node):
+        for size, other in (pair, pair[::-1]):
+            found = _SUM.fullmatch(other) if isinstance(other, str) and isinstance(size, str) else None
+            if found is not None and isinstance(size, str):
+                yield size, found.groups()
+
+
+def _read_together(graph: Graph, node: gs.Node) -> Iterator[tuple[Size, Size]]:
+    """Pairs of sizes that a node reads in one place; of broadcasting either may be 1."""
     operator = _ATTENTION.get((node.domain or "", node.op))
     if node.op in _POINTWISE and not node.domain:
         shapes = [shape for index in range(len(node.inputs)) if (shape := _shape(graph, node, index)) is not None]
-        pairs = ((a, b) for one, other in combinations(shapes, 2) for a, b in zip(one[::-1], other[::-1], strict=False))
+        for one, other in combinations(shapes, 2):
+            yield from zip(one[::-1], other[::-1], strict=False)
     elif operator is not None:
         total = _past_and_present(graph, node, operator)
         masks = (_shape(graph, node, index) for index in operator.masks)
         value = graph.known_value(node.inputs[operator.total]) if _name(node, operator.total) else None
         ends: list[Size] = [mask[-1] for mask in masks if mask]
         ends += [] if value is None else [each for each in value.ravel().tolist() if isinstance(each, int | str)]
-        pairs = ((end, total) for end in ends)
-    else:
-        return
-    for pair in pairs:
-        for size, other in (pair, pair[::-1]):
-            found = _SUM.fullmatch(other) if isinstance(other, str) and isinstance(size, str) else None
-            if found is not None and isinstance(size, str):
-                yield size, found.groups()
+        yield from ((end, total) for end in ends)
 
 
 def _past_and_present(graph: Graph, node: gs.Node, operator: Attention) -> Size:
@@ -125,16 +128,19 @@ def _heads(graph: Graph, node: gs.Node, operator: Attention) -> Iterator[tuple[S
             yield from ((past[-1], width),) if width else ()
 
 
+def _packed_heads(graph: Graph, node: gs.Node) -> tuple[tuple[Size, ...] | None, int]:
+    """The shape whose last axis holds heads side by side, and how many of them; 0 where they are not said."""
+    heads = int(node.attrs.get("num_heads") or node.attrs.get("q_num_heads") or 0)
+    if node.op == "Attention" and node.domain == "com.microsoft":
+        return _shape(graph, node, 1), 3 * heads
+    if node.op == "GroupQueryAttention" and not _name(node, 1):
+        heads += 2 * int(node.attrs.get("kv_num_heads", 0))
+    return _shape(graph, node, 0), heads
+
+
 def _head_width(graph: Graph, node: gs.Node) -> int | None:
     """The width of a head: of the cosines that turn it, or a share of the query's or the weight's columns."""
-    heads = node.attrs.get("num_heads") or node.attrs.get("q_num_heads")
-    query = _shape(graph, node, 0)
-    if node.op == "Attention" and node.domain == "com.microsoft":
-        query, parts = _shape(graph, node, 1), 3 * int(heads or 0)
-    elif node.op == "GroupQueryAttention" and not _name(node, 1):
-        parts = int(heads or 0) + 2 * int(node.attrs.get("kv_num_heads", 0))
-    else:
-        parts = int(heads or 0)
+    query, parts = _packed_heads(graph, node)
     if query is not None and len(query) in (2, 3) and isinstance(query[-1], int) and parts:
         return query[-1] // parts
     if query is not None and len(query) in (4, 5) and isinstance(query[-1], int):

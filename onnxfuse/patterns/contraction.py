@@ -85,6 +85,15 @@ def contract(lhs: Source, rhs: Source, labels: Labels) -> Contraction:
     )
 
 
+def _pairs(left: list[Piece], right: list[Piece], names: tuple[_Names, _Names]) -> list[Piece]:
+    """What both have in common from the last piece on, which is taken from both."""
+    found: list[Piece] = []
+    while left and right:
+        size = _smaller(left[-1].size, right[-1].size)
+        found.insert(0, _common(_taken(left, size), _taken(right, size), names))
+    return found
+
+
 def _met(lhs: Dim | None, rhs: Dim | None, names: tuple[_Names, _Names], contracted: bool, unified: bool) -> Dim:
     """The axes of one label; sizes of a unified one are equal, or the model is wrong."""
     if lhs is None or rhs is None:
@@ -96,10 +105,7 @@ def _met(lhs: Dim | None, rhs: Dim | None, names: tuple[_Names, _Names], contrac
         own.update({piece: () for piece in dim if piece.size == 1})
     if not left or not right:
         return _alone((*left, *right), contracted)
-    found: list[Piece] = []
-    while left and right:
-        size = _smaller(left[-1].size, right[-1].size)
-        found.insert(0, _common(_taken(left, size), _taken(right, size), names))
+    found = _pairs(left, right, names)
     if left or right:
         raise NotFusable("unknown_broadcast", "", "the sizes of its inputs do not provably agree")
     return tuple(found)
