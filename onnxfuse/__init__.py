@@ -98,10 +98,15 @@ def optimize(
         progress=progress, tune=tune, budget=budget,
     )  # fmt: skip
     analysis, proto, report = _fuse(model, lambda analysis: None, options)
+    return _with_data(proto, analysis), report
+
+
+def _with_data(proto: ModelProto, analysis: Analysis) -> ModelProto:
+    """Weights in the order that the nodes read; of a path the external data as well."""
     put_in_order(proto)
     if analysis.model.path is not None:
         take_in(proto, analysis.model)
-    return proto, report
+    return proto
 
 
 def optimize_file(source: str | Path, target: str | Path, *, force: bool = False, **options: Unpack[Options]) -> Report:
