@@ -5,12 +5,13 @@ The other half, the attributes of a fused node, is in `lowering/fused_node.py`.
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   268 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
+    records   272 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
               no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks in two
               levels, and whether its accesses go down the rows), u32 cluster, u32 number of tensor maps, tensor maps[9]
-              of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u64 offset of the
-              image from the start of the archive, u32 bytes of it there, u32 bytes of it decompressed
+              of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u32 library
+              (`Library`), u64 offset of the image from the start of the archive, u32 bytes of it there, u32 bytes of
+              it decompressed
     images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
               stored once. Compressed they take less than a quarter; one is decompressed while the driver loads it
 
@@ -20,6 +21,10 @@ multiple of c. Tensor maps are rank 3 (contiguous axis, other axis, batch; of ba
 the runs; of an output in two levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch),
 encoded at launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, and
 3 a place of zeros that the kernel loads and stores nothing by. A record with tensor maps runs where k > 0.
+
+A record whose library is not NONE belongs to a node with a product, and its kernel has none: cuBLASLt makes the product
+in scratch memory, and the kernel's first loads are the parts of it, before those of the node. Such a record is passed
+over where the process holds no cuBLASLt, or where that refuses; another one of the same rows stands behind it.
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
@@ -44,10 +49,10 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 9
+VERSION = 10
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sII72sQII")
+_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sII72sIQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
 _RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
@@ -74,6 +79,15 @@ class Mapped(IntEnum):
     RHS = 1
     OUT = 2
     NOTHING = 3  # a place in the kernel's parameter that it loads and stores nothing by
+
+
+class Library(IntEnum):
+    """How the library multiplies for a kernel that only does what follows the product."""
+
+    NONE = 0  # the kernel multiplies by itself, or the node has no product
+    F16 = 1
+    BF16 = 2
+    TF32 = 3
 
 
 _ALL_FLAGS = max(TensorFlag) * 2 - 1
@@ -132,6 +146,7 @@ class Record:
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         flags: a `TensorFlag` for lhs, rhs, each of 12 loads and each of 4 outputs; 0 where the kernel has none.
+        library: not NONE for a kernel whose first loads are the parts of a product that the library makes.
     """
 
     kernel: str
@@ -152,6 +167,7 @@ class Record:
     cluster: int = 0
     maps: tuple[TensorMap, ...] = ()
     flags: tuple[int, ...] = (0,) * TENSORS
+    library: int = Library.NONE
 
     def __post_init__(self) -> None:
         _check(self)
@@ -208,6 +224,7 @@ def _check(record: Record) -> None:
         (0 <= record.cluster <= 16, "cluster"),
         (len(record.flags) == TENSORS and all(0 <= flags <= _ALL_FLAGS for flags in record.flags), "flags"),
         (not any(_flags_of_missing(record)), "flags of a tensor that it does not have"),
+        (record.library in tuple(Library) and _is_library_possible(record), "product of the library"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
@@ -225,6 +242,11 @@ def _is_possible(tensor_map: TensorMap, record: Record) -> bool:
         and tensor_map.swizzle in (0, 32, 64, 128)
         and all(1 <= box <= MAX_BOX for box in boxes)
     )
+
+
+def _is_library_possible(record: Record) -> bool:
+    plain = record.lhs_alignment != 0 and not record.maps and record.cluster == 0 and record.load_alignments
+    return record.library == Library.NONE or bool(plain)
 
 
 def _given_alignments(record: Record) -> tuple[int, ...]:
@@ -314,7 +336,7 @@ def _pack_record(record: Record, place: _Place) -> bytes:
         _MAP.pack(entry.tensor, entry.index, entry.rows_contiguous, entry.swizzle, entry.box_inner, entry.box_outer)
         for entry in record.maps
     )
-    tail = (record.cluster, len(record.maps), maps, place.offset, place.packed, len(record.image))
+    tail = (record.cluster, len(record.maps), maps, record.library, place.offset, place.packed, len(record.image))
     return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), bytes(record.flags), *tail)
 
 
@@ -337,7 +359,8 @@ def _check_header(data: bytes) -> int:
 
 def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    alignments, (flags, cluster, map_count, maps, offset, packed, size) = fields[10 : 10 + TENSORS], fields[-7:]
+    alignments, tail = fields[10 : 10 + TENSORS], fields[-8:]
+    flags, cluster, map_count, maps, library, offset, packed, size = tail
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
         kernel=_text(kernel),
@@ -358,6 +381,7 @@ def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
         cluster=cluster,
         maps=_unpack_maps(maps, map_count),
         flags=tuple(flags),
+        library=library,
     )
 
 

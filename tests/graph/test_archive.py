@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph.archive import ALIGNMENTS, TENSORS, Flavour, Mapped, Record, TensorMap, pack, unpack
+from onnxfuse.graph.archive import ALIGNMENTS, TENSORS, Flavour, Library, Mapped, Record, TensorMap, pack, unpack
 from tests.tools import fuzz_archive
 from tests.tools.fuzz_archive import RECORD, flags
 
@@ -30,6 +30,8 @@ def records(draw: st.DrawFn) -> Record:
     maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
     loads = draw(st.lists(alignments, max_size=12))
     outs = draw(st.lists(alignments, min_size=1, max_size=4))
+    cluster = draw(st.integers(0, 16))
+    library = draw(st.sampled_from(list(Library))) if product[0] and loads and not maps and not cluster else 0
     there = (*product, *loads, *[0] * (12 - len(loads)), *outs, *[0] * (4 - len(outs)))
     return Record(
         kernel=draw(st.text("0123456789abcdef", min_size=1, max_size=31)),
@@ -47,9 +49,10 @@ def records(draw: st.DrawFn) -> Record:
         load_alignments=tuple(loads),
         out_alignments=tuple(outs),
         image=draw(st.binary(min_size=1, max_size=200)),
-        cluster=draw(st.integers(0, 16)),
+        cluster=cluster,
         maps=tuple(maps),
         flags=tuple(draw(st.integers(0, 15)) if alignment else 0 for alignment in there),
+        library=library,
     )
 
 
@@ -67,7 +70,7 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert len(pack(many)) == len(pack([one])) + 7 * 268
+    assert len(pack(many)) == len(pack([one])) + 7 * 272
     assert {record.image for record in unpack(pack(many))} == {image}
 
 

@@ -54,6 +54,12 @@ def fake_driver_folder() -> Path:
 
 
 @functools.cache
+def fake_cublaslt() -> Path:
+    """A stand-in for cuBLASLt, which computes on the CPU; the bridge finds it once a process has loaded it."""
+    return _built("libcublasLt.so.13", [ROOT / "tests" / "helpers" / "fake_cublaslt.cc"], _fake_cublaslt)
+
+
+@functools.cache
 def custom_op_library() -> Path:
     """A shared library of a user's own operator, `own::Double`."""
     sources = [ROOT / "tests" / "custom_op.cc", PACKAGE / "runtime" / "bridge" / "ort_abi.h"]
@@ -91,6 +97,11 @@ def _cmake_sanitized(folder: Path) -> None:
 def _fake_driver(folder: Path) -> None:
     options = ("-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1")
     _run("c++", *options, f"-I{PACKAGE}", ROOT / "tests" / "helpers" / "fake_libcuda.cc", "-o", folder / "libcuda.so.1")
+
+
+def _fake_cublaslt(folder: Path) -> None:
+    options = ("-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcublasLt.so.13")
+    _run("c++", *options, ROOT / "tests" / "helpers" / "fake_cublaslt.cc", "-o", folder / "libcublasLt.so.13")
 
 
 def _custom_op(folder: Path) -> None:

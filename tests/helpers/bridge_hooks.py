@@ -80,8 +80,35 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """library_product.h; in elements but the alignment."""
+
+    pitch: int
+    batch_stride: int
+    transposed: int
+    alignment: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product that the library is asked for, and where its matrices lie."""
+
+    math: int
+    m: int
+    n: int
+    k: int
+    batch: int
+    lhs: Matrix
+    rhs: Matrix
+    out: Matrix
+    lhs_pointer: int
+    rhs_pointer: int
+    out_offset: int
+
+
+@dataclass(frozen=True)
 class Bridge:
-    library: ctypes.CDLL
+    hooks: ctypes.CDLL
 
     def arguments(
         self,
@@ -100,7 +127,7 @@ class Bridge:
         pointers = np.array([*inputs, *[0] * (count - len(inputs))], np.uint64)
         out_pointers = np.array([*outputs, *[0] * (16 - len(outputs))], np.uint64)
         arguments, out_dims, error = Arguments(), np.zeros(512, np.int64), ctypes.create_string_buffer(4096)
-        failed = self.library.onnxfuse_test_arguments(
+        failed = self.hooks.onnxfuse_test_arguments(
             node.encoded(), _data(dims), _data(ranks), _data(sizes), _data(pointers), count, _data(out_pointers),
             ctypes.byref(arguments), _data(out_dims), error, ctypes.c_size_t(len(error)),
         )  # fmt: skip
@@ -111,15 +138,33 @@ class Bridge:
         """Shapes of the outputs as a session sees them at load: sizes, symbols, `?`."""
         out = ctypes.create_string_buffer(1 << 16)
         text = "".join(f"{shape}\n" for shape in shapes).encode()
-        _check(self.library.onnxfuse_test_infer(node.encoded(), text, out, ctypes.c_size_t(len(out))), out)
+        _check(self.hooks.onnxfuse_test_infer(node.encoded(), text, out, ctypes.c_size_t(len(out))), out)
         return out.value.decode().splitlines()
 
     def archive(self, data: bytes) -> list[list[str]]:
         """The fields of every record as the C++ reader sees them."""
         out = ctypes.create_string_buffer(1 << 16)
         size = ctypes.c_uint64(len(data))
-        _check(self.library.onnxfuse_test_archive(_exactly(data), size, out, ctypes.c_size_t(len(out))), out)
+        _check(self.hooks.onnxfuse_test_archive(_exactly(data), size, out, ctypes.c_size_t(len(out))), out)
         return [line.split() for line in out.value.decode().splitlines()]
+
+    def library(
+        self, node: Node, arguments: Arguments, math: int, *, element_bytes: int | Sequence[int] = 2
+    ) -> tuple[int, list[Product], Arguments]:
+        """Bytes of scratch memory, what the library would be asked for, and what the kernel behind it gets."""
+        out, behind = ctypes.create_string_buffer(4096), Arguments()
+        sizes = np.resize(np.array(element_bytes, np.int64), 16)
+        failed = self.hooks.onnxfuse_test_library(
+            node.encoded(), _data(sizes), len(sizes), math, ctypes.byref(arguments), ctypes.byref(behind), out,
+            ctypes.c_size_t(len(out)),
+        )  # fmt: skip
+        _check(failed, out)
+        lines = [[int(word) for word in line.split()] for line in out.value.decode().splitlines()]
+        products = [
+            Product(*line[:5], Matrix(*line[5:9]), Matrix(*line[9:13]), Matrix(*line[13:17]), *line[17:])
+            for line in lines[1:]
+        ]
+        return (lines[0][0] if lines else 0), products, behind
 
     def choose(
         self,
@@ -134,7 +179,7 @@ class Bridge:
         """Position of the record that would be launched; `element_bytes` of all inputs, or of each."""
         error, index = ctypes.create_string_buffer(4096), ctypes.c_int(-1)
         sizes = np.resize(np.array(element_bytes, np.int64), 16)
-        failed = self.library.onnxfuse_test_choose(
+        failed = self.hooks.onnxfuse_test_choose(
             _exactly(data), ctypes.c_uint64(len(data)), node.encoded(), _data(sizes), len(sizes), capability,
             shared_bytes, ctypes.byref(arguments), ctypes.byref(index), error, ctypes.c_size_t(len(error)),
         )  # fmt: skip

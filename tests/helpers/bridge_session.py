@@ -94,8 +94,9 @@ def fallback_function() -> onnx.FunctionProto:
     return helper.make_function("onnxfuse", "FusedGemm", names, ["y"], nodes, opsets)
 
 
-def session(data: bytes) -> onnxruntime.InferenceSession:
+def session(data: bytes, arena: bool = True) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
+    options.enable_cpu_mem_arena = arena
     options.log_severity_level = 4
     options.register_custom_ops_library(LIBRARY)
     return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])

@@ -431,7 +431,15 @@ def fields(record: Record) -> list[str]:
     numbers = (record.capability, int(record.flavour), record.min_m, record.max_m, record.block_m, record.block_n)
     launch = (record.threads, record.shared_bytes, record.lhs_alignment, record.rhs_alignment, *loads, *outs)
     maps = [int(value) for entry in record.maps for value in dataclasses.astuple(entry)]
-    tail = (*record.flags, record.cluster, len(record.maps), *maps, len(record.image), fnv1a(record.image))
+    tail = (
+        *record.flags,
+        record.cluster,
+        len(record.maps),
+        *maps,
+        int(record.library),
+        len(record.image),
+        fnv1a(record.image),
+    )
     return [record.kernel, record.entry, *map(str, (*numbers, *launch, *tail))]
 
 
@@ -643,7 +651,7 @@ def test_unknown_kernel_and_wrong_counts() -> None:
 def test_the_argument_struct_is_the_one_of_the_kernels() -> None:
     import ctypes
 
-    assert bridge().library.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 18 * 40
+    assert bridge().hooks.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 18 * 40
 
 
 def test_only_the_entry_points_and_the_hooks_are_exported() -> None:

@@ -12,10 +12,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 9;
+constexpr uint32_t kVersion = 10;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 268;
+constexpr uint64_t kRecordBytes = 272;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
@@ -160,6 +160,14 @@ void parse_maps(Cursor& cursor, Record& record) {
   }
 }
 
+void parse_library(Cursor& cursor, Record& record) {
+  record.library = LibraryMath{cursor.number<uint32_t>()};
+  const bool plain = record.has_product() && record.maps.empty() && record.cluster == 0 && record.load_count > 0;
+  if (record.library > LibraryMath::kTf32 || (record.library != LibraryMath::kNone && !plain)) {
+    fail("a record has an impossible product of the library", kRemedy);
+  }
+}
+
 void check_record(const Record& record) {
   const bool sane = record.flavour <= Flavour::kPtx && record.capability >= 10 && record.capability < 1000 &&
                     0 <= record.min_m && record.min_m <= record.max_m && record.block_m >= 1 &&
@@ -202,6 +210,7 @@ Records parse_archive(const uint8_t* data, uint64_t size) {
     record.shared_bytes = cursor.number<uint32_t>();
     parse_tensors(cursor, record);
     parse_maps(cursor, record);
+    parse_library(cursor, record);
     check_record(record);
     parse_image(cursor, data, size, table_end, record);
   }

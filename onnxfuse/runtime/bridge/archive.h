@@ -43,6 +43,9 @@ struct MapRule {
 
 constexpr size_t kMaxMaps = 9;
 
+// How the library multiplies for a kernel that only does what follows; kNone where the kernel does all of it.
+enum class LibraryMath : uint32_t { kNone = 0, kF16 = 1, kBf16 = 2, kTf32 = 3 };
+
 struct Record {
   std::string kernel, entry;
   uint32_t capability = 0;
@@ -53,6 +56,7 @@ struct Record {
   size_t load_count = 0, out_count = 0;
   uint32_t cluster = 0;        // 0: one block a tile; else a persistent grid of clusters of so many blocks
   std::vector<MapRule> maps;   // of the kernel's second parameter
+  LibraryMath library = LibraryMath::kNone;   // else the first loads are the parts of the library's product
   const uint8_t* packed = nullptr;   // into the archive
   uint32_t packed_bytes = 0, image_bytes = 0;
 

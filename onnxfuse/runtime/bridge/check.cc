@@ -18,7 +18,8 @@ constexpr uint32_t kFirstWithMaps = 90;
 
 // As large as any: how much shared memory a chip of an architecture has is seen when the session loads.
 Device roomiest(uint32_t capability) {
-  return {capability, std::numeric_limits<uint32_t>::max(), 1, capability >= kFirstWithMaps};
+  return {capability, std::numeric_limits<uint32_t>::max(), 1, capability >= kFirstWithMaps,
+          /*has_library=*/true};
 }
 
 void check_node(const Records& records, const char* const* texts, const int64_t* ports) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "error.h"
+#include "library_product.h"
 
 namespace onnxfuse {
 namespace {
@@ -34,8 +35,10 @@ std::string remedy_for(uint32_t device) {
   return "add it: onnxfuse optimize ORIGINAL.onnx -o OUT.onnx --arch " + arch;
 }
 
-// Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled).
+// Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled). What
+// the library may refuse shadows nothing.
 bool shadows(const Record& earlier, const Record& later) {
+  if (earlier.library != LibraryMath::kNone || later.library != LibraryMath::kNone) return false;
   const auto asks_less = [](const TensorRule& a, const TensorRule& b) {
     return a.alignment <= b.alignment && ((a.flags ^ b.flags) & kTransposed) == 0 &&
            (b.flags & ~a.flags & kInRuns) == 0;
@@ -99,34 +102,51 @@ bool is_mapped(const Record& record, const OnnxfuseArguments& arguments) {
   });
 }
 
+// How many tensors of each kind a kernel has; no rhs for one without a product.
+struct Counts {
+  size_t rhs, loads, outs;
+};
+
 // The first argument of the product or the epilogue whose address, pitches or levels the record's kernel cannot read.
-std::string tensor_misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
+std::string tensor_misfit(const Record& record, const Counts& counts, const ElementBytes& bytes,
                           const OnnxfuseArguments& args) {
   const Extents lhs{args.batch, args.m, args.k}, rhs{args.batch, args.k, args.n}, tile{args.batch, args.m, args.n};
   const auto needs = [](const TensorRule& rule) { return text(" needs ", int{rule.alignment}); };
   const TensorRule& lhs_rule = record.tensors[kLhsIndex];
-  if (contract.has_product() && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) {
+  if (counts.rhs > 0 && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) {
     return text("lhs", needs(lhs_rule));
   }
-  for (size_t i = 0; i < contract.rhs.size(); ++i) {
+  for (size_t i = 0; i < counts.rhs; ++i) {
     const TensorRule& rule = record.tensors[kRhsIndex];
     if (!fits(args.rhs[i], args.rhs_outer, rhs, bytes.rhs[i], rule)) return text("rhs ", i, needs(rule));
   }
-  for (size_t i = 0; i < contract.loads.size(); ++i) {
+  for (size_t i = 0; i < counts.loads; ++i) {
     const TensorRule& rule = record.tensors[kFirstLoad + i];
     if (!fits(args.loads[i], args.loads_outer[i], tile, bytes.loads[i], rule)) return text("load ", i, needs(rule));
   }
-  for (size_t i = 0; i < contract.outs.size(); ++i) {
+  for (size_t i = 0; i < counts.outs; ++i) {
     const TensorRule& rule = record.tensors[kFirstOut + i];
     if (!fits(args.outs[i], args.outs_outer[i], tile, bytes.outs[i], rule)) return text("out ", i, needs(rule));
   }
   return "";
 }
 
+// The same of a record whose kernel follows the library's product; scratch memory is aligned as it should be.
+std::string library_misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                           const OnnxfuseArguments& arguments) {
+  const auto products = library_products(record, contract, bytes, arguments);
+  if (!products) return "the library needs plain matrices, and no";
+  const Counts counts{0, contract.rhs.size() + contract.loads.size(), contract.outs.size()};
+  return tensor_misfit(record, counts, behind_library(contract, bytes),
+                       behind_library(*products, contract, arguments, nullptr));
+}
+
 // What of the arguments the record's kernel cannot read; empty when all fit.
 std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
                    const OnnxfuseArguments& arguments) {
-  const std::string tensor = tensor_misfit(record, contract, bytes, arguments);
+  if (record.library != LibraryMath::kNone) return library_misfit(record, contract, bytes, arguments);
+  const Counts counts{contract.rhs.size(), contract.loads.size(), contract.outs.size()};
+  const std::string tensor = tensor_misfit(record, counts, bytes, arguments);
   if (!tensor.empty()) return tensor;
   if (!record.maps.empty() && arguments.k == 0) return "a tensor map needs an element along k, beside";
   if (!is_mapped(record, arguments)) return "the tensor map of lhs needs batches right outside of runs, beside";
@@ -144,9 +164,10 @@ void check_counts(const Record& record, const Contract& contract) {
       fail("kernel ", record.kernel, " maps part ", int{rule.index}, " of ", contract.rhs.size(), kRemedy);
     }
   }
-  if (record.load_count == contract.loads.size() && record.out_count == contract.outs.size()) return;
+  const size_t parts = record.library == LibraryMath::kNone ? 0 : contract.rhs.size();
+  if (record.load_count == contract.loads.size() + parts && record.out_count == contract.outs.size()) return;
   fail("kernel ", record.kernel, " has ", record.load_count, " loads and ", record.out_count, " outputs, the node ",
-       contract.loads.size(), " and ", contract.outs.size(), kRemedy);
+       contract.loads.size() + parts, " and ", contract.outs.size(), kRemedy);
 }
 
 // What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
@@ -165,6 +186,7 @@ bool covers(const Record& record, int64_t rows) { return record.min_m <= rows &&
   std::string ranges, alignment;
   const int64_t rows = planned_rows(contract, arguments);
   for (const Record* record : candidates) {
+    if (record->library != LibraryMath::kNone) continue;   // another kernel takes over from it
     ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
     if (covers(*record, rows) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
   }
@@ -181,6 +203,7 @@ bool covers(const Record& record, int64_t rows) { return record.min_m <= rows &&
 
 bool runs_on(const Record& record, const Device& device) {
   if (record.shared_bytes > device.shared_bytes || (!record.maps.empty() && !device.has_tensor_maps)) return false;
+  if (record.library != LibraryMath::kNone && !device.has_library) return false;
   switch (record.flavour) {
     case Flavour::kCubin:
       return record.capability / 10 == device.capability / 10 && record.capability <= device.capability;
@@ -211,9 +234,9 @@ std::vector<const Record*> records_for(const Records& records, const Contract& c
 }
 
 size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
-              const OnnxfuseArguments& arguments) {
+              const OnnxfuseArguments& arguments, size_t first) {
   const int64_t rows = planned_rows(contract, arguments);
-  for (size_t i = 0; i < candidates.size(); ++i) {
+  for (size_t i = first; i < candidates.size(); ++i) {
     const Record& record = *candidates[i];
     if (covers(record, rows) && misfit(record, contract, bytes, arguments).empty()) return i;
   }

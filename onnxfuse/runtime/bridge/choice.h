@@ -17,6 +17,7 @@ struct Device {
   uint32_t shared_bytes = 0;   // that one block may use
   uint32_t multiprocessors = 0;
   bool has_tensor_maps = false;   // the driver knows TMA
+  bool has_library = false;       // the process holds cuBLASLt
 };
 
 // A cubin of the right architecture may still ask for more shared memory than a smaller chip of it has.
@@ -26,8 +27,9 @@ bool runs_on(const Record& record, const Device& device);
 // Error that names the architectures and the command that adds one when there is none.
 std::vector<const Record*> records_for(const Records& records, const Contract& contract, const Device& device);
 
-// The first of the candidates whose range of m and tensors fit. Throws Error that says what does not fit.
+// The first of the candidates, from `first` on, whose range of m and tensors fit. Throws Error that says what does not
+// fit.
 size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
-              const OnnxfuseArguments& arguments);
+              const OnnxfuseArguments& arguments, size_t first = 0);
 
 }  // namespace onnxfuse

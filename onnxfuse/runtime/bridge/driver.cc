@@ -130,6 +130,23 @@ void Driver::encode(const TensorBox& box, TensorMap* map) const {
         "describe a tensor to the copy engine");
 }
 
+RelaxedCapture::RelaxedCapture(const Driver& driver)
+    : driver_(driver),
+      mode_(kCaptureRelaxed),
+      exchanged_(driver.capture_mode_ != nullptr && driver.capture_mode_(&mode_) == 0) {}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (exchanged_) driver_.capture_mode_(&mode_);
+}
+
+PushedContext::PushedContext(const Driver& driver, Context context)
+    : driver_(driver), exists_(driver.context_push_(context) == 0) {}
+
+PushedContext::~PushedContext() {
+  Context popped = nullptr;
+  if (exists_) driver_.context_pop_(&popped);
+}
+
 std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, const Record& record) {
   const ModuleKey key{context, content_hash(record.packed, record.packed_bytes), record.packed_bytes};
   ModuleTable& table = module_table();
@@ -145,20 +162,13 @@ std::shared_ptr<Module> Module::acquire(const Driver& driver, Context context, c
 Module::Module(const Driver& driver, Context context, const Record& record) : driver_(driver), context_(context) {
   const std::vector<uint8_t> image = read_image(record);
   check_image(record, image);
-  // A load that happens while this thread captures a CUDA graph is legal only in relaxed mode.
-  int mode = kCaptureRelaxed;
-  const bool exchanged = driver.capture_mode_ != nullptr && driver.capture_mode_(&mode) == 0;
-  const int result = driver.module_load_(&handle_, image.data());
-  if (exchanged) driver.capture_mode_(&mode);
-  driver.check(result, "load the kernel's code");
+  const RelaxedCapture relaxed(driver);
+  driver.check(driver.module_load_(&handle_, image.data()), "load the kernel's code");
 }
 
 Module::~Module() {
-  // The session may end on a thread with another context, or after the context itself; then the code went with it.
-  Context popped = nullptr;
-  if (driver_.context_push_(context_) != 0) return;
-  driver_.module_unload_(handle_);
-  driver_.context_pop_(&popped);
+  const PushedContext pushed(driver_, context_);
+  if (pushed.exists()) driver_.module_unload_(handle_);   // else it went with the context
 }
 
 Function Module::function(const Record& record) const {

@@ -60,6 +60,8 @@ class Driver {
  private:
   friend const Driver* cuda_driver();
   friend class Module;
+  friend class RelaxedCapture;
+  friend class PushedContext;
 
   bool open();
   int attribute(int which, int device) const;
@@ -84,6 +86,35 @@ class Driver {
   int (*launch_)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                  void**) = nullptr;
   int (*launch_early_)(const LaunchConfig*, Function, void**, void**) = nullptr;   // optional
+};
+
+// While it lives, this thread may do what is not legal in the middle of capturing a CUDA graph, as loading code.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver);
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Driver& driver_;
+  int mode_;
+  bool exchanged_;
+};
+
+// While it lives, a context is this thread's, if it still exists: a session may end on a thread with another context,
+// or after the context itself.
+class PushedContext {
+ public:
+  PushedContext(const Driver& driver, Context context);
+  ~PushedContext();
+  PushedContext(const PushedContext&) = delete;
+  PushedContext& operator=(const PushedContext&) = delete;
+  bool exists() const { return exists_; }
+
+ private:
+  const Driver& driver_;
+  bool exists_;
 };
 
 // One image in one context. Unloaded when its last user goes.

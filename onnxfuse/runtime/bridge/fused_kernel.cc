@@ -21,7 +21,7 @@ FusedKernel::FusedKernel(const OrtApi* api, const OrtKernelInfo* info)
       bytes_(node_types(api, info, contract_)),
       archive_(node_archive(api, info)) {
   if (cuda_driver() == nullptr) fail("no CUDA device is usable; run without the onnxfuse library");
-  loaded();
+  if (loaded().library != nullptr) scratch_ = std::make_unique<ScratchAllocator>(api, info);
 }
 
 const Loaded& FusedKernel::loaded() const {
@@ -76,7 +76,9 @@ void FusedKernel::compute(OrtKernelContext* context) const {
   const std::vector<void*> outputs = allocate_outputs(context, sizes);
   if (arguments.m == 0 || arguments.n == 0 || arguments.batch == 0) return;
   set_tensors(contract_, sizes, inputs.pointers, outputs, bytes_, &arguments);
-  launch(loaded(), contract_, bytes_, arguments, stream_of(context));
+  const Stream stream = stream_of(context);
+  ScratchMemory memory(api_, scratch_.get(), context, stream != nullptr);
+  launch(loaded(), contract_, bytes_, arguments, [&](size_t bytes) { return memory.take(bytes); }, stream);
 }
 
 }  // namespace onnxfuse

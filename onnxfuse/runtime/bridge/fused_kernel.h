@@ -11,6 +11,7 @@
 #include "contract.h"
 #include "launch.h"
 #include "ort.h"
+#include "scratch.h"
 
 namespace onnxfuse {
 
@@ -38,6 +39,7 @@ class FusedKernel {
   const Contract contract_;
   const ElementBytes bytes_;
   const std::shared_ptr<const Records> archive_;
+  std::unique_ptr<const ScratchAllocator> scratch_;   // nothing for a node that takes none of the library's products
 
   // Contexts that this node has code in; grows only. The newest is read without the lock.
   mutable std::mutex mutex_;

@@ -33,6 +33,54 @@ void encode_maps(const Record& record, const ElementBytes& bytes, const Onnxfuse
   }
 }
 
+void launch_kernel(const Loaded& code, size_t chosen, const ElementBytes& bytes, OnnxfuseArguments& arguments,
+                   Stream stream) {
+  const Record& record = *code.records[chosen];
+  TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
+  encode_maps(record, bytes, arguments, maps);
+  const bool waits = record.cluster > 0;  // the persistent kernel does
+  cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
+                        record.shared_bytes, waits, stream, &arguments, record.maps.empty() ? nullptr : maps);
+}
+
+void* aligned(void* memory) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory), step = kScratchAlignment;
+  return reinterpret_cast<void*>((address + step - 1) / step * step);
+}
+
+// Scratch memory holds the product, and behind it what the library itself needs.
+bool multiply(Cublaslt& library, const LibraryProducts& products, const Scratch& scratch, Stream stream,
+              char** product) {
+  std::shared_ptr<const Method> methods[ONNXFUSE_MAX_PARTS];
+  size_t workspace_bytes = 0;
+  for (size_t i = 0; i < products.count; ++i) {
+    methods[i] = library.method(products.products[i].product);
+    if (methods[i] == nullptr) return false;
+    workspace_bytes = std::max(workspace_bytes, methods[i]->workspace_bytes());
+  }
+  const size_t product_bytes = (static_cast<size_t>(products.bytes) / kScratchAlignment + 1) * kScratchAlignment;
+  void* memory = scratch(product_bytes + workspace_bytes + kScratchAlignment);
+  if (memory == nullptr) return false;
+  *product = static_cast<char*>(aligned(memory));
+  for (size_t i = 0; i < products.count; ++i) {
+    const PlacedProduct& placed = products.products[i];
+    char* out = *product + placed.out_offset;
+    if (!library.multiply(*methods[i], placed.lhs, placed.rhs, out, *product + product_bytes, stream)) return false;
+  }
+  return true;
+}
+
+// Whether the library took the product on, and the kernel was launched behind it.
+bool launch_behind_library(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
+                           const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
+  const auto products = library_products(*code.records[chosen], contract, bytes, arguments);
+  char* product = nullptr;
+  if (!products || !multiply(*code.library, *products, scratch, stream, &product)) return false;
+  OnnxfuseArguments behind = behind_library(*products, contract, arguments, product);
+  launch_kernel(code, chosen, behind_library(contract, bytes), behind, stream);
+  return true;
+}
+
 }  // namespace
 
 std::unique_ptr<const Loaded> load(const Contract& contract, const Records& records, Context context) {
@@ -40,6 +88,11 @@ std::unique_ptr<const Loaded> load(const Contract& contract, const Records& reco
   auto result = std::make_unique<Loaded>();
   result->context = context;
   result->device = driver.device();
+  const bool wants_library = std::any_of(records.begin(), records.end(), [&](const Record& record) {
+    return record.kernel == contract.kernel && record.library != LibraryMath::kNone;
+  });
+  if (wants_library) result->library = Cublaslt::acquire(driver, context);
+  result->device.has_library = result->library != nullptr;
   result->records = records_for(records, contract, result->device);
   for (const Record* record : result->records) {
     result->modules.push_back(Module::acquire(driver, context, *record));
@@ -49,14 +102,13 @@ std::unique_ptr<const Loaded> load(const Contract& contract, const Records& reco
 }
 
 void launch(const Loaded& code, const Contract& contract, const ElementBytes& bytes, OnnxfuseArguments& arguments,
-            Stream stream) {
-  const size_t chosen = choose(code.records, contract, bytes, arguments);
-  const Record& record = *code.records[chosen];
-  TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
-  encode_maps(record, bytes, arguments, maps);
-  const bool waits = record.cluster > 0;  // the persistent kernel does
-  cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
-                        record.shared_bytes, waits, stream, &arguments, record.maps.empty() ? nullptr : maps);
+            const Scratch& scratch, Stream stream) {
+  size_t chosen = choose(code.records, contract, bytes, arguments);
+  while (code.records[chosen]->library != LibraryMath::kNone) {
+    if (launch_behind_library(code, chosen, contract, bytes, arguments, scratch, stream)) return;
+    chosen = choose(code.records, contract, bytes, arguments, chosen + 1);
+  }
+  launch_kernel(code, chosen, bytes, arguments, stream);
 }
 
 }  // namespace onnxfuse

@@ -1,6 +1,7 @@
 // The code of one node in one context: which records it holds, which of them a run takes, and how it is launched.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -8,6 +9,7 @@
 #include "axes.h"
 #include "choice.h"
 #include "contract.h"
+#include "cublaslt.h"
 #include "driver.h"
 
 namespace onnxfuse {
@@ -18,13 +20,18 @@ struct Loaded {
   std::vector<const Record*> records;
   std::vector<Function> functions;   // one for each record
   std::vector<std::shared_ptr<Module>> modules;
+  std::shared_ptr<Cublaslt> library;   // nothing where no record needs it, or there is none
 };
+
+// Device memory for the work that this run enqueues, at least so many bytes; nullptr where there is none.
+using Scratch = std::function<void*(size_t)>;
 
 // The records of the node's kernel that the device of the current context runs, loaded there.
 std::unique_ptr<const Loaded> load(const Contract& contract, const Records& records, Context context);
 
-// Launches the first record that fits the arguments. Throws Error that says what does not fit.
+// Launches the first record that fits the arguments and whose product, where it is the library's, the library takes on.
+// Throws Error that says what does not fit.
 void launch(const Loaded& code, const Contract& contract, const ElementBytes& bytes, OnnxfuseArguments& arguments,
-            Stream stream);
+            const Scratch& scratch, Stream stream);
 
 }  // namespace onnxfuse

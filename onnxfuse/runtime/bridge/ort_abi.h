@@ -18,6 +18,8 @@ struct OrtTypeInfo;
 struct OrtTensorTypeAndShapeInfo;
 struct OrtOpAttr;
 struct OrtCustomOp;
+struct OrtAllocator;
+struct OrtMemoryInfo;
 
 enum OrtErrorCode { kOrtFail = 1 };
 enum OrtElementType {
@@ -62,7 +64,11 @@ struct OrtApi {
   OrtStatus* (*GetSymbolicDimensions)(const OrtTensorTypeAndShapeInfo*, const char**, size_t);
   void* gap_64[1];
   OrtStatus* (*GetTensorTypeAndShape)(const OrtValue*, OrtTensorTypeAndShapeInfo**);
-  void* gap_66[21];
+  void* gap_66[9];
+  OrtStatus* (*AllocatorAlloc)(OrtAllocator*, size_t, void**);
+  OrtStatus* (*AllocatorFree)(OrtAllocator*, void*);
+  OrtStatus* (*AllocatorGetInfo)(const OrtAllocator*, const OrtMemoryInfo**);
+  void* gap_78[9];
   OrtStatus* (*KernelInfoGetAttribute_string)(const OrtKernelInfo*, const char*, char*, size_t*);
   void* gap_88[2];
   OrtStatus* (*KernelContext_GetInput)(const OrtKernelContext*, size_t, const OrtValue**);
@@ -72,7 +78,9 @@ struct OrtApi {
   void* gap_94[4];
   void (*ReleaseTypeInfo)(OrtTypeInfo*);
   void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo*);
-  void* gap_100[93];
+  void* gap_100[32];
+  void (*ReleaseAllocator)(OrtAllocator*);
+  void* gap_133[60];
   OrtStatus* (*KernelContext_GetGPUComputeStream)(const OrtKernelContext*, void**);
   void* gap_194[36];
   OrtStatus* (*KernelInfo_GetInputCount)(const OrtKernelInfo*, size_t*);
@@ -92,6 +100,9 @@ struct OrtApi {
                                                      const OrtTensorTypeAndShapeInfo*);
   OrtStatus* (*SetSymbolicDimensions)(OrtTensorTypeAndShapeInfo*, const char**, size_t);
   OrtStatus* (*ReadOpAttr)(const OrtOpAttr*, OrtAttributeType, void*, size_t, size_t*);
+  void* gap_273[4];
+  OrtStatus* (*KernelContext_GetScratchBuffer)(const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**);
+  OrtStatus* (*KernelInfoGetAllocator)(const OrtKernelInfo*, OrtMemoryType, OrtAllocator**);
 };
 
 struct OrtApiBase {
@@ -147,12 +158,16 @@ ONNXFUSE_CHECK_SLOT(GetDimensionsCount, 61);
 ONNXFUSE_CHECK_SLOT(GetDimensions, 62);
 ONNXFUSE_CHECK_SLOT(GetSymbolicDimensions, 63);
 ONNXFUSE_CHECK_SLOT(GetTensorTypeAndShape, 65);
+ONNXFUSE_CHECK_SLOT(AllocatorAlloc, 75);
+ONNXFUSE_CHECK_SLOT(AllocatorFree, 76);
+ONNXFUSE_CHECK_SLOT(AllocatorGetInfo, 77);
 ONNXFUSE_CHECK_SLOT(KernelInfoGetAttribute_string, 87);
 ONNXFUSE_CHECK_SLOT(KernelContext_GetInput, 90);
 ONNXFUSE_CHECK_SLOT(KernelContext_GetOutput, 91);
 ONNXFUSE_CHECK_SLOT(ReleaseStatus, 93);
 ONNXFUSE_CHECK_SLOT(ReleaseTypeInfo, 98);
 ONNXFUSE_CHECK_SLOT(ReleaseTensorTypeAndShapeInfo, 99);
+ONNXFUSE_CHECK_SLOT(ReleaseAllocator, 132);
 ONNXFUSE_CHECK_SLOT(KernelContext_GetGPUComputeStream, 193);
 ONNXFUSE_CHECK_SLOT(KernelInfo_GetInputCount, 230);
 ONNXFUSE_CHECK_SLOT(KernelInfo_GetOutputCount, 231);
@@ -166,6 +181,8 @@ ONNXFUSE_CHECK_SLOT(ShapeInferContext_GetAttribute, 269);
 ONNXFUSE_CHECK_SLOT(ShapeInferContext_SetOutputTypeShape, 270);
 ONNXFUSE_CHECK_SLOT(SetSymbolicDimensions, 271);
 ONNXFUSE_CHECK_SLOT(ReadOpAttr, 272);
+ONNXFUSE_CHECK_SLOT(KernelContext_GetScratchBuffer, 277);
+ONNXFUSE_CHECK_SLOT(KernelInfoGetAllocator, 278);
 #undef ONNXFUSE_CHECK_SLOT
 
 #define ONNXFUSE_CHECK_OFFSET(member, bytes) \

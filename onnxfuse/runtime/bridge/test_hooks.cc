@@ -8,6 +8,7 @@
 #include "choice.h"
 #include "error.h"
 #include "fused_kernel.h"
+#include "library_product.h"
 #include "ort_abi.h"
 
 #define ONNXFUSE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -64,6 +65,7 @@ std::string record_text(const Record& record, const std::vector<uint8_t>& image)
     result += text(' ', int{static_cast<uint8_t>(rule.tensor)}, ' ', int{rule.index}, ' ', int{rule.rows_contiguous},
                    ' ', int{rule.swizzle}, ' ', rule.box_inner, ' ', rule.box_outer);
   }
+  result += text(' ', static_cast<uint32_t>(record.library));
   return result + text(' ', record.image_bytes, ' ', content_hash(image.data(), record.image_bytes), '\n');
 }
 
@@ -151,10 +153,41 @@ ONNXFUSE_EXPORT int onnxfuse_test_choose(const uint8_t* data, uint64_t size, con
   return reported({error, error_size}, [&] {
     const Records records = parse_archive(data, size);
     const Contract contract = parse_contract(node_text(attributes));
-    const Device device{capability, shared_bytes, /*multiprocessors=*/1, /*has_tensor_maps=*/capability >= 90};
+    const Device device{capability, shared_bytes, /*multiprocessors=*/1, /*has_tensor_maps=*/capability >= 90,
+                        /*has_library=*/true};
     const auto candidates = records_for(records, contract, device);
     const ElementBytes bytes = element_bytes(contract, std::vector<int64_t>(input_bytes, input_bytes + inputs));
     *index = static_cast<int>(candidates[choose(candidates, contract, bytes, *arguments)] - records.data());
+  });
+}
+
+// What the library would be asked for, and what the kernel behind it gets: a line of numbers for each product, after one
+// of the bytes of scratch memory; nothing where it is not asked.
+ONNXFUSE_EXPORT int onnxfuse_test_library(const char* const* attributes, const int64_t* input_bytes, int inputs,
+                                          uint32_t math, const OnnxfuseArguments* arguments, OnnxfuseArguments* behind,
+                                          char* out, size_t out_size) {
+  return reported({out, out_size}, [&] {
+    const Contract contract = parse_contract(node_text(attributes));
+    const ElementBytes bytes = element_bytes(contract, std::vector<int64_t>(input_bytes, input_bytes + inputs));
+    Record record;
+    record.library = LibraryMath{math};
+    const auto products = library_products(record, contract, bytes, *arguments);
+    std::string result;
+    if (products) {
+      *behind = behind_library(*products, contract, *arguments, nullptr);
+      result = text(products->bytes, '\n');
+      for (size_t i = 0; i < products->count; ++i) {
+        const PlacedProduct& placed = products->products[i];
+        const Product& product = placed.product;
+        result += text(product.math, ' ', product.m, ' ', product.n, ' ', product.k, ' ', product.batch);
+        for (const Matrix& matrix : {product.lhs, product.rhs, product.out}) {
+          result += text(' ', matrix.pitch, ' ', matrix.batch_stride, ' ', matrix.transposed, ' ', matrix.alignment);
+        }
+        const auto number = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+        result += text(' ', number(placed.lhs), ' ', number(placed.rhs), ' ', placed.out_offset, '\n');
+      }
+    }
+    put({out, out_size}, result);
   });
 }
 
