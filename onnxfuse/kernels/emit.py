@@ -29,6 +29,7 @@ TEXTS = {
     "portable": Text(gemm.ENTRY, lambda spec, tile, device: portable.emit(spec, tile)),
     "small_m": Text(gemm.ENTRY, lambda spec, tile, device: small_m.emit(spec, tile)),
     "pointwise": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec, tile)),
+    "library": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec.epilogue, tile.pointwise)),
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, TENSORS, Mapped, Record, TensorFlag, TensorMap
+from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, TENSORS, Library, Mapped, Record, TensorFlag, TensorMap
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.library_tile import LibrarySpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.variant import AnyVariant
 
@@ -17,7 +18,7 @@ _IN_RUNS = {"m": TensorFlag.ROWS_IN_RUNS, "n": TensorFlag.COLUMNS_IN_RUNS, "batc
 def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels) -> Record:
     """The record of a variant, which all implementations with the kernel id `name` share."""
     spec, launch = variant.spec, variant.family.launch(variant.spec, variant.tile, device)
-    lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
+    lhs, rhs = _factor_alignments(spec)
     return Record(
         kernel=name,
         entry=kernel_entry(variant),
@@ -37,7 +38,16 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
         cluster=launch.cluster,
         maps=tuple(map(_tensor_map, launch.maps)),
         flags=_flags(spec),
+        library=Library[spec.math.upper()] if isinstance(spec, LibrarySpec) else Library.NONE,
     )
+
+
+def _factor_alignments(spec: KernelSpec | PointwiseSpec | LibrarySpec) -> tuple[int, int]:
+    """Of lhs and rhs; 0 without a product. The library takes any address of an element."""
+    if isinstance(spec, LibrarySpec):
+        return spec.product.dtype.bytes, spec.product.dtype.bytes
+    lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
+    return lhs, rhs
 
 
 def _alignment(checked: bool, access: Access) -> int:
@@ -45,7 +55,7 @@ def _alignment(checked: bool, access: Access) -> int:
     return access.dtype.bytes * (1 if checked else access.width)
 
 
-def _flags(spec: KernelSpec | PointwiseSpec) -> tuple[int, ...]:
+def _flags(spec: KernelSpec | PointwiseSpec | LibrarySpec) -> tuple[int, ...]:
     """How the kernel reaches every tensor that a record may have."""
     loads = enumerate(spec.loads, FIRST_LOAD)
     outs = enumerate(spec.outs, FIRST_OUT)

@@ -225,7 +225,7 @@ def _estimates(
     graph: Graph, fusion: Fusion, plans: Sequence[ProductPlan], epilogue_only: Implementation | None
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
     if epilogue_only is None:
-        return {plan.device: tuple({Strategy.ONE_KERNEL: each.tiles[0][0]} for each in plan.ranked) for plan in plans}
+        return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
     traffic = _traffic(graph, fusion, epilogue_only)
     return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
 

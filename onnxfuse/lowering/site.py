@@ -50,7 +50,7 @@ class Implementation:
     def variants(self) -> Iterator[tuple[DeviceSpec, AnyVariant]]:
         """Every kernel, in the order in which a launch tries them."""
         for plan in self.plans:
-            for variant in plan.variants:
+            for variant in plan.tried:
                 yield plan.device, variant
 
 

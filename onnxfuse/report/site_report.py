@@ -279,5 +279,5 @@ def _why_less(implementation: Implementation, tensor: Tensor, width: Width, take
 
 
 def _one_line(plan: AnyPlan) -> str:
-    tiles = ", ".join(dict.fromkeys(str(variant.tile) for variant in plan.variants))
+    tiles = ", ".join(dict.fromkeys(str(variant.tile) for variant in plan.tried))
     return " ".join(filter(None, (f"{plan.device.arch}:", plan.variants[0].spec.math, tiles)))

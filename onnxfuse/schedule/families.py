@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily, ProductFamily
+from onnxfuse.schedule.library import LIBRARY
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.small_m import SMALL_M
 
 # In the order in which a plan lists their tiles: of equals the first is taken, and the last runs everything.
 PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, HOPPER, PORTABLE)
-FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE)
+FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, LIBRARY)

@@ -19,8 +19,9 @@ from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Candidate, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
 from onnxfuse.schedule.row_ranges import Price, choose_ranges
-from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
+from onnxfuse.schedule.variant import SLOWER, LibraryVariant, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m is looked at to choose a strategy, and by reports: texts and images are no powers of two.
 SAMPLED_M = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
@@ -64,13 +65,44 @@ def make_plan(
     last = _variant(_checked(base), fitting[-1], 0, MAX_M)
     if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
         variants.append(last)
-    return ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
+    plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
+    return _with_library(plan, library_way(fusion, mapping, base, device), len(fusion.rhs))
+
+
+def _with_library(plan: ProductPlan, library: tuple[LibraryVariant, ...], products: int) -> ProductPlan:
+    """The plan with the library's product for the rows where its own tiles are slower.
+
+    Args:
+        plan: without it.
+        library: the kernels behind that product.
+        products: that the library makes one after the other.
+    """
+    base, sizes, device = plan.variants[0].spec, plan.sizes, plan.device
+    if not library or sizes is None or math.isinf(library_time(base, sizes.at(sizes.m or 1), products, device)):
+        return replace(plan, library=library)
+    taken = {variant.tile for variant in plan.variants if variant.spec == base}
+    candidates = [entry for _, entry in plan.ranked[0].tiles if entry.tile in taken]
+    price = _pricing(base, candidates, sizes, device)
+
+    def tiles(m: int) -> float:
+        at = sizes.m or m
+        return min(price(entry, at) for entry in candidates)
+
+    def with_library(m: int) -> float:
+        return library_time(base, sizes.at(sizes.m or m), products, device)
+
+    rows = library_rows(tiles, with_library)
+    ranked = tuple(
+        replace(each, library=with_library(each.m) if any(low <= each.m <= high for low, high in rows) else math.inf)
+        for each in plan.ranked
+    )
+    return replace(plan, ranked=ranked, library=library, library_rows=rows)
 
 
 def replan(plan: ProductPlan, entry: Candidate) -> ProductPlan:
     """The plan with one tile for every number of rows; what takes over from it stays."""
     base = plan.variants[0].spec
-    return _with(plan, [_variant(base, entry, 0, MAX_M)])
+    return _with(replace(plan, library_rows=()), [_variant(base, entry, 0, MAX_M)])
 
 
 def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> ProductPlan:
@@ -108,6 +140,28 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     considered = {variant.tile for variant in plan.variants}.union(*factors.values())
     worth = [entry for entry in candidates if entry.tile in considered]
     return _with(plan, [_variant(base, each.entry, each.low, each.high) for each in choose_ranges(worth, price)])
+
+
+def by_library(plan: ProductPlan, times: Mapping[int, Mapping[str, float]] | None = None) -> ProductPlan:
+    """The plan with the library's product for the rows that measured times speak for: those nearest to such a time.
+
+    Args:
+        plan: with the kernels behind that product.
+        times: microseconds by number of rows, then by tile and way; None for all rows.
+    """
+    if times is None:
+        return replace(plan, library_rows=((0, MAX_M),))
+    if not times:
+        return plan
+    tiles = {str(entry.tile) for _, entry in plan.ranked[0].tiles}
+
+    def nearest(m: int) -> Mapping[str, float]:
+        return times[min(times, key=lambda other: abs(math.log(other / m)))]
+
+    def own(m: int) -> float:
+        return min((each for name, each in nearest(m).items() if name in tiles), default=math.inf)
+
+    return replace(plan, library_rows=library_rows(own, lambda m: nearest(m)[LABEL]))
 
 
 def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:

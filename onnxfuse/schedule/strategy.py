@@ -73,7 +73,7 @@ def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
     if library is None:
         library = assumed_library(plan, traffic, ranked)
     times = estimate_from(plan.device, library, traffic, ranked.m, one_kernel)
-    return {**times, Strategy.ONE_KERNEL: one_kernel + ranked.risk}
+    return {**times, Strategy.ONE_KERNEL: ranked.one_kernel}
 
 
 def measured_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float | None:

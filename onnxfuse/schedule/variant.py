@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from onnxfuse.analysis.vector_width import EpilogueWidths, Widths
@@ -11,10 +12,13 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.kernel_family import Candidate, KernelFamily, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.library_tile import LibrarySpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
+CARRIED = 1.02  # where the library is faster at all rows, a model need not carry kernels beside: the epilogue only
 SLOWER = "slower by the cost model"
-Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec, covariant=True)
+Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec | LibrarySpec, covariant=True)
+Rows = tuple[int, int]  # the first and the last of a range
 TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
 
 
@@ -52,12 +56,19 @@ class Ranked:
     Attributes:
         copying: of the fastest tile's microseconds, those for narrow copies.
         risk: microseconds to expect beside them, where only the run knows whether wider copies are legal.
+        library: microseconds with the library's product, where the plan takes that; else infinite.
     """
 
     problem: Problem
     tiles: tuple[tuple[float, Candidate], ...]
     copying: float = 0.0
     risk: float = 0.0
+    library: float = math.inf
+
+    @property
+    def one_kernel(self) -> float:
+        """Microseconds of the fused node."""
+        return min(self.tiles[0][0] + self.risk, self.library * CARRIED)
 
     @property
     def m(self) -> int:
@@ -76,6 +87,8 @@ class Plan(Generic[Spec, TensorWidths]):
         rejected: candidates that were not taken.
         ranked: the legal tiles at some numbers of rows; none where there is nothing to choose.
         sizes: what is known of the product's.
+        library: kernels behind the library's product, for every number of rows; none where it cannot make it.
+        library_rows: the ranges of rows that take them; elsewhere, and in a process without the library, the variants.
     """
 
     device: DeviceSpec
@@ -84,9 +97,23 @@ class Plan(Generic[Spec, TensorWidths]):
     rejected: tuple[Rejected, ...] = ()
     ranked: tuple[Ranked, ...] = ()
     sizes: Sizes | None = None
+    library: tuple[LibraryVariant, ...] = ()
+    library_rows: tuple[Rows, ...] = ()
+
+    @property
+    def tried(self) -> tuple[AnyVariant, ...]:
+        """Every kernel, in the order in which a launch tries them."""
+        behind_library = tuple(
+            replace(each, min_m=max(low, each.min_m), max_m=min(high, each.max_m))
+            for low, high in self.library_rows
+            for each in self.library
+            if max(low, each.min_m) <= min(high, each.max_m)
+        )
+        own: tuple[AnyVariant, ...] = self.variants  # type: ignore[assignment]
+        return (*behind_library, *own)
 
     def __str__(self) -> str:
-        rows = [f"{self.device.arch:<7} {variant}" for variant in self.variants]
+        rows = [f"{self.device.arch:<7} {variant}" for variant in self.tried]
         reasons = Counter(entry.reason for entry in self.rejected)
         rows += [f"{'':<7} {count} {reason}{self._runner_up(reason)}" for reason, count in reasons.items()]
         return "\n".join(rows)
@@ -111,7 +138,8 @@ class Plan(Generic[Spec, TensorWidths]):
 
 ProductVariant = Variant[KernelSpec]
 PointwiseVariant = Variant[PointwiseSpec]
+LibraryVariant = Variant[LibrarySpec]
 ProductPlan = Plan[KernelSpec, Widths]
 PointwisePlan = Plan[PointwiseSpec, EpilogueWidths]
-AnyVariant = ProductVariant | PointwiseVariant
+AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant
 AnyPlan = ProductPlan | PointwisePlan

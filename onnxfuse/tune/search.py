@@ -17,7 +17,8 @@ from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.progress import Progress
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.kernel_spec import EXACT
-from onnxfuse.schedule.plan import replan, retuned
+from onnxfuse.schedule.library import LABEL as LIBRARY
+from onnxfuse.schedule.plan import by_library, replan, retuned
 from onnxfuse.schedule.strategy import Strategy, Times, choose
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
@@ -103,6 +104,8 @@ def _implementations(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str
     implementations: dict[str, Implementation | None] = {
         str(entry.tile): replace(site.one_kernel, plans=(replan(plan, entry),)) for entry in contenders(ranked)
     }
+    if plan.library:
+        implementations[LIBRARY] = replace(site.one_kernel, plans=(by_library(plan),))
     if site.epilogue_only is not None:
         plans = tuple(each for each in site.epilogue_only.plans if each.device == device)
         implementations[EPILOGUE_ONLY] = replace(site.epilogue_only, plans=plans)
@@ -149,6 +152,7 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
     plan = _plan_of(site, device)
     tuned = retuned(plan, {m: each for m, each in measured if _tiles(plan, m, each)})
+    tuned = by_library(tuned, {m: each for m, each in measured if LIBRARY in each})
     plans = tuple(tuned if each is plan else each for each in site.plans)
     return replace(
         site, strategy=strategy, plans=plans if strategy is Strategy.ONE_KERNEL else site.plans, timings=figures

@@ -29,7 +29,7 @@ VECTOR = "once per tile through shared memory"
 
 def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
     assert TEXTS.keys() == {family.name for family in FAMILIES}
-    assert {family.label for family in FAMILIES} == {"portable", "sm_90a", "few rows", "behind the product"}
+    assert {family.label for family in FAMILIES} == {"portable", "sm_90a", "few rows", "behind the product", "cuBLASLt + epilogue"}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)

@@ -121,7 +121,7 @@ def test_few_implementations_are_timed_and_one_kernel_at_each_number_of_rows() -
     timer = Stopwatch()
     tune_model(analysed(), DEVICE, timer=timer)
     for trial in timer.trials:
-        assert len(trial.implementations) == FEW + 2
+        assert len(trial.implementations) == FEW + 3
         for name, implementation in trial.implementations.items():
             assert (implementation is None) == (name == LEFT_ALONE)
             if implementation is not None and name != EPILOGUE_ONLY:

@@ -1,0 +1,113 @@
+"""The library's product inside of a fused node, by range of rows: where no kernel of ours is as fast.
+
+The bridge has cuBLASLt multiply into scratch memory, and the epilogue-only kernel does what follows. Unlike the
+strategy of that name it is a way of some numbers of rows, beside the tiles of the others, and the tiles that a plan
+would have without it stay behind it: they run where a process holds no cuBLASLt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from onnxfuse.analysis.axis_mapping import AxisMapping
+from onnxfuse.device import DeviceSpec
+from onnxfuse.errors import NotFusable
+from onnxfuse.ir.epilogue_only import epilogue_of
+from onnxfuse.ir.fusion import Fusion, RhsPart, Tensor, acc_name
+from onnxfuse.limits import MAX_M
+from onnxfuse.schedule import cost_model
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_family import KernelFamily, Launch, Problem
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
+from onnxfuse.schedule.pointwise import POINTWISE
+from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
+from onnxfuse.schedule.row_ranges import range_ends
+from onnxfuse.schedule.variant import LibraryVariant, Rows
+
+LABEL = "cuBLASLt + epilogue"
+MATH = ("f16", "bf16", "tf32")  # exact products are this project's own
+GAIN = 1.03  # a range of rows goes to the library for no less
+
+
+class LibraryFamily(KernelFamily):
+    """The library's product, then the epilogue-only kernel."""
+
+    name = "library"
+    label = LABEL
+
+    def launch(self, spec: LibrarySpec, tile: LibraryTile, device: DeviceSpec) -> Launch:
+        """As the epilogue-only kernel is."""
+        return POINTWISE.launch(spec.epilogue, tile.pointwise, device)
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the epilogue-only kernel's."""
+        return POINTWISE.access_path(role, access)
+
+
+LIBRARY = LibraryFamily()
+
+
+def library_way(
+    fusion: Fusion, mapping: AxisMapping, base: KernelSpec, device: DeviceSpec
+) -> tuple[LibraryVariant, ...]:
+    """The kernels behind the library's product, for every number of rows; none where the library does not make it."""
+    if base.math not in MATH or base.lhs_run or base.lhs_batch_runs or base.rhs_batch_runs:
+        return ()
+    rows = tuple((axis,) for axis in (*mapping.batch, *mapping.m, *mapping.n))
+    products = tuple(Tensor(acc_name(part), base.dtype, rows) for part in range(base.parts))
+    own = replace(fusion, parts=tuple(RhsPart(part) for part in range(base.parts)))
+    try:
+        pointwise = epilogue_of(own, products)
+    except NotFusable:  # more loads than a kernel takes
+        return ()
+    plan = make_pointwise_plan(pointwise, replace(mapping, k=()), device)
+    return tuple(
+        LibraryVariant(LIBRARY, LibrarySpec(base, each.spec), LibraryTile(each.tile), each.min_m, each.max_m)
+        for each in plan.variants
+    )
+
+
+def library_time(base: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> float:
+    """Microseconds of the product and what follows; infinite where nothing is known of the library.
+
+    Args:
+        base: the kernel that would multiply by itself.
+        problem: its sizes.
+        products: that the library makes one after the other.
+        device: to plan for.
+    """
+    rows, columns = problem.m * problem.batch, problem.n * base.parts
+    each = cost_model.library(base.dtype.bytes, base.math, rows, columns // products, problem.k, device)
+    if each is None:
+        return math.inf
+    moved = columns * base.dtype.bytes
+    moved += problem.n * sum(way.dtype.bytes for way in (*base.loads, *base.outs) if way.kind == "tile")
+    moving = rows * moved / device.multiprocessors / calibration(device).bytes
+    return each * products + calibration(device).launch + moving
+
+
+def library_rows(tiles: Callable[[int], float], library: Callable[[int], float]) -> tuple[Rows, ...]:
+    """The ranges of rows where the library is faster by GAIN and more, as a mean over both ends of a range.
+
+    Args:
+        tiles: microseconds of the plan's own kernels at a number of rows.
+        library: of the library's way.
+    """
+    ends = range_ends()
+    lows = (1, *(end + 1 for end in ends[:-1]))
+    found: list[Rows] = []
+    for low, high in zip(lows, ends, strict=True):
+        if library(low) * library(high) * GAIN**2 > tiles(low) * tiles(high):
+            continue
+        first, last = (0 if low == 1 else low), (MAX_M if high == ends[-1] else high)
+        joins = found and found[-1][1] == first - 1
+        found = [*found[:-1], (found[-1][0], last)] if joins else [*found, (first, last)]
+    return tuple(found)
+
+
+def rows_text(rows: Iterable[Rows]) -> str:
+    """`m 257..300, 513..`."""
+    return "m " + ", ".join(f"{low}..{high if high < MAX_M else ''}" for low, high in rows)
