@@ -8,10 +8,10 @@ would have without it stay behind it: they run where a process holds no cuBLASLt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
-from onnxfuse.analysis.axis_mapping import AxisMapping
+from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.epilogue_only import epilogue_of
@@ -24,12 +24,13 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.row_ranges import range_ends
+from onnxfuse.schedule.row_ranges import SAME, range_ends
 from onnxfuse.schedule.variant import LibraryVariant, Rows
 
 LABEL = "cuBLASLt + epilogue"
 MATH = ("f16", "bf16", "tf32")  # exact products are this project's own
-GAIN = 1.03  # a range of rows goes to the library for no less
+GAIN = 1.03
+Price = Callable[[int], float]
 
 
 class LibraryFamily(KernelFamily):
@@ -54,7 +55,8 @@ def library_way(
     fusion: Fusion, mapping: AxisMapping, base: KernelSpec, device: DeviceSpec
 ) -> tuple[LibraryVariant, ...]:
     """The kernels behind the library's product, for every number of rows; none where the library does not make it."""
-    if base.math not in MATH or base.lhs_run or base.lhs_batch_runs or base.rhs_batch_runs:
+    in_levels = base.lhs_run or base.lhs_batch_runs or base.rhs_batch_runs
+    if base.math not in MATH or in_levels or static_size(fusion, mapping.k) == 0:
         return ()
     rows = tuple((axis,) for axis in (*mapping.batch, *mapping.m, *mapping.n))
     products = tuple(Tensor(acc_name(part), base.dtype, rows) for part in range(base.parts))
@@ -89,8 +91,11 @@ def library_time(base: KernelSpec, problem: Problem, products: int, device: Devi
     return each * products + calibration(device).launch + moving
 
 
-def library_rows(tiles: Callable[[int], float], library: Callable[[int], float]) -> tuple[Rows, ...]:
-    """The ranges of rows where the library is faster by GAIN and more, as a mean over both ends of a range.
+def library_rows(tiles: Price, library: Price) -> tuple[Rows, ...]:
+    """The ranges of rows where the library is faster.
+
+    A range goes to the library for GAIN and more, as a mean over its ends, and comes back for SAME: both ways are near
+    each other where a tile more begins, and a model need not carry a record for each time that they change places.
 
     Args:
         tiles: microseconds of the plan's own kernels at a number of rows.
@@ -100,14 +105,9 @@ def library_rows(tiles: Callable[[int], float], library: Callable[[int], float])
     lows = (1, *(end + 1 for end in ends[:-1]))
     found: list[Rows] = []
     for low, high in zip(lows, ends, strict=True):
-        if library(low) * library(high) * GAIN**2 > tiles(low) * tiles(high):
+        joins = bool(found) and found[-1][1] == low - 1
+        least = 1 - SAME if joins else GAIN
+        if tiles(low) * tiles(high) < library(low) * library(high) * least**2:
             continue
-        first, last = (0 if low == 1 else low), (MAX_M if high == ends[-1] else high)
-        joins = found and found[-1][1] == first - 1
-        found = [*found[:-1], (found[-1][0], last)] if joins else [*found, (first, last)]
-    return tuple(found)
-
-
-def rows_text(rows: Iterable[Rows]) -> str:
-    """`m 257..300, 513..`."""
-    return "m " + ", ".join(f"{low}..{high if high < MAX_M else ''}" for low, high in rows)
+        found = [*found[:-1], (found[-1][0], high)] if joins else [*found, (low, high)]
+    return tuple((0 if low == 1 else low, MAX_M if high == ends[-1] else high) for low, high in found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,14 @@ import pytest
 from onnx import ModelProto, numpy_helper
 
 from onnxfuse.device import ARCHITECTURES
+from onnxfuse.graph.archive import Library
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.kernel_spec import Tile
+from onnxfuse.schedule.library import LIBRARY
+from onnxfuse.schedule.library_tile import LibraryTile
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_tile import PointwiseTile
 from onnxfuse.schedule.portable import PORTABLE
@@ -27,6 +30,7 @@ from tests.helpers.onnx_build import BOOL, Builder
 from tests.ir.test_epilogue_only import REPEATED
 from tests.kernels.test_portable_on_cpu import Range, build_source
 from tests.patterns.test_products import feed_of
+from tests.runtime.test_library_product import strided
 
 SM_80 = ARCHITECTURES["sm_80"]
 TILES = {4: Tile(16, 16, 16, 1, 1, 2), 2: Tile(16, 16, 32, 1, 1, 2)}  # by the size of an element
@@ -208,6 +212,9 @@ def small(variant: AnyVariant) -> AnyVariant:
     if variant.family is POINTWISE:
         span = variant.tile.span
         return replace(variant, tile=PointwiseTile(8, 32 * span, span))
+    if variant.family is LIBRARY:
+        span = variant.tile.pointwise.span
+        return replace(variant, tile=LibraryTile(PointwiseTile(8, 32 * span, span)))
     variant = replace(variant, family=PORTABLE, tile=TILES[variant.spec.dtype.bytes])
     assert PORTABLE.why_not(variant.spec, variant.tile, ARCHITECTURES["sm_90a"]) is None
     return variant
@@ -236,27 +243,91 @@ def misaligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def compute(
-    implementation: Implementation, values: dict[str, np.ndarray], folder: Path, variant: int = -1
-) -> list[np.ndarray]:
-    """What the bridge and the kernel make of inputs; by default the last kernel, of misaligned tensors."""
+@dataclass(frozen=True)
+class Bound:
+    """A node with its tensors as the bridge has bound them."""
+
+    node: Node
+    arrays: list[np.ndarray]
+    outs: list[np.ndarray]
+    arguments: Arguments
+    element_bytes: list[int]
+
+
+def bound(implementation: Implementation, values: dict[str, np.ndarray], lie=misaligned) -> Bound:
     attributes = node_attributes(implementation, "ab12")
     fields = ("axes", "problem", "arguments", "sizes", "out_types", "in_types")
     node = Node(**{name: attributes[name] for name in fields})
-    lie = misaligned if variant == -1 else np.ascontiguousarray
     arrays = [lie(values[tensor.name]) for tensor in implementation.fusion.inputs]
     shapes = [array.shape for array in arrays]
     made = zip(implementation.fusion.outputs, bridge().arguments(node, shapes)[1], strict=True)
     outs = [lie(np.full(shape, np.nan, tensor.dtype.numpy)) for tensor, shape in made]
+    element_bytes = [tensor.dtype.bytes for tensor in implementation.fusion.inputs]
     arguments, _ = bridge().arguments(
         node,
         shapes,
-        element_bytes=[tensor.dtype.bytes for tensor in implementation.fusion.inputs],
+        element_bytes=element_bytes,
         inputs=[array.ctypes.data for array in arrays],
         outputs=[out.ctypes.data for out in outs],
     )
-    launch(small(implementation.plans[0].variants[variant]), arguments, [*arrays, *outs], len(arrays), folder)
-    return outs
+    return Bound(node, arrays, outs, arguments, element_bytes)
+
+
+def compute(
+    implementation: Implementation, values: dict[str, np.ndarray], folder: Path, variant: int = -1
+) -> list[np.ndarray]:
+    """What the bridge and the kernel make of inputs; by default the last kernel, of misaligned tensors."""
+    given = bound(implementation, values, misaligned if variant == -1 else np.ascontiguousarray)
+    kernel = small(implementation.plans[0].variants[variant])
+    launch(kernel, given.arguments, [*given.arrays, *given.outs], len(given.arrays), folder)
+    return given.outs
+
+
+def compute_behind_library(
+    implementation: Implementation, values: dict[str, np.ndarray], folder: Path
+) -> list[np.ndarray] | None:
+    """The same with a product as the library is asked for it, by numpy; None where it is not asked."""
+    (plan,) = implementation.plans
+    given = bound(implementation, values)
+    size, products, behind = bridge().library(
+        given.node, given.arguments, Library.TF32, element_bytes=given.element_bytes
+    )
+    if not products:
+        return None
+    scratch = np.full(size // 4, np.nan, np.float32)
+    for product in products:
+        batch, m, n, k = product.batch, product.m, product.n, product.k
+        lhs = strided(*memory_at(given.arrays, product.lhs_pointer), product.lhs, (batch, m, k))
+        rhs = strided(*memory_at(given.arrays, product.rhs_pointer), product.rhs, (batch, k, n))
+        strided(scratch, product.out_offset // 4, product.out, (batch, m, n))[...] = lhs @ rhs
+    for part in range(plan.variants[0].spec.parts):
+        behind.loads[part].pointer += scratch.ctypes.data
+    arrays = [*given.arrays, scratch]
+    launch(small(plan.library[-1]), behind, [*arrays, *given.outs], len(arrays), folder)
+    return given.outs
+
+
+def memory_at(arrays: list[np.ndarray], pointer: int) -> tuple[np.ndarray, int]:
+    """The array that a pointer lies in, flat, and the element that it points to."""
+    (array,) = (each for each in arrays if each.ctypes.data <= pointer < each.ctypes.data + each.nbytes)
+    return array.reshape(-1), (pointer - array.ctypes.data) // array.itemsize
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_kernel_behind_the_library_computes_what_the_graph_computes(graph, tmp_path: Path) -> None:
+    b = Builder()
+    model = b.model(*graph(b))
+    (site,) = analyse_model(model, [SM_80]).sites
+    feed = feeds(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    values = stored | feed | run_inputs(model, site.fusion, feed)
+    taken = bool(site.plans[0].library)
+    actual = compute_behind_library(site.one_kernel, values, tmp_path) if taken else None
+    if actual is None:
+        pytest.skip("in two levels")
+    expected = run_values(model, [tensor.name for tensor in site.fusion.outputs], feed)
+    for wanted, found in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -6,7 +6,7 @@ The rule itself is the bridge's, in C++. Whatever it launches reaches every elem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from onnxfuse.analysis.vector_width import analyse
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.errors import NotFusable
+from onnxfuse.graph.archive import Library
 from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_POINTWISE
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
@@ -28,7 +29,8 @@ from onnxfuse.lowering.pack import pack_implementations
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import CompiledImage
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
-from onnxfuse.schedule.plan import make_plan
+from onnxfuse.schedule.library import LIBRARY
+from onnxfuse.schedule.plan import by_library, make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant, ProductVariant
 from tests.analysis.test_vector_width import random_fusions
@@ -90,7 +92,14 @@ def shape_of(tensor: Tensor, sizes: Mapping[str, int]) -> list[int]:
 def launch(built: Fusion, arch: str = "sm_80") -> Launch:
     mapping, device = map_axes(built), ARCHITECTURES[arch]
     plan = make_plan(built, mapping, analyse(built, mapping), device, exact_fp32=False)
-    return packed(FUSED_GEMM, built, mapping, plan)
+    return packed(FUSED_GEMM, built, mapping, replace(plan, library_rows=()))
+
+
+def launch_behind_library(built: Fusion) -> Launch:
+    """With the library's product wherever it can be had."""
+    mapping = map_axes(built)
+    plan = make_plan(built, mapping, analyse(built, mapping), ARCHITECTURES["sm_80"], exact_fp32=False)
+    return packed(FUSED_GEMM, built, mapping, by_library(plan) if plan.library else plan)
 
 
 def launch_behind(built: Fusion, arch: str = "sm_80") -> Launch:
@@ -105,11 +114,11 @@ def launch_behind(built: Fusion, arch: str = "sm_80") -> Launch:
 def packed(op: str, built: Pointwise, mapping: AxisMapping, plan: AnyPlan) -> Launch:
     nowhere: Any = None  # no graph: the rule knows the node's attributes only
     implementation = Implementation(nowhere, nowhere, op, (), built, mapping, (plan,))
-    kernels = Kernels({(kernel_source(variant, plan.device), plan.device.arch): IMAGE for variant in plan.variants})
+    kernels = Kernels({(kernel_source(variant, plan.device), plan.device.arch): IMAGE for variant in plan.tried})
     archive, (name,) = pack_implementations([implementation], kernels)
     ignored = ("math", "fusion")  # by the bridge
     attributes = {key: text for key, text in node_attributes(implementation, name).items() if key not in ignored}
-    return Launch(built, mapping, plan.variants, archive, Node(**attributes))
+    return Launch(built, mapping, plan.tried, archive, Node(**attributes))
 
 
 @pytest.mark.parametrize(
@@ -309,3 +318,29 @@ def test_whatever_is_launched_is_legal_at_every_index(drawn, arch: str, data: st
         width = next(of_role[role])
         elements = lines(tensor, along, loops, sizes, offsets[tensor.name])
         assert width == 1 or is_legal(elements, width), (role, str(tensor), width, sizes, offsets)
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_fusions(), st.data())
+def test_whatever_is_launched_behind_the_library_is_legal(drawn, data: st.DataObject) -> None:
+    """Of the parts as they lie in scratch memory, and of all other tensors; some kernel behind the library fits."""
+    built, sizes = drawn
+    try:
+        made = launch_behind_library(built)
+    except NotFusable:
+        assume(False)
+    names = [tensor.name for tensor in (*built.inputs, *built.outputs)]
+    offsets = {name: data.draw(st.sampled_from([0, 0, 0, 8, 4, 2, 1]), name) for name in names}
+    arguments = made.arguments(sizes, offsets)
+    math = Library[made.variants[-1].spec.math.upper()]
+    _, products, behind = bridge().library(made.node, arguments, math, element_bytes=made.input_bytes)
+    chosen = made.chosen(arguments)
+    assert (chosen.family is LIBRARY) == bool(products and any(each.family is LIBRARY for each in made.variants))
+    if chosen.family is LIBRARY and not chosen.spec.checked:
+        spec = chosen.spec
+        for accesses_of, tensors in ((spec.loads, behind.loads), (spec.outs, behind.outs)):
+            for access, tensor in zip(accesses_of, tensors, strict=False):
+                steps = (tensor.row_stride, tensor.batch_stride) if access.kind == "tile" else ()
+                assert access.width == 1 or tensor.column_stride == 1
+                assert (tensor.pointer or 0) % (access.width * access.dtype.bytes) == 0
+                assert all(step % access.width == 0 for step in steps)

@@ -86,7 +86,7 @@ def strided(memory: np.ndarray, offset: int, matrix: Matrix, shape: tuple[int, i
     assert matrix.pitch >= stored, "rows of a matrix do not overlap"
     reached = offset + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
     assert reached < memory.size, "inside of its tensor"
-    return np.lib.stride_tricks.as_strided(memory[offset:], shape, [8 * stride for stride in strides])
+    return np.lib.stride_tricks.as_strided(memory[offset:], shape, [memory.itemsize * stride for stride in strides])
 
 
 def parts_of(memory: np.ndarray, arguments: Arguments, size: int, count: int) -> np.ndarray:

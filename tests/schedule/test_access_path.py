@@ -16,6 +16,7 @@ from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access, Tile
+from onnxfuse.schedule.library import LIBRARY
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.small_m import SMALL_M
@@ -29,13 +30,19 @@ VECTOR = "once per tile through shared memory"
 
 def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
     assert TEXTS.keys() == {family.name for family in FAMILIES}
-    assert {family.label for family in FAMILIES} == {"portable", "sm_90a", "few rows", "behind the product", "cuBLASLt + epilogue"}
+    assert {family.label for family in FAMILIES} == {
+        "portable",
+        "sm_90a",
+        "few rows",
+        "behind the product",
+        "cuBLASLt + epilogue",
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
 def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
-    turns = (False, True) if family is not POINTWISE else (False,)  # that kernel goes along n only
+    turns = (False, True) if family not in (POINTWISE, LIBRARY) else (False,)  # that kernel goes along n only
     for dtype, width, transposed in itertools.product((F16, F32, BOOL), (1, 2, 4), turns):
         assert family.access_path("load", Access(kind, dtype, width, transposed))
         assert family.access_path("out", Access("tile", dtype, width, transposed))
