@@ -113,7 +113,7 @@ MODELS = {
 
 def feed_of(model: onnx.ModelProto, sizes: dict[str, int], dtype: type) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(len(model.graph.node))
-    made = {}
+    made: dict[str, np.ndarray] = {}
     for value in model.graph.input:
         shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
         made[value.name] = rng.standard_normal(shape).astype(dtype)
@@ -127,12 +127,12 @@ def test_it_computes_dual_weights_batches_and_transposed_inputs(tmp_path: Path, 
     build, all_sizes = MODELS[name]
     model, exact = build(dtype), build(F32)
     for given, wide in zip(model.graph.initializer, exact.graph.initializer, strict=True):
-        wide.CopyFrom(numpy_helper.from_array(np.float32(numpy_helper.to_array(given)), wide.name))
+        wide.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(given).astype(np.float32), wide.name))
     live = live_session(optimized(model), tmp_path)
     for sizes in all_sizes:
         feed = feed_of(model, sizes, np.float16 if dtype == F16 else np.float32)
         (expected,) = run_values(
-            exact, [exact.graph.output[0].name], {key: np.float32(value) for key, value in feed.items()}
+            exact, [exact.graph.output[0].name], {key: value.astype(np.float32) for key, value in feed.items()}
         )
         (actual,) = live.run(None, feed)
         assert actual.shape == expected.shape

@@ -64,7 +64,7 @@ def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | N
     known = plan_of(replace(problem, order=order, dynamic=False), device, keep_weights=True)
     if known is None:
         return None
-    chosen = next(each for each in own[1].variants if each.min_m <= problem.m <= each.max_m)
+    chosen = next(each for each in own[1].tried if each.min_m <= problem.m <= each.max_m)
     fusion, plan = known
     tiles = [pair for pair in plan.ranked[0].tiles if math.isfinite(pair[0])]
     near = [pair for pair in tiles if pair[0] <= NEAR * tiles[0][0]][:NEAREST]
