@@ -15,6 +15,8 @@ from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.report.document import document
 from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.library import LABEL as LIBRARY
+from onnxfuse.schedule.library import rows_text
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant
 
 LOOPS = ("batch", "m", "n", "k")  # fields of an AxisMapping
@@ -279,5 +281,6 @@ def _why_less(implementation: Implementation, tensor: Tensor, width: Width, take
 
 
 def _one_line(plan: AnyPlan) -> str:
-    tiles = ", ".join(dict.fromkeys(str(variant.tile) for variant in plan.tried))
-    return " ".join(filter(None, (f"{plan.device.arch}:", plan.variants[0].spec.math, tiles)))
+    tiles = dict.fromkeys(str(variant.tile) for variant in plan.variants)
+    library = [f"{LIBRARY} ({rows_text(plan.library_rows)})"] if plan.library_rows else []
+    return " ".join(filter(None, (f"{plan.device.arch}:", plan.variants[0].spec.math, ", ".join((*library, *tiles)))))

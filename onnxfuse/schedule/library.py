@@ -8,7 +8,7 @@ would have without it stay behind it: they run where a process holds no cuBLASLt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
@@ -111,3 +111,8 @@ def library_rows(tiles: Price, library: Price) -> tuple[Rows, ...]:
             continue
         found = [*found[:-1], (found[-1][0], high)] if joins else [*found, (low, high)]
     return tuple((0 if low == 1 else low, MAX_M if high == ends[-1] else high) for low, high in found)
+
+
+def rows_text(rows: Iterable[Rows]) -> str:
+    """`m 257..320, 513..`."""
+    return "m " + ", ".join(f"{low}..{high if high < MAX_M else ''}" for low, high in rows)

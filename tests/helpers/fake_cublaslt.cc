@@ -19,7 +19,7 @@ struct Layout {
 
 struct Preference {
   uint64_t workspace;
-  uint32_t alignments[4];
+  uint32_t alignments[4], reductions;
 };
 
 struct Result {
@@ -130,12 +130,14 @@ int cublasLtMatrixLayoutSetAttribute(void* made, int attribute, const void* valu
   return 0;
 }
 
-int cublasLtMatmulPreferenceCreate(void** made) { return make(made, Preference{0, {256, 256, 256, 256}}); }
+int cublasLtMatmulPreferenceCreate(void** made) { return make(made, Preference{0, {256, 256, 256, 256}, 7}); }
 int cublasLtMatmulPreferenceDestroy(void* made) { return unmake<Preference>(made); }
 int cublasLtMatmulPreferenceSetAttribute(void* made, int attribute, const void* value, size_t bytes) {
   auto* preference = static_cast<Preference*>(made);
   if (attribute == 1 && bytes == 8) {
     memcpy(&preference->workspace, value, bytes);
+  } else if (attribute == 3 && bytes == 4) {
+    memcpy(&preference->reductions, value, bytes);
   } else if (attribute >= 5 && attribute <= 8 && bytes == 4) {
     memcpy(&preference->alignments[attribute - 5], value, bytes);
   } else {

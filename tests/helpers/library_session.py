@@ -60,7 +60,7 @@ class Call(ctypes.Structure):
 
 
 class Preference(ctypes.Structure):
-    _fields_ = (("workspace", ctypes.c_uint64), ("alignments", ctypes.c_uint32 * 4))
+    _fields_ = (("workspace", ctypes.c_uint64), ("alignments", ctypes.c_uint32 * 4), ("reductions", ctypes.c_uint32))
 
 
 STAND_IN = None
@@ -124,6 +124,7 @@ def takes_it() -> None:
     assert (call.b.rows, call.b.columns, call.b.pitch) == (K, 6, K)
     assert (call.d.rows, call.d.columns, call.d.pitch) == (2 * N, 6, 2 * N)
     assert (asked.workspace, asked.alignments[3]) == (32 << 20, 256)
+    assert asked.reductions == 2, "partial sums stay fp32"
     assert asked.alignments[0] == min(256, call.a_pointer & -call.a_pointer)
     assert call.d_pointer % 256 == call.workspace % 256 == 0
     assert call.workspace >= call.d_pointer + 4 * 6 * 2 * N

@@ -13,7 +13,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import library as library_module
-from onnxfuse.schedule.library import GAIN, LABEL, LIBRARY, library_rows, library_time
+from onnxfuse.schedule.library import GAIN, LABEL, LIBRARY, library_rows, library_time, rows_text
 from onnxfuse.schedule.plan import by_library, make_plan, replan
 from onnxfuse.schedule.row_ranges import range_ends
 from onnxfuse.schedule.strategy import Strategy, Traffic, estimate
@@ -118,6 +118,10 @@ def test_the_fused_node_is_as_fast_as_its_fastest_way() -> None:
         own = ranked.tiles[0][0] + ranked.risk
         assert times[Strategy.ONE_KERNEL] <= own
         assert taken or times[Strategy.ONE_KERNEL] == own
+
+
+def test_a_report_names_the_rows() -> None:
+    assert rows_text(((0, 16), (129, 192), (513, MAX_M))) == "m 0..16, 129..192, 513.."
 
 
 def test_two_products_take_as_long_as_two() -> None:

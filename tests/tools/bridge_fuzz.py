@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.graph.archive import Flavour, Record, pack
+from onnxfuse.graph.archive import Flavour, Library, Record, pack
 from tests.helpers.bridge_build import sanitized_library, sanitizer_environment
 from tests.helpers.bridge_hooks import Arguments, Bridge, BridgeError, Node, load
 from tests.tools.fuzz_archive import mended
@@ -71,12 +71,15 @@ def one_round(bridge: Bridge, source: random.Random, data: bytes) -> None:
     with contextlib.suppress(BridgeError):
         bridge.arguments(node, source.choice((SHAPES, shapes)))
     with contextlib.suppress(BridgeError):
+        bridge.library(NODE, bridge.arguments(NODE, source.choice((SHAPES, shapes)))[0], Library.F16)
+    with contextlib.suppress(BridgeError):
         bridge.infer(node, [" ".join(source.choice((str(dim), "?", "M")) for dim in shape) for shape in shapes])
 
 
 def fuzz(bridge: Bridge, first: int, rounds: int, seconds: float) -> int:
     """So many rounds, or as many as fit into the time; returns how many."""
-    packed = pack([RECORD, dataclasses.replace(RECORD, flavour=Flavour.PTX, image=b"ptx")])
+    behind_library = dataclasses.replace(RECORD, load_alignments=(4,) * 4, library=Library.F16, max_m=100)
+    packed = pack([behind_library, RECORD, dataclasses.replace(RECORD, flavour=Flavour.PTX, image=b"ptx")])
     end = time.monotonic() + seconds
     seed = first
     while seed < first + rounds if rounds else time.monotonic() < end:

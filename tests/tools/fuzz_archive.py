@@ -58,7 +58,16 @@ def seeds() -> list[bytes]:
     in_runs = flags({archive.FIRST_LOAD: archive.TensorFlag.COLUMNS_IN_RUNS})
     behind = replace(RECORD, kernel="89ef", lhs_alignment=0, rhs_alignment=0, flags=in_runs)
     portable = replace(RECORD, flavour=archive.Flavour.PTX, min_m=4097, max_m=2**31 - 1, image=b"//" * 40)
-    return [archive.pack(records) for records in ([RECORD], [mapped], [behind], [RECORD, portable, mapped], [])]
+    library = replace(RECORD, load_alignments=(16, 16, 16, 4), library=archive.Library.BF16)
+    groups: tuple[list[archive.Record], ...] = (
+        [RECORD],
+        [mapped],
+        [behind],
+        [library, RECORD],
+        [RECORD, portable, mapped],
+        [],
+    )
+    return [archive.pack(records) for records in groups]
 
 
 def main() -> None:

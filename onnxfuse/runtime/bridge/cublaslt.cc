@@ -42,7 +42,8 @@ constexpr int kComputeF32 = 68, kComputeTf32 = 77;
 constexpr int kTransposeA = 3, kTransposeB = 4;   // of an operation
 constexpr int32_t kByTransposing = 1;
 constexpr int kBatchCount = 5, kBatchStride = 6;  // of a layout
-constexpr int kMaxWorkspace = 1, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8;
+constexpr int kMaxWorkspace = 1, kReductions = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8;
+constexpr uint32_t kSumsInFp32 = 2;   // where k is split: partial sums are not rounded, and come in one order
 constexpr uint64_t kWorkspaceBytes = uint64_t{32} << 20;   // as much as ONNX Runtime gives it on sm_90
 constexpr size_t kMostMethods = 256;   // a session whose sizes never repeat must not grow
 
@@ -167,6 +168,7 @@ void Method::choose(void* handle, const Product& product) {
   check(api_.create_preference(&preference), "begin a choice");
   const std::unique_ptr<void, int (*)(Description)> owner(preference, api_.destroy_preference);
   check(api_.set_preference(preference, kMaxWorkspace, &kWorkspaceBytes, sizeof(kWorkspaceBytes)), "bound its workspace");
+  check(api_.set_preference(preference, kReductions, &kSumsInFp32, sizeof(kSumsInFp32)), "keep its sums");
   const std::pair<int, const Matrix*> matrices[] = {
       {kAlignmentA, &product.rhs}, {kAlignmentB, &product.lhs}, {kAlignmentC, &product.out}, {kAlignmentD, &product.out}};
   for (const auto& [attribute, matrix] : matrices) {

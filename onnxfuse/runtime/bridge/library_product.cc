@@ -46,10 +46,11 @@ bool lie_side_by_side(const Contract& contract, const ElementBytes& bytes, const
   for (size_t part = 1; part < contract.rhs.size(); ++part) {
     const OnnxfuseTensor& rhs = arguments.rhs[part];
     const int64_t step = int64_t{arguments.n} * first.column_stride * bytes.rhs[0];
-    const int64_t distance = static_cast<char*>(rhs.pointer) - static_cast<char*>(first.pointer);
+    // Integer arithmetic: the parts may lie in tensors of their own.
+    const uintptr_t distance = reinterpret_cast<uintptr_t>(rhs.pointer) - reinterpret_cast<uintptr_t>(first.pointer);
     const bool alike = rhs.row_stride == first.row_stride && rhs.column_stride == first.column_stride &&
                        rhs.batch_stride == first.batch_stride;
-    if (!alike || distance != static_cast<int64_t>(part) * step) return false;
+    if (!alike || distance != static_cast<uintptr_t>(static_cast<int64_t>(part) * step)) return false;
   }
   return true;
 }
@@ -98,8 +99,10 @@ std::optional<LibraryProducts> library_products(const Record& record, const Cont
   const int64_t part_columns = joint ? n : rounded_up(n, multiple);
   LibraryProducts result;
   result.row_stride = rounded_up(part_columns * parts, multiple);
-  result.batch_stride = result.row_stride * arguments.m;
-  if (__builtin_mul_overflow(result.batch_stride, arguments.batch * element, &result.bytes)) return std::nullopt;
+  if (__builtin_mul_overflow(result.row_stride, int64_t{arguments.m}, &result.batch_stride) ||
+      __builtin_mul_overflow(result.batch_stride, arguments.batch * element, &result.bytes)) {
+    return std::nullopt;
+  }
   result.count = joint ? 1 : contract.rhs.size();
   for (int64_t part = 0; part < parts; ++part) result.part_offsets[part] = part * part_columns * element;
   for (size_t i = 0; i < result.count; ++i) {
