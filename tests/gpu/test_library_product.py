@@ -27,7 +27,7 @@ from tests.helpers.onnx_build import Builder
 pytestmark = pytest.mark.gpu
 
 # (k, columns of one part): odd ones, multiples of 2 and of 8; and tiny ones, which the library may refuse.
-SIZES = [(33, 41), (64, 24), (321, 1283), (640, 60), (1282, 330)]
+SIZES = [(33, 41), (64, 24), (1282, 330)]
 TINY = [(1, 1), (7, 5), (2, 3), (1, 8)]
 
 
@@ -230,7 +230,7 @@ def test_it_is_told_of_misaligned_pointers(tmp_path: Path, dtype: int, offset: i
     import cupy
 
     kind = np.float16 if dtype == F16 else np.float32
-    live = live_session(optimized(gate_model(dtype, "kn", 2, 320, 640)), tmp_path)
+    live = live_session(optimized(gate_model(dtype, "kn", 2, 320, 640), before_one_kernel), tmp_path)
     x = cupy.random.standard_normal(64 * 320 + offset).astype(kind)[offset:].reshape(64, 320)
     expected = live.run(None, {"x": x.get()})[0]
     binding = live.io_binding()
