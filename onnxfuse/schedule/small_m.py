@@ -46,7 +46,7 @@ class SmallM(ProductFamily):
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""
-        paces = calibration(device).pace["small_m"]
+        paces = calibration(device).pace["small_m_3xtf32" if spec.math == "3xtf32" else "small_m"]
         own = zip(TILES[spec.math], small_m_tiles(spec.math, spec.parts), strict=True)
         return tuple(Candidate(self, tile, paces[str(whole)]) for whole, tile in own)
 

@@ -106,17 +106,17 @@ def test_candidates_need_no_local_memory(arch: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "parts", "n", "k"),
     [
-        ("sm_80", 2, 14336, 4096), ("sm_80", 2, 5120, 1280), ("sm_80", 2, 1280, 320), ("sm_80", 1, 4096, 4096),
-        ("sm_90a", 2, 14336, 4096), ("sm_90a", 1, 4096, 4096),
+        ("sm_80", 1, 1024, 4096), ("sm_80", 2, 1280, 320), ("sm_80", 1, 4096, 4096),
+        ("sm_90a", 1, 4096, 4096),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("dtype", "exact"), [(F16, False), (F32, False), (F32, True)])
 def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype, exact: bool) -> None:
-    """With smaller weights sm_90a's own tiles of 64 rows are as fast."""
+    """With smaller weights sm_90a's own tiles of 64 rows are as fast; with larger ones all wait for memory."""
     plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype, exact=exact)
     assert plan.variants[0].family is SMALL_M
     assert plan.variants[0].max_m >= 16
-    assert all(variant.family is not SMALL_M for variant in plan.variants if variant.max_m > 64)
+    assert all(variant.family is not SMALL_M for variant in plan.variants if variant.max_m > 256)
 
 
 @pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4097, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
