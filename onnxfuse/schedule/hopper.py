@@ -176,7 +176,7 @@ def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: De
 def _boxes(tile: HopperTile, waves: int, steps: int, problem: Problem, device: DeviceSpec) -> float:
     """Microseconds more that TMA takes for rows of zeros and for many boxes; only the last tiles along m have zeros."""
     known, box = calibration(device), _box(tile)
-    ragged = math.ceil(waves / math.ceil(problem.m / tile.block_m))
+    ragged = math.ceil(waves / max(math.ceil(problem.m / tile.block_m), 1))  # m may be 0
     more = math.ceil(min(problem.m, tile.block_m) / box) - 1
     return ragged * steps * (known.hopper_zero_row * (-problem.m % box) + known.hopper_box * more)
 
