@@ -72,6 +72,9 @@ MODELS = [
     Case("llama.real.torchscript.op17.fp16.dynamic", {"input_ids": (1, 2048), "attention_mask": (1, 2048)}),
     Case(BERT, {"input_ids": (64, 64), "attention_mask": (64, 64)}),
     Case(BERT, {"input_ids": (32, 128), "attention_mask": (32, 128)}, positions=128),
+    Case("btb_320.real.torchscript.op17.fp32.dynamic", BLOCK),
+    Case("llama.real.torchscript.op17.fp32.dynamic", {"input_ids": (1, 2048), "attention_mask": (1, 2048)}),
+    Case("bert.real.torchscript.op17.fp32.dynamic", {"input_ids": (32, 64), "attention_mask": (32, 64)}),
     Case(
         "sd15_unet.real.torchscript.op17.fp16.dynamic",
         {"sample": (2, 4, 64, 64), "timestep": (2,), "encoder_hidden_states": (2, 77, 768)},
