@@ -41,6 +41,7 @@ from onnxfuse.runtime import driver
 from onnxfuse.runtime.feeds import from_bfloat16
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.perf.compare import origin
+from tests.perf.document import SLOWER, regret
 from tests.perf.drawn import Drawn, draw, model, stored
 from tests.perf.every_tile import Planned, compile_tiles, in_turn, planned, time_tiles
 from tests.perf.kernels import TF32_EPS
@@ -57,7 +58,6 @@ GRAPH_US = 200
 MOST_SITES = 48
 CHECKED_ROWS = 16
 MOST_ULP = 2.0  # of the output's magnitude
-SLOWER = 1.02
 AHEAD = 20  # problems that are prepared beside the one that is timed
 WORST = 10
 SHOWN_KERNELS = 160  # characters
@@ -276,12 +276,6 @@ def in_order(
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def regret(row: Mapping[str, Any]) -> float | None:
-    """How much slower the chosen tile is than the fastest, as a part of it."""
-    times = {tile: us for tile, (us, _) in row.get("tiles", {}).items()}
-    return times[row["chosen"]] / min(times.values()) - 1 if row.get("chosen") in times else None
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:

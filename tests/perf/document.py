@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SLOWER = 1.02
 TARGET = ROOT / "docs" / "performance.md"
 HEAD = """\
 # Performance
@@ -32,6 +35,8 @@ def document() -> str:
             "## Against stock ONNX Runtime\n",
             *_whole_models(result("h200")),
             *_models(result("h200-unet")),
+            *_drawn([result(f"h200-anywhere-{name}") for name in ("f16", "bf16", "f32")]),
+            *_dynamic(result("h200-dynamic-mlp")),
             *_launches(result("h200-launch")),
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
@@ -69,6 +74,59 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
         *_table(("fp16 GEGLU site: m, k, n of one half", *heads), sites),
         *_model_table(found),
     ]
+
+
+FLOORS = (("over 10", 10, math.inf), ("3 to 10", 3, 10), ("under 3", 0, 3))  # microseconds
+
+
+def _drawn(all_found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Problems that nobody chose; the sources, then a row each."""
+    heads = [f"{kind} of cuBLAS, floor {name} us" for name, _, _ in FLOORS for kind in ("mean", "worst")]
+    lines = [
+        "## Problems drawn at random\n",
+        "Rows from 1 to 16,384, widths of real models and around them, seven epilogues, both orders of weights, sizes",
+        "known or not, by `tests/perf/drawn.py`. Ours is the whole site, cuBLAS the plain product of the full width.",
+        "Regret is how much slower the chosen tile is than the fastest of the ten that the cost model likes best.\n",
+        *map(_source, all_found),
+        *_table(
+            ("command", "problems", "slower than stock by 2 %", *heads, "regret: median, 95th"),
+            map(_drawn_row, all_found),
+        ),
+    ]
+    slower = [row for found in all_found for row in found["rows"] if row["ours_us"] > SLOWER * row["stock_us"]]
+    texts = (f"`{row['problem']}` ({row['ours_us'] / row['stock_us']:.3f})" for row in slower)
+    return [*lines, f"Slower than stock, times its time: {', '.join(texts) or 'none'}.\n"]
+
+
+def _drawn_row(found: Mapping[str, Any]) -> tuple[str, ...]:
+    rows = found["rows"]
+    slower = sum(row["ours_us"] > SLOWER * row["stock_us"] for row in rows)
+    cells: list[str] = []
+    for _, low, high in FLOORS:
+        ratios = [row["ours_us"] / row["cublas_us"] for row in rows if low <= row["floor_us"] < high]
+        cells += (
+            [f"{statistics.geometric_mean(ratios):.3f} ({len(ratios)})", f"{max(ratios):.2f}"] if ratios else ["", ""]
+        )
+    regrets = sorted(own for row in rows if (own := regret(row)) is not None)
+    late = regrets[min(int(0.95 * len(regrets)), len(regrets) - 1)]
+    command = found["command"].removeprefix("python -m tests.perf.anywhere ")
+    return command, str(len(rows)), str(slower), *cells, f"{statistics.median(regrets):.1%}, {late:.1%}"
+
+
+def regret(row: Mapping[str, Any]) -> float | None:
+    """How much slower the chosen tile is than the fastest; None where none was timed or the library was taken."""
+    times = {tile: us for tile, (us, _) in row.get("tiles", {}).items()}
+    return times[row["chosen"]] / min(times.values()) - 1 if row.get("chosen") in times else None
+
+
+def _dynamic(found: Mapping[str, Any]) -> list[str]:
+    rows = sorted(found["rows"], key=lambda row: row["batch"] * row["tokens"])
+    cells = (
+        (f"{row['batch']} x {row['tokens']}", _us(row["stock_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}x")
+        for row in rows
+    )
+    about = "The MLP of an 8-billion-parameter LLM, weights [k, n], one file for all sizes (batch x tokens):\n"
+    return [about, _source(found), *_table(("rows", "stock", "fused", "faster"), cells)]
 
 
 def _models(found: Mapping[str, Any]) -> list[str]:

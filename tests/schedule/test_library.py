@@ -88,7 +88,7 @@ def test_ranges_do_not_flutter() -> None:
     place = {end: index for index, end in enumerate(ends)} | {end + 1: index + 1 for index, end in enumerate(ends)}
 
     def fluttering(m: int) -> float:
-        return 10 * (1.005 if place.get(m, 0) % 2 else 0.96)
+        return 10 * (1.005 if place.get(m, 0) % 2 else 0.99 / GAIN)
 
     assert library_rows(lambda m: 10.0, fluttering) == ((0, MAX_M),)
     assert library_rows(lambda m: 10.0, lambda m: 9.9) == ()
