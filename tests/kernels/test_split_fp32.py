@@ -51,7 +51,7 @@ def multiply(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
         spec, shape = SPECS[name], (len(lhs), rhs.shape[1])
         if name not in libraries:
             libraries[name] = build(spec, tmp_path_factory.mktemp("kernel"))
-        if name.startswith("few"):
+        if name.startswith("small M"):
             lhs, rhs = whole_chunks(lhs, rhs)
         problem = problem_of(spec, lhs, rhs)
         (eager,), (late,) = (launch(libraries[name], problem, lazy) for lazy in (False, True))
