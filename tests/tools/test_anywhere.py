@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def test_what_is_printed_of_rows_with_sessions_with_tiles_and_with_neither() -> 
     assert [anywhere.text(row).split(":")[0] for row in (ROW, TILED, UNTIMED)] == ["one", "two", "three"]
 
 
-def test_a_prepared_problem_has_both_models_and_its_kernels(tmp_path: Path) -> None:
-    ready = anywhere.prepare(small("bias", FLOAT16), 0, tmp_path, DEVICE, 0)
+def test_a_prepared_problem_has_both_models_and_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every_tile, "NEAREST", 1)
+    ready = anywhere.prepare(replace(small("bias", FLOAT16), dynamic=False), 0, tmp_path, DEVICE, 0)
     assert ready.original.exists()
     assert ready.fused.exists()
     assert ready.kernel
