@@ -139,7 +139,13 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
 
     considered = {variant.tile for variant in plan.variants}.union(*factors.values())
     worth = [entry for entry in candidates if entry.tile in considered]
-    return _with(plan, [_variant(base, each.entry, each.low, each.high) for each in choose_ranges(worth, price)])
+    return _with(
+        plan,
+        [
+            _variant(base, each.entry, each.low, each.high)
+            for each in choose_ranges(worth, price, calibration(plan.device).regret)
+        ],
+    )
 
 
 def by_library(plan: ProductPlan, times: Mapping[int, Mapping[str, float]] | None = None) -> ProductPlan:
@@ -174,7 +180,10 @@ def _chosen(base: KernelSpec, fitting: Sequence[Candidate], sizes: Sizes, device
     if sizes.m is not None:
         return _fastest(base, _rank(base, fitting, [sizes.at(sizes.m)], device))
     price = _pricing(base, fitting, sizes, device)
-    return [_variant(base, each.entry, each.low, each.high) for each in choose_ranges(fitting, price)]
+    return [
+        _variant(base, each.entry, each.low, each.high)
+        for each in choose_ranges(fitting, price, calibration(device).regret)
+    ]
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:

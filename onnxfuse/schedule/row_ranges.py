@@ -3,7 +3,7 @@
 Costs jump where a tile more begins, so m is looked at in ranges that end where some tile does, each at both of its
 ends. A set of kernels has a regret in each range: how much longer its best takes than the best of all candidates. The
 set grows by the kernel that lowers the regret most, as a mean over the logarithm of m, until no range has more than
-MOST_REGRET, and loses again what is not needed for that.
+`regret`, and loses again what is not needed for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.kernel_family import Candidate
 
 MOST_KERNELS = 8  # of one site and architecture
-MOST_REGRET = 0.03
 SAME = 0.01  # a kernel is not changed for less
 LARGEST = 16384  # the last range has no end: what is best there is best behind it
 SMALLEST_END = 16
@@ -43,18 +42,19 @@ def range_ends() -> tuple[int, ...]:
     return (*few, *by_tile, *(base + base * step // STEPS for base in octaves for step in range(STEPS)), LARGEST)
 
 
-def choose_ranges(candidates: Sequence[Candidate], price: Price) -> tuple[RowRange, ...]:
+def choose_ranges(candidates: Sequence[Candidate], price: Price, regret: float) -> tuple[RowRange, ...]:
     """The kernels and their ranges of m, which cover every m once.
 
     Args:
         candidates: legal for every m.
         price: infinite where a candidate is not to be taken; finite for one of them at any m.
+        regret: that is worth no other kernel, as a part of the best one's time.
     """
     ends = range_ends()
     lows = (1, *(end + 1 for end in ends[:-1]))
     losses = [_losses(candidates, price, low, high) for low, high in zip(lows, ends, strict=True)]
     weights = [math.log((high + 1) / low) for low, high in zip(lows, ends, strict=True)]
-    chosen = _without_needless(_grown(losses, weights), losses)
+    chosen = _without_needless(_grown(losses, weights, regret), losses, regret)
     picked: list[int] = []
     for row in losses:
         best = min(chosen, key=row.__getitem__)
@@ -73,7 +73,7 @@ def _losses(candidates: Sequence[Candidate], price: Price, low: int, high: int) 
     return found
 
 
-def _grown(losses: Sequence[Sequence[float]], weights: Sequence[float]) -> list[int]:
+def _grown(losses: Sequence[Sequence[float]], weights: Sequence[float], regret: float) -> list[int]:
     """Candidates, the one that helps most first."""
     chosen: list[int] = []
     least = [math.inf] * len(losses)
@@ -85,7 +85,7 @@ def _grown(losses: Sequence[Sequence[float]], weights: Sequence[float]) -> list[
 
     floors = [min(row) for row in losses]
     while len(chosen) < MOST_KERNELS:
-        if all(loss - floor <= math.log1p(MOST_REGRET) for loss, floor in zip(least, floors, strict=True)):
+        if all(loss - floor <= math.log1p(regret) for loss, floor in zip(least, floors, strict=True)):
             break
         helps = min(range(len(losses[0])), key=mean)
         if helps in chosen:
@@ -95,13 +95,13 @@ def _grown(losses: Sequence[Sequence[float]], weights: Sequence[float]) -> list[
     return chosen
 
 
-def _without_needless(chosen: list[int], losses: Sequence[Sequence[float]]) -> list[int]:
-    """The same without candidates whose ranges others take as well, within MOST_REGRET."""
+def _without_needless(chosen: list[int], losses: Sequence[Sequence[float]], regret: float) -> list[int]:
+    """The same without candidates whose ranges others take as well, within `regret`."""
 
     def least(candidates: Sequence[int]) -> list[float]:
         return [min((row[each] for each in candidates), default=math.inf) for row in losses]
 
-    allowed = [max(loss, min(row) + math.log1p(MOST_REGRET)) for loss, row in zip(least(chosen), losses, strict=True)]
+    allowed = [max(loss, min(row) + math.log1p(regret)) for loss, row in zip(least(chosen), losses, strict=True)]
     for each in list(chosen):
         others = [other for other in chosen if other != each]
         if all(loss <= most for loss, most in zip(least(others), allowed, strict=True)):

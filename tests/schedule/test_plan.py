@@ -20,7 +20,7 @@ from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_tile import HopperTile
 from onnxfuse.schedule.plan import SHALLOW, make_plan
 from onnxfuse.schedule.portable import PORTABLE, tiles_for
-from onnxfuse.schedule.row_ranges import MOST_KERNELS, MOST_REGRET
+from onnxfuse.schedule.row_ranges import MOST_KERNELS
 from onnxfuse.schedule.small_m import small_m_tiles
 from tests.helpers.fusions import fusion
 
@@ -96,8 +96,8 @@ def test_no_number_of_rows_takes_a_tile_far_from_the_best(
     random = Random(n)
     drawn = (round(math.exp(random.uniform(0, math.log(16384)))) for _ in range(40))
     regrets = sorted(map(regret, (1, 17, 129, 154, 300, 514, *drawn)))
-    assert regrets[len(regrets) // 2] <= MOST_REGRET
-    assert regrets[-1] <= 0.25  # with as few kernels as a site may have
+    assert regrets[len(regrets) // 2] <= calibration(device).regret
+    assert regrets[-1] <= 0.25 + calibration(device).regret  # with as few kernels as a site may have
 
 
 def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:

@@ -41,6 +41,7 @@ class Calibration:
     copied: Mapping[str, float]
     launch: float
     odds: float
+    regret: float
     exact: str
     library_advantage: Mapping[str, float]
     library_products: Mapping[str, float]
