@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,7 +21,7 @@ from onnxfuse.graph.weight_readers import product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.lowering.pack import pack_implementations
-from onnxfuse.lowering.plan_site import Planner, is_profitable_together, plan_site
+from onnxfuse.lowering.plan_site import Planner, is_profitable_together, plan_site, slower
 from onnxfuse.lowering.site import Site
 from onnxfuse.lowering.stored_weights import settle
 from onnxfuse.patterns import PATTERNS, match_sites
@@ -113,17 +113,11 @@ def _find_sites(
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
         for site in found.fused:
             if site.is_left_alone:  # only now: several such sites may be worth one kernel together
-                skipped += _left_alone(site, planner.devices)
+                labels = [product.label for product in site.match.products]
+                skipped += (skipped_site(label, slower(site, label)) for label in labels)
             else:
                 sites.append(site)
     return tuple(sites), tuple(skipped)
-
-
-def _left_alone(site: Site, devices: Sequence[DeviceSpec]) -> Iterator[SkippedSite]:
-    architectures = ", ".join(each.arch for each in devices)
-    detail = f"by the cost model the library's own kernels are faster on {architectures}"
-    for product in site.match.products:
-        yield skipped_site(product.label, NotFusable("slower", product.label, detail))
 
 
 def _selected(

@@ -99,18 +99,20 @@ def _is_worth_it(turned: Site, kept: Site | NotFusable) -> bool:
 
 
 def accepted(site: Site | NotFusable) -> Site:
-    """The site, if it is one.
+    """The site, if it is one; it may be one to leave alone, which joins others of the same input, or is skipped.
 
     Raises:
-        NotFusable: it is none, or the library's own kernels are faster.
+        NotFusable: it is none.
     """
     if isinstance(site, NotFusable):
         raise site
-    if site.strategy is Strategy.LEFT_ALONE:
-        chips = ", ".join(plan.device.arch for plan in site.plans)
-        detail = f"by the cost model the library's own kernels are faster on {chips}"
-        raise NotFusable("slower", site.fusion.anchor, detail)
     return site
+
+
+def slower(site: Site, anchor: str) -> NotFusable:
+    """Why a site is left alone, as a reason for one of its products."""
+    chips = ", ".join(device.arch for device in site.estimates)
+    return NotFusable("slower", anchor, f"by the cost model the library's own kernels are faster on {chips}")
 
 
 def _planned(

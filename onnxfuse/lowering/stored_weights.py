@@ -12,7 +12,7 @@ from onnxfuse.analysis.weight_order import Perm
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.weight_readers import readers, readers_of_outputs
-from onnxfuse.lowering.plan_site import accepted
+from onnxfuse.lowering.plan_site import slower
 from onnxfuse.lowering.site import Site
 
 
@@ -40,7 +40,9 @@ def _as_stored(site: Site) -> Site:
     if isinstance(site.as_stored, NotFusable):
         raise site.as_stored
     assert site.as_stored is not None, "a site of transposed weights knows itself without"
-    return accepted(site.as_stored)
+    if site.as_stored.is_left_alone:
+        raise slower(site.as_stored, site.fusion.anchor)
+    return site.as_stored
 
 
 def _disputed(graphs: Sequence[Graph], sites: Sequence[Site]) -> set[str]:
