@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from onnxfuse.ir.fusion import Value, acc_name, load_name
+from onnxfuse.ir.fusion import Step, Value, acc_name, load_name
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
@@ -111,6 +111,22 @@ def functor(spec: KernelSpec, fast: bool = False) -> str:
 def pointwise_functor(spec: PointwiseSpec) -> str:
     """The same without a product: operands of one output element in, results out."""
     return _struct("", _body(spec, fast=False))
+
+
+def straight_line(name: str, loads: int, steps: Sequence[Step], value: Value) -> str:
+    """A functor of one sum and some operands, by the fast functions."""
+    lines = [f"    const float {acc_name(0)} = accumulators[0];"]
+    lines += [f"    const float {load_name(index)} = operands[{index}];" for index in range(loads)]
+    lines += [f"    const float {step.result} = {EXPRESSIONS[step.op].fast(*step.inputs)};" for step in steps]
+    body = "\n".join([*lines, f"    results[0] = {_text(value)};"])
+    return f"""\
+struct {name} {{
+  static __device__ __forceinline__ void apply(const float (&accumulators)[1], const float (&operands)[{loads + 1}],
+                                               float (&results)[1]) {{
+{body}
+  }}
+}};
+"""
 
 
 def _body(spec: KernelSpec | PointwiseSpec, fast: bool) -> list[str]:

@@ -137,6 +137,7 @@ void multiply_wait() {
   emulator::wait(emulator::cluster.named(BEHIND_NAMED + threadIdx.x / WARP_GROUP, WARP_GROUP));
 }
 inline void pin(float&) {}
+inline void pause() {}
 
 // Where an element of an operand lies: `outer` along m or n, `k` along k. PTX ISA, "Matrix Descriptor".
 inline unsigned operand_address(unsigned long long descriptor, bool k_contiguous, int bytes, int outer, int k) {
@@ -176,6 +177,46 @@ void multiply(float (&acc)[REGISTERS], unsigned long long lhs, unsigned long lon
       own[column] = sums[0], own[2 + column] = sums[1];
     }
   }
+}
+
+// One thread's share of acc[64, 2 * REGISTERS] (+)= lhs[64, 32 bytes] * rhs[32 bytes, ...], with `lhs(half, k)` of its rows.
+template <typename Lhs, int REGISTERS>
+void multiply_rows(float (&acc)[REGISTERS], const Lhs& lhs, unsigned long long rhs, bool k_contiguous, int accumulate) {
+  constexpr int STEP = 32 / sizeof(Element);
+  float rows[2][STEP];
+  for (int k = 0; k < 2 * STEP; ++k) rows[k / STEP][k % STEP] = lhs(k / STEP, k % STEP);
+  for (int i = 0; i < REGISTERS; i += 4) {
+    for (int column = 0; column < 2; ++column) {
+      float sums[2] = {accumulate ? acc[i + column] : 0, accumulate ? acc[i + 2 + column] : 0};
+      for (int k = 0; k < STEP; ++k) {
+        const float value = operand<Element>(rhs, k_contiguous, i * 2 + threadIdx.x % 4 * 2 + column, k);
+        for (int half = 0; half < 2; ++half) sums[half] += rows[half][k] * value;
+      }
+      acc[i + column] = sums[0], acc[i + 2 + column] = sums[1];
+    }
+  }
+}
+
+// Those of the attention kernel: both operands by descriptor; lhs in registers.
+template <int REGISTERS>
+void multiply_scores(float (&acc)[REGISTERS], unsigned long long lhs, unsigned long long rhs, int accumulate) {
+  const int first_row = threadIdx.x % WARP_GROUP / 32 * 16 + threadIdx.x % 32 / 4;
+  const auto element = [&](int half, int k) { return operand<Element>(lhs, true, first_row + half * 8, k); };
+  multiply_rows(acc, element, rhs, true, accumulate);
+}
+template <int REGISTERS>
+void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long long rhs, int accumulate) {
+  emulator::Warp& warp = emulator::warp();
+  const int lane = threadIdx.x % 32;
+  memcpy(warp.values[lane], lhs, 16);
+  __syncwarp();
+  const auto element = [&](int half, int k) {
+    Element pair[2];  // of the lane of the same row that holds columns k and k + 1, or k - 1 and k
+    memcpy(static_cast<void*>(pair), &warp.values[lane / 4 * 4 + k % 8 / 2][half + k / 8 * 2], 4);
+    return to_float(pair[k % 2]);
+  };
+  multiply_rows(acc, element, rhs, false, accumulate);
+  __syncwarp();
 }
 
 template <bool TRANSPOSED>

@@ -135,6 +135,8 @@ __device__ __forceinline__ void multiply_wait() {
 // Keeps the compiler from moving reads of an accumulator to before this place, and what it computes of it to behind it.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 0;" ::: "memory"); }
+
 // Four 8 x 8 matrices of 16-bit elements into shared memory; lanes 8i .. 8i+7 give the row addresses of matrix i.
 __device__ __forceinline__ void store_matrices(unsigned shared, const unsigned (&matrices)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"

@@ -1,0 +1,103 @@
+"""A spec and a tile -> the text of the sm_90a kernel of two products joined by a softmax over rows.
+
+The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and tensor maps of q, the keys, the values and
+every load that is a tile, in this order.
+"""
+
+from __future__ import annotations
+
+import math
+
+from onnxfuse.dtypes import BF16, F32
+from onnxfuse.kernels.epilogue import straight_line
+from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
+from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, mask_bytes, shared_bytes
+
+ENTRY = "onnxfuse_attention"
+LOG2_E = math.log2(math.e)
+
+
+def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
+    """The CUDA source of a kernel."""
+    uses = (*GENERATED_USES, "hopper/fast_math.cuh")
+    return assembled(_generated(spec, tile), "hopper/attention.cuh", uses)
+
+
+def _generated(spec: AttentionSpec, tile: AttentionTile) -> str:
+    masks = mask_bytes(spec, tile)
+    offsets = [sum(masks[:index]) for index in range(len(masks))]
+    numbers = {
+        "LOADS": len(spec.loads),
+        "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "SCORE_STEPS": len(spec.score),
+        "CONSUMERS": tile.consumers,
+        "RESIDENTS": tile.residents,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.stages,
+        "THREADS": tile.threads,
+        "HEAD": spec.head,
+        "VALUE_HEAD": spec.value_head,
+        "OUT_WIDTH": spec.out_width,
+        "RESCALE_ABOVE": tile.rescale_above,
+        "MASK_BYTES": sum(masks),
+        "SHARED_BYTES": shared_bytes(spec, tile),
+    }
+    huge = any(load.dtype in (BF16, F32) for load in spec.loads)
+    return f"""\
+// ---- generated
+namespace onnxfuse {{
+
+enum class Kind {{ scalar, row, column, tile }};
+
+using Element = {spec.dtype.cuda};
+[[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
+[[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
+constexpr float SCALE = {spec.scale * LOG2_E!r}f;
+constexpr bool GUARDED = {flag(spec.guarded)};
+constexpr bool TOGETHER = {flag(tile.together)};
+constexpr bool TURNS = {flag(tile.turns and tile.consumers > 1)};
+constexpr bool HUGE_SCORES = {flag(huge)};
+{constants(numbers)}
+
+{access_tables(spec.loads, offsets, (), ())}
+
+{straight_line("Score", len(spec.loads), spec.score, spec.score_value)}
+{straight_line("Result", 0, spec.result, spec.result_value)}
+{_wgmma_scores(spec, tile)}
+{_wgmma_values(spec)}
+}}  // namespace onnxfuse
+"""
+
+
+def _wgmma_scores(spec: AttentionSpec, tile: AttentionTile) -> str:
+    comment = "// acc[64, BLOCK_N] (+)= lhs[64, 16] * rhs[16, BLOCK_N], by descriptors, the depth contiguous."
+    return _wgmma(comment, "multiply_scores", spec, tile.block_n, ["lhs"], "0, 0")
+
+
+def _wgmma_values(spec: AttentionSpec) -> str:
+    comment = "// acc[64, VALUE_HEAD] (+)= lhs[64, 16] * rhs[16, VALUE_HEAD], lhs in registers, columns contiguous."
+    return _wgmma(comment, "multiply_values", spec, spec.value_head, [f"lhs[{index}]" for index in range(4)], "1")
+
+
+def _wgmma(comment: str, name: str, spec: AttentionSpec, width: int, lhs: list[str], transposed: str) -> str:
+    """One wgmma of so many columns; `lhs` is a descriptor, or what its four registers hold."""
+    count = width // 2
+    kind = f"m64n{width}k16.f32.{spec.dtype.name}.{spec.dtype.name}"
+    names = ", ".join(f"%{index}" for index in range(count))
+    places = [f"%{count + index}" for index in range(len(lhs))]
+    first = places[0] if len(places) == 1 else f"{{{', '.join(places)}}}"
+    outs = ", ".join(f'"+f"(acc[{index}])' for index in range(count))
+    inputs = ", ".join(f'"{"l" if len(lhs) == 1 else "r"}"({register})' for register in lhs)
+    parameter = "unsigned long long lhs" if len(lhs) == 1 else "const unsigned* lhs"
+    rhs, accumulate = (f"%{count + len(lhs) + index}" for index in range(2))
+    return f"""\
+{comment}
+__device__ __forceinline__ void {name}(float (&acc)[{count}], {parameter}, unsigned long long rhs, int accumulate) {{
+  asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
+               "wgmma.mma_async.sync.aligned.{kind} "
+               "{{{names}}}, "
+               "{first}, {rhs}, p, 1, 1, {transposed}; }}"
+               : {outs}
+               : {inputs}, "l"(rhs), "r"(accumulate));
+}}
+"""

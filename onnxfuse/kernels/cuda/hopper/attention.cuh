@@ -1,0 +1,644 @@
+// One block computes tile after tile of out[m, o] = result(softmax_n(score(q[m, k] * keys[k, n])) * values[n, o]): no
+// score and no probability ever leaves the registers.
+// sm_90a: TMA fills two rings, wgmma reads them; of each group of 64 rows the exponentials run beside products.
+//
+//   the last warps   producer: one thread keeps TMA busy, across tiles: q of every group once a tile; then, from the
+//                    last block of keys to the first, keys with the masks on top of them, and the values
+//                       |  cp.async.bulk.tensor, swizzled; what lies outside of a tensor arrives as zeros
+//   rings            [keys + masks 0][keys + masks 1] ...     rows of 128 bytes, 64 columns of a head: an atom; the
+//                    [values 0][values 1] ...                 next 64 columns lie behind all rows of the first
+//   4 warps each     consumer groups of 64 rows
+//                       |  scores = q * keys of the next block     wgmma, operands in shared memory
+//                       |  sums += probabilities * values of this  wgmma, probabilities in registers
+//                       |  score(), maximum, exp2, row sums        beside the second product and the others' products
+//
+//   a group          q k0 | max, exp | q k1, p0 v0 | max, exp of 1 | q k2, p1 v1 | ... | p v of the last | out
+//                                                  (while p0 v0)
+//   all groups       `turn` lines their products up behind each other, so that one's exponentials run beside another's
+//                    products:      group 0  [q k, p v] max, exp   [q k, p v] ...
+//                                   group 1             [q k, p v]  max, exp  [q k, p v]
+//
+// The online softmax: with a greater maximum, sums and row sums so far are scaled down. Where a whole row is -inf, its
+// sum is 0 and the result NaN, as the nodes make it; or 0, if the model looks for NaN (GUARDED).
+//
+// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1), at most one for each tile.
+// Arguments: lhs is q [batch, m, k], rhs[0] the keys [batch, k, n], rhs[1] the values [batch, n, o], loads [batch, m,
+// n], outs[0] [batch, m, o]. Batches are heads, and in lhs_outer.batches of them the next outer batch begins;
+// rhs_outer.batches heads of keys serve them all.
+//
+// The generated text before this file defines Element, the constants, the table Load<I>, the functors Score and Result,
+// and multiply_scores() and multiply_values(): one wgmma each.
+#pragma once
+#include "common/arguments.cuh"
+#include "common/addressing.cuh"
+#include "hopper/ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_SIZE = 32;
+constexpr int WARP_ROWS = 16;
+constexpr int GROUP_ROWS = 64;  // of one wgmma
+constexpr int BLOCK_M = TOGETHER ? GROUP_ROWS : CONSUMERS * GROUP_ROWS;
+constexpr int BLOCK_HEADS = TOGETHER ? CONSUMERS : 1;
+constexpr int ROW_BYTES = 128;  // the widest swizzle
+constexpr int ATOM = ROW_BYTES / sizeof(Element);
+constexpr int STEP = 32 / sizeof(Element);  // k of one wgmma
+constexpr int KEY_ATOMS = (HEAD - 1) / ATOM + 1;
+constexpr int VALUE_ATOMS = (VALUE_HEAD - 1) / ATOM + 1;
+constexpr int HEAD_STEPS = (HEAD - 1) / STEP + 1;
+constexpr int SCORES = BLOCK_N / 2;  // of one thread: of two rows, two neighbours in every eight columns
+constexpr int SUMS = VALUE_HEAD / 2;
+constexpr int WORDS = SCORES / 2;  // its probabilities, two in each
+
+constexpr int QUERY_BYTES = KEY_ATOMS * GROUP_ROWS * ROW_BYTES;  // of a group
+constexpr int KEY_BYTES = KEY_ATOMS * BLOCK_N * ROW_BYTES;
+constexpr int VALUE_BYTES = VALUE_ATOMS * BLOCK_N * ROW_BYTES;
+constexpr int KEYS_OFFSET = CONSUMERS * QUERY_BYTES;
+constexpr int VALUES_OFFSET = KEYS_OFFSET + STAGES * KEY_BYTES;
+constexpr int MASKS_OFFSET = VALUES_OFFSET + STAGES * VALUE_BYTES;
+constexpr int BARRIERS_OFFSET = MASKS_OFFSET + STAGES * MASK_BYTES;
+constexpr int KEYS_FULL = BARRIERS_OFFSET;
+constexpr int KEYS_EMPTY = KEYS_FULL + STAGES * 8;
+constexpr int VALUES_FULL = KEYS_EMPTY + STAGES * 8;
+constexpr int VALUES_EMPTY = VALUES_FULL + STAGES * 8;
+constexpr int QUERY_FULL = VALUES_EMPTY + STAGES * 8;
+constexpr int QUERY_EMPTY = QUERY_FULL + CONSUMERS * 8;
+constexpr int CONSUMER_WARPS = CONSUMERS * 4;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
+static_assert(SHARED_BYTES == QUERY_EMPTY + CONSUMERS * 8, "footprint and kernel agree");
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "one wgmma and one box");
+
+// 65,536 registers: 128 * 32 + 3 * 128 * 160, or 128 * 40 + 2 * 128 * 232, or two blocks of 128 * 24 + 128 * 232. One
+// block of one group has 255 a thread.
+constexpr bool GIVE_REGISTERS = CONSUMERS > 1 || RESIDENTS > 1;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+static_assert(RESIDENTS == 1 || (RESIDENTS == 2 && CONSUMERS == 1), "registers");
+
+struct Maps {
+  TensorMap query, keys, values;
+  TensorMap masks[TILE_LOADS + 1];
+};
+
+// ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
+
+__device__ constexpr unsigned long long descriptor(int leading_bytes, int stride_bytes) {
+  return 1ull << 62 | static_cast<unsigned long long>(stride_bytes / 16) << 32 |
+         static_cast<unsigned long long>(leading_bytes / 16) << 16;
+}
+__device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
+
+// q and keys: k contiguous, 8 rows are a period of the swizzle. Values: n is walked, o contiguous; a wgmma of more than
+// 64 columns goes on in the next atom.
+constexpr unsigned long long ROWS_DESCRIPTOR = descriptor(16, 8 * ROW_BYTES);
+constexpr unsigned long long VALUES_DESCRIPTOR = descriptor(BLOCK_N * ROW_BYTES, 8 * ROW_BYTES);
+
+// ---- which tile
+
+struct RingPosition {
+  int stage = 0;
+  int parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// Tiles of one head follow each other: the blocks that run together share its keys and values in L2. TOGETHER, the
+// groups of a block have the same rows of neighbouring heads, which share keys, values and masks.
+struct Place {
+  int row, head, batch;
+
+  __device__ __forceinline__ Place(const OnnxfuseArguments& args, int tile, int tiles_m) {
+    const int number = tile / tiles_m, heads = args.lhs_outer.batches / BLOCK_HEADS;
+    row = (tile - number * tiles_m) * BLOCK_M;
+    batch = number / heads;
+    head = (number - batch * heads) * BLOCK_HEADS;
+  }
+  __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
+  __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
+};
+
+__device__ __forceinline__ int blocks_of_keys(const OnnxfuseArguments& args) { return (args.n - 1) / BLOCK_N + 1; }
+
+// ---- producer
+
+__device__ __forceinline__ void load_masks(const OnnxfuseArguments& args, const Maps& maps, unsigned masks,
+                                           unsigned full, const Place& place, int key) {
+  int map = 0;
+  unsigned target = masks;
+  static_for<0, LOADS>([&](auto index) {
+    constexpr int INDEX = decltype(index)::value;
+    if constexpr (Load<INDEX>::KIND == Kind::tile) {
+      constexpr int COLUMNS = ROW_BYTES / sizeof(typename Load<INDEX>::Type);
+      const int head = args.loads[INDEX].batch_stride ? place.head : 0;
+      const int batch = args.loads_outer[INDEX].batch_stride ? place.batch : 0;
+#pragma unroll
+      for (int column = 0; column < BLOCK_N; column += COLUMNS) {
+        load_box(target, maps.masks[map], full, key + column, place.row, head, batch);
+        target += BLOCK_M * ROW_BYTES;
+      }
+      ++map;
+    }
+  });
+}
+
+__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared) {
+  const int tiles_m = (args.m - 1) / BLOCK_M + 1;
+  const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
+  const int sharing = args.lhs_outer.batches / args.rhs_outer.batches;  // heads of q, of one of the keys
+  RingPosition keys, values;
+  int query_parity = 0;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Place place(args, tile, tiles_m);
+    const int head = args.rhs[0].batch_stride ? place.head / sharing : 0;
+    const int value_head = args.rhs[1].batch_stride ? place.head / sharing : 0;
+    const auto load_query = [&] {
+#pragma unroll
+      for (int group = 0; group < CONSUMERS; ++group) {
+        const unsigned full = shared + QUERY_FULL + group * 8;
+        const unsigned target = shared + group * QUERY_BYTES;
+        barrier_wait(shared + QUERY_EMPTY + group * 8, query_parity ^ 1);
+        barrier_arrive_expect(full, QUERY_BYTES);
+#pragma unroll
+        for (int atom = 0; atom < KEY_ATOMS; ++atom) {
+          load_box(target + atom * GROUP_ROWS * ROW_BYTES, maps.query, full, atom * ATOM, place.row_of(group),
+                   place.head_of(group), place.batch);
+        }
+      }
+      query_parity ^= 1;
+    };
+    const auto load_keys = [&](int block) {
+      const unsigned full = shared + KEYS_FULL + keys.stage * 8;
+      const unsigned target = shared + KEYS_OFFSET + keys.stage * KEY_BYTES;
+      barrier_wait(shared + KEYS_EMPTY + keys.stage * 8, keys.parity ^ 1);
+      barrier_arrive_expect(full, KEY_BYTES + MASK_BYTES);
+#pragma unroll
+      for (int atom = 0; atom < KEY_ATOMS; ++atom) {
+        load_box(target + atom * BLOCK_N * ROW_BYTES, maps.keys, full, atom * ATOM, block * BLOCK_N, head, place.batch);
+      }
+      load_masks(args, maps, shared + MASKS_OFFSET + keys.stage * MASK_BYTES, full, place, block * BLOCK_N);
+      keys.next();
+    };
+    const auto load_values = [&](int block) {
+      const unsigned full = shared + VALUES_FULL + values.stage * 8;
+      const unsigned target = shared + VALUES_OFFSET + values.stage * VALUE_BYTES;
+      barrier_wait(shared + VALUES_EMPTY + values.stage * 8, values.parity ^ 1);
+      barrier_arrive_expect(full, VALUE_BYTES);
+#pragma unroll
+      for (int atom = 0; atom < VALUE_ATOMS; ++atom) {
+        load_box(target + atom * BLOCK_N * ROW_BYTES, maps.values, full, atom * ATOM, block * BLOCK_N, value_head,
+                 place.batch);
+      }
+      values.next();
+    };
+    int block = blocks_of_keys(args) - 1;
+    load_query();
+    load_keys(block);
+#pragma unroll 1
+    for (; block > 0; --block) {
+      load_keys(block - 1);
+      load_values(block);
+    }
+    load_values(0);
+  }
+}
+
+// ---- consumers
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP_SIZE; }
+
+// This warp has read what lies behind the barrier.
+__device__ __forceinline__ void release(unsigned empty) {
+  if constexpr (TILE_LOADS > 0) __syncwarp();
+  if (lane() == 0) barrier_arrive(empty);
+}
+
+__device__ __forceinline__ void start_scores(float (&scores)[SCORES], unsigned query, unsigned keys) {
+  const unsigned long long lhs = ROWS_DESCRIPTOR | descriptor_address(query);
+  const unsigned long long rhs = ROWS_DESCRIPTOR | descriptor_address(keys);
+  multiply_fence();
+#pragma unroll
+  for (int step = 0; step < HEAD_STEPS; ++step) {
+    const int atom = step * STEP / ATOM, within = step * STEP % ATOM * sizeof(Element) / 16;
+    multiply_scores(scores, lhs + atom * (GROUP_ROWS * ROW_BYTES / 16) + within,
+                    rhs + atom * (BLOCK_N * ROW_BYTES / 16) + within, step > 0);
+  }
+  multiply_commit();
+}
+
+__device__ __forceinline__ void start_sums(float (&sums)[SUMS], const unsigned (&probabilities)[WORDS],
+                                           unsigned values, int accumulate) {
+  const unsigned long long rhs = VALUES_DESCRIPTOR | descriptor_address(values);
+  multiply_fence();
+#pragma unroll
+  for (int step = 0; step < BLOCK_N / STEP; ++step) {
+    multiply_values(sums, probabilities + 4 * step, rhs + step * (STEP * ROW_BYTES / 16), accumulate | step);
+  }
+  multiply_commit();
+}
+
+template <int COUNT>
+__device__ __forceinline__ void pin_all(float (&values)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) pin(values[i]);
+}
+
+// ---- scores: the functor over what the masks hold
+
+// Where a thread finds its operands of a block of keys.
+struct Operands {
+  unsigned masks;              // shared memory: row `row` of the tile operands
+  const unsigned char* memory;  // the same
+  int warp_row;                // of the tile: the warp's first
+  int key;                     // this thread's first column
+  int keys;                    // of the tensor
+};
+
+__device__ __forceinline__ float to_float_low(__half, unsigned word) { return __half2float(__ushort_as_half(static_cast<unsigned short>(word))); }
+__device__ __forceinline__ float to_float_low(__nv_bfloat16, unsigned word) { return __uint_as_float(word << 16); }
+__device__ __forceinline__ float to_float_high(__half, unsigned word) {
+  return __half2float(__ushort_as_half(word >> 16));
+}
+__device__ __forceinline__ float to_float_high(__nv_bfloat16, unsigned word) {
+  return __uint_as_float(word & 0xffff0000);
+}
+
+// The eight elements of a thread in 16 columns from `column` of the block on, in the order of its scores.
+template <typename Access>
+__device__ __forceinline__ void read_tile(float (&values)[8], const Operands& at, int column) {
+  using T = typename Access::Type;
+  constexpr int COLUMNS = ROW_BYTES / sizeof(T);
+  const int offset = Access::OFFSET + column / COLUMNS * (BLOCK_M * ROW_BYTES);
+  const int chunk = column % COLUMNS * sizeof(T) / 16;
+  if constexpr (sizeof(T) == 2) {
+    // Matrices: the 8 rows and then the next 8, of 8 columns; the same of the next 8 columns.
+    const int row = at.warp_row + lane() % 16;
+    unsigned words[4];
+    load_matrices(words, at.masks + offset + row * ROW_BYTES + ((chunk + lane() / 16) ^ (lane() % 8)) * 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[2 * i] = to_float_low(T(), words[i]);
+      values[2 * i + 1] = to_float_high(T(), words[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = at.warp_row + lane() / 4 + i % 2 * 8;
+      const int byte = (column % COLUMNS + i / 2 * 8 + lane() % 4 * 2) * sizeof(T);
+      const int place = offset + row * ROW_BYTES + ((byte / 16) ^ (row % 8)) * 16 + byte % 16;
+      const auto pair = load_packed<Packed<T, 2>>(reinterpret_cast<const T*>(at.memory + place));
+      values[2 * i] = to_float(pair.values[0]);
+      values[2 * i + 1] = to_float(pair.values[1]);
+    }
+  }
+}
+
+// The same of an operand that all rows share.
+template <typename Access, bool LAST>
+__device__ __forceinline__ void read_row(float (&values)[8], const OnnxfuseTensor& tensor, long long first,
+                                         const Operands& at, int column) {
+  using T = typename Access::Type;
+  const T* source = static_cast<const T*>(tensor.pointer) + first;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = at.key + column + half * 8;
+    float pair[2] = {};
+    if constexpr (Access::WIDTH > 1) {
+      if (!LAST || key < at.keys) {
+        const auto packed = load_global<Packed<T, 2>>(source + key);
+        pair[0] = to_float(packed.values[0]), pair[1] = to_float(packed.values[1]);
+      }
+    } else {
+      if (!LAST || key < at.keys) pair[0] = to_float(source[key * tensor.column_stride]);
+      if (!LAST || key + 1 < at.keys) pair[1] = to_float(source[(key + 1) * tensor.column_stride]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[half * 4 + i] = pair[i % 2];
+  }
+}
+
+// What is to be exponentiated. LAST: behind the end of the keys it is -inf.
+template <bool LAST>
+__device__ __forceinline__ void apply_score(float (&scores)[SCORES], const OnnxfuseArguments& args, const Place& place,
+                                            const Operands& at) {
+  if constexpr (SCORE_STEPS > 0) {
+#pragma unroll
+    for (int column = 0; column < BLOCK_N; column += 16) {
+      float operands[LOADS + 1][8];
+      static_for<0, LOADS>([&](auto index) {
+        constexpr int INDEX = decltype(index)::value;
+        using Access = Load<INDEX>;
+        const OnnxfuseTensor& tensor = args.loads[INDEX];
+        const long long first =
+            place.head * tensor.batch_stride + place.batch * args.loads_outer[INDEX].batch_stride;
+        if constexpr (Access::KIND == Kind::tile) {
+          read_tile<Access>(operands[INDEX], at, column);
+        } else if constexpr (Access::KIND == Kind::row) {
+          read_row<Access, LAST>(operands[INDEX], tensor, first, at, column);
+        } else {
+          const float value = to_float(static_cast<const typename Access::Type*>(tensor.pointer)[first]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) operands[INDEX][i] = value;
+        }
+      });
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float own[LOADS + 1], acc[1] = {scores[column / 2 + i]}, result[1];
+#pragma unroll
+        for (int load = 0; load < LOADS; ++load) own[load] = operands[load][i];
+        Score::apply(acc, own, result);
+        scores[column / 2 + i] = result[0];
+      }
+    }
+  }
+  if constexpr (LAST) {
+#pragma unroll
+    for (int i = 0; i < SCORES; ++i) {
+      if (at.key + i / 4 * 8 + i % 2 >= at.keys) scores[i] = minus_infinity();
+    }
+  }
+}
+
+// ---- the online softmax of a thread's two rows
+
+struct Softmax {
+  float maximum[2] = {minus_infinity(), minus_infinity()};
+  float sum[2] = {};  // of this thread's columns alone
+};
+
+// Scores become probabilities times their row's sum; `rescale` is what earlier sums are multiplied by.
+__device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& softmax, float (&rescale)[2]) {
+  float maximum[2];
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float greatest = softmax.maximum[row];
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      greatest = fmaxf(greatest, fmaxf(scores[i + 2 * row], scores[i + 2 * row + 1]));
+    }
+    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
+    maximum[row] = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+  }
+  if constexpr (RESCALE_ABOVE > 0) {  // probabilities may then be as great as 2 to that power
+    const bool grows = (maximum[0] - softmax.maximum[0]) * SCALE > RESCALE_ABOVE ||
+                       (maximum[1] - softmax.maximum[1]) * SCALE > RESCALE_ABOVE;
+    if (!__any_sync(0xffffffff, grows)) maximum[0] = softmax.maximum[0], maximum[1] = softmax.maximum[1];
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float greatest = maximum[row] == minus_infinity() ? 0.0f : maximum[row];
+    rescale[row] = pointwise::fast_exp2((softmax.maximum[row] - greatest) * SCALE);
+    softmax.maximum[row] = maximum[row];
+    if constexpr (HUGE_SCORES) {
+      // Products with the scale would overflow: beside a maximum of that magnitude all other scores vanish.
+      if (greatest < -1e38f) {
+#pragma unroll
+        for (int i = 0; i < SCORES; i += 4) {
+#pragma unroll
+          for (int column = 0; column < 2; ++column) {
+            float& score = scores[i + 2 * row + column];
+            score = score == greatest ? 0.0f : minus_infinity();
+          }
+        }
+        greatest = 0.0f;
+      }
+    }
+    const float offset = greatest * SCALE;
+    float sums[2] = {};
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float& score = scores[i + 2 * row + column];
+        score = pointwise::fast_exp2(fmaf(score, SCALE, -offset));
+        sums[column] += score;
+      }
+    }
+    softmax.sum[row] = softmax.sum[row] * rescale[row] + (sums[0] + sums[1]);
+  }
+}
+
+// Never taken, but only the exponentials tell: the compiler would else wait for the second product before them.
+__device__ __forceinline__ void hold_back_wait(const Softmax& softmax) {
+  if (softmax.sum[0] + softmax.sum[1] < 0.0f) pause();
+}
+
+__device__ __forceinline__ void pack(unsigned (&probabilities)[WORDS], const float (&scores)[SCORES]) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) probabilities[i] = pack_pair(Element(), scores[2 * i], scores[2 * i + 1]);
+}
+
+// ---- results
+
+// Word i of lane t of a quad -> word t of lane i.
+__device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
+  const bool odd = lane() % 2, upper = lane() % 4 / 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const unsigned other = __shfl_xor_sync(0xffffffff, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned other = __shfl_xor_sync(0xffffffff, upper ? words[i] : words[i + 2], 2);
+    (upper ? words[i] : words[i + 2]) = other;
+  }
+}
+
+__device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Element* out, bool inside,
+                                          long long column_stride) {
+  constexpr int WIDE = OUT_WIDTH * sizeof(Element) == 16 ? VALUE_HEAD / 32 * 4 : 0;  // eights of columns
+#pragma unroll
+  for (int eight = 0; eight < WIDE; eight += 4) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = pack_pair(Element(), values[(eight + i) * 2], values[(eight + i) * 2 + 1]);
+    }
+    transpose_quad(words);
+    const Packed<unsigned, 4> packed = {{words[0], words[1], words[2], words[3]}};
+    if (inside) store_global(reinterpret_cast<unsigned*>(out + (eight + lane() % 4) * 8), packed);
+  }
+#pragma unroll
+  for (int eight = WIDE; eight < VALUE_HEAD / 8; ++eight) {
+    Packed<Element, 2> pair;
+    store_pair(pair.values, values[eight * 2], values[eight * 2 + 1]);
+    const int column = eight * 8 + lane() % 4 * 2;
+    if constexpr (OUT_WIDTH > 1) {
+      if (inside) store_global(out + column, pair);
+    } else if (inside) {
+      out[column * column_stride] = pair.values[0];
+      out[(column + 1) * column_stride] = pair.values[1];
+    }
+  }
+}
+
+__device__ __forceinline__ void finish(const float (&sums)[SUMS], const Softmax& softmax,
+                                       const OnnxfuseArguments& args, const Place& place, int warp_row) {
+  const OnnxfuseTensor& out = args.outs[0];
+  Element* first = static_cast<Element*>(out.pointer) + place.head * out.batch_stride +
+                   place.batch * args.outs_outer[0].batch_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = softmax.sum[half];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    const float inverse = 1.0f / sum;
+    const bool is_number = sum > 0.0f;
+    float values[SUMS / 2];
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i) {
+      const float mean = sums[i / 2 * 4 + half * 2 + i % 2] * inverse;
+      const float acc[1] = {GUARDED && !is_number ? 0.0f : mean}, none[1] = {};
+      float result[1];
+      Result::apply(acc, none, result);
+      values[i] = result[0];
+    }
+    const int row = place.row + warp_row + lane() / 4 + half * 8;
+    store_row(values, first + row * out.row_stride, row < args.m, out.column_stride);
+  }
+}
+
+constexpr int TURN_BARRIER = 1;  // named barrier of group 0; those of the others follow
+
+__device__ __forceinline__ void hand_over(int group) {
+  if constexpr (TURNS) {
+#pragma unroll
+    for (int other = 1; other < CONSUMERS; ++other) {
+      named_arrive(TURN_BARRIER + (group + other) % CONSUMERS, CONSUMERS * WARP_GROUP);
+    }
+  }
+}
+
+__device__ __forceinline__ void await_turn(int group) {
+  if constexpr (TURNS) named_sync(TURN_BARRIER + group, CONSUMERS * WARP_GROUP);
+}
+
+// As if the groups before this one had had their turn.
+__device__ __forceinline__ void line_up(int group) {
+  if constexpr (TURNS) {
+    for (int before = 0; before < group; ++before) named_arrive(TURN_BARRIER + before, CONSUMERS * WARP_GROUP);
+  }
+}
+
+__device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
+                                        int group) {
+  const int tiles_m = (args.m - 1) / BLOCK_M + 1;
+  const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
+  const int blocks = blocks_of_keys(args);
+  const int warp_row = (TOGETHER ? threadIdx.x % WARP_GROUP : threadIdx.x) / WARP_SIZE * WARP_ROWS;
+  const unsigned query = shared + group * QUERY_BYTES;
+  RingPosition keys, values;
+  int query_parity = 0;
+  line_up(group);
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    Place place(args, tile, tiles_m);
+    place.head = place.head_of(group);
+    float scores[SCORES], sums[SUMS], rescale[2];
+    unsigned probabilities[WORDS];
+    Softmax softmax;
+    Operands at = {0, nullptr, warp_row, (blocks - 1) * BLOCK_N + lane() % 4 * 2, args.n};
+    const auto look_at = [&] {
+      at.masks = shared + MASKS_OFFSET + keys.stage * MASK_BYTES;
+      at.memory = memory + MASKS_OFFSET + keys.stage * MASK_BYTES;
+    };
+
+    barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
+    query_parity ^= 1;
+    barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
+    start_scores(scores, query, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
+    multiply_wait<0>();
+    pin_all(scores);
+    look_at();
+    apply_score<true>(scores, args, place, at);
+    release(shared + KEYS_EMPTY + keys.stage * 8);
+    keys.next();
+    exponentiate(scores, softmax, rescale);
+    pack(probabilities, scores);
+
+#pragma unroll 1
+    for (int block = blocks - 2; block >= 0; --block) {
+      barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
+      await_turn(group);
+      start_scores(scores, query, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
+      barrier_wait(shared + VALUES_FULL + values.stage * 8, values.parity);
+      start_sums(sums, probabilities, shared + VALUES_OFFSET + values.stage * VALUE_BYTES, block < blocks - 2);
+      hand_over(group);
+      multiply_wait<1>();
+      pin_all(scores);
+      look_at();
+      at.key -= BLOCK_N;
+      apply_score<false>(scores, args, place, at);
+      release(shared + KEYS_EMPTY + keys.stage * 8);
+      keys.next();
+      exponentiate(scores, softmax, rescale);
+      hold_back_wait(softmax);
+      multiply_wait<0>();
+      pin_all(sums);
+      release(shared + VALUES_EMPTY + values.stage * 8);
+      values.next();
+      pack(probabilities, scores);
+      if (RESCALE_ABOVE == 0 || rescale[0] != 1.0f || rescale[1] != 1.0f) {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] *= rescale[i % 4 / 2];
+      }
+    }
+    release(shared + QUERY_EMPTY + group * 8);
+
+    barrier_wait(shared + VALUES_FULL + values.stage * 8, values.parity);
+    start_sums(sums, probabilities, shared + VALUES_OFFSET + values.stage * VALUE_BYTES, blocks > 1);
+    multiply_wait<0>();
+    pin_all(sums);
+    release(shared + VALUES_EMPTY + values.stage * 8);
+    values.next();
+    finish(sums, softmax, args, place, warp_row);
+  }
+}
+
+__device__ __forceinline__ void init_barriers(unsigned shared) {
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage) {
+    barrier_init(shared + KEYS_FULL + stage * 8, 1);
+    barrier_init(shared + KEYS_EMPTY + stage * 8, CONSUMER_WARPS);
+    barrier_init(shared + VALUES_FULL + stage * 8, 1);
+    barrier_init(shared + VALUES_EMPTY + stage * 8, CONSUMER_WARPS);
+  }
+#pragma unroll
+  for (int group = 0; group < CONSUMERS; ++group) {
+    barrier_init(shared + QUERY_FULL + group * 8, 1);
+    barrier_init(shared + QUERY_EMPTY + group * 8, WARP_GROUP / WARP_SIZE);
+  }
+  barrier_init_fence();
+}
+
+}  // namespace onnxfuse
+
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENTS)
+onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_constant__ onnxfuse::Maps maps) {
+  using namespace onnxfuse;
+  extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  const unsigned shared = shared_address(onnxfuse_shared);
+  if (threadIdx.x == CONSUMERS * WARP_GROUP) {
+    init_barriers(shared);
+  } else if (threadIdx.x < 3 + TILE_LOADS) {
+    prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  // The same in all lanes: the compiler may keep what follows from it in uniform registers.
+  const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
+  if (group == CONSUMERS) {
+    if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, shared);
+  } else {
+    if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+    consume(args, onnxfuse_shared, shared, group);
+  }
+}

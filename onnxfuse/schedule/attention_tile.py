@@ -1,0 +1,98 @@
+"""What an attention kernel is, the shape of its blocks, and the shared memory that they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.dtypes import DType
+from onnxfuse.ir.fusion import Step, Value
+from onnxfuse.schedule.kernel_spec import Access
+
+GROUP_ROWS = 64  # of one wgmma
+ROW_BYTES = 128  # of shared memory: the widest swizzle
+BARRIER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Everything but its tile that the text depends on.
+
+    Attributes:
+        dtype: of q, keys, values and the output.
+        head: columns of q and the keys.
+        value_head: columns of the values and the output.
+        loads: what the score's steps call `op0`, `op1`, ...
+        score: steps over `acc0` and the loads.
+        score_value: the value that the softmax is of.
+        scale: a positive number that this value is multiplied by.
+        guarded: a row of NaN becomes 0.
+        result: steps over `acc0`, an element of the second product.
+        result_value: the value that is stored.
+        out_width: elements of one store.
+    """
+
+    dtype: DType
+    head: int
+    value_head: int
+    loads: tuple[Access, ...] = ()
+    score: tuple[Step, ...] = ()
+    score_value: Value = "acc0"
+    scale: float = 1.0
+    guarded: bool = False
+    result: tuple[Step, ...] = ()
+    result_value: Value = "acc0"
+    out_width: int = 8
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        consumers: groups of 64 rows.
+        block_n: keys of one step.
+        stages: blocks of keys, and of values, in shared memory.
+        turns: whether groups line their products up behind each other.
+        together: the groups have the same rows of neighbouring heads, which share keys, values and masks.
+        residents: blocks of a multiprocessor.
+        rescale_above: sums are scaled down where a maximum grows by more than a factor of 2 to this power; 0: always.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int = 2
+    turns: bool = True
+    rescale_above: int = 0
+    residents: int = 1
+    together: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Those of the groups and of the producers."""
+        return (self.consumers + 1) * 128
+
+    @property
+    def block_m(self) -> int:
+        """Rows of one head."""
+        return GROUP_ROWS if self.together else self.consumers * GROUP_ROWS
+
+
+def atoms(columns: int, bytes_each: int) -> int:
+    """Rows of 128 bytes for so many columns."""
+    return -(-columns * bytes_each // ROW_BYTES)
+
+
+def mask_bytes(spec: AttentionSpec, tile: AttentionTile) -> list[int]:
+    """Of a stage, of each load; 0 for one that is no tile."""
+    return [
+        atoms(tile.block_n, load.dtype.bytes) * tile.block_m * ROW_BYTES if load.kind == "tile" else 0
+        for load in spec.loads
+    ]
+
+
+def shared_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
+    """Of one block."""
+    keys, values = atoms(spec.head, spec.dtype.bytes), atoms(spec.value_head, spec.dtype.bytes)
+    stage = (keys + values) * tile.block_n * ROW_BYTES + sum(mask_bytes(spec, tile))
+    barriers = (4 * tile.stages + 2 * tile.consumers) * BARRIER_BYTES
+    return tile.consumers * GROUP_ROWS * keys * ROW_BYTES + tile.stages * stage + barriers
