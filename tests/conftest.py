@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -28,7 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels that an earlier version compiled must not answer for this one's."""
+    """Kernels that an earlier version compiled must not answer for this one's; the workers of one run share theirs."""
+    own = tmp_path_factory.getbasetemp()
+    of_the_run = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ONNXFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("ONNXFUSE_CACHE_DIR", str(of_the_run / "kernels"))
         yield
