@@ -31,7 +31,8 @@ VECTOR_BUFFERS = 4  # as gemm.cuh has them, which says why
 FRAGMENT_ROWS = 64  # of one wgmma
 WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
 MAX_WIDTH = 256  # columns of one wgmma
-MAX_ACCUMULATORS = {2: 192, 4: 64}  # fp32 registers of one thread, of 232 or 96, by the number of groups
+WIDEST_AT_ONCE = {2: 256, 3: 192, 4: 256}  # columns of one wgmma, by groups: of 128 registers it may name 96 sums
+MAX_ACCUMULATORS = {2: 192, 3: 112, 4: 64}  # fp32 registers of one thread, of 232, 160 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32  # of a tile operand's pairs and addresses; tests forbid that ptxas spills
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
@@ -87,7 +88,7 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of one block: those of the consumer groups and four producer warps, or two with four groups."""
-        return 128 * self.groups + (128 if self.groups == 2 else 64)
+        return 128 * self.groups + (64 if self.groups == 4 else 128)
 
     @property
     def group_m(self) -> int:
@@ -172,10 +173,14 @@ class RhsPiece:
 def rhs_pieces(spec: KernelSpec, tile: HopperTile) -> tuple[RhsPiece, ...]:
     """A tile's columns: where n is contiguous, those of a part that fill the widest swizzles, then the rest.
 
-    TMA takes as long for a row of a narrow box as for one of 128 bytes.
+    TMA takes as long for a row of a narrow box as for one of 128 bytes. Where k is contiguous there are two pieces if
+    one wgmma does not multiply all columns.
     """
     if spec.rhs_order == "nk":
-        return (RhsPiece(tile.block_n, block_k(spec)),)
+        fits = spec.parts * tile.block_n <= WIDEST_AT_ONCE[tile.groups]
+        first = tile.block_n if fits else -(-tile.block_n // 32) * 16
+        widths = (first, tile.block_n - first)
+        return tuple(RhsPiece(columns, block_k(spec)) for columns in widths if columns)
     rest = tile.block_n % ATOM
     pieces = RhsPiece(tile.block_n - rest, ATOM), RhsPiece(rest, 32 if rest % 32 == 0 else 16)
     return tuple(piece for piece in pieces if piece.columns)
@@ -193,7 +198,7 @@ def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, i
 
     In a cluster that shares rhs each block loads half of every box and sends it to both.
     """
-    rows = block_k(spec) if spec.rhs_order == "kn" else tile.block_n
+    rows = block_k(spec) if spec.rhs_order == "kn" else piece.columns
     return piece.atom, rows // tile.cluster_m
 
 
@@ -328,8 +333,9 @@ def _of_operands(spec: KernelSpec) -> Rules:
 
 
 def _of_rows(spec: KernelSpec, tile: HopperTile) -> Rules:
-    few = tile.groups == 2 or (tile.groups in MAX_ACCUMULATORS and not _tile_loads(spec))
-    yield not few, "two groups, or four where no operand is a tile"
+    known = tile.groups in MAX_ACCUMULATORS and tile.groups % (2 if tile.pingpong else 1) == 0
+    yield not known, "two groups or four, or three that share each tile"
+    yield tile.groups == 4 and _tile_loads(spec), "four groups leave no warps that bring tile operands"
     whole = tile.group_m % FRAGMENT_ROWS == 0 and tile.block_m <= MAX_BOX
     yield not whole, f"a consumer group owns multiples of {FRAGMENT_ROWS} rows"
     transposed = spec.lhs_order == "km"
@@ -357,8 +363,8 @@ def _of_clusters(spec: KernelSpec, tile: HopperTile) -> Rules:
     yield in_runs and _shares(tile), "blocks share no operand whose batches lie in runs"
     yield tile.cluster_m * tile.cluster_n > 2, "clusters that share loads have two blocks at most"
     yield tile.splits not in SPLITS, "k is split by 2 or 4"
-    other = tile.pingpong or tile.groups > 2 or _shares(tile)
-    yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles of two groups that share no loads"
+    other = tile.pingpong or tile.groups > 3 or _shares(tile)
+    yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles that share no loads"
 
 
 def _of_memory(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> Rules:

@@ -27,6 +27,7 @@ from tests.helpers.hopper_cases import (
     small_m_cases,
     split_cases,
     tall_cases,
+    three_groups_cases,
     walked_cases,
 )
 from tests.helpers.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
@@ -41,6 +42,7 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 SPLIT = list(split_cases())
 SMALL_M_CASES = list(small_m_cases())
 CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *batch_runs_cases(), *SPLIT, *SMALL_M_CASES]
+CASES += three_groups_cases()
 RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
@@ -52,6 +54,8 @@ LARGE_TILES = (
     (1, HopperTile(256, 128, False)),
     (1, HopperTile(128, 128, True, groups=4)),
     (2, HopperTile(256, 64, False, groups=4)),
+    (2, HopperTile(192, 112, False, groups=3)),
+    (1, HopperTile(192, 192, False, groups=3)),
     (2, HopperTile(128, 64, False, splits=2)),
     (1, HopperTile(128, 160, False, splits=4)),
 )

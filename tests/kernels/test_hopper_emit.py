@@ -22,6 +22,7 @@ from tests.helpers.hopper_cases import (
     small_m_cases,
     split_cases,
     tall_cases,
+    three_groups_cases,
     walked_cases,
 )
 from tests.helpers.kernel_problem import Size, make_spec
@@ -34,6 +35,7 @@ MASKED = list(masked_cases())
 SPLIT = list(split_cases())
 SMALL_M_CASES = list(small_m_cases())
 BATCH_RUNS = list(batch_runs_cases())
+THREE_GROUPS = list(three_groups_cases())
 SAMPLE = [
     *CASES[:: max(len(CASES) // 16, 1)],
     *WALKED[::8],
@@ -42,6 +44,7 @@ SAMPLE = [
     *SPLIT,
     *SMALL_M_CASES,
     *BATCH_RUNS[::3],
+    *THREE_GROUPS,
 ]
 ALIGNED = Size(504, 136, 248)
 
@@ -58,7 +61,9 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS], ids=lambda case: case.name
+    "case",
+    [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS, *THREE_GROUPS],
+    ids=lambda case: case.name,
 )
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)

@@ -19,7 +19,15 @@ import pytest
 
 from onnxfuse.kernels import hopper
 from tests.helpers.all_lanes_arrive import with_all_lanes
-from tests.helpers.hopper_cases import DEVICE, HopperCase, batch_runs_cases, cases, small_m_cases, split_cases
+from tests.helpers.hopper_cases import (
+    DEVICE,
+    HopperCase,
+    batch_runs_cases,
+    cases,
+    small_m_cases,
+    split_cases,
+    three_groups_cases,
+)
 from tests.helpers.host_build import EMULATOR, build_library
 from tests.helpers.kernel_problem import Problem, make_problem
 from tests.helpers.tensor_maps import MAP_BYTES, described
@@ -112,6 +120,7 @@ SPLIT = list(split_cases())
 STAGED = next(case for case in cases() if any(load.kind == "tile" for load in case.spec.loads))
 MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
 SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
+SAMPLE += list(three_groups_cases())[::6]
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)

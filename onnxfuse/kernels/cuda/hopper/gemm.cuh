@@ -52,11 +52,12 @@ constexpr int ROW_BYTES = 128;                            // of k in a stage: th
 constexpr int BLOCK_K = ROW_BYTES / sizeof(Element);
 constexpr int STEP_K = 32 / sizeof(Element);              // of one wgmma
 
-// 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512. The compiler allots 168 to every thread of the block. With four
-// groups a quarter of the multiprocessor has five warps, so each thread has 96, and there is nothing to give away.
-constexpr bool GIVE_REGISTERS = CONSUMERS == 2;
-constexpr int PRODUCER_REGISTERS = 40;
-constexpr int CONSUMER_REGISTERS = 232;
+// 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512, or 128 * 32 + 3 * 128 * 160. The compiler allots 168 or 128 to
+// every thread of the block. With four groups a quarter of the multiprocessor has five warps, so each thread has 96, and
+// there is nothing to give away.
+constexpr bool GIVE_REGISTERS = CONSUMERS < 4;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
 constexpr int LHS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int RHS_BYTES = WIDTH * ROW_BYTES;
@@ -329,27 +330,34 @@ __device__ __forceinline__ int first_number(const TileScheduler& scheduler, int 
 }
 __device__ __forceinline__ int next_number(const TileScheduler& scheduler) { return TEAMS * scheduler.clusters; }
 
-// The tile operands of one consumer group, by one warp, as far ahead as there are buffers.
-__device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
-                                              int rank, int group) {
-  const TileScheduler scheduler(args);
-  const int first_warp = SPLITS > 1 ? rank : 0;
+// One slab of a consumer group's tile operands, as soon as its buffer is free.
+__device__ __forceinline__ void produce_slab(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
+                                             const OutTile& tile, int group, int index, int parity, int first_warp) {
   const int block_warp = group * WARP_GROUP / WARP_SIZE + first_warp;
   unsigned char* staging = memory + STAGES * STAGE_BYTES + block_warp * STAGING_BYTES;
-  const unsigned full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
-  const unsigned empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
+  const unsigned barrier = shared + group * GROUP_SLABS_BYTES + index % LOAD_BUFFERS * 8;
+  barrier_wait(barrier + SLABS_EMPTY_OFFSET, parity ^ 1);
+  load_slab(staging, args, group_tile(tile, group), index, first_warp);
+  barrier_arrive_copied(barrier + SLABS_FULL_OFFSET);
+}
+
+// The tile operands of a consumer group, by one warp, as far ahead as there are buffers. Of three groups, which share
+// each tile, one warp serves the first and the last.
+__device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
+                                              int rank, int first_group) {
+  const TileScheduler scheduler(args);
+  const int first_warp = SPLITS > 1 ? rank : 0;
   barrier_wait(shared + SLABS_START_OFFSET, 0);
   int count = 0;
 #pragma unroll 1
-  for (int number = first_number(scheduler, group); number < scheduler.tiles;
+  for (int number = first_number(scheduler, first_group); number < scheduler.tiles;
        number += next_number(scheduler), ++count) {
-    const OutTile tile = group_tile(scheduler.at(number, rank), group);
+    const OutTile tile = scheduler.at(number, rank);
 #pragma unroll 1
     for (int index = 0; index < SLABS; ++index) {
-      const int buffer = index % LOAD_BUFFERS * 8;
-      barrier_wait(empty + buffer, slab_parity(count, index) ^ 1);
-      load_slab(staging, args, tile, index, first_warp);
-      barrier_arrive_copied(full + buffer);
+      const int parity = slab_parity(count, index);
+      produce_slab(args, memory, shared, tile, first_group, index, parity, first_warp);
+      if (CONSUMERS == 3 && first_group == 0) produce_slab(args, memory, shared, tile, 2, index, parity, first_warp);
     }
   }
 }
