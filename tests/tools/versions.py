@@ -22,6 +22,7 @@ import tempfile
 import venv
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -218,12 +219,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="onnxfuse-versions-") as name:
         folder = Path(name)
         python = environment(folder / "base", f"{build_wheel(folder)}[cpu]")
-        for label, check in checks(python, folder, chosen):
-            try:
-                print(f"{label} {check()}", flush=True)
-            except AssertionError as error:
-                failed = True
-                print(f"{label}: {error}", flush=True)
+        fake_driver_folder()  # before several threads want it
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = [(label, pool.submit(check)) for label, check in checks(python, folder, chosen)]
+            for label, job in made:
+                try:
+                    print(f"{label} {job.result()}", flush=True)
+                except AssertionError as error:
+                    failed = True
+                    print(f"{label}: {error}", flush=True)
     return int(failed)
 
 
