@@ -2,26 +2,33 @@
 
 What keeps a multiprocessor busy at once (multiplying, loading, waiting) hides behind each other in part: it takes the
 root of the sum of their squares, between the longest of them and their sum.
+
+A problem with an array of rows has an array of costs, one for each.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Mapping
+
+import numpy as np
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import AnyTile, Flow, Problem
+from onnxfuse.schedule.kernel_family import Amount, AnyTile, Count, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
+LIBRARY_ALIGNMENT = 16  # bytes that the pitches of the library's fastest kernels are multiples of
 
-def tiles_of(tile: AnyTile, problem: Problem) -> int:
+
+def tiles_of(tile: AnyTile, problem: Problem) -> Amount:
     """Tiles of the whole output."""
-    return problem.batch * math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+    return problem.batch * np.ceil(problem.m / tile.block_m) * np.ceil(problem.n / tile.block_n)
 
 
-def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec) -> int:
+def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec) -> Amount:
     """Blocks that a multiprocessor computes one after the other."""
-    return math.ceil(tiles_of(tile, problem) / device.multiprocessors)
+    return np.ceil(tiles_of(tile, problem) / device.multiprocessors)
 
 
 def products_of(tile: AnyTile, spec: KernelSpec) -> int:
@@ -29,39 +36,56 @@ def products_of(tile: AnyTile, spec: KernelSpec) -> int:
     return tile.block_m * tile.block_n * spec.parts
 
 
-def multiplying(tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+def multiplying(tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which a multiprocessor multiplies."""
     depth = waves_of(tile, problem, device) * problem.k
     return products_of(tile, spec) * depth / pace / calibration(device).products[spec.math]
 
 
-def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: int = 1) -> float:
-    """Microseconds in which memory delivers lhs, rhs so many times, and what the epilogue reads and writes."""
-    factors = problem.m * problem.k + passes * problem.n * spec.parts * problem.k
-    rows = sum(each.dtype.bytes for each in (*spec.loads, *spec.outs) if each.kind == "tile")
-    size = problem.batch * (factors * spec.dtype.bytes + problem.m * problem.n * rows)
+def from_memory(size: Amount, device: DeviceSpec) -> Amount:
+    """Microseconds in which memory moves so many bytes."""
     return size / device.multiprocessors / calibration(device).bytes
 
 
-def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> float:
+def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
+    """Microseconds in which memory delivers lhs, rhs so many times, and what the epilogue reads and writes."""
+    factors = problem.m * problem.k + passes * problem.n * spec.parts * problem.k
+    rows = sum(each.dtype.bytes for each in (*spec.loads, *spec.outs) if each.kind == "tile")
+    return from_memory(problem.batch * (factors * spec.dtype.bytes + problem.m * problem.n * rows), device)
+
+
+def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> Amount:
     """Microseconds in which blocks wait for what they have in flight."""
-    trips = math.ceil(problem.k / reads.depth)
-    return math.ceil(tiles_of(tile, problem) / reads.blocks) * trips * calibration(device).round_trip[family]
+    trips = np.ceil(problem.k / reads.depth)
+    return np.ceil(tiles_of(tile, problem) / reads.blocks) * trips * calibration(device).round_trip[family]
 
 
-def filling(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> float:
+def filling(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> Amount:
     """Microseconds of the prologues and epilogues of blocks that do not run at once."""
-    return math.ceil(tiles_of(tile, problem) / reads.blocks) * calibration(device).fill[family]
+    return np.ceil(tiles_of(tile, problem) / reads.blocks) * calibration(device).fill[family]
 
 
-def library(dtype_bytes: int, arithmetic: str, m: int, n: int, k: int, device: DeviceSpec) -> float | None:
-    """Microseconds of the library's product [m, k] x [k, n]; None where nothing is known of it."""
-    known = calibration(device)
-    if arithmetic not in known.library_products:
+def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> Amount | None:
+    """Microseconds in which the library makes a kernel's product; None where nothing is known of it.
+
+    Args:
+        spec: the kernel that would multiply by itself.
+        problem: its sizes.
+        products: that the library makes one after the other, each of as many columns.
+        device: to plan for.
+    """
+    known, size, k = calibration(device), spec.dtype.bytes, problem.k
+    if spec.math not in known.library_products:
         return None
-    whole = math.ceil(m / known.library_granule) * math.ceil(n / known.library_granule) * known.library_granule**2
-    computing = whole * k / device.multiprocessors / known.library_products[arithmetic]
-    memory = (m * k + k * n + m * n) * dtype_bytes / device.multiprocessors / known.bytes
-    serial = k * dtype_bytes * known.library_depth
-    aligned = min(math.gcd(k * dtype_bytes, 16), math.gcd(n * dtype_bytes, 16))
-    return known.library_launch + math.hypot(computing, memory, serial) * known.library_misaligned[str(aligned)]
+    m, n = problem.m * problem.batch, problem.n * spec.parts // products
+    whole = np.ceil(m / known.library_granule) * np.ceil(n / known.library_granule) * known.library_granule**2
+    computing = whole * k / device.multiprocessors / known.library_products[spec.math]
+    memory = from_memory((m * k + k * n + m * n) * size, device)
+    busy = np.hypot(np.hypot(computing, memory), k * size * known.library_depth)
+    return products * (known.library_launch + busy * _misaligned(known.library_misaligned, k * size, n * size))
+
+
+def _misaligned(known: Mapping[str, float], *pitches: Count) -> Amount:
+    """How much longer the library takes, by what all pitches are multiples of."""
+    alignment = functools.reduce(np.gcd, pitches, LIBRARY_ALIGNMENT)
+    return sum((alignment == int(each)) * factor for each, factor in known.items())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from onnxfuse.device import DeviceSpec
+from onnxfuse.ir.fusion import NONLINEAR
 from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
 from onnxfuse.schedule.hopper_tile import ARCH, FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
-from onnxfuse.schedule.kernel_family import Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 # Small M comes in a box that is little taller than M. A tile's block_n is the width of all parts together.
@@ -24,6 +27,12 @@ TILES = (
     HopperTile(128, 128, pingpong=False),
     HopperTile(128, 224, pingpong=False),
     HopperTile(128, 256, pingpong=False),
+    HopperTile(192, 224, pingpong=False, groups=3),
+    HopperTile(192, 192, pingpong=False, groups=3),
+    HopperTile(192, 160, pingpong=False, groups=3),
+    HopperTile(192, 128, pingpong=False, groups=3),
+    HopperTile(192, 96, pingpong=False, groups=3),
+    HopperTile(192, 64, pingpong=False, groups=3),
     HopperTile(128, 96, pingpong=False),
     HopperTile(128, 80, pingpong=False),
     HopperTile(128, 64, pingpong=True),
@@ -40,8 +49,11 @@ TILES = (
         for width in (160, 128, 80, 64)
         if not lhs_rows or width <= 80
     ),
+    HopperTile(192, 80, pingpong=False, groups=3, splits=4),
+    HopperTile(192, 64, pingpong=False, groups=3, splits=4),
 )
 NARROWEST_BOX = 16  # columns of rhs[k, n]
+LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
 CACHE_LINE = 128  # bytes: a row of a box that does not begin on one lies in two
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
@@ -76,7 +88,7 @@ class Hopper(ProductFamily):
         known = calibration(device)
         shallow = spec.parts * k <= known.hopper_ahead_depth
         ahead = tile.groups == 2 and shallow and all(load.kind != "tile" for load in spec.loads)
-        group_rows = tile.group_rows if tile.pingpong and tile.block_m == 128 else known.hopper_one_wave_group_rows
+        group_rows = tile.group_rows if tile.pingpong else known.hopper_one_wave_group_rows
         columns = max(tile.block_n // spec.parts // 16, 1) * 16
         own = replace(tile, block_n=columns, operands_ahead=ahead, group_rows=group_rows)
         return Candidate(self, own, known.pace["hopper"][_schedule(tile)])
@@ -109,24 +121,25 @@ class Hopper(ProductFamily):
         stages = hopper_tile.footprint(spec, tile, device.shared_bytes).stages
         return Flow(device.multiprocessors, stages * block_k(spec))
 
-    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Infinite for a tile that splits k where its blocks are more than run at once, or may be."""
         tile: HopperTile = entry.tile
         known = calibration(device)
         blocks = tiles_of(tile, problem) * tile.splits
         at_once = known.hopper_clustered[str(tile.splits)]
-        if tile.splits > 1 and (problem.guessed or blocks > at_once):
-            return math.inf  # a tile for every multiprocessor is faster than a share of one
-        waves = math.ceil(blocks / at_once)
-        steps = math.ceil(math.ceil(problem.k / block_k(spec)) / tile.splits)
-        exposed = 1 if tile.pingpong else waves  # epilogues beside which nothing is multiplied
-        busy = (
-            waves * (steps * _step(entry, reads, spec, problem, device) + known.fill[self.name])
-            + exposed * known.hopper_epilogue * products_of(tile, spec)
-            + _boxes(tile, waves, steps, problem, device)
-        )
-        moving = cost_model.moving(spec, problem, device)
-        return known.launches[self.name] + math.hypot(busy, moving) + _exchanging(tile, spec, problem, device)
+        waves = np.maximum(np.ceil(blocks / at_once), 1)
+        main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
+        epilogue = _epilogue(tile, spec, device)
+        if tile.pingpong:  # one team's epilogue runs beside the other's main loop
+            busy = (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
+        else:
+            busy = waves * (main_loop + epilogue)
+        together = np.hypot(busy, cost_model.moving(spec, problem, device))
+        together *= 1 + known.hopper_long * np.minimum(together, LONGEST)
+        exchanging = _exchanging(tile, spec, problem, device)
+        # A tile for every multiprocessor is faster than a share of one.
+        too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
+        return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
         """Written for the chip's own units."""
@@ -137,27 +150,46 @@ class Hopper(ProductFamily):
         return replace(tile, lhs_rows=0)
 
 
-def _step(entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds of a step of the ring: multiplying, loading, and waiting for the loads that are in flight."""
-    known, tile = calibration(device), entry.tile
-    multiplying = products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math]
-    waiting = known.round_trip["hopper"] * block_k(spec) / reads.depth
-    return math.hypot(multiplying, _loading(tile, spec, problem, device), waiting, known.hopper_step)
+def _main_loop(
+    entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec, waves: Amount
+) -> Amount:
+    """Microseconds of a tile's steps of the ring; only the last tiles along m load rows of zeros."""
+    tile, known = entry.tile, calibration(device)
+    steps = np.ceil(np.ceil(problem.k / block_k(spec)) / tile.splits)
+    share = np.minimum(tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
+    ragged = np.ceil(waves / np.maximum(np.ceil(problem.m / tile.block_m), 1)) / waves
+    loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
+    loading += known.hopper_box * (np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) - 1)
+    zeros = known.hopper_zero_row * (-problem.m % _box(tile)) * share
+    beside = math.hypot(
+        products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
+        known.round_trip["hopper"] * block_k(spec) / reads.depth,
+        known.hopper_step,
+    )
+    return steps * ((1 - ragged) * np.hypot(beside, loading) + ragged * np.hypot(beside, loading + zeros))
 
 
-def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds in which TMA loads a step's rows, of 128 bytes or less; the path to L2 is shared by all blocks."""
+def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which TMA loads a step's rows, of 128 bytes or less, where every multiprocessor loads."""
     known = calibration(device)
-    lhs = float(math.ceil(min(problem.m, tile.block_m) / _box(tile)) * _box(tile))
+    lhs = np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) * _box(tile)
     boxes = sum(math.ceil(piece.columns / piece.atom) for piece in rhs_pieces(spec, tile))
     rhs = float(spec.parts * (tile.block_n if spec.rhs_order == "nk" else boxes * block_k(spec)))
     width, whole = spec.dtype.bytes, known.hopper_misaligned
     rhs_pitch = problem.k if spec.rhs_order == "nk" else problem.n
-    lhs *= 1 + whole["lhs"] * (problem.k * width % CACHE_LINE > 0)
-    rhs *= 1 + whole["rhs"] * (rhs_pitch * width % CACHE_LINE > 0)
-    share = min(tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
-    alone = known.hopper_alone
-    return known.hopper_loaded_row * (lhs + rhs) * (alone + (1 - alone) * share)
+    lhs = lhs * (1 + whole["lhs"] * (problem.k * width % CACHE_LINE > 0))
+    return known.hopper_loaded_row * (lhs + rhs * (1 + whole["rhs"] * (rhs_pitch * width % CACHE_LINE > 0)))
+
+
+def _epilogue(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> float:
+    """Microseconds of a tile's epilogue, by what each output costs two groups."""
+    each = calibration(device).hopper_epilogue
+    nonlinear = sum(step.op in NONLINEAR for step in spec.steps)
+    tiles = sum(load.kind == "tile" for load in spec.loads)
+    copied = sum(not tma_stored(out) for out in spec.outs)
+    one = each["sum"] * spec.parts + each["nonlinear"] * nonlinear + each["tile"] * tiles + each["copied"] * copied
+    team = tile.groups // 2 if tile.pingpong else tile.groups
+    return tile.block_m * tile.block_n * one * 2 / team
 
 
 def _box(tile: HopperTile) -> int:
@@ -165,20 +197,12 @@ def _box(tile: HopperTile) -> int:
     return tile.lhs_rows or tile.block_m
 
 
-def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks that split k add up what each has of a tile."""
     if tile.splits == 1:
         return 0.0
     sums = tiles_of(tile, problem) * products_of(tile, spec) * FP32_BYTES * (tile.splits - 1)
     return calibration(device).hopper_meeting + sums / calibration(device).hopper_exchanged
-
-
-def _boxes(tile: HopperTile, waves: int, steps: int, problem: Problem, device: DeviceSpec) -> float:
-    """Microseconds more that TMA takes for rows of zeros and for many boxes; only the last tiles along m have zeros."""
-    known, box = calibration(device), _box(tile)
-    ragged = math.ceil(waves / max(math.ceil(problem.m / tile.block_m), 1))  # m may be 0
-    more = math.ceil(min(problem.m, tile.block_m) / box) - 1
-    return ragged * steps * (known.hopper_zero_row * (-problem.m % box) + known.hopper_box * more)
 
 
 def _schedule(tile: HopperTile) -> str:

@@ -10,8 +10,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+
+# A number, or an array with one for each of several numbers of rows; of their union mypy allows no arithmetic.
+Count = Any
+Amount = Any
 
 
 class AnyTile(Hashable, Protocol):
@@ -78,16 +84,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes that tiles are priced for.
+    """Sizes that tiles are priced for: one number of rows, or an array of them.
 
     Attributes:
+        n: may depend on the rows, and so may k.
         batch: counts those with an rhs of their own.
         guessed: n or the batch may be larger at run time.
     """
 
-    m: int
-    n: int
-    k: int
+    m: Any
+    n: Any
+    k: Any
     batch: int = 1
     guessed: bool = False
 
@@ -109,9 +116,10 @@ class Sizes:
     guessed: bool
     typical: int
 
-    def at(self, m: int) -> Problem:
+    def at(self, m: Count) -> Problem:
         """The problem with so many rows: what else is not known is a sequence as well."""
-        return Problem(m, self.n or max(m, self.typical), self.k or max(m, self.typical), self.batch, self.guessed)
+        unknown = max(m, self.typical) if isinstance(m, int) else np.maximum(m, self.typical)
+        return Problem(m, self.n or unknown, self.k or unknown, self.batch, self.guessed)
 
 
 @dataclass(frozen=True)
@@ -163,14 +171,14 @@ class ProductFamily(KernelFamily, Protocol):
     def flow(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Flow:
         """How a legal tile reads rhs."""
 
-    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Estimated microseconds; infinite for a tile that is not to be taken."""
 
     def launch(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Launch:
         """How a legal tile is launched: by default one block a tile."""
         return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
 
-    def copying(self, tile: Any, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    def copying(self, tile: Any, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Of them, those for copies of single elements through registers, which a library does not need."""
         return 0.0
 

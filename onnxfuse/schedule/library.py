@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
@@ -19,18 +22,17 @@ from onnxfuse.ir.fusion import Fusion, RhsPart, Tensor
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import KernelFamily, Launch, Problem
+from onnxfuse.schedule.kernel_family import Amount, KernelFamily, Launch, Problem
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.row_ranges import SAME, range_ends
+from onnxfuse.schedule.row_ranges import SAME, at_both_ends, range_ends
 from onnxfuse.schedule.variant import LibraryVariant, Rows
 
 LABEL = "cuBLASLt + epilogue"
 MATH = ("f16", "bf16", "tf32")  # exact products are this project's own
-GAIN = 1.15  # estimates are off by as much one time in two: a kernel that needs no library is kept
-Price = Callable[[int], float]
+GAIN = 1.05  # a kernel that needs no library is kept
 
 
 class LibraryFamily(KernelFamily):
@@ -72,7 +74,7 @@ def library_way(
     )
 
 
-def library_time(base: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> float:
+def library_time(base: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> Amount:
     """Microseconds of the product and what follows; infinite where nothing is known of the library.
 
     Args:
@@ -81,35 +83,35 @@ def library_time(base: KernelSpec, problem: Problem, products: int, device: Devi
         products: that the library makes one after the other.
         device: to plan for.
     """
-    rows, columns = problem.m * problem.batch, problem.n * base.parts
-    each = cost_model.library(base.dtype.bytes, base.math, rows, columns // products, problem.k, device)
-    if each is None:
+    multiplying = cost_model.library(base, problem, products, device)
+    if multiplying is None:
         return math.inf
-    moved = columns * base.dtype.bytes
+    moved = problem.n * base.parts * base.dtype.bytes
     moved += problem.n * sum(way.dtype.bytes for way in (*base.loads, *base.outs) if way.kind == "tile")
-    moving = rows * moved / device.multiprocessors / calibration(device).bytes
-    return each * products + calibration(device).launch + moving
+    moving = cost_model.from_memory(problem.m * problem.batch * moved, device)
+    return multiplying + calibration(device).launch + moving
 
 
-def library_rows(tiles: Price, library: Price) -> tuple[Rows, ...]:
+def library_rows(
+    tiles: Callable[[NDArray[np.int64]], Amount], library: Callable[[NDArray[np.int64]], Amount]
+) -> tuple[Rows, ...]:
     """The ranges of rows where the library is faster.
 
     A range goes to the library for GAIN and more, as a mean over its ends, and comes back for SAME: both ways are near
     each other where a tile more begins, and a model need not carry a record for each time that they change places.
 
     Args:
-        tiles: microseconds of the plan's own kernels at a number of rows.
+        tiles: microseconds of the plan's own kernels at numbers of rows.
         library: of the library's way.
     """
-    ends = range_ends()
+    ends = [int(end) for end in range_ends()]
     lows = (1, *(end + 1 for end in ends[:-1]))
+    gains = np.sqrt((at_both_ends(tiles) / at_both_ends(library)).prod(axis=0))
     found: list[Rows] = []
-    for low, high in zip(lows, ends, strict=True):
+    for low, high, gain in zip(lows, ends, gains, strict=True):
         joins = bool(found) and found[-1][1] == low - 1
-        least = 1 - SAME if joins else GAIN
-        if tiles(low) * tiles(high) < library(low) * library(high) * least**2:
-            continue
-        found = [*found[:-1], (found[-1][0], high)] if joins else [*found, (low, high)]
+        if gain >= (1 - SAME if joins else GAIN):
+            found = [*found[:-1], (found[-1][0], high)] if joins else [*found, (low, high)]
     return tuple((0 if low == 1 else low, MAX_M if high == ends[-1] else high) for low, high in found)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
 
 from onnxfuse.analysis.axis_mapping import AxisMapping, levels, static_size
 from onnxfuse.analysis.vector_width import Widths, lhs_order, rhs_order
@@ -17,15 +21,16 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
-from onnxfuse.schedule.kernel_family import Candidate, Problem, Sizes
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
-from onnxfuse.schedule.row_ranges import Price, choose_ranges
-from onnxfuse.schedule.variant import SLOWER, LibraryVariant, ProductPlan, ProductVariant, Ranked, Rejected
+from onnxfuse.schedule.row_ranges import choose_ranges
+from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m is looked at to choose a strategy, and by reports: texts and images are no powers of two.
 SAMPLED_M = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
 FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
+Price = Callable[[Candidate, Count], Amount]  # microseconds of a tile at a number of rows, or at several
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
 
@@ -50,53 +55,59 @@ def make_plan(
     fitting, rejected = _fitting(base, device, deepest)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
-    ranked = _rank(base, fitting, problems, device)
+    price = _pricing(base, fitting, sizes, device)
+    ranked = _rank(base, fitting, price, problems, device)
     if widths.lhs.guarded:
         odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
         risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
-    variants = _chosen(base, fitting, sizes, device)
+    variants = _fastest(base, ranked) if m else _ranged(base, fitting, price, device)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
         few = problems if m else [sizes.at(size) for size in FALLBACK_M]
-        variants += _fastest(unguarded, _rank(unguarded, _fitting(unguarded, device, deepest)[0], few, device))
+        others = _fitting(unguarded, device, deepest)[0]
+        variants += _fastest(
+            unguarded, _rank(unguarded, others, _pricing(unguarded, others, sizes, device), few, device)
+        )
     last = _variant(_checked(base), fitting[-1], 0, MAX_M)
     if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
         variants.append(last)
     plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
-    return _with_library(plan, library_way(fusion, mapping, base, device), len(fusion.rhs))
+    library = library_way(fusion, mapping, base, device)
+    own = [entry for entry in fitting if entry.tile in taken]
+    return _with_library(replace(plan, library=library), own, price, len(fusion.rhs))
 
 
-def _with_library(plan: ProductPlan, library: tuple[LibraryVariant, ...], products: int) -> ProductPlan:
+def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, products: int) -> ProductPlan:
     """The plan with the library's product for the rows where its own tiles are slower.
 
     Args:
         plan: without it.
-        library: the kernels behind that product.
+        own: its tiles.
+        price: of those.
         products: that the library makes one after the other.
     """
     base, sizes, device = plan.variants[0].spec, plan.sizes, plan.device
-    if not library or sizes is None or math.isinf(library_time(base, sizes.at(sizes.m or 1), products, device)):
-        return replace(plan, library=library)
-    taken = {variant.tile for variant in plan.variants if variant.spec == base}
-    candidates = [entry for _, entry in plan.ranked[0].tiles if entry.tile in taken]
-    price = _pricing(base, candidates, sizes, device)
+    if not plan.library or sizes is None:
+        return plan
 
-    def tiles(m: int) -> float:
+    def tiles(m: Count) -> Amount:
         at = sizes.m or m
-        return min(price(entry, at) for entry in candidates)
+        return np.min([price(entry, at) for entry in own], axis=0)
 
-    def with_library(m: int) -> float:
+    def with_library(m: Count) -> Amount:
         return library_time(base, sizes.at(sizes.m or m), products, device)
 
     rows = library_rows(tiles, with_library)
     ranked = tuple(
-        replace(each, library=with_library(each.m) if any(low <= each.m <= high for low, high in rows) else math.inf)
+        replace(
+            each, library=float(with_library(each.m)) if any(low <= each.m <= high for low, high in rows) else math.inf
+        )
         for each in plan.ranked
     )
-    return replace(plan, ranked=ranked, library=library, library_rows=rows)
+    return replace(plan, ranked=ranked, library_rows=rows)
 
 
 def replan(plan: ProductPlan, entry: Candidate) -> ProductPlan:
@@ -132,20 +143,23 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
         for m, measured in times.items()
     }
 
-    def price(entry: Candidate, m: int) -> float:
-        known = factors[min(factors, key=lambda other: abs(math.log(other / m)))]
-        usual = math.exp(fmean(map(math.log, known.values())))
-        return estimate(entry, m) * known.get(entry.tile, usual)
+    usual = {m: math.exp(fmean(map(math.log, known.values()))) for m, known in factors.items()}
+
+    def price(entry: Candidate, rows: Count) -> Amount:
+        corrections = {m: known.get(entry.tile, usual[m]) for m, known in factors.items()}
+        return estimate(entry, rows) * _nearest(corrections, rows)
 
     considered = {variant.tile for variant in plan.variants}.union(*factors.values())
     worth = [entry for entry in candidates if entry.tile in considered]
-    return _with(
-        plan,
-        [
-            _variant(base, each.entry, each.low, each.high)
-            for each in choose_ranges(worth, price, calibration(plan.device).regret)
-        ],
-    )
+    return _with(plan, _ranged(base, worth, price, plan.device))
+
+
+def _nearest(values: Mapping[int, float], rows: Count) -> NDArray[np.float64]:
+    """The value of the known number of rows that is nearest to each, by ratio."""
+    known = np.array([*values])
+    distance = np.abs(np.log(np.divide.outer(np.atleast_1d(rows), known)))
+    nearest: NDArray[np.float64] = np.array([*values.values()])[distance.argmin(axis=-1)]
+    return nearest
 
 
 def by_library(plan: ProductPlan, times: Mapping[int, Mapping[str, float]] | None = None) -> ProductPlan:
@@ -161,13 +175,11 @@ def by_library(plan: ProductPlan, times: Mapping[int, Mapping[str, float]] | Non
         return plan
     tiles = {str(entry.tile) for _, entry in plan.ranked[0].tiles}
 
-    def nearest(m: int) -> Mapping[str, float]:
-        return times[min(times, key=lambda other: abs(math.log(other / m)))]
-
-    def own(m: int) -> float:
-        return min((each for name, each in nearest(m).items() if name in tiles), default=math.inf)
-
-    return replace(plan, library_rows=library_rows(own, lambda m: nearest(m)[LABEL]))
+    own = {
+        m: min((each for name, each in known.items() if name in tiles), default=math.inf) for m, known in times.items()
+    }
+    library = {m: known[LABEL] for m, known in times.items()}
+    return replace(plan, library_rows=library_rows(partial(_nearest, own), partial(_nearest, library)))
 
 
 def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
@@ -175,43 +187,44 @@ def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
     return replace(plan, variants=(*variants, *rest))
 
 
-def _chosen(base: KernelSpec, fitting: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> list[ProductVariant]:
-    """The fastest tile of a known m, or few tiles of which one is good at any."""
-    if sizes.m is not None:
-        return _fastest(base, _rank(base, fitting, [sizes.at(sizes.m)], device))
-    price = _pricing(base, fitting, sizes, device)
-    return [
-        _variant(base, each.entry, each.low, each.high)
-        for each in choose_ranges(fitting, price, calibration(device).regret)
-    ]
+def _ranged(
+    base: KernelSpec, candidates: Sequence[Candidate], price: Price, device: DeviceSpec
+) -> list[ProductVariant]:
+    """Few tiles of which one is good at any number of rows."""
+    ranges = choose_ranges(candidates, price, calibration(device).regret)
+    return [_variant(base, each.entry, each.low, each.high) for each in ranges]
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:
     """The cost model's microseconds."""
     flows = {entry.tile: entry.family.flow(base, entry.tile, device) for entry in candidates}
 
-    def price(entry: Candidate, m: int) -> float:
+    def price(entry: Candidate, m: Count) -> Amount:
         return entry.family.cost(entry, flows[entry.tile], base, sizes.at(m), device)
 
     return price
 
 
 def _rank(
-    base: KernelSpec, fitting: Sequence[Candidate], problems: Sequence[Problem], device: DeviceSpec
+    base: KernelSpec,
+    candidates: Sequence[Candidate],
+    price: Price,
+    problems: Sequence[Problem],
+    device: DeviceSpec,
 ) -> tuple[Ranked, ...]:
     """The tiles by their estimated time, at each of some sizes."""
-    priced = [(entry, entry.family.flow(base, entry.tile, device)) for entry in fitting]
+    rows = np.array([problem.m for problem in problems])
+    costs = [(entry, np.broadcast_to(price(entry, rows), rows.shape)) for entry in candidates]
 
-    def rank(problem: Problem) -> Ranked:
-        costs = [(entry.family.cost(entry, reads, base, problem, device), entry) for entry, reads in priced]
-        costs.sort(key=lambda pair: pair[0])
-        return Ranked(problem, tuple(costs), _copying(costs[0][1], base, problem, device))
+    def rank(index: int, problem: Problem) -> Ranked:
+        tiles = sorted(((float(cost[index]), entry) for entry, cost in costs), key=lambda pair: pair[0])
+        return Ranked(problem, tuple(tiles), _copying(tiles[0][1], base, problem, device))
 
-    return tuple(map(rank, problems))
+    return tuple(rank(index, problem) for index, problem in enumerate(problems))
 
 
 def _copying(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    return entry.family.copying(entry.tile, spec, problem, device)
+    return float(entry.family.copying(entry.tile, spec, problem, device))
 
 
 def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[ProductVariant]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+
+import numpy as np
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule import cost_model, portable_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
 
 # Larger tiles load less for each product; smaller ones fill the chip when m or n is small. A tile's block_n is the
@@ -90,7 +91,7 @@ class Portable(ProductFamily):
         resident = max(device.shared_bytes // self.shared_bytes(spec, tile, device), 1)
         return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k)
 
-    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and copying lhs and rhs, which the same threads do; or what memory takes, if that is longer."""
         tile: Tile = entry.tile
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
@@ -98,20 +99,20 @@ class Portable(ProductFamily):
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         moving = cost_model.moving(spec, problem, device)
-        return calibration(device).launches[self.name] + max(math.hypot(busy, waiting), moving)
+        return calibration(device).launches[self.name] + np.maximum(np.hypot(busy, waiting), moving)
 
-    def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Copies of less than 16 bytes."""
         return _copying(tile, spec, problem, device, narrow=True)
 
 
-def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec, narrow: bool) -> float:
+def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec, narrow: bool) -> Amount:
     """Microseconds of a multiprocessor's copies to shared memory, those of 16 bytes or all narrower ones."""
     rows = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
     each = calibration(device).copied
     widths = [(count / factor.width, factor.width * factor.dtype.bytes) for factor, count in rows]
     one_k = sum(count * each[str(width)] for count, width in widths if (width < WIDEST_COPY) == narrow)
-    depth = math.ceil(problem.k / tile.block_k) * tile.block_k
+    depth = np.ceil(problem.k / tile.block_k) * tile.block_k
     return cost_model.waves_of(tile, problem, device) * depth * one_k / tile.threads
 
 

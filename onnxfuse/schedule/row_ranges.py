@@ -11,18 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from onnxfuse.limits import MAX_M
-from onnxfuse.schedule.kernel_family import Candidate
+from onnxfuse.schedule.kernel_family import Amount, Candidate
 
 MOST_KERNELS = 8  # of one site and architecture
 SAME = 0.01  # a kernel is not changed for less
 LARGEST = 16384  # the last range has no end: what is best there is best behind it
 SMALLEST_END = 16
 STEPS = 16  # ranges from one power of two to the next
+WORST = 1e3  # a loss that is as bad as any
 
-Price = Callable[[Candidate, int], float]
-"""Microseconds of a candidate at a number of rows."""
+Losses = NDArray[np.float64]
+"""[ranges, candidates]: how much longer a candidate takes than the best one, as a logarithm, at the worse end."""
 
 
 @dataclass(frozen=True)
@@ -34,86 +39,77 @@ class RowRange:
     entry: Candidate
 
 
-def range_ends() -> tuple[int, ...]:
-    """Every 16 rows to 128, then four ranges to each power of two; fewer rows than 16 are 1, 2, 4, 8 and 16."""
+@cache
+def range_ends() -> NDArray[np.int64]:
+    """Every 16 rows to 128, then 16 ranges to each power of two; fewer rows than 16 are 1, 2, 4, 8 and 16."""
     few = (1, 2, 4, 8)
     by_tile = range(SMALLEST_END, 128, 16)
     octaves = (128 << power for power in range(int(math.log2(LARGEST // 128))))
-    return (*few, *by_tile, *(base + base * step // STEPS for base in octaves for step in range(STEPS)), LARGEST)
+    by_octave = (base + base * step // STEPS for base in octaves for step in range(STEPS))
+    return np.array([*few, *by_tile, *by_octave, LARGEST])
 
 
-def choose_ranges(candidates: Sequence[Candidate], price: Price, regret: float) -> tuple[RowRange, ...]:
+def at_both_ends(price: Callable[[NDArray[np.int64]], Amount]) -> NDArray[np.float64]:
+    """[2, ranges]: the price of the first and of the last number of rows of each range."""
+    ends = range_ends()
+    lows = np.array([1, *(ends[:-1] + 1)])
+    prices = np.broadcast_to(price(np.concatenate([lows, ends])), 2 * len(ends))
+    return np.asarray(prices, np.float64).reshape(2, -1)
+
+
+def choose_ranges(
+    candidates: Sequence[Candidate], price: Callable[[Candidate, NDArray[np.int64]], Amount], regret: float
+) -> tuple[RowRange, ...]:
     """The kernels and their ranges of m, which cover every m once.
 
     Args:
         candidates: legal for every m.
-        price: infinite where a candidate is not to be taken; finite for one of them at any m.
+        price: microseconds of a candidate at numbers of rows; infinite where it is not to be taken, finite for one of
+            them at any m.
         regret: that is worth no other kernel, as a part of the best one's time.
     """
-    ends = range_ends()
-    lows = (1, *(end + 1 for end in ends[:-1]))
-    losses = [_losses(candidates, price, low, high) for low, high in zip(lows, ends, strict=True)]
-    weights = [math.log((high + 1) / low) for low, high in zip(lows, ends, strict=True)]
-    chosen = _without_needless(_grown(losses, weights, regret), losses, regret)
+    prices = np.stack([at_both_ends(partial(price, entry)) for entry in candidates], axis=-1)
+    losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
+    chosen = _without_needless(_grown(losses, regret), losses, regret)
     picked: list[int] = []
     for row in losses:
-        best = min(chosen, key=row.__getitem__)
+        best = chosen[int(np.argmin(row[chosen]))]
         stays = picked and row[picked[-1]] <= row[best] + SAME
         picked.append(picked[-1] if stays else best)
-    return tuple(_joined(picked, ends, candidates))
+    return tuple(_joined(picked, candidates))
 
 
-def _losses(candidates: Sequence[Candidate], price: Price, low: int, high: int) -> list[float]:
-    """How much longer each candidate takes than the best one, as a logarithm, at the worse end of a range."""
-    found = [0.0] * len(candidates)
-    for m in {low, high}:
-        prices = [price(entry, m) for entry in candidates]
-        best = min(prices)
-        found = [max(loss, math.log(each / best)) for loss, each in zip(found, prices, strict=True)]
-    return found
-
-
-def _grown(losses: Sequence[Sequence[float]], weights: Sequence[float], regret: float) -> list[int]:
+def _grown(losses: Losses, regret: float) -> list[int]:
     """Candidates, the one that helps most first."""
+    ends = range_ends()
+    weights = np.log((ends + 1) / np.array([1, *(ends[:-1] + 1)]))
     chosen: list[int] = []
-    least = [math.inf] * len(losses)
-
-    def mean(candidate: int) -> float:
-        return sum(
-            weight * min(row[candidate], loss, 1e3) for weight, row, loss in zip(weights, losses, least, strict=True)
-        )
-
-    floors = [min(row) for row in losses]
-    while len(chosen) < MOST_KERNELS:
-        if all(loss - floor <= math.log1p(regret) for loss, floor in zip(least, floors, strict=True)):
-            break
-        helps = min(range(len(losses[0])), key=mean)
+    least = np.full(len(losses), WORST)
+    floors = losses.min(axis=1)
+    while len(chosen) < MOST_KERNELS and (least - floors > math.log1p(regret)).any():
+        helps = int(np.argmin(weights @ np.minimum(losses, least[:, None])))
         if helps in chosen:
             break
         chosen.append(helps)
-        least = [min(loss, row[chosen[-1]]) for loss, row in zip(least, losses, strict=True)]
+        least = np.minimum(least, losses[:, helps])
     return chosen
 
 
-def _without_needless(chosen: list[int], losses: Sequence[Sequence[float]], regret: float) -> list[int]:
+def _without_needless(chosen: list[int], losses: Losses, regret: float) -> list[int]:
     """The same without candidates whose ranges others take as well, within `regret`."""
-
-    def least(candidates: Sequence[int]) -> list[float]:
-        return [min((row[each] for each in candidates), default=math.inf) for row in losses]
-
-    allowed = [max(loss, min(row) + math.log1p(regret)) for loss, row in zip(least(chosen), losses, strict=True)]
+    allowed = np.maximum(losses[:, chosen].min(axis=1), losses.min(axis=1) + math.log1p(regret))
     for each in list(chosen):
         others = [other for other in chosen if other != each]
-        if all(loss <= most for loss, most in zip(least(others), allowed, strict=True)):
+        if others and (losses[:, others].min(axis=1) <= allowed).all():
             chosen = others
     return chosen
 
 
-def _joined(picked: Sequence[int], ends: Sequence[int], candidates: Sequence[Candidate]) -> Iterator[RowRange]:
+def _joined(picked: Sequence[int], candidates: Sequence[Candidate]) -> Iterator[RowRange]:
     """Neighbouring ranges of one kernel as one; the first begins at 0, the last has no end."""
     low = 0
-    for index, end in enumerate(ends):
-        last = index == len(ends) - 1
+    for index, end in enumerate(map(int, range_ends())):
+        last = index == len(picked) - 1
         if last or picked[index + 1] != picked[index]:
             yield RowRange(low, MAX_M if last else end, candidates[picked[index]])
             low = end + 1

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+
+import numpy as np
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule import cost_model, small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.small_m_tile import SmallMTile
 
@@ -67,14 +68,14 @@ class SmallM(ProductFamily):
         resident = small_m_tile.resident_blocks(spec, tile)
         return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages)
 
-    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and the warps' sums; or reading rhs once for every 16 rows, if that is longer."""
         tile: SmallMTile = entry.tile
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
-        moving = cost_model.moving(spec, problem, device, math.ceil(problem.m / tile.block_m))
-        return calibration(device).launches[self.name] + max(math.hypot(busy, waiting), moving)
+        moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
+        return calibration(device).launches[self.name] + np.maximum(np.hypot(busy, waiting), moving)
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""

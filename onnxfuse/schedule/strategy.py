@@ -69,30 +69,21 @@ class Traffic:
 def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each strategy for one problem, given the tiles of one kernel."""
     one_kernel = ranked.tiles[0][0]
-    library = measured_library(plan, traffic, ranked)
+    library = cost_model.library(plan.variants[0].spec, ranked.problem, traffic.products, plan.device)
     if library is None:
         library = assumed_library(plan, traffic, ranked)
     times = estimate_from(plan.device, library, traffic, ranked.m, one_kernel)
     return {**times, Strategy.ONE_KERNEL: ranked.one_kernel}
 
 
-def measured_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float | None:
-    """Microseconds of the library's products, on a chip where they were measured."""
-    spec, problem = plan.variants[0].spec, ranked.problem
-    columns = problem.n * spec.parts // traffic.products
-    rows = problem.m * problem.batch
-    each = cost_model.library(spec.dtype.bytes, spec.math, rows, columns, problem.k, plan.device)
-    return None if each is None else each * traffic.products
-
-
 def assumed_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float:
     """The same by how long the one kernel takes: to begin as long, less for products, nothing for narrow copies."""
     one_kernel, best = ranked.tiles[0]
     faster = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.problem.n)
-    memory = moving(plan.device, traffic.weights + ranked.m * (traffic.lhs + traffic.product))
+    memory = cost_model.from_memory(traffic.weights + ranked.m * (traffic.lhs + traffic.product), plan.device)
     known = calibration(plan.device)
     fixed = known.launches[best.family.name] + known.fill[best.family.name]
-    return max(fixed + (one_kernel - fixed - ranked.copying) / faster, memory)
+    return float(max(fixed + (one_kernel - fixed - ranked.copying) / faster, memory))
 
 
 def advantage(device: DeviceSpec, arithmetic: str, entry: Candidate, m: int) -> float:
@@ -117,17 +108,12 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
         m: number of rows.
         one_kernel: microseconds of the one kernel.
     """
-    a_pass = calibration(device).launch + moving(device, m * (traffic.product + traffic.rest))
+    a_pass = calibration(device).launch + cost_model.from_memory(m * (traffic.product + traffic.rest), device)
     return {
         Strategy.ONE_KERNEL: one_kernel,
         Strategy.LEFT_ALONE: library + traffic.passes * a_pass,
         Strategy.EPILOGUE_ONLY: library + a_pass,
     }
-
-
-def moving(device: DeviceSpec, size: float) -> float:
-    """Microseconds in which memory moves so many bytes."""
-    return size / device.multiprocessors / calibration(device).bytes
 
 
 def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Strategy:

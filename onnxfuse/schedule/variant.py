@@ -73,7 +73,7 @@ class Ranked:
     @property
     def m(self) -> int:
         """Number of rows."""
-        return self.problem.m
+        return int(self.problem.m)
 
 
 @dataclass(frozen=True)

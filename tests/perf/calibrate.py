@@ -48,7 +48,7 @@ class Timed:
 
 def timed(rows: Sequence[dict[str, Any]], device: DeviceSpec) -> list[Timed]:
     """The rows of `tests.perf.anywhere`, `few_rows`, `splits`, `exact` or `kernels`."""
-    return [each for row in rows for each in (drawn_kernels(row, device) if "tiles" in row else [kernel(row, device)])]
+    return [each for row in rows for each in (drawn_kernels(row, device) if "drawn" in row else [kernel(row, device)])]
 
 
 def drawn_kernels(row: dict[str, Any], device: DeviceSpec) -> list[Timed]:
@@ -58,7 +58,8 @@ def drawn_kernels(row: dict[str, Any], device: DeviceSpec) -> list[Timed]:
         problem.k, problem.n, problem.parts, problem.order, problem.kind, ELEMENT_NAMES[problem.element], device
     )
     sizes = Problem(problem.m, problem.n, problem.k)
-    return [Timed(f"{problem} {tile}", us, spec, tile, sizes) for tile, (us, _) in row["tiles"].items()]
+    times = row.get("us") or {tile: us for tile, (us, _) in row["tiles"].items()}
+    return [Timed(f"{problem} {tile}", us, spec, tile, sizes) for tile, us in times.items()]
 
 
 def kernel(row: dict[str, Any], device: DeviceSpec) -> Timed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from onnxfuse.analysis.axis_mapping import map_axes
@@ -31,7 +32,7 @@ def test_widths_that_tma_cannot_take_go_to_the_library(dtype, parts: int) -> Non
     assert plan.library_rows
     base, sizes = plan.variants[0].spec, plan.sizes
     taken = [entry for _, entry in plan.ranked[0].tiles if entry.tile in {each.tile for each in plan.variants}]
-    for m in range_ends():
+    for m in map(int, range_ends()):
         problem = sizes.at(m)
         own = min(each.family.cost(each, each.family.flow(base, each.tile, DEVICE), base, problem, DEVICE)
                   for each in taken)  # fmt: skip
@@ -85,14 +86,13 @@ def test_parts_are_the_first_loads_of_the_kernel_behind() -> None:
 def test_ranges_do_not_flutter() -> None:
     """The library wins every second range by a little: it stays; it wins by less than GAIN: it is not taken."""
     ends = range_ends()
-    place = {end: index for index, end in enumerate(ends)} | {end + 1: index + 1 for index, end in enumerate(ends)}
 
-    def fluttering(m: int) -> float:
-        return 10 * (1.005 if place.get(m, 0) % 2 else 0.99 / GAIN)
+    def fluttering(m: np.ndarray) -> np.ndarray:
+        return 10 * np.where(np.searchsorted(ends, m) % 2, 1.005, 0.99 / GAIN)
 
     assert library_rows(lambda m: 10.0, fluttering) == ((0, MAX_M),)
     assert library_rows(lambda m: 10.0, lambda m: 9.9) == ()
-    assert library_rows(lambda m: 10.0, lambda m: 5.0 if 65 <= m <= 128 else 11.0) == ((65, 128),)
+    assert library_rows(lambda m: 10.0, lambda m: np.where((m >= 65) & (m <= 128), 5.0, 11.0)) == ((65, 128),)
     assert library_rows(lambda m: 10.0, lambda m: math.inf) == ()
 
 

@@ -28,6 +28,8 @@ class Calibration:
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and `rhs`.
+        hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
+            operand, each that is `copied` out by threads.
         hopper_clustered: by blocks of a cluster.
         hopper_enough_products: by warp groups of a tile.
         pace: by table, then by tile or schedule.
@@ -57,7 +59,8 @@ class Calibration:
     hopper_alone: float
     hopper_zero_row: float
     hopper_box: float
-    hopper_epilogue: float
+    hopper_epilogue: Mapping[str, float]
+    hopper_long: float
     hopper_step: float
     hopper_meeting: float
     hopper_exchanged: float
