@@ -15,8 +15,11 @@ from onnxfuse.errors import ModelError
 
 DOMAIN = "onnxfuse"  # of fused nodes and their fallback functions; nothing inside these is looked at again
 
+OPENED = frozenset(("com.microsoft", f"Skip{kind}LayerNormalization") for kind in ("", "Simplified"))
+"""Ops that are taken apart as if they called functions, each a function of its own (opened_ops.py)."""
+
 FunctionKey = tuple[str, str, str]
-"""Domain, name and overload: what a call and its function have in common."""
+"""Domain, name and overload: what a call and its function have in common; of an op of OPENED, its output in place."""
 Functions = Mapping[FunctionKey, FunctionProto]
 
 
@@ -53,6 +56,8 @@ def reads_inside(node: NodeProto) -> Iterator[str]:
 
 def call_key(node: NodeProto) -> FunctionKey:
     """What a node calls, if it calls a function."""
+    if (node.domain, node.op_type) in OPENED:
+        return (node.domain, node.op_type, node.output[0] if node.output else "")
     return ("" if node.domain == "ai.onnx" else node.domain, node.op_type, node.overload)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -11,7 +12,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.graph.constant_propagation import FLOAT_OPS, MAX_ENTRIES, Array, integers
 from onnxfuse.graph.data_propagation import Facts
-from onnxfuse.graph.functions import FunctionKey, reads_inside, subgraphs
+from onnxfuse.graph.functions import OPENED, FunctionKey, reads_inside, subgraphs
 from onnxfuse.graph.load import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.graph.load import ModelProto as ModelProto
 from onnxfuse.graph.load import load_model as load_model
@@ -38,6 +39,16 @@ class Graph:
         self._index = {id(node): index for index, node in enumerate(self.nodes)}
         self._facts = Facts(self.nodes, dict(_inferred_shapes(scope)) | dict(_shapes_around(scope, around)))
         self._read_by_subgraphs = {name for node in scope.nodes for name in reads_inside(node)}
+
+    @cached_property
+    def opened_sums(self) -> Mapping[int, frozenset[int]]:
+        """The Adds of an op that was taken apart (opened_ops.py): for the index of each, all those of the same op."""
+        by_op: dict[FunctionKey, set[int]] = {}
+        for index, node in enumerate(self.scope.nodes):
+            for key in self.scope.origins.get(node.name, ()) if node.op_type == "Add" else ():
+                if key[:2] in OPENED:
+                    by_op.setdefault(key, set()).add(index)
+        return {index: frozenset(sums) for sums in by_op.values() for index in sums}
 
     @property
     def opset(self) -> int:

@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterable, Mapping
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph.fallback_body import Replacement, fallback_body
-from onnxfuse.graph.functions import DOMAIN, functions_of, inline, reads, walk
+from onnxfuse.graph.functions import DOMAIN, inline, reads, walk
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION
 from onnxfuse.graph.op_names import OpNames
+from onnxfuse.graph.opened_ops import functions_and_openings
 from onnxfuse.graph.scopes import graph_at
 from onnxfuse.graph.transposed_data import Perm, transpose
 
@@ -38,7 +39,7 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
     if not replacements:
         return proto
     inlined = replacements[0].graph.scope.inlined
-    inline(proto, {key: function for key, function in functions_of(proto).items() if key in inlined})
+    inline(proto, {key: function for key, function in functions_and_openings(proto).items() if key in inlined})
     taken = _names(proto.graph)
     kernels_name = _unlike(KERNELS, taken)
     weights = _stored_names(replacements, taken)

@@ -19,6 +19,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.graph.declared_types import inferred_types
 from onnxfuse.graph.functions import DOMAIN, FunctionKey, functions_of, inline, subgraphs, versions, walk, why_not
 from onnxfuse.graph.load import Model, is_large, overridable
+from onnxfuse.graph.opened_ops import functions_and_openings
 from onnxfuse.graph.operators import known_operators
 
 ScopePath = tuple[tuple[int, str], ...]
@@ -128,12 +129,14 @@ def count_nodes(proto: ModelProto) -> int:
 
 
 def _inlinable(proto: ModelProto) -> frozenset[FunctionKey]:
-    return frozenset(key for key, function in functions_of(proto).items() if not why_not(function, proto))
+    functions = functions_and_openings(proto)
+    return frozenset(key for key, function in functions.items() if not why_not(function, proto))
 
 
 def _main_scope(model: Model, inlined: Collection[FunctionKey]) -> Scope:
     skeleton = skeleton_of(model.proto)
-    chosen = {key: function for key, function in functions_of(model.proto).items() if key in inlined}
+    functions = functions_and_openings(model.proto)
+    chosen = {key: function for key, function in functions.items() if key in inlined}
     origins = inline(skeleton, chosen)
     unlike = [function for function in skeleton.functions if why_not(function, skeleton)]
     for function in unlike:  # the checker would refuse the whole model

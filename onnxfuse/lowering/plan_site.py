@@ -139,7 +139,10 @@ def _planned(
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
     strategy = choose(estimates) if estimates else Strategy.ONE_KERNEL
-    return Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
+    site = Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
+    if site.opens_ops and strategy is not Strategy.ONE_KERNEL:  # a smaller one may leave the op as it is
+        raise slower(site, fusion.anchor)
+    return site
 
 
 def _nameless(fusion: Fusion) -> Fusion:
@@ -235,6 +238,8 @@ def _estimates(
 def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Traffic:
     products = epilogue_only.fusion.operands[: len(fusion.rhs)]
     others = (*fusion.operands, *fusion.outputs)
+    opened = {graph.opened_sums[index] for index in epilogue_only.replaced if index in graph.opened_sums}
+    one_node = frozenset[int]().union(*opened)
     return Traffic(
         weights=sum(_row_bytes(fusion, rhs, ("n", "p", "k")) for rhs in fusion.rhs),
         lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
@@ -243,11 +248,25 @@ def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Tra
             _row_bytes(fusion, tensor, ("n", "p")) for tensor in others if epilogue_only.mapping.kind(tensor) == "tile"
         ),
         passes=sum(
-            graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX for index in epilogue_only.replaced
+            graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX
+            for index in epilogue_only.replaced
+            if index not in one_node
         )
         + sum(product.activation is not None for product in epilogue_only.match.products),
         products=len(products),
+        normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], ("n", "p"))) for sums in opened),
     )
+
+
+def _normalised(graph: Graph, last: int, size: int) -> tuple[int, int]:
+    """Bytes of a row that an op moves and that a normalisation does in its place, for values of so many bytes.
+
+    The op reads the product and the skip, and writes its result and the sum where somebody wants it; the normalisation
+    reads the sum and writes the result.
+    """
+    (total,) = graph.nodes[last].outputs
+    is_wanted = len(total.outputs) > 1 or graph.is_escaping(total.name)
+    return (4 if is_wanted else 3) * size, 2 * size
 
 
 def _row_bytes(fusion: Fusion, tensor: Tensor, along: Sequence[str]) -> int:

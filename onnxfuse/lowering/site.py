@@ -87,6 +87,11 @@ class Site:
         return self.strategy is Strategy.LEFT_ALONE
 
     @property
+    def opens_ops(self) -> bool:
+        """Whether it holds the sums of an op that was taken apart: its own nodes are not those of the model."""
+        return any(index in self.graph.opened_sums for index in self.match.nodes)
+
+    @property
     def implementation(self) -> Implementation:
         """What the model gets."""
         return (

@@ -221,6 +221,7 @@ class Search(Generic[SiteT]):
 
     def _made(self, match: Match) -> Found[SiteT]:
         check_parts(match)
+        _check_opened(self.graph, match)
         fusion = lower(self.graph, match, pattern_of(match))
         _check_reads(self.graph, match, fusion)
         return Found(match, self.make_site(match, fusion))
@@ -278,6 +279,14 @@ def _read_each_other(found: Sequence[Found[SiteT]]) -> bool:
     """Whether one match reads what another makes: no place may be right for both."""
     made = {out.name for each in found for out in each.match.live_outs}
     return any(leaf.operand in made for each in found for leaf in each.match.reads)
+
+
+def _check_opened(graph: Graph, match: Match) -> None:
+    """Of an op that was taken apart all sums are the match's, or none: what stays of it is a normalisation alone."""
+    for index in match.nodes:
+        sums = graph.opened_sums.get(index, frozenset())
+        if not sums <= {*match.nodes}:
+            raise NotFusable("unknown_op", node_label(graph.nodes[index]), "a normalisation is not pointwise")
 
 
 def _check_reads(graph: Graph, match: Match, fusion: Fusion) -> None:

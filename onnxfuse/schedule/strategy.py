@@ -14,12 +14,17 @@ strategy is the one that loses the least: at every number of rows its time is di
 smallest geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is
 worth on one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say
 beside others. So is it with the order of weights: the file has one for all.
+
+Where the sums are those of an op that normalises them (SkipLayerNormalization), that op is part of the bargain: left
+alone it reads the product and the skip, makes the sum and its own result; taken apart, a normalisation reads the sum
+that the kernel has stored. Both move the same bytes where nobody else wanted the sum, and one tensor less where
+somebody did.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
@@ -56,6 +61,7 @@ class Traffic:
         passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
             activation of a FusedGemm is one too.
         products: that the library makes one after the other, each of as many columns.
+        normalised: of one row, by ops that were taken apart: of each as the model has it, and of what stays of it.
     """
 
     weights: int
@@ -64,16 +70,15 @@ class Traffic:
     rest: int
     passes: int
     products: int = 1
+    normalised: tuple[tuple[int, int], ...] = ()
 
 
 def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
     """Microseconds of each strategy for one problem, given the tiles of one kernel."""
-    one_kernel = ranked.tiles[0][0]
     library = cost_model.library(plan.variants[0].spec, ranked.problem, traffic.products, plan.device)
     if library is None:
         library = assumed_library(plan, traffic, ranked)
-    times = estimate_from(plan.device, library, traffic, ranked.m, one_kernel)
-    return {**times, Strategy.ONE_KERNEL: ranked.one_kernel}
+    return estimate_from(plan.device, library, traffic, ranked.m, ranked.one_kernel)
 
 
 def assumed_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float:
@@ -109,11 +114,23 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
         one_kernel: microseconds of the one kernel.
     """
     a_pass = calibration(device).launch + cost_model.from_memory(m * (traffic.product + traffic.rest), device)
+    adding, alone = (sum(map(_normalising(device, kind, m), sizes)) for kind, sizes in _by_kind(traffic))
     return {
-        Strategy.ONE_KERNEL: one_kernel,
-        Strategy.LEFT_ALONE: library + traffic.passes * a_pass,
-        Strategy.EPILOGUE_ONLY: library + a_pass,
+        Strategy.ONE_KERNEL: one_kernel + alone,
+        Strategy.LEFT_ALONE: library + traffic.passes * a_pass + adding,
+        Strategy.EPILOGUE_ONLY: library + a_pass + alone,
     }
+
+
+def _by_kind(traffic: Traffic) -> tuple[tuple[str, list[int]], tuple[str, list[int]]]:
+    """Bytes of a row that normalisations move, as the model has them and as they are without their sums."""
+    return ("adding", [size for size, _ in traffic.normalised]), ("alone", [size for _, size in traffic.normalised])
+
+
+def _normalising(device: DeviceSpec, kind: str, m: int) -> Callable[[int], float]:
+    """Microseconds of a normalisation of ONNX Runtime's, by the bytes of a row."""
+    known = calibration(device)
+    return lambda size: known.launch + known.normalising[kind] * cost_model.from_memory(m * size, device)
 
 
 def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Strategy:

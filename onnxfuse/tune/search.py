@@ -106,6 +106,8 @@ def _implementations(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str
     }
     if plan.library:
         implementations[LIBRARY] = replace(site.one_kernel, plans=(by_library(plan),))
+    if site.opens_ops:  # that it pays to take an op apart is the estimate's word: the site's own nodes are not the op
+        return implementations
     if site.epilogue_only is not None:
         plans = tuple(each for each in site.epilogue_only.plans if each.device == device)
         implementations[EPILOGUE_ONLY] = replace(site.epilogue_only, plans=plans)

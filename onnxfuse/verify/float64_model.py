@@ -1,9 +1,10 @@
 """The same model in double precision: the oracle of `onnxfuse verify`.
 
 Every floating-point value becomes float64, and every operator is computed in float64 by ONNX Runtime's CPU provider.
-An operator that the provider lacks in double is written out in operators that it has: Conv, Erf, Gelu,
-InstanceNormalization, GroupNormalization, RMSNormalization, HardSigmoid, HardSwish, LeakyRelu, PRelu, Elu, Selu,
-Softplus, Softsign, Mish, Swish, and Resize of mode nearest (moved as a high and a low half, exact to 48 bits).
+ONNX Runtime's ops that add and normalise are taken apart. An operator that the provider lacks in double is written out
+in operators that it has: Conv, Erf, Gelu, InstanceNormalization, GroupNormalization, RMSNormalization, HardSigmoid,
+HardSwish, LeakyRelu, PRelu, Elu, Selu, Softplus, Softsign, Mish, Swish, and Resize of mode nearest (moved as a high and
+a low half, exact to 48 bits).
 
 Which others it lacks is asked of ONNX Runtime: a model of the node alone is opened in double, then in float32, then in
 the types of the model. What is not opened in double runs so between two Casts, by itself, and is counted in
@@ -46,8 +47,9 @@ from onnx import (
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.external_data import load_whole
-from onnxfuse.graph.functions import reads
+from onnxfuse.graph.functions import inline, reads
 from onnxfuse.graph.load import put_in_order
+from onnxfuse.graph.opened_ops import openings
 from onnxfuse.graph.operators import PRODUCTS
 from onnxfuse.graph.value_types import (
     DOUBLE,
@@ -142,6 +144,7 @@ def _to_float64(model: ModelProto, types_of: TypesOf, tf32: bool, refused: Colle
             model = inliner.inline_local_functions(model)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"the functions of the model cannot be inlined: {error}") from error
+    inline(model, openings(model, everywhere=True))
     put_in_order(model.graph)
     converter = _Converter(model, types_of, tf32, refused)
     converter.main(model.graph)

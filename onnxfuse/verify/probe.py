@@ -31,7 +31,8 @@ def fused_values(original: Path, optimized: Path) -> list[Probe]:
     made = [name for node in load_model(optimized).proto.graph.node if node.domain == DOMAIN for name in node.output]
     graph = Graph(load_model(original))
     outputs = {value.name for value in graph.model.proto.graph.output}
-    known = ((name, graph.dtype(name)) for name in made if name)
+    own = {name for node in graph.model.proto.graph.node for name in node.output}
+    known = ((name, graph.dtype(name)) for name in made if name in own)
     return [Probe(name, element, name in outputs) for name, element in known if element]
 
 

@@ -26,6 +26,7 @@ class Calibration:
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
+        normalising: of ops that are `adding` as well, and of those `alone`.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and `rhs`.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
@@ -51,6 +52,7 @@ class Calibration:
     library_depth: float
     library_granule: int
     library_misaligned: Mapping[str, float]
+    normalising: Mapping[str, float]
     unknown_size: int
     pointwise_blocks: int
     pointwise_bytes_in_flight: int

@@ -1,0 +1,208 @@
+"""ONNX Runtime's ops that add and normalise: behind a product their sums are the kernel's, and the rest is an op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as every
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto, TensorProto, helper
+
+from onnxfuse.device import ARCHITECTURES, resolve
+from onnxfuse.graph.functions import DOMAIN, walk
+from onnxfuse.pipeline import Analysis, analyse_model
+from onnxfuse.schedule.strategy import Strategy, Traffic, estimate_from
+from onnxfuse.selection import Selection
+from onnxfuse.tune.search import _trials
+from onnxfuse.verify.verify import verify
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
+from tests.tools import sweep
+
+K, N = 32, 64
+SKIP, SIMPLIFIED = "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"
+ALONE = {SKIP: "LayerNormalization", SIMPLIFIED: "SimplifiedLayerNormalization"}
+VARIANTS = [
+    (op, beta, bias, total)
+    for op, beta, bias, total in every(ALONE, (True, False), (True, False), (True, False))
+    if op == SKIP or not beta
+]
+
+
+def layer(
+    op: str = SKIP, beta: bool = True, bias: bool = True, total: bool = True, dtype: int = FLOAT, **attributes: float
+) -> Builder:
+    """A product and an op behind it; where the sum is wanted, a product behind both reads it as its residual."""
+    b = Builder(dtype, opset=17)
+    out = b("MatMul", b.input("x", ("b", "s", K)), b.array(draw(K, N) / K**0.5, "weight"))
+    vectors = {"gamma": True, "beta": beta, "bias": bias}
+    taken = [name for name in vectors if op == SKIP or name != "beta"]
+    operands = [b.array(draw(N, seed=len(name)), name) if vectors[name] else "" for name in taken]
+    made = ["y", *(["", "", "sum"] if total else [])]
+    b.nodes.append(
+        helper.make_node(op, [out, b.input("skip", ("b", "s", N)), *operands], made, "norm", domain="com.microsoft",
+                         **({"epsilon": 1e-5} | attributes))
+    )  # fmt: skip
+    if total:
+        second = b("MatMul", "y", b.array(draw(N, N, seed=9) / N**0.5, "second"))
+        b("Add", second, "sum")
+    return b
+
+
+def model(b: Builder, *outputs: str) -> ModelProto:
+    """With opsets of ONNX Runtime, in whose types ONNX has no say."""
+    names = outputs or (b.nodes[-1].output[0],)
+    graph = helper.make_graph(b.nodes, "test", b.inputs, [], b.initializers)
+    for name in names:
+        graph.output.add(name=name).type.tensor_type.elem_type = b.dtype
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+
+
+def analysed(proto: ModelProto, **arguments: str) -> Analysis:
+    return analyse_model(proto, resolve("sm_80", list), **arguments)
+
+
+def ops(proto: ModelProto) -> list[str]:
+    return [node.op_type for node in walk(proto.graph.node) if node.domain != DOMAIN]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize(("op", "beta", "bias", "total"), VARIANTS)
+def test_the_sums_are_the_products_kernels(
+    op: str, beta: bool, bias: bool, total: bool, dtype: int, tmp_path: Path
+) -> None:
+    """One node less, no op of both kinds left, and numbers as good as the original's."""
+    original = model(layer(op, beta, bias, total, dtype))
+    analysis = analysed(original)
+    assert not analysis.skipped
+    first = analysis.sites[0].fusion
+    assert {"residual", *(["bias"] if bias else [])} <= {*first.features}
+    assert [out.name == "sum" for out in first.outputs] == [total]
+    fused = sweep.rewritten(analysis)
+    assert ops(fused) == [ALONE[op]]
+    (norm,) = (node for node in fused.graph.node if node.op_type == ALONE[op])
+    assert [norm.input[0], norm.output[0]] == [first.outputs[0].name, "y"]
+    onnx.save(original, tmp_path / "before.onnx")
+    onnx.save(fused, tmp_path / "after.onnx")
+    result = verify(tmp_path / "before.onnx", tmp_path / "after.onnx", shapes={"x": (2, 5, K), "skip": (2, 5, N)})
+    assert all(each.passed for each in result.runs)
+
+
+def test_an_epsilon_that_is_not_given_is_that_of_the_op() -> None:
+    """ONNX Runtime's is 1e-12, LayerNormalization's own 1e-5: on a row of small numbers they differ."""
+    b = layer(total=False)
+    del b.nodes[-1].attribute[:]
+    original = model(b)
+    feed = {"x": np.zeros((1, 1, K), np.float32), "skip": np.float32(1e-4) * draw(1, 1, N).astype(np.float32)}
+    b.initializers = [tensor for tensor in b.initializers if tensor.name != "bias"]
+    b.array(np.zeros(N), "bias")
+    original = model(b)
+    (before,), (after,) = run(original, feed), run(sweep.rewritten(analysed(original)), feed)
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("skip_first", [True, False])
+def test_the_product_may_be_either_addend(skip_first: bool) -> None:
+    b = layer(total=False)
+    if skip_first:
+        norm = b.nodes[-1]
+        norm.input[0], norm.input[1] = norm.input[1], norm.input[0]
+    (site,) = analysed(model(b)).sites
+    assert len(site.match.nodes) == 3
+
+
+def test_an_op_without_a_product_stays_as_it_is() -> None:
+    """And so do all others, to the byte, that no fusion reaches into."""
+    b = layer(total=False)
+    vectors = [b.array(draw(N, seed=3), name) for name in ("other_gamma", "other_beta")]
+    out = b(SKIP, "y", "skip", *vectors, domain="com.microsoft", epsilon=1e-3)
+    original = model(b, out)
+    fused = sweep.rewritten(analysed(original))
+    assert ops(fused) == [ALONE[SKIP], SKIP]
+    assert fused.graph.node[-1].SerializeToString() == original.graph.node[-1].SerializeToString()
+
+
+def test_an_op_stays_whole_where_its_product_is_not_selected() -> None:
+    original = model(layer(total=False))
+    analysis = analyse_model(original, resolve("sm_80", list), selection=Selection(skip=("gemm_epilogue",)))
+    assert [skipped.reason for skipped in analysis.skipped] == ["not_selected"]
+    assert not analysis.sites
+    assert not analysis.graphs[0].opened_sums
+
+
+def test_the_mean_is_nothing_that_an_op_alone_would_make() -> None:
+    b = layer(total=False)
+    b.nodes[-1].output.extend(["mean"])
+    analysis = analysed(model(b, "y", "mean"))
+    assert [(skipped.reason, SKIP in skipped.detail) for skipped in analysis.skipped] == [("unknown_op", True)]
+
+
+def test_all_sums_are_taken_or_none() -> None:
+    """Of unknown length, the skip may be no residual; then the bias alone is none either."""
+    b = layer(total=False)
+    skip = next(value for value in b.inputs if value.name == "skip")
+    skip.type.tensor_type.shape.dim[1].dim_param = "other"
+    original = model(b)
+    analysis = analysed(original)
+    assert not analysis.sites
+    assert ops(sweep.rewritten(analysis)) == ops(original)
+
+
+def test_in_a_branch() -> None:
+    b = layer(total=False)
+    shape = ("b", "s", N)
+    value = helper.make_tensor_value_info("y", FLOAT, shape)
+    then = helper.make_graph(b.nodes, "then", [], [value])
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["skip"], ["z"])], "else", [], [helper.make_tensor_value_info("z", FLOAT, shape)]
+    )
+    choice = helper.make_node("If", ["flag"], ["out"], then_branch=then, else_branch=other)
+    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
+    b.nodes = [choice]
+    b.inputs.append(flag)
+    original = model(b)
+    fused = sweep.rewritten(analysed(original))
+    assert sorted(ops(fused)) == ["Identity", "If", ALONE[SKIP]]
+    feed = {"x": draw(2, 5, K).astype(np.float32), "skip": draw(2, 5, N).astype(np.float32), "flag": np.array(True)}
+    np.testing.assert_allclose(run(fused, feed)[0], run(original, feed)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_taking_an_op_apart_costs_what_its_bytes_cost() -> None:
+    """Where the sum was wanted one tensor less is moved, else as many: then a slower kernel is not worth it."""
+    device, m = ARCHITECTURES["sm_90a"], 4096
+    row = 2 * 4096
+    traffic = Traffic(weights=0, lhs=0, product=row, rest=row, passes=0)
+    wanted = replace(traffic, normalised=((4 * row, 2 * row),))
+    unwanted = replace(traffic, normalised=((3 * row, 2 * row),))
+    kernel = 100.0  # microseconds that have the residual read and the sum stored
+    for each, gain in ((wanted, 2), (unwanted, 1)):
+        times = estimate_from(device, kernel, each, m, kernel)
+        plain = estimate_from(device, kernel, traffic, m, kernel)
+        saved = times[Strategy.LEFT_ALONE] - times[Strategy.ONE_KERNEL]
+        one_tensor = estimate_from(device, 0.0, replace(traffic, passes=1, rest=0), m, 0.0)[Strategy.LEFT_ALONE]
+        launch = estimate_from(device, 0.0, replace(traffic, passes=1, rest=0, product=0), m, 0.0)[Strategy.LEFT_ALONE]
+        assert saved == pytest.approx(gain * (one_tensor - launch))
+        assert plain[Strategy.LEFT_ALONE] == plain[Strategy.ONE_KERNEL]
+
+
+def test_an_op_whose_kernel_does_not_pay_stays_whole() -> None:
+    """The library is faster at a deep product by the estimate, and nobody else wants the sum."""
+    b = Builder(FLOAT16, opset=17)
+    product = b("MatMul", b.input("x", (4096, 3072)), b.raw(np.zeros((3072, 768), np.float16), "weight"))
+    vectors = [b.array(np.ones(768), name) for name in ("gamma", "beta", "bias")]
+    original = model(b, b(SKIP, product, b.input("skip", (4096, 768)), *vectors, domain="com.microsoft"))
+    analysis = analyse_model(original, resolve("sm_90a", list), keep_weights=True)
+    assert [skipped.reason for skipped in analysis.skipped] == ["slower"]
+    assert sweep.rewritten(analysis).SerializeToString() == original.SerializeToString()
+
+
+def test_tuning_takes_no_word_of_nodes_that_the_model_has_not() -> None:
+    (site,) = analysed(model(layer(total=False))).sites
+    trials = _trials(site, ARCHITECTURES["sm_80"])
+    assert trials
+    names = {name for trial in trials for name in trial.implementations}
+    assert not names & {Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value}
