@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from onnxfuse.ir.fusion import Step, Value, acc_name, load_name
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
+SHORT_BYTES = 2  # of an output for which the shorter gelu is exact enough
 MAX_EXPANDED_POWER = 4  # x^5 and above: powf is as accurate and rare enough
 
 Writer = Callable[..., str]
@@ -105,12 +107,13 @@ def functor(spec: KernelSpec, fast: bool = False) -> str:
         fast: whether by the fast functions, which only a kernel with `cuda/hopper/fast_math.cuh` has.
     """
     accumulators = [f"    const float {acc_name(part)} = accumulators[{part}];" for part in range(spec.parts)]
-    return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec, fast)])
+    steps = _fast_steps(spec) if fast else _steps(spec)
+    return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec, steps)])
 
 
 def pointwise_functor(spec: PointwiseSpec) -> str:
     """The same without a product: operands of one output element in, results out."""
-    return _struct("", _body(spec, fast=False))
+    return _struct("", _body(spec, _steps(spec)))
 
 
 def straight_line(name: str, loads: int, steps: Sequence[Step], value: Value) -> str:
@@ -129,11 +132,48 @@ struct {name} {{
 """
 
 
-def _body(spec: KernelSpec | PointwiseSpec, fast: bool) -> list[str]:
-    lines = [f"    const float {load_name(index)} = operands[{index}];" for index in range(len(spec.loads))]
-    writers = {op: expression.fast if fast else expression.accurate for op, expression in EXPRESSIONS.items()}
-    lines += [f"    const float {step.result} = {writers[step.op](*step.inputs)};" for step in spec.steps]
-    return [*lines, *(f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values))]
+def halved_sums(spec: KernelSpec) -> dict[Value, tuple[str, int]]:
+    """Sums of which a fast gelu takes half, acc / 2 + bias / 2, in one FFMA where half of the bias is staged.
+
+    Returns:
+        The name of each sum of an accumulator and a row operand, of which nothing but a gelu reads the one and nothing
+        but the sum the other: what it is in halves, and the operand's index among the loads.
+    """
+    reads = Counter((*(value for step in spec.steps for value in step.inputs), *spec.out_values))
+    of_gelu = {step.inputs[0] for step in spec.steps if step.op == "gelu"}
+    accumulators = {acc_name(part) for part in range(spec.parts)}
+    rows = {load_name(index): index for index, load in enumerate(spec.loads) if load.kind == "row"}
+    return {
+        step.result: (f"fmaf({_text(first)}, 0.5f, {_text(second)})", rows[str(second)])
+        for step in spec.steps
+        if step.op == "add" and step.result in of_gelu and reads[step.result] == 1
+        for first, second in (step.inputs, step.inputs[::-1])
+        if first in accumulators and second in rows and reads[second] == 1
+    }
+
+
+def _fast_steps(spec: KernelSpec) -> list[str]:
+    """By the fast functions, of which gelu takes half of its argument and is shorter where 16 bits are stored."""
+    halved = {name: half for name, (half, _) in halved_sums(spec).items()}
+    gelu = "fast_gelu_of_half" if any(out.dtype.bytes > SHORT_BYTES for out in spec.outs) else "fast_short_gelu_of_half"
+    lines = []
+    for step in spec.steps:
+        expression = EXPRESSIONS[step.op].fast(*step.inputs)
+        if step.op == "gelu":
+            expression = f"pointwise::{gelu}({halved.get(step.inputs[0], f'0.5f * {_text(step.inputs[0])}')})"
+        if step.result not in halved:
+            lines.append(f"    const float {step.result} = {expression};")
+    return lines
+
+
+def _steps(spec: KernelSpec | PointwiseSpec) -> list[str]:
+    return [f"    const float {step.result} = {EXPRESSIONS[step.op].accurate(*step.inputs)};" for step in spec.steps]
+
+
+def _body(spec: KernelSpec | PointwiseSpec, steps: list[str]) -> list[str]:
+    loads = (f"    const float {load_name(index)} = operands[{index}];" for index in range(len(spec.loads)))
+    results = (f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values))
+    return [*loads, *steps, *results]
 
 
 def _struct(accumulators: str, lines: list[str]) -> str:

@@ -7,7 +7,7 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 from __future__ import annotations
 
 from onnxfuse.ir.fusion import ROUNDS
-from onnxfuse.kernels.epilogue import functor
+from onnxfuse.kernels.epilogue import functor, halved_sums
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
 from onnxfuse.schedule.hopper_tile import (
     TILE_BYTES,
@@ -61,6 +61,11 @@ constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 """
 
 
+def _halved_loads(spec: KernelSpec) -> int:
+    """A bit for each row operand of which half is staged."""
+    return 0 if _wants_the_models_bits(spec) else sum(1 << index for _, index in halved_sums(spec).values())
+
+
 def _wants_the_models_bits(spec: KernelSpec) -> bool:
     return any(step.op in ROUNDS for step in spec.steps)
 
@@ -75,6 +80,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "HALVED_LOADS": _halved_loads(spec),
         "OUTS": len(spec.outs),
         "TMA_STORED_OUTS": sum(map(tma_stored, spec.outs)),
         "BLOCK_M": tile.block_m,

@@ -33,6 +33,7 @@ inline int __any_sync(unsigned, int own) {
 namespace emulator {
 
 constexpr int MAX_ROUNDS = 20000;  // many times what a launch takes that does not hang
+constexpr int STILL = 400;         // rounds, more than what is left when the last stage has been multiplied
 
 struct Cluster {
   int rank = 0;
@@ -40,6 +41,7 @@ struct Cluster {
   std::vector<std::map<int, Barrier>> barriers;  // of each block, by number
   Barrier all;
   bool lazy = false;
+  int still = 0;  // round from which on the first block stands still for STILL of them; 0 for never
   std::vector<std::function<void()>> copies;  // under way
 
   Barrier& named(int barrier, int threads) {
@@ -74,6 +76,7 @@ inline void run_cluster(int blocks, int threads, int first, const std::function<
   cluster.barriers.assign(blocks, {});
   cluster.all = {blocks * threads};
   cluster.copies.clear();
+  ended = 0;
   const auto in_block = [&](int rank, const auto& body) {
     cluster.rank = rank;
     blockIdx.x = first + rank;
@@ -89,7 +92,15 @@ inline void run_cluster(int blocks, int threads, int first, const std::function<
     running = false;
     for (int i = 0; i < blocks; ++i) {
       const int rank = cluster.lazy ? blocks - 1 - i : i;
-      in_block(rank, [&] { running = step_block(cluster.lazy) || running; });
+      if (rank == 0 && cluster.still > 0 && round >= cluster.still && round < cluster.still + STILL) {
+        running = true;
+        continue;
+      }
+      in_block(rank, [&] {
+        running = step_block(cluster.lazy) || running;
+        const auto finished = [](const Fiber& fiber) { return fiber.finished; };
+        ended |= std::all_of(block.fibers.begin(), block.fibers.end(), finished) ? 1u << rank : 0u;
+      });
     }
     if (round == MAX_ROUNDS) failure = "threads wait for each other";
   }

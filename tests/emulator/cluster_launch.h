@@ -8,12 +8,14 @@ struct EmulatedRange {
 };
 
 // Returns what went wrong, or an empty string. With `lazy`, threads and blocks run in the opposite order, and copies
-// land only while somebody waits. No byte may be written twice.
+// land only while somebody waits; more than 1 is the round in which the first block begins to stand still for long. No
+// byte may be written twice.
 extern "C" const char* emulate(const OnnxfuseArguments* args, const onnxfuse::Maps* maps, int blocks, int threads,
                                int lazy, EmulatedRange* ranges, int range_count) {
   emulator::failure.clear();
   emulator::ranges.clear();
   emulator::cluster.lazy = lazy;
+  emulator::cluster.still = lazy > 1 ? lazy : 0;
   for (int i = 0; i < range_count; ++i) {
     emulator::ranges.push_back(
         {ranges[i].begin, ranges[i].bytes, ranges[i].writable != 0, std::vector<unsigned char>(ranges[i].bytes)});

@@ -162,7 +162,10 @@ inline void check_global(const void* pointer, size_t bytes, bool write) {
   fail(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes out of bounds");
 }
 
+inline unsigned ended;  // blocks of a cluster that have no shared memory any more, one bit each
+
 inline unsigned char* shared(unsigned address, size_t bytes) {
+  if (ended >> address / EMULATED_BLOCK_PITCH & 1) fail("shared memory of a block that has ended");
   if (address % EMULATED_BLOCK_PITCH + bytes > EMULATED_SHARED_BYTES) fail("shared memory out of bounds");
   if (address % bytes) fail("misaligned access of shared memory");
   return onnxfuse_shared + address;

@@ -260,7 +260,7 @@ void give_registers() {}
 
 inline void named_arrive(int barrier, int threads) { emulator::arrive(emulator::cluster.named(barrier, threads)); }
 inline void named_sync(int barrier, int threads) { emulator::wait(emulator::cluster.named(barrier, threads)); }
-inline void cluster_sync() { emulator::wait(emulator::cluster.all); }
+inline void cluster_meet() { emulator::wait(emulator::cluster.all); }
 
 inline float4 load_peer(unsigned peer) {
   float4 values;

@@ -134,8 +134,10 @@ def launch(function, case: HopperCase, problem: Problem, blocks: int | None = No
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: HopperCase, kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    # fast_gelu: 1.5e-6 |x|, as hopper/fast_math.cuh argues, and its rounding.
-    monkeypatch.setitem(GROWTH, "gelu", lambda a: 1.13 * a.error + (1.5e-6 + 4 * FP32) * np.abs(a.value))
+    # What hopper/fast_math.cuh says of its gelu, and its rounding.
+    short = all(out.dtype.bytes == 2 for out in case.spec.outs)
+    off = (1.1e-4 if short else 9.9e-6) + 4 * FP32
+    monkeypatch.setitem(GROWTH, "gelu", lambda a: 1.13 * a.error + off * np.abs(a.value))
     for size in case.sizes:
         problem = make_problem(case.spec, size)
         first = launch(kernel, case, problem)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.helpers.host_build import EMULATOR, build_library
 from tests.helpers.reference_fusion import OPS as REFERENCE
 
 ULP = 2.0**-23
+SMALLEST_NORMAL = 2.0**-14  # of fp16
 
 SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-39, -1e-39, 3e38, -3e38, 1e30, -1e30, 1.0, -1.0]
 SWEEP = np.array(
@@ -141,6 +143,53 @@ def check(case: Case, x: np.ndarray, y: np.ndarray, out: np.ndarray, allowance: 
     known = np.isneginf(x) if case.op == "pow" and case.arguments[1] == 0.5 else np.zeros(len(x), bool)  # sqrt's NaN
     wrong = np.flatnonzero(~(same | close | known))
     assert wrong.size == 0, [(case, x[i], y[i], out[i], expected[i]) for i in wrong[:8]]
+
+
+FAST = {"fast_gelu_of_half": (2.2, 0.62, 0.53, 9.9e-6), "fast_short_gelu_of_half": (18, 1.4, 0.85, 1.1e-4)}
+
+
+@pytest.fixture(scope="module")
+def fast_math(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Every function of FAST for half of x: `NAME(count, x, out)`; ex2 and rcp are exact."""
+    source = (TEMPLATES / "hopper/fast_math.cuh").read_text().replace('#include "common/ptx.cuh"', "")
+    source, replaced = re.subn(r'asm\("(ex2|rcp)\..*;', lambda found: f"result = host_{found[1]}(x);", source)
+    assert replaced == 2
+    functions = "\n".join(
+        f"""extern "C" void {name}(int count, const float* xs, float* outs) {{
+  for (int i = 0; i < count; ++i) outs[i] = onnxfuse::pointwise::{name}(0.5f * xs[i]);
+}}"""
+        for name in FAST
+    )
+    host = "\n".join(
+        (
+            '#include "cuda_host.h"',
+            "float host_ex2(float x) { return exp2f(x); }",
+            "float host_rcp(float x) { return 1.0f / x; }",
+            "float __saturatef(float x) { return x > 0.0f ? min(x, 1.0f) : 0.0f; }",
+        )
+    )
+    return build_library(f"{host}\n{source}\n{functions}\n", tmp_path_factory.mktemp("fast"))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fast_gelu_is_off_by_what_its_comment_says(name: str, fast_math: ctypes.CDLL) -> None:
+    """All 65,536 numbers in fp16, in units of the last place of the result in fp16."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        x = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    out = np.empty_like(x)
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (x, out)]
+    getattr(fast_math, name)(len(x), *pointers)
+    assert np.isnan(out[np.isnan(x) | np.isneginf(x)]).all()
+    assert out[np.isposinf(x)] == math.inf
+    x, out = x[np.isfinite(x)].astype(np.float64), out[np.isfinite(x)]
+    expected = np.array([0.5 * each * math.erfc(-each / math.sqrt(2)) for each in x])
+    every, large, positive, scaled = FAST[name]
+    unit = np.exp2(np.floor(np.log2(np.maximum(np.abs(expected), SMALLEST_NORMAL))) - 10)
+    units = np.abs(out.astype(np.float16) - expected) / unit
+    assert units.max() <= every
+    assert units[np.abs(expected) >= 2.0**-10].max() <= large
+    assert units[x > 0].max() <= positive
+    assert (np.abs(out - expected) <= scaled * np.abs(x)).all()
 
 
 @given(st.floats(width=32))

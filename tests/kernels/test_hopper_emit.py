@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse.dtypes import F32
+from onnxfuse.ir.fusion import Step
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.hopper_tile import ATOM, HopperTile, footprint, map_rules, rhs_pieces, why_not
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from tests.helpers.hopper_cases import (
     DEVICE,
     PORTABLE,
@@ -130,7 +132,24 @@ def test_refusals_name_their_reason() -> None:
     assert "accumulators" in reason(groups=4)
 
 
-def test_activations_are_the_fast_ones() -> None:
-    source = emit(make_spec("f16", 1, "kn", PORTABLE, ALIGNED), HopperTile(128, 128, True), DEVICE.shared_bytes)
-    assert "= pointwise::fast_gelu(" in source
-    assert "= pointwise::gelu(" not in source
+def test_gelu_is_the_fast_one_for_the_dtypes_that_are_stored() -> None:
+    """Half of the bias is staged where the sum and the bias have no other reader."""
+
+    def emitted(spec: KernelSpec) -> str:
+        return emit(spec, HopperTile(128, 128, True), DEVICE.shared_bytes)
+
+    spec = make_spec("f16", 2, "kn", PORTABLE, ALIGNED)
+    source = emitted(spec)
+    assert "const float g0 = pointwise::fast_short_gelu_of_half(fmaf(acc1, 0.5f, op1));" in source
+    assert "HALVED_LOADS = 2;" in source
+    assert "float a1 =" not in source
+    assert "float a0 = acc0 + op0;" in source
+    exact = emitted(replace(spec, outs=(Access("tile", F32, 4),)))
+    assert "const float g0 = pointwise::fast_gelu_of_half(fmaf(acc1, 0.5f, op1));" in exact
+    for read in ("a1", "op1"):
+        twice = emitted(replace(spec, outs=spec.outs * 2, out_values=(*spec.out_values, read)))
+        assert "const float g0 = pointwise::fast_short_gelu_of_half(0.5f * a1);" in twice
+        assert "HALVED_LOADS = 0;" in twice
+    rounded = replace(spec, steps=(*spec.steps, Step("r", "round_f16", spec.out_values)), out_values=("r",))
+    assert "HALVED_LOADS = 0;" in emitted(rounded)
+    assert "pointwise::gelu(a1)" in emitted(rounded)

@@ -34,6 +34,12 @@ from tests.helpers.tensor_maps import MAP_BYTES, described
 from tests.kernels.test_portable_on_cpu import Range
 
 MAX_WORK = 1e7  # products of one size: seconds on the CPU
+ACCURATE_GELU = """
+namespace onnxfuse::pointwise {
+float gelu_of_half(float half) { return gelu(2.0f * half); }
+float short_gelu_of_half(float half) { return gelu(2.0f * half); }
+}
+"""  # the fast ones: tests/kernels/test_epilogue_ops.py
 
 
 class HostMap(ctypes.Structure):
@@ -52,7 +58,7 @@ def emit(case: HopperCase) -> str:
 def host_source(source: str) -> str:
     """An emitted source with PTX replaced by C++."""
     source = _replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", _text("ptx_host.cuh"))
-    source = _replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
+    source = _replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", ACCURATE_GELU)
     source = _replaced(source, "// acc[64, COLUMNS], registers", "}  // namespace onnxfuse", "")
     source = _replaced(source, "// ---- hopper/ptx.cuh", "// ---- hopper/epilogue.cuh", _text("hopper_ptx_host.cuh"))
     shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
@@ -95,6 +101,13 @@ def tensor_maps(case: HopperCase, problem: Problem) -> tuple[np.ndarray, int, li
 
 
 def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: int, lazy: bool) -> list[np.ndarray]:
+    failed = failure(library, case, problem, clusters, lazy)
+    assert failed == b"", failed
+    return [out.data.copy() for out in problem.outs]
+
+
+def failure(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: int, lazy: int) -> bytes:
+    """What goes wrong in a launch, or nothing; cluster_launch.h says what `lazy` is."""
     for out in problem.outs:
         out.data[...] = np.nan
     buffers = problem.buffers
@@ -106,20 +119,20 @@ def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: i
     tile, size = case.tile, problem.size
     tiles = math.ceil(size.m / (tile.block_m * tile.cluster_m)) * math.ceil(size.n / (tile.block_n * tile.cluster_n))
     blocks = min(clusters, tiles * size.batch) * tile.cluster
-    failure = library.emulate(
+    failed: bytes = library.emulate(
         ctypes.c_void_p(arguments.ctypes.data), ctypes.c_void_p(maps), blocks, tile.threads, int(lazy), ranges,
         len(buffers),
     )  # fmt: skip
-    assert failure == b"", failure
     assert memory.size
     assert kept
-    return [out.data.copy() for out in problem.outs]
+    return failed
 
 
 SPLIT = list(split_cases())
 STAGED = next(case for case in cases() if any(load.kind == "tile" for load in case.spec.loads))
 MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
-SAMPLE = [*list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
+SHARED = [next(case for case in cases() if getattr(case.tile, shared) == 2) for shared in ("cluster_m", "cluster_n")]
+SAMPLE = [*SHARED, *list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
 SAMPLE += list(three_groups_cases())[::6]
 
 
@@ -135,6 +148,27 @@ def test_kernel_computes_the_fusion(case: HopperCase, tmp_path: Path) -> None:
         late = launch(library, case, problem, 1, lazy=True)
         for first, second in zip(eager, late, strict=True):
             np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+@pytest.mark.parametrize("case", [SPLIT[0], SHARED[0]], ids=lambda case: case.name)
+def test_a_block_ends_behind_those_that_need_its_memory(case: HopperCase, tmp_path: Path) -> None:
+    """One block stands still from any of the first rounds on: the other waits, and fails if it does not."""
+
+    def hasty(case: HopperCase) -> str:
+        return _replaced(emit(case), "  await_cluster(shared, ring", "}", "")
+
+    problem = make_problem(case.spec, case.sizes[0])
+
+    def failures(library: ctypes.CDLL) -> set[bytes]:
+        return {failure(library, case, problem, 1, still_from) for still_from in range(2, 8)}
+
+    assert failures(build(case, _folder(tmp_path / "whole"))) == {b""}
+    assert b"shared memory of a block that has ended" in failures(build(case, _folder(tmp_path / "hasty"), hasty))
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 def test_blocks_behind_the_end_of_k_do_not_read_the_next_batch(tmp_path: Path) -> None:

@@ -72,18 +72,18 @@ struct Slab {
   }
 };
 
-// One vector operand -> fp32 in shared memory, by one warp. Elements outside of the tensor become 0; what they give is
-// never stored.
+// One vector operand, times `scale` -> fp32 in shared memory, by one warp. Elements outside of the tensor become 0; what
+// they give is never stored.
 template <typename Access>
 __device__ __forceinline__ void stage_vector(float* vector, const typename Access::Type* global, long long stride,
-                                             int length, int valid) {
+                                             int length, int valid, float scale = 1.0f) {
   using Vector = Packed<typename Access::Type, Access::WIDTH>;
 #pragma unroll 1
   for (int element = threadIdx.x % WARP_SIZE * Access::WIDTH; element < length; element += WARP_SIZE * Access::WIDTH) {
     Vector packed = {};
     if (element < valid) packed = load_global<Vector>(global + element * (Access::WIDTH > 1 ? 1 : stride));
 #pragma unroll
-    for (int i = 0; i < Access::WIDTH; ++i) vector[element + i] = to_float(packed.values[i]);
+    for (int i = 0; i < Access::WIDTH; ++i) vector[element + i] = to_float(packed.values[i]) * scale;
   }
 }
 
@@ -99,7 +99,8 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
       stage_vector<Access>(vector, element_of<Access>(tensor, outer, tile.batch, 0, 0), 0, 1, 1);
     } else if constexpr (Access::KIND == Kind::row) {
       const auto* global = element_of<Access>(tensor, outer, tile.batch, 0, tile.column);
-      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - tile.column);
+      const float scale = HALVED_LOADS >> decltype(index)::value & 1 ? 0.5f : 1.0f;
+      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - tile.column, scale);
     } else if constexpr (Access::KIND == Kind::column) {
       const auto* global = element_of<Access>(tensor, outer, tile.batch, tile.row, 0);
       stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - tile.row);

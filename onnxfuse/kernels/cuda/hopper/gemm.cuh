@@ -274,6 +274,17 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
   if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(stage, full, args, maps, tile, k, rank);
 }
 
+// Until no other block of the cluster arrives at this one's barriers or reads its sums any more: a block that has ended
+// has no shared memory. One thread waits, where a barrier of the cluster would hold up all of them and cost a fence.
+__device__ __forceinline__ void await_cluster(unsigned shared, RingPosition ring, int sums_parity) {
+#pragma unroll 1
+  for (int stage = 0; SHARING > 1 && stage < STAGES; ++stage) {
+    barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
+    ring.next();
+  }
+  if constexpr (SPLITS > 1) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
+}
+
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
   const TileScheduler scheduler(args);
   const int steps = steps_of(args);
@@ -299,6 +310,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       ring.next();
     }
   }
+  await_cluster(shared, ring, sums_parity);
 }
 
 // What the epilogues of tile after tile need beside the product, by one warp: far enough ahead that no consumer waits
@@ -539,7 +551,8 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
     prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
   }
   if constexpr (CLUSTER > 1) {
-    cluster_sync();
+    __syncwarp();
+    cluster_meet();
   } else {
     __syncthreads();
   }
@@ -563,5 +576,4 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(args, maps, onnxfuse_shared, shared, rank, group);
   }
-  if constexpr (CLUSTER > 1) cluster_sync();  // another block may still send to this one, read it, or wait for it
 }

@@ -186,8 +186,10 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+// All blocks of the cluster have come this far, by whole warps. What they wrote is not ordered by it, which would cost a
+// fence of all memory; barriers that were initialized before barrier_init_fence() can be used.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The address of block `rank` at which it has what this block has at `shared`.
