@@ -11,36 +11,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import onnx_graphsurgeon as gs
-from onnx import TypeProto, defs
+from onnx import TensorProto, TypeProto, defs
 from onnx.shape_inference import InferenceContext
 
-PRODUCTS = frozenset({"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum", "Conv"})
+CONVOLUTIONS = frozenset({"Conv", "com.microsoft::NhwcConv"})  # which multiply matrices where they are pointwise
+PRODUCTS = CONVOLUTIONS | {"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum"}
 
 # Operator -> outputs that have the element type of its first float input.
 MICROSOFT: dict[str, tuple[int, ...]] = {
-    "Attention": (0,),
+    "Attention": (0, 1),
     "BiasAdd": (0,),
+    "BiasDropout": (0,),
     "BiasGelu": (0,),
     "BiasSplitGelu": (0,),
+    "DecoderMaskedMultiHeadAttention": (0, 1, 2),
     "EmbedLayerNormalization": (0,),
     "FastGelu": (0,),
     "FusedGemm": (0,),
     "FusedMatMul": (0,),
     "Gelu": (0,),
+    "GemmaRotaryEmbedding": (0, 1),
     "GroupNorm": (0,),
-    "MultiHeadAttention": (0,),
+    "GroupQueryAttention": (0,),
+    "MatMulNBits": (0,),
+    "MultiHeadAttention": (0, 1, 2),
+    "NhwcConv": (0,),
+    "PackedAttention": (0,),
+    "PackedMultiHeadAttention": (0,),
     "QuickGelu": (0,),
     "RotaryEmbedding": (0,),
+    "SkipGroupNorm": (0, 1),
     "SkipLayerNormalization": (0, 3),
     "SkipSimplifiedLayerNormalization": (0, 3),
+    "SwiGLU": (0,),
 }
+# Operator -> outputs that have the element type of an input, and which: a cache may hold fewer bits than the rest.
+CACHES: dict[str, dict[int, int]] = {"GroupQueryAttention": {1: 3, 2: 4}}
 # ONNX Runtime knows these in ONNX's own domain from version 1 on; ONNX defines the first from 17 on, the second never.
 UNVERSIONED: dict[str, tuple[int, ...]] = {"LayerNormalization": (0,), "SimplifiedLayerNormalization": (0,)}
 
 _LOCK = threading.RLock()
 _ANY = defs.OpSchema.FormalParameterOption.Variadic
 _FLOATS = {1: "float", 10: "float16", 11: "double", 16: "bfloat16"}
-_TENSORS = [f"tensor({name})" for name in (*_FLOATS.values(), "int32", "int64", "bool")]
+_TENSORS = [f"tensor({name.lower()})" for name, number in TensorProto.DataType.items() if number]
 _ATTRIBUTES = {"axis": defs.OpSchema.AttrType.INT, "epsilon": defs.OpSchema.AttrType.FLOAT,
                "stash_type": defs.OpSchema.AttrType.INT}  # fmt: skip
 
@@ -82,9 +95,12 @@ def _register(domain: str, op: str, outputs: tuple[int, ...]) -> bool:
 
     def infer(context: InferenceContext) -> None:
         kind = _first_float(context)
-        for output in outputs if kind else ():
-            if output < context.get_num_outputs():
-                context.set_output_type(output, TypeProto(tensor_type=TypeProto.Tensor(elem_type=kind)))
+        kinds = dict.fromkeys(outputs, kind) | {
+            output: _kind(context, place) or kind for output, place in CACHES.get(op, {}).items()
+        }
+        for output, own in kinds.items():
+            if own and output < context.get_num_outputs():
+                context.set_output_type(output, TypeProto(tensor_type=TypeProto.Tensor(elem_type=own)))
 
     schema.set_type_and_shape_inference_function(infer)
     defs.register_schema(schema)
@@ -92,6 +108,11 @@ def _register(domain: str, op: str, outputs: tuple[int, ...]) -> bool:
 
 
 def _first_float(context: InferenceContext) -> int:
-    types = (context.get_input_type(index) for index in range(context.get_num_inputs()))
-    kinds = (int(given.tensor_type.elem_type) for given in types if given is not None)
+    kinds = (_kind(context, index) for index in range(context.get_num_inputs()))
     return next((kind for kind in kinds if kind in _FLOATS), 0)
+
+
+def _kind(context: InferenceContext, index: int) -> int:
+    """The element type of an input; 0 where it is not known."""
+    given = context.get_input_type(index) if index < context.get_num_inputs() else None
+    return 0 if given is None else int(given.tensor_type.elem_type)

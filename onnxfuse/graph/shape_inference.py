@@ -325,7 +325,8 @@ _KEEP_SHAPE = (
     "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
     "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
     "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "Sign",
-    "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus", "Softsign", "Sqrt", "Swish", "Tanh", "Trilu",
+    "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus", "Softsign", "Sqrt", "SwiGLU", "Swish", "Tanh",
+    "Trilu",
 )  # fmt: skip
 _BROADCAST = (
     "Add", "And", "BitwiseAnd", "BitwiseOr", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max",
@@ -359,28 +360,98 @@ def _embedding(known: Known) -> list[Shape | None]:
 
 
 def _attention(known: Known) -> list[Shape | None]:
-    """`[b, s, hidden]`: a third of the columns of the packed weight."""
-    shape, weight = known.shape(0), known.shape(1)
-    if not shape or not weight or not isinstance(weight[-1], int) or "qkv_hidden_sizes" in known.node.attrs:
+    """`[..., hidden]`: the input's rows, and a third of the columns of the packed weight where nothing else is said."""
+    shape, weight, sizes = known.shape(0), known.shape(1), known.node.attrs.get("qkv_hidden_sizes")
+    if not shape or not weight:
         return [None]
-    return [(*shape[:-1], weight[-1] // 3)]
+    columns = int(sizes[2]) if sizes else symbolic.divide(weight[-1], 3)
+    heads = known.node.attrs.get("num_heads", 0)
+    head = columns // heads if isinstance(columns, int) and heads else None
+    present = (2, shape[0], heads, None, head) if len(shape) == 3 and heads else None
+    return [(*shape[:-1], columns), present][: len(known.node.outputs)]
 
 
 def _heads(known: Known) -> list[Shape | None]:
-    """`[b, s, hidden]`: the query's rows and the value's columns."""
-    query, value = known.shape(0), known.shape(2)
-    return [(*query[:-1], value[-1]) if query and value and len(query) == len(value) == 3 else None]
+    """`[b, s, hidden]`, or `[tokens, hidden]`: the query's rows and the value's columns.
+
+    Packed with keys and values a query is `[..., heads, 3, size]`; keys packed with values are `[b, s, heads, 2,
+    size]`, and values of a cache `[b, heads, s, size]`.
+    """
+    query, keys, value = known.shape(0), known.shape(1), known.shape(2)
+    if query is None:
+        return [None]
+    if value is not None and len(value) in (2, 3):
+        return [(*query[:-1], value[-1])]
+    if value is not None and len(value) == 4:
+        return [(*query[:-1], symbolic.multiply((value[1], value[3])))]
+    if len(query) > 3:
+        return [(*query[:-3], symbolic.multiply((query[-3], query[-1])))]
+    return [query if keys is not None and len(keys) == 5 else None]
+
+
+def _grouped_heads(known: Known) -> list[Shape | None]:
+    """`[b, s, hidden]`: the query's shape, or where it is packed with keys and values its share of the columns."""
+    query, past, attrs = known.shape(0), known.shape(3), known.node.attrs
+    if query is None:
+        return [None]
+    heads, groups = int(attrs.get("num_heads", 0)), int(attrs.get("kv_num_heads", 0))
+    columns, total = query[-1], heads + 2 * groups
+    if known.shape(1) is None and not _is_given(known.node, 1):
+        columns = columns // total * heads if isinstance(columns, int) and total else None
+    size = past[-1] if past is not None else columns // heads if isinstance(columns, int) and heads else None
+    present: Shape | None = (query[0], groups or None, None, size)
+    return [(*query[:-1], columns), present, present][: len(known.node.outputs)]
+
+
+def _is_given(node: gs.Node, index: int) -> bool:
+    return index < len(node.inputs) and not node.inputs[index].is_empty()
+
+
+def _rotated(known: Known) -> list[Shape | None]:
+    return [known.shape(1), known.shape(3)][: len(known.node.outputs)]
+
+
+def _with_sum(known: Known) -> list[Shape | None]:
+    return [known.shape(0)] * len(known.node.outputs)
+
+
+def _quantized_columns(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    return [(*shape[:-1], int(known.node.attrs["N"])) if shape else None]
+
+
+def _gate(known: Known) -> list[Shape | None]:
+    """Of a gate and an up, the shape of one; of both in one tensor, half its columns."""
+    return [known.shape(0)] if _is_given(known.node, 1) else _half_columns(known)
+
+
+def _channels_last(known: Known) -> list[Shape | None]:
+    """A convolution of `[b, h, w, c]` by a weight `[n, h, w, c]`."""
+    shape, weight = known.shape(0), known.shape(1)
+    if shape is None or weight is None or len(shape) != len(weight):
+        return [None]
+    moved = (shape[0], shape[-1], *shape[1:-1])
+    (made,) = _convolution(Known(known.node, [moved, (weight[0], weight[-1], *weight[1:-1])], ()))
+    return [None if made is None else (made[0], *made[2:], made[1])]
 
 
 _MICROSOFT: dict[str, Rule] = {
-    **dict.fromkeys(("BiasAdd", "BiasGelu", "FastGelu", "Gelu", "GroupNorm", "QuickGelu", "RotaryEmbedding"), _same),
+    **dict.fromkeys(("BiasAdd", "BiasDropout", "BiasGelu", "FastGelu", "Gelu", "GroupNorm", "QuickGelu"), _same),
+    **dict.fromkeys(("MultiHeadAttention", "PackedMultiHeadAttention"), _heads),
+    **dict.fromkeys(("Attention", "PackedAttention"), _attention),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
-    "Attention": _attention,
     "BiasSplitGelu": _half_columns,
+    "DecoderMaskedMultiHeadAttention": _heads,
     "EmbedLayerNormalization": _embedding,
     "FusedGemm": _gemm,
     "FusedMatMul": _fused_matmul,
-    "MultiHeadAttention": _heads,
+    "GemmaRotaryEmbedding": _rotated,
+    "GroupQueryAttention": _grouped_heads,
+    "MatMulNBits": _quantized_columns,
+    "NhwcConv": _channels_last,
+    "RotaryEmbedding": _same,
+    "SkipGroupNorm": _with_sum,
+    "SwiGLU": _gate,
 }
 
 _RULES: dict[str, Rule] = {

@@ -101,6 +101,19 @@ def _quick_gelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes)
     return _swish(graph, inputs, {"alpha": attributes.get("alpha", 1.702)})
 
 
+def _swiglu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
+    """ONNX Runtime's, with clamps where its limit is above 0; ONNX's is the same without."""
+    gate, up = inputs
+    limit = float(attributes.get("limit", 0.0))
+    if limit > 0.0:
+        high, low = graph.constant(limit), graph.constant(-limit)
+        gate, up = graph.apply("min", gate, high), graph.apply("clip", up, low, high)
+    beta = float(attributes.get("activation_beta", 0.0))
+    alpha = attributes.get("activation_alpha", attributes.get("alpha", 1.0))
+    linear = graph.apply("add", up, graph.constant(beta)) if beta else up
+    return graph.apply("mul", _swish(graph, [gate], {"alpha": alpha}), linear)
+
+
 def _prelu(graph: EpilogueGraph, inputs: list[Ref], attributes: Attributes) -> Ref:
     below = graph.apply("mul", inputs[1], graph.apply("min", inputs[0], graph.constant(0.0)))
     return graph.apply("add", graph.apply("relu", inputs[0]), below)
@@ -160,6 +173,7 @@ POINTWISE: dict[str, Lower] = {
     "Mish": _op("mish"),
     "Gelu": _gelu,
     "Swish": _swish,
+    "SwiGLU": _swiglu,
     "Selu": _selu,
     "Celu": _celu,
     "Softsign": _softsign,
@@ -183,6 +197,7 @@ MICROSOFT: dict[str, Lower] = {
     "FastGelu": _biased(_op("gelu_tanh")),
     "QuickGelu": _quick_gelu,
     "BiasAdd": _biased(_identity),
+    "SwiGLU": _swiglu,
 }
 """The same of the domain com.microsoft: what ONNX Runtime's optimiser writes."""
 

@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
-from onnxfuse.graph.operators import PRODUCTS, qualified_op
+from onnxfuse.graph.operators import CONVOLUTIONS, PRODUCTS, qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_addressable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
@@ -118,13 +118,14 @@ def is_anchor(graph: Graph, node: gs.Node) -> bool:
         return spelled_factors(node) is not None
     if op == "Einsum" and len(node.inputs) < 2:
         return False  # it moves or sums what one tensor holds
-    return (op in PRODUCTS and (op != "Conv" or _is_pointwise(graph, node))) or op in QUANTIZED
+    return (op in PRODUCTS and (op not in CONVOLUTIONS or _is_pointwise(graph, node))) or op in QUANTIZED
 
 
 def _is_pointwise(graph: Graph, conv: gs.Node) -> bool:
     """Whether a convolution is a product of each position's channels with one matrix."""
     attrs = conv.attrs
-    kernel = attrs.get("kernel_shape") or (graph.shape(conv.inputs[1].name) or (0, 0, 0))[2:]
+    shape = graph.shape(conv.inputs[1].name) or (0, 0, 0)
+    kernel = attrs.get("kernel_shape") or (shape[2:] if conv.op == "Conv" else shape[1:-1])
     # What auto_pad stands for is nothing where kernel and strides are 1.
     padded = attrs.get("auto_pad", "NOTSET") == "NOTSET" and any(attrs.get("pads", [0]))
     return {*kernel, *attrs.get("strides", [1])} == {1} and not padded and attrs.get("group", 1) == 1
@@ -237,6 +238,14 @@ def _image(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     return Labels("mk" + ones, "bk" + positions, "bm" + positions)
 
 
+def _channels_last(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
+    """The same with the channels behind the positions, in the weight as well."""
+    positions = "hwd"[: len(lhs) - 2]
+    if len(lhs) != len(rhs) or len(positions) != len(lhs) - 2:
+        raise NotFusable("unknown_rank", node_label(node), f"an input of rank {len(lhs)}, a weight of rank {len(rhs)}")
+    return Labels("b" + positions + "k", "n" + positions.upper() + "k", "b" + positions + "n")
+
+
 def _splits_channels(conv: gs.Node) -> bool:
     """Whether somebody takes ranges of what a convolution makes: of its channels, one may hope."""
     return any(reader.op in ("Split", "Slice", "SplitToSequence") for reader in conv.outputs[0].outputs)
@@ -291,6 +300,7 @@ def _own_labels(view: View, rank: int, ones: str) -> str:
 LABELS_BY_OP: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
     "Conv": _image,
     "Einsum": _einsum,
+    "NhwcConv": _channels_last,
     "ReduceSum": _spelled_out,
 }
 """Op -> the labels of its dimensions, given those of lhs and rhs; others multiply matrices."""

@@ -258,11 +258,25 @@ class GrownRegion:
         gated = self.epilogue.apply("mul", first.ref, self.epilogue.apply("gelu", second.ref))
         self._take(node, replace(first, ref=self._stored(node, gated)))
 
+    def _absorb_swiglu(self, node: gs.Node) -> None:
+        """A gate and an up, or both in one tensor, the gate's columns first."""
+        lower = pointwise_row(node)
+        assert lower is not None, "SwiGLU has a row"
+        if len(node.inputs) > 1 and not node.inputs[1].is_empty():
+            columns = [value for tensor in node.inputs if (value := self.values.get(tensor.name)) is not None]
+            self._absorb_pointwise(node, columns, lower)
+        else:
+            both = whole(self.epilogue, self._single(node), -1, "splits")
+            gate, up = both.ranges([both.length // 2] * 2)
+            made = lower(self.epilogue, [gate.ref, up.ref], node.attrs)
+            self._take(node, replace(gate, ref=self._stored(node, made)))
+
 
 COLUMN_OPS: dict[str, Callable[[GrownRegion, gs.Node], None]] = {
     **dict.fromkeys(TAKES_APART, GrownRegion._absorb_ranges),
     "SplitToSequence": GrownRegion._absorb_split_to_sequence,
     "com.microsoft::BiasSplitGelu": GrownRegion._absorb_bias_split_gelu,
+    "com.microsoft::SwiGLU": GrownRegion._absorb_swiglu,
 }
 
 

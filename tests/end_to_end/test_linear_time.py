@@ -116,7 +116,7 @@ def test_thousands_of_nodes_take_seconds_and_cost_grows_linearly(build, nodes: i
 
 LONG, SHORT = 1_000, 32  # nodes of a chain; 32 grow into 256, where growth ends, and a quadratic cost into 64 times
 BESIDE: dict[str, str] = {
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Sum", "Min", "Max", "PRelu"), "tensor"),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Sum", "Min", "Max", "PRelu", "SwiGLU"), "tensor"),
     **dict.fromkeys(("BiasGelu", "FastGelu", "BiasAdd"), "vector"),
     "Pow": "number",
     "Where": "mask tensor",

@@ -91,6 +91,70 @@ def test_bias_split_gelu_is_a_gate() -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+GATES = {"limit": 0.7, "activation_alpha": 1.702, "activation_beta": 1.0}
+
+
+def gated(gate: np.ndarray, up: np.ndarray, attributes: dict[str, float]) -> np.ndarray:
+    """The definition of SwiGLU."""
+    alpha, beta = attributes.get("activation_alpha", 1.0), attributes.get("activation_beta", 0.0)
+    if limit := attributes.get("limit", 0.0):
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-alpha * gate)) * (up + beta)
+
+
+@pytest.mark.parametrize("attributes", [{}, GATES])
+@pytest.mark.parametrize("packed", [True, False])
+def test_swiglu_is_a_gate(packed: bool, attributes: dict[str, float]) -> None:
+    """No CPU kernel: computed from the definition."""
+    b = Builder()
+    x = b.input("x", ("batch", "rows", K))
+    weights = [draw(K, N), draw(K, N, seed=2)]
+    if packed:
+        inputs = [b("MatMul", x, b.array(np.concatenate(weights, 1), "both"))]
+    else:
+        inputs = [b("MatMul", x, b.array(weight, f"w{index}")) for index, weight in enumerate(weights)]
+    _, fusion = only(made(b, b("SwiGLU", *inputs, domain="com.microsoft", **attributes)))
+    assert fusion.pattern == "split_gemm"
+    assert len(fusion.parts) == 2
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in b.initializers}
+    (actual,) = evaluate(fusion, FEED | stored)
+    expected = gated(*(FEED["x"] @ weight for weight in weights), attributes)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_swiglu_of_onnx_is_the_same() -> None:
+    b = Builder(opset=28)
+    x = b.input("x", ("batch", "rows", K))
+    weights = [draw(K, N), draw(K, N, seed=2)]
+    inputs = [b("MatMul", x, b.array(weight, f"w{index}")) for index, weight in enumerate(weights)]
+    model = made(b, b("SwiGLU", *inputs, alpha=0.5))
+    model.opset_import[0].version = 28
+    _, fusion = only(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in b.initializers}
+    (actual,) = evaluate(fusion, FEED | stored)
+    expected = gated(*(FEED["x"] @ weight for weight in weights), {"activation_alpha": 0.5})
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_pointwise_convolution_with_channels_last_is_a_product(stored: bool) -> None:
+    """As ONNX Runtime's optimiser writes it, with the weight transposed in the file or before each run."""
+    b = Builder()
+    x, weight = b.input("x", ("b", 16, 5, 7)), draw(24, 16, 1, 1)
+    last = b("Transpose", x, perm=[0, 2, 3, 1])
+    own = b.array(weight.transpose(0, 2, 3, 1) if stored else weight, "weight")
+    own = own if stored else b("Transpose", own, perm=[0, 2, 3, 1])
+    product = b("NhwcConv", last, own, b.array(draw(24), "bias"), domain="com.microsoft", kernel_shape=[1, 1])
+    out = b("Add", b("Relu", product), b.input("skip", ("b", 5, 7, 24)))
+    _, fusion = only(made(b, out))
+    assert {"bias", "activation", "residual"} <= {*fusion.features}
+    values = {"x": draw(2, 16, 5, 7), "skip": draw(2, 5, 7, 24, seed=3), "bias": draw(24)}
+    product = np.einsum("bkhw,nk->bhwn", values["x"], weight[:, :, 0, 0]) + values["bias"]
+    given = {"weight": numpy_helper.to_array(b.initializers[0])}
+    (actual,) = evaluate(fusion, values | given)
+    np.testing.assert_allclose(actual, np.maximum(product, 0) + values["skip"], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("trans_b", [0, 1])
 @pytest.mark.parametrize("alpha", [1.0, 0.125])
 @pytest.mark.parametrize("shape", [(4, K), ("batch", "rows", K)])
