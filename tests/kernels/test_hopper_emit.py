@@ -43,10 +43,10 @@ SAMPLE = [
     *WALKED[::8],
     *TALL[::7],
     *MASKED[::3],
-    *SPLIT,
-    *SMALL_M_CASES,
+    *SPLIT[::2],
+    *SMALL_M_CASES[::2],
     *BATCH_RUNS[::3],
-    *THREE_GROUPS,
+    *THREE_GROUPS[::3],
 ]
 ALIGNED = Size(504, 136, 248)
 

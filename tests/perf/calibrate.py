@@ -46,6 +46,14 @@ class Timed:
     problem: Problem
 
 
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a result, with tiles by name where the file has them by number."""
+    rows: list[dict[str, Any]] = found["rows"]
+    if "names" not in found:
+        return rows
+    return [{**row, "us": {found["names"][int(number)]: us for number, us in row["us"].items()}} for row in rows]
+
+
 def timed(rows: Sequence[dict[str, Any]], device: DeviceSpec) -> list[Timed]:
     """The rows of `tests.perf.anywhere`, `few_rows`, `splits`, `exact` or `kernels`."""
     return [each for row in rows for each in (drawn_kernels(row, device) if "drawn" in row else [kernel(row, device)])]
@@ -53,7 +61,7 @@ def timed(rows: Sequence[dict[str, Any]], device: DeviceSpec) -> list[Timed]:
 
 def drawn_kernels(row: dict[str, Any], device: DeviceSpec) -> list[Timed]:
     """The tiles that were timed of a drawn problem; they were launched without overlap with the kernel before."""
-    problem = Drawn(**row["drawn"])
+    problem = Drawn(**row["drawn"]) if isinstance(row["drawn"], dict) else Drawn(*row["drawn"])
     spec = planned_spec(
         problem.k, problem.n, problem.parts, problem.order, problem.kind, ELEMENT_NAMES[problem.element], device
     )
@@ -144,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("result", type=Path, help="result file with estimated kernels, JSON")
     parser.add_argument("--constants", default="", help="names, comma separated; by default those fitted to the file")
     options = parser.parse_args(arguments)
-    kernels = timed(json.loads(options.result.read_text())["rows"], DEVICE)
+    kernels = timed(rows_of(json.loads(options.result.read_text())), DEVICE)
     names = [name for name in options.constants.split(",") if name]
     names = names or fitted_to(f"results/{options.result.name}", DEVICE.arch)
     report(kernels, DEVICE)
