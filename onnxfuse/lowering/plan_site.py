@@ -77,9 +77,9 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     other = with_k_innermost(fusion, planner.transposable)
     if other is None:
         return accepted(plan(fusion))
-    kept, turned = _attempt(plan, fusion), _attempt(plan, *other)
-    if isinstance(turned, Site) and turned.strategy is Strategy.ONE_KERNEL and _is_worth_it(turned, kept):
-        return replace(turned, as_stored=kept)
+    kept, transposed = _attempt(plan, fusion), _attempt(plan, *other)
+    if isinstance(transposed, Site) and transposed.strategy is Strategy.ONE_KERNEL and _is_worth_it(transposed, kept):
+        return replace(transposed, as_stored=kept)
     return accepted(kept)
 
 
@@ -90,12 +90,12 @@ def _attempt(plan: Callable[P, Site], *args: P.args, **kwargs: P.kwargs) -> Site
         return refusal
 
 
-def _is_worth_it(turned: Site, kept: Site | NotFusable) -> bool:
+def _is_worth_it(transposed: Site, kept: Site | NotFusable) -> bool:
     """Whether a site is faster with its weights in another order; by the estimates, as the model gets it."""
     if isinstance(kept, NotFusable):
         return True
     devices = kept.estimates
-    return is_faster(*({device: _chosen(site, device) for device in devices} for site in (turned, kept)))
+    return is_faster(*({device: _chosen(site, device) for device in devices} for site in (transposed, kept)))
 
 
 def accepted(site: Site | NotFusable) -> Site:

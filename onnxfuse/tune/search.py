@@ -153,7 +153,7 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     if strategy is Strategy.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
     plan = _plan_of(site, device)
-    tuned = retuned(plan, {m: each for m, each in measured if _tiles(plan, m, each)})
+    tuned = retuned(plan, {m: each for m, each in measured if _has_tiles(plan, each)})
     tuned = by_library(tuned, {m: each for m, each in measured if LIBRARY in each})
     plans = tuple(tuned if each is plan else each for each in site.plans)
     return replace(
@@ -166,7 +166,6 @@ def times_text(times: Mapping[str, float]) -> str:
     return ", ".join(f"{strategy.value} {value:.1f} us" for strategy, value in strategy_times(times).items())
 
 
-def _tiles(plan: ProductPlan, m: int, times: Mapping[str, float]) -> list[tuple[float, Candidate]]:
-    """The tiles that were timed at m, with their times."""
-    ranked = next(entry for entry in plan.ranked if entry.m == m)
-    return [(times[str(entry.tile)], entry) for _, entry in ranked.tiles if str(entry.tile) in times]
+def _has_tiles(plan: ProductPlan, times: Mapping[str, float]) -> bool:
+    """Whether a tile was timed, not only other ways."""
+    return any(str(entry.tile) in times for _, entry in plan.ranked[0].tiles)
