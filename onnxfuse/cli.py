@@ -36,6 +36,7 @@ from onnxfuse.graph.save import (
     write_bytes,
     write_text,
 )
+from onnxfuse.lowering.inspection import inspect as run_inspection
 from onnxfuse.pipeline import (
     FP32_MODES,
     ROUNDING_MODES,
@@ -54,6 +55,7 @@ from onnxfuse.selection import Selection, make_selection
 from onnxfuse.terminal import (
     print_error,
     print_explanation,
+    print_inspection,
     print_json,
     print_report,
     print_result,
@@ -403,6 +405,20 @@ def bench(
     print_result(result, original, optimized, as_json, quiet)
     if result.sites and not as_json and not quiet:
         print_sites(result.sites)
+
+
+@commands.command(epilog=_CODES)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--rebuild", is_flag=True, help="Compile every kernel again and compare the code byte for byte.")
+@_json
+def inspect(model: Path, rebuild: bool, as_json: bool) -> None:
+    """List the GPU code that the fused MODEL carries: kernels, architectures, sizes, hashes. None of it is run."""
+    require_output()
+    with progress_bar(quiet=False) as progress:
+        found = run_inspection(model, rebuild, progress)
+    print_inspection(found, as_json)
+    if not found.passed:
+        sys.exit(WRONG)
 
 
 @commands.command(epilog=_CODES)

@@ -15,7 +15,7 @@ DONE, WRONG, USAGE, NOT_DONE, INTERRUPTED = 0, 1, 2, 3, 130
 
 EXIT_CODES = {
     DONE: "done; verify: the fused model is as good as the original",
-    WRONG: "verify alone: the fused model is wrong, its numbers or its kernels",
+    WRONG: "verify, inspect --rebuild: the fused model is wrong, its numbers or its kernels",
     USAGE: "usage: a command, an option or its value does not exist, or does not fit the model",
     NOT_DONE: "it could not be done, or not be judged; one line says why",
     INTERRUPTED: "interrupted by Ctrl-C",

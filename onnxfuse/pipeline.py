@@ -20,6 +20,7 @@ from onnxfuse.graph.transposed_data import put_in_order
 from onnxfuse.graph.weight_readers import product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
+from onnxfuse.lowering.kernel_description import describe
 from onnxfuse.lowering.pack import pack_implementations
 from onnxfuse.lowering.plan_site import Planner, is_profitable_together, plan_site, slower
 from onnxfuse.lowering.site import Site
@@ -238,7 +239,7 @@ def optimize_model(
         replacement(implementation, name) for implementation, name in zip(implementations, names, strict=True)
     ]
     before, weights = count_nodes(analysis.model.proto), _bytes_of_transposed(analysis)
-    proto = rewrite(analysis.model.proto, replacements, archive)
+    proto = rewrite(analysis.model.proto, replacements, archive, describe(implementations, names))
     if not to_save:
         put_in_order(proto)
     return proto, _report(analysis, before, count_nodes(proto), weights)

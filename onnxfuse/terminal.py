@@ -22,6 +22,7 @@ from onnxfuse.bench.sites import SiteTimes
 from onnxfuse.errors import OnnxfuseError, OutputError
 from onnxfuse.graph.fused_nodes import architectures_of
 from onnxfuse.graph.save import Saved
+from onnxfuse.lowering.inspection import Inspection
 from onnxfuse.pipeline import Analysis
 from onnxfuse.progress import Progress
 from onnxfuse.report.document import document
@@ -164,6 +165,14 @@ def _fused_row(group: Sequence[FusedSite]) -> tuple[str, ...]:
 def _example(report: Report, reason: str) -> str:
     example = next(entry for entry in report.skipped if entry.reason == reason)
     return f"{example.anchor}: {example.detail}"
+
+
+def print_inspection(found: Inspection, as_json: bool) -> None:
+    """What a fused file carries, as text or as JSON."""
+    if as_json:
+        print_json(document("inspect", str(found.model), found.architectures, found.to_dict()))
+    else:
+        _print(found)
 
 
 def print_result(

@@ -89,6 +89,15 @@ def fused_nodes(model: Path) -> tuple[list[FusedNode], dict[str, bytes]]:
     return nodes, {name: _archive(source, stored[name]) if name in stored else b"" for name in names}
 
 
+def descriptions_of(model: Path) -> dict[str, str]:
+    """What the metadata of a model say, by key; kernels are described under the name of their archive.
+
+    Raises:
+        ModelError: the model cannot be read.
+    """
+    return {entry.key: entry.value for entry in load_model(model).proto.metadata_props}
+
+
 def _described(node: NodeProto) -> FusedNode:
     attributes = {each.name: each.s.decode(errors="replace") for each in node.attribute}
     archive = node.input[0] if node.input else ""

@@ -27,13 +27,16 @@ KERNELS = "onnxfuse.kernels"
 FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
 
 
-def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes) -> ModelProto:
+def rewrite(
+    proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes, description: str = ""
+) -> ModelProto:
     """Edit a model in place and return it; functions that are inlined in the replacements' graphs are inlined.
 
     Args:
         proto: the model that the replacements' graphs are of.
         replacements: disjoint matches, those of outer scopes before those of the scopes inside.
         kernels: the archive that every fused node reads, uint8 `[bytes]`.
+        description: what the kernels are, for the model's metadata, under the archive's name.
     """
     replacements = tuple(replacements)
     if not replacements:
@@ -64,6 +67,8 @@ def rewrite(proto: ModelProto, replacements: Iterable[Replacement], kernels: byt
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
+    if description:
+        proto.metadata_props.add(key=kernels_name, value=description)
     _declare_domain(proto)
     _transpose_weights(proto, weights)
     return proto

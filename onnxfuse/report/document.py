@@ -13,7 +13,7 @@ def document(kind: str, model: str | None, architectures: Sequence[str], body: M
     """A JSON-ready dictionary.
 
     Args:
-        kind: `report`, `verify` or `bench`.
+        kind: `report`, `verify`, `bench` or `inspect`.
         model: the path as it was given; None for a model that was no file.
         architectures: that kernels are for.
         body: the fields of the kind.

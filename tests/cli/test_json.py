@@ -35,6 +35,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "explain": ("explain", MODEL, "--arch", "sm_80,ptx"),
         "explain --site": ("explain", MODEL, "--arch", "sm_80,ptx", "--site", "*MatMul*"),
         "verify": ("verify", MODEL, fused, "--per-site"),
+        "inspect": ("inspect", fused, "--rebuild"),
         "bench": ("bench", MODEL, fused, "--device", "cpu", "--runs", "1", "--per-site"),
     }
     printed = {name: json.loads(command(*words, "--json").stdout) for name, words in commands.items()}
@@ -65,7 +66,7 @@ def test_every_document_names_its_model_and_its_architectures(documents: dict[st
     for name in ("verify", "bench"):
         assert documents[name]["original_model"] == str(MODEL)
         assert Path(documents[name]["model"]).name == "fused.onnx"
-    for name in ("optimize", "explain", "verify", "bench"):
+    for name in ("optimize", "explain", "verify", "bench", "inspect"):
         assert sorted(documents[name]["architectures"]) == ["ptx", "sm_80"]
     assert documents["verify that fails"]["architectures"] == []
 
@@ -82,7 +83,7 @@ def places(value: Any) -> Iterator[dict[str, Any]]:
                 yield from places(each)
 
 
-@pytest.mark.parametrize("name", ["explain", "verify", "bench"])
+@pytest.mark.parametrize("name", ["explain", "verify", "bench", "inspect"])
 def test_a_field_more_or_less_is_none_of_what_is_described(documents: dict[str, Any], name: str) -> None:
     for index, place in enumerate(places(documents[name])):
         for field in place:
