@@ -134,9 +134,7 @@ def inspect(model: Path, rebuild: bool, progress: Progress) -> Inspection:
 
 def _described(text: str) -> Mapping[str, Sequence[Described]]:
     if not text:
-        raise ModelError(
-            "the file does not say what its kernels are: it is of an older version, or a tool dropped that"
-        )
+        raise ModelError("the file does not say what its kernels are: an older version wrote it, or a tool cut that")
     description = read_description(text)
     if description.nvrtc != nvrtc_version():
         made, here = (".".join(map(str, each)) for each in (description.nvrtc, nvrtc_version()))
