@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     fp32: Fp32
     rounding: Rounding
     keep_weights: bool
+    attention: bool
     only: str | Iterable[str]
     skip: str | Iterable[str]
     plan: str | Path | Mapping[str, Any] | None
@@ -54,6 +55,7 @@ def optimize(
     fp32: Fp32 = "tf32",
     rounding: Rounding = "fp32",
     keep_weights: bool = False,
+    attention: bool = False,
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
     plan: str | Path | Mapping[str, Any] | None = None,
@@ -73,6 +75,7 @@ def optimize(
             which the model stores it, for the bits of separate nodes as far as the order of sums allows.
         keep_weights: store every weight in the order that it has; by default those that only fused nodes read are
             stored as `[n, k]` where the model has `[k, n]` and kernels are faster so, under names of their own.
+        attention: make one kernel of two products and the softmax between them, in models for sm_90a alone.
         only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
         skip: leave out what fits one of these.
         plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file, or parsed.
@@ -94,8 +97,8 @@ def optimize(
         DeviceError: tuning without a GPU.
     """
     options = Options(
-        arch=arch, fp32=fp32, rounding=rounding, keep_weights=keep_weights, only=only, skip=skip, plan=plan, dump=dump,
-        progress=progress, tune=tune, budget=budget,
+        arch=arch, fp32=fp32, rounding=rounding, keep_weights=keep_weights, attention=attention, only=only, skip=skip,
+        plan=plan, dump=dump, progress=progress, tune=tune, budget=budget,
     )  # fmt: skip
     analysis, proto, report = _fuse(model, lambda analysis: None, options)
     return _with_data(proto, analysis), report
@@ -153,7 +156,8 @@ def _fuse(
     local = tuning_device(devices, local_architectures()) if tune else None
     selection = make_selection(options.get("only", ()), options.get("skip", ()), options.get("plan"))
     modes = options.get("fp32", "tf32"), options.get("rounding", "fp32")
-    analysis = analyse_model(model, devices, modes[0], selection, modes[1], options.get("keep_weights", False))
+    kept, attention = options.get("keep_weights", False), options.get("attention", False)
+    analysis = analyse_model(model, devices, modes[0], selection, modes[1], kept, attention)
     check(analysis)
     if local is not None:
         analysis = tune_model(analysis, local, budget=budget, progress=progress)

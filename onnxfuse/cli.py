@@ -130,6 +130,9 @@ _rounding = click.option(
 _keep_weights = click.option(
     "--keep-weights", is_flag=True, help="Store no weight in another order, [n, k] for [k, n], than MODEL does."
 )
+_attention = click.option(
+    "--attention", is_flag=True, help="Make one kernel of two products and the softmax between them; sm_90a alone."
+)
 _inputs = click.option(
     "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."
 )
@@ -171,6 +174,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @_fp32
 @_rounding
 @_keep_weights
+@_attention
 @_selecting
 @click.option("--report", type=click.Path(path_type=Path), help="Write the report as JSON.")
 @click.option("--dump", type=click.Path(path_type=Path), help="A folder that gets one numbered file a stage.")
@@ -186,6 +190,7 @@ def optimize(
     fp32: Fp32,
     rounding: Rounding,
     keep_weights: bool,
+    attention: bool,
     selection: Selection,
     report: Path | None,
     dump: Path | None,
@@ -212,7 +217,7 @@ def optimize(
         progress("finding fusions", 0, 0)
         source = load_model(model)
         check_weights(source)
-        analysis = analyse_model(source, devices, fp32, selection, rounding, keep_weights)
+        analysis = analyse_model(source, devices, fp32, selection, rounding, keep_weights, attention)
         check_files(analysis.model, output, force, analysis.transposed)
         if report is not None:
             check_holds_none(analysis.model, report)
@@ -252,6 +257,7 @@ def _standard_output(as_json: bool) -> Path:
 @_fp32
 @_rounding
 @_keep_weights
+@_attention
 @_selecting
 @click.option("--site", metavar="NAME|GLOB", help="One product in full, by its name or a node's.")
 @click.option("--all", "in_full", is_flag=True, help="Every product in full.")
@@ -262,6 +268,7 @@ def explain(
     fp32: Fp32,
     rounding: Rounding,
     keep_weights: bool,
+    attention: bool,
     selection: Selection,
     site: str | None,
     in_full: bool,
@@ -274,7 +281,7 @@ def explain(
     with progress_bar(quiet=False) as progress:
         progress("finding fusions", 0, 0)
         devices = resolve(arch, local_architectures)
-        analysis = analyse_model(model, devices, fp32, selection, rounding, keep_weights)
+        analysis = analyse_model(model, devices, fp32, selection, rounding, keep_weights, attention)
     outcome = make_report(analysis)
     if site is not None:
         outcome = outcome.only(site)

@@ -70,6 +70,7 @@ def analyse_model(
     selection: Selection = EVERYTHING,
     rounding: Rounding = "fp32",
     keep_weights: bool = False,
+    attention: bool = False,
 ) -> Analysis:
     """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 
@@ -80,6 +81,7 @@ def analyse_model(
         selection: which fusions.
         rounding: whether what a kernel keeps to itself stays in `fp32`, or is rounded as `onnx` nodes do.
         keep_weights: whether every weight stays in the order in which the model has it.
+        attention: whether two products and the softmax between them become one fusion.
 
     Raises:
         ModelError: the model cannot be read or is invalid.
@@ -91,7 +93,7 @@ def analyse_model(
         raise SettingError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDING_MODES)}")
     model = source if isinstance(source, Model) else load_model(source)
     graphs = all_graphs(model)
-    planner = Planner(tuple(devices), fp32 == "exact", rounding == "onnx", frozenset())
+    planner = Planner(tuple(devices), fp32 == "exact", rounding == "onnx", frozenset(), attention)
     find = functools.partial(_find_sites, model, planner, keep_weights)
     sites, skipped = _selected(*find(graphs), selection)
     reached = reached_functions((site.graph, (*site.match.shared, *site.match.nodes)) for site in sites)
@@ -110,7 +112,7 @@ def _find_sites(
     skipped: list[SkippedSite] = []
     for graph in graphs:
         make_site = functools.partial(plan_site, planner, graph)
-        found = match_sites(graph, make_site, is_profitable_together, planner.rounds)
+        found = match_sites(graph, make_site, is_profitable_together, planner.rounds, planner.attention)
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
         for site in found.fused:
             if site.is_left_alone:  # only now: several such sites may be worth one kernel together

@@ -27,15 +27,23 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AxisMapping:
-    """The axes of each loop of the kernel, outermost first; they flatten into one index."""
+    """The axes of each loop of the kernel, outermost first; they flatten into one index.
+
+    Attributes:
+        heads: of an attention alone, inside of the batch.
+        o: of an attention alone: columns of the values and of what is stored.
+    """
 
     batch: Axes
     m: Axes
     n: Axes
     k: Axes
+    heads: Axes = ()
+    o: Axes = ()
 
     def __str__(self) -> str:
-        groups = (("batch", self.batch), ("m", self.m), ("n", self.n), ("k", self.k))
+        outer = (("batch", self.batch), ("heads", self.heads))
+        groups = (*outer, ("m", self.m), ("n", self.n), ("k", self.k), ("o", self.o))
         return " ".join(f"{name}={'*'.join(axes)}" for name, axes in groups if axes)
 
     def kind(self, tensor: Tensor) -> str:

@@ -19,8 +19,8 @@ A record with cluster 0 gets one block for each tile of block_m x block_n, and g
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
 multiple of c. Tensor maps are rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches,
 the runs; of an output in two levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch),
-encoded at launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, and
-3 a place of zeros that the kernel loads and stores nothing by. A record with tensor maps runs where k > 0.
+encoded at launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, 4
+a load, and 3 a place of zeros that the kernel loads and stores nothing by. A record with tensor maps runs where k > 0.
 
 A record whose library is not NONE belongs to a node with a product, and its kernel has none: cuBLASLt makes the product
 in scratch memory, and the kernel's first loads are the parts of it, before those of the node. Such a record is passed
@@ -49,7 +49,7 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 10
+VERSION = 11
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
 _RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sII72sIQII")
@@ -79,6 +79,7 @@ class Mapped(IntEnum):
     RHS = 1
     OUT = 2
     NOTHING = 3  # a place in the kernel's parameter that it loads and stores nothing by
+    LOAD = 4
 
 
 class Library(IntEnum):
@@ -99,7 +100,7 @@ class TensorMap:
 
     Attributes:
         tensor: which one.
-        index: which part of rhs, or which output.
+        index: which part of rhs, which output or which load.
         rows_contiguous: the contiguous axis is the tensor's rows, not its columns.
         swizzle: bytes of the swizzle's span: 0, 32, 64 or 128.
         box_inner: elements of the box along the contiguous axis.
@@ -238,7 +239,7 @@ def _is_possible(tensor_map: TensorMap, record: Record) -> bool:
     return (
         tensor_map.tensor in tuple(Mapped)
         and not (of_product and record.lhs_alignment == 0)
-        and 0 <= tensor_map.index < MAX_OUTS
+        and 0 <= tensor_map.index < (len(record.load_alignments) if tensor_map.tensor == Mapped.LOAD else MAX_OUTS)
         and tensor_map.swizzle in (0, 32, 64, 128)
         and all(1 <= box <= MAX_BOX for box in boxes)
     )

@@ -223,6 +223,10 @@ def flops_of(attributes: Mapping[str, str], shapes: list[Shape]) -> int:
     sizes = _bound(dict(_size(entry) for entry in attributes.get("sizes", "").split()), dims, shapes)
     lhs = set(_axes(dims[int(arguments["lhs"])]))
     factors = {int(entry.split("[")[0]) for entry in arguments["rhs"].split(",")}
+    if "o=" in attributes["problem"]:  # of an attention; the second product has the rows of the first
+        depth = {axis for entry in attributes["problem"].split() if entry[:2] == "k=" for axis in entry[2:].split("*")}
+        keys, values = (set(_axes(dims[index])) for index in sorted(factors))
+        return sum(2 * math.prod(sizes[axis] for axis in axes) for axes in (lhs | keys, (lhs | values) - depth))
     return sum(2 * math.prod(sizes[axis] for axis in lhs | set(_axes(dims[index]))) for index in factors)
 
 

@@ -11,10 +11,11 @@ import math
 from onnxfuse.dtypes import BF16, F32
 from onnxfuse.kernels.epilogue import straight_line
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
-from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, mask_bytes, shared_bytes
+from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, is_mapped, mask_bytes, shared_bytes
 
 ENTRY = "onnxfuse_attention"
 LOG2_E = math.log2(math.e)
+HUGE = 1e37  # as the lowest number in place of minus infinity is; no fp16 number
 
 
 def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
@@ -28,7 +29,7 @@ def _generated(spec: AttentionSpec, tile: AttentionTile) -> str:
     offsets = [sum(masks[:index]) for index in range(len(masks))]
     numbers = {
         "LOADS": len(spec.loads),
-        "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "TILE_LOADS": sum(map(is_mapped, spec.loads)),
         "SCORE_STEPS": len(spec.score),
         "CONSUMERS": tile.consumers,
         "RESIDENTS": tile.residents,
@@ -42,7 +43,10 @@ def _generated(spec: AttentionSpec, tile: AttentionTile) -> str:
         "MASK_BYTES": sum(masks),
         "SHARED_BYTES": shared_bytes(spec, tile),
     }
-    huge = any(load.dtype in (BF16, F32) for load in spec.loads)
+    numbers_of_steps = (abs(value) for step in spec.score for value in step.inputs if isinstance(value, float))
+    huge = any(load.dtype in (BF16, F32) for load in spec.loads) or any(
+        HUGE < each < math.inf for each in numbers_of_steps
+    )
     return f"""\
 // ---- generated
 namespace onnxfuse {{

@@ -10,7 +10,8 @@ are strings that a person can read in any viewer:
     sizes       `p=2 n=1280 k=320`: axes known when the model was optimized. The inputs' shapes tell the others at run
                 time: a group tells the one axis of it that is still unknown. May be missing or empty
     problem     `m=b*m n=n k=k` or `batch=b*h m=m n=n k=k`: axes of the kernel's loops, outermost first. A loop without
-                axes has size 1 and may be missing
+                axes has size 1 and may be missing. `batch=b heads=h m=m n=n k=k o=o` of an attention, whose lhs is the
+                query [batch heads, m, k] and whose rhs are keys [k, n] and values [n, o]; its out is [m, o]
     arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the
                 inputs after the archive, outs the outputs. `[p=1]` is index 1 along axis p, `[+4096]` the window that
                 begins at element 4096: an offset, nothing is copied. `loads` is missing when there are none; lhs and

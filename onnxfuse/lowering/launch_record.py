@@ -6,6 +6,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, TENSORS, Library, Mapped, Record, TensorFlag, TensorMap
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
+from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
@@ -42,7 +43,7 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
     )
 
 
-def _factor_alignments(spec: KernelSpec | PointwiseSpec | LibrarySpec) -> tuple[int, int]:
+def _factor_alignments(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> tuple[int, int]:
     """Of lhs and rhs; 0 without a product. The library takes any address of an element."""
     if isinstance(spec, LibrarySpec):
         return spec.product.dtype.bytes, spec.product.dtype.bytes
@@ -55,7 +56,7 @@ def _alignment(checked: bool, access: Access) -> int:
     return access.dtype.bytes * (1 if checked else access.width)
 
 
-def _flags(spec: KernelSpec | PointwiseSpec | LibrarySpec) -> tuple[int, ...]:
+def _flags(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> tuple[int, ...]:
     """How the kernel reaches every tensor that a record may have."""
     loads = enumerate(spec.loads, FIRST_LOAD)
     outs = enumerate(spec.outs, FIRST_OUT)

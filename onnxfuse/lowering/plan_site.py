@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ParamSpec
 
+from onnxfuse.analysis.attention_mapping import map_attention
 from onnxfuse.analysis.axis_mapping import (
     AxisMapping,
     broadcast_product_axes,
@@ -22,16 +23,18 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
-from onnxfuse.graph.op_names import FUSED_POINTWISE
+from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_POINTWISE
+from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import NONLINEAR, Fusion, Tensor, acc_name, load_name
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
+from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
 from onnxfuse.schedule.strategy import Strategy, Times, Traffic, choose, estimate, is_faster, saves
-from onnxfuse.schedule.variant import ProductPlan
+from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Perm] = MappingProxyType({})
@@ -46,6 +49,7 @@ class Planner:
         exact_fp32: whether fp32 products are computed in full precision.
         rounds: whether fusions round every intermediate as the model does; then their steps stay as written.
         transposable: weights that may be stored otherwise than the model has them.
+        attention: whether two products and the softmax between them become one kernel.
         make_plan: that of `schedule`, once for equal arguments: a model has few sites that differ in more than names.
     """
 
@@ -53,6 +57,7 @@ class Planner:
     exact_fp32: bool
     rounds: bool
     transposable: Collection[str]
+    attention: bool = False
     make_plan: Callable[..., ProductPlan] = field(
         default_factory=lambda: functools.lru_cache(maxsize=None)(make_plan), compare=False
     )
@@ -70,6 +75,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     Raises:
         NotFusable: no kernel computes it, or what it computes is faster without one.
     """
+    if isinstance(fusion, Attention):
+        return _plan_attention(planner, graph, match, fusion)
     fusion = fusion if planner.rounds else simplify(fusion)
     if broadcast_product_axes(fusion):
         return _plan_broadcast_product(planner, graph, match, fusion)
@@ -143,6 +150,31 @@ def _planned(
     if site.opens_ops and strategy is not Strategy.ONE_KERNEL:  # a smaller one may leave the op as it is
         raise slower(site, fusion.anchor)
     return site
+
+
+def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Attention) -> Site:
+    """The site of an attention, which is one kernel or none.
+
+    Raises:
+        NotFusable: some architecture has no kernel for it, or the model's own nodes are faster.
+    """
+    mapping = map_attention(attention)
+    if attention.unresolved:
+        detail = f"no input tells the sizes of {', '.join(sorted(attention.unresolved))}"
+        raise NotFusable("unknown_shape", attention.anchor, detail)
+    plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
+    whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
+    times = {plan.device: _attention_times(attention, mapping, plan) for plan in plans}
+    site = Site(graph, match, attention, mapping, (), None, choose(times), times, attention=whole)
+    if site.is_left_alone:  # its products may still be parts of other fusions
+        raise slower(site, attention.anchor)
+    return site
+
+
+def _attention_times(attention: Attention, mapping: AxisMapping, plan: AttentionPlan) -> tuple[Times, ...]:
+    """Microseconds of the kernel and of the nodes, each of whose steps is one between the products."""
+    pairs = estimates(attention, mapping, plan, len(attention.steps))
+    return tuple({Strategy.ONE_KERNEL: own, Strategy.LEFT_ALONE: stock} for own, stock in pairs)
 
 
 def _nameless(fusion: Fusion) -> Fusion:

@@ -24,7 +24,7 @@ class Implementation:
     Attributes:
         graph: the scope that it lies in.
         match: the nodes.
-        kind: of the fused node, FUSED_GEMM or FUSED_POINTWISE.
+        kind: of the fused node, FUSED_GEMM, FUSED_POINTWISE or FUSED_ATTENTION.
         retained: indices of the nodes that stay, right before the fused node: the products that it reads.
         fusion: what it computes.
         mapping: the axes of its loops.
@@ -67,6 +67,7 @@ class Site:
         transposed: the weights that the fusion reads otherwise than the model stores them, and how.
         as_stored: the same site of weights as the model stores them, of any strategy, or why there is none; None where
             all are so.
+        attention: the only implementation of a site of two products and a softmax; None for all others.
     """
 
     graph: Graph
@@ -80,6 +81,7 @@ class Site:
     timings: str = ""
     transposed: Mapping[str, Perm] = field(default_factory=dict)
     as_stored: Site | NotFusable | None = None
+    attention: Implementation | None = None
 
     @property
     def is_left_alone(self) -> bool:
@@ -103,6 +105,8 @@ class Site:
     @property
     def one_kernel(self) -> Implementation:
         """The implementation with the product in the kernel."""
+        if self.attention is not None:
+            return self.attention
         return Implementation(
             self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans, self.transposed
         )

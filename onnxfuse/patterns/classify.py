@@ -6,6 +6,7 @@ gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
 sibling_gemms  products of one input, each with an epilogue and an output of its own (q, k and v)
 column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed. Or one
 range of any width
+attention      two products and the softmax between them (attention.py)
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ PATTERNS: dict[str, Callable[[Match], bool]] = {
     "gemm_epilogue": _all_columns,
     "sibling_gemms": _are_siblings,
     "column_ranges": lambda match: True,
+    "attention": lambda match: True,  # two matches of one product each; never asked
 }
 """What a match looks like, by the name of the pattern; the first that holds."""
 

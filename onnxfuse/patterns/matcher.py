@@ -19,6 +19,7 @@ from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.limits import MAX_PARTS
+from onnxfuse.patterns.attention import Attentions, Candidate, candidates
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.insertion_points import InsertionPoints
@@ -59,7 +60,11 @@ class Found(Generic[SiteT]):
 
 
 def match_sites(
-    graph: Graph, make_site: MakeSite[SiteT], is_profitable: IsProfitable[SiteT] | None = None, rounds: bool = False
+    graph: Graph,
+    make_site: MakeSite[SiteT],
+    is_profitable: IsProfitable[SiteT] | None = None,
+    rounds: bool = False,
+    attention: bool = False,
 ) -> Sites[SiteT]:
     """Find every fusion of a model; they share no node.
 
@@ -69,25 +74,33 @@ def match_sites(
         is_profitable: whether the first argument, one fusion, is better than the second, fusions of products of the
             same input; without it none become one.
         rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
+        attention: whether two products and the softmax between them become one fusion.
     """
-    products, skipped = _products(graph)
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
-    found: list[Found[SiteT]] = []
+    found, refusals = search.match_attentions() if attention else ([], {})
+    products, skipped = _products(graph, search.points)
     for group in siblings(graph, products):
         matched, refused = search.match_group(group)
         found += matched
         skipped += refused
+    skipped = [(node, _weightier(refusal, refusals.get(graph.index(node)))) for node, refusal in skipped]
     found.sort(key=lambda each: (graph.index(each.match.products[0].node), each.match.insertion_point))
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(each.site for each in found), tuple(skipped))
 
 
-def _products(graph: Graph) -> tuple[list[Product], list[Refused]]:
-    """The products of a model, and those that no kernel computes."""
+def _weightier(refusal: NotFusable, of_attention: NotFusable | None) -> NotFusable:
+    """Why a product is left alone: that a softmax follows says less than why no attention was made of it."""
+    is_vague = refusal.reason in ("unknown_op", "nothing_follows")
+    return of_attention if of_attention is not None and is_vague else refusal
+
+
+def _products(graph: Graph, points: InsertionPoints) -> tuple[list[Product], list[Refused]]:
+    """The products of a model that no attention has, and those that no kernel computes."""
     products: list[Product] = []
     refused: list[Refused] = []
     for node in graph.nodes:
-        if not is_anchor(graph, node):
+        if not is_anchor(graph, node) or points.is_taken(node):
             continue
         try:
             _check_scope(graph, node)
@@ -134,6 +147,28 @@ class Search(Generic[SiteT]):
     make_site: MakeSite[SiteT]
     is_profitable: IsProfitable[SiteT] | None
     rounds: bool
+
+    def match_attentions(self) -> tuple[list[Found[SiteT]], dict[int, NotFusable]]:
+        """Every attention that a kernel computes; why not, by the index of the product that makes the scores."""
+        found: list[Found[SiteT]] = []
+        refusals: dict[int, NotFusable] = {}
+        attentions = Attentions(self.graph, self.points, self.rounds)
+        for candidate in candidates(self.graph):
+            for product in candidate.products:
+                try:
+                    found.append(self._made_attention(attentions, candidate, product))
+                    break
+                except NotFusable as refusal:
+                    refusals[self.graph.index(product)] = refusal
+        return found, refusals
+
+    def _made_attention(self, attentions: Attentions, candidate: Candidate, product: gs.Node) -> Found[SiteT]:
+        _check_scope(self.graph, product)
+        match, fusion = attentions.match(candidate, product)
+        _check_reads(self.graph, match, fusion)
+        made = Found(match, self.make_site(match, fusion))
+        self.points.take(match)
+        return made
 
     def match_group(self, group: Group) -> tuple[list[Found[SiteT]], list[Refused]]:
         """Partition what a group grows into until no match is left: the matches, and the products that have none."""

@@ -47,7 +47,7 @@ class Partition:
                 continue
             region = self._with_other_ranges(region, self.live.values[position][0])
             try:
-                yield self._widened(region, self._match(region, position), position)
+                yield self._widened(region, self.match(region, position), position)
             except NotFusable as refusal:
                 self.refuse(region, refusal)
 
@@ -87,7 +87,7 @@ class Partition:
             if not self._may_store_no_more(wider, region, match, position):
                 continue
             try:
-                candidate = self._match(wider, root)
+                candidate = self.match(wider, root)
             except NotFusable:
                 continue
             if len(candidate.roots) <= len(match.roots):
@@ -131,7 +131,7 @@ class Partition:
             region = needs & own
             if own.first in region and self.worth.may_end(position, region):
                 try:
-                    yield self._match(region, position, needs & shared)
+                    yield self.match(region, position, needs & shared)
                 except NotFusable as refusal:
                     self.refuse(region, refusal)
 
@@ -146,23 +146,23 @@ class Partition:
             raise NotFusable("columns_differ", second.label, f"has other columns than {first.label!r}")
         region = self.region_of(first) | self.region_of(second)
         root = max(self.live.value(match.out).maker for match in (first, second))
-        match = self._closed(region, root, self.live.region({*first.shared, *second.shared}))
+        match = self.closed(region, root, self.live.region({*first.shared, *second.shared}))
         self._check_outputs(match, region)
         return self.points.placed(match)
 
-    def _match(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
+    def match(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
         """The match of a region whose furthest value is that of `root`.
 
         Raises:
             NotFusable: an intermediate lives out of it that cannot become an output, or no place in the model is right.
         """
-        match = self._closed(region, root, shared)
+        match = self.closed(region, root, shared)
         if len(match.live_outs) > 1:
             self._check_outputs(match, region)
             self.worth.check(match, region)
         return self.points.placed(match)
 
-    def _closed(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
+    def closed(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
         """A region and what lives out of it, the value of `root` last; what it shares with others stays for these.
 
         Raises:

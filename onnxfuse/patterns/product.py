@@ -147,27 +147,30 @@ def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
             raise NotFusable("quantized", node_label(node), f"{tensor.name!r} comes from a DequantizeLinear")
 
 
-def read_product(graph: Graph, node: gs.Node, through_views: bool = True) -> Product:
+def read_product(
+    graph: Graph, node: gs.Node, through_views: bool = True, accepts: Callable[[Contraction], bool] = is_addressable
+) -> Product:
     """Understand an anchor.
 
     Args:
         graph: that the node is of.
         node: the anchor.
         through_views: read the inputs through the views before them where a kernel can.
+        accepts: whether it can.
 
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
     try:
         _check_supported(node)
-        return _read(graph, node, through_views)
+        return _read(graph, node, through_views, accepts)
     except NotFusable as refusal:
         raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
 
 
-def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
+def _read(graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool]) -> Product:
     dtype = _common_dtype(graph, node)
-    lhs, rhs, found = _addressable(graph, node, through_views)
+    lhs, rhs, found = _addressable(graph, node, through_views, accepts)
     _check_not_quantized(graph, node, lhs, rhs)
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
@@ -187,7 +190,9 @@ def _read(graph: Graph, node: gs.Node, through_views: bool) -> Product:
     )  # fmt: skip
 
 
-def _addressable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Source, Source, Contraction]:
+def _addressable(
+    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool]
+) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
     labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
@@ -199,7 +204,7 @@ def _addressable(graph: Graph, node: gs.Node, through_views: bool) -> tuple[Sour
             found = contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
         except NotFusable:
             continue
-        if is_addressable(found):
+        if accepts(found):
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
     return lhs, rhs, contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))

@@ -11,6 +11,7 @@ from typing import Any
 from onnxfuse.analysis.axis_mapping import static_size
 from onnxfuse.analysis.vector_width import Width, is_transposed
 from onnxfuse.errors import NotFusable, SettingError
+from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.report.document import document
@@ -19,7 +20,9 @@ from onnxfuse.schedule.library import LABEL as LIBRARY
 from onnxfuse.schedule.library import rows_text
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant
 
-LOOPS = ("batch", "m", "n", "k")  # fields of an AxisMapping
+LOOPS = ("batch", "heads", "m", "n", "k", "o")  # fields of an AxisMapping
+
+OF_ATTENTION = ("heads", "o")  # alone
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class FusedSite:
     Attributes:
         nodes: names of the original nodes that the kernel replaces.
         axes: the axis mapping in einops notation.
-        sizes: of the product's loops `batch`, `m`, `n` and `k`: 1 for one without axes, None where only the run knows.
+        sizes: of the product's loops `batch`, `m`, `n` and `k`, of an attention `heads` and `o` as well: 1 for one
+            without axes, None where only the run knows.
         strategy: whether the product is in the kernel or stays a node of its own.
         kernel: the kernels by architecture and range of m, in words.
         timings: what `--tune` measured, in words; empty without it.
@@ -190,7 +194,11 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         features=fusion.features,
         nodes=nodes,
         axes=fusion.einops,
-        sizes={name: static_size(fusion, getattr(site.mapping, name)) for name in LOOPS},
+        sizes={
+            name: static_size(fusion, getattr(site.mapping, name))
+            for name in LOOPS
+            if name not in OF_ATTENTION or isinstance(fusion, Attention)
+        },
         operands=_operands(site.implementation),
         strategy=site.strategy.value,
         kernel="; ".join(_one_line(plan) for plan in site.implementation.plans),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxfuse.dtypes import DType
 from onnxfuse.ir.fusion import Step, Value
@@ -11,6 +11,7 @@ from onnxfuse.schedule.kernel_spec import Access
 GROUP_ROWS = 64  # of one wgmma
 ROW_BYTES = 128  # of shared memory: the widest swizzle
 BARRIER_BYTES = 8
+VECTOR_BYTES = 16  # that every row of a tensor map begins at a multiple of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,38 @@ class AttentionSpec:
     result_value: Value = "acc0"
     out_width: int = 8
 
+    @property
+    def math(self) -> str:
+        """How both products are computed, as `KernelSpec.math` names it."""
+        return self.dtype.name
+
+    @property
+    def factors(self) -> tuple[Access, ...]:
+        """How q and the keys are reached, as [m, k] and [k, n]; the values as the keys are, but not transposed."""
+        width = VECTOR_BYTES // self.dtype.bytes
+        query = Access("tile", self.dtype, width, two_levels=("batch",))
+        return query, replace(query, transposed=True)
+
+    @property
+    def outs(self) -> tuple[Access, ...]:
+        """The stored tensor."""
+        return (Access("tile", self.dtype, self.out_width, two_levels=("batch",)),)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those of the scores and of the result."""
+        return (*self.score, *self.result)
+
+    @property
+    def checked(self) -> bool:
+        """The kernel looks at no address by itself: the launch rule does."""
+        return False
+
+    @property
+    def checks_outs(self) -> bool:
+        """Nor at that of its output."""
+        return False
+
 
 @dataclass(frozen=True)
 class AttentionTile:
@@ -66,6 +99,10 @@ class AttentionTile:
     residents: int = 1
     together: bool = False
 
+    def __str__(self) -> str:
+        keys = f"{self.consumers}x{GROUP_ROWS} rows {self.block_n} keys stages {self.stages}"
+        return f"{keys} lazy {self.rescale_above}" if self.rescale_above else keys
+
     @property
     def threads(self) -> int:
         """Those of the groups and of the producers."""
@@ -82,10 +119,15 @@ def atoms(columns: int, bytes_each: int) -> int:
     return -(-columns * bytes_each // ROW_BYTES)
 
 
+def is_mapped(load: Access) -> bool:
+    """Whether TMA brings a load, in rows of 16 bytes; what is narrower is read element by element."""
+    return load.kind == "tile" and load.width > 1
+
+
 def mask_bytes(spec: AttentionSpec, tile: AttentionTile) -> list[int]:
     """Of a stage, of each load; 0 for one that is no tile."""
     return [
-        atoms(tile.block_n, load.dtype.bytes) * tile.block_m * ROW_BYTES if load.kind == "tile" else 0
+        atoms(tile.block_n, load.dtype.bytes) * tile.block_m * ROW_BYTES if is_mapped(load) else 0
         for load in spec.loads
     ]
 

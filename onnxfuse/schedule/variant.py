@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from onnxfuse.analysis.vector_width import EpilogueWidths, Widths
 from onnxfuse.device import DeviceSpec
 from onnxfuse.limits import MAX_M
+from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.kernel_family import Candidate, KernelFamily, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
@@ -17,7 +18,7 @@ from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
 CARRIED = 1.02  # where the library is faster at all rows, a model need not carry kernels beside: the epilogue only
 SLOWER = "slower by the cost model"
-Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec | LibrarySpec, covariant=True)
+Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec, covariant=True)
 Rows = tuple[int, int]  # the first and the last of a range
 TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
 
@@ -139,7 +140,9 @@ class Plan(Generic[Spec, TensorWidths]):
 ProductVariant = Variant[KernelSpec]
 PointwiseVariant = Variant[PointwiseSpec]
 LibraryVariant = Variant[LibrarySpec]
+AttentionVariant = Variant[AttentionSpec]
 ProductPlan = Plan[KernelSpec, Widths]
 PointwisePlan = Plan[PointwiseSpec, EpilogueWidths]
-AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant
-AnyPlan = ProductPlan | PointwisePlan
+AttentionPlan = Plan[AttentionSpec, Widths]
+AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant | AttentionVariant
+AnyPlan = ProductPlan | PointwisePlan | AttentionPlan

@@ -27,8 +27,10 @@ tensor_maps = st.builds(
 def records(draw: st.DrawFn) -> Record:
     min_m, max_m = draw(low_and_high)
     product = draw(st.one_of(st.just((0, 0)), st.tuples(alignments, alignments)))
-    maps = [entry for entry in draw(st.lists(tensor_maps, max_size=9)) if product[0] or entry.tensor >= Mapped.OUT]
     loads = draw(st.lists(alignments, max_size=12))
+    drawn = draw(st.lists(tensor_maps, max_size=9))
+    missing = {*(() if product[0] else (Mapped.LHS, Mapped.RHS)), *(() if loads else (Mapped.LOAD,))}
+    maps = [entry for entry in drawn if entry.tensor not in missing]
     outs = draw(st.lists(alignments, min_size=1, max_size=4))
     cluster = draw(st.integers(0, 16))
     library = draw(st.sampled_from(list(Library))) if product[0] and loads and not maps and not cluster else 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxfuse.schedule.attention_tile import GROUP_ROWS, ROW_BYTES, AttentionSpec, AttentionTile
+from onnxfuse.schedule.attention_tile import GROUP_ROWS, ROW_BYTES, AttentionSpec, AttentionTile, is_mapped
 from tests.helpers.kernel_problem import ARGUMENTS, NUMPY
 from tests.helpers.reference_fusion import OPS
 
@@ -71,6 +71,9 @@ class AttentionProblem:
             filled["loads"][index] = (pointers[3 + index], load[1], load[2], load[3])
             filled["loads_outer"][index]["batch_stride"] = load[0]
         filled["lhs_outer"]["batches"] = size.heads
+        filled["lhs_outer"]["batch_stride"] = q[0]
+        filled["rhs_outer"]["batch_stride"] = k[0]
+        filled["values_outer"]["batch_stride"] = v[0]
         filled["rhs_outer"]["batches"] = size.shared_heads
         filled["m"], filled["n"], filled["k"] = size.rows, size.keys, self.spec.head
         filled["batch"] = size.batch * size.heads
@@ -79,7 +82,7 @@ class AttentionProblem:
     def maps(self, tile: AttentionTile) -> list[tuple[int, list[int], list[int], list[int]]]:
         """Of each map: number of the tensor; extents, strides in elements and box, the contiguous axis first."""
         boxes = [(0, GROUP_ROWS), (1, tile.block_n), (2, tile.block_n)]
-        boxes += [(3 + index, tile.block_m) for index, load in enumerate(self.spec.loads) if load.kind == "tile"]
+        boxes += [(3 + index, tile.block_m) for index, load in enumerate(self.spec.loads) if is_mapped(load)]
         found = []
         for number, rows in boxes:
             tensor = self.tensors[number]

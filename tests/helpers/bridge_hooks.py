@@ -50,6 +50,7 @@ class Arguments(ctypes.Structure):
         ("rhs_outer", Outer),
         ("loads_outer", Outer * MAX_LOADS),
         ("outs_outer", Outer * MAX_OUTS),
+        ("values_outer", Outer),
     )
 
 
@@ -104,6 +105,23 @@ class Product:
     lhs_pointer: int
     rhs_pointer: int
     out_offset: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """tensor_maps.h; extents and box in elements, strides in bytes."""
+
+    pointer: int
+    element_bytes: int
+    swizzle: int
+    extents: list[int]
+    strides: list[int]
+    box: list[int]
+
+    @classmethod
+    def of(cls, words: list[int]) -> Box:
+        pointer, element_bytes, swizzle, rank, *rest = words
+        return cls(pointer, element_bytes, swizzle, rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :])
 
 
 @dataclass(frozen=True)
@@ -165,6 +183,19 @@ class Bridge:
             for line in lines[1:]
         ]
         return (lines[0][0] if lines else 0), products, behind
+
+    def maps(
+        self, data: bytes, node: Node, arguments: Arguments, record: int, *, element_bytes: Sequence[int]
+    ) -> list[Box]:
+        """What the tensor maps of a record say."""
+        out = ctypes.create_string_buffer(1 << 14)
+        sizes = np.resize(np.array(element_bytes, np.int64), 16)
+        failed = self.hooks.onnxfuse_test_maps(
+            _exactly(data), ctypes.c_uint64(len(data)), node.encoded(), _data(sizes), len(sizes), record,
+            ctypes.byref(arguments), out, ctypes.c_size_t(len(out)),
+        )  # fmt: skip
+        _check(failed, out)
+        return [Box.of(list(map(int, line.split()))) for line in out.value.decode().splitlines()]
 
     def choose(
         self,

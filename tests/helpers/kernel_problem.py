@@ -33,6 +33,7 @@ ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
     + [("lhs_outer", OUTER), ("rhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
+    + [("values_outer", OUTER)]
 )
 
 # How tile operands and outputs lie in memory, outermost dimension first: `m` and `n` whole, or in runs: `M` counts the

@@ -12,7 +12,7 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 10;
+constexpr uint32_t kVersion = 11;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
 constexpr uint64_t kRecordBytes = 272;
@@ -143,9 +143,12 @@ MapRule parse_map(Cursor& cursor) {
 bool is_possible(const MapRule& rule, const Record& record) {
   const bool swizzle = rule.swizzle == 0 || rule.swizzle == 32 || rule.swizzle == 64 || rule.swizzle == 128;
   const bool box = rule.box_inner >= 1 && rule.box_inner <= kMaxBox && rule.box_outer >= 1 && rule.box_outer <= kMaxBox;
-  const bool index = rule.tensor == Mapped::kOut ? rule.index < record.out_count : rule.index < ONNXFUSE_MAX_PARTS;
+  const size_t count = rule.tensor == Mapped::kOut    ? record.out_count
+                       : rule.tensor == Mapped::kLoad ? record.load_count
+                                                      : ONNXFUSE_MAX_PARTS;
+  const bool index = rule.index < count;
   const bool there = rule.tensor >= Mapped::kOut || record.has_product();
-  return rule.tensor <= Mapped::kNothing && swizzle && box && there && (index || rule.tensor == Mapped::kNothing);
+  return rule.tensor <= Mapped::kLoad && swizzle && box && there && (index || rule.tensor == Mapped::kNothing);
 }
 
 void parse_maps(Cursor& cursor, Record& record) {

@@ -30,7 +30,7 @@ struct TensorRule {
   uint8_t alignment = 0, flags = 0;
 };
 
-enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3 };
+enum class Mapped : uint8_t { kLhs = 0, kRhs = 1, kOut = 2, kNothing = 3, kLoad = 4 };
 
 // How a launch describes one tensor to TMA, in elements; `swizzle` in bytes.
 struct MapRule {

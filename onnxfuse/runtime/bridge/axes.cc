@@ -224,24 +224,50 @@ struct Stored {
   Place place;
 };
 
+// The batches of an attention: a run is the heads, or those of the keys that several heads of q share.
+Walk walk_of_heads(const Contract& contract, const Sizes& sizes, const Sizes& strides, const Place& tensor) {
+  const Walk batch = walk_of(contract, contract.batch, sizes, strides, 1, tensor);
+  Walk heads = walk_of(contract, contract.heads, sizes, strides, kMostLevels, tensor);
+  if (heads.outer_stride != 0) {
+    if (heads.stride != 0) fail("the heads of ", tensor, " cannot be walked with one stride");
+    heads = {heads.outer_stride, group_size(contract.heads, sizes).known / heads.run, 0};
+  }
+  return {heads.stride, heads.run, batch.stride};
+}
+
 LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const Stored& stored, const Loop& rows,
                            const Loop& columns) {
   const Place& place = stored.place;
   const Sizes strides = strides_of(contract, stored.dims, sizes);
-  check_walked(contract, stored.dims, sizes, stored.reference, {&contract.batch, &rows.axes, &columns.axes}, place);
+  check_walked(contract, stored.dims, sizes, stored.reference,
+               {&contract.batch, &contract.heads, &rows.axes, &columns.axes}, place);
   const int64_t offset = part_offset(contract, sizes, strides, stored.dims, stored.reference, place);
   OnnxfuseTensor result;
   // Integer arithmetic: the base of an empty tensor may be null.
   result.pointer = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(stored.base) + offset * stored.element_bytes);
   const Walk row = walk_of(contract, rows.axes, sizes, strides, rows.most_levels, place);
   const Walk column = walk_of(contract, columns.axes, sizes, strides, columns.most_levels, place);
-  const Walk batch = walk_of(contract, contract.batch, sizes, strides, kMostLevels, place);
+  const Walk batch = contract.is_attention() ? walk_of_heads(contract, sizes, strides, place)
+                                             : walk_of(contract, contract.batch, sizes, strides, kMostLevels, place);
   result.batch_stride = batch.stride;
   result.row_stride = row.stride;
   result.column_stride = column.stride;
   // Runs are no longer than their loop, which set_problem found to fit.
   return {result, {row.outer_stride, column.outer_stride, batch.outer_stride, static_cast<int>(row.run),
                    static_cast<int>(column.run), static_cast<int>(batch.run)}};
+}
+
+// Either may serve all heads; else as many of them share one of both.
+void set_keys_and_values(const LevelledTensor& keys, const LevelledTensor& values, OnnxfuseArguments* arguments) {
+  const bool alike = keys.outer.batches == values.outer.batches;
+  if (!alike && keys.tensor.batch_stride != 0 && values.tensor.batch_stride != 0) {
+    fail("keys have ", keys.outer.batches, " heads and values ", values.outer.batches);
+  }
+  arguments->rhs[0] = keys.tensor;
+  arguments->rhs[1] = values.tensor;
+  arguments->rhs_outer = keys.outer;
+  arguments->values_outer = values.outer;
+  if (keys.tensor.batch_stride == 0) arguments->rhs_outer.batches = values.outer.batches;
 }
 
 int extent(const Group& group, const Sizes& sizes, const char* name) {
@@ -340,7 +366,10 @@ ElementBytes element_bytes(const Contract& contract, const std::vector<int64_t>&
 }
 
 void set_problem(const Contract& contract, const Sizes& sizes, OnnxfuseArguments* arguments) {
-  arguments->batch = extent(contract.batch, sizes, "batch");
+  const int64_t heads = group_size(contract.heads, sizes).known;
+  const int64_t batch = multiply(group_size(contract.batch, sizes).known, heads, "batch");
+  if (batch > std::numeric_limits<int>::max()) fail("batch=", batch, " does not fit in 32 bits");
+  arguments->batch = static_cast<int>(batch);
   arguments->m = extent(contract.m, sizes, "m");
   arguments->n = extent(contract.n, sizes, "n");
   arguments->k = extent(contract.k, sizes, "k");
@@ -354,13 +383,18 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
     return make_tensor(contract, sizes, stored, rows, columns);
   };
   const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
+  const Loop columns = contract.is_attention() ? Loop{contract.o, 1} : n;   // of what is stored
   if (contract.has_product()) {
     const Loop m_of_factor{contract.m, 1};
     const LevelledTensor lhs = read(contract.lhs, m_of_factor, {contract.k, kMostLevels}, bytes.lhs);
     arguments->lhs = lhs.tensor;
     arguments->lhs_outer = lhs.outer;
   }
-  for (size_t i = 0; i < contract.rhs.size(); ++i) {
+  if (contract.is_attention()) {
+    set_keys_and_values(read(contract.rhs[0], {contract.k, 1}, {contract.n, 1}, bytes.rhs[0]),
+                        read(contract.rhs[1], {contract.n, 1}, {contract.o, 1}, bytes.rhs[1]), arguments);
+  }
+  for (size_t i = 0; i < contract.rhs.size() && !contract.is_attention(); ++i) {
     const LevelledTensor rhs = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]);
     arguments->rhs[i] = rhs.tensor;
     arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape
@@ -374,7 +408,7 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
     const Reference& reference = contract.outs[i];
     const size_t output = static_cast<size_t>(reference.tensor);
     const Stored stored{reference, contract.outputs[output], outputs[output], bytes.outs[i], {"output", output}};
-    const LevelledTensor out = make_tensor(contract, sizes, stored, m, n);
+    const LevelledTensor out = make_tensor(contract, sizes, stored, m, columns);
     arguments->outs[i] = out.tensor;
     arguments->outs_outer[i] = out.outer;
   }

@@ -111,6 +111,8 @@ struct Counts {
 std::string tensor_misfit(const Record& record, const Counts& counts, const ElementBytes& bytes,
                           const OnnxfuseArguments& args) {
   const Extents lhs{args.batch, args.m, args.k}, rhs{args.batch, args.k, args.n}, tile{args.batch, args.m, args.n};
+  const int values = args.values_outer.columns;   // columns of an attention's values; 0 where there are none
+  const Extents out{args.batch, args.m, values > 0 ? values : args.n};
   const auto needs = [](const TensorRule& rule) { return text(" needs ", int{rule.alignment}); };
   const TensorRule& lhs_rule = record.tensors[kLhsIndex];
   if (counts.rhs > 0 && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) {
@@ -118,6 +120,12 @@ std::string tensor_misfit(const Record& record, const Counts& counts, const Elem
   }
   for (size_t i = 0; i < counts.rhs; ++i) {
     const TensorRule& rule = record.tensors[kRhsIndex];
+    if (values > 0 && i == 1) {
+      const TensorRule along{rule.alignment, static_cast<uint8_t>(rule.flags & ~kTransposed)};
+      const Extents extents{args.batch, args.n, values};
+      if (!fits(args.rhs[i], args.values_outer, extents, bytes.rhs[i], along)) return text("rhs ", i, needs(rule));
+      continue;
+    }
     if (!fits(args.rhs[i], args.rhs_outer, rhs, bytes.rhs[i], rule)) return text("rhs ", i, needs(rule));
   }
   for (size_t i = 0; i < counts.loads; ++i) {
@@ -126,7 +134,7 @@ std::string tensor_misfit(const Record& record, const Counts& counts, const Elem
   }
   for (size_t i = 0; i < counts.outs; ++i) {
     const TensorRule& rule = record.tensors[kFirstOut + i];
-    if (!fits(args.outs[i], args.outs_outer[i], tile, bytes.outs[i], rule)) return text("out ", i, needs(rule));
+    if (!fits(args.outs[i], args.outs_outer[i], out, bytes.outs[i], rule)) return text("out ", i, needs(rule));
   }
   return "";
 }
@@ -160,6 +168,9 @@ void check_counts(const Record& record, const Contract& contract) {
          kRemedy);
   }
   for (const MapRule& rule : record.maps) {
+    if (rule.tensor == Mapped::kLoad && rule.index >= contract.loads.size()) {
+      fail("kernel ", record.kernel, " maps load ", int{rule.index}, " of ", contract.loads.size(), kRemedy);
+    }
     if (rule.tensor == Mapped::kRhs && rule.index >= contract.rhs.size()) {
       fail("kernel ", record.kernel, " maps part ", int{rule.index}, " of ", contract.rhs.size(), kRemedy);
     }
@@ -173,7 +184,7 @@ void check_counts(const Record& record, const Contract& contract) {
 // What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
 int64_t planned_rows(const Contract& contract, const OnnxfuseArguments& arguments) {
   const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
-  const bool shared = contract.has_product() &&
+  const bool shared = contract.has_product() && !contract.is_attention() &&
                       std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
   const int64_t rows = int64_t{arguments.m} * (shared ? arguments.batch : 1);
   return std::min<int64_t>(rows, std::numeric_limits<int>::max());

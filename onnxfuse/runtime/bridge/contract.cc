@@ -177,9 +177,11 @@ void parse_sizes(const NodeText& node, Contract& contract) {
 
 Group* group_named(Contract& contract, Reader& reader, const std::string& name) {
   if (name == "batch") return &contract.batch;
+  if (name == "heads") return &contract.heads;
   if (name == "m") return &contract.m;
   if (name == "n") return &contract.n;
   if (name == "k") return &contract.k;
+  if (name == "o") return &contract.o;
   reader.wrong(text("no dimension of a product is called ", name));
 }
 
@@ -253,6 +255,10 @@ void parse_arguments(const NodeText& node, Contract& contract) {
   if (contract.outs.empty()) reader.wrong("outs is missing");
   if (has_lhs != contract.has_product()) reader.wrong("lhs without rhs, or rhs without lhs");
   if (!contract.has_product() && !contract.k.empty()) reader.wrong("a k and no product");
+  const bool two_products = contract.rhs.size() == 2 && contract.outs.size() == 1;
+  if (contract.is_attention() ? !two_products : !contract.heads.empty()) {
+    reader.wrong("an o and not keys and values, or heads and no o");
+  }
 }
 
 std::vector<const ElementType*> parse_types(const char* attribute, const std::string& source) {

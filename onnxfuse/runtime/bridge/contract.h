@@ -52,13 +52,16 @@ struct Contract {
   std::vector<Axis> axes;
   std::vector<std::vector<Group>> inputs;    // [tensor][dimension]
   std::vector<std::vector<Group>> outputs;
-  Group batch, m, n, k;
+  Group batch, heads, m, n, k, o;   // heads and o of an attention alone
   Reference lhs;   // means nothing without a product
   std::vector<Reference> rhs, loads, outs;
   std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
 
   // Whether the kernel multiplies; otherwise it only does what follows a product, and there is neither lhs nor rhs.
   bool has_product() const { return !rhs.empty(); }
+
+  // Whether it is two products with a softmax between: of q and the keys, and of that and the values, [n, o].
+  bool is_attention() const { return !o.empty(); }
 };
 
 // Throws Error naming the attribute and the text at fault.

@@ -17,7 +17,7 @@ constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
 constexpr int kSharedBytesOptIn = 97;
 constexpr int kMultiprocessors = 16;
-constexpr int kMapUint16 = 1, kMapUint32 = 2;   // only their size matters: boxes are copied, and filled with zeros
+constexpr int kMapUint8 = 0, kMapUint16 = 1, kMapUint32 = 2;   // only their size matters: boxes are copied, and filled with zeros
 constexpr int kMapTfloat32 = 11;   // fp32 rounded to TF32 on the way: the tensor cores would cut the last 13 bits off
 constexpr int kMapNoInterleave = 0;
 constexpr int kMapPromoteTo256Bytes = 3;
@@ -124,7 +124,10 @@ void Driver::launch(Function function, Grid grid, unsigned threads, unsigned sha
 void Driver::encode(const TensorBox& box, TensorMap* map) const {
   constexpr uint32_t kSteps[kMaxRank] = {1, 1, 1, 1, 1};
   const int swizzle = box.swizzle == 128 ? 3 : box.swizzle / 32;
-  const int type = box.element_bytes == 2 ? kMapUint16 : box.is_factor ? kMapTfloat32 : kMapUint32;
+  const int type = box.element_bytes == 1   ? kMapUint8
+                   : box.element_bytes == 2 ? kMapUint16
+                   : box.is_factor          ? kMapTfloat32
+                                            : kMapUint32;
   check(encode_(map, type, box.rank, box.pointer, box.extents, box.strides, box.box, kSteps, kMapNoInterleave, swizzle,
                 kMapPromoteTo256Bytes, kMapFillZero),
         "describe a tensor to the copy engine");

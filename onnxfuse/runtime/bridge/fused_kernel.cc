@@ -73,6 +73,7 @@ void FusedKernel::compute(OrtKernelContext* context) const {
   const Sizes sizes = bind_axes(contract_, inputs.shapes);
   OnnxfuseArguments arguments{};
   set_problem(contract_, sizes, &arguments);
+  if (contract_.is_attention() && arguments.n == 0) fail("an attention over no keys");
   const std::vector<void*> outputs = allocate_outputs(context, sizes);
   if (arguments.m == 0 || arguments.n == 0 || arguments.batch == 0) return;
   set_tensors(contract_, sizes, inputs.pointers, outputs, bytes_, &arguments);

@@ -25,19 +25,20 @@ Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, c
   return {static_cast<unsigned>(std::min(tiles, clusters) * record.cluster), 1};
 }
 
-void encode_maps(const Record& record, const ElementBytes& bytes, const OnnxfuseArguments& arguments, TensorMap* maps) {
+void encode_maps(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                 const OnnxfuseArguments& arguments, TensorMap* maps) {
   for (size_t i = 0; i < record.maps.size(); ++i) {
     const MapRule& rule = record.maps[i];
     if (rule.tensor == Mapped::kNothing) continue;
-    cuda_driver()->encode(tensor_box(record, rule, bytes, arguments), &maps[i]);
+    cuda_driver()->encode(tensor_box(record, rule, bytes, arguments, contract.is_attention()), &maps[i]);
   }
 }
 
-void launch_kernel(const Loaded& code, size_t chosen, const ElementBytes& bytes, OnnxfuseArguments& arguments,
-                   Stream stream) {
+void launch_kernel(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
+                   OnnxfuseArguments& arguments, Stream stream) {
   const Record& record = *code.records[chosen];
   TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
-  encode_maps(record, bytes, arguments, maps);
+  encode_maps(record, contract, bytes, arguments, maps);
   const bool waits = record.cluster > 0;  // the persistent kernel does
   cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
                         record.shared_bytes, waits, stream, &arguments, record.maps.empty() ? nullptr : maps);
@@ -77,7 +78,7 @@ bool launch_behind_library(const Loaded& code, size_t chosen, const Contract& co
   char* product = nullptr;
   if (!products || !multiply(*code.library, *products, scratch, stream, &product)) return false;
   OnnxfuseArguments behind = behind_library(*products, contract, arguments, product);
-  launch_kernel(code, chosen, behind_library(contract, bytes), behind, stream);
+  launch_kernel(code, chosen, contract, behind_library(contract, bytes), behind, stream);
   return true;
 }
 
@@ -108,7 +109,7 @@ void launch(const Loaded& code, const Contract& contract, const ElementBytes& by
     if (launch_behind_library(code, chosen, contract, bytes, arguments, scratch, stream)) return;
     chosen = choose(code.records, contract, bytes, arguments, chosen + 1);
   }
-  launch_kernel(code, chosen, bytes, arguments, stream);
+  launch_kernel(code, chosen, contract, bytes, arguments, stream);
 }
 
 }  // namespace onnxfuse

@@ -13,13 +13,18 @@ struct Operand {
   int64_t bytes;   // of an element
 };
 
-Operand operand_of(const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& args) {
+Operand operand_of(const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& args, bool is_attention) {
   const size_t i = rule.index;
+  if (is_attention && rule.tensor == Mapped::kRhs && i == 1) {
+    return {args.rhs[1], args.values_outer, args.batch, args.n, args.values_outer.columns, bytes.rhs[1]};
+  }
   switch (rule.tensor) {
     case Mapped::kLhs:
       return {args.lhs, args.lhs_outer, args.batch, args.m, args.k, bytes.lhs};
     case Mapped::kRhs:
       return {args.rhs[i], args.rhs_outer, args.batch, args.k, args.n, bytes.rhs[i]};
+    case Mapped::kLoad:
+      return {args.loads[i], args.loads_outer[i], args.batch, args.m, args.n, bytes.loads[i]};
     default:
       return {args.outs[i], args.outs_outer[i], args.batch, args.m, args.n, bytes.outs[i]};
   }
@@ -28,6 +33,7 @@ Operand operand_of(const MapRule& rule, const ElementBytes& bytes, const Onnxfus
 // Its flags in the record.
 uint8_t flags_of(const Record& record, const MapRule& rule) {
   const size_t factor = rule.tensor == Mapped::kLhs ? kLhsIndex : kRhsIndex;
+  if (rule.tensor == Mapped::kLoad) return record.tensors[kFirstLoad + rule.index].flags;
   return record.tensors[rule.tensor == Mapped::kOut ? kFirstOut + rule.index : factor].flags;
 }
 
@@ -36,6 +42,8 @@ uint64_t usable_stride(int64_t stride, int64_t bytes, uint64_t extent, uint64_t 
   const uint64_t given = static_cast<uint64_t>(stride * bytes);
   return extent > 1 ? given : (inside + kTmaBoundary - 1) / kTmaBoundary * kTmaBoundary;
 }
+
+bool is_factor(const MapRule& rule) { return rule.tensor == Mapped::kLhs || rule.tensor == Mapped::kRhs; }
 
 // [batch, rows, columns], or [batch, columns, rows] where rows are contiguous.
 TensorBox plain_box(const MapRule& rule, const Operand& of) {
@@ -47,7 +55,7 @@ TensorBox plain_box(const MapRule& rule, const Operand& of) {
   const uint64_t row_bytes = usable_stride(stride, of.bytes, outer, inner * of.bytes);
   const uint64_t batch_bytes = usable_stride(tensor.batch_stride, of.bytes, batches, row_bytes * outer);
   return {tensor.pointer, of.bytes, 3, {inner, outer, batches}, {row_bytes, batch_bytes},
-          {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
+          {rule.box_inner, rule.box_outer, 1}, rule.swizzle, is_factor(rule)};
 }
 
 // Columns in runs: those of all batches are the map's batches, which is_stacked() saw one stride walk.
@@ -58,10 +66,10 @@ TensorBox stacked_box(const MapRule& rule, const Operand& of) {
   const uint64_t row_bytes = usable_stride(of.tensor.row_stride, of.bytes, rows, inner * of.bytes);
   const uint64_t run_bytes = usable_stride(of.outer.column_stride, of.bytes, runs, row_bytes * rows);
   return {of.tensor.pointer, of.bytes, 3, {inner, rows, runs}, {row_bytes, run_bytes},
-          {rule.box_inner, rule.box_outer, 1}, rule.swizzle, rule.tensor != Mapped::kOut};
+          {rule.box_inner, rule.box_outer, 1}, rule.swizzle, is_factor(rule)};
 }
 
-// A factor whose batches lie in runs: [runs, batches of a run, rows, columns], the last two as in plain_box.
+// A factor or load whose batches lie in runs: [runs, batches of a run, rows, columns], the last two as in plain_box.
 TensorBox batches_box(const MapRule& rule, const Operand& of) {
   const OnnxfuseOuter& outer = of.outer;
   TensorBox box = plain_box(rule, {of.tensor, outer, outer.batches, of.rows, of.columns, of.bytes});
@@ -93,8 +101,8 @@ TensorBox runs_box(const MapRule& rule, const Operand& of) {
 }  // namespace
 
 TensorBox tensor_box(const Record& record, const MapRule& rule, const ElementBytes& bytes,
-                     const OnnxfuseArguments& arguments) {
-  const Operand operand = operand_of(rule, bytes, arguments);
+                     const OnnxfuseArguments& arguments, bool is_attention) {
+  const Operand operand = operand_of(rule, bytes, arguments, is_attention);
   const uint8_t flags = flags_of(record, rule);
   if (rule.tensor == Mapped::kOut) {
     return (flags & (kRowsInRuns | kColumnsInRuns)) != 0 ? runs_box(rule, operand) : plain_box(rule, operand);

@@ -22,8 +22,9 @@ struct TensorBox {
   bool is_factor;        // of the product: the tensor cores read it
 };
 
-// The box of the tensor that one of the record's rules names. The rule is not kNothing.
+// The box of the tensor that one of the record's rules names, which is not kNothing; of keys and values apart where
+// `is_attention`.
 TensorBox tensor_box(const Record& record, const MapRule& rule, const ElementBytes& bytes,
-                     const OnnxfuseArguments& arguments);
+                     const OnnxfuseArguments& arguments, bool is_attention = false);
 
 }  // namespace onnxfuse

@@ -10,6 +10,7 @@
 #include "fused_kernel.h"
 #include "library_product.h"
 #include "ort_abi.h"
+#include "tensor_maps.h"
 
 #define ONNXFUSE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -186,6 +187,30 @@ ONNXFUSE_EXPORT int onnxfuse_test_library(const char* const* attributes, const i
         const auto number = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
         result += text(' ', number(placed.lhs), ' ', number(placed.rhs), ' ', placed.out_offset, '\n');
       }
+    }
+    put({out, out_size}, result);
+  });
+}
+
+// What the maps of one record say: a line each of pointer, bytes of an element, swizzle, rank; extents, strides and box.
+ONNXFUSE_EXPORT int onnxfuse_test_maps(const uint8_t* data, uint64_t size, const char* const* attributes,
+                                       const int64_t* input_bytes, int inputs, int index,
+                                       const OnnxfuseArguments* arguments, char* out, size_t out_size) {
+  return reported({out, out_size}, [&] {
+    const Records records = parse_archive(data, size);
+    const Contract contract = parse_contract(node_text(attributes));
+    const ElementBytes bytes = element_bytes(contract, std::vector<int64_t>(input_bytes, input_bytes + inputs));
+    const Record& record = records[static_cast<size_t>(index)];
+    std::string result;
+    for (const MapRule& rule : record.maps) {
+      if (rule.tensor == Mapped::kNothing) continue;
+      const TensorBox box = tensor_box(record, rule, bytes, *arguments, contract.is_attention());
+      result += text(reinterpret_cast<uintptr_t>(box.pointer), ' ', box.element_bytes, ' ', int{box.swizzle}, ' ',
+                     box.rank);
+      for (uint32_t axis = 0; axis < box.rank; ++axis) result += text(' ', box.extents[axis]);
+      for (uint32_t axis = 0; axis + 1 < box.rank; ++axis) result += text(' ', box.strides[axis]);
+      for (uint32_t axis = 0; axis < box.rank; ++axis) result += text(' ', box.box[axis]);
+      result += '\n';
     }
     put({out, out_size}, result);
   });

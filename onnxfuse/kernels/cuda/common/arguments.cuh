@@ -7,6 +7,8 @@
 #define ONNXFUSE_MAX_OUTS 4
 
 // A tensor seen as [batch, rows, columns]; strides in elements, 0 where the tensor is broadcast along that axis.
+// Of an attention, lhs is q, rhs[0] the keys and rhs[1] the values, [batch, n, o]; its batches are heads, `batches` of an
+// outer level's struct follow each other, and then comes the next outer batch.
 struct OnnxfuseTensor {
   void* pointer;
   long long batch_stride;
@@ -39,4 +41,5 @@ struct OnnxfuseArguments {
   OnnxfuseOuter rhs_outer;                    // of every part
   OnnxfuseOuter loads_outer[ONNXFUSE_MAX_LOADS];
   OnnxfuseOuter outs_outer[ONNXFUSE_MAX_OUTS];
+  OnnxfuseOuter values_outer;                 // of rhs[1] of an attention
 };

@@ -24,7 +24,7 @@
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1), at most one for each tile.
 // Arguments: lhs is q [batch, m, k], rhs[0] the keys [batch, k, n], rhs[1] the values [batch, n, o], loads [batch, m,
 // n], outs[0] [batch, m, o]. Batches are heads, and in lhs_outer.batches of them the next outer batch begins;
-// rhs_outer.batches heads of keys serve them all.
+// rhs_outer.batches heads of keys serve them all. What is broadcast along either has a stride of 0 there.
 //
 // The generated text before this file defines Element, the constants, the table Load<I>, the functors Score and Result,
 // and multiply_scores() and multiply_values(): one wgmma each.
@@ -126,13 +126,17 @@ __device__ __forceinline__ int blocks_of_keys(const OnnxfuseArguments& args) { r
 
 // ---- producer
 
+// Whether TMA brings a load; else threads read the elements that they need.
+template <int INDEX>
+constexpr bool IS_MAPPED = Load<INDEX>::KIND == Kind::tile && (Load<INDEX>::WIDTH > 1);
+
 __device__ __forceinline__ void load_masks(const OnnxfuseArguments& args, const Maps& maps, unsigned masks,
                                            unsigned full, const Place& place, int key) {
   int map = 0;
   unsigned target = masks;
   static_for<0, LOADS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
-    if constexpr (Load<INDEX>::KIND == Kind::tile) {
+    if constexpr (IS_MAPPED<INDEX>) {
       constexpr int COLUMNS = ROW_BYTES / sizeof(typename Load<INDEX>::Type);
       const int head = args.loads[INDEX].batch_stride ? place.head : 0;
       const int batch = args.loads_outer[INDEX].batch_stride ? place.batch : 0;
@@ -146,65 +150,81 @@ __device__ __forceinline__ void load_masks(const OnnxfuseArguments& args, const 
   });
 }
 
+// What the one thread of the producers keeps across tiles.
+struct Producer {
+  const OnnxfuseArguments& args;
+  const Maps& maps;
+  unsigned shared;
+  RingPosition keys, values;
+  int query_parity = 0;
+
+  // Which head of the keys, or of the values, serves one of the query: `sharing` follow each other.
+  __device__ __forceinline__ int head_of(const Place& place, int part) const {
+    const int sharing = args.lhs_outer.batches / args.rhs_outer.batches;
+    return args.rhs[part].batch_stride ? place.head / sharing : 0;
+  }
+
+  __device__ __forceinline__ void load_query(const Place& place) {
+    const int batch = args.lhs_outer.batch_stride ? place.batch : 0;
+#pragma unroll
+    for (int group = 0; group < CONSUMERS; ++group) {
+      const unsigned full = shared + QUERY_FULL + group * 8;
+      const unsigned target = shared + group * QUERY_BYTES;
+      barrier_wait(shared + QUERY_EMPTY + group * 8, query_parity ^ 1);
+      barrier_arrive_expect(full, QUERY_BYTES);
+#pragma unroll
+      for (int atom = 0; atom < KEY_ATOMS; ++atom) {
+        load_box(target + atom * GROUP_ROWS * ROW_BYTES, maps.query, full, atom * ATOM, place.row_of(group),
+                 args.lhs.batch_stride ? place.head_of(group) : 0, batch);
+      }
+    }
+    query_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void load_keys(const Place& place, int block) {
+    const int batch = args.rhs_outer.batch_stride ? place.batch : 0, head = head_of(place, 0);
+    const unsigned full = shared + KEYS_FULL + keys.stage * 8;
+    const unsigned target = shared + KEYS_OFFSET + keys.stage * KEY_BYTES;
+    barrier_wait(shared + KEYS_EMPTY + keys.stage * 8, keys.parity ^ 1);
+    barrier_arrive_expect(full, KEY_BYTES + MASK_BYTES);
+#pragma unroll
+    for (int atom = 0; atom < KEY_ATOMS; ++atom) {
+      load_box(target + atom * BLOCK_N * ROW_BYTES, maps.keys, full, atom * ATOM, block * BLOCK_N, head, batch);
+    }
+    load_masks(args, maps, shared + MASKS_OFFSET + keys.stage * MASK_BYTES, full, place, block * BLOCK_N);
+    keys.next();
+  }
+
+  __device__ __forceinline__ void load_values(const Place& place, int block) {
+    const int batch = args.values_outer.batch_stride ? place.batch : 0, head = head_of(place, 1);
+    const unsigned full = shared + VALUES_FULL + values.stage * 8;
+    const unsigned target = shared + VALUES_OFFSET + values.stage * VALUE_BYTES;
+    barrier_wait(shared + VALUES_EMPTY + values.stage * 8, values.parity ^ 1);
+    barrier_arrive_expect(full, VALUE_BYTES);
+#pragma unroll
+    for (int atom = 0; atom < VALUE_ATOMS; ++atom) {
+      load_box(target + atom * BLOCK_N * ROW_BYTES, maps.values, full, atom * ATOM, block * BLOCK_N, head, batch);
+    }
+    values.next();
+  }
+};
+
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared) {
   const int tiles_m = (args.m - 1) / BLOCK_M + 1;
   const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
-  const int sharing = args.lhs_outer.batches / args.rhs_outer.batches;  // heads of q, of one of the keys
-  RingPosition keys, values;
-  int query_parity = 0;
+  Producer producer = {args, maps, shared};
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Place place(args, tile, tiles_m);
-    const int head = args.rhs[0].batch_stride ? place.head / sharing : 0;
-    const int value_head = args.rhs[1].batch_stride ? place.head / sharing : 0;
-    const auto load_query = [&] {
-#pragma unroll
-      for (int group = 0; group < CONSUMERS; ++group) {
-        const unsigned full = shared + QUERY_FULL + group * 8;
-        const unsigned target = shared + group * QUERY_BYTES;
-        barrier_wait(shared + QUERY_EMPTY + group * 8, query_parity ^ 1);
-        barrier_arrive_expect(full, QUERY_BYTES);
-#pragma unroll
-        for (int atom = 0; atom < KEY_ATOMS; ++atom) {
-          load_box(target + atom * GROUP_ROWS * ROW_BYTES, maps.query, full, atom * ATOM, place.row_of(group),
-                   place.head_of(group), place.batch);
-        }
-      }
-      query_parity ^= 1;
-    };
-    const auto load_keys = [&](int block) {
-      const unsigned full = shared + KEYS_FULL + keys.stage * 8;
-      const unsigned target = shared + KEYS_OFFSET + keys.stage * KEY_BYTES;
-      barrier_wait(shared + KEYS_EMPTY + keys.stage * 8, keys.parity ^ 1);
-      barrier_arrive_expect(full, KEY_BYTES + MASK_BYTES);
-#pragma unroll
-      for (int atom = 0; atom < KEY_ATOMS; ++atom) {
-        load_box(target + atom * BLOCK_N * ROW_BYTES, maps.keys, full, atom * ATOM, block * BLOCK_N, head, place.batch);
-      }
-      load_masks(args, maps, shared + MASKS_OFFSET + keys.stage * MASK_BYTES, full, place, block * BLOCK_N);
-      keys.next();
-    };
-    const auto load_values = [&](int block) {
-      const unsigned full = shared + VALUES_FULL + values.stage * 8;
-      const unsigned target = shared + VALUES_OFFSET + values.stage * VALUE_BYTES;
-      barrier_wait(shared + VALUES_EMPTY + values.stage * 8, values.parity ^ 1);
-      barrier_arrive_expect(full, VALUE_BYTES);
-#pragma unroll
-      for (int atom = 0; atom < VALUE_ATOMS; ++atom) {
-        load_box(target + atom * BLOCK_N * ROW_BYTES, maps.values, full, atom * ATOM, block * BLOCK_N, value_head,
-                 place.batch);
-      }
-      values.next();
-    };
     int block = blocks_of_keys(args) - 1;
-    load_query();
-    load_keys(block);
+    producer.load_query(place);
+    producer.load_keys(place, block);
 #pragma unroll 1
     for (; block > 0; --block) {
-      load_keys(block - 1);
-      load_values(block);
+      producer.load_keys(place, block - 1);
+      producer.load_values(place, block);
     }
-    load_values(0);
+    producer.load_values(place, 0);
   }
 }
 
@@ -322,38 +342,60 @@ __device__ __forceinline__ void read_row(float (&values)[8], const OnnxfuseTenso
   }
 }
 
+// The same of an operand that lies anyhow: one element at a time.
+template <typename Access, bool LAST>
+__device__ __forceinline__ void read_anyhow(float (&values)[8], const OnnxfuseArguments& args,
+                                            const OnnxfuseTensor& tensor, long long first, int row,
+                                            const Operands& at, int column) {
+  using T = typename Access::Type;
+  const T* source = static_cast<const T*>(tensor.pointer) + first;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int key = at.key + column + i / 4 * 8 + i % 2;
+    const int own = min(row + at.warp_row + lane() / 4 + i / 2 % 2 * 8, args.m - 1);
+    values[i] = 0.0f;
+    if (!LAST || key < at.keys) values[i] = to_float(source[own * tensor.row_stride + key * tensor.column_stride]);
+  }
+}
+
+// What the functor reads of 16 columns from `column` of the block on, eight elements of each load.
+template <bool LAST>
+__device__ __forceinline__ void read_operands(float (&operands)[LOADS + 1][8], const OnnxfuseArguments& args,
+                                              const Place& place, const Operands& at, int column) {
+  static_for<0, LOADS>([&](auto index) {
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Load<INDEX>;
+    const OnnxfuseTensor& tensor = args.loads[INDEX];
+    const long long first = place.head * tensor.batch_stride + place.batch * args.loads_outer[INDEX].batch_stride;
+    if constexpr (IS_MAPPED<INDEX>) {
+      read_tile<Access>(operands[INDEX], at, column);
+    } else if constexpr (Access::KIND == Kind::tile) {
+      read_anyhow<Access, LAST>(operands[INDEX], args, tensor, first, place.row, at, column);
+    } else if constexpr (Access::KIND == Kind::row) {
+      read_row<Access, LAST>(operands[INDEX], tensor, first, at, column);
+    } else {
+      const float value = to_float(static_cast<const typename Access::Type*>(tensor.pointer)[first]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) operands[INDEX][i] = value;
+    }
+  });
+}
+
 // What is to be exponentiated. LAST: behind the end of the keys it is -inf.
 template <bool LAST>
 __device__ __forceinline__ void apply_score(float (&scores)[SCORES], const OnnxfuseArguments& args, const Place& place,
                                             const Operands& at) {
-  if constexpr (SCORE_STEPS > 0) {
 #pragma unroll
-    for (int column = 0; column < BLOCK_N; column += 16) {
-      float operands[LOADS + 1][8];
-      static_for<0, LOADS>([&](auto index) {
-        constexpr int INDEX = decltype(index)::value;
-        using Access = Load<INDEX>;
-        const OnnxfuseTensor& tensor = args.loads[INDEX];
-        const long long first =
-            place.head * tensor.batch_stride + place.batch * args.loads_outer[INDEX].batch_stride;
-        if constexpr (Access::KIND == Kind::tile) {
-          read_tile<Access>(operands[INDEX], at, column);
-        } else if constexpr (Access::KIND == Kind::row) {
-          read_row<Access, LAST>(operands[INDEX], tensor, first, at, column);
-        } else {
-          const float value = to_float(static_cast<const typename Access::Type*>(tensor.pointer)[first]);
+  for (int column = 0; column < (SCORE_STEPS > 0 ? BLOCK_N : 0); column += 16) {
+    float operands[LOADS + 1][8];
+    read_operands<LAST>(operands, args, place, at, column);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) operands[INDEX][i] = value;
-        }
-      });
+    for (int i = 0; i < 8; ++i) {
+      float own[LOADS + 1], acc[1] = {scores[column / 2 + i]}, result[1];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float own[LOADS + 1], acc[1] = {scores[column / 2 + i]}, result[1];
-#pragma unroll
-        for (int load = 0; load < LOADS; ++load) own[load] = operands[load][i];
-        Score::apply(acc, own, result);
-        scores[column / 2 + i] = result[0];
-      }
+      for (int load = 0; load < LOADS; ++load) own[load] = operands[load][i];
+      Score::apply(acc, own, result);
+      scores[column / 2 + i] = result[0];
     }
   }
   if constexpr (LAST) {
@@ -371,9 +413,9 @@ struct Softmax {
   float sum[2] = {};  // of this thread's columns alone
 };
 
-// Scores become probabilities times their row's sum; `rescale` is what earlier sums are multiplied by.
-__device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& softmax, float (&rescale)[2]) {
-  float maximum[2];
+// The greatest scores of both rows so far; the ones before where the sums need not be scaled down yet.
+__device__ __forceinline__ void find_maxima(float (&maximum)[2], const float (&scores)[SCORES],
+                                            const Softmax& softmax) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float greatest = softmax.maximum[row];
@@ -389,25 +431,33 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& s
                        (maximum[1] - softmax.maximum[1]) * SCALE > RESCALE_ABOVE;
     if (!__any_sync(0xffffffff, grows)) maximum[0] = softmax.maximum[0], maximum[1] = softmax.maximum[1];
   }
+}
+
+// Products with the scale would overflow: beside a maximum of that magnitude all other scores vanish.
+__device__ __forceinline__ void clear_huge(float (&scores)[SCORES], int row, float& greatest) {
+  if (greatest < -1e38f) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float& score = scores[i + 2 * row + column];
+        score = score == greatest ? 0.0f : minus_infinity();
+      }
+    }
+    greatest = 0.0f;
+  }
+}
+
+// Scores become probabilities times their row's sum; `rescale` is what earlier sums are multiplied by.
+__device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& softmax, float (&rescale)[2]) {
+  float maximum[2];
+  find_maxima(maximum, scores, softmax);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float greatest = maximum[row] == minus_infinity() ? 0.0f : maximum[row];
     rescale[row] = pointwise::fast_exp2((softmax.maximum[row] - greatest) * SCALE);
     softmax.maximum[row] = maximum[row];
-    if constexpr (HUGE_SCORES) {
-      // Products with the scale would overflow: beside a maximum of that magnitude all other scores vanish.
-      if (greatest < -1e38f) {
-#pragma unroll
-        for (int i = 0; i < SCORES; i += 4) {
-#pragma unroll
-          for (int column = 0; column < 2; ++column) {
-            float& score = scores[i + 2 * row + column];
-            score = score == greatest ? 0.0f : minus_infinity();
-          }
-        }
-        greatest = 0.0f;
-      }
-    }
+    if constexpr (HUGE_SCORES) clear_huge(scores, row, greatest);
     const float offset = greatest * SCALE;
     float sums[2] = {};
 #pragma unroll
@@ -526,78 +576,106 @@ __device__ __forceinline__ void line_up(int group) {
   }
 }
 
+// A group of consumers, and where it is in both rings.
+struct Consumer {
+  const OnnxfuseArguments& args;
+  unsigned char* memory;
+  unsigned shared;
+  int group;
+  RingPosition keys, values;
+
+  __device__ __forceinline__ void await_keys() const {
+    barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
+  }
+  __device__ __forceinline__ void await_values() const {
+    barrier_wait(shared + VALUES_FULL + values.stage * 8, values.parity);
+  }
+  __device__ __forceinline__ void multiply_query(float (&scores)[SCORES]) const {
+    start_scores(scores, shared + group * QUERY_BYTES, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
+  }
+  __device__ __forceinline__ void multiply_probabilities(float (&sums)[SUMS], const unsigned (&probabilities)[WORDS],
+                                                         int accumulate) const {
+    start_sums(sums, probabilities, shared + VALUES_OFFSET + values.stage * VALUE_BYTES, accumulate);
+  }
+
+  // The product is there: its keys, and the masks on top of them, are not needed any more then.
+  template <bool LAST>
+  __device__ __forceinline__ void finish_scores(float (&scores)[SCORES], const Place& place, Operands& at) {
+    pin_all(scores);
+    at.masks = shared + MASKS_OFFSET + keys.stage * MASK_BYTES;
+    at.memory = memory + MASKS_OFFSET + keys.stage * MASK_BYTES;
+    apply_score<LAST>(scores, args, place, at);
+    release(shared + KEYS_EMPTY + keys.stage * 8);
+    keys.next();
+  }
+
+  __device__ __forceinline__ void finish_sums(float (&sums)[SUMS]) {
+    multiply_wait<0>();
+    pin_all(sums);
+    release(shared + VALUES_EMPTY + values.stage * 8);
+    values.next();
+  }
+};
+
+__device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const float (&rescale)[2]) {
+  if (RESCALE_ABOVE == 0 || rescale[0] != 1.0f || rescale[1] != 1.0f) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] *= rescale[i % 4 / 2];
+  }
+}
+
+// One tile: all its keys, from the last block to the first.
+__device__ __forceinline__ void attend(Consumer& own, const Place& place, int warp_row) {
+  const int blocks = blocks_of_keys(own.args);
+  float scores[SCORES], sums[SUMS], rescale[2];
+  unsigned probabilities[WORDS];
+  Softmax softmax;
+  Operands at = {0, nullptr, warp_row, (blocks - 1) * BLOCK_N + lane() % 4 * 2, own.args.n};
+  own.await_keys();
+  own.multiply_query(scores);
+  multiply_wait<0>();
+  own.finish_scores<true>(scores, place, at);
+  exponentiate(scores, softmax, rescale);
+  pack(probabilities, scores);
+#pragma unroll 1
+  for (int block = blocks - 2; block >= 0; --block) {
+    own.await_keys();
+    await_turn(own.group);
+    own.multiply_query(scores);
+    own.await_values();
+    own.multiply_probabilities(sums, probabilities, block < blocks - 2);
+    hand_over(own.group);
+    multiply_wait<1>();
+    at.key -= BLOCK_N;
+    own.finish_scores<false>(scores, place, at);
+    exponentiate(scores, softmax, rescale);
+    hold_back_wait(softmax);
+    own.finish_sums(sums);
+    pack(probabilities, scores);
+    scale_sums(sums, rescale);
+  }
+  release(own.shared + QUERY_EMPTY + own.group * 8);
+  own.await_values();
+  own.multiply_probabilities(sums, probabilities, blocks > 1);
+  own.finish_sums(sums);
+  finish(sums, softmax, own.args, place, warp_row);
+}
+
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                         int group) {
   const int tiles_m = (args.m - 1) / BLOCK_M + 1;
   const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
-  const int blocks = blocks_of_keys(args);
   const int warp_row = (TOGETHER ? threadIdx.x % WARP_GROUP : threadIdx.x) / WARP_SIZE * WARP_ROWS;
-  const unsigned query = shared + group * QUERY_BYTES;
-  RingPosition keys, values;
+  Consumer own = {args, memory, shared, group};
   int query_parity = 0;
   line_up(group);
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     Place place(args, tile, tiles_m);
     place.head = place.head_of(group);
-    float scores[SCORES], sums[SUMS], rescale[2];
-    unsigned probabilities[WORDS];
-    Softmax softmax;
-    Operands at = {0, nullptr, warp_row, (blocks - 1) * BLOCK_N + lane() % 4 * 2, args.n};
-    const auto look_at = [&] {
-      at.masks = shared + MASKS_OFFSET + keys.stage * MASK_BYTES;
-      at.memory = memory + MASKS_OFFSET + keys.stage * MASK_BYTES;
-    };
-
     barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
     query_parity ^= 1;
-    barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
-    start_scores(scores, query, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
-    multiply_wait<0>();
-    pin_all(scores);
-    look_at();
-    apply_score<true>(scores, args, place, at);
-    release(shared + KEYS_EMPTY + keys.stage * 8);
-    keys.next();
-    exponentiate(scores, softmax, rescale);
-    pack(probabilities, scores);
-
-#pragma unroll 1
-    for (int block = blocks - 2; block >= 0; --block) {
-      barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
-      await_turn(group);
-      start_scores(scores, query, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
-      barrier_wait(shared + VALUES_FULL + values.stage * 8, values.parity);
-      start_sums(sums, probabilities, shared + VALUES_OFFSET + values.stage * VALUE_BYTES, block < blocks - 2);
-      hand_over(group);
-      multiply_wait<1>();
-      pin_all(scores);
-      look_at();
-      at.key -= BLOCK_N;
-      apply_score<false>(scores, args, place, at);
-      release(shared + KEYS_EMPTY + keys.stage * 8);
-      keys.next();
-      exponentiate(scores, softmax, rescale);
-      hold_back_wait(softmax);
-      multiply_wait<0>();
-      pin_all(sums);
-      release(shared + VALUES_EMPTY + values.stage * 8);
-      values.next();
-      pack(probabilities, scores);
-      if (RESCALE_ABOVE == 0 || rescale[0] != 1.0f || rescale[1] != 1.0f) {
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) sums[i] *= rescale[i % 4 / 2];
-      }
-    }
-    release(shared + QUERY_EMPTY + group * 8);
-
-    barrier_wait(shared + VALUES_FULL + values.stage * 8, values.parity);
-    start_sums(sums, probabilities, shared + VALUES_OFFSET + values.stage * VALUE_BYTES, blocks > 1);
-    multiply_wait<0>();
-    pin_all(sums);
-    release(shared + VALUES_EMPTY + values.stage * 8);
-    values.next();
-    finish(sums, softmax, args, place, warp_row);
+    attend(own, place, warp_row);
   }
 }
 

@@ -1,0 +1,265 @@
+"""Attentions: a product, pointwise nodes, a softmax over the last axis, and a product of that.
+
+Both products grow as any other does: the first as far as the softmax, the second as far as a kernel without operands of
+its own computes. What somebody else reads between is a reason, and no output: no kernel makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import FLOATS_BY_ONNX
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.fallback_body import FallbackShape
+from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.ir.attention import Attention
+from onnxfuse.ir.fusion import Fusion
+from onnxfuse.ir.join import join
+from onnxfuse.ir.simplify import simplify
+from onnxfuse.patterns.build_fusion import lower
+from onnxfuse.patterns.insertion_points import InsertionPoints
+from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.partition import Partition
+from onnxfuse.patterns.pointwise_table import pointwise_row
+from onnxfuse.patterns.product import is_anchor, read_product
+from onnxfuse.patterns.region_growth import GrownRegion
+from onnxfuse.patterns.view_ops import VIEWS
+from onnxfuse.patterns.views import columns_dim
+
+MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
+MAX_BEHIND = 8  # nodes between a softmax and the product of it
+LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
+VALUES = 2  # their place among a fused node's inputs, behind the query and the keys
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A softmax between two products.
+
+    Attributes:
+        products: that may make the scores, the nearest first.
+        softmax: over rows.
+        behind: the nodes between it and the second product.
+        second: that product.
+        guarded: whether rows of NaN become 0 among them.
+        refusal: why nothing fuses, if that is clear already.
+    """
+
+    products: tuple[gs.Node, ...]
+    softmax: gs.Node
+    behind: tuple[gs.Node, ...]
+    second: gs.Node
+    guarded: bool
+    refusal: NotFusable | None = None
+
+
+def candidates(graph: Graph) -> Iterator[Candidate]:
+    """Every softmax of a scope that a product reads and a product feeds, the last one first."""
+    for node in reversed(graph.nodes):
+        if node.op == "Softmax" and node.domain in (None, "", "ai.onnx"):
+            behind = _behind(graph, node)
+            products = tuple(_products_before(graph, node)) if behind is not None else ()
+            if behind is not None and products:
+                yield replace(behind, products=products)
+
+
+def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
+    """What follows a softmax as far as a product of it; None where there is none."""
+    value, nodes, guarded = softmax.outputs[0], list[gs.Node](), False
+    refusal: NotFusable | None = None
+    while len(nodes) < MAX_BEHIND:
+        readers = [reader for reader in value.outputs if reader.op != "Shape"]
+        second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
+        guard = None if second is not None else _guard(graph, readers, value)
+        passed = second or guard or next((reader for reader in readers if reader.op in ("Cast", "Identity")), None)
+        if passed is None:
+            return None
+        if graph.is_escaping(value.name) or len(value.outputs) > (2 if guard else 1):
+            refusal = refusal or _is_read(softmax, value)
+        if second is not None:
+            return Candidate((), softmax, tuple(nodes), second, guarded, refusal)
+        guarded = guarded or guard is not None
+        nodes += [reader for reader in readers if reader.op == "IsNaN"] + [passed]
+        value = passed.outputs[0]
+    return None
+
+
+def _is_read(softmax: gs.Node, value: gs.Tensor) -> NotFusable:
+    detail = f"{value.name!r} is read by others than the product of it, or is an output of the graph"
+    return NotFusable("probability_is_read", node_label(softmax), detail)
+
+
+def _multiplies_first(graph: Graph, node: gs.Node, value: gs.Tensor) -> bool:
+    return bool(is_anchor(graph, node) and node.op != "Conv" and node.inputs[0] is value)
+
+
+def _guard(graph: Graph, readers: list[gs.Node], value: gs.Tensor) -> gs.Node | None:
+    """The Where of `Where(IsNaN(p), 0, p)`."""
+    by_op = {reader.op: reader for reader in readers}
+    if len(readers) != 2 or by_op.keys() != {"IsNaN", "Where"}:
+        return None
+    where, condition = by_op["Where"], by_op["IsNaN"].outputs[0]
+    zero = graph.known_value(where.inputs[1])
+    is_zero = zero is not None and zero.size == 1 and zero.dtype != object and float(zero.reshape(()).item()) == 0.0
+    alone = len(condition.outputs) == 1 and not graph.is_escaping(condition.name)
+    return where if is_zero and alone and where.inputs[0] is condition and where.inputs[2] is value else None
+
+
+def _products_before(graph: Graph, softmax: gs.Node) -> Iterator[gs.Node]:
+    """The products that pointwise nodes lead to a softmax from."""
+    queue, seen = [softmax.inputs[0]], set[int]()
+    for tensor in queue:
+        for maker in tensor.inputs:
+            if graph.index(maker) in seen or len(seen) >= MAX_BETWEEN:
+                continue
+            seen.add(graph.index(maker))
+            if is_anchor(graph, maker):
+                yield maker
+            elif pointwise_row(maker) is not None or qualified_op(maker) in VIEWS:
+                queue += maker.inputs
+
+
+@dataclass(frozen=True)
+class Attentions:
+    """Makes attentions of candidates.
+
+    Attributes:
+        graph: the scope.
+        points: who owns its nodes.
+        rounds: whether fusions round every intermediate as the model does.
+    """
+
+    graph: Graph
+    points: InsertionPoints
+    rounds: bool
+
+    def match(self, candidate: Candidate, product: gs.Node) -> tuple[Match, Attention]:
+        """The attention of a softmax and the product that makes its scores.
+
+        Raises:
+            NotFusable: what keeps it from being one fusion.
+        """
+        if candidate.refusal is not None:
+            raise candidate.refusal
+        _check_axis(self.graph, candidate.softmax)
+        _check_types(self.graph, candidate)
+        first, scores = self._scores(candidate.softmax, product)
+        second, sums = self._sums(candidate.second)
+        attention = join(scores, sums, candidate.guarded)
+        return self._joined(candidate, first, second, attention), attention
+
+    def _scores(self, softmax: gs.Node, product: gs.Node) -> tuple[Match, Fusion]:
+        """The fusion from the first product to what the softmax is of."""
+        value, grown = softmax.inputs[0], self._grown(product)
+        position = _position(grown, softmax, product)
+        if len(value.outputs) > 1 or self.graph.is_escaping(value.name):
+            raise _score_is_read(value, "the softmax")
+        match = Partition(grown, self.points).closed(grown.needs[position], position)
+        if len(match.live_outs) > 1:
+            raise _score_is_read(self.graph.tensor(match.live_outs[0].name), "what leads to the softmax")
+        view = match.live_outs[0].view
+        if columns_dim(view) != len(view) - 1 or not _is_whole(match):
+            raise _no_kernel(softmax, "the last axis of the scores is not the keys")
+        return match, self._lowered(match)
+
+    def _sums(self, product: gs.Node) -> tuple[Match, Fusion]:
+        """The fusion from the second product on: the largest that reads nothing beside it."""
+        grown = self._grown(product)
+        partition = Partition(grown, self.points)
+        refusal = _no_kernel(product, "the second product is none by itself")
+        ends = [index for index, values in enumerate(partition.live.values) if values[0].columns is not None]
+        for position in reversed(ends):
+            try:
+                match = partition.match(grown.needs[position], position)
+                if len(match.live_outs) == 1 and not match.reads and _is_whole(match):
+                    return match, self._lowered(match)
+            except NotFusable as stop:
+                refusal = stop
+        raise refusal
+
+    def _grown(self, node: gs.Node) -> GrownRegion:
+        """What grows from a product, read through as many views as nobody else owns."""
+        # Batches may lie apart: they are heads.
+        product = read_product(self.graph, node, accepts=lambda found: True)
+        if any(self.points.is_taken(view.node) for view in product.views):
+            product = read_product(self.graph, node, through_views=False)
+        grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds)
+        if grown.refused:
+            raise grown.refused[0][1]
+        return grown
+
+    def _lowered(self, match: Match) -> Fusion:
+        fusion = lower(self.graph, match, "attention")
+        return fusion if self.rounds else simplify(fusion)
+
+    def _joined(self, candidate: Candidate, first: Match, second: Match, attention: Attention) -> Match:
+        """Both matches and what lies between as one."""
+        between = [self.graph.index(node) for node in (candidate.softmax, *candidate.behind)]
+        nodes = {*first.nodes, *between, *second.nodes}
+        shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
+        match = replace(
+            second,
+            products=(*first.products, *second.products),
+            nodes=tuple(sorted(nodes)),
+            copied=tuple(sorted({*first.copied, *second.copied} - nodes)),
+            folded=tuple(sorted({*first.folded, *second.folded} - nodes)),
+            constants=tuple(dict.fromkeys((*first.constants, *second.constants))),
+            shapes={**first.shapes, **shapes},
+        )
+        return self.points.placed(match)
+
+
+def _position(grown: GrownRegion, softmax: gs.Node, product: gs.Node) -> int:
+    """Where what the softmax is of stands in what has grown."""
+    maker = softmax.inputs[0].inputs[0]
+    for position, node in enumerate(grown.nodes):
+        if node is maker:
+            return position
+    stops = [stop.refusal for stop in grown.stops if stop.refusal.node != node_label(softmax)]
+    raise stops[0] if stops else _no_kernel(product, "no pointwise nodes lead from the product to the softmax")
+
+
+def _is_whole(match: Match) -> bool:
+    """Whether a match has all columns of one product."""
+    return [(product.n, start) for product, start in match.ranges] == [(match.columns, 0)]
+
+
+def _score_is_read(value: gs.Tensor, by: str) -> NotFusable:
+    detail = f"{value.name!r} is read by others than {by}, or is an output of the graph"
+    return NotFusable("score_is_read", node_label(value.inputs[0]), detail)
+
+
+def _check_axis(graph: Graph, softmax: gs.Node) -> None:
+    shape = graph.shape(softmax.inputs[0].name)
+    axis = int(softmax.attrs.get("axis", -1 if graph.opset >= LAST_AXIS_OPSET else 1))
+    if shape is None or axis % max(len(shape), 1) != len(shape) - 1:
+        raise _no_kernel(softmax, f"the softmax is along axis {axis}, which is not known to be the last")
+
+
+def _check_types(graph: Graph, candidate: Candidate) -> None:
+    for node in (candidate.softmax, *candidate.behind):
+        for tensor in node.outputs:
+            if node.op != "IsNaN" and graph.dtype(tensor.name) not in FLOATS_BY_ONNX:
+                raise _no_kernel(node, f"makes ONNX element type {graph.dtype(tensor.name)}")
+
+
+def _no_kernel(node: gs.Node, detail: str) -> NotFusable:
+    return NotFusable("no_attention_kernel", node_label(node), detail)
+
+
+def _of_values(shape: FallbackShape, attention: Attention, second: Match) -> FallbackShape:
+    """A shape of the second product's, told by the inputs of the whole: its lhs is none of them."""
+    if shape.is_constant or shape.base == 1:
+        return replace(shape, base=VALUES)
+    wanted = [None if index is None else attention.scores[index] for index in shape.of_base]
+    for place, tensor in enumerate(attention.inputs):
+        if all(dim is None or dim in tensor.dims for dim in wanted):
+            return replace(
+                shape, base=place, of_base=tuple(None if dim is None else tensor.dims.index(dim) for dim in wanted)
+            )
+    detail = "reshapes the result to sizes of the probabilities that no input has"
+    raise NotFusable("unknown_shape", second.label, detail)

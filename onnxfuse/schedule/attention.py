@@ -1,0 +1,55 @@
+"""The attention kernel of sm_90a among the families: how it is launched, and its way to each tensor."""
+
+from __future__ import annotations
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.schedule.access_path import path
+from onnxfuse.schedule.attention_tile import (
+    GROUP_ROWS,
+    ROW_BYTES,
+    AttentionSpec,
+    AttentionTile,
+    is_mapped,
+    shared_bytes,
+)
+from onnxfuse.schedule.kernel_family import KernelFamily, Launch, MapRule
+from onnxfuse.schedule.kernel_spec import Access
+
+ALL_COLUMNS = 1 << 16  # a block walks them all: tiles are counted along the rows only
+PATHS = {
+    "product": "TMA along {axis}",
+    "scalar": "once per 16 columns into registers",
+    "row": "direct loads along n",
+    "tile": "TMA along n, beside the keys",
+    "narrow tile": "element by element",
+    "out": "direct store along o",
+}
+
+
+class AttentionFamily(KernelFamily):
+    """Two products with a softmax between."""
+
+    name = "attention"
+    label = "attention"
+
+    def launch(self, spec: AttentionSpec, tile: AttentionTile, device: DeviceSpec) -> Launch:
+        """A persistent grid; TMA brings q, keys, values and wide masks."""
+        atom = ROW_BYTES // spec.dtype.bytes
+        maps = [
+            MapRule("lhs", 0, False, ROW_BYTES, atom, GROUP_ROWS),
+            MapRule("rhs", 0, True, ROW_BYTES, atom, tile.block_n),
+            MapRule("rhs", 1, False, ROW_BYTES, atom, tile.block_n),
+        ]
+        maps += [
+            MapRule("load", index, False, ROW_BYTES, ROW_BYTES // load.dtype.bytes, tile.block_m)
+            for index, load in enumerate(spec.loads)
+            if is_mapped(load)
+        ]
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared_bytes(spec, tile), 1, tuple(maps))
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PATHS, role, access)
+
+
+ATTENTION = AttentionFamily()

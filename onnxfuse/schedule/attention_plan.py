@@ -1,0 +1,218 @@
+"""Which tile of the attention kernel for how many rows, and how long it and the model's own nodes take.
+
+Microseconds of a launch: what it takes to begin, and for each tile of rows that a multiprocessor makes one after the
+other, its blocks of keys at a pace that was measured (H200). A row and a key cost the same whatever the head, as
+exponentials and what surrounds them weigh as much as the products, and a little more for each column of the
+head. The model's own nodes pass over a tensor of rows x keys several times, and that is all they are charged for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from onnxfuse.analysis.attention_mapping import attention_widths, head_size
+from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
+from onnxfuse.analysis.vector_width import Width, Widths
+from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import BF16, F16
+from onnxfuse.errors import NotFusable
+from onnxfuse.ir.attention import Attention
+from onnxfuse.ir.fusion import Step, Tensor, acc_name
+from onnxfuse.limits import MAX_M
+from onnxfuse.schedule.access import access
+from onnxfuse.schedule.attention import ATTENTION
+from onnxfuse.schedule.attention_tile import (
+    VECTOR_BYTES,
+    AttentionSpec,
+    AttentionTile,
+    is_mapped,
+    shared_bytes,
+)
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.cost_model import from_memory
+from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.variant import AttentionPlan, AttentionVariant
+
+ARCHITECTURES = ("sm_90a",)
+MOST_MAPPED = 5  # loads that TMA brings, beside q, keys and values
+WIDTHS = (48, 64, 80, 96, 128, 176, 208)  # of a block of keys
+# Registers of a thread: scores, their probabilities in 16 bits, and sums; by groups. With more, wgmma waits or spills.
+REGISTERS = {3: 130, 2: 210, 1: 210}
+MOST_HEAD = {3: 96, 2: 256, 1: 256}  # three groups with narrow blocks of keys were slower than two with wide ones
+LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
+# Picoseconds of a row and a key, and for each column of the head; measured at heads of 40 to 160. By groups.
+PACE = {3: (43.0, 0.28), 2: (46.0, 0.42), 1: (82.0, 0.25)}
+BLOCK = 0.1  # microseconds of a block of keys beside its rows and keys
+MASKED = 20.0  # picoseconds more, for each load that TMA brings
+ANYHOW = 200.0  # the same of a load that is read element by element
+BEGINNING = 4.0  # microseconds of a launch
+TILE = 1.5  # of a tile of rows: q comes in, the result goes out
+ROWS = (64, 256, 1024, 4096)  # of a query whose number only the run knows
+UNKNOWN_KEYS = 1024  # at least, where only the run knows
+UNKNOWN_BATCH = 2  # with and without a condition, as images are made
+PRODUCT = 4.0  # microseconds that the smallest product of a batch takes
+
+
+def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -> AttentionSpec:
+    """The kernel of an attention but for its tile.
+
+    Raises:
+        NotFusable: `no_attention_kernel`, for types and heads that it does not take.
+    """
+    tensors = (attention.query, attention.keys, attention.values, attention.outs[0].tensor)
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= {F16, BF16}:
+        names = ", ".join(sorted(dtype.name for dtype in dtypes))
+        raise _refusal(attention, f"its tensors are of {names}; the kernel takes f16 or bf16 throughout")
+    head, value_head = head_size(attention, mapping.k), head_size(attention, mapping.o)
+    loads = [
+        _load(attention, operand, mapping, width)
+        for operand, width in zip(attention.operands, widths.operands, strict=True)
+    ]
+    if sum(map(is_mapped, loads)) > MOST_MAPPED:
+        raise _refusal(attention, f"more than {MOST_MAPPED} operands vary along rows and keys")
+    return AttentionSpec(
+        dtype=attention.query.dtype,
+        head=head,
+        value_head=value_head,
+        loads=tuple(loads[load.operand] for load in attention.loads),
+        score=attention.steps,
+        score_value=attention.score,
+        scale=attention.scale,
+        guarded=attention.guarded,
+        result=tuple(_of_one_product(step) for step in attention.result_steps),
+        result_value=attention.outs[0].value.replace(acc_name(1), acc_name(0)),
+        out_width=VECTOR_BYTES // attention.outs[0].tensor.dtype.bytes,
+    )
+
+
+def _of_one_product(step: Step) -> Step:
+    """A step of the result, which knows no scores: its sums are `acc0`."""
+    inputs = (acc_name(0) if value == acc_name(1) else value for value in step.inputs)
+    return replace(step, inputs=tuple(inputs))
+
+
+def _refusal(attention: Attention, detail: str) -> NotFusable:
+    return NotFusable("no_attention_kernel", attention.anchor, detail)
+
+
+def _load(attention: Attention, operand: Tensor, mapping: AxisMapping, width: Width) -> Access:
+    """TMA brings whole vectors; a row is read in pairs; all else comes element by element."""
+    way = replace(access(attention, operand, mapping, width), two_levels=("batch",), transposed=False)
+    whole = width.elements * operand.dtype.bytes == VECTOR_BYTES
+    if way.kind == "row":
+        return replace(way, width=min(width.elements, 2))
+    if way.kind == "tile" and whole:
+        return replace(way, width=width.elements)
+    return replace(way, kind="tile" if way.kind == "column" else way.kind, width=1)
+
+
+def make_attention_plan(attention: Attention, mapping: AxisMapping, device: DeviceSpec) -> AttentionPlan:
+    """Choose the tiles of an attention for one architecture.
+
+    Raises:
+        NotFusable: `no_attention_kernel`, where no kernel computes it.
+    """
+    if device.arch not in ARCHITECTURES:
+        raise _refusal(attention, f"there is no attention kernel for {device.arch} yet, only for {ARCHITECTURES[0]}")
+    widths = attention_widths(attention, mapping)
+    spec = attention_spec(attention, mapping, widths)
+    variants = _variants(attention, mapping, spec, device)
+    narrow = replace(spec, loads=tuple(_narrow(load) for load in spec.loads))
+    if narrow != spec:
+        variants += [AttentionVariant(ATTENTION, narrow, _best(narrow, attention, mapping, ROWS[-1], device), 0, MAX_M)]
+    return AttentionPlan(device, tuple(variants), widths)
+
+
+def _narrow(load: Access) -> Access:
+    """The same element by element, wherever it lies."""
+    return replace(load, width=1)
+
+
+def _variants(
+    attention: Attention, mapping: AxisMapping, spec: AttentionSpec, device: DeviceSpec
+) -> list[AttentionVariant]:
+    """The fastest tile of a known number of rows, or of some ranges."""
+    found: list[AttentionVariant] = []
+    for rows in _rows(attention, mapping):
+        tile = _best(spec, attention, mapping, rows, device)
+        if found and found[-1].tile == tile:
+            found[-1] = replace(found[-1], max_m=rows)
+        else:
+            low = found[-1].max_m + 1 if found else 0
+            found.append(AttentionVariant(ATTENTION, spec, tile, low, rows))
+    found[-1] = replace(found[-1], max_m=MAX_M)
+    return found
+
+
+def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
+    """Those that the kernel runs well with: registers and shared memory hold them."""
+    every = [
+        AttentionTile(groups, width, rescale_above=LAZY if groups == 3 or (groups == 2 and spec.head >= 128) else 0)
+        for groups, registers in REGISTERS.items()
+        for width in WIDTHS
+        if width * 3 // 4 + spec.value_head // 2 <= registers and spec.head <= MOST_HEAD[groups]
+    ]
+    return [tile for tile in every if shared_bytes(spec, tile) <= device.shared_bytes]
+
+
+def _best(
+    spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
+) -> AttentionTile:
+    fitting = tiles(spec, device)
+    if not fitting:
+        raise _refusal(attention, f"every tile needs more shared memory than {device.arch} has")
+    return min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
+
+
+def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int) -> tuple[int, int]:
+    batch = math.prod(attention.size(axis) or UNKNOWN_BATCH for axis in (*mapping.batch, *mapping.heads))
+    return batch, static_size(attention, mapping.n) or max(rows, UNKNOWN_KEYS)
+
+
+def _time(
+    spec: AttentionSpec, tile: AttentionTile, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
+) -> float:
+    """Microseconds of a launch."""
+    batch, keys = _batch_and_keys(attention, mapping, rows)
+    waves = math.ceil(math.ceil(rows / tile.block_m) * batch / device.multiprocessors)
+    base, column = PACE[tile.consumers]
+    base += sum(MASKED if is_mapped(load) else ANYHOW for load in spec.loads if load.kind == "tile")
+    pace = (base + column * (spec.head + spec.value_head) / 2) * 1e-6
+    blocks = math.ceil(keys / tile.block_n)
+    return BEGINNING + waves * (TILE + blocks * (BLOCK + tile.block_m * tile.block_n * pace))
+
+
+def estimates(attention: Attention, mapping: AxisMapping, plan: AttentionPlan, nodes: int) -> list[tuple[float, float]]:
+    """Microseconds of the kernel and of the model's own nodes, at every number of rows that a plan is made for.
+
+    Args:
+        attention: what is computed.
+        mapping: its loops.
+        plan: the kernels.
+        nodes: of the model between the products that each read and write rows x keys, beside the softmax.
+    """
+    found = []
+    for rows in _rows(attention, mapping):
+        first = next(variant for variant in plan.variants if variant.min_m <= rows <= variant.max_m)
+        own = _time(first.spec, first.tile, attention, mapping, rows, plan.device)
+        found.append((own, _stock(attention, mapping, rows, nodes, plan.device)))
+    return found
+
+
+def _rows(attention: Attention, mapping: AxisMapping) -> tuple[int, ...]:
+    m = static_size(attention, mapping.m)
+    return (m,) if m else ROWS
+
+
+def _stock(attention: Attention, mapping: AxisMapping, rows: int, nodes: int, device: DeviceSpec) -> float:
+    """Microseconds of a product, a softmax, a product, and what lies between: what they move, or that they begin."""
+    batch, keys = _batch_and_keys(attention, mapping, rows)
+    scores = batch * rows * keys * attention.query.dtype.bytes
+    head = math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o))
+    factors = batch * (rows + keys) * math.isqrt(head) * attention.query.dtype.bytes
+    launch = calibration(device).launch
+    product = max(PRODUCT, from_memory(scores + factors, device))
+    a_pass = max(launch, from_memory(2 * scores, device)) + launch
+    return float(2 * product + (1 + nodes) * a_pass)

@@ -1,0 +1,135 @@
+"""An attention from the graph to the numbers, without a GPU: the match, the plan, the bridge, the kernel on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxfuse
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.graph.archive import pack
+from onnxfuse.graph.op_names import FUSED_ATTENTION, kind_of
+from onnxfuse.kernels.emit import kernel_source
+from onnxfuse.lowering.compile_kernels import Kernels
+from onnxfuse.lowering.launch_record import launch_record
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.runtime.compile import CompiledImage
+from onnxfuse.schedule.attention_tile import AttentionTile
+from tests.end_to_end.test_whole_way_on_cpu import Bound, bound
+from tests.helpers.attention_graphs import FORMS, SIZES, feeds, model_of
+from tests.helpers.bridge_hooks import BridgeError, bridge
+from tests.helpers.host_build import build_library
+from tests.helpers.matching import run_inputs
+from tests.helpers.onnx_build import run
+from tests.helpers.tensor_maps import MAP_BYTES
+from tests.kernels.test_attention_on_cpu import host_source
+from tests.kernels.test_hopper_on_cpu import HostMap
+from tests.kernels.test_portable_on_cpu import Range
+
+SM_90A = ARCHITECTURES["sm_90a"]
+IMAGE = CompiledImage(b"machine code", "", 0, 0, 0)
+
+
+def site_of(model):
+    (site,) = analyse_model(model, [SM_90A], attention=True).sites
+    assert site.implementation.kind == FUSED_ATTENTION
+    return site
+
+
+def memory_of(array: np.ndarray) -> np.ndarray:
+    """A copy at an address of 16 bytes."""
+    memory = np.zeros(array.nbytes + 16, np.uint8)
+    copy = memory[-memory.ctypes.data % 16 :][: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def launch(implementation, given: Bound, folder: Path) -> int:
+    """Choose a record as the bridge does and run it on the CPU; its index."""
+    variants = [replace(variant, tile=AttentionTile(2, 48)) for _, variant in implementation.variants]
+    images = Kernels({(kernel_source(variant, SM_90A), SM_90A.arch): IMAGE for variant in variants})
+    archive = pack([launch_record("ab12", SM_90A, variant, images) for variant in variants])
+    chosen = bridge().choose(archive, given.node, given.arguments, element_bytes=given.element_bytes)
+    boxes = bridge().maps(archive, given.node, given.arguments, chosen, element_bytes=given.element_bytes)
+    memory = np.zeros(MAP_BYTES * (len(boxes) + 1) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    kept = []
+    for place, box in enumerate(boxes):
+        assert all(stride % 16 == 0 and stride > 0 for stride in box.strides)
+        strides = (box.element_bytes, *box.strides, 0)
+        kept.append(
+            HostMap(
+                box.pointer, box.element_bytes, len(box.extents), box.swizzle, (*box.extents, 0), strides, (*box.box, 0)
+            )
+        )
+        memory[start + place * MAP_BYTES :][:8].view(np.uint64)[0] = ctypes.addressof(kept[-1])
+    arrays = [*given.arrays, *given.outs]
+    ranges = (Range * len(arrays))(
+        *(Range(each.ctypes.data, each.nbytes, index >= len(given.arrays), 0) for index, each in enumerate(arrays))
+    )
+    source = kernel_source(variants[chosen], SM_90A)
+    library = build_library(host_source(source), folder, "-DEMULATED_BLOCKS=1")
+    library.emulate.restype = ctypes.c_char_p
+    failure = library.emulate(
+        ctypes.byref(given.arguments), ctypes.c_void_p(memory.ctypes.data + start), 2,
+        variants[chosen].tile.threads, 0, ranges, len(arrays),
+    )  # fmt: skip
+    assert failure == b"", failure
+    return chosen
+
+
+def check(model, form: str, sizes: dict[str, int], folder: Path) -> int:
+    implementation = site_of(model).implementation
+    feed = feeds(model, sizes)
+    values = feed | run_inputs(model, implementation.fusion, feed)
+    given = bound(implementation, values, memory_of)
+    index = launch(implementation, given, folder)
+    (expected,) = run(model, feed)
+    (actual,) = given.outs
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert np.isnan(expected).any() == (form == "grouped")
+    # ONNX Runtime rounds scores and probabilities to fp16 as well.
+    np.testing.assert_allclose(actual, expected, atol=8e-3, rtol=0)
+    return index
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernel_computes_what_the_graph_computes(form: str, tmp_path: Path) -> None:
+    assert check(model_of(form), form, SIZES, tmp_path) == 0
+
+
+@pytest.mark.parametrize("form", ["two_biases", "masked_keys"])
+def test_masks_of_odd_length_go_to_the_kernel_that_reads_them_anyhow(form: str, tmp_path: Path) -> None:
+    assert check(model_of(form), form, {**SIZES, "keys": 71}, tmp_path) > 0
+
+
+def test_no_keys_and_other_heads_are_told() -> None:
+    site = site_of(model_of("grouped"))
+    feed = feeds(model_of("grouped"))
+    feed["key"] = feed["key"][..., :16]
+    with pytest.raises(BridgeError, match="dimension 2 of input 1"):
+        bound(site.implementation, feed, memory_of)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_fallback_has_the_bits_of_the_original(form: str) -> None:
+    model = model_of(form)
+    fused, report = onnxfuse.optimize(model, arch="sm_90a", attention=True)
+    assert [site.pattern for site in report.fused] == ["attention"]
+    assert [kind_of(node.op_type) for node in fused.graph.node if node.domain == "onnxfuse"] == [FUSED_ATTENTION]
+    assert not [node for node in fused.graph.node if node.op_type == "Softmax"]
+    onnx.checker.check_model(fused)
+    for sizes in (SIZES, {"batch": 1, "rows": 3, "keys": 5}):
+        feed = feeds(model, sizes)
+        for wanted, found in zip(run(model, feed), run(fused, feed), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_without_the_option_nothing_changes() -> None:
+    _, report = onnxfuse.optimize(model_of("plain"), arch="sm_90a")
+    assert "attention" not in {site.pattern for site in report.fused}

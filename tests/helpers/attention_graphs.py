@@ -1,0 +1,148 @@
+"""Attentions as exporters write them, small: what stands between the products, and how q, keys and values lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from onnx import helper
+
+from tests.helpers.onnx_build import BOOL, FLOAT, FLOAT16, Builder
+
+HEADS, HEAD = 2, 16
+SIZES = {"batch": 2, "rows": 40, "keys": 72}
+
+
+def number(b: Builder, value: float, dtype: np.dtype | None = None) -> str:
+    return b.raw(np.array(value, b.numpy if dtype is None else dtype), f"c{len(b.initializers)}")
+
+
+def split_heads(
+    b: Builder, name: str, tokens: int | str, heads: int = HEADS, perm: tuple[int, ...] = (0, 2, 1, 3)
+) -> str:
+    """[batch, tokens, heads * HEAD] as [batch, heads, tokens, HEAD]."""
+    x = b.input(name, ("batch", tokens, heads * HEAD))
+    return b("Transpose", b("Reshape", x, b.integers(0, 0, heads, HEAD)), perm=perm)
+
+
+def scores(b: Builder, rows: int | str = "rows", keys: int | str = "keys") -> str:
+    return b("MatMul", split_heads(b, "query", rows), split_heads(b, "key", keys, perm=(0, 2, 3, 1)))
+
+
+def merged(b: Builder, p: str, keys: int | str = "keys") -> list[str]:
+    out = b("Transpose", b("MatMul", p, split_heads(b, "value", keys)), perm=(0, 2, 1, 3))
+    return [b("Identity", b("Reshape", out, b.integers(0, 0, HEADS * HEAD)))]
+
+
+def plain(b: Builder) -> list[str]:
+    return merged(b, b("Softmax", b("Mul", scores(b), number(b, 0.25)), axis=-1))
+
+
+def masked_and_guarded(b: Builder) -> list[str]:
+    """Llama: in fp32, with a mask that the heads share, and 0 for a row of nothing."""
+    s = b("Add", b("Cast", scores(b), to=FLOAT), b.input("mask", ("batch", 1, "rows", "keys"), FLOAT))
+    p = b("Softmax", s, axis=3)
+    p = b("Where", b("IsNaN", p), number(b, 0.0, np.dtype(np.float32)), p)
+    return merged(b, b("Cast", p, to=b.dtype))
+
+
+def masked_keys(b: Builder) -> list[str]:
+    """BERT: a mask of keys of each batch."""
+    s = b("Add", b("Div", scores(b), number(b, 4.0)), b.input("mask", ("batch", 1, 1, "keys")))
+    return merged(b, b("Softmax", s, axis=-1))
+
+
+def two_biases(b: Builder) -> list[str]:
+    """A bias of each head, a mask of all."""
+    s = b("Add", b("Mul", scores(b), number(b, 0.25)), b.input("bias", (HEADS, "rows", "keys")))
+    return merged(b, b("Softmax", b("Add", s, b.input("mask", ("rows", "keys"))), axis=-1))
+
+
+def soft_cap(b: Builder) -> list[str]:
+    """Gemma 2."""
+    s = b("Mul", b("Tanh", b("Div", scores(b), number(b, 50.0))), number(b, 50.0))
+    return merged(b, b("Softmax", b("Add", s, b.input("mask", ("rows", "keys"))), axis=-1))
+
+
+def filled(b: Builder) -> list[str]:
+    """A mask of type bool, keys that no vector of 16 bytes divides."""
+    s = b("Mul", scores(b, 33, 77), number(b, 0.25))
+    s = b("Where", b.input("mask", (33, 77), BOOL), s, number(b, -np.inf))
+    return merged(b, b("Softmax", s, axis=-1), 77)
+
+
+def grouped(b: Builder) -> list[str]:
+    """Two heads of queries for each head of keys and values, repeated by Expand."""
+
+    def repeated(name: str) -> str:
+        heads = split_heads(b, name, 72, 2)
+        wide = b("Expand", b("Unsqueeze", heads, b.integers(2)), b.integers(1, 1, 2, 1, 1))
+        return b("Reshape", wide, b.integers(0, 4, 72, HEAD))
+
+    query = split_heads(b, "query", "rows", 4)
+    s = b("MatMul", query, b("Transpose", repeated("key"), perm=(0, 1, 3, 2)))
+    p = b("Softmax", b("Add", s, b.input("mask", ("batch", 1, "rows", 72))), axis=-1)
+    out = b("Transpose", b("MatMul", p, repeated("value")), perm=(0, 2, 1, 3))
+    return [b("Identity", b("Reshape", out, b.integers(0, 0, 4 * HEAD)))]
+
+
+def merged_batch(b: Builder) -> list[str]:
+    """Matrices of one batch: heads are in it, as older exports have them."""
+
+    def batched(name: str, tokens: int) -> str:
+        t = b("Reshape", b.input(name, (2, tokens, HEADS * HEAD)), b.integers(0, 0, HEADS, HEAD))
+        return b("Reshape", b("Transpose", t, perm=(0, 2, 1, 3)), b.integers(2 * HEADS, tokens, HEAD))
+
+    s = b("MatMul", batched("query", 40), b("Transpose", batched("key", 72), perm=(0, 2, 1)))
+    p = b("Softmax", b("Mul", s, number(b, 0.25)), axis=-1)
+    out = b("Reshape", b("MatMul", p, batched("value", 72)), b.integers(2, HEADS, 40, HEAD))
+    return [b("Reshape", b("Transpose", out, perm=(0, 2, 1, 3)), b.integers(2, 40, HEADS * HEAD))]
+
+
+def by_einsum(b: Builder) -> list[str]:
+    def heads(name: str, tokens: str) -> str:
+        return b.input(name, ("batch", tokens, HEADS, HEAD))
+
+    s = b("Einsum", heads("query", "rows"), heads("key", "keys"), equation="bihd,bjhd->bhij")
+    p = b("Softmax", b("Mul", s, number(b, 0.25)), axis=-1)
+    return [b("Identity", b("Einsum", p, heads("value", "keys"), equation="bhij,bjhd->bihd"))]
+
+
+def without_heads(b: Builder) -> list[str]:
+    q, k, v = (b.input(name, ("batch", tokens, HEAD)) for name, tokens in (("q", "rows"), ("k", "keys"), ("v", "keys")))
+    s = b("MatMul", q, b("Transpose", k, perm=(0, 2, 1)))
+    return [b("Identity", b("MatMul", b("Softmax", s, axis=-1), v))]
+
+
+FORMS: dict[str, Callable[[Builder], list[str]]] = {
+    form.__name__: form
+    for form in (
+        plain, masked_and_guarded, masked_keys, two_biases, soft_cap, filled, grouped, merged_batch, by_einsum,
+        without_heads,
+    )
+}  # fmt: skip
+
+
+def model_of(form: str, dtype: int = FLOAT16):
+    b = Builder(dtype)
+    return b.model(*FORMS[form](b))
+
+
+def feeds(model, sizes: dict[str, int] = SIZES, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random inputs; a third of each mask is empty, and of those that name rows, all of the fourth."""
+    generator = np.random.default_rng(seed)
+    made = {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type.elem_type
+        shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
+        numbers = generator.standard_normal(shape)
+        empty = generator.random(shape) < 0.3
+        if value.name == "mask" and kind == BOOL:
+            made[value.name] = ~empty
+            continue
+        if value.name == "mask":
+            numbers[empty] = -np.inf
+            if len(shape) == 4 and shape[2] > 3:
+                numbers[..., 3, :] = -np.inf
+        made[value.name] = numbers.astype(helper.tensor_dtype_to_np_dtype(kind))
+    return made

@@ -1,0 +1,171 @@
+"""Which attentions are matched, how they read, and why others are none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+
+from onnxfuse.analysis.attention_mapping import attention_widths, map_attention
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.ir.attention import Attention
+from onnxfuse.kernels.attention import emit
+from onnxfuse.pipeline import Analysis, analyse_model
+from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan
+from onnxfuse.schedule.attention_tile import AttentionTile
+from tests.helpers.attention_graphs import FORMS, HEADS, merged, model_of, number, scores
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+
+SM_90A = ARCHITECTURES["sm_90a"]
+
+
+def analysed(model, *arch: str) -> Analysis:
+    return analyse_model(model, [ARCHITECTURES[name] for name in arch or ("sm_90a",)], attention=True)
+
+
+def attention_of(model) -> Attention:
+    (site,) = analysed(model).sites
+    assert isinstance(site.fusion, Attention)
+    return site.fusion
+
+
+def reason_of(build, *arch: str) -> str:
+    """That of the product that makes the scores, which is left alone, and nothing else has a kernel of attention."""
+    b = Builder(FLOAT16)
+    analysis = analysed(b.model(*build(b)), *arch)
+    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+    return analysis.skipped[0].reason
+
+
+def of_scores(b: Builder) -> list[str]:
+    return merged(b, b("Softmax", scores(b), axis=-1))
+
+
+def test_it_prints_both_products() -> None:
+    text = str(attention_of(model_of("masked_and_guarded"))).splitlines()
+    assert text[0] == "fusion  MatMul_4  attention"
+    assert text[2:] == [
+        "query   f16[b, m, (h k)]",
+        "keys    f16[b, n, (h k)]",
+        "values  f16[b, n, (h o)]",
+        "in0     f32[b, 1, m, n]  mask",
+        "        t0 = acc0 + in0",
+        "        p = softmax(t0), 0 where a row is NaN",
+        "        acc1 = p * values",
+        "out     f16[b, m, (h o)] <- acc1",
+    ]
+
+
+def test_heads_that_share_keys_lie_inside() -> None:
+    attention = attention_of(model_of("grouped"))
+    mapping = map_attention(attention)
+    assert (mapping.batch, mapping.heads) == (("b",), ("h", "g"))
+    assert "g" in attention.query.axes
+    assert "g" not in attention.keys.axes
+    assert str(mapping) == "batch=b heads=h*g m=m n=n k=k o=o"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_architectures_without_a_kernel_get_none(form: str) -> None:
+    analysis = analysed(model_of(form), "sm_90a", "sm_80")
+    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+
+
+def test_a_score_that_is_read() -> None:
+    def build(b: Builder) -> list[str]:
+        s = scores(b)
+        return [*merged(b, b("Softmax", s, axis=-1)), s]
+
+    assert reason_of(build) == "score_is_read"
+
+
+def test_a_probability_that_is_read() -> None:
+    def build(b: Builder) -> list[str]:
+        p = b("Softmax", scores(b), axis=-1)
+        return [*merged(b, p), b("ReduceMax", p)]
+
+    assert reason_of(build) == "probability_is_read"
+
+
+def test_another_axis() -> None:
+    assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
+
+
+def test_another_type() -> None:
+    b = Builder(FLOAT)
+    assert analysed(b.model(*of_scores(b))).skipped[0].reason == "no_attention_kernel"
+
+
+def test_another_architecture() -> None:
+    assert reason_of(of_scores, "sm_80") == "no_attention_kernel"
+
+
+def test_keys_that_lie_transposed() -> None:
+    def build(b: Builder) -> list[str]:
+        q, k = b.input("q", ("batch", HEADS, "rows", 16)), b.input("k", ("batch", HEADS, 16, "keys"))
+        return merged(b, b("Softmax", b("MatMul", q, k), axis=-1))
+
+    assert reason_of(build) == "no_attention_kernel"
+
+
+def test_few_scores_stay_with_the_library() -> None:
+    def build(b: Builder) -> list[str]:
+        q, k, v = (b.input(name, (1, HEADS, n, 64)) for name, n in (("q", 1), ("k", 4096), ("v", 4096)))
+        s = b("Mul", b("MatMul", q, b("Transpose", k, perm=(0, 1, 3, 2))), number(b, 0.125))
+        return [b("Identity", b("MatMul", b("Softmax", s, axis=-1), v))]
+
+    b = Builder(FLOAT16)
+    assert not [site for site in analysed(b.model(*build(b))).sites if isinstance(site.fusion, Attention)]
+
+
+def test_a_softmax_of_an_older_operator_set_is_over_the_last_axis_alone() -> None:
+    b = Builder(FLOAT16, opset=12)
+    q, k, v = (b.input(name, (4, n, 16)) for name, n in (("q", 40), ("k", 72), ("v", 72)))
+    s = b("MatMul", q, b("Transpose", k, perm=(0, 2, 1)))
+    for axis, fused in ((2, True), (1, False)):
+        nodes = len(b.nodes)
+        model = b.model(b("Identity", b("MatMul", b("Softmax", s, axis=axis), v)))
+        found = [site for site in analysed(model).sites if isinstance(site.fusion, Attention)]
+        assert bool(found) is fused
+        del b.nodes[nodes:]
+
+
+# Microseconds on an H200, of the tiles that were measured: the chosen one is within a few percent of the fastest.
+MEASURED = {
+    "3x128 lazy 8": (2, 8, 4096, 4096, 40),
+    "3x80 lazy 8": (2, 8, 4096, 77, 40),
+    "2x128": (2, 8, 1024, 1024, 80),
+    "1x128": (2, 8, 256, 256, 160),
+    "2x128 lazy 8": (1, 32, 2048, 2048, 128),
+    "2x208": (64, 12, 197, 197, 64),
+}
+
+
+@pytest.mark.parametrize("tile", MEASURED)
+def test_the_tile_is_one_that_was_measured_to_be_fast(tile: str) -> None:
+    batch, heads, m, n, d = MEASURED[tile]
+    b = Builder(FLOAT16)
+    q, k, v = (b.input(name, (batch, heads, rows, d)) for name, rows in (("q", m), ("k", n), ("v", n)))
+    p = b("Softmax", b("MatMul", q, b("Transpose", k, perm=(0, 1, 3, 2))), axis=-1)
+    attention = attention_of(b.model(b("Identity", b("MatMul", p, v))))
+    plan = make_attention_plan(attention, map_attention(attention), SM_90A)
+    shape, _, lazy = tile.partition(" lazy ")
+    groups, width = map(int, shape.split("x"))
+    assert plan.variants[0].tile == AttentionTile(groups, width, rescale_above=int(lazy or 0))
+
+
+def test_huge_constants_are_beside_the_scale_as_they_are() -> None:
+    """A fill of the lowest number of fp32 times the scale would be minus infinity, and a row of them NaN."""
+
+    def build(fill: float) -> str:
+        b = Builder(FLOAT16)
+        s = b("Cast", scores(b), to=TensorProto.FLOAT)
+        mask = b.input("mask", ("rows", "keys"), TensorProto.BOOL)
+        s = b("Where", mask, s, number(b, fill, np.dtype(np.float32)))
+        attention = attention_of(b.model(*merged(b, b("Cast", b("Softmax", s, axis=-1), to=FLOAT16))))
+        mapping = map_attention(attention)
+        spec = attention_spec(attention, mapping, attention_widths(attention, mapping))
+        return emit(spec, AttentionTile(2, 64))
+
+    assert "HUGE_SCORES = true" in build(float(np.finfo(np.float32).min))
+    assert "HUGE_SCORES = false" in build(-np.inf)
