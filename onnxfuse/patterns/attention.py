@@ -22,6 +22,7 @@ from onnxfuse.ir.join import join
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.insertion_points import InsertionPoints
+from onnxfuse.patterns.liveness import GrownValue
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
@@ -167,11 +168,11 @@ class Attentions:
         return match, self._lowered(match)
 
     def _sums(self, product: gs.Node) -> tuple[Match, Fusion]:
-        """The fusion from the second product on: the largest that reads nothing beside it."""
+        """The fusion from the second product on: the largest of its type that reads nothing beside it."""
         grown = self._grown(product)
         partition = Partition(grown, self.points)
         refusal = _no_kernel(product, "the second product is none by itself")
-        ends = [index for index, values in enumerate(partition.live.values) if values[0].columns is not None]
+        ends = [index for index, values in enumerate(partition.live.values) if self._may_end(product, values[0])]
         for position in reversed(ends):
             try:
                 match = partition.match(grown.needs[position], position)
@@ -180,6 +181,10 @@ class Attentions:
             except NotFusable as stop:
                 refusal = stop
         raise refusal
+
+    def _may_end(self, product: gs.Node, value: GrownValue) -> bool:
+        alike = self.graph.dtype(value.name) == self.graph.dtype(product.outputs[0].name)
+        return alike and value.columns is not None
 
     def _grown(self, node: gs.Node) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
-from onnx import helper
+from onnx import ModelProto, helper
 
 from tests.helpers.onnx_build import BOOL, FLOAT, FLOAT16, Builder
 
@@ -123,9 +123,43 @@ FORMS: dict[str, Callable[[Builder], list[str]]] = {
 }  # fmt: skip
 
 
-def model_of(form: str, dtype: int = FLOAT16):
-    b = Builder(dtype)
-    return b.model(*FORMS[form](b))
+class Casting(Builder):
+    """Inputs and outputs in fp32, and what is between them in another type."""
+
+    def input(self, name: str, shape: Sequence[int | str | None], dtype: int | None = None) -> str:
+        given = super().input(name, shape, dtype or FLOAT)
+        return given if dtype is not None else self("Cast", given, to=self.dtype)
+
+
+def _built(b: Builder, build: Callable[[Builder], list[str]]) -> ModelProto:
+    outs = build(b)
+    if isinstance(b, Casting):
+        outs, b.dtype = [b("Cast", out, to=FLOAT) for out in outs], FLOAT
+    return b.model(*outs)
+
+
+def model_of(form: str, dtype: int = FLOAT16, cast: bool = False) -> ModelProto:
+    """A form in some type; with `cast` in a model whose inputs and output are of fp32."""
+    return _built((Casting if cast else Builder)(dtype), FORMS[form])
+
+
+def of_heads(
+    head: int, dtype: int = FLOAT16, heads: int = 2, cast: bool = False, sizes: dict[str, int] | None = None
+) -> ModelProto:
+    """A plain attention with some size of a head, of known sizes or such as only the run knows."""
+    known = sizes or {}
+
+    def build(b: Builder) -> list[str]:
+        def split(name: str, tokens: str) -> str:
+            x = b.input(name, (known.get("batch", "batch"), known.get(tokens, tokens), heads * head))
+            return b("Transpose", b("Reshape", x, b.integers(0, 0, heads, head)), perm=(0, 2, 1, 3))
+
+        s = b("MatMul", split("query", "rows"), b("Transpose", split("key", "keys"), perm=(0, 1, 3, 2)))
+        p = b("Softmax", b("Mul", s, number(b, head**-0.5)), axis=-1)
+        out = b("Transpose", b("MatMul", p, split("value", "keys")), perm=(0, 2, 1, 3))
+        return [b("Identity", b("Reshape", out, b.integers(0, 0, heads * head)))]
+
+    return _built((Casting if cast else Builder)(dtype), build)
 
 
 def feeds(model, sizes: dict[str, int] = SIZES, seed: int = 0) -> dict[str, np.ndarray]:
