@@ -23,6 +23,7 @@ from onnxfuse.bench.chart import check_pillow, png
 from onnxfuse.bench.html import html
 from onnxfuse.device import resolve, tuning_device
 from onnxfuse.errors import EXIT_CODES, INTERRUPTED, NOT_DONE, WRONG, OnnxfuseError, OutputError, SettingError
+from onnxfuse.genai import export_genai as write_genai
 from onnxfuse.graph.graph import load_model
 from onnxfuse.graph.load import check_weights
 from onnxfuse.graph.save import (
@@ -449,6 +450,33 @@ def export_triton(model: Path, folder: Path, name: str | None, max_batch: int, m
         model, folder, Path(library_path()), name=name, max_batch=max_batch, mount=mount, unfused=unfused
     )
     print_written(place)
+
+
+@commands.command("export-genai", epilog=_CODES)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+@_arch
+@_fp32
+@_rounding
+@_keep_weights
+def export_genai(
+    model: Path, folder: Path, arch: str | None, fp32: Fp32, rounding: Rounding, keep_weights: bool
+) -> None:
+    """Fuse the models of MODEL, a folder of ONNX Runtime GenAI, and write it with the library as FOLDER."""
+    require_output()
+    devices = resolve(arch, local_architectures)
+    with progress_bar(quiet=False) as progress:
+        progress("finding fusions", 0, 0)
+        reports = write_genai(
+            model,
+            folder,
+            Path(library_path()),
+            lambda path: analyse_model(path, devices, fp32, rounding=rounding, keep_weights=keep_weights),
+            progress,
+        )
+    for report in reports.values():
+        print_report(report)
+    print_written(folder)
 
 
 def _check_models(*paths: Path) -> None:

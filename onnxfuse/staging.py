@@ -92,6 +92,23 @@ def staging(folder: Path) -> Iterator[Staging]:
 
 
 @contextmanager
+def whole_folder(place: Path) -> Iterator[Path]:
+    """A new folder that becomes `place` at the end; where that fails, nothing of it is left, nor folders above it."""
+    above = [folder for folder in place.parents if not folder.exists()]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with staging(place.parent) as files:
+            unfinished = files.place(place)
+            unfinished.mkdir()  # with the mode of any folder; the one around it is for this user alone
+            yield unfinished
+            files.publish()
+    finally:
+        with suppress(OSError):  # the first that holds something ends it
+            for folder in above:
+                folder.rmdir()
+
+
+@contextmanager
 def scratch_folder() -> Iterator[Path]:
     """A folder among the system's temporary ones, with a lock like those of staged files."""
     with staging(Path(tempfile.gettempdir())) as files:

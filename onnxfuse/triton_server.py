@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from onnxfuse.graph.functions import DOMAIN, walk
 from onnxfuse.graph.graph import Model, load_model, signature
 from onnxfuse.graph.load import check_weights
 from onnxfuse.graph.save import save_model, write_text
-from onnxfuse.staging import staging
+from onnxfuse.staging import whole_folder
 
 MAX_BATCH = 8  # what Triton gathers at most, unless the caller says otherwise
 LARGEST_BATCH = 2**31 - 1  # of the field's int32
@@ -88,7 +87,7 @@ def export_triton(
     batch = max_batch if has_batch(inputs, outputs) else 0
     text = configuration(place.name, inputs, outputs, seen_at, batch)
     try:
-        with _whole(place) as unfinished:
+        with whole_folder(place) as unfinished:
             _write(source, unfinished, bridge, text)
     except OSError as error:
         raise OutputError(f"{place}: cannot be written: {error.strerror}") from error
@@ -108,23 +107,6 @@ def _check_place(folder: Path, place: Path) -> None:
         raise OutputError(f"{folder}: is a file; name a folder, the model repository")
     if place.exists():
         raise OutputError(f"{place}: exists; remove it, or choose another --name")
-
-
-@contextmanager
-def _whole(place: Path) -> Iterator[Path]:
-    """A new folder that becomes `place` at the end; where that fails, nothing of it is left, nor folders above it."""
-    above = [folder for folder in place.parents if not folder.exists()]
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with staging(place.parent) as files:
-            unfinished = files.place(place)
-            unfinished.mkdir()  # with the mode of any folder; the one around it is for this user alone
-            yield unfinished
-            files.publish()
-    finally:
-        with suppress(OSError):  # the first that holds something ends it
-            for folder in above:
-                folder.rmdir()
 
 
 def _write(source: Model, place: Path, bridge: Path, text: str) -> None:

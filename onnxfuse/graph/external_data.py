@@ -23,6 +23,11 @@ def external_tensors(proto: ModelProto) -> Iterator[TensorProto]:
     return (tensor for tensor in tensors(proto) if tensor.data_location == TensorProto.EXTERNAL)
 
 
+def data_files(proto: ModelProto) -> frozenset[str]:
+    """The files that hold a model's external data, relative to its folder."""
+    return frozenset(ExternalDataInfo(tensor).location for tensor in external_tensors(proto))
+
+
 def locate(source: Model, what: str, location: str) -> Path:
     """The file that a model names, its links followed.
 
