@@ -99,6 +99,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "RHS_PIECES": len(pieces),
         "RHS_BOX_ROWS": rhs_box(spec, tile, pieces[0])[1],
         "STAGES": layout.stages,
+        "SUMS_BYTES": layout.sums,
         "SLAB_COLUMNS": layout.slab_columns,
         "OUT_BUFFERS": layout.out_buffers,
         "LOAD_BUFFERS": max(layout.load_buffers, 1),

@@ -4,12 +4,11 @@ Shared memory of one block, in this order:
 
     ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it; of rhs with
               n contiguous first the columns of all parts that fill whole swizzles, then the rest of all parts
+    sums      where blocks split k: those that the others send, [block][warp][register / 4][lane] of four registers each
     staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand
     vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
               one for the start of the latter; two for the sums that blocks exchange where they split k
-
-Blocks that split k exchange fp32 sums, [warp][register / 4][lane] of four registers each, in place of the ring.
 
 `kernels/cuda/hopper/gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -121,6 +120,7 @@ class HopperFootprint:
         load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
         groups: consumer groups.
         splits: blocks that share a tile along k.
+        sums: what the other ones send of this block's share of them.
     """
 
     stages: int
@@ -134,11 +134,12 @@ class HopperFootprint:
     load_buffers: int
     groups: int
     splits: int
+    sums: int
 
     @property
     def vectors_offset(self) -> int:
         """Where the vectors begin."""
-        return self.stages * self.stage + GROUP_WARPS * self.groups * self.staging
+        return self.stages * self.stage + self.sums + GROUP_WARPS * self.groups * self.staging
 
     @property
     def barriers_offset(self) -> int:
@@ -289,13 +290,14 @@ def _layout(
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
-    staged = GROUP_WARPS * tile.groups * staging
-    fixed = staged + VECTOR_BUFFERS * vectors + _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
+    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES // tile.splits * (tile.splits - 1)
+    barriers = _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
+    fixed = sums + GROUP_WARPS * tile.groups * staging + VECTOR_BUFFERS * vectors + barriers
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)
     stages = tile.stages or min(max(fitting, 0), calibration_of(ARCH).hopper_most_stages)
     return HopperFootprint(
         stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
-        tile.splits,
+        tile.splits, sums,
     )  # fmt: skip
 
 
@@ -370,9 +372,6 @@ def _of_clusters(spec: KernelSpec, tile: HopperTile) -> Rules:
 def _of_memory(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> Rules:
     layout = footprint(spec, replace(tile, stages=0), shared_limit)
     yield layout.stages < max(tile.stages, 2), f"{layout.stages} stages fit into shared memory"
-    ring = (tile.stages or layout.stages) * layout.stage
-    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES
-    yield tile.splits > 1 and ring < sums, "the ring does not hold the sums"
 
 
 def _shares(tile: HopperTile) -> bool:

@@ -52,14 +52,12 @@ inline void barrier_arrive(unsigned barrier) { update(host_barrier(barrier), 1, 
 inline void barrier_arrive_expect(unsigned barrier, int bytes) { update(host_barrier(barrier), 1, bytes); }
 inline void barrier_arrive_copied(unsigned barrier) { update(host_barrier(barrier), 2, 0); }
 inline void barrier_arrive_peer(unsigned barrier, int rank) { barrier_arrive(peer_address(barrier, rank)); }
-inline void barrier_release_peer(unsigned barrier, int rank) { barrier_arrive(peer_address(barrier, rank)); }
 inline void barrier_wait(unsigned barrier, int parity) {
   for (bool newest = false; host_barrier(barrier).parity == parity; newest = !newest) {
     emulator::cluster.land(newest);
     emulator::yield();
   }
 }
-inline void barrier_acquire(unsigned barrier, int parity) { barrier_wait(barrier, parity); }
 
 // ---- TMA
 
@@ -262,10 +260,11 @@ inline void named_arrive(int barrier, int threads) { emulator::arrive(emulator::
 inline void named_sync(int barrier, int threads) { emulator::wait(emulator::cluster.named(barrier, threads)); }
 inline void cluster_meet() { emulator::wait(emulator::cluster.all); }
 
-inline float4 load_peer(unsigned peer) {
-  float4 values;
-  memcpy(&values, emulator::shared(peer, 16), 16);
-  return values;
+inline void store_peer(unsigned peer, float4 values, unsigned barrier) {
+  emulator::cluster.later([=] {
+    memcpy(emulator::shared(peer, 16), &values, 16);
+    update(host_barrier(barrier), 0, -16);
+  });
 }
 
 inline void wait_for_previous_kernel() {}

@@ -71,9 +71,13 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     layout = footprint(case.spec, case.tile, DEVICE.shared_bytes)
     assert layout.total <= DEVICE.shared_bytes
     assert layout.stages >= 2
-    if case.tile.splits > 1:
-        sums = case.tile.block_m * case.tile.block_n * case.spec.parts * F32.bytes
-        assert sums <= layout.stages * layout.stage
+    shared_by = case.tile.splits
+    assert layout.sums * shared_by == case.tile.block_m * case.tile.block_n * case.spec.parts * F32.bytes * (
+        shared_by - 1
+    )
+    assert (layout.stages * layout.stage + layout.sums) % 1024 == 0, (
+        "boxes behind it begin on a period of their swizzle"
+    )
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
     pieces = rhs_pieces(case.spec, case.tile)
     rhs, outs = rhs[: case.spec.parts * len(pieces)], rhs[case.spec.parts * len(pieces) :]
@@ -117,7 +121,8 @@ def test_refusals_name_their_reason() -> None:
     assert "cooperative" in reason(splits=2)
     assert "cooperative" in reason(pingpong=False, splits=2, cluster_m=2)
     assert reason(pingpong=False, splits=2) == ""
-    assert "sums" in reason(pingpong=False, splits=2, block_n=128, stages=2)
+    assert reason(pingpong=False, block_n=128, stages=4) == ""
+    assert "stages fit" in reason(pingpong=False, block_n=128, stages=4, splits=2)  # beside the sums
     assert reason(lhs_rows=16) == reason(lhs_rows=128) == ""
     assert "multiple of 8" in reason(lhs_rows=4)
     assert "part of the tile's rows" in reason(lhs_rows=48)

@@ -23,9 +23,10 @@
 //   cooperative      all groups are one team and share each tile: larger tiles, the epilogue is exposed
 //   split k          the SPLITS blocks of a cluster multiply one tile, each a range of its k; a warp's rows belong to
 //                    one of them, which adds up the sums of all and runs their epilogue
-//                      block 0   k [0 .......)  warp 0: adds, epilogue     warp 1: sums -> its ring
-//                      block 1   k [....... k)  warp 0: sums -> its ring   warp 1: adds, epilogue
-//                      sums_full: what others hold for this block's warps lies there; sums_read: the ring is free again
+//                      block 0   k [0 .......)  warp 0: adds, epilogue      warp 1: sums -> block 1
+//                      block 1   k [....... k)  warp 0: sums -> block 0     warp 1: adds, epilogue
+//                      sums_full: what the others have for this block's warps has come; sums_read: what this one sent is
+//                      added
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1): whole clusters, at
 // most one for each tile; one block a multiprocessor is best. The second argument holds the tensor maps that
@@ -62,6 +63,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int LHS_BYTES = BLOCK_M * ROW_BYTES;
 constexpr int RHS_BYTES = WIDTH * ROW_BYTES;
 constexpr int STAGE_BYTES = LHS_BYTES + RHS_BYTES;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LHS_BOXES = BLOCK_M / CLUSTER_N / LHS_BOX_ROWS;  // where k is contiguous; those without rows stay away
 constexpr int FULL_OFFSET = VECTORS_OFFSET + VECTOR_BUFFERS * VECTORS_BYTES;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
@@ -88,8 +90,8 @@ constexpr int WARP_SUMS_BYTES = SUBTILES * ACCUMULATORS * WARP_SIZE * 4;
 static_assert(SHARED_BYTES == SUMS_READ_OFFSET + (SPLITS > 1 ? 8 : 0), "footprint and kernel agree");
 static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "warps belong to blocks, and sums are paired");
 static_assert(SPLITS == 1 || (SHARING == 1 && TEAMS == 1), "the blocks of a cluster work on one tile");
-static_assert(SPLITS == 1 || CONSUMERS * 4 * WARP_SUMS_BYTES <= STAGES * STAGE_BYTES, "the ring holds the sums");
-static_assert(VECTORS_OFFSET == STAGES * STAGE_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
+static_assert(SUMS_BYTES == (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SUMS_BYTES, "footprint and kernel agree");
+static_assert(VECTORS_OFFSET == RING_BYTES + SUMS_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
 static_assert(LHS_BOXES == 1 || (SHARING == 1 && LHS_K_CONTIGUOUS && BLOCK_M % LHS_BOX_ROWS == 0), "boxes of rows");
@@ -297,7 +299,6 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
     const int bytes = stage_bytes(args, tile);
     if (SPLITS > 1 && number != scheduler.first) {
       barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
-      shared_to_tma_fence();
       sums_parity ^= 1;
     }
 #pragma unroll 1
@@ -346,7 +347,7 @@ __device__ __forceinline__ int next_number(const TileScheduler& scheduler) { ret
 __device__ __forceinline__ void produce_slab(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                              const OutTile& tile, int group, int index, int parity, int first_warp) {
   const int block_warp = group * WARP_GROUP / WARP_SIZE + first_warp;
-  unsigned char* staging = memory + STAGES * STAGE_BYTES + block_warp * STAGING_BYTES;
+  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + block_warp * STAGING_BYTES;
   const unsigned barrier = shared + group * GROUP_SLABS_BYTES + index % LOAD_BUFFERS * 8;
   barrier_wait(barrier + SLABS_EMPTY_OFFSET, parity ^ 1);
   load_slab(staging, args, group_tile(tile, group), index, first_warp);
@@ -429,37 +430,42 @@ __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULA
 }
 
 constexpr int TURN_BARRIER = 1;  // named barrier of team 0; the next is that of team 1
-constexpr int SUMS_BARRIER = 1;  // of all consumers, where there is no turn
 
-// Where a thread's sums lie in a ring, four registers after the other: lanes side by side, without bank conflicts.
-__device__ __forceinline__ int sums_offset() {
-  return threadIdx.x / WARP_SIZE * WARP_SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
+// Where the sums that come from block `from` of the cluster lie for a warp of its owner, or for one of that number in the
+// block that sends them: four registers after the other, lanes side by side, without bank conflicts.
+__device__ __forceinline__ int sums_offset(int from, int owner) {
+  const int own_warp = threadIdx.x / WARP_GROUP * OWN_WARPS + threadIdx.x % WARP_GROUP / WARP_SIZE / SPLITS;
+  const int sender = (from ^ owner) - 1;
+  const int warp = sender * CONSUMERS * OWN_WARPS + own_warp;
+  return RING_BYTES + warp * WARP_SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
 }
 constexpr int SUMS_PITCH = WARP_SIZE * 16;
 
-// This warp's sums for block `owner` of the cluster, which reads them out of the ring.
-__device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUMULATORS], unsigned char* memory,
-                                              unsigned shared, int owner) {
+// This warp's sums -> block `owner` of the cluster, whose barrier counts their bytes. The owner has read those of the
+// tile before: the producer waited for that before it loaded what was multiplied since.
+__device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank,
+                                              int owner) {
+  const unsigned target = peer_address(shared + sums_offset(rank, owner), owner);
+  const unsigned full = peer_address(shared + SUMS_FULL_OFFSET, owner);
 #pragma unroll
   for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
     const float* sums = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
-    *reinterpret_cast<float4*>(memory + sums_offset() + i / 4 * SUMS_PITCH) = {sums[0], sums[1], sums[2], sums[3]};
+    store_peer(target + i / 4 * SUMS_PITCH, {sums[0], sums[1], sums[2], sums[3]}, full);
   }
-  __syncwarp();
-  if (threadIdx.x % WARP_SIZE == 0) barrier_release_peer(shared + SUMS_FULL_OFFSET, owner);
 }
 
-// What the cluster's other blocks have for this warp is added, in an order that depends on the block alone: `acc` has
-// all of k. All blocks read at once, each from another one.
-__device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank,
-                                                int parity) {
-  barrier_acquire(shared + SUMS_FULL_OFFSET, parity);
-#pragma unroll 1
+// What the cluster's other blocks sent to this warp is added, in an order that depends on the block alone: `acc` has
+// all of k.
+__device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* memory,
+                                                unsigned shared, int rank, int parity) {
+  if (threadIdx.x == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SUMS_BYTES);
+  barrier_wait(shared + SUMS_FULL_OFFSET, parity);
+#pragma unroll
   for (int distance = 1; distance < SPLITS; ++distance) {
-    const unsigned sums = peer_address(shared + sums_offset(), rank ^ distance);
+    const unsigned char* sums = memory + sums_offset(rank ^ distance, rank);
 #pragma unroll
     for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
-      const float4 peer = load_peer(sums + i / 4 * SUMS_PITCH);
+      const float4 peer = *reinterpret_cast<const float4*>(sums + i / 4 * SUMS_PITCH);
       float* own = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
       own[0] += peer.x, own[1] += peer.y, own[2] += peer.z, own[3] += peer.w;
     }
@@ -478,7 +484,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   const int steps = steps_of(args);
   const int team = group / TEAM_GROUPS;
   const int first_row = group % TEAM_GROUPS * GROUP_M;
-  unsigned char* staging = memory + STAGES * STAGE_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
+  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
   RingPosition ring;
   if (team == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
@@ -497,12 +503,11 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
     const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
     const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
-    if constexpr (SPLITS > 1) named_sync(SUMS_BARRIER, CONSUMERS * WARP_GROUP);  // the last stage has been read
     if (owner == rank) {
-      if constexpr (SPLITS > 1) reduce_partials(acc, shared, rank, count % 2);
+      if constexpr (SPLITS > 1) reduce_partials(acc, memory, shared, rank, count % 2);
       run_epilogue(acc, args, maps, tile, first_row, {vectors, staging, slabs_full, slabs_empty}, count / TEAMS);
     } else {
-      send_partials(acc, memory, shared, owner);
+      send_partials(acc, shared, rank, owner);
     }
     barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
     count += TEAMS;
@@ -531,7 +536,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     barrier_init(shared + SLABS_START_OFFSET, 1);
   }
   if constexpr (SPLITS > 1) {
-    barrier_init(shared + SUMS_FULL_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS);
+    barrier_init(shared + SUMS_FULL_OFFSET, 1);
     barrier_init(shared + SUMS_READ_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS);
   }
   barrier_init_fence();

@@ -45,28 +45,11 @@ __device__ __forceinline__ void barrier_arrive_peer(unsigned barrier, int rank) 
                ::"r"(barrier), "r"(rank) : "memory");
 }
 
-// The same, and what this warp did to shared memory before is done for whoever waits with `barrier_acquire`.
-__device__ __forceinline__ void barrier_release_peer(unsigned barrier, int rank) {
-  asm volatile("{ .reg .b32 peer; mapa.shared::cluster.u32 peer, %0, %1; "
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [peer]; }"
-               ::"r"(barrier), "r"(rank) : "memory");
-}
-
 // try_wait sleeps for a while on its own, so the loop is seldom run twice.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
   unsigned done;
   do {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
-// The same for what other blocks of the cluster did before they arrived.
-__device__ __forceinline__ void barrier_acquire(unsigned barrier, int parity) {
-  unsigned done;
-  do {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
-                 "selp.u32 %0, 1, 0, p; }"
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   } while (!done);
 }
@@ -199,11 +182,11 @@ __device__ __forceinline__ unsigned peer_address(unsigned shared, int rank) {
   return peer;
 }
 
-__device__ __forceinline__ float4 load_peer(unsigned peer) {
-  float4 values;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w) : "r"(peer));
-  return values;
+// 16 bytes into another block's shared memory, asynchronously; the barrier, of the same block, counts them. Where a fence
+// before an arrival would wait for all memory, a thread that waits for the barrier sees them.
+__device__ __forceinline__ void store_peer(unsigned peer, float4 values, unsigned barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(peer), "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(barrier) : "memory");
 }
 
 // ---- programmatic dependent launch: a no-op unless the launch asked for it.
