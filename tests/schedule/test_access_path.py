@@ -12,6 +12,7 @@ from onnxfuse.device import resolve
 from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.kernels.emit import TEXTS
 from onnxfuse.pipeline import analyse_model, make_report
+from onnxfuse.schedule.attention import ATTENTION
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily
@@ -36,10 +37,18 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
         "few rows",
         "behind the product",
         "cuBLASLt + epilogue",
+        "attention",
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
+@pytest.mark.parametrize("kind", ["scalar", "row", "tile"])
+def test_attention_has_a_path_to_what_its_plan_lets_through(kind: str) -> None:
+    assert ATTENTION.access_path("load", Access(kind, F16, 8))
+    assert ATTENTION.access_path("load", Access(kind, BOOL, 1))
+    assert ATTENTION.access_path("out", Access("tile", F16, 8))
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each is not ATTENTION], ids=lambda each: each.label)
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
 def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
     turns = (False, True) if family not in (POINTWISE, LIBRARY) else (False,)  # that kernel goes along n only
