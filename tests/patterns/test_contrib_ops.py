@@ -155,6 +155,27 @@ def test_a_pointwise_convolution_with_channels_last_is_a_product(stored: bool) -
     np.testing.assert_allclose(actual, np.maximum(product, 0) + values["skip"], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_adapter_is_fused_with_its_scale_in_a_fused_matmul(bias: bool) -> None:
+    """LoRA: two thin products beside a wide one. The optimizer puts the scale into the second; the sites stay."""
+
+    def adapted(optimized: bool) -> ModelProto:
+        b = Builder()
+        x = b.input("x", ("batch", "rows", 64))
+        base = b("MatMul", x, b.array(draw(64, 128), "base"))
+        base = b("Add", base, b.array(draw(128), "bias")) if bias else base
+        thin, up = b("MatMul", x, b.array(draw(64, 8), "down")), b.array(draw(8, 128), "up")
+        if optimized:
+            added = b("FusedMatMul", thin, up, domain="com.microsoft", alpha=2.0)
+        else:
+            added = b("Mul", b("MatMul", thin, up), b.array(2.0))
+        return made(b, b("Add", base, added))
+
+    raw, optimized = (analyse_model(adapted(each), resolve("sm_80", list)) for each in (False, True))
+    assert [site.fusion.features for site in optimized.sites] == [site.fusion.features for site in raw.sites]
+    assert "residual" in optimized.sites[-1].fusion.features
+
+
 @pytest.mark.parametrize("trans_b", [0, 1])
 @pytest.mark.parametrize("alpha", [1.0, 0.125])
 @pytest.mark.parametrize("shape", [(4, K), ("batch", "rows", K)])
