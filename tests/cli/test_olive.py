@@ -1,0 +1,58 @@
+"""The pass of Olive writes a fused model. Olive needs torch, so CI has a stand-in for the few names that are used."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import onnx
+import pytest
+
+from onnxfuse.graph.functions import DOMAIN
+
+MODEL = Path(__file__).parents[2] / "models" / "ff_geglu.onnx"
+NAMES = {
+    "olive.hardware.accelerator": {"AcceleratorSpec": object},
+    "olive.model": {"ONNXModelHandler": SimpleNamespace},
+    "olive.model.utils": {"resolve_onnx_path": lambda folder, name: str(Path(folder) / name)},
+    "olive.package_config": {"OlivePackageConfig": None},
+    "olive.passes": {"Pass": object},
+    "olive.passes.pass_config": {"BasePassConfig": object, "PassConfigParam": SimpleNamespace},
+}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """`onnxfuse.olive` over modules of these names."""
+    own = tmp_path / "olive_config.json"
+    own.write_text(json.dumps({"passes": {"Other": {"module_path": "olive.other"}}, "extra_dependencies": {}}))
+    config = SimpleNamespace(get_default_config_path=lambda: str(own))
+    for name in ("olive", "olive.hardware", *NAMES):
+        stand_in = ModuleType(name)
+        for key, value in NAMES.get(name, {}).items():
+            setattr(stand_in, key, config if key == "OlivePackageConfig" else value)
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.delitem(sys.modules, "onnxfuse.olive", raising=False)
+    yield importlib.import_module("onnxfuse.olive")
+    sys.modules.pop("onnxfuse.olive", None)
+
+
+def test_the_pass_writes_a_fused_model(module: ModuleType, tmp_path: Path) -> None:
+    defaults = {name: param.default_value for name, param in module.OnnxFuse._default_config(None).items()}
+    config = SimpleNamespace(**defaults | {"arch": "sm_80"})
+    given = SimpleNamespace(model_path=str(MODEL))
+    made = module.OnnxFuse()._run_for_config(given, config, str(tmp_path / "out"))
+    assert (made.model_path, made.onnx_file_name) == (str(tmp_path / "out"), MODEL.name)
+    fused = onnx.load(Path(made.model_path) / made.onnx_file_name)
+    assert any(node.domain == DOMAIN for node in fused.graph.node)
+
+
+def test_the_package_config_has_olives_own_passes_as_well(module: ModuleType) -> None:
+    passes = module.package_config()["passes"]
+    assert list(passes) == ["Other", "OnnxFuse"]
+    path, _, name = passes["OnnxFuse"]["module_path"].rpartition(".")
+    assert getattr(sys.modules[path], name) is module.OnnxFuse
