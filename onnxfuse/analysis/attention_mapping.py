@@ -26,7 +26,7 @@ def map_attention(attention: Attention) -> AxisMapping:
     mappings = _cut_anywhere(attention)
     obstacles = [_obstacles(attention, mapping) for mapping in mappings]
     if [] not in obstacles:
-        raise NotFusable("no_attention_kernel", attention.anchor, obstacles[0][0])
+        raise NotFusable("no_attention_kernel", attention.anchor, min(obstacles, key=len)[0])
     return mappings[obstacles.index([])]
 
 
@@ -75,8 +75,6 @@ def _obstacles(attention: Attention, mapping: AxisMapping) -> list[str]:
             if levels(attention, tensor, loop) > 1
         ]
     found += _not_contiguous(attention, (*factors, *stored))
-    if _kept_heads(attention, attention.keys, mapping) != _kept_heads(attention, attention.values, mapping):
-        found.append("keys and values are shared by other heads")
     return found
 
 
@@ -94,11 +92,6 @@ def _shares_heads(attention: Attention, tensor: Tensor, heads: Axes) -> bool:
     groups = flatten(attention, (tensor,), heads)
     lacks = [not any(axis in tensor.axes for axis in stepped(attention, group)) for group in groups]
     return lacks == [False, True]
-
-
-def _kept_heads(attention: Attention, tensor: Tensor, mapping: AxisMapping) -> Axes:
-    """The heads that keys or values have of their own."""
-    return tuple(axis for axis in stepped(attention, mapping.heads) if axis in tensor.axes)
 
 
 def head_size(attention: Attention, loop: Axes) -> int:

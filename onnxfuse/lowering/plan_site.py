@@ -133,9 +133,7 @@ def _planned(
     # What is spelled out as Mul and ReduceSum is no matrix product to the runtime, which computes it in full precision.
     exact_fp32 = planner.exact_fp32 or any(product.is_spelled_out for product in match.products)
     mapping = map_axes(fusion)
-    if fusion.unresolved:
-        detail = f"no input tells the sizes of {', '.join(sorted(fusion.unresolved))}"
-        raise NotFusable("unknown_shape", fusion.anchor, detail)
+    _check_resolved(fusion)
     widths = analyse(fusion, mapping)
     nameless = _nameless(fusion)
     plans = tuple(planner.make_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
@@ -159,9 +157,7 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
         NotFusable: some architecture has no kernel for it, or the model's own nodes are faster.
     """
     mapping = map_attention(attention)
-    if attention.unresolved:
-        detail = f"no input tells the sizes of {', '.join(sorted(attention.unresolved))}"
-        raise NotFusable("unknown_shape", attention.anchor, detail)
+    _check_resolved(attention)
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
     times = {plan.device: _attention_times(attention, mapping, plan) for plan in plans}
@@ -169,6 +165,12 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
     return site
+
+
+def _check_resolved(fusion: Fusion) -> None:
+    if fusion.unresolved:
+        detail = f"no input tells the sizes of {', '.join(sorted(fusion.unresolved))}"
+        raise NotFusable("unknown_shape", fusion.anchor, detail)
 
 
 def _attention_times(attention: Attention, mapping: AxisMapping, plan: AttentionPlan) -> tuple[Times, ...]:

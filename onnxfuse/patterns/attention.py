@@ -73,20 +73,26 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
     value, nodes, guarded = softmax.outputs[0], list[gs.Node](), False
     refusal: NotFusable | None = None
     while len(nodes) < MAX_BEHIND:
-        readers = [reader for reader in value.outputs if reader.op != "Shape"]
-        second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
-        guard = None if second is not None else _guard(graph, readers, value)
-        passed = second or guard or next((reader for reader in readers if reader.op in ("Cast", "Identity")), None)
+        passed = _reader(graph, value)
         if passed is None:
             return None
-        if graph.is_escaping(value.name) or len(value.outputs) > (2 if guard else 1):
+        is_guard = passed.op == "Where"
+        if graph.is_escaping(value.name) or len(value.outputs) > (2 if is_guard else 1):
             refusal = refusal or _is_read(softmax, value)
-        if second is not None:
-            return Candidate((), softmax, tuple(nodes), second, guarded, refusal)
-        guarded = guarded or guard is not None
-        nodes += [reader for reader in readers if reader.op == "IsNaN"] + [passed]
+        if is_anchor(graph, passed):
+            return Candidate((), softmax, tuple(nodes), passed, guarded, refusal)
+        guarded = guarded or is_guard
+        nodes += [*(passed.inputs[0].inputs if is_guard else ()), passed]
         value = passed.outputs[0]
     return None
+
+
+def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
+    """The product of a probability, or a node that hands it on to one: a guard, a Cast."""
+    readers = [reader for reader in value.outputs if reader.op != "Shape"]
+    second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
+    handed = (reader for reader in readers if reader.op in ("Cast", "Identity"))
+    return second or _guard(graph, readers, value) or next(handed, None)
 
 
 def _is_read(softmax: gs.Node, value: gs.Tensor) -> NotFusable:
@@ -189,7 +195,8 @@ class Attentions:
     def _grown(self, node: gs.Node) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns."""
         # Batches may lie apart: they are heads.
-        product = read_product(self.graph, node, accepts=lambda found: True)
+        scaled = node.op in ("MatMul", "Einsum") and not self.rounds  # by a number, before the product or behind it
+        product = read_product(self.graph, node, accepts=lambda found: True, scaled=scaled)
         if any(self.points.is_taken(view.node) for view in product.views):
             product = read_product(self.graph, node, through_views=False)
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds)

@@ -27,10 +27,17 @@ MAX_VIEWS = 16  # before a product; repeated keys and values of grouped queries 
 
 @dataclass(frozen=True)
 class InputView:
-    """A node that only regroups an input; `shape` replaces the shape that it reads, if the run computes that."""
+    """A node that only regroups an input, or multiplies it by a number, which the product may do as well.
+
+    Attributes:
+        node: the node.
+        shape: replaces the shape that it reads, if the run computes that.
+        factor: the number.
+    """
 
     node: gs.Node
     shape: FallbackShape | None
+    factor: gs.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,9 @@ class Source:
     copied: tuple[gs.Node, ...] = ()
 
 
-def sources(graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool = True) -> Iterator[Source]:
+def sources(
+    graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool = True, scaled: bool = False
+) -> Iterator[Source]:
     """The ways to read an input: through as many views as there are, through fewer, as it is.
 
     Args:
@@ -60,6 +69,7 @@ def sources(graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool
         tensor: the input.
         kind: of its axes: LHS or RHS.
         through_views: whether to look for views.
+        scaled: whether a Mul by a number is one.
 
     Raises:
         NotFusable: the number of its dimensions is not known.
@@ -68,7 +78,7 @@ def sources(graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool
     if stored is not None:
         yield stored
         return
-    chain = _views_before(graph, tensor) if through_views else []
+    chain = _views_before(graph, tensor, scaled) if through_views else []
     for first in range(len(chain)):
         try:
             yield _through(graph, chain[first:], kind)
@@ -127,18 +137,33 @@ def _stored(graph: Graph, tensor: gs.Tensor, kind: AxisKind) -> Source | None:
     return Source(str(tensor.name), own, seen, copied=tuple(nodes))
 
 
-def _views_before(graph: Graph, tensor: gs.Tensor) -> list[gs.Node]:
+def _views_before(graph: Graph, tensor: gs.Tensor, scaled: bool) -> list[gs.Node]:
     """Views that feed only products through this tensor, and shape arithmetic; the first one first."""
     chain: list[gs.Node] = []
     while (
         len(chain) < MAX_VIEWS and len(tensor.inputs) == 1 and _feeds_only(graph, tensor, chain[0] if chain else None)
     ):
         node = tensor.inputs[0]
-        if qualified_op(node) not in INPUT_VIEWS or graph.is_initializer(tensor.name):
+        is_view = qualified_op(node) in INPUT_VIEWS or (scaled and _factor(graph, node) is not None)
+        if not is_view or graph.is_initializer(tensor.name):
             break
         chain.insert(0, node)
-        tensor = node.inputs[0]
+        tensor = _viewed(graph, node)
     return chain
+
+
+def _factor(graph: Graph, node: gs.Node) -> gs.Tensor | None:
+    """The number that a Mul multiplies a tensor by; None where there is none."""
+    if qualified_op(node) != "Mul":
+        return None
+    numbers = [tensor for tensor in node.inputs if graph.shape(tensor.name) in ((), (1,))]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _viewed(graph: Graph, node: gs.Node) -> gs.Tensor:
+    """What a view is of."""
+    factor = _factor(graph, node)
+    return next(tensor for tensor in node.inputs if tensor is not factor)
 
 
 def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
@@ -149,12 +174,13 @@ def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
 
 
 def _through(graph: Graph, chain: list[gs.Node], kind: AxisKind) -> Source:
-    name = str(chain[0].inputs[0].name)
+    name = str(_viewed(graph, chain[0]).name)
     if graph.is_initializer(name):
         raise NotFusable("unknown_rank", node_label(chain[0]), f"{name!r} is a constant")
     own = view = _own_view(graph, name, kind)
     base, nodes = Base(name, own, int(kind is AxisKind.RHS)), []
     for node in chain:
-        before, view = view, viewed(graph, node, view)
-        nodes.append(InputView(node, fallback_shape(graph, node, before, view, base)))
+        factor = _factor(graph, node)
+        before, view = view, view if factor is not None else viewed(graph, node, view)
+        nodes.append(InputView(node, fallback_shape(graph, node, before, view, base), factor))
     return Source(name, own, view, tuple(nodes))

@@ -86,6 +86,11 @@ class Product:
         return (*(view.node for view in self.views), *self.stored_nodes)
 
     @property
+    def factors(self) -> tuple[gs.Tensor, ...]:
+        """The numbers that an input was to be multiplied by."""
+        return tuple(view.factor for view in self.views if view.factor is not None)
+
+    @property
     def label(self) -> str:
         """Name of the anchor."""
         return node_label(self.node)
@@ -148,7 +153,11 @@ def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
 
 
 def read_product(
-    graph: Graph, node: gs.Node, through_views: bool = True, accepts: Callable[[Contraction], bool] = is_addressable
+    graph: Graph,
+    node: gs.Node,
+    through_views: bool = True,
+    accepts: Callable[[Contraction], bool] = is_addressable,
+    scaled: bool = False,
 ) -> Product:
     """Understand an anchor.
 
@@ -157,20 +166,23 @@ def read_product(
         node: the anchor.
         through_views: read the inputs through the views before them where a kernel can.
         accepts: whether it can.
+        scaled: look through a Mul of the second by a number as well.
 
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
     try:
         _check_supported(node)
-        return _read(graph, node, through_views, accepts)
+        return _read(graph, node, through_views, accepts, scaled)
     except NotFusable as refusal:
         raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
 
 
-def _read(graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool]) -> Product:
+def _read(
+    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], scaled: bool
+) -> Product:
     dtype = _common_dtype(graph, node)
-    lhs, rhs, found = _addressable(graph, node, through_views, accepts)
+    lhs, rhs, found = _addressable(graph, node, through_views, accepts, scaled)
     _check_not_quantized(graph, node, lhs, rhs)
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
@@ -191,12 +203,12 @@ def _read(graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[C
 
 
 def _addressable(
-    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool]
+    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], scaled: bool
 ) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
     labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
-    rights = list(sources(graph, inputs[second], AxisKind.RHS, through_views))
+    rights = list(sources(graph, inputs[second], AxisKind.RHS, through_views, scaled))
     lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:

@@ -112,7 +112,10 @@ class GrownRegion:
         value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
         if product.bias is not None and product.beta != 0.0:
             self.arguments.operand(product.node.inputs[2], replace(value, view=product.biased))
-        self._take(product.node, replace(value, ref=made_value(self.epilogue, product, self.arguments.operands)))
+        ref = made_value(self.epilogue, product, self.arguments.operands)
+        for factor in product.factors:  # of a product without a bias
+            ref = self.epilogue.apply("mul", ref, self.arguments.argument(factor, value))
+        self._take(product.node, replace(value, ref=ref))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
         index = len(self.nodes)

@@ -38,6 +38,20 @@ def plain(b: Builder) -> list[str]:
     return merged(b, b("Softmax", b("Mul", scores(b), number(b, 0.25)), axis=-1))
 
 
+def scaled_before(b: Builder) -> list[str]:
+    """Torch's own: the root of the scale on q and on the transposed keys."""
+    root = number(b, 0.5)
+    q, k = b("Mul", split_heads(b, "query", "rows"), root), split_heads(b, "key", "keys", perm=(0, 2, 3, 1))
+    return merged(b, b("Softmax", b("MatMul", q, b("Mul", k, root)), axis=-1))
+
+
+def scaled_by_the_run(b: Builder) -> list[str]:
+    """The same, and only the run knows it."""
+    k = split_heads(b, "key", "keys", perm=(0, 2, 3, 1))
+    s = b("MatMul", split_heads(b, "query", "rows"), b("Mul", k, b.input("scale", (1,))))
+    return merged(b, b("Softmax", s, axis=-1))
+
+
 def masked_and_guarded(b: Builder) -> list[str]:
     """Llama: in fp32, with a mask that the heads share, and 0 for a row of nothing."""
     s = b("Add", b("Cast", scores(b), to=FLOAT), b.input("mask", ("batch", 1, "rows", "keys"), FLOAT))
@@ -117,8 +131,8 @@ def without_heads(b: Builder) -> list[str]:
 FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
-        plain, masked_and_guarded, masked_keys, two_biases, soft_cap, filled, grouped, merged_batch, by_einsum,
-        without_heads,
+        plain, scaled_before, scaled_by_the_run, masked_and_guarded, masked_keys, two_biases, soft_cap, filled,
+        grouped, merged_batch, by_einsum, without_heads,
     )
 }  # fmt: skip
 
@@ -178,5 +192,7 @@ def feeds(model, sizes: dict[str, int] = SIZES, seed: int = 0) -> dict[str, np.n
             numbers[empty] = -np.inf
             if len(shape) == 4 and shape[2] > 3:
                 numbers[..., 3, :] = -np.inf
+        if value.name == "scale":
+            numbers = np.abs(numbers)
         made[value.name] = numbers.astype(helper.tensor_dtype_to_np_dtype(kind))
     return made

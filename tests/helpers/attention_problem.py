@@ -74,7 +74,7 @@ class AttentionProblem:
         filled["lhs_outer"]["batch_stride"] = q[0]
         filled["rhs_outer"]["batch_stride"] = k[0]
         filled["values_outer"]["batch_stride"] = v[0]
-        filled["rhs_outer"]["batches"] = size.shared_heads
+        filled["rhs_outer"]["batches"] = filled["values_outer"]["batches"] = size.shared_heads
         filled["m"], filled["n"], filled["k"] = size.rows, size.keys, self.spec.head
         filled["batch"] = size.batch * size.heads
         return filled

@@ -257,17 +257,11 @@ LevelledTensor make_tensor(const Contract& contract, const Sizes& sizes, const S
                    static_cast<int>(column.run), static_cast<int>(batch.run)}};
 }
 
-// Either may serve all heads; else as many of them share one of both.
 void set_keys_and_values(const LevelledTensor& keys, const LevelledTensor& values, OnnxfuseArguments* arguments) {
-  const bool alike = keys.outer.batches == values.outer.batches;
-  if (!alike && keys.tensor.batch_stride != 0 && values.tensor.batch_stride != 0) {
-    fail("keys have ", keys.outer.batches, " heads and values ", values.outer.batches);
-  }
   arguments->rhs[0] = keys.tensor;
   arguments->rhs[1] = values.tensor;
   arguments->rhs_outer = keys.outer;
   arguments->values_outer = values.outer;
-  if (keys.tensor.batch_stride == 0) arguments->rhs_outer.batches = values.outer.batches;
 }
 
 int extent(const Group& group, const Sizes& sizes, const char* name) {

@@ -24,7 +24,7 @@
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1), at most one for each tile.
 // Arguments: lhs is q [batch, m, k], rhs[0] the keys [batch, k, n], rhs[1] the values [batch, n, o], loads [batch, m,
 // n], outs[0] [batch, m, o]. Batches are heads, and in lhs_outer.batches of them the next outer batch begins;
-// rhs_outer.batches heads of keys serve them all. What is broadcast along either has a stride of 0 there.
+// rhs_outer.batches heads of keys and values_outer.batches of values serve them all. What is broadcast along either has a stride of 0 there.
 //
 // The generated text before this file defines Element, the constants, the table Load<I>, the functors Score and Result,
 // and multiply_scores() and multiply_values(): one wgmma each.
@@ -158,10 +158,10 @@ struct Producer {
   RingPosition keys, values;
   int query_parity = 0;
 
-  // Which head of the keys, or of the values, serves one of the query: `sharing` follow each other.
-  __device__ __forceinline__ int head_of(const Place& place, int part) const {
-    const int sharing = args.lhs_outer.batches / args.rhs_outer.batches;
-    return args.rhs[part].batch_stride ? place.head / sharing : 0;
+  // Which head of the keys, or of the values, serves one of the query: as many as share it follow each other.
+  __device__ __forceinline__ int head_of(const Place& place, const OnnxfuseTensor& part,
+                                         const OnnxfuseOuter& outer) const {
+    return part.batch_stride ? place.head / (args.lhs_outer.batches / outer.batches) : 0;
   }
 
   __device__ __forceinline__ void load_query(const Place& place) {
@@ -182,7 +182,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_keys(const Place& place, int block) {
-    const int batch = args.rhs_outer.batch_stride ? place.batch : 0, head = head_of(place, 0);
+    const int batch = args.rhs_outer.batch_stride ? place.batch : 0, head = head_of(place, args.rhs[0], args.rhs_outer);
     const unsigned full = shared + KEYS_FULL + keys.stage * 8;
     const unsigned target = shared + KEYS_OFFSET + keys.stage * KEY_BYTES;
     barrier_wait(shared + KEYS_EMPTY + keys.stage * 8, keys.parity ^ 1);
@@ -196,7 +196,8 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_values(const Place& place, int block) {
-    const int batch = args.values_outer.batch_stride ? place.batch : 0, head = head_of(place, 1);
+    const int batch = args.values_outer.batch_stride ? place.batch : 0;
+    const int head = head_of(place, args.rhs[1], args.values_outer);
     const unsigned full = shared + VALUES_FULL + values.stage * 8;
     const unsigned target = shared + VALUES_OFFSET + values.stage * VALUE_BYTES;
     barrier_wait(shared + VALUES_EMPTY + values.stage * 8, values.parity ^ 1);
