@@ -26,6 +26,7 @@ from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.ir.fusion import OPS, Step
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import nvrtc_version
+from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.hopper_tile import HopperTile
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
@@ -37,8 +38,8 @@ from onnxfuse.schedule.variant import AnyVariant, Variant
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(KernelSpec, PointwiseSpec, LibrarySpec, Access, Step),
-        *(Tile, HopperTile, SmallMTile, PointwiseTile, LibraryTile),
+        *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Access, Step),
+        *(Tile, HopperTile, SmallMTile, PointwiseTile, LibraryTile, AttentionTile),
     )
 }
 _DTYPES = {dtype.name: dtype for dtype in ALL}

@@ -18,6 +18,7 @@ from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.fused_node import replacement
+from onnxfuse.lowering.inspection import inspect
 from onnxfuse.lowering.launch_record import launch_record
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.compile import CompiledImage
@@ -150,3 +151,6 @@ def test_a_fused_model_passes_the_checks_of_a_file(tmp_path: Path) -> None:
     report = onnxfuse.optimize_file(tmp_path / "original.onnx", tmp_path / "fused.onnx", arch="sm_90a", attention=True)
     assert [site.pattern for site in report.fused] == ["attention"]
     assert verify(tmp_path / "original.onnx", tmp_path / "fused.onnx", inputs=[feeds(model)]).passed
+    made_again = inspect(tmp_path / "fused.onnx", True, lambda what, done, all_of_it: None)
+    assert made_again.passed
+    assert made_again.rebuilt == len(made_again.code)
