@@ -1,0 +1,53 @@
+"""What a file says of its kernels is read back as it was planned, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.lowering.kernel_description import describe, read_description
+from onnxfuse.lowering.site import Implementation
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule.families import FAMILIES
+from tests.helpers.attention_graphs import FORMS, model_of
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import FLOAT16, Builder
+
+MODEL = Path(__file__).parents[2] / "models" / "ff_geglu.onnx"
+DEVICES = [ARCHITECTURES[name] for name in ("sm_90a", "sm_80")]
+
+
+def ragged() -> Builder:
+    """A width at which the library is taken for some rows."""
+    b = Builder(FLOAT16)
+    product = b("MatMul", b.input("x", ("rows", 771)), b.array(draw(771, 1283), "weight"))
+    b("Relu", b("Add", product, b.array(draw(1283), "bias")))
+    return b
+
+
+def implementations() -> dict[str, Implementation]:
+    """Those of several models, each with a name, and of one site both."""
+    b = ragged()
+    sites = [site for model in (MODEL, b.model(b.nodes[-1].output[0])) for site in analyse_model(model, DEVICES).sites]
+    for form in FORMS:
+        sites += analyse_model(model_of(form), DEVICES[:1], attention=True).sites
+    own = [site.implementation for site in sites] + [site.epilogue_only for site in sites if site.epilogue_only]
+    return {f"{number:x}": each for number, each in enumerate(own)}
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Implementation]:
+    return implementations()
+
+
+def test_it_is_read_back_as_it_was(known: dict[str, Implementation]) -> None:
+    found = read_description(describe(list(known.values()), list(known)))
+    for name, implementation in known.items():
+        assert found.kernels[name] == tuple(implementation.variants)
+
+
+def test_every_family_is_among_them(known: dict[str, Implementation]) -> None:
+    families = {variant.family.name for each in known.values() for _, variant in each.variants}
+    assert families == {family.name for family in FAMILIES}
