@@ -70,7 +70,7 @@ def export_genai(
             reports = {file: _write(found, unfinished / file, progress) for file, found in analyses.items()}
             for each in components:
                 if analyses[each.file].sites:
-                    each.settings.setdefault("session_options", {})[OPTION] = BRIDGE
+                    each.settings["session_options"] = _options(each) | {OPTION: BRIDGE}
                     shutil.copyfile(bridge, unfinished / Path(each.file).parent / BRIDGE)
             write_text(unfinished / CONFIG, json.dumps(config, indent=4) + "\n")
     except OSError as error:
@@ -106,11 +106,19 @@ def _checked(source: Path, component: Component, analyse: Callable[[Path], Analy
     """The analysis of a model that may take the bridge."""
     if leaves_folder(component.file):
         raise ModelError(f"{source / CONFIG}: {component.file!r} lies outside of the folder")
-    other = component.settings.get("session_options", {}).get(OPTION, BRIDGE)
+    other = _options(component).get(OPTION, BRIDGE)
     if other != BRIDGE:
         detail = f"{component.file} has custom operators of {other!r}, and GenAI loads one library"
         raise ModelError(f"{source / CONFIG}: {detail}")
     return analyse(source / component.file)
+
+
+def _options(component: Component) -> dict[str, Any]:
+    """A component's session options; empty where it has none."""
+    options = component.settings.get("session_options") or {}
+    if not isinstance(options, dict):
+        raise ModelError(f"{CONFIG}: the session options of {component.file} are no object")
+    return options
 
 
 def _copy_others(source: Path, target: Path, analyses: Mapping[str, Analysis]) -> None:

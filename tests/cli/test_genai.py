@@ -74,7 +74,7 @@ def test_the_folder_runs_as_before(tmp_path: Path) -> None:
 
 def test_every_model_of_a_pipeline_is_fused(tmp_path: Path) -> None:
     """One that is named twice is written once; one of nothing but a lookup is left as it is, without the library."""
-    stages = [{"prompt": {"filename": "a.onnx"}}, {"token": {"filename": "a.onnx"}}]
+    stages = [{"prompt": {"filename": "a.onnx"}}, {"token": {"filename": "a.onnx", "session_options": None}}]
     parts = {"decoder": {"pipeline": stages}, "embedding": {"filename": "plain.onnx"}}
     source = folder(tmp_path / "in", parts, "a.onnx")
     b = Builder()
@@ -105,6 +105,7 @@ FAULTS = {
     "names no model": lambda place: folder(place, {"vocab_size": 9}),
     "nothing in it can be fused": plain,
     "lies outside": lambda place: folder(place, {"decoder": DECODER | {"filename": "../model.onnx"}}),
+    "are no object": lambda place: folder(place, {"decoder": DECODER | {"session_options": ["x"]}}, "model.onnx"),
     "GenAI loads one library": lambda place: folder(
         place, {"decoder": DECODER | {"session_options": {"custom_ops_library": "own.so"}}}, "model.onnx"
     ),
