@@ -83,7 +83,8 @@ def test_a_form_at_lengths_that_change_from_run_to_run(form: str, each: Type, tm
 @pytest.mark.parametrize("each", TYPES, ids=["f16", "bf16"])
 @pytest.mark.parametrize("head", [8, 40, 64, 80, 96, 128, 160, 256])
 def test_heads_of_every_size(head: int, each: Type, tmp_path: Path) -> None:
-    model, exact = of_heads(head, each.number, cast=True), of_heads(head, FLOAT)
+    heads = 2 if head < 256 else 4  # two of them are left alone
+    model, exact = of_heads(head, each.number, heads, cast=True), of_heads(head, FLOAT, heads)
     live = onnxfuse.InferenceSession(fused(model, tmp_path), providers=CUDA)
     for sizes in DYNAMIC[:4]:
         feed = rounded(feeds(exact, sizes), each.numpy)
