@@ -148,7 +148,15 @@ def test_the_floor_counts_every_byte_and_operation_once(measured: BenchResult) -
     ],
 )  # fmt: skip
 def test_operations_are_counted_from_axes(axes, arguments, sizes, shapes, expected) -> None:
-    assert flops_of({"axes": axes, "arguments": arguments, "sizes": sizes}, shapes) == expected
+    attributes = {"axes": axes, "arguments": arguments, "sizes": sizes, "problem": "m=m n=n k=k"}
+    assert flops_of(attributes, shapes) == expected
+
+
+def test_operations_of_an_attention_are_those_of_its_two_products() -> None:
+    axes = "b m (h k), b n h k, b h n o -> b m (h o)"
+    attributes = {"axes": axes, "arguments": "lhs=0 rhs=1,2", "problem": "batch=b heads=h m=m n=n k=k o=o"}
+    b, m, h, k, n, o = 2, 7, 3, 8, 11, 16
+    assert flops_of(attributes, [(b, m, h * k), (b, n, h, k), (b, h, n, o)]) == 2 * b * h * m * n * (k + o)
 
 
 def test_shapes_are_those_of_the_run(fused: Path, tmp_path: Path) -> None:
