@@ -15,7 +15,7 @@ from typing import Any
 
 from onnxfuse.errors import ModelError, OutputError
 from onnxfuse.graph.external_data import data_files
-from onnxfuse.graph.load import leaves_folder, load_model
+from onnxfuse.graph.load import leaves_folder
 from onnxfuse.graph.save import save_model, write_text
 from onnxfuse.pipeline import Analysis, optimize_model
 from onnxfuse.progress import Progress
@@ -124,9 +124,9 @@ def _options(component: Component) -> dict[str, Any]:
 def _copy_others(source: Path, target: Path, analyses: Mapping[str, Analysis]) -> None:
     """Everything but the models and their data, which are written by themselves, and the configuration."""
     written = {source / CONFIG}
-    for file in analyses:
+    for file, analysis in analyses.items():
         path = source / file
-        written |= {path, *(path.parent / location for location in data_files(load_model(path).proto))}
+        written |= {path, *(path.parent / location for location in data_files(analysis.model.proto))}
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)
         if path.is_dir():

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import CompileError, ModelError
 from onnxfuse.graph.archive import Record, unpack
 from onnxfuse.graph.fused_nodes import FusedNode, descriptions_of, fused_nodes
@@ -117,19 +118,17 @@ def inspect(model: Path, rebuild: bool, progress: Progress) -> Inspection:
         CompileError: NVRTC is not installed.
     """
     nodes, archives = fused_nodes(model)
-    code = tuple(Code(record.kernel, record) for data in archives.values() for record in unpack(data))
+    records = {name: unpack(data) for name, data in archives.items()}
+    code = tuple(Code(record.kernel, record) for own in records.values() for record in own)
     found = Inspection(model, tuple(nodes), code, sum(map(len, archives.values())))
     if not rebuild:
         return found
     texts = descriptions_of(model)
     faults: list[str] = []
-    count = 0
-    for name, data in archives.items():
-        records = unpack(data)
-        faults += _differences(records, _described(texts.get(name, "")), progress)
-        count += len(records)
+    for name, own in records.items():
+        faults += _differences(own, _described(texts.get(name, "")), progress)
     faults += _nodes_without_code(nodes, code)
-    return Inspection(model, found.nodes, code, found.archive_bytes, count, tuple(faults))
+    return replace(found, rebuilt=len(code), faults=tuple(faults))
 
 
 def _described(text: str) -> Mapping[str, Sequence[Described]]:
@@ -157,23 +156,23 @@ def _differences(
     by_kernel: dict[str, list[Record]] = {}
     for record in records:
         by_kernel.setdefault(record.kernel, []).append(record)
-    wanted: dict[tuple[str, str], Described] = {}
+    pairs: list[tuple[Record, Described]] = []
+    wanted: dict[tuple[str, str], DeviceSpec] = {}
     for kernel, own in by_kernel.items():
         variants = described.get(kernel, ())
         if len(variants) != len(own):
             yield f"kernel {kernel} has {len(own)} pieces of code, and the file describes {len(variants)}"
             continue
-        wanted |= {(_source(each), each[0].arch): each for each in variants}
+        pairs += zip(own, variants, strict=True)
+        wanted |= {(_source(each), each[0].arch): each[0] for each in variants}
     with ThreadPoolExecutor(compile_jobs()) as pool:
-        jobs = [pool.submit(_compiled, source, device) for (source, _), (device, _) in wanted.items()]
+        jobs = [pool.submit(_compiled, source, device) for (source, _), device in wanted.items()]
         images = [job.result() for job in counted("compiling kernels", jobs, progress)]
     kernels = Kernels(dict(zip(wanted, images, strict=True)))
-    for kernel, own in by_kernel.items():
-        for record, each in zip(own, described.get(kernel, ()), strict=False):
-            if (_source(each), each[0].arch) in kernels.images:
-                with _no_plan():
-                    made = launch_record(kernel, *each, kernels)
-                yield from _difference(record, made)
+    for record, each in pairs:
+        with _no_plan():
+            made = launch_record(record.kernel, *each, kernels)
+        yield from _difference(record, made)
 
 
 def _source(described: Described) -> str:
@@ -191,7 +190,7 @@ def _no_plan() -> Iterator[None]:
         raise ModelError(f"what the file says of a kernel is none of this version: {error!r}") from error
 
 
-def _compiled(source: str, device: Any) -> CompiledImage:
+def _compiled(source: str, device: DeviceSpec) -> CompiledImage:
     try:
         return compile_source(source, device)
     except CompileError as error:

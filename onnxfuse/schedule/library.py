@@ -27,7 +27,7 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.row_ranges import SAME, at_both_ends, range_ends
+from onnxfuse.schedule.row_ranges import SAME, at_both_ends, range_ends, range_lows
 from onnxfuse.schedule.variant import LibraryVariant, Rows
 
 LABEL = "cuBLASLt + epilogue"
@@ -104,8 +104,7 @@ def library_rows(
         tiles: microseconds of the plan's own kernels at numbers of rows.
         library: of the library's way.
     """
-    ends = [int(end) for end in range_ends()]
-    lows = (1, *(end + 1 for end in ends[:-1]))
+    lows, ends = map(int, range_lows()), [*map(int, range_ends())]
     gains = np.sqrt((at_both_ends(tiles) / at_both_ends(library)).prod(axis=0))
     found: list[Rows] = []
     for low, high, gain in zip(lows, ends, gains, strict=True):

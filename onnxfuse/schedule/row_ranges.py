@@ -49,11 +49,16 @@ def range_ends() -> NDArray[np.int64]:
     return np.array([*few, *by_tile, *by_octave, LARGEST])
 
 
+@cache
+def range_lows() -> NDArray[np.int64]:
+    """Where each of these ranges begins; fewer rows than one take what one takes."""
+    return np.array([1, *(range_ends()[:-1] + 1)])
+
+
 def at_both_ends(price: Callable[[NDArray[np.int64]], Amount]) -> NDArray[np.float64]:
     """[2, ranges]: the price of the first and of the last number of rows of each range."""
-    ends = range_ends()
-    lows = np.array([1, *(ends[:-1] + 1)])
-    prices = np.broadcast_to(price(np.concatenate([lows, ends])), 2 * len(ends))
+    rows = np.concatenate([range_lows(), range_ends()])
+    prices = np.broadcast_to(price(rows), rows.shape)
     return np.asarray(prices, np.float64).reshape(2, -1)
 
 
@@ -81,8 +86,7 @@ def choose_ranges(
 
 def _grown(losses: Losses, regret: float) -> list[int]:
     """Candidates, the one that helps most first."""
-    ends = range_ends()
-    weights = np.log((ends + 1) / np.array([1, *(ends[:-1] + 1)]))
+    weights = np.log((range_ends() + 1) / range_lows())
     chosen: list[int] = []
     least = np.full(len(losses), WORST)
     floors = losses.min(axis=1)

@@ -24,7 +24,7 @@ somebody did.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
@@ -114,7 +114,8 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
         one_kernel: microseconds of the one kernel.
     """
     a_pass = calibration(device).launch + cost_model.from_memory(m * (traffic.product + traffic.rest), device)
-    adding, alone = (sum(map(_normalising(device, kind, m), sizes)) for kind, sizes in _by_kind(traffic))
+    adding = _normalising(device, "adding", (m * size for size, _ in traffic.normalised))
+    alone = _normalising(device, "alone", (m * size for _, size in traffic.normalised))
     return {
         Strategy.ONE_KERNEL: one_kernel + alone,
         Strategy.LEFT_ALONE: library + traffic.passes * a_pass + adding,
@@ -122,15 +123,11 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
     }
 
 
-def _by_kind(traffic: Traffic) -> tuple[tuple[str, list[int]], tuple[str, list[int]]]:
-    """Bytes of a row that normalisations move, as the model has them and as they are without their sums."""
-    return ("adding", [size for size, _ in traffic.normalised]), ("alone", [size for _, size in traffic.normalised])
-
-
-def _normalising(device: DeviceSpec, kind: str, m: int) -> Callable[[int], float]:
-    """Microseconds of a normalisation of ONNX Runtime's, by the bytes of a row."""
+def _normalising(device: DeviceSpec, kind: str, sizes: Iterable[int]) -> float:
+    """Microseconds of ONNX Runtime's normalisations that move so many bytes each."""
     known = calibration(device)
-    return lambda size: known.launch + known.normalising[kind] * cost_model.from_memory(m * size, device)
+    each = (known.launch + known.normalising[kind] * cost_model.from_memory(size, device) for size in sizes)
+    return float(sum(each))
 
 
 def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Strategy:
