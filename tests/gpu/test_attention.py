@@ -43,6 +43,12 @@ class Type:
 
 
 TYPES = [Type(FLOAT16, np.dtype(np.float16), 2.0**-11), Type(BFLOAT16, np.dtype(ml_dtypes.bfloat16), 2.0**-8)]
+CASES = [
+    pytest.param(form, each, id=f"{form}-{name}")
+    for form in FORMS
+    for name, each in zip(("f16", "bf16"), TYPES, strict=True)
+    if (form, name) != ("by_einsum", "bf16")  # ONNX has no Einsum of bfloat16
+]
 
 
 def fused(model: ModelProto, folder: Path) -> Path:
@@ -69,8 +75,7 @@ def check(found: np.ndarray, model: ModelProto, feed: dict[str, np.ndarray], eac
     assert worst <= 2.2 * each.rounding * largest, f"{worst / each.rounding / largest:.2f} units"
 
 
-@pytest.mark.parametrize("each", TYPES, ids=["f16", "bf16"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "each"), CASES)
 def test_a_form_at_lengths_that_change_from_run_to_run(form: str, each: Type, tmp_path: Path) -> None:
     model, exact = model_of(form, each.number, cast=True), model_of(form, FLOAT)
     live = onnxfuse.InferenceSession(fused(model, tmp_path), providers=CUDA)
