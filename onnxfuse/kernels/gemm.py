@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from onnxfuse.kernels.epilogue import functor
-from onnxfuse.kernels.source import access_tables, constants, flag
+from onnxfuse.kernels.source import access_tables, constants, flag, quantized_numbers
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.small_m_tile import SmallMTile
 
@@ -61,4 +61,4 @@ def tile_numbers(tile: Tile | SmallMTile, shared_bytes: int) -> dict[str, int]:
 
 
 def _numbers(spec: KernelSpec, own: Mapping[str, int]) -> dict[str, int]:
-    return {"PARTS": spec.parts, "LOADS": len(spec.loads), "OUTS": len(spec.outs), **own}
+    return {"PARTS": spec.parts, "LOADS": len(spec.loads), "OUTS": len(spec.outs), **quantized_numbers(spec), **own}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor, halved_sums
-from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
+from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
 from onnxfuse.schedule.hopper_tile import (
     TILE_BYTES,
     WGMMA_STEPS,
@@ -108,6 +108,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "VECTORS_BYTES": layout.vectors,
         "TILE_BYTES": TILE_BYTES,
         "SHARED_BYTES": layout.total,
+        **quantized_numbers(spec),
     }
 
 

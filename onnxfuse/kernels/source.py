@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.shared_memory import copy_width
 
 TEMPLATES = Path(__file__).parent / "cuda"
@@ -54,6 +54,20 @@ def template(name: str) -> str:
 def constants(numbers: Mapping[str, int]) -> str:
     """A line of C++ for each number."""
     return "\n".join(f"constexpr int {name} = {value};" for name, value in numbers.items())
+
+
+def quantized_numbers(spec: KernelSpec) -> dict[str, int]:
+    """The constants of a quantized rhs; none of any other."""
+    form = spec.quantization
+    if form is None:
+        return {}
+    return {
+        "QUANTIZED_BITS": form.bits,
+        "QUANTIZED_BLOCK": form.block,
+        "ZERO_POINTS": int(form.zero_points),
+        "SCALES_WIDTH": spec.scales_width,
+        "ZERO_POINTS_WIDTH": spec.zero_points_width,
+    }
 
 
 def access_tables(

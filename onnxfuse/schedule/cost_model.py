@@ -47,11 +47,16 @@ def from_memory(size: Amount, device: DeviceSpec) -> Amount:
     return size / device.multiprocessors / calibration(device).bytes
 
 
+def column_bytes(spec: KernelSpec, k: Count) -> Amount:
+    """What is stored of one column of rhs, in bytes."""
+    return k * spec.dtype.bytes if spec.quantization is None else spec.quantization.column_bytes(k)
+
+
 def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
     """Microseconds in which memory delivers lhs, rhs so many times, and what the epilogue reads and writes."""
-    factors = problem.m * problem.k + passes * problem.n * spec.parts * problem.k
+    factors = problem.m * problem.k * spec.dtype.bytes + passes * problem.n * spec.parts * column_bytes(spec, problem.k)
     rows = sum(each.dtype.bytes for each in (*spec.loads, *spec.outs) if each.kind == "tile")
-    return from_memory(problem.batch * (factors * spec.dtype.bytes + problem.m * problem.n * rows), device)
+    return from_memory(problem.batch * (factors + problem.m * problem.n * rows), device)
 
 
 def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> Amount:

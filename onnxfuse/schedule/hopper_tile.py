@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule.calibration import calibration_of
 from onnxfuse.schedule.kernel_family import MapRule
-from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.kernel_spec import QUANTIZED, Access, KernelSpec
 from onnxfuse.schedule.shared_memory import staged_pitch
 
 ARCH = "sm_90a"
@@ -325,6 +325,7 @@ def _of_operands(spec: KernelSpec) -> Rules:
     transposed = spec.rhs_order == "kn" or spec.lhs_order == "km"
     narrow = min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES
     walked = [load for load in spec.loads if load.kind != "tile" and {*load.two_levels} - {"batch"}]
+    yield spec.quantization is not None, QUANTIZED
     yield spec.math not in WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
     yield spec.math == "tf32" and transposed, "wgmma reads 32-bit elements with k contiguous only"
     yield narrow, "TMA needs rows of lhs and rhs on 16-byte boundaries"

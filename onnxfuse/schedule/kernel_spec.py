@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.dtypes import DType
+from onnxfuse.dtypes import U8, DType
 from onnxfuse.ir.fusion import Step
+from onnxfuse.ir.quantization import Quantization
 
+QUANTIZED = "rhs is quantized"  # what a family says that cannot read one
 EXACT = ("fp32", "3xtf32")  # arithmetic with all 24 bits of an fp32 number
 
 
@@ -66,13 +68,13 @@ class KernelSpec:
     """Everything but its tile that the text of a kernel depends on; sizes and strides are run-time arguments.
 
     Attributes:
-        dtype: element type of lhs and rhs.
+        dtype: element type of lhs and rhs; of a quantized rhs that of the numbers that it stands for.
         math: `f16`, `bf16` and `tf32` use the tensor cores, and so does `3xtf32`, whose sums are as exact as those of
             `fp32`, which uses the ordinary fp32 units; all accumulate in fp32.
         parts: products accumulated in one thread.
         rhs_order: `kn` where n is the contiguous axis of rhs, `nk` where k is.
         lhs_width: elements of one copy of lhs along its contiguous axis.
-        rhs_width: elements of one copy of rhs along its contiguous axis.
+        rhs_width: elements of one copy of rhs along its contiguous axis; of a quantized rhs, bytes of its integers.
         loads: what the steps call `op0`, `op1`, ...
         outs: the stored tensors; `out_values` names the value that each stores.
         lhs_run: columns of one run where no single stride walks the k of lhs, as after heads were merged; else 0.
@@ -81,6 +83,9 @@ class KernelSpec:
             width does not fit as one of width 1; otherwise the launch rule looks, and takes another kernel.
         lhs_batch_runs: no single stride walks the batches of lhs: the kernel steps through runs of them.
         rhs_batch_runs: the same of rhs.
+        quantization: how rhs is stored, if it is quantized; then its order is `nk`.
+        scales_width: elements of one access to the scales of a quantized rhs, along k.
+        zero_points_width: bytes of one access to its zero points.
     """
 
     dtype: DType
@@ -98,6 +103,14 @@ class KernelSpec:
     checked: bool = False
     lhs_batch_runs: bool = False
     rhs_batch_runs: bool = False
+    quantization: Quantization | None = None
+    scales_width: int = 1
+    zero_points_width: int = 1
+
+    @property
+    def rhs_dtype(self) -> DType:
+        """What rhs is stored in: bytes where it is quantized."""
+        return self.dtype if self.quantization is None else U8
 
     @property
     def factors(self) -> tuple[Access, ...]:
@@ -106,7 +119,7 @@ class KernelSpec:
         rhs_levels = ("batch",) if self.rhs_batch_runs else ()
         return (
             Access("tile", self.dtype, self.lhs_width, self.lhs_order == "km", lhs_levels, self.lhs_run),
-            Access("tile", self.dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
+            Access("tile", self.rhs_dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
         )
 
     @property

@@ -57,7 +57,7 @@ def library_way(
     fusion: Fusion, mapping: AxisMapping, base: KernelSpec, device: DeviceSpec
 ) -> tuple[LibraryVariant, ...]:
     """The kernels behind the library's product, for every number of rows; none where the library does not make it."""
-    in_levels = base.lhs_run or base.lhs_batch_runs or base.rhs_batch_runs
+    in_levels = base.quantization or base.lhs_run or base.lhs_batch_runs or base.rhs_batch_runs
     if base.math not in MATH or in_levels or static_size(fusion, mapping.k) == 0:
         return ()
     rows = tuple((axis,) for axis in (*mapping.batch, *mapping.m, *mapping.n))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.schedule.kernel_spec import EXACT, Access, KernelSpec, Tile
+from onnxfuse.schedule.kernel_spec import EXACT, QUANTIZED, Access, KernelSpec, Tile
 from onnxfuse.schedule.shared_memory import CHUNK_BYTES, staged_pitch
 
 MAX_THREADS = 1024
@@ -72,6 +72,8 @@ def footprint(spec: KernelSpec, tile: Tile) -> Footprint:
 
 def why_not(spec: KernelSpec, tile: Tile, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
+    if spec.quantization is not None:
+        return QUANTIZED
     step_k = SCALAR_STEP_K if spec.math == "fp32" else 2 * CHUNK_BYTES // spec.dtype.bytes
     if tile.block_m % (tile.warps_m * FRAGMENT_ROWS) or tile.block_n % (tile.warps_n * FRAGMENT_COLUMNS):
         return f"a warp owns multiples of {FRAGMENT_ROWS} rows and {FRAGMENT_COLUMNS} columns"

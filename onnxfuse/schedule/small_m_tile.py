@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.kernel_spec import QUANTIZED, KernelSpec
 
 ROWS = 16  # of one mma
 FRAGMENT_COLUMNS = 8
@@ -100,6 +100,8 @@ def resident_blocks(spec: KernelSpec, tile: SmallMTile) -> int:
 
 def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
+    if spec.quantization is not None:
+        return QUANTIZED
     if spec.math == "fp32":
         return f"small M: no kernel for {spec.math}"
     if min(spec.lhs_width, spec.rhs_width) < chunk(spec):

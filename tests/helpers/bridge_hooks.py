@@ -34,6 +34,17 @@ class Outer(ctypes.Structure):
     )
 
 
+class Scales(ctypes.Structure):
+    """What a quantized rhs has beside its integers."""
+
+    _fields_ = (
+        ("scales", ctypes.c_void_p),
+        ("zero_points", ctypes.c_void_p),
+        ("scales_pitch", ctypes.c_int64),
+        ("zero_points_pitch", ctypes.c_int64),
+    )
+
+
 class Arguments(ctypes.Structure):
     """kernels/cuda/common/arguments.cuh."""
 
@@ -51,6 +62,7 @@ class Arguments(ctypes.Structure):
         ("loads_outer", Outer * MAX_LOADS),
         ("outs_outer", Outer * MAX_OUTS),
         ("values_outer", Outer),
+        ("scales", Scales * MAX_PARTS),
     )
 
 

@@ -29,11 +29,14 @@ OUTER = np.dtype(
     [(name, "<i8") for name in ("row_stride", "column_stride", "batch_stride")]
     + [(name, "<i4") for name in ("rows", "columns", "batches", "padding")]
 )
+SCALES = np.dtype(
+    [(name, "<u8") for name in ("scales", "zero_points")] + [("scales_pitch", "<i8"), ("zero_points_pitch", "<i8")]
+)
 ARGUMENTS = np.dtype(
     [("lhs", TENSOR), ("rhs", TENSOR, 4), ("loads", TENSOR, 12), ("outs", TENSOR, 4)]
     + [(name, "<i4") for name in ("m", "n", "k", "batch")]
     + [("lhs_outer", OUTER), ("rhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
-    + [("values_outer", OUTER)]
+    + [("values_outer", OUTER), ("scales", SCALES, 4)]
 )
 
 # How tile operands and outputs lie in memory, outermost dimension first: `m` and `n` whole, or in runs: `M` counts the

@@ -28,6 +28,16 @@ struct OnnxfuseOuter {
   int batches;
 };
 
+// What a quantized rhs has beside its packed integers, of one part: scales [n, blocks], and zero points [n, bytes] or null;
+// k runs fastest in all three. From column to column it is scales_pitch elements, zero_points_pitch bytes, and in the
+// packed integers, of which an element is a byte, column_stride of rhs.
+struct OnnxfuseScales {
+  const void* scales;
+  const void* zero_points;
+  long long scales_pitch;
+  long long zero_points_pitch;
+};
+
 struct OnnxfuseArguments {
   OnnxfuseTensor lhs;                         // [batch, m, k]
   OnnxfuseTensor rhs[ONNXFUSE_MAX_PARTS];     // [batch, k, n]
@@ -42,4 +52,5 @@ struct OnnxfuseArguments {
   OnnxfuseOuter loads_outer[ONNXFUSE_MAX_LOADS];
   OnnxfuseOuter outs_outer[ONNXFUSE_MAX_OUTS];
   OnnxfuseOuter values_outer;                 // of rhs[1] of an attention
+  OnnxfuseScales scales[ONNXFUSE_MAX_PARTS];  // of a quantized rhs
 };
