@@ -44,11 +44,15 @@ class Graph:
     def opened_sums(self) -> Mapping[int, frozenset[int]]:
         """The Adds of an op that was taken apart (opened_ops.py): for the index of each, all those of the same op."""
         by_op: dict[FunctionKey, set[int]] = {}
-        for index, node in enumerate(self.scope.nodes):
-            for key in self.scope.origins.get(node.name, ()) if node.op_type == "Add" else ():
-                if key[:2] in OPENED:
-                    by_op.setdefault(key, set()).add(index)
+        for index, node in enumerate(self.nodes):
+            for key in self.opened(node) if node.op == "Add" else ():
+                by_op.setdefault(key, set()).add(index)
         return {index: frozenset(sums) for sums in by_op.values() for index in sums}
+
+    def opened(self, node: gs.Node) -> list[FunctionKey]:
+        """The ops that a node came from, of those that were taken apart."""
+        origins = self.scope.origins.get(self.scope.nodes[self.index(node)].name, ())
+        return [key for key in origins if key[:2] in OPENED]
 
     @property
     def opset(self) -> int:

@@ -4,22 +4,27 @@
 normalisation as an op of its own that reads their sum. Like functions of the model they are inlined to look for
 fusions, and only those stay inlined that a fusion reaches into. The bias comes first, as where ONNX Runtime's optimiser
 finds the op, so that it makes it again where the original nodes run.
+
+What stays of such an op is the op again in the end, which adds one row of zeros: its kernel takes a quarter to half of
+the time of ONNX Runtime's kernel for the normalisation alone (results/h200-optimized.json).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from onnx import FunctionProto, ModelProto, NodeProto, helper
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from onnxfuse.graph.functions import OPENED, FunctionKey, call_key, functions_of, walk
 from onnxfuse.graph.operators import PRODUCTS
 
 _NORMALISATIONS = {"SkipLayerNormalization": "LayerNormalization",
                    "SkipSimplifiedLayerNormalization": "SimplifiedLayerNormalization"}  # fmt: skip
+_WHOLE = {alone: whole for whole, alone in _NORMALISATIONS.items()}
 _PARAMETERS = {"SkipLayerNormalization": ("gamma", "beta", "bias"),
                "SkipSimplifiedLayerNormalization": ("gamma", "bias")}  # fmt: skip
+_DOMAIN = "com.microsoft"
 _EPSILON = 1e-12  # of ONNX Runtime's op where a node has none; LayerNormalization's own is another
 _NEAR = 8  # nodes between a product and the op that may belong to its epilogue
 
@@ -84,3 +89,47 @@ def _function(node: NodeProto, proto: ModelProto, product: int) -> FunctionProto
         node.domain, node.op_type, ["x", "skip", *parameters], ["y", "mean", "deviation", "sum"],
         [*nodes, norm], list(proto.opset_import), attribute_protos=[helper.make_attribute("epsilon", _EPSILON)],
     )  # fmt: skip
+
+
+def add_zeros(scope: GraphProto, rows: Mapping[str, tuple[int, int]], named: Callable[[str], str]) -> None:
+    """Put the op itself in the place of what is left of it: its kernel normalises faster than that of the rest.
+
+    Args:
+        scope: a graph of the model, which is edited.
+        rows: length and type of the rows of each normalisation, by what it makes.
+        named: a name that is not taken, near to one.
+    """
+    if rows:
+        nodes = [new for node in scope.node for new in _adding_zeros(node, rows, named)]
+        del scope.node[:]
+        scope.node.extend(nodes)
+
+
+def _adding_zeros(
+    node: NodeProto, rows: Mapping[str, tuple[int, int]], named: Callable[[str], str]
+) -> Iterable[NodeProto]:
+    """Zeros `[1, 1, length]` are repeated over the sum's rows `[rows, 1, length]`."""
+    if node.op_type not in _WHOLE or node.output[0] not in rows:
+        return [node]
+    (length, dtype), (total, *scales), (y,) = rows[node.output[0]], node.input, node.output
+    rows_of, row, as_rows, zeros, normalised, shape = (
+        named(f"{y}.{role}") for role in ("rows", "row", "as_rows", "zeros", "normalised", "shape")
+    )
+    whole = helper.make_node(
+        _WHOLE[node.op_type], [as_rows, zeros, *scales], [normalised], node.name, domain=_DOMAIN
+    )  # fmt: skip
+    whole.attribute.extend(attribute for attribute in node.attribute if attribute.name == "epsilon")
+    return [
+        _constant(rows_of, [-1, 1, length]),
+        _constant(row, [1, 1, length]),
+        helper.make_node("Reshape", [total, rows_of], [as_rows]),
+        helper.make_node("ConstantOfShape", [row], [zeros], value=helper.make_tensor("value", dtype, [1], [0])),
+        whole,
+        helper.make_node("Shape", [total], [shape]),
+        helper.make_node("Reshape", [normalised, shape], [y]),
+    ]
+
+
+def _constant(name: str, values: Sequence[int]) -> NodeProto:
+    value = helper.make_tensor("value", TensorProto.INT64, [len(values)], values)
+    return helper.make_node("Constant", [], [name], value=value)

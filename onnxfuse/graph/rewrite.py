@@ -8,6 +8,7 @@ read the main graph's kernels, as these may.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
@@ -19,7 +20,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION
 from onnxfuse.graph.op_names import OpNames
-from onnxfuse.graph.opened_ops import functions_and_openings
+from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
 from onnxfuse.graph.scopes import graph_at
 from onnxfuse.graph.transposed_data import Perm, transpose
 
@@ -64,6 +65,7 @@ def rewrite(
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
         stored = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
         scope.initializer.extend(numpy_helper.from_array(known_array(graph, name), name) for name in stored)
+        add_zeros(scope, left_of_opened(graph), functools.partial(_new_name, taken=taken))
     proto.graph.initializer.append(
         TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
     )
@@ -74,6 +76,17 @@ def rewrite(
     return proto
 
 
+def left_of_opened(graph: Graph) -> dict[str, tuple[int, int]]:
+    """Length and type of the rows of each normalisation that is left of an opened op, by what it makes."""
+    found: dict[str, tuple[int, int]] = {}
+    for total in {graph.nodes[max(sums)].outputs[0].name for sums in graph.opened_sums.values()}:
+        length, dtype = (graph.shape(total) or (None,))[-1], graph.dtype(total)
+        if isinstance(length, int) and dtype is not None:
+            left = (node for node in graph.tensor(total).outputs if graph.opened(node))
+            found |= {node.outputs[0].name: (length, dtype) for node in left}
+    return found
+
+
 def _stored_names(replacements: Iterable[Replacement], taken: set[str]) -> dict[str, tuple[str, Perm]]:
     """What each weight that is stored otherwise is called then, and how it is transposed.
 
@@ -82,8 +95,7 @@ def _stored_names(replacements: Iterable[Replacement], taken: set[str]) -> dict[
     perms = {name: perm for replacement in replacements for name, perm in replacement.transposed.items()}
     names: dict[str, tuple[str, Perm]] = {}
     for name, perm in perms.items():
-        names[name] = _unlike(f"{name}.transposed", taken), perm
-        taken.add(names[name][0])
+        names[name] = _new_name(f"{name}.transposed", taken), perm
     return names
 
 
@@ -128,6 +140,13 @@ def _names(graph: GraphProto) -> set[str]:
     taken = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     taken.update(value for node in walk(graph.node) for value in (*node.input, *node.output))
     return taken
+
+
+def _new_name(name: str, taken: set[str]) -> str:
+    """The same, which is taken from now on."""
+    new = _unlike(name, taken)
+    taken.add(new)
+    return new
 
 
 def _unlike(name: str, taken: set[str]) -> str:

@@ -33,7 +33,7 @@ from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.strategy import Strategy, Times, Traffic, choose, estimate, is_faster, saves
+from onnxfuse.schedule.strategy import Normalising, Strategy, Times, Traffic, choose, estimate, is_faster, saves
 from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
@@ -292,15 +292,16 @@ def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Tra
     )
 
 
-def _normalised(graph: Graph, last: int, size: int) -> tuple[int, int]:
-    """Bytes of a row that an op moves and that a normalisation does in its place, for values of so many bytes.
+def _normalised(graph: Graph, last: int, size: int) -> Normalising:
+    """An op that was taken apart, of rows of so many bytes.
 
-    The op reads the product and the skip, and writes its result and the sum where somebody wants it; the normalisation
-    reads the sum and writes the result.
+    It reads the product and the skip, and writes its result and the sum where somebody wants it; what stays of it reads
+    the sum and writes the result.
     """
-    (total,) = graph.nodes[last].outputs
+    node = graph.nodes[last]
+    (total,), ((_, op, _), *_) = node.outputs, graph.opened(node)
     is_wanted = len(total.outputs) > 1 or graph.is_escaping(total.name)
-    return (4 if is_wanted else 3) * size, 2 * size
+    return Normalising(op, (4 if is_wanted else 3) * size, 2 * size)
 
 
 def _row_bytes(fusion: Fusion, tensor: Tensor, along: Sequence[str]) -> int:

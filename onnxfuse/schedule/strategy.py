@@ -50,6 +50,21 @@ Times = Mapping[Strategy, float]
 
 
 @dataclass(frozen=True)
+class Normalising:
+    """One row of an op of ONNX Runtime that normalises.
+
+    Attributes:
+        op: its type, `SkipLayerNormalization`.
+        whole: bytes that it moves as the model has it.
+        rest: bytes that it moves where a kernel makes the sum.
+    """
+
+    op: str
+    whole: int
+    rest: int
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that a site moves.
 
@@ -61,7 +76,7 @@ class Traffic:
         passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
             activation of a FusedGemm is one too.
         products: that the library makes one after the other, each of as many columns.
-        normalised: of one row, by ops that were taken apart: of each as the model has it, and of what stays of it.
+        normalised: by ops that were taken apart.
     """
 
     weights: int
@@ -70,7 +85,7 @@ class Traffic:
     rest: int
     passes: int
     products: int = 1
-    normalised: tuple[tuple[int, int], ...] = ()
+    normalised: tuple[Normalising, ...] = ()
 
 
 def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
@@ -114,19 +129,19 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
         one_kernel: microseconds of the one kernel.
     """
     a_pass = calibration(device).launch + cost_model.from_memory(m * (traffic.product + traffic.rest), device)
-    adding = _normalising(device, "adding", (m * size for size, _ in traffic.normalised))
-    alone = _normalising(device, "alone", (m * size for _, size in traffic.normalised))
+    whole = _normalising(device, m, ((each.op, each.whole) for each in traffic.normalised))
+    rest = _normalising(device, m, ((each.op, each.rest) for each in traffic.normalised))
     return {
-        Strategy.ONE_KERNEL: one_kernel + alone,
-        Strategy.LEFT_ALONE: library + traffic.passes * a_pass + adding,
-        Strategy.EPILOGUE_ONLY: library + a_pass + alone,
+        Strategy.ONE_KERNEL: one_kernel + rest,
+        Strategy.LEFT_ALONE: library + traffic.passes * a_pass + whole,
+        Strategy.EPILOGUE_ONLY: library + a_pass + rest,
     }
 
 
-def _normalising(device: DeviceSpec, kind: str, sizes: Iterable[int]) -> float:
-    """Microseconds of ONNX Runtime's normalisations that move so many bytes each."""
+def _normalising(device: DeviceSpec, m: int, ops: Iterable[tuple[str, int]]) -> float:
+    """Microseconds of ONNX Runtime's ops that normalise m rows of so many bytes each."""
     known = calibration(device)
-    each = (known.launch + known.normalising[kind] * cost_model.from_memory(size, device) for size in sizes)
+    each = (known.launch + known.normalising[op] * cost_model.from_memory(m * size, device) for op, size in ops)
     return float(sum(each))
 
 

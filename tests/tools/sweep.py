@@ -29,7 +29,8 @@ from onnxfuse.analysis.axis_mapping import broadcast_product_axes
 from onnxfuse.device import resolve
 from onnxfuse.graph.functions import inline
 from onnxfuse.graph.graph import Model, ModelProto
-from onnxfuse.graph.opened_ops import openings
+from onnxfuse.graph.opened_ops import add_zeros, openings
+from onnxfuse.graph.rewrite import left_of_opened
 from onnxfuse.graph.save import save_model
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.lowering.site import Site
@@ -119,6 +120,7 @@ def taken_apart(original: ModelProto, analysis: Analysis) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(original)
     inline(copy, chosen)
+    add_zeros(copy.graph, left_of_opened(analysis.graphs[0]), "{}.apart".format)
     return copy
 
 

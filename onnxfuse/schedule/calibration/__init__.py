@@ -26,7 +26,7 @@ class Calibration:
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
-        normalising: of ops that are `adding` as well, and of those `alone`.
+        normalising: by the op's type.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and `rhs`.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
