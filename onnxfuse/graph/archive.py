@@ -5,13 +5,14 @@ The other half, the attributes of a fused node, is in `lowering/fused_node.py`.
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   272 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
+    records   276 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64 max_m, u32
               block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the kernel has
               no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks in two
               levels, and whether its accesses go down the rows), u32 cluster, u32 number of tensor maps, tensor maps[9]
               of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner, box_outer), u32 library
-              (`Library`), u64 offset of the image from the start of the archive, u32 bytes of it there, u32 bytes of
-              it decompressed
+              (`Library`), u8 bits and block of a quantized rhs, u8 alignments of its scales and zero points (all 0: it
+              is not quantized), u64 offset of the image from the start of the archive, u32 bytes of it there, u32 bytes
+              of it decompressed
     images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
               stored once. Compressed they take less than a quarter; one is decompressed while the driver loads it
 
@@ -37,11 +38,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum, IntFlag
 
 from onnxfuse.errors import ModelError
-from onnxfuse.limits import MAX_BOX, MAX_LOADS, MAX_MAPS, MAX_OUTS
+from onnxfuse.limits import MAX_BOX, MAX_LOADS, MAX_MAPS, MAX_OUTS, QUANTIZED_BITS, QUANTIZED_BLOCKS
 
 FIRST_LOAD = 2  # a record's tensors in order: lhs, rhs, the loads, the outputs
 FIRST_OUT = FIRST_LOAD + MAX_LOADS
@@ -49,10 +50,10 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 11
+VERSION = 12
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sII72sIQII")
+_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sII72sIBBBBQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
 _RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
@@ -89,6 +90,23 @@ class Library(IntEnum):
     F16 = 1
     BF16 = 2
     TF32 = 3
+
+
+@dataclass(frozen=True)
+class QuantizedRhs:
+    """The form of the rhs that a kernel reads.
+
+    Attributes:
+        bits: of one element; 4 or 8.
+        block: elements of k that share a scale; 16, 32, 64 or 128.
+        scales_alignment: bytes that the address of the scales is a multiple of; 1, 2, 4, 8 or 16.
+        zero_points_alignment: the same of the zero points; 0 where there are none.
+    """
+
+    bits: int
+    block: int
+    scales_alignment: int
+    zero_points_alignment: int
 
 
 _ALL_FLAGS = max(TensorFlag) * 2 - 1
@@ -148,6 +166,7 @@ class Record:
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         flags: a `TensorFlag` for lhs, rhs, each of 12 loads and each of 4 outputs; 0 where the kernel has none.
         library: not NONE for a kernel whose first loads are the parts of a product that the library makes.
+        quantized: the form of rhs; None where it is not quantized.
     """
 
     kernel: str
@@ -169,6 +188,7 @@ class Record:
     maps: tuple[TensorMap, ...] = ()
     flags: tuple[int, ...] = (0,) * TENSORS
     library: int = Library.NONE
+    quantized: QuantizedRhs | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -226,6 +246,7 @@ def _check(record: Record) -> None:
         (len(record.flags) == TENSORS and all(0 <= flags <= _ALL_FLAGS for flags in record.flags), "flags"),
         (not any(_flags_of_missing(record)), "flags of a tensor that it does not have"),
         (record.library in tuple(Library) and _is_library_possible(record), "product of the library"),
+        (record.quantized is None or _is_form_possible(record.quantized, record), "quantized rhs"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
     )
     wrong = [what for holds, what in limits if not holds]
@@ -242,6 +263,17 @@ def _is_possible(tensor_map: TensorMap, record: Record) -> bool:
         and 0 <= tensor_map.index < (len(record.load_alignments) if tensor_map.tensor == Mapped.LOAD else MAX_OUTS)
         and tensor_map.swizzle in (0, 32, 64, 128)
         and all(1 <= box <= MAX_BOX for box in boxes)
+    )
+
+
+def _is_form_possible(form: QuantizedRhs, record: Record) -> bool:
+    return (
+        form.bits in QUANTIZED_BITS
+        and form.block in QUANTIZED_BLOCKS
+        and form.scales_alignment in ALIGNMENTS
+        and form.zero_points_alignment in (0, *ALIGNMENTS)
+        and record.lhs_alignment != 0
+        and record.library == Library.NONE
     )
 
 
@@ -337,7 +369,17 @@ def _pack_record(record: Record, place: _Place) -> bytes:
         _MAP.pack(entry.tensor, entry.index, entry.rows_contiguous, entry.swizzle, entry.box_inner, entry.box_outer)
         for entry in record.maps
     )
-    tail = (record.cluster, len(record.maps), maps, record.library, place.offset, place.packed, len(record.image))
+    form = (0,) * 4 if record.quantized is None else astuple(record.quantized)
+    tail = (
+        record.cluster,
+        len(record.maps),
+        maps,
+        record.library,
+        *form,
+        place.offset,
+        place.packed,
+        len(record.image),
+    )
     return _RECORD.pack(*names, *numbers, *launch, *_all_alignments(record), bytes(record.flags), *tail)
 
 
@@ -360,8 +402,8 @@ def _check_header(data: bytes) -> int:
 
 def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
-    alignments, tail = fields[10 : 10 + TENSORS], fields[-8:]
-    flags, cluster, map_count, maps, library, offset, packed, size = tail
+    alignments, tail = fields[10 : 10 + TENSORS], fields[10 + TENSORS :]
+    flags, cluster, map_count, maps, library, *form, offset, packed, size = tail
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
         kernel=_text(kernel),
@@ -383,6 +425,7 @@ def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
         maps=_unpack_maps(maps, map_count),
         flags=tuple(flags),
         library=library,
+        quantized=QuantizedRhs(*form) if any(form) else None,
     )
 
 

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 
 from onnxfuse.dtypes import DType
 
-BITS = (4, 8)
-BLOCKS = (16, 32, 64, 128)
-
 
 @dataclass(frozen=True)
 class Quantization:

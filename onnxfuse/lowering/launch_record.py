@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, TENSORS, Library, Mapped, Record, TensorFlag, TensorMap
+from onnxfuse.graph.archive import (
+    FIRST_LOAD,
+    FIRST_OUT,
+    TENSORS,
+    Library,
+    Mapped,
+    QuantizedRhs,
+    Record,
+    TensorFlag,
+    TensorMap,
+)
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.schedule.attention_tile import AttentionSpec
@@ -39,6 +49,7 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
         cluster=launch.cluster,
         maps=tuple(map(_tensor_map, launch.maps)),
         flags=_flags(spec),
+        quantized=_quantized(spec),
         library=Library[spec.math.upper()] if isinstance(spec, LibrarySpec) else Library.NONE,
     )
 
@@ -49,6 +60,15 @@ def _factor_alignments(spec: KernelSpec | PointwiseSpec | LibrarySpec | Attentio
         return spec.product.dtype.bytes, spec.product.dtype.bytes
     lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
     return lhs, rhs
+
+
+def _quantized(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> QuantizedRhs | None:
+    form = spec.quantization if isinstance(spec, KernelSpec) else None
+    if form is None or not isinstance(spec, KernelSpec):
+        return None
+    scales = form.scale.bytes * (1 if spec.checked else spec.scales_width)
+    zero_points = (1 if spec.checked else spec.zero_points_width) if form.zero_points else 0
+    return QuantizedRhs(form.bits, form.block, scales, zero_points)
 
 
 def _alignment(checked: bool, access: Access) -> int:

@@ -9,7 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph.archive import ALIGNMENTS, TENSORS, Flavour, Library, Mapped, Record, TensorMap, pack, unpack
+from onnxfuse.graph.archive import (
+    ALIGNMENTS,
+    TENSORS,
+    Flavour,
+    Library,
+    Mapped,
+    QuantizedRhs,
+    Record,
+    TensorMap,
+    pack,
+    unpack,
+)
+from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
 from tests.tools import fuzz_archive
 from tests.tools.fuzz_archive import RECORD, flags
 
@@ -20,6 +32,15 @@ low_and_high = st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)).map(sorte
 sides = st.integers(1, 256)
 tensor_maps = st.builds(
     TensorMap, st.sampled_from(list(Mapped)), st.just(0), st.booleans(), st.sampled_from((0, 32, 64, 128)), sides, sides
+)
+
+
+quantized_forms = st.builds(
+    QuantizedRhs,
+    st.sampled_from(QUANTIZED_BITS),
+    st.sampled_from(QUANTIZED_BLOCKS),
+    alignments,
+    st.sampled_from((0, *ALIGNMENTS)),
 )
 
 
@@ -55,6 +76,7 @@ def records(draw: st.DrawFn) -> Record:
         maps=tuple(maps),
         flags=tuple(draw(st.integers(0, 15)) if alignment else 0 for alignment in there),
         library=library,
+        quantized=draw(st.none() | quantized_forms) if product[0] and library == Library.NONE else None,
     )
 
 
@@ -72,7 +94,7 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert len(pack(many)) == len(pack([one])) + 7 * 272
+    assert len(pack(many)) == len(pack([one])) + 7 * 276
     assert {record.image for record in unpack(pack(many))} == {image}
 
 

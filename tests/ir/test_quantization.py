@@ -8,8 +8,9 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F16
-from onnxfuse.ir.quantization import BITS, BLOCKS, Quantization
+from onnxfuse.ir.quantization import Quantization
 from onnxfuse.kernels.source import quantized_numbers
+from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_spec import QUANTIZED, KernelSpec
 from tests.schedule.test_plan import planned
@@ -21,8 +22,8 @@ def spec_of(form: Quantization | None) -> KernelSpec:
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("block", QUANTIZED_BLOCKS)
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 def test_a_column_is_counted_block_by_block(bits: int, block: int, zero_points: bool) -> None:
     form = Quantization(bits, block, zero_points, F16)
     for k in (1, block - 1, block, block + 1, 3 * block, 10 * block):

@@ -437,6 +437,7 @@ def fields(record: Record) -> list[str]:
         len(record.maps),
         *maps,
         int(record.library),
+        *(dataclasses.astuple(record.quantized) if record.quantized else (0,) * 4),
         len(record.image),
         fnv1a(record.image),
     )
@@ -488,7 +489,7 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
     with contextlib.suppress(BridgeError):
-        assert all((len(record) - 51) == 6 * int(record[47]) for record in bridge().archive(resealed(archive)))
+        assert all((len(record) - 55) == 6 * int(record[47]) for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------
@@ -651,7 +652,9 @@ def test_unknown_kernel_and_wrong_counts() -> None:
 def test_the_argument_struct_is_the_one_of_the_kernels() -> None:
     import ctypes
 
-    assert bridge().hooks.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 19 * 40
+    assert (
+        bridge().hooks.onnxfuse_test_sizeof_arguments() == ctypes.sizeof(Arguments) == 21 * 32 + 16 + 19 * 40 + 4 * 32
+    )
 
 
 def test_only_the_entry_points_and_the_hooks_are_exported() -> None:

@@ -12,10 +12,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 11;
+constexpr uint32_t kVersion = 12;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 272;
+constexpr uint64_t kRecordBytes = 276;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
@@ -171,6 +171,24 @@ void parse_library(Cursor& cursor, Record& record) {
   }
 }
 
+bool is_power_of_two(int number) { return number > 0 && (number & (number - 1)) == 0; }
+
+void parse_quantized(Cursor& cursor, Record& record) {
+  Quantized& form = record.quantized;
+  form.bits = cursor.number<uint8_t>();
+  form.block = cursor.number<uint8_t>();
+  form.scales_alignment = cursor.number<uint8_t>();
+  form.zero_points_alignment = cursor.number<uint8_t>();
+  if (form.bits == 0 && form.block == 0 && form.scales_alignment == 0 && form.zero_points_alignment == 0) return;
+  const auto is_alignment = [](int bytes) { return bytes <= 16 && is_power_of_two(bytes); };
+  const bool sane = (form.bits == 4 || form.bits == 8) && form.block >= 16 && is_power_of_two(form.block) &&
+                    is_alignment(form.scales_alignment) &&
+                    (form.zero_points_alignment == 0 || is_alignment(form.zero_points_alignment));
+  if (!sane || !record.has_product() || record.library != LibraryMath::kNone) {
+    fail("a record has an impossible quantized rhs", kRemedy);
+  }
+}
+
 void check_record(const Record& record) {
   const bool sane = record.flavour <= Flavour::kPtx && record.capability >= 10 && record.capability < 1000 &&
                     0 <= record.min_m && record.min_m <= record.max_m && record.block_m >= 1 &&
@@ -214,6 +232,7 @@ Records parse_archive(const uint8_t* data, uint64_t size) {
     parse_tensors(cursor, record);
     parse_maps(cursor, record);
     parse_library(cursor, record);
+    parse_quantized(cursor, record);
     check_record(record);
     parse_image(cursor, data, size, table_end, record);
   }

@@ -46,6 +46,12 @@ constexpr size_t kMaxMaps = 9;
 // How the library multiplies for a kernel that only does what follows; kNone where the kernel does all of it.
 enum class LibraryMath : uint32_t { kNone = 0, kF16 = 1, kBf16 = 2, kTf32 = 3 };
 
+// The form of the rhs that a kernel reads: 0 bits where it is not quantized. Alignments in bytes, of addresses; 0 of zero
+// points that there are none of.
+struct Quantized {
+  uint8_t bits = 0, block = 0, scales_alignment = 0, zero_points_alignment = 0;
+};
+
 struct Record {
   std::string kernel, entry;
   uint32_t capability = 0;
@@ -57,9 +63,11 @@ struct Record {
   uint32_t cluster = 0;        // 0: one block a tile; else a persistent grid of clusters of so many blocks
   std::vector<MapRule> maps;   // of the kernel's second parameter
   LibraryMath library = LibraryMath::kNone;   // else the first loads are the parts of the library's product
+  Quantized quantized;
   const uint8_t* packed = nullptr;   // into the archive
   uint32_t packed_bytes = 0, image_bytes = 0;
 
+  bool is_quantized() const { return quantized.bits != 0; }
   bool has_product() const { return tensors[kLhsIndex].alignment != 0; }
 };
 

@@ -264,6 +264,31 @@ void set_keys_and_values(const LevelledTensor& keys, const LevelledTensor& value
   arguments->values_outer = values.outer;
 }
 
+// The axes of a tensor that are neither columns nor parts: blocks of k, bytes of a block.
+Group stored_depth(const Contract& contract, const Reference& reference) {
+  Group depth;
+  for (const Group& dim : contract.inputs[reference.tensor]) {
+    for (int axis : dim) {
+      if (axis != reference.part_axis && !contains(contract.n, axis)) depth.push_back(axis);
+    }
+  }
+  return depth;
+}
+
+// A tensor of a quantized rhs, [n, depth], and how many elements of it one column has.
+struct StoredColumns {
+  LevelledTensor tensor;
+  int64_t depth;
+};
+
+// Kernels step through a column element by element, and from one column to the next over all of it.
+void check_columns_lie_dense(const StoredColumns& columns, int n, const Reference& reference) {
+  const OnnxfuseTensor& tensor = columns.tensor.tensor;
+  const bool dense = columns.tensor.outer.rows == columns.depth && (columns.depth == 1 || tensor.row_stride == 1) &&
+                     (n == 1 || tensor.column_stride == columns.depth);
+  if (!dense) fail("input ", reference.tensor, ", of a quantized weight, does not hold one column behind the other");
+}
+
 int extent(const Group& group, const Sizes& sizes, const char* name) {
   const int64_t size = group_size(group, sizes).known;
   if (size > std::numeric_limits<int>::max()) fail(name, "=", size, " does not fit in 32 bits");
@@ -354,6 +379,7 @@ ElementBytes element_bytes(const Contract& contract, const std::vector<int64_t>&
   ElementBytes bytes;
   if (contract.has_product()) bytes.lhs = input_bytes[contract.lhs.tensor];
   for (size_t i = 0; i < contract.rhs.size(); ++i) bytes.rhs[i] = input_bytes[contract.rhs[i].tensor];
+  for (size_t i = 0; i < contract.scales.size(); ++i) bytes.scales[i] = input_bytes[contract.scales[i].tensor];
   for (size_t i = 0; i < contract.loads.size(); ++i) bytes.loads[i] = input_bytes[contract.loads[i].tensor];
   for (size_t i = 0; i < contract.outs.size(); ++i) bytes.outs[i] = contract.out_types[contract.outs[i].tensor]->bytes;
   return bytes;
@@ -388,7 +414,25 @@ void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector
     set_keys_and_values(read(contract.rhs[0], {contract.k, 1}, {contract.n, 1}, bytes.rhs[0]),
                         read(contract.rhs[1], {contract.n, 1}, {contract.o, 1}, bytes.rhs[1]), arguments);
   }
-  for (size_t i = 0; i < contract.rhs.size() && !contract.is_attention(); ++i) {
+  const auto read_columns = [&](const Reference& reference, int64_t size) {
+    const Group depth = stored_depth(contract, reference);
+    const StoredColumns columns{read(reference, {depth, 1}, {contract.n, 1}, size), group_size(depth, sizes).known};
+    check_columns_lie_dense(columns, arguments->n, reference);
+    return columns;
+  };
+  for (size_t i = 0; i < contract.scales.size(); ++i) {
+    const StoredColumns rhs = read_columns(contract.rhs[i], bytes.rhs[i]);
+    const StoredColumns scales = read_columns(contract.scales[i], bytes.scales[i]);
+    arguments->rhs[i] = rhs.tensor.tensor;
+    arguments->rhs[i].column_stride = rhs.depth;
+    arguments->rhs_outer = rhs.tensor.outer;
+    arguments->scales[i] = {scales.tensor.tensor.pointer, nullptr, scales.depth, 0};
+    if (contract.zero_points.empty()) continue;
+    const StoredColumns zero_points = read_columns(contract.zero_points[i], 1);
+    arguments->scales[i].zero_points = zero_points.tensor.tensor.pointer;
+    arguments->scales[i].zero_points_pitch = zero_points.depth;
+  }
+  for (size_t i = 0; i < contract.rhs.size() && !contract.is_attention() && !contract.is_quantized(); ++i) {
     const LevelledTensor rhs = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]);
     arguments->rhs[i] = rhs.tensor;
     arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape

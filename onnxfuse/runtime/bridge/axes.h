@@ -29,7 +29,8 @@ Shape output_shape(const Contract& contract, const Sizes& sizes, size_t output);
 
 // Element sizes in bytes of what the arguments point to.
 struct ElementBytes {
-  int64_t lhs = 0, rhs[ONNXFUSE_MAX_PARTS] = {}, loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
+  int64_t lhs = 0, rhs[ONNXFUSE_MAX_PARTS] = {}, scales[ONNXFUSE_MAX_PARTS] = {};
+  int64_t loads[ONNXFUSE_MAX_LOADS] = {}, outs[ONNXFUSE_MAX_OUTS] = {};
 };
 
 // m, n, k and batch. Throws Error when one does not fit in 32 bits.

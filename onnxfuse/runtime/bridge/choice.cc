@@ -45,6 +45,8 @@ bool shadows(const Record& earlier, const Record& later) {
   };
   return earlier.min_m <= later.min_m && earlier.max_m >= later.max_m &&
          (earlier.maps.empty() || !later.maps.empty()) &&
+         earlier.quantized.scales_alignment <= later.quantized.scales_alignment &&
+         earlier.quantized.zero_points_alignment <= later.quantized.zero_points_alignment &&
          std::equal(std::begin(earlier.tensors), std::end(earlier.tensors), later.tensors, asks_less);
 }
 
@@ -107,10 +109,30 @@ struct Counts {
   size_t rhs, loads, outs;
 };
 
+bool is_aligned(const void* pointer, int alignment) {
+  return alignment == 0 || reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
+// The same of the scales and zero points of a quantized rhs, which lie dense.
+std::string scales_misfit(const Record& record, size_t parts, const OnnxfuseArguments& args) {
+  const Quantized& form = record.quantized;
+  for (size_t i = 0; i < parts; ++i) {
+    const OnnxfuseScales& scales = args.scales[i];
+    if (!is_aligned(scales.scales, form.scales_alignment)) {
+      return text("scales ", i, " need ", int{form.scales_alignment});
+    }
+    if (!is_aligned(scales.zero_points, form.zero_points_alignment)) {
+      return text("zero points ", i, " need ", int{form.zero_points_alignment});
+    }
+  }
+  return "";
+}
+
 // The first argument of the product or the epilogue whose address, pitches or levels the record's kernel cannot read.
 std::string tensor_misfit(const Record& record, const Counts& counts, const ElementBytes& bytes,
                           const OnnxfuseArguments& args) {
-  const Extents lhs{args.batch, args.m, args.k}, rhs{args.batch, args.k, args.n}, tile{args.batch, args.m, args.n};
+  const int depth = record.is_quantized() ? args.rhs_outer.rows : args.k;
+  const Extents lhs{args.batch, args.m, args.k}, rhs{args.batch, depth, args.n}, tile{args.batch, args.m, args.n};
   const int values = args.values_outer.columns;   // columns of an attention's values; 0 where there are none
   const Extents out{args.batch, args.m, values > 0 ? values : args.n};
   const auto needs = [](const TensorRule& rule) { return text(" needs ", int{rule.alignment}); };
@@ -156,6 +178,8 @@ std::string misfit(const Record& record, const Contract& contract, const Element
   const Counts counts{contract.rhs.size(), contract.loads.size(), contract.outs.size()};
   const std::string tensor = tensor_misfit(record, counts, bytes, arguments);
   if (!tensor.empty()) return tensor;
+  const std::string scales = scales_misfit(record, counts.rhs, arguments);
+  if (!scales.empty()) return scales;
   if (!record.maps.empty() && arguments.k == 0) return "a tensor map needs an element along k, beside";
   if (!is_mapped(record, arguments)) return "the tensor map of lhs needs batches right outside of runs, beside";
   return "";
@@ -167,6 +191,9 @@ void check_counts(const Record& record, const Contract& contract) {
     fail("kernel ", record.kernel, record.has_product() ? " computes a product, the node none" : " computes no product",
          kRemedy);
   }
+  const bool quantized_alike = record.is_quantized() == contract.is_quantized() &&
+                               (record.quantized.zero_points_alignment != 0) == !contract.zero_points.empty();
+  if (!quantized_alike) fail("kernel ", record.kernel, " reads a weight of another form than the node's", kRemedy);
   for (const MapRule& rule : record.maps) {
     if (rule.tensor == Mapped::kLoad && rule.index >= contract.loads.size()) {
       fail("kernel ", record.kernel, " maps load ", int{rule.index}, " of ", contract.loads.size(), kRemedy);
@@ -188,6 +215,18 @@ int64_t planned_rows(const Contract& contract, const OnnxfuseArguments& argument
                       std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
   const int64_t rows = int64_t{arguments.m} * (shared ? arguments.batch : 1);
   return std::min<int64_t>(rows, std::numeric_limits<int>::max());
+}
+
+// A kernel reads as many blocks of a column as k has; fewer would send it beyond the end of the weight.
+void check_blocks(const Record& record, const Contract& contract, const OnnxfuseArguments& arguments) {
+  const int64_t bits = record.quantized.bits, block = record.quantized.block;
+  for (size_t i = 0; i < contract.scales.size(); ++i) {
+    const OnnxfuseScales& scales = arguments.scales[i];
+    const int64_t blocks = (arguments.k + block - 1) / block, zero_bytes = (blocks * bits + 7) / 8;
+    const bool fits = scales.scales_pitch == blocks && arguments.rhs[i].column_stride == blocks * block * bits / 8 &&
+                      (contract.zero_points.empty() || scales.zero_points_pitch == zero_bytes);
+    if (!fits) fail("weight ", i, " does not hold k=", arguments.k, " in blocks of ", block, kRemedy);
+  }
 }
 
 bool covers(const Record& record, int64_t rows) { return record.min_m <= rows && rows <= record.max_m; }
@@ -249,6 +288,7 @@ size_t choose(const std::vector<const Record*>& candidates, const Contract& cont
   const int64_t rows = planned_rows(contract, arguments);
   for (size_t i = first; i < candidates.size(); ++i) {
     const Record& record = *candidates[i];
+    check_blocks(record, contract, arguments);
     if (covers(record, rows) && misfit(record, contract, bytes, arguments).empty()) return i;
   }
   nothing_fits(candidates, contract, bytes, arguments);

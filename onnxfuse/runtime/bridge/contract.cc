@@ -244,6 +244,10 @@ void parse_arguments(const NodeText& node, Contract& contract) {
       has_lhs = true;
     } else if (name == "rhs" && contract.rhs.empty()) {
       contract.rhs = parse_references(contract, reader, ONNXFUSE_MAX_PARTS, contract.inputs);
+    } else if (name == "scales" && contract.scales.empty()) {
+      contract.scales = parse_references(contract, reader, ONNXFUSE_MAX_PARTS, contract.inputs);
+    } else if (name == "zero_points" && contract.zero_points.empty()) {
+      contract.zero_points = parse_references(contract, reader, ONNXFUSE_MAX_PARTS, contract.inputs);
     } else if (name == "loads" && contract.loads.empty()) {
       contract.loads = parse_references(contract, reader, ONNXFUSE_MAX_LOADS, contract.inputs);
     } else if (name == "outs" && contract.outs.empty()) {
@@ -255,6 +259,9 @@ void parse_arguments(const NodeText& node, Contract& contract) {
   if (contract.outs.empty()) reader.wrong("outs is missing");
   if (has_lhs != contract.has_product()) reader.wrong("lhs without rhs, or rhs without lhs");
   if (!contract.has_product() && !contract.k.empty()) reader.wrong("a k and no product");
+  const bool each_scaled = contract.scales.size() == contract.rhs.size() && !contract.is_attention();
+  const bool each_zeroed = contract.zero_points.empty() || contract.zero_points.size() == contract.scales.size();
+  if ((contract.is_quantized() && !each_scaled) || !each_zeroed) reader.wrong("not scales and zero points of each rhs");
   const bool two_products = contract.rhs.size() == 2 && contract.outs.size() == 1;
   if (contract.is_attention() ? !two_products : !contract.heads.empty()) {
     reader.wrong("an o and not keys and values, or heads and no o");

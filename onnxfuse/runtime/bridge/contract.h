@@ -55,10 +55,14 @@ struct Contract {
   Group batch, heads, m, n, k, o;   // heads and o of an attention alone
   Reference lhs;   // means nothing without a product
   std::vector<Reference> rhs, loads, outs;
+  std::vector<Reference> scales, zero_points;   // of a quantized rhs, one for each part; zero points may be implied
   std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
 
   // Whether the kernel multiplies; otherwise it only does what follows a product, and there is neither lhs nor rhs.
   bool has_product() const { return !rhs.empty(); }
+
+  // Whether rhs is packed integers, [n, blocks of k, bytes].
+  bool is_quantized() const { return !scales.empty(); }
 
   // Whether it is two products with a softmax between: of q and the keys, and of that and the values, [n, o].
   bool is_attention() const { return !o.empty(); }

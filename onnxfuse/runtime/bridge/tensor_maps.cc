@@ -13,8 +13,10 @@ struct Operand {
   int64_t bytes;   // of an element
 };
 
-Operand operand_of(const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& args, bool is_attention) {
+Operand operand_of(const Record& record, const MapRule& rule, const ElementBytes& bytes, const OnnxfuseArguments& args,
+                   bool is_attention) {
   const size_t i = rule.index;
+  const int depth = record.is_quantized() ? args.rhs_outer.rows : args.k;   // bytes of a column's integers
   if (is_attention && rule.tensor == Mapped::kRhs && i == 1) {
     return {args.rhs[1], args.values_outer, args.batch, args.n, args.values_outer.columns, bytes.rhs[1]};
   }
@@ -22,7 +24,7 @@ Operand operand_of(const MapRule& rule, const ElementBytes& bytes, const Onnxfus
     case Mapped::kLhs:
       return {args.lhs, args.lhs_outer, args.batch, args.m, args.k, bytes.lhs};
     case Mapped::kRhs:
-      return {args.rhs[i], args.rhs_outer, args.batch, args.k, args.n, bytes.rhs[i]};
+      return {args.rhs[i], args.rhs_outer, args.batch, depth, args.n, bytes.rhs[i]};
     case Mapped::kLoad:
       return {args.loads[i], args.loads_outer[i], args.batch, args.m, args.n, bytes.loads[i]};
     default:
@@ -102,7 +104,7 @@ TensorBox runs_box(const MapRule& rule, const Operand& of) {
 
 TensorBox tensor_box(const Record& record, const MapRule& rule, const ElementBytes& bytes,
                      const OnnxfuseArguments& arguments, bool is_attention) {
-  const Operand operand = operand_of(rule, bytes, arguments, is_attention);
+  const Operand operand = operand_of(record, rule, bytes, arguments, is_attention);
   const uint8_t flags = flags_of(record, rule);
   if (rule.tensor == Mapped::kOut) {
     return (flags & (kRowsInRuns | kColumnsInRuns)) != 0 ? runs_box(rule, operand) : plain_box(rule, operand);

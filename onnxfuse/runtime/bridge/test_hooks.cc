@@ -67,6 +67,9 @@ std::string record_text(const Record& record, const std::vector<uint8_t>& image)
                    ' ', int{rule.swizzle}, ' ', rule.box_inner, ' ', rule.box_outer);
   }
   result += text(' ', static_cast<uint32_t>(record.library));
+  const Quantized& form = record.quantized;
+  result += text(' ', int{form.bits}, ' ', int{form.block}, ' ', int{form.scales_alignment}, ' ',
+                 int{form.zero_points_alignment});
   return result + text(' ', record.image_bytes, ' ', content_hash(image.data(), record.image_bytes), '\n');
 }
 
