@@ -24,6 +24,7 @@ from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.dtypes import ALL, DType
 from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.ir.fusion import OPS, Step
+from onnxfuse.ir.quantization import Quantization
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import nvrtc_version
 from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile
@@ -38,7 +39,7 @@ from onnxfuse.schedule.variant import AnyVariant, Variant
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Access, Step),
+        *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Access, Step, Quantization),
         *(Tile, HopperTile, SmallMTile, PointwiseTile, LibraryTile, AttentionTile),
     )
 }
@@ -106,7 +107,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, DType):
         return ["DType", value.name]
     if is_dataclass(value):
-        return [type(value).__name__, {each.name: _plain(getattr(value, each.name)) for each in fields(value)}]
+        held = {each.name: getattr(value, each.name) for each in fields(value)}
+        return [type(value).__name__, {name: _plain(each) for name, each in held.items() if each is not None}]
     if isinstance(value, tuple):
         return ["tuple", [_plain(each) for each in value]]
     return value
