@@ -32,6 +32,7 @@ F16 = DType("f16", 10, "float16", "__half", 2)
 BF16 = DType("bf16", 16, "bfloat16", "__nv_bfloat16", 2)
 BOOL = DType("bool", 9, "bool", "unsigned char", 1)
 U8 = DType("u8", 2, "uint8", "unsigned char", 1)  # what quantized weights are packed in; never computed with
+STORED = {bits: DType(f"i{bits}", U8.onnx, U8.numpy, U8.cuda, U8.bytes) for bits in (4, 8)}  # the same, unpacked
 
 FLOATS = (F32, F16, BF16)  # what is multiplied, computed with and stored
 ALL = (*FLOATS, BOOL)  # what an epilogue reads

@@ -58,10 +58,12 @@ class EpilogueWidths:
 
 @dataclass(frozen=True)
 class Widths(EpilogueWidths):
-    """The same of a whole fusion; one width for every part of rhs."""
+    """The same of a whole fusion; one width for every part of rhs, and of what a quantized one has beside it."""
 
     lhs: Width
     rhs: Width
+    scales: Width | None = None
+    zero_points: Width | None = None
 
     @property
     def factors(self) -> tuple[Width, ...]:
@@ -72,11 +74,25 @@ class Widths(EpilogueWidths):
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:
     """Widths of all tensors along their contiguous axis."""
     rhs = [widest(fusion, tensor, _contiguous_loop(fusion, tensor, mapping.k, mapping.n)) for tensor in fusion.rhs]
+    stored = _of_stored(fusion)
     return Widths(
         lhs=widest(fusion, fusion.lhs, mapping.m if lhs_order(fusion, mapping) == "km" else mapping.k),
-        rhs=min(rhs, key=lambda width: width.elements),
+        rhs=stored[0] if stored else _narrowest(rhs),
+        scales=stored[1] if stored else None,
+        zero_points=stored[2] if len(stored) > 2 else None,
         **vars(analyse_epilogue(fusion, mapping)),
     )
+
+
+def _of_stored(fusion: Fusion) -> list[Width]:
+    """Widths along k of the integers, the scales and the zero points of a quantized rhs; of another one none."""
+    loops: tuple[Axes, ...] = (("kb", "kq"), ("kb",), ("kz",))
+    groups = zip(loops, fusion.stored_rhs if fusion.stored else (), strict=False)
+    return [_narrowest([widest(fusion, each, loop) for each in tensors]) for loop, tensors in groups]
+
+
+def _narrowest(widths: list[Width]) -> Width:
+    return min(widths, key=lambda width: width.elements)
 
 
 def analyse_epilogue(fusion: Pointwise, mapping: AxisMapping) -> EpilogueWidths:

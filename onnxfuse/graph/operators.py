@@ -15,7 +15,8 @@ from onnx import TensorProto, TypeProto, defs
 from onnx.shape_inference import InferenceContext
 
 CONVOLUTIONS = frozenset({"Conv", "com.microsoft::NhwcConv"})  # which multiply matrices where they are pointwise
-PRODUCTS = CONVOLUTIONS | {"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum"}
+NBITS = "com.microsoft::MatMulNBits"  # a product with a weight of few bits
+PRODUCTS = CONVOLUTIONS | {"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum", NBITS}
 
 # Operator -> outputs that have the element type of its first float input.
 MICROSOFT: dict[str, tuple[int, ...]] = {

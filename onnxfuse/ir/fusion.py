@@ -9,12 +9,16 @@ where the model stores an intermediate in a narrower type, if the user wants eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from onnxfuse.dtypes import DType
+from onnxfuse.ir.quantization import Quantization
 
 MAX_STEPS = 32  # three times the longest epilogue of the corpus; each costs seconds of compiling, for every kernel
 PART_AXIS = "p"  # along which equal column ranges of one tensor lie side by side
+BLOCK_AXES = ("kb", "kc")  # of k of a quantized rhs: blocks, and elements of one
+STORED_AXES = ("kb", "kq", "kz")  # of what holds it: blocks, bytes of a block, bytes of a column's zero points
 
 # IR op -> number of arguments. Attributes of ONNX ops (alpha, lo, hi) are trailing constant arguments.
 OPS = {
@@ -111,6 +115,26 @@ class RhsPart:
     tensor: int
     part: int | None = None
     start: int | None = None
+
+
+@dataclass(frozen=True)
+class StoredRhs:
+    """What holds a quantized right-hand side, as `Quantization` has it.
+
+    Attributes:
+        weight: `u8[n, kb, kq]`: blocks of k, and the bytes of each.
+        scales: `[n, kb]`, or all in one dimension.
+        zero_points: `u8[n, kz]`, or all in one dimension; None where they are implied.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All three, in the order of the fields."""
+        return self.weight, self.scales, self.zero_points
 
 
 @dataclass(frozen=True)
@@ -218,24 +242,65 @@ class Fusion(Pointwise):
         lhs: `[..., m, k]`.
         rhs: `[k, n]`, `[n, k]`, or with the parts packed along an axis `p`: `[k, (p n)]`, `[(p n), k]`.
         parts: the right-hand side of each part.
+        quantization: how rhs is stored, if it is quantized; then `rhs` is what it stands for, `i4[n, k]`, which is
+            printed in its blocks: `i4[n, (kb kc)]`.
+        stored: what holds each of a quantized rhs.
     """
 
     lhs: Tensor
     rhs: tuple[Tensor, ...]
     parts: tuple[RhsPart, ...]
+    quantization: Quantization | None = field(default=None, kw_only=True)
+    stored: tuple[StoredRhs, ...] = field(default=(), kw_only=True)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor that the kernel reads, in the order of the fused node's inputs."""
-        return (self.lhs, *self.rhs, *self.operands)
+        return (self.lhs, *(tensor for group in self.stored_rhs for tensor in group), *self.operands)
+
+    @property
+    def stored_rhs(self) -> tuple[tuple[Tensor, ...], ...]:
+        """What holds rhs: the tensors themselves, or the integers, the scales and the zero points of all of them."""
+        if not self.stored:
+            return (self.rhs,)
+        zero_points = tuple(each.zero_points for each in self.stored if each.zero_points is not None)
+        groups = tuple(each.weight for each in self.stored), tuple(each.scales for each in self.stored)
+        return (*groups, zero_points) if zero_points else groups
 
     def _product_rows(self) -> list[tuple[str, str]]:
         starts = "".join(f"  from {part.start}" for part in self.parts if part.start is not None)
-        return [("lhs", str(self.lhs)), *(("rhs", f"{rhs}  parts {len(self.parts)}{starts}") for rhs in self.rhs)]
+        rows = [("lhs", str(self.lhs))]
+        for index, rhs in enumerate(self.rhs):
+            rows.append(("rhs", f"{self._in_blocks(rhs)}  parts {len(self.parts)}{starts}"))
+            rows += [("", f"{name} {tensor}") for name, tensor in self._scales_of(index)]
+        return rows
+
+    def _in_blocks(self, rhs: Tensor) -> Tensor:
+        """A quantized rhs with k as blocks and what is in them."""
+        return replace(rhs, dims=(*rhs.dims[:-1], BLOCK_AXES)) if self.stored else rhs
+
+    def _scales_of(self, index: int) -> list[tuple[str, Tensor]]:
+        """What a quantized rhs has beside its integers, unpacked."""
+        if not self.stored:
+            return []
+        stored, dtype = self.stored[index], self.rhs[index].dtype
+        zero_points = Tensor("", dtype, stored.scales.dims, stored.scales.wide)
+        return [("scale", stored.scales), *([("zero point", zero_points)] if stored.zero_points else [])]
 
     def starts(self, tensor: Tensor) -> list[int]:
         """The first column of every window of a tensor that is read."""
-        return [*super().starts(tensor), *(part.start or 0 for part in self.parts if self.rhs[part.tensor] == tensor)]
+        own = [part for part in self.parts if tensor in (self.rhs[part.tensor], *self._stored_in(part.tensor))]
+        return [*super().starts(tensor), *(self.start(part, tensor) or 0 for part in own)]
+
+    def _stored_in(self, index: int) -> tuple[Tensor | None, ...]:
+        return self.stored[index].tensors if self.stored else ()
+
+    def start(self, part: RhsPart, tensor: Tensor) -> int | None:
+        """Where the window of a part begins in one of the tensors that hold rhs, in steps of its wide dimension."""
+        if part.start is None or tensor.wide is None:
+            return part.start
+        inner = [axis for axis in tensor.dims[tensor.wide[0]] if axis in STORED_AXES]
+        return part.start * math.prod(self.size(axis) or 1 for axis in inner)
 
 
 def _dim_text(dim: Dim) -> str:

@@ -15,7 +15,9 @@ are strings that a person can read in any viewer:
     arguments   `lhs=0 rhs=1[p=0],1[p=1] loads=2[p=0],2[p=1] outs=0`: tensors by position; lhs, rhs and loads count the
                 inputs after the archive, outs the outputs. `[p=1]` is index 1 along axis p, `[+4096]` the window that
                 begins at element 4096: an offset, nothing is copied. `loads` is missing when there are none; lhs and
-                rhs are missing, and `problem` has no k, in a node that follows a product and does not compute one
+                rhs are missing, and `problem` has no k, in a node that follows a product and does not compute one. A
+                quantized rhs is the packed integers; `scales=2 zero_points=3` are those of each of its parts, and the
+                axes of all three that are no columns are walked in their order
     out_types   `f16`, `f32` or `bf16` for each output, comma separated
     in_types    the same for each input (integers and `bool` as well: `i64`, `u8`); may be missing. With it, a tool that
                 changed the model's types afterwards is found when the session loads
@@ -88,11 +90,22 @@ def _arguments(fusion: Pointwise) -> str:
     first_operand = len(fusion.inputs) - len(fusion.operands)
     groups = {
         "lhs": ["0"] if parts else [],
-        "rhs": [_indexed(1 + part.tensor, part.part, part.start) for part in parts],
+        **(_stored_rhs(fusion) if isinstance(fusion, Fusion) else {}),
         "loads": [_indexed(first_operand + load.operand, load.part, load.start) for load in fusion.loads],
         "outs": [_indexed(fusion.outputs.index(out.tensor), out.part) for out in fusion.outs],
     }
     return " ".join(f"{name}={','.join(entries)}" for name, entries in groups.items() if entries)
+
+
+def _stored_rhs(fusion: Fusion) -> dict[str, list[str]]:
+    """Where each part begins in what holds it: of a quantized one in its integers, its scales and its zero points."""
+    groups, first = {}, 1
+    for name, tensors in zip(("rhs", "scales", "zero_points"), fusion.stored_rhs, strict=False):
+        groups[name] = [
+            _indexed(first + part.tensor, part.part, fusion.start(part, tensors[part.tensor])) for part in fusion.parts
+        ]
+        first += len(tensors)
+    return groups
 
 
 def _indexed(index: int, part: int | None, start: int | None = None) -> str:

@@ -59,6 +59,8 @@ def _factor_alignments(spec: KernelSpec | PointwiseSpec | LibrarySpec | Attentio
     if isinstance(spec, LibrarySpec):
         return spec.product.dtype.bytes, spec.product.dtype.bytes
     lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
+    if isinstance(spec, KernelSpec) and spec.quantization is not None:  # no kernel looks at how integers are aligned
+        return lhs, spec.rhs_width
     return lhs, rhs
 
 
@@ -66,9 +68,8 @@ def _quantized(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -
     form = spec.quantization if isinstance(spec, KernelSpec) else None
     if form is None or not isinstance(spec, KernelSpec):
         return None
-    scales = form.scale.bytes * (1 if spec.checked else spec.scales_width)
-    zero_points = (1 if spec.checked else spec.zero_points_width) if form.zero_points else 0
-    return QuantizedRhs(form.bits, form.block, scales, zero_points)
+    zero_points = spec.zero_points_width if form.zero_points else 0
+    return QuantizedRhs(form.bits, form.block, form.scale.bytes * spec.scales_width, zero_points)
 
 
 def _alignment(checked: bool, access: Access) -> int:

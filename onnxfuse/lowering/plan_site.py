@@ -184,9 +184,20 @@ def _nameless(fusion: Fusion) -> Fusion:
     outputs = fusion.outputs
     names = {tensor.name: str(index) for index, tensor in enumerate((*fusion.inputs, *outputs))}
     called = {tensor: replace(tensor, name=names[tensor.name]) for tensor in (*fusion.inputs, *outputs)}
+    stored = tuple(
+        replace(
+            each,
+            weight=called[each.weight],
+            scales=called[each.scales],
+            zero_points=None if each.zero_points is None else called[each.zero_points],
+        )
+        for each in fusion.stored
+    )
+    called |= {rhs: replace(rhs, name=held.weight.name) for rhs, held in zip(fusion.rhs, stored, strict=False)}
     return replace(
         fusion,
         anchor="",
+        stored=stored,
         lhs=called[fusion.lhs],
         rhs=tuple(called[tensor] for tensor in fusion.rhs),
         operands=tuple(called[tensor] for tensor in fusion.operands),
@@ -275,7 +286,7 @@ def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Tra
     opened = {graph.opened_sums[index] for index in epilogue_only.replaced if index in graph.opened_sums}
     one_node = frozenset[int]().union(*opened)
     return Traffic(
-        weights=sum(_row_bytes(fusion, rhs, ("n", "p", "k")) for rhs in fusion.rhs),
+        weights=sum(_row_bytes(fusion, held, held.axes) for group in fusion.stored_rhs for held in group),
         lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
         product=sum(_row_bytes(fusion, product, ("n", "p")) for product in products),
         rest=sum(

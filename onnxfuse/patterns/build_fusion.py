@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.dtypes import BY_ONNX, DType
+from onnxfuse.dtypes import BY_ONNX, STORED, U8, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.ir.features import features_of
@@ -17,6 +17,7 @@ from onnxfuse.ir.fusion import (
     Out,
     RhsPart,
     Step,
+    StoredRhs,
     Tensor,
     Value,
     acc_name,
@@ -28,6 +29,7 @@ from onnxfuse.patterns.axis_names import AxisNames, name_axes
 from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
 from onnxfuse.patterns.match import Match, Operand, count_of
 from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.quantized_weight import QuantizedWeight
 from onnxfuse.patterns.views import COLUMNS, Piece
 
 
@@ -54,7 +56,7 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
         anchor=match.name,
         pattern=pattern,
         features=(),
-        axes=(*names.axes, *_part_axis(match)),
+        axes=(*names.axes, *_part_axis(match), *_stored_axes(first.quantized)),
         lhs=names.tensor(first.lhs, first.dtype, first.lhs_view),
         rhs=_weights(match, names),
         parts=_parts(match),
@@ -64,6 +66,8 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
         loads=line.loads,
         steps=line.steps,
         outs=tuple(_outs(graph, match, names, line)),
+        quantization=None if first.quantized is None else first.quantized.form,
+        stored=_stored(match, names),
     )
     return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes))
 
@@ -88,14 +92,53 @@ def _part_axis(match: Match) -> tuple[Axis, ...]:
 
 def _weights(match: Match, names: AxisNames) -> tuple[Tensor, ...]:
     """The right-hand sides, each once."""
-    products = {product.rhs: product for product, _ in match.ranges}
-    return tuple(names.tensor(product.rhs, product.dtype, product.rhs_view) for product in products.values())
+    return tuple(names.tensor(product.rhs, _rhs_dtype(product), product.rhs_view) for product in _by_rhs(match))
+
+
+def _by_rhs(match: Match) -> list[Product]:
+    return list({product.matrix: product for product, _ in match.ranges}.values())
+
+
+def _rhs_dtype(product: Product) -> DType:
+    return product.dtype if product.quantized is None else STORED[product.quantized.form.bits]
+
+
+def _stored_axes(weight: QuantizedWeight | None) -> tuple[Axis, ...]:
+    if weight is None:
+        return ()
+    form, k = weight.form, weight.k
+    sizes = {"kb": form.blocks(k), "kc": form.block, "kq": form.block_bytes}
+    if form.zero_points:
+        sizes["kz"] = form.zero_point_bytes(k)
+    return tuple(Axis(name, size) for name, size in sizes.items())
+
+
+def _stored(match: Match, names: AxisNames) -> tuple[StoredRhs, ...]:
+    """What holds each right-hand side that is quantised."""
+    return tuple(_stored_rhs(product, product.quantized, names) for product in _by_rhs(match) if product.quantized)
+
+
+def _stored_rhs(product: Product, weight: QuantizedWeight, names: AxisNames) -> StoredRhs:
+    columns = names.tensor(product.rhs, U8, product.rhs_view[:1])
+    sizes = {axis.name: axis.size or 1 for axis in _stored_axes(weight)}
+
+    def beside(name: str, dtype: DType, inner: str) -> Tensor:
+        (dim,) = columns.dims
+        if name not in weight.flat:
+            return Tensor(name, dtype, (dim, (inner,)), columns.wide)
+        return Tensor(name, dtype, ((*dim, inner),), (0, weight.n * sizes[inner]) if columns.wide else None)
+
+    return StoredRhs(
+        Tensor(product.rhs, U8, (*columns.dims, ("kb",), ("kq",)), columns.wide),
+        beside(weight.scales, weight.form.scale, "kb"),
+        None if weight.zero_points is None else beside(weight.zero_points, U8, "kz"),
+    )
 
 
 def _parts(match: Match) -> tuple[RhsPart, ...]:
-    weights = list(dict.fromkeys(product.rhs for product, _ in match.ranges))
+    weights = [product.matrix for product in _by_rhs(match)]
     return tuple(
-        RhsPart(weights.index(product.rhs), *_range(match, product.n, start)) for product, start in match.ranges
+        RhsPart(weights.index(product.matrix), *_range(match, product.n, start)) for product, start in match.ranges
     )
 
 

@@ -25,7 +25,7 @@ def match_epilogue(graph: Graph, match: Match) -> tuple[Fusion, tuple[Tensor, ..
     """
     made = _as_made(match)
     fusion = lower(graph, made, pattern_of(made))
-    products = {product.rhs: product for product, _ in made.ranges}
+    products = {product.matrix: product for product, _ in made.ranges}
     if made.ranges != match.ranges or len(products) != len({product.out for product, _ in made.ranges}):
         raise NotFusable("nothing_follows", match.label, "the product is not read as its node makes it")
     tensors = tuple(product_tensor(made, product) for product in products.values())

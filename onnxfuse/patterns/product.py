@@ -1,15 +1,15 @@
 """Anchors: whatever computes `out[..., m, n] = sum over k of lhs[..., m, k] * rhs[..., k, n]`.
 
-MatMul, Gemm, FusedMatMul and FusedGemm do; either side may be a constant, and either may have the batch dimensions of
-the output, all of them or some. An Einsum of two inputs, a product spelled out as Unsqueeze, Mul and ReduceSum, and a
-pointwise convolution have their dimensions in another order. A convolution's weight `[m, k]` is the lhs, so that what
-the kernel reads and writes is contiguous along n, the positions of an image; only where its channels are split are they
-the columns, because parts are columns.
+MatMul, Gemm, FusedMatMul, FusedGemm and MatMulNBits do; either side may be a constant, and either may have the batch
+dimensions of the output, all of them or some. An Einsum of two inputs, a product spelled out as Unsqueeze, Mul and
+ReduceSum, and a pointwise convolution have their dimensions in another order. A convolution's weight `[m, k]` is the
+lhs, so that what the kernel reads and writes is contiguous along n, the positions of an image; only where its channels
+are split are they the columns, because parts are columns. The integers of a MatMulNBits stand for a weight `[n, k]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -17,18 +17,19 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
-from onnxfuse.graph.operators import CONVOLUTIONS, PRODUCTS, qualified_op
+from onnxfuse.graph.operators import CONVOLUTIONS, NBITS, PRODUCTS, qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_addressable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
 from onnxfuse.patterns.pointwise_table import POINTWISE
-from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, extent
+from onnxfuse.patterns.quantized_weight import QuantizedWeight, bias_of, read_quantized
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, axis_view, extent
 
 QUANTIZED = frozenset(
     {
         *("MatMulInteger", "QLinearMatMul", "com.microsoft::DynamicQuantizeMatMul"),
-        *("com.microsoft::MatMulIntegerToFloat", "com.microsoft::MatMulNBits"),
+        "com.microsoft::MatMulIntegerToFloat",
     }
 )
 
@@ -54,10 +55,11 @@ class Product:
         base: the input whose dimensions a fallback may take for shapes.
         views: nodes between both inputs and the product, with what replaces each one's shape.
         stored_nodes: nodes between a constant and the product, which others may need as well.
-        bias: name of Gemm's third input, if it has one.
+        bias: name of Gemm's third input or that of MatMulNBits, if it has one.
         biased: the output's last dimensions, those that the bias has.
         alpha, beta: Gemm's factors.
         activation: what FusedGemm applies to its result.
+        quantized: what else makes the matrix that `rhs` stands for, if it is quantised.
     """
 
     node: gs.Node
@@ -79,6 +81,7 @@ class Product:
     alpha: float = 1.0
     beta: float = 1.0
     activation: Activation | None = None
+    quantized: QuantizedWeight | None = None
 
     @property
     def copied(self) -> tuple[gs.Node, ...]:
@@ -109,6 +112,11 @@ class Product:
     def is_spelled_out(self) -> bool:
         """Whether the model computes it without an op for products."""
         return bool(self.node.op == "ReduceSum")
+
+    @property
+    def matrix(self) -> tuple[str, QuantizedWeight | None]:
+        """What products of the same right-hand side have in common."""
+        return self.rhs, self.quantized
 
     @property
     def n(self) -> int | str:
@@ -181,14 +189,14 @@ def read_product(
 def _read(
     graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], scaled: bool
 ) -> Product:
-    dtype = _common_dtype(graph, node)
+    quantized = read_quantized(graph, node) if qualified_op(node) == NBITS else None
+    dtype = _common_dtype(graph, node) if quantized is None else quantized.form.scale
     lhs, rhs, found = _addressable(graph, node, through_views, accepts, scaled)
     _check_not_quantized(graph, node, lhs, rhs)
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
     if factors is not None and graph.is_escaping(node.inputs[0].name):
         raise NotFusable("graph_output", node_label(node), f"{node.inputs[0].name!r} is an output of the graph")
-    has_bias = len(node.inputs) > 2 and not node.inputs[2].is_empty()
     is_weight = _is_constant(graph, rhs)
     if not is_weight and extent(found.k) == 1:
         raise NotFusable("outer_product", node_label(node), "k is 1, so that there is nothing to sum")
@@ -196,10 +204,17 @@ def _read(
         node, dtype, lhs.name, rhs.name, is_weight, found.lhs, found.rhs, found.out, found.rows,
         found.columns or (Piece(COLUMNS, 1),), found.k, _base(graph, lhs, rhs, found),
         (*lhs.views, *rhs.views, *spelled), (*lhs.copied, *rhs.copied),
-        bias=str(node.inputs[2].name) if has_bias else None, biased=found.out[1:2] if node.op == "Conv" else found.out,
+        bias=_bias(node), biased=found.out[1:2] if node.op == "Conv" else found.out,
         alpha=float(node.attrs.get("alpha", 1.0)), beta=float(node.attrs.get("beta", 1.0)),
-        activation=_activation(node),
+        activation=_activation(node), quantized=quantized,
     )  # fmt: skip
+
+
+def _bias(node: gs.Node) -> str | None:
+    if qualified_op(node) == NBITS:
+        return bias_of(node)
+    has_bias = len(node.inputs) > 2 and not node.inputs[2].is_empty()
+    return str(node.inputs[2].name) if has_bias else None
 
 
 def _addressable(
@@ -208,7 +223,7 @@ def _addressable(
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
     labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
-    rights = list(sources(graph, inputs[second], AxisKind.RHS, through_views, scaled))
+    rights = list(_rights(graph, node, inputs[second], through_views, scaled))
     lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
@@ -220,6 +235,15 @@ def _addressable(
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
     return lhs, rhs, contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
+
+
+def _rights(graph: Graph, node: gs.Node, tensor: gs.Tensor, through_views: bool, scaled: bool) -> Iterable[Source]:
+    """The ways to read the second input; integers are read as they lie."""
+    if qualified_op(node) != NBITS:
+        return sources(graph, tensor, AxisKind.RHS, through_views, scaled)
+    weight = read_quantized(graph, node)
+    own = axis_view([weight.n, weight.k], AxisKind.RHS)
+    return [Source(str(tensor.name), own, own)]
 
 
 def _inputs(node: gs.Node) -> list[gs.Tensor]:
@@ -234,7 +258,8 @@ def _matrices(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     if not lhs_rank or not rhs_rank:
         raise NotFusable("unsupported_product", node_label(node), "an input without dimensions is no matrix")
     first = "k" if lhs_rank == 1 else "km" if node.attrs.get("transA", 0) else "mk"
-    second = "k" if rhs_rank == 1 else "nk" if node.attrs.get("transB", 0) else "kn"
+    is_turned = node.attrs.get("transB", 0) or qualified_op(node) == NBITS
+    second = "k" if rhs_rank == 1 else "nk" if is_turned else "kn"
     batches = max(lhs_rank - len(first), rhs_rank - len(second))
     batch = BATCHES[:batches]
     if batches > len(batch):

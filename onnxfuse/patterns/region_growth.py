@@ -111,7 +111,7 @@ class GrownRegion:
     def _absorb_product(self, product: Product) -> None:
         value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
         if product.bias is not None and product.beta != 0.0:
-            self.arguments.operand(product.node.inputs[2], replace(value, view=product.biased))
+            self.arguments.operand(self.graph.tensor(product.bias), replace(value, view=product.biased))
         ref = made_value(self.epilogue, product, self.arguments.operands)
         for factor in product.factors:  # of a product without a bias
             ref = self.epilogue.apply("mul", ref, self.arguments.argument(factor, value))

@@ -14,7 +14,8 @@ def siblings(graph: Graph, products: list[Product]) -> list[tuple[Product, ...]]
     groups: dict[object, list[Product]] = {}
     for product in products:
         alone = None if product.is_weight else product.out
-        key = (alone, product.lhs, product.dtype, product.k, _order(product), product.row_view)
+        form = product.quantized.form if product.quantized else None
+        key = (alone, product.lhs, product.dtype, product.k, _order(product), product.row_view, form)
         groups.setdefault(key, []).append(product)
     chunks = [chunk for group in groups.values() for chunk in _chunks(graph, group)]
     return sorted(chunks, key=lambda group: graph.index(group[-1].node), reverse=True)

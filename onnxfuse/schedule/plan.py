@@ -53,6 +53,9 @@ def make_plan(
     problems = [sizes.at(size) for size in ([m] if m else SAMPLED_M)]
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
+    if not fitting and fusion.quantization is not None:
+        detail = f"no kernel of {device.arch} reads {fusion.quantization}"
+        raise NotFusable("quantized_form", fusion.anchor, detail)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     price = _pricing(base, fitting, sizes, device)
@@ -277,6 +280,9 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) 
         lhs_order=lhs_order(fusion, mapping),
         lhs_batch_runs=levels(fusion, fusion.lhs, mapping.batch) > 1,
         rhs_batch_runs=levels(fusion, fusion.rhs[0], mapping.batch) > 1,
+        quantization=fusion.quantization,
+        scales_width=widths.scales.elements if widths.scales else 1,
+        zero_points_width=widths.zero_points.elements if widths.zero_points else 1,
     )
 
 

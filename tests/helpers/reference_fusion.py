@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
+from tests.helpers.quantized import dequantized
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -75,6 +76,7 @@ def _window(tensor: Tensor, value: np.ndarray, start: int, sizes: dict[str, int]
 
 def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs of a fusion in float64, given its inputs by name."""
+    integers = values
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}
     sizes = {axis.name: axis.size for axis in fusion.axes}
     _bind(fusion, values, sizes)
@@ -88,18 +90,21 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     repeated = tuple(axis for axis in out if axis not in (*loops, PART_AXIS))
 
     def read(tensor: Tensor, part: int | None, axes: tuple[str, ...], start: int | None = None) -> np.ndarray:
-        value = _window(tensor, values[tensor.name], start or 0, sizes)
+        value = matrix if tensor in fusion.rhs and fusion.stored else values[tensor.name]
+        value = _window(tensor, value, start or 0, sizes)
         whole = spread(tensor, value, axes if part is None else (PART_AXIS, *axes), sizes)
         return whole if part is None else whole[part]
 
     def count(axes: tuple[str, ...]) -> int:
         return math.prod(sizes[axis] for axis in axes)
 
+    matrix = np.zeros(0)
     batch, k = [sizes[axis] for axis in shared], count(contracted)
     lhs = read(fusion.lhs, None, (*shared, *alone, *contracted)).reshape(*batch, count(alone), k)
     order = [(*shared, *alone, *columns).index(axis) for axis in loops]
     names: dict[str, np.ndarray] = {}
     for index, part in enumerate(fusion.parts):
+        matrix = _stored_matrix(fusion, part.tensor, integers, k)
         rhs = read(fusion.rhs[part.tensor], part.part, (*shared, *contracted, *columns), part.start)
         product = lhs @ rhs.reshape(*batch, k, count(columns))
         product = product.reshape([sizes[a] for a in (*shared, *alone, *columns)]).transpose(order)
@@ -117,6 +122,15 @@ def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
         full = [sizes[axis] for axis in loops]
         stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], full))
     return [_laid(tensor, np.stack(parts), (PART_AXIS, *loops), sizes) for tensor, parts in stored.items()]
+
+
+def _stored_matrix(fusion: Fusion, index: int, values: dict[str, np.ndarray], k: int) -> np.ndarray:
+    """What a quantised rhs stands for, [n, k]; nothing for another one."""
+    if not fusion.stored or fusion.quantization is None:
+        return np.zeros(0)
+    held = fusion.stored[index]
+    zero_points = None if held.zero_points is None else values[held.zero_points.name]
+    return dequantized(values[held.weight.name], values[held.scales.name], zero_points, k, fusion.quantization.bits)
 
 
 def _bind(fusion: Fusion, values: dict[str, np.ndarray], sizes: dict[str, int | None]) -> None:

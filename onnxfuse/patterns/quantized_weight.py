@@ -1,0 +1,129 @@
+"""The quantised weight of a MatMulNBits: whether its form is one that kernels read, and whether its shapes fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import FLOATS_BY_ONNX, U8, DType
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.ir.quantization import Quantization
+from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
+from onnxfuse.patterns.operand_views import shape_text
+
+WEIGHT, SCALES, ZERO_POINTS, ORDER, BIAS = 1, 2, 3, 4, 5  # inputs of MatMulNBits
+ACTIVATIONS = 0
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """What stands for a matrix [n, k] of floats.
+
+    Attributes:
+        form: how it is stored.
+        n, k: its sizes.
+        scales: name of the scales.
+        zero_points: name of the zero points; None where they are implied.
+        flat: of those two, the ones that have all columns in one dimension.
+    """
+
+    form: Quantization
+    n: int
+    k: int
+    scales: str
+    zero_points: str | None
+    flat: frozenset[str]
+
+
+def read_quantized(graph: Graph, node: gs.Node) -> QuantizedWeight:
+    """The weight of a MatMulNBits.
+
+    Raises:
+        NotFusable: `quantized_form` for a form that no kernel reads, `invalid_model` where shapes do not fit.
+    """
+    label = node_label(node)
+    n, k, bits, block = (_attribute(node, name, default) for name, default in _ATTRIBUTES)
+    for holds, detail in _of_form(graph, node, bits, block):
+        if holds:
+            raise NotFusable("quantized_form", label, detail)
+    dtype = _dtype(graph, node)
+    form = Quantization(bits, block, _given(node, ZERO_POINTS) is not None, dtype)
+    blocks = form.blocks(k)
+    flat = set()
+    for place, shape in ((WEIGHT, (n, blocks, form.block_bytes)), (SCALES, (n, blocks)),
+                         (ZERO_POINTS, (n, form.zero_point_bytes(k)))):  # fmt: skip
+        tensor = _given(node, place)
+        if tensor is not None and _is_flat(graph, label, tensor, shape):
+            flat.add(str(tensor.name))
+    zero_points = _given(node, ZERO_POINTS)
+    return QuantizedWeight(
+        form, n, k, str(node.inputs[SCALES].name), None if zero_points is None else str(zero_points.name),
+        frozenset(flat),
+    )  # fmt: skip
+
+
+_ATTRIBUTES = (("N", 0), ("K", 0), ("bits", 4), ("block_size", 0))
+
+
+def _attribute(node: gs.Node, name: str, default: int) -> int:
+    value = node.attrs.get(name, default)
+    if not isinstance(value, int):
+        raise NotFusable("invalid_model", node_label(node), f"its attribute {name} is no integer")
+    return value
+
+
+def _given(node: gs.Node, place: int) -> gs.Tensor | None:
+    tensor = node.inputs[place] if place < len(node.inputs) else None
+    return None if tensor is None or tensor.is_empty() else tensor
+
+
+def bias_of(node: gs.Node) -> str | None:
+    """Name of a MatMulNBits' bias."""
+    tensor = _given(node, BIAS)
+    return None if tensor is None else str(tensor.name)
+
+
+def _of_form(graph: Graph, node: gs.Node, bits: int, block: int) -> list[tuple[bool, str]]:
+    """What kernels may not read: whether it is so, and in words."""
+    zero_points = _given(node, ZERO_POINTS)
+    typed = zero_points is not None and graph.dtype(zero_points.name) != U8.onnx
+    return [
+        (bits not in QUANTIZED_BITS, f"its weight has {bits} bits; kernels read {_either(QUANTIZED_BITS)}"),
+        (block not in QUANTIZED_BLOCKS, f"its blocks have {block} elements; kernels read {_either(QUANTIZED_BLOCKS)}"),
+        (_given(node, ORDER) is not None, "it has a g_idx: columns of k in another order"),
+        (typed, "its zero points are numbers of the scales' type, not packed integers"),
+        (bool(node.attrs.get("weight_prepacked", 0)), "its weight is packed for one provider (weight_prepacked)"),
+        (_given(node, WEIGHT) is None or _given(node, SCALES) is None, "it has no weight or no scales"),
+    ]
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+
+
+def _dtype(graph: Graph, node: gs.Node) -> DType:
+    """The type of the activations and the scales."""
+    numbers = {graph.dtype(node.inputs[place].name) for place in (ACTIVATIONS, SCALES)}
+    (number,) = numbers if len(numbers) == 1 else (None,)
+    if number not in FLOATS_BY_ONNX:
+        detail = f"activations and scales of ONNX element types {sorted(map(str, numbers))}"
+        raise NotFusable("unsupported_dtype", node_label(node), detail)
+    weight = graph.dtype(node.inputs[WEIGHT].name)
+    if weight != U8.onnx:
+        raise NotFusable("invalid_model", node_label(node), f"its weight is of ONNX element type {weight}, not uint8")
+    return FLOATS_BY_ONNX[number]
+
+
+def _is_flat(graph: Graph, label: str, tensor: gs.Tensor, expected: tuple[int, ...]) -> bool:
+    """Whether a tensor has one dimension for all; invalid_model for what has other sizes."""
+    shape = graph.shape(tensor.name)
+    flat = (math.prod(expected),)
+    if shape is None or None in shape or any(isinstance(size, str) for size in shape):
+        raise NotFusable("unknown_shape", label, f"{tensor.name!r} is of a size that only the run knows")
+    if shape != expected and (shape != flat or len(expected) > 2):
+        detail = f"{tensor.name!r} has the shape {shape_text(shape)}, and K, N, bits and block_size make it"
+        raise NotFusable("invalid_model", label, f"{detail} {shape_text(expected)}")
+    return shape != expected
