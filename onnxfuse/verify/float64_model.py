@@ -3,8 +3,8 @@
 Every floating-point value becomes float64, and every operator is computed in float64 by ONNX Runtime's CPU provider.
 ONNX Runtime's ops that add and normalise are taken apart. An operator that the provider lacks in double is written out
 in operators that it has: Conv, Erf, Gelu, InstanceNormalization, GroupNormalization, RMSNormalization, HardSigmoid,
-HardSwish, LeakyRelu, PRelu, Elu, Selu, Softplus, Softsign, Mish, Swish, and Resize of mode nearest (moved as a high and
-a low half, exact to 48 bits).
+HardSwish, LeakyRelu, PRelu, Elu, Selu, Softplus, Softsign, Mish, Swish, MatMulNBits of 4 and 8 bits, DequantizeLinear
+of blocks, and Resize of mode nearest (moved as a high and a low half, exact to 48 bits).
 
 Which others it lacks is asked of ONNX Runtime: a model of the node alone is opened in double, then in float32, then in
 the types of the model. What is not opened in double runs so between two Casts, by itself, and is counted in
@@ -295,8 +295,8 @@ class _Converter:
     def _computed(self, node: NodeProto, original: NodeProto, own: Sequence[str]) -> Iterable[NodeProto]:
         """The node in double, written out where the provider lacks it, or between Casts in another type."""
         inexact = any(self.now.get(name) == DOUBLE for name in node.input)
-        write_out = WRITTEN_OUT.get(node.op_type) if inexact and node.domain in _ONNX_DOMAINS else None
-        emit = Emitter(self.fresh, self.dims)
+        write_out = WRITTEN_OUT.get(_qualified(node)) if inexact else None
+        emit = Emitter(self.fresh, self.dims, self.tf32 and self.own.get(node.input[0]) == FLOAT)
         if write_out is not None and write_out(emit, node):
             emit.nodes[-1].output[0] = node.output[0]
             self._mark(node.output[0], own[0])

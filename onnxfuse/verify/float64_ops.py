@@ -19,11 +19,15 @@ _END = 2**63 - 1
 
 
 class Emitter:
-    """Writes nodes out; a call adds one node and gives the name of its result. Numbers become double constants."""
+    """Writes nodes out; a call adds one node and gives the name of its result. Numbers become double constants.
 
-    def __init__(self, fresh: Iterator[str], dims: dict[str, tuple[int, ...]]) -> None:
+    With `tf32` the factors of a product are rounded to that.
+    """
+
+    def __init__(self, fresh: Iterator[str], dims: dict[str, tuple[int, ...]], tf32: bool = False) -> None:
         self.fresh = fresh
         self.dims = dims
+        self.tf32 = tf32
         self.nodes: list[NodeProto] = []
 
     def __call__(self, op: str, *inputs: str | float | Sequence[int], **attributes: Any) -> str:
@@ -198,8 +202,65 @@ def _conv(e: Emitter, node: NodeProto) -> bool:
     return True
 
 
+def _numbers(e: Emitter, packed: str, bits: int, shape: Sequence[int]) -> str:
+    """Integers of a few bits in bytes, as doubles of a shape; of 4 bits the low half of a byte comes first."""
+    if bits == 8:
+        return e("Reshape", e("Cast", packed, to=TensorProto.DOUBLE), shape)
+    four = e("Constant", value=numpy_helper.from_array(np.array(4, np.uint8)))
+    high = e("BitShift", packed, four, direction="RIGHT")
+    low = e("BitShift", e("BitShift", packed, four, direction="LEFT"), four, direction="RIGHT")
+    pair = [e("Reshape", e("Cast", half, to=TensorProto.DOUBLE), [-1, 1]) for half in (low, high)]
+    return e("Reshape", e("Concat", *pair, axis=1), shape)
+
+
+def _matmul_nbits(e: Emitter, node: NodeProto) -> bool:
+    """(integer - zero point) * scale for each block of k, then a product."""
+    x, weight, scales, zero_points, order, bias = [*node.input, "", "", ""][:6]
+    n, k, bits, block = (attribute_of(node, name, default) for name, default in
+                         (("N", 0), ("K", 0), ("bits", 4), ("block_size", 0)))  # fmt: skip
+    if order or bits not in (4, 8) or block < 1 or attribute_of(node, "weight_prepacked", 0):
+        return False
+    blocks = -(-k // block)
+    zeros: str | float = float(1 << (bits - 1))
+    if zero_points:
+        columns = _numbers(e, zero_points, bits, [n, -1])
+        zeros = e("Reshape", e("Slice", columns, [0], [blocks], [1]), [n, blocks, 1])
+    scale = e("Reshape", scales, [n, blocks, 1])
+    stored = e("Mul", e("Sub", _numbers(e, weight, bits, [n, blocks, block]), zeros), scale)
+    matrix = e("Slice", e("Reshape", stored, [n, blocks * block]), [0], [k], [1])
+    factors = [x, e("Transpose", matrix, perm=[1, 0])]
+    product = e("MatMul", *(round_to_tf32(e, factor) if e.tf32 else factor for factor in factors))
+    if bias:
+        e("Add", product, bias)
+    return True
+
+
+def _dequantize_blocks(e: Emitter, node: NodeProto) -> bool:
+    """(integer - zero point) * scale, both repeated over blocks along an axis."""
+    x, scales, *zero_points = node.input
+    block, shape = attribute_of(node, "block_size", 0), e.dims.get(x)
+    if not block or shape is None:
+        return False
+    axis = attribute_of(node, "axis", 1) % len(shape)
+    rest = shape[axis + 1 :]
+
+    def repeated(value: str) -> str:
+        blocks = -(-shape[axis] // block)
+        row = e("Reshape", value, [*shape[:axis], blocks, 1, *rest])
+        wide = e("Reshape", e("Expand", row, [*shape[:axis], blocks, block, *rest]), [*shape[:axis], -1, *rest])
+        return e("Slice", wide, [0], [shape[axis]], [axis])
+
+    numbers = e("Cast", x, to=TensorProto.DOUBLE)
+    if zero_points and zero_points[0]:
+        numbers = e("Sub", numbers, repeated(e("Cast", zero_points[0], to=TensorProto.DOUBLE)))
+    e("Mul", numbers, repeated(scales))
+    return True
+
+
 WRITTEN_OUT: dict[str, WriteOut] = {
+    "com.microsoft::MatMulNBits": _matmul_nbits,
     "Conv": _conv,
+    "DequantizeLinear": _dequantize_blocks,
     "Elu": _always(lambda e, n: _signs(e, n.input[0], lambda low: _exp_minus_1(e, low, _number(n, "alpha", 1.0)))),
     "Erf": _always(lambda e, n: _erf(e, n.input[0])),
     "Gelu": _gelu,
