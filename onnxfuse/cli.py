@@ -300,7 +300,11 @@ def explain(
 @_inputs
 @_shapes
 @_seed
-@click.option("--runs", type=_COUNT, default=1, show_default=True, help="Random runs, each with the next seed.")
+@click.option(
+    "--runs",
+    type=_COUNT,
+    help="Random runs, each with the next seed. By default 1, or more where outputs have few elements.",
+)
 @click.option(
     "--size",
     "sizes",
@@ -319,7 +323,7 @@ def verify(
     inputs: Path | None,
     shapes: tuple[str, ...],
     seed: int,
-    runs: int,
+    runs: int | None,
     sizes: tuple[str, ...],
     per_site: bool,
     libraries: tuple[Path, ...],

@@ -12,19 +12,24 @@ each be at most the largest of:
 Twice the larger of two errors is no less than their sum, so that a model which has both passes. NaN and infinities must
 lie in the same places as in the original. Integers must be equal.
 
+Of few numbers neither error says much: of two sets of four independent errors of one size, the one is twice the other
+one time in eight. Values of fewer than ENOUGH elements are judged with those of the other runs: of 32 it is one in 200.
+
 Elements that the original puts in the top binade of the type are judged by the same rule apart from all others: they
 hold the type's lowest or largest number, which masks write, and beside its ulp no error of a result would count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from onnxfuse.runtime.feeds import Array
 
 FACTOR = 2.0
+ENOUGH = 32
 ULPS = 4
 BY_ORIGINAL, BY_TF32, BY_ULP = "twice the original's own", "twice the error of TF32", f"{ULPS} ulp"
 # dtype -> bits of the significand after the point, smallest exponent of a normal number.
@@ -120,8 +125,8 @@ def _figures(original: Errors, optimized: Errors, tolerance: Tolerance) -> list[
         allowed = _allowed(tolerance, kind) if kind in ("max", "rms") else ""
         own, ours = (getattr(errors, kind) for errors in (original, optimized))
         lines.append(f"  {kind:<4} error  original {own:.3g}  optimised {ours:.3g}{allowed}")
-    place = ", ".join(map(str, optimized.worst))
-    return [*lines, f"  largest at [{place}], {optimized.ulp:.3g} ulp; the original's {original.ulp:.3g}"]
+    place = f" at [{', '.join(map(str, optimized.worst))}]," if optimized.worst else ""
+    return [*lines, f"  largest{place} {optimized.ulp:.3g} ulp; the original's {original.ulp:.3g}"]
 
 
 def _allowed(tolerance: Tolerance, kind: str) -> str:
@@ -162,6 +167,28 @@ def check_output(
     if beside and not reason:
         return OutputCheck(name, original.dtype, shape, *highest, f"near the type's largest number {beside}")
     return OutputCheck(name, original.dtype, shape, *others, reason)
+
+
+def check_together(checks: Sequence[OutputCheck], *values: Sequence[Value | None]) -> list[OutputCheck]:
+    """Judge one value of several runs, of few elements each, by all of them; each gets the verdict on all.
+
+    Args:
+        checks: of each run by itself, of which none is refused.
+        values: the original's of each run, the optimised model's, the reference's, and that of rounded factors or None.
+    """
+    before, after, exact, rounded = (_together(each) for each in values)
+    assert before is not None
+    assert after is not None
+    assert exact is not None
+    every = check_output(checks[0].name, before, after, exact, rounded)
+    own, ours = (replace(errors, worst=()) for errors in (every.original, every.optimized) if errors is not None)
+    return [replace(every, original=own, optimized=ours, shape=check.shape) for check in checks]
+
+
+def _together(values: Sequence[Value | None]) -> Value | None:
+    arrays = [np.ravel(value.array) for value in values if value is not None]
+    first = values[0]
+    return None if first is None else Value(np.concatenate(arrays), first.dtype)
 
 
 def _judge(

@@ -15,7 +15,7 @@ from onnxfuse.graph.graph import load_model
 from onnxfuse.graph.input_facts import input_facts
 from onnxfuse.known_inputs import InputFacts
 from onnxfuse.progress import Progress, counted, silent
-from onnxfuse.runtime.accuracy import OutputCheck, Value, check_output
+from onnxfuse.runtime.accuracy import ENOUGH, OutputCheck, Value, check_output, check_together
 from onnxfuse.runtime.feeds import Array, InputSpec, input_specs, make_feeds
 from onnxfuse.runtime.ort_values import run as run_session
 from onnxfuse.runtime.session import CUDA, Provider, default_providers, open_session
@@ -122,7 +122,7 @@ def verify(
     shapes: Mapping[str, Sequence[int]] | None = None,
     sizes: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
-    runs: int = 1,
+    runs: int | None = None,
     per_site: bool = False,
     session_options: Any = None,
     require_gpu: bool = False,
@@ -143,7 +143,8 @@ def verify(
         shapes: shapes of random inputs, by name.
         sizes: sizes of dynamic axes, by symbol; run i takes the i-th of each, and there are as many runs as sizes.
         seed: of the first run's random inputs; the next runs' are the next ones.
-        runs: how many random runs, at least.
+        runs: how many random runs, at least; by default one, or on a GPU as many as give every value of floats enough
+            elements to be judged by (accuracy.py).
         per_site: compare what each fused node makes as well.
         session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
         require_gpu: refuse to judge where no kernel can run.
@@ -159,14 +160,16 @@ def verify(
         probes = fused_values(original, optimized) if per_site else []
         paths = _Paths.make(original, optimized, probes, folder)
         open_probed = functools.partial(_open, probes=probes, providers=providers, session_options=session_options)
-        draw = functools.partial(_feeds, inputs=inputs, shapes=shapes, sizes=sizes or {}, seed=seed, runs=runs)
-        feeds, names, before = _run_original(open_probed(paths.original, original), original, draw, inputs, progress)
+        draw = functools.partial(_feeds, inputs=inputs, shapes=shapes, sizes=sizes or {}, seed=seed)
+        wanted = runs or (_runs_wanted if providers[0] == CUDA and inputs is None else 1)
+        first = functools.partial(_run_original, label=original, draw=draw, wanted=wanted, inputs=inputs)
+        feeds, names, before = first(open_probed(paths.original, original), progress=progress)
         after = _run(open_probed(paths.optimized, optimized), optimized, (original, names), feeds, progress)
         reference = ReferenceRuns(paths.original, original, session_options)
         exact, rounded = reference.both(feeds, progress, tf32=providers[0] == CUDA and uses_tf32(optimized))
-    checked = (_check_run(*values, probes) for values in zip(feeds, before, after, exact, rounded, strict=True))
+    checked = _check_runs(feeds, before, after, exact, rounded, probes)
     kernels = None if providers[0] == CUDA else check_kernels(optimized, progress)
-    return VerifyResult(str(providers[0]), tuple(checked), reference.kept, kernels)
+    return VerifyResult(str(providers[0]), checked, reference.kept, kernels)
 
 
 def _providers(require_gpu: bool) -> list[Provider]:
@@ -200,6 +203,7 @@ def _feeds(
     shapes: Mapping[str, Sequence[int]] | None,
     sizes: Mapping[str, Sequence[int]],
     seed: int,
+    *,
     runs: int,
 ) -> Iterator[dict[str, Array]]:
     """The inputs of each run, checked."""
@@ -212,15 +216,47 @@ def _feeds(
         yield make_feeds(specs, None, shapes, seed + run, symbols, facts.sizes)
 
 
-def _check_run(
-    feed: Feeds, before: Values, after: Values, exact: Values, rounded: Values, probes: Sequence[Probe]
-) -> RunCheck:
-    compared = (name for name in before if name in after and name in exact)  # else a length differs, which is compared
-    checks = {name: check_output(name, before[name], after[name], exact[name], rounded.get(name)) for name in compared}
+def _check_runs(
+    feeds: Sequence[Feeds],
+    before: Sequence[Values],
+    after: Sequence[Values],
+    exact: Sequence[Values],
+    rounded: Sequence[Values],
+    probes: Sequence[Probe],
+) -> tuple[RunCheck, ...]:
+    values = list(zip(before, after, exact, rounded, strict=True))
+    checks = [_check_values(*each) for each in values]
+    for name in _names_of_few(checks) if len(checks) > 1 else ():
+        of_each = ([run.get(name) for run in runs] for runs in zip(*values, strict=True))
+        together = check_together([each[name] for each in checks], *of_each)
+        for each, check in zip(checks, together, strict=True):
+            each[name] = check
     added = {probe.name for probe in probes if not probe.is_output}
-    shapes = {name: array.shape for name, array in feed.items()}
-    outputs = tuple(check for name, check in checks.items() if name not in added)
-    return RunCheck(shapes, outputs, tuple(checks[probe.name] for probe in probes))
+    return tuple(
+        RunCheck(
+            {name: array.shape for name, array in feed.items()},
+            tuple(check for name, check in each.items() if name not in added),
+            tuple(each[probe.name] for probe in probes),
+        )
+        for feed, each in zip(feeds, checks, strict=True)
+    )
+
+
+def _check_values(before: Values, after: Values, exact: Values, rounded: Values) -> dict[str, OutputCheck]:
+    compared = (name for name in before if name in after and name in exact)  # else a length differs, which is compared
+    return {name: check_output(name, before[name], after[name], exact[name], rounded.get(name)) for name in compared}
+
+
+def _names_of_few(checks: Sequence[Mapping[str, OutputCheck]]) -> list[str]:
+    """The values that every run has and could compare, of few elements in one of them."""
+    several = {name: [each[name] for each in checks if name in each] for name in checks[0]}
+    return [
+        name
+        for name, each in several.items()
+        if len(each) == len(checks)
+        and all(check.tolerance for check in each)
+        and min(math.prod(check.shape) for check in each) < ENOUGH
+    ]
 
 
 def _open(path: Path, label: Path, probes: Sequence[Probe], providers: Sequence[Provider], session_options: Any) -> Any:
@@ -238,16 +274,28 @@ def _open(path: Path, label: Path, probes: Sequence[Probe], providers: Sequence[
 def _run_original(
     session: Any,
     label: Path,
-    draw: Callable[[Sequence[InputSpec], InputFacts], Iterable[dict[str, Array]]],
+    draw: Callable[..., Iterable[dict[str, Array]]],
+    wanted: int | Callable[[Values], int],
     inputs: object,
     progress: Progress,
 ) -> tuple[list[dict[str, Array]], list[str], list[dict[str, Value]]]:
     """The inputs of all runs, the names of the outputs, and the original model's runs."""
     facts = input_facts(load_model(label))
-    feeds = list(draw(input_specs(session, facts), facts))
-    each = counted("running the original", feeds, progress)
-    runs = [run_session(session, label, feed, _hint(feed) if inputs is None else "") for feed in each]
+    draw = functools.partial(draw, input_specs(session, facts), facts)
+    feeds = list(draw(runs=wanted if isinstance(wanted, int) else 1))
+    runs: list[dict[str, Value]] = []
+    while len(runs) < len(feeds):
+        each = counted("running the original", feeds[len(runs) :], progress)
+        runs += [run_session(session, label, feed, _hint(feed) if inputs is None else "") for feed in each]
+        if callable(wanted):
+            feeds += list(draw(runs=wanted(runs[0])))[len(feeds) :]
     return feeds, [output.name for output in session.get_outputs()], runs
+
+
+def _runs_wanted(values: Values) -> int:
+    """How many runs give each value of floats enough elements to be judged by, if it has any."""
+    sizes = (value.array.size for value in values.values() if value.array.dtype.kind == "f" and value.array.size)
+    return math.ceil(ENOUGH / min((*sizes, ENOUGH)))
 
 
 def _run(
