@@ -145,7 +145,7 @@ def failures(elements: int, runs: int, factor: float = 1.0) -> float:
 
 
 def test_few_elements_are_judged_with_those_of_other_runs() -> None:
-    """Four elements by themselves are refused one time in eight though both models are as good; together hardly ever."""
+    """Four elements by themselves are refused one time in eight though both models are as good; together hardly."""
     assert failures(4, 1) > 0.07
     assert failures(4, ENOUGH // 4) < 0.02
     assert failures(4, ENOUGH // 4, 10.0) == 1.0, "what is wrong is found all the same"
