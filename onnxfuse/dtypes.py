@@ -37,4 +37,5 @@ STORED = {bits: DType(f"i{bits}", U8.onnx, U8.numpy, U8.cuda, U8.bytes) for bits
 FLOATS = (F32, F16, BF16)  # what is multiplied, computed with and stored
 ALL = (*FLOATS, BOOL)  # what an epilogue reads
 BY_ONNX = {dtype.onnx: dtype for dtype in ALL}
+FED_BY_ONNX = {dtype.onnx: dtype for dtype in (*ALL, U8)}  # what fused nodes are given
 FLOATS_BY_ONNX = {dtype.onnx: dtype for dtype in FLOATS}

@@ -55,6 +55,11 @@ class EpilogueWidths:
         """Of what is multiplied: nothing."""
         return ()
 
+    @property
+    def beside(self) -> tuple[Width, ...]:
+        """Of what a factor has beside it: nothing."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Widths(EpilogueWidths):
@@ -69,6 +74,11 @@ class Widths(EpilogueWidths):
     def factors(self) -> tuple[Width, ...]:
         """Of lhs and of rhs."""
         return self.lhs, self.rhs
+
+    @property
+    def beside(self) -> tuple[Width, ...]:
+        """Of the scales and the zero points of a quantized rhs."""
+        return tuple(width for width in (self.scales, self.zero_points) if width is not None)
 
 
 def analyse(fusion: Fusion, mapping: AxisMapping) -> Widths:

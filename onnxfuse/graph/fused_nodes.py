@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
-from onnxfuse.dtypes import ALL
+from onnxfuse.dtypes import FED_BY_ONNX
 from onnxfuse.graph.archive import unpack
 from onnxfuse.graph.external_data import read_data
 from onnxfuse.graph.extract import KERNELS, Ports, site_model
@@ -26,7 +26,7 @@ SHAPE_OF = "onnxfuse.shape:"  # with a value's name: the output that tells its s
 BEFORE, AFTER = "before", "after"
 SHAPE_OPS = frozenset({"Constant", "Shape", "Gather", "Concat"})  # what a fallback adds beside the model's own nodes
 
-_ELEMENTS = {dtype.name: dtype.onnx for dtype in ALL}
+_ELEMENTS = {dtype.name: dtype.onnx for dtype in FED_BY_ONNX.values()}
 
 Shape = tuple[int, ...]
 
@@ -201,7 +201,7 @@ def _archive(source: Model, tensor: TensorProto) -> bytes:
 
 
 def _ports(prefix: str, types: str, shapes: list[Shape]) -> tuple[tuple[str, int, Shape], ...] | None:
-    """The ports of a node; None where it has one that is not of floats."""
+    """The ports of a node; None where it has one of another type than kernels read."""
     names = types.split(",")
     if not all(name in _ELEMENTS for name in names):
         return None
@@ -227,7 +227,10 @@ def flops_of(attributes: Mapping[str, str], shapes: list[Shape]) -> int:
         depth = {axis for entry in attributes["problem"].split() if entry[:2] == "k=" for axis in entry[2:].split("*")}
         keys, values = (set(_axes(dims[index])) for index in sorted(factors))
         return sum(2 * math.prod(sizes[axis] for axis in axes) for axes in (lhs | keys, (lhs | values) - depth))
-    return sum(2 * math.prod(sizes[axis] for axis in lhs | set(_axes(dims[index]))) for index in factors)
+    # Beside them a quantised rhs has blocks of k and bytes of a block.
+    walked = {axis for entry in attributes["problem"].split() for axis in entry.split("=")[1].split("*")}
+    walked |= set(re.findall(r"\[(\w+)=", arguments["rhs"]))
+    return sum(2 * math.prod(sizes[axis] for axis in lhs | walked & set(_axes(dims[index]))) for index in factors)
 
 
 def _size(entry: str) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from onnxfuse.analysis.axis_mapping import static_size
 from onnxfuse.analysis.vector_width import Width, is_transposed
 from onnxfuse.errors import NotFusable, SettingError
 from onnxfuse.ir.attention import Attention
-from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
+from onnxfuse.ir.fusion import Fusion, Pointwise, StoredRhs, Tensor
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.report.document import document
 from onnxfuse.schedule.kernel_spec import Access
@@ -22,6 +22,7 @@ from onnxfuse.schedule.variant import AnyPlan, AnyVariant
 
 LOOPS = ("batch", "heads", "m", "n", "k", "o")  # fields of an AxisMapping
 
+ROLES = ("lhs", "rhs", "scales", "zeros")  # of what a product reads
 OF_ATTENTION = ("heads", "o")  # alone
 
 
@@ -30,7 +31,8 @@ class OperandReport:
     """One tensor of a fusion: how it is reached and what limits the width of an access.
 
     Attributes:
-        kind: `lhs`, `rhs`, `out`, or what an operand is to the tile: `scalar`, `row`, `column` or `tile`.
+        kind: `lhs`, `rhs`, `out`, `scales` or `zeros` of a quantized rhs, or what an operand is to the tile: `scalar`,
+            `row`, `column` or `tile`.
         width: elements of one access.
         bytes: of one access.
         path: the way that each kernel of the plans takes, by the kernel's name.
@@ -214,7 +216,11 @@ def _without_names(fusion: Pointwise) -> Pointwise:
     outs = tuple(replace(out, tensor=replace(out.tensor, name="")) for out in fusion.outs)
     fusion = replace(fusion, anchor="", operands=_nameless(fusion.operands), outs=outs)
     if isinstance(fusion, Fusion):
-        return replace(fusion, lhs=replace(fusion.lhs, name=""), rhs=_nameless(fusion.rhs))
+        stored = tuple(
+            StoredRhs(*_nameless((each.weight, each.scales)), *_nameless(tuple(filter(None, (each.zero_points,)))))
+            for each in fusion.stored
+        )
+        return replace(fusion, lhs=replace(fusion.lhs, name=""), rhs=_nameless(fusion.rhs), stored=stored)
     return fusion
 
 
@@ -248,12 +254,16 @@ def _operands(implementation: Implementation) -> tuple[OperandReport, ...]:
 
 def _product_rows(plan: AnyPlan, fusion: Pointwise, kernels: Mapping[str, AnyVariant]) -> list[OperandReport]:
     """The factors; none where another kernel multiplies."""
+    if not isinstance(fusion, Fusion):
+        return []
+    groups = ((fusion.lhs,), *fusion.stored_rhs)
+    widths = (*plan.widths.factors, *plan.widths.beside)
     rows = []
-    for index, tensor in enumerate(fusion.inputs[: len(fusion.inputs) - len(fusion.operands)]):
-        place = min(index, 1)  # all parts of rhs are reached alike
-        role, width = ("lhs", "rhs")[place], plan.widths.factors[place]
-        path = _paths(role, kernels, [variant.spec.factors[place] for variant in kernels.values()])
-        rows.append(_row(role, tensor, width, width.elements, path))
+    for place, (group, width) in enumerate(zip(groups, widths, strict=False)):
+        role = ROLES[place]
+        factor = min(place, 1)  # scales and zero points are reached as the integers are
+        path = _paths(ROLES[factor], kernels, [variant.spec.factors[factor] for variant in kernels.values()])
+        rows += [_row(role, tensor, width, width.elements, path) for tensor in group]  # all parts of rhs alike
     return rows
 
 

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from onnxfuse.dtypes import BF16, BOOL, BY_ONNX
+from onnxfuse.dtypes import BF16, BOOL, FED_BY_ONNX, U8
 from onnxfuse.errors import DeviceError, OnnxfuseError
 from onnxfuse.runtime.feeds import to_bfloat16
 from onnxfuse.runtime.session import CPU, CUDA, InferenceSession, Provider, cuda_usable, onnxruntime
@@ -39,7 +39,7 @@ class Port:
     """An input or output of every copy of the site; copy i of it is called `name_i`.
 
     Attributes:
-        element: ONNX element type: float, float16, bfloat16 or, of an input, bool.
+        element: ONNX element type: float, float16, bfloat16 or, of an input, bool or uint8.
         scale: of the random values of an input, a standard deviation.
     """
 
@@ -51,7 +51,7 @@ class Port:
     @property
     def bytes(self) -> int:
         """Size of one copy."""
-        return math.prod(self.shape) * BY_ONNX[self.element].bytes
+        return math.prod(self.shape) * FED_BY_ONNX[self.element].bytes
 
 
 def require_gpu() -> None:
@@ -151,9 +151,11 @@ def _names(port: Port, copies: int) -> Iterator[str]:
 
 def _bits(values: np.ndarray[Any, Any], element: int) -> np.ndarray[Any, Any]:
     """The values rounded to an element type, as unsigned integers: not every type has a NumPy name."""
-    dtype = BY_ONNX[element]
+    dtype = FED_BY_ONNX[element]
     if dtype == BF16:
         return to_bfloat16(values)
+    if dtype == U8:  # integers of few bits, packed: any byte is as good as another
+        return values.view(np.uint8)
     numbers = values > 0 if dtype == BOOL else values.astype(dtype.numpy)
     return numbers.view(f"u{dtype.bytes}")
 

@@ -79,15 +79,32 @@ def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpe
         products: that the library makes one after the other, each of as many columns.
         device: to plan for.
     """
-    known, size, k = calibration(device), spec.dtype.bytes, problem.k
+    known = calibration(device)
     if spec.math not in known.library_products:
         return None
     m, n = problem.m * problem.batch, problem.n * spec.parts // products
+    each = _of_floats(spec, m, n, problem.k, device)
+    return products * (each if spec.quantization is None else _of_integers(spec, m, n, problem.k, each, device))
+
+
+def _of_integers(spec: KernelSpec, m: Count, n: Count, k: Count, of_floats: Amount, device: DeviceSpec) -> Amount:
+    """The same of ONNX Runtime's MatMulNBits, in the faster of its modes: by itself, or behind unpacking all of rhs."""
+    launch, known = calibration(device).library_launch, calibration(device).library_quantized
+    reading = from_memory(n * column_bytes(spec, k), device)
+    crowd = np.sqrt(np.maximum(m / known["few"], 1.0))
+    by_itself = reading * (known["read"] + known["row"] * np.sqrt(m)) * crowd
+    unpacking = known["unpacked"] * from_memory(n * k * spec.dtype.bytes, device)
+    return launch + np.minimum(by_itself, unpacking + of_floats)
+
+
+def _of_floats(spec: KernelSpec, m: Count, n: Count, k: Count, device: DeviceSpec) -> Amount:
+    """One product of the library."""
+    known, size = calibration(device), spec.dtype.bytes
     whole = np.ceil(m / known.library_granule) * np.ceil(n / known.library_granule) * known.library_granule**2
     computing = whole * k / device.multiprocessors / known.library_products[spec.math]
     memory = from_memory((m * k + k * n + m * n) * size, device)
     busy = np.hypot(np.hypot(computing, memory), k * size * known.library_depth)
-    return products * (known.library_launch + busy * _misaligned(known.library_misaligned, k * size, n * size))
+    return known.library_launch + busy * _misaligned(known.library_misaligned, k * size, n * size)
 
 
 def _misaligned(known: Mapping[str, float], *pitches: Count) -> Amount:

@@ -34,6 +34,7 @@ def site_key(site: Site) -> str:
     return "\n".join([subgraph_id(whole), *(whole.attributes[name] for name in _KEY_ATTRIBUTES)])
 
 
+LARGE_INTEGER = 8  # of 4 bits, about what a scale is multiplied by
 _KEY_ATTRIBUTES = ("axes", "sizes", "problem", "in_types", "out_types")
 
 
@@ -139,9 +140,10 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     """What one copy of the trial's site reads and makes."""
     fusion = trial.site.fusion
     sizes = sizes_at(fusion, trial.site.mapping, trial.m)
-    weights = {rhs.name for rhs in fusion.rhs}
+    scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
+    scales |= {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
     inputs = [
-        Port(f"x{index}", tensor.dtype.onnx, _shape(tensor, sizes), WEIGHT_SCALE if tensor.name in weights else 1.0)
+        Port(f"x{index}", tensor.dtype.onnx, _shape(tensor, sizes), scales.get(tensor.name, 1.0))
         for index, tensor in enumerate(fusion.inputs)
     ]
     return inputs, [

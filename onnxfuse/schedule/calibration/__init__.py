@@ -26,6 +26,7 @@ class Calibration:
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
+        library_quantized: `read` and `row` of MatMulNBits by itself, up to `few` rows, and `unpacked` of all of rhs.
         normalising: by the op's type.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and `rhs`.
@@ -52,6 +53,7 @@ class Calibration:
     library_depth: float
     library_granule: int
     library_misaligned: Mapping[str, float]
+    library_quantized: Mapping[str, float]
     normalising: Mapping[str, float]
     unknown_size: int
     pointwise_blocks: int
