@@ -54,6 +54,7 @@ namespace onnxfuse {{
 enum class Kind {{ scalar, row, column, tile }};
 
 using Element = {spec.dtype.cuda};
+using Stored = {spec.outs[0].dtype.cuda};
 [[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
 [[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
 constexpr float SCALE = {spec.scale * LOG2_E!r}f;

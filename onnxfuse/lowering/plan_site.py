@@ -156,6 +156,8 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     Raises:
         NotFusable: some architecture has no kernel for it, or the model's own nodes are faster.
     """
+    if planner.exact_fp32 and any(product.dtype == F32 for product in match.products):
+        raise NotFusable("no_attention_kernel", attention.anchor, "no kernel of attention computes fp32 exactly")
     mapping = map_attention(attention)
     _check_resolved(attention)
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)

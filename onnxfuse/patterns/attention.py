@@ -24,9 +24,10 @@ from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.liveness import GrownValue
 from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.operand_views import COMPUTED_VIEWS
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
-from onnxfuse.patterns.product import is_anchor, read_product
+from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import columns_dim
@@ -161,7 +162,7 @@ class Attentions:
 
     def _scores(self, softmax: gs.Node, product: gs.Node) -> tuple[Match, Fusion]:
         """The fusion from the first product to what the softmax is of."""
-        value, grown = softmax.inputs[0], self._grown(product)
+        value, grown = softmax.inputs[0], self._grown(product, ("Mul",))
         position = _position(grown, softmax, product)
         if len(value.outputs) > 1 or self.graph.is_escaping(value.name):
             raise _score_is_read(value, "the softmax")
@@ -175,10 +176,10 @@ class Attentions:
 
     def _sums(self, product: gs.Node) -> tuple[Match, Fusion]:
         """The fusion from the second product on: the largest of its type that reads nothing beside it."""
-        grown = self._grown(product)
+        grown = self._grown(product, COMPUTED_VIEWS)
         partition = Partition(grown, self.points)
         refusal = _no_kernel(product, "the second product is none by itself")
-        ends = [index for index, values in enumerate(partition.live.values) if self._may_end(product, values[0])]
+        ends = [index for index, values in enumerate(partition.live.values) if self._may_end(grown.products[0], values[0])]
         for position in reversed(ends):
             try:
                 match = partition.match(grown.needs[position], position)
@@ -188,15 +189,17 @@ class Attentions:
                 refusal = stop
         raise refusal
 
-    def _may_end(self, product: gs.Node, value: GrownValue) -> bool:
-        alike = self.graph.dtype(value.name) == self.graph.dtype(product.outputs[0].name)
-        return alike and value.columns is not None
+    def _may_end(self, product: Product, value: GrownValue) -> bool:
+        """Whether a value is of the product's type, or of the values' where a product of fp32 widens them."""
+        types = {self.graph.dtype(name) for name in (product.out, product.rhs)}
+        return self.graph.dtype(value.name) in types and value.columns is not None
 
-    def _grown(self, node: gs.Node) -> GrownRegion:
+    def _grown(self, node: gs.Node, computed: tuple[str, ...]) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns."""
         # Batches may lie apart: they are heads.
-        scaled = node.op in ("MatMul", "Einsum") and not self.rounds  # by a number, before the product or behind it
-        product = read_product(self.graph, node, accepts=lambda found: True, scaled=scaled)
+        if node.op not in ("MatMul", "Einsum") or self.rounds:
+            computed = ()
+        product = read_product(self.graph, node, accepts=lambda found: True, computed=computed)
         if any(self.points.is_taken(view.node) for view in product.views):
             product = read_product(self.graph, node, through_views=False)
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds)

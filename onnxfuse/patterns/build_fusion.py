@@ -58,7 +58,7 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
         features=(),
         axes=(*names.axes, *_part_axis(match), *_stored_axes(first.quantized)),
         lhs=names.tensor(first.lhs, first.dtype, first.lhs_view),
-        rhs=_weights(match, names),
+        rhs=_weights(graph, match, names),
         parts=_parts(match),
         operands=tuple(
             names.tensor(operand.name, _dtype(graph, operand.name), operand.view) for operand in line.operands
@@ -90,17 +90,17 @@ def _part_axis(match: Match) -> tuple[Axis, ...]:
     return tuple(Axis(PART_AXIS, count_of(width, match.columns)) for width in packed)
 
 
-def _weights(match: Match, names: AxisNames) -> tuple[Tensor, ...]:
+def _weights(graph: Graph, match: Match, names: AxisNames) -> tuple[Tensor, ...]:
     """The right-hand sides, each once."""
-    return tuple(names.tensor(product.rhs, _rhs_dtype(product), product.rhs_view) for product in _by_rhs(match))
+    return tuple(names.tensor(product.rhs, _rhs_dtype(graph, product), product.rhs_view) for product in _by_rhs(match))
 
 
 def _by_rhs(match: Match) -> list[Product]:
     return list({product.matrix: product for product, _ in match.ranges}.values())
 
 
-def _rhs_dtype(product: Product) -> DType:
-    return product.dtype if product.quantized is None else STORED[product.quantized.form.bits]
+def _rhs_dtype(graph: Graph, product: Product) -> DType:
+    return _dtype(graph, product.rhs) if product.quantized is None else STORED[product.quantized.form.bits]
 
 
 def _stored_axes(weight: QuantizedWeight | None) -> tuple[Axis, ...]:

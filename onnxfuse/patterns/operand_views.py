@@ -6,11 +6,12 @@ the fusion: then the kernel reads the tensor before them. A constant is read whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.fallback_body import FallbackShape
@@ -21,13 +22,14 @@ from onnxfuse.patterns.view_ops import INPUT_VIEWS, viewed
 from onnxfuse.patterns.views import AxisKind, View, axis_view
 
 STORED_VIEWS = frozenset({"Identity", "Transpose"})
+COMPUTED_VIEWS = ("Mul", "Cast")  # by a number; of 16 bits to fp32
 MAX_STORED_VIEWS = 8
 MAX_VIEWS = 16  # before a product; repeated keys and values of grouped queries have five
 
 
 @dataclass(frozen=True)
 class InputView:
-    """A node that only regroups an input, or multiplies it by a number, which the product may do as well.
+    """A node that only regroups an input, widens it, or multiplies it by a number, which the product may do as well.
 
     Attributes:
         node: the node.
@@ -60,7 +62,7 @@ class Source:
 
 
 def sources(
-    graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool = True, scaled: bool = False
+    graph: Graph, tensor: gs.Tensor, kind: AxisKind, through_views: bool = True, computed: Collection[str] = ()
 ) -> Iterator[Source]:
     """The ways to read an input: through as many views as there are, through fewer, as it is.
 
@@ -69,7 +71,7 @@ def sources(
         tensor: the input.
         kind: of its axes: LHS or RHS.
         through_views: whether to look for views.
-        scaled: whether a Mul by a number is one.
+        computed: what else may be one, of COMPUTED_VIEWS.
 
     Raises:
         NotFusable: the number of its dimensions is not known.
@@ -78,7 +80,7 @@ def sources(
     if stored is not None:
         yield stored
         return
-    chain = _views_before(graph, tensor, scaled) if through_views else []
+    chain = _views_before(graph, tensor, computed) if through_views else []
     for first in range(len(chain)):
         try:
             yield _through(graph, chain[first:], kind)
@@ -137,19 +139,32 @@ def _stored(graph: Graph, tensor: gs.Tensor, kind: AxisKind) -> Source | None:
     return Source(str(tensor.name), own, seen, copied=tuple(nodes))
 
 
-def _views_before(graph: Graph, tensor: gs.Tensor, scaled: bool) -> list[gs.Node]:
+def _views_before(graph: Graph, tensor: gs.Tensor, computed: Collection[str]) -> list[gs.Node]:
     """Views that feed only products through this tensor, and shape arithmetic; the first one first."""
     chain: list[gs.Node] = []
     while (
         len(chain) < MAX_VIEWS and len(tensor.inputs) == 1 and _feeds_only(graph, tensor, chain[0] if chain else None)
     ):
         node = tensor.inputs[0]
-        is_view = qualified_op(node) in INPUT_VIEWS or (scaled and _factor(graph, node) is not None)
+        is_view = qualified_op(node) in INPUT_VIEWS or (node.op in computed and _computes(graph, node))
         if not is_view or graph.is_initializer(tensor.name):
             break
         chain.insert(0, node)
         tensor = _viewed(graph, node)
     return chain
+
+
+def _computes(graph: Graph, node: gs.Node) -> bool:
+    """Whether a node does what an attention's kernel does behind the product, or by itself."""
+    return _factor(graph, node) is not None or _widens(graph, node)
+
+
+def _widens(graph: Graph, node: gs.Node) -> bool:
+    """Whether a node is a Cast of 16 bits to fp32."""
+    if qualified_op(node) != "Cast":
+        return False
+    before, after = (FLOATS_BY_ONNX.get(graph.dtype(each.name) or 0) for each in (node.inputs[0], node.outputs[0]))
+    return before is not None and before.bytes == 2 and after == F32
 
 
 def _factor(graph: Graph, node: gs.Node) -> gs.Tensor | None:
@@ -181,6 +196,6 @@ def _through(graph: Graph, chain: list[gs.Node], kind: AxisKind) -> Source:
     base, nodes = Base(name, own, int(kind is AxisKind.RHS)), []
     for node in chain:
         factor = _factor(graph, node)
-        before, view = view, view if factor is not None else viewed(graph, node, view)
+        before, view = view, view if _computes(graph, node) else viewed(graph, node, view)
         nodes.append(InputView(node, fallback_shape(graph, node, before, view, base), factor))
     return Source(name, own, view, tuple(nodes))

@@ -165,7 +165,7 @@ def read_product(
     node: gs.Node,
     through_views: bool = True,
     accepts: Callable[[Contraction], bool] = is_addressable,
-    scaled: bool = False,
+    computed: Collection[str] = (),
 ) -> Product:
     """Understand an anchor.
 
@@ -174,24 +174,24 @@ def read_product(
         node: the anchor.
         through_views: read the inputs through the views before them where a kernel can.
         accepts: whether it can.
-        scaled: look through a Mul of the second by a number as well.
+        computed: which of COMPUTED_VIEWS to look through as well, before the second input.
 
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
     try:
         _check_supported(node)
-        return _read(graph, node, through_views, accepts, scaled)
+        return _read(graph, node, through_views, accepts, computed)
     except NotFusable as refusal:
         raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
 
 
 def _read(
-    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], scaled: bool
+    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], computed: Collection[str]
 ) -> Product:
     quantized = read_quantized(graph, node) if qualified_op(node) == NBITS else None
     dtype = _common_dtype(graph, node) if quantized is None else quantized.form.scale
-    lhs, rhs, found = _addressable(graph, node, through_views, accepts, scaled)
+    lhs, rhs, found = _addressable(graph, node, through_views, accepts, computed)
     _check_not_quantized(graph, node, lhs, rhs)
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
@@ -218,12 +218,12 @@ def _bias(node: gs.Node) -> str | None:
 
 
 def _addressable(
-    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], scaled: bool
+    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], computed: Collection[str]
 ) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
     labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
-    rights = list(_rights(graph, node, inputs[second], through_views, scaled))
+    rights = list(_rights(graph, node, inputs[second], through_views, computed))
     lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
@@ -237,10 +237,12 @@ def _addressable(
     return lhs, rhs, contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
 
 
-def _rights(graph: Graph, node: gs.Node, tensor: gs.Tensor, through_views: bool, scaled: bool) -> Iterable[Source]:
+def _rights(
+    graph: Graph, node: gs.Node, tensor: gs.Tensor, through_views: bool, computed: Collection[str]
+) -> Iterable[Source]:
     """The ways to read the second input; integers are read as they lie."""
     if qualified_op(node) != NBITS:
-        return sources(graph, tensor, AxisKind.RHS, through_views, scaled)
+        return sources(graph, tensor, AxisKind.RHS, through_views, computed)
     weight = read_quantized(graph, node)
     own = axis_view([weight.n, weight.k], AxisKind.RHS)
     return [Source(str(tensor.name), own, own)]

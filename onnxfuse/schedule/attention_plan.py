@@ -15,7 +15,7 @@ from onnxfuse.analysis.attention_mapping import attention_widths, head_size
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
 from onnxfuse.analysis.vector_width import Width, Widths
 from onnxfuse.device import DeviceSpec
-from onnxfuse.dtypes import BF16, F16
+from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import Step, Tensor, acc_name
@@ -60,10 +60,10 @@ def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -
     Raises:
         NotFusable: `no_attention_kernel`, for types and heads that it does not take.
     """
-    tensors = (attention.query, attention.keys, attention.values, attention.outs[0].tensor)
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1 or not dtypes <= {F16, BF16}:
-        names = ", ".join(sorted(dtype.name for dtype in dtypes))
+    dtypes = {tensor.dtype for tensor in (attention.query, attention.keys, attention.values)}
+    out = attention.outs[0].tensor.dtype
+    if len(dtypes) > 1 or not dtypes <= {F16, BF16} or out not in {*dtypes, F32}:
+        names = ", ".join(sorted(dtype.name for dtype in {*dtypes, out}))
         raise _refusal(attention, f"its tensors are of {names}; the kernel takes f16 or bf16 throughout")
     head, value_head = head_size(attention, mapping.k), head_size(attention, mapping.o)
     loads = [
@@ -83,7 +83,8 @@ def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -
         guarded=attention.guarded,
         result=tuple(_of_one_product(step) for step in attention.result_steps),
         result_value=attention.outs[0].value.replace(acc_name(1), acc_name(0)),
-        out_width=VECTOR_BYTES // attention.outs[0].tensor.dtype.bytes,
+        out_width=VECTOR_BYTES // out.bytes,
+        out_dtype=out,
     )
 
 

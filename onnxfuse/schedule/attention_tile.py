@@ -19,7 +19,7 @@ class AttentionSpec:
     """Everything but its tile that the text depends on.
 
     Attributes:
-        dtype: of q, keys, values and the output.
+        dtype: of q, keys and values.
         head: columns of q and the keys.
         value_head: columns of the values and the output.
         loads: what the score's steps call `op0`, `op1`, ...
@@ -30,6 +30,7 @@ class AttentionSpec:
         result: steps over `acc0`, an element of the second product.
         result_value: the value that is stored.
         out_width: elements of one store.
+        out_dtype: of the output, where it is fp32 and all else is not.
     """
 
     dtype: DType
@@ -43,6 +44,7 @@ class AttentionSpec:
     result: tuple[Step, ...] = ()
     result_value: Value = "acc0"
     out_width: int = 8
+    out_dtype: DType | None = None
 
     @property
     def math(self) -> str:
@@ -59,7 +61,7 @@ class AttentionSpec:
     @property
     def outs(self) -> tuple[Access, ...]:
         """The stored tensor."""
-        return (Access("tile", self.dtype, self.out_width, two_levels=("batch",)),)
+        return (Access("tile", self.out_dtype or self.dtype, self.out_width, two_levels=("batch",)),)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -29,8 +29,11 @@ def scores(b: Builder, rows: int | str = "rows", keys: int | str = "keys") -> st
     return b("MatMul", split_heads(b, "query", rows), split_heads(b, "key", keys, perm=(0, 2, 3, 1)))
 
 
-def merged(b: Builder, p: str, keys: int | str = "keys") -> list[str]:
-    out = b("Transpose", b("MatMul", p, split_heads(b, "value", keys)), perm=(0, 2, 1, 3))
+def merged(b: Builder, p: str, keys: int | str = "keys", dtype: int | None = None) -> list[str]:
+    """The mean of the values, which are cast to a type before."""
+    values = split_heads(b, "value", keys)
+    values = values if dtype is None else b("Cast", values, to=dtype)
+    out = b("Transpose", b("MatMul", p, values), perm=(0, 2, 1, 3))
     return [b("Identity", b("Reshape", out, b.integers(0, 0, HEADS * HEAD)))]
 
 
@@ -58,6 +61,14 @@ def masked_and_guarded(b: Builder) -> list[str]:
     p = b("Softmax", s, axis=3)
     p = b("Where", b("IsNaN", p), number(b, 0.0, np.dtype(np.float32)), p)
     return merged(b, b("Cast", p, to=b.dtype))
+
+
+def values_in_fp32(b: Builder) -> list[str]:
+    """Llama by torchscript: probabilities stay in fp32, the values go there, and so does the result."""
+    s = b("Add", b("Cast", scores(b), to=FLOAT), b.input("mask", ("batch", 1, "rows", "keys"), FLOAT))
+    p = b("Softmax", s, axis=-1)
+    (out,) = merged(b, b("Where", b("IsNaN", p), number(b, 0.0, np.dtype(np.float32)), p), dtype=FLOAT)
+    return [b("Cast", b("Concat", out, axis=0), to=b.dtype)]
 
 
 def masked_keys(b: Builder) -> list[str]:
@@ -131,7 +142,7 @@ def without_heads(b: Builder) -> list[str]:
 FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
-        plain, scaled_before, scaled_by_the_run, masked_and_guarded, masked_keys, two_biases, soft_cap, filled,
+        plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap, filled,
         grouped, merged_batch, by_einsum, without_heads,
     )
 }  # fmt: skip

@@ -100,6 +100,15 @@ def test_another_architecture() -> None:
     assert reason_of(of_scores, "sm_80") == "no_attention_kernel"
 
 
+def test_values_that_are_widened_are_read_before_that() -> None:
+    """The product of fp32 is one of 16 bits: what was rounded to them before is exact, and TF32 has no more."""
+    attention = attention_of(model_of("values_in_fp32"))
+    assert str(attention.values) == "f16[b, n, (h o)]"
+    assert str(attention.outs[0].tensor) == "f32[b, m, (h o)]"
+    exact = analyse_model(model_of("values_in_fp32"), [SM_90A], fp32="exact", attention=True)
+    assert not [site for site in exact.sites if isinstance(site.fusion, Attention)]
+
+
 def test_keys_that_lie_transposed() -> None:
     def build(b: Builder) -> list[str]:
         q, k = b.input("q", ("batch", HEADS, "rows", 16)), b.input("k", ("batch", HEADS, 16, "keys"))

@@ -26,7 +26,7 @@
 // n], outs[0] [batch, m, o]. Batches are heads, and in lhs_outer.batches of them the next outer batch begins;
 // rhs_outer.batches heads of keys and values_outer.batches of values serve them all. What is broadcast along either has a stride of 0 there.
 //
-// The generated text before this file defines Element, the constants, the table Load<I>, the functors Score and Result,
+// The generated text before this file defines Element, Stored (the output's), the constants, the table Load<I>, the functors Score and Result,
 // and multiply_scores() and multiply_values(): one wgmma each.
 #pragma once
 #include "common/arguments.cuh"
@@ -501,15 +501,15 @@ __device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
   }
 }
 
-__device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Element* out, bool inside,
+__device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Stored* out, bool inside,
                                           long long column_stride) {
-  constexpr int WIDE = OUT_WIDTH * sizeof(Element) == 16 ? VALUE_HEAD / 32 * 4 : 0;  // eights of columns
+  constexpr int WIDE = OUT_WIDTH * sizeof(Stored) == 16 && sizeof(Stored) == 2 ? VALUE_HEAD / 32 * 4 : 0;  // eights of columns
 #pragma unroll
   for (int eight = 0; eight < WIDE; eight += 4) {
     unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      words[i] = pack_pair(Element(), values[(eight + i) * 2], values[(eight + i) * 2 + 1]);
+      words[i] = pack_pair(Element(), values[(eight + i) * 2], values[(eight + i) * 2 + 1]);  // Stored is no other then
     }
     transpose_quad(words);
     const Packed<unsigned, 4> packed = {{words[0], words[1], words[2], words[3]}};
@@ -517,7 +517,7 @@ __device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Eleme
   }
 #pragma unroll
   for (int eight = WIDE; eight < VALUE_HEAD / 8; ++eight) {
-    Packed<Element, 2> pair;
+    Packed<Stored, 2> pair;
     store_pair(pair.values, values[eight * 2], values[eight * 2 + 1]);
     const int column = eight * 8 + lane() % 4 * 2;
     if constexpr (OUT_WIDTH > 1) {
@@ -532,7 +532,7 @@ __device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Eleme
 __device__ __forceinline__ void finish(const float (&sums)[SUMS], const Softmax& softmax,
                                        const OnnxfuseArguments& args, const Place& place, int warp_row) {
   const OnnxfuseTensor& out = args.outs[0];
-  Element* first = static_cast<Element*>(out.pointer) + place.head * out.batch_stride +
+  Stored* first = static_cast<Stored*>(out.pointer) + place.head * out.batch_stride +
                    place.batch * args.outs_outer[0].batch_stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
