@@ -44,11 +44,21 @@ class Sites(Generic[SiteT]):
 
     Attributes:
         fused: what `make_site` made of each fusion.
-        skipped: each product that is left alone, and why.
+        skipped: each product that is left alone, and why; and each softmax that is no attention, where its product is
+            something else or left alone for a reason of its own.
     """
 
     fused: tuple[SiteT, ...]
     skipped: tuple[Refused, ...]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A softmax whose products stay apart, the one that makes its scores, and why."""
+
+    softmax: gs.Node
+    product: gs.Node
+    refusal: NotFusable
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,16 @@ def match_sites(
         attention: whether two products and the softmax between them become one fusion.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
-    found, refusals = search.match_attentions() if attention else ([], {})
+    found, apart = search.match_attentions() if attention else ([], [])
     products, skipped = _products(graph, search.points)
     for group in siblings(graph, products):
         matched, refused = search.match_group(group)
         found += matched
         skipped += refused
+    refusals = {graph.index(each.product): each.refusal for each in apart}
     skipped = [(node, _weightier(refusal, refusals.get(graph.index(node)))) for node, refusal in skipped]
+    told = {str(refusal) for _, refusal in skipped}
+    skipped += [(each.softmax, each.refusal) for each in apart if str(each.refusal) not in told]
     found.sort(key=lambda each: (graph.index(each.match.products[0].node), each.match.insertion_point))
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(each.site for each in found), tuple(skipped))
@@ -148,19 +161,28 @@ class Search(Generic[SiteT]):
     is_profitable: IsProfitable[SiteT] | None
     rounds: bool
 
-    def match_attentions(self) -> tuple[list[Found[SiteT]], dict[int, NotFusable]]:
-        """Every attention that a kernel computes; why not, by the index of the product that makes the scores."""
+    def match_attentions(self) -> tuple[list[Found[SiteT]], list[Apart]]:
+        """Every attention that a kernel computes, and the others."""
         found: list[Found[SiteT]] = []
-        refusals: dict[int, NotFusable] = {}
+        apart: list[Apart] = []
         attentions = Attentions(self.graph, self.points, self.rounds)
         for candidate in candidates(self.graph):
-            for product in candidate.products:
-                try:
-                    found.append(self._made_attention(attentions, candidate, product))
-                    break
-                except NotFusable as refusal:
-                    refusals[self.graph.index(product)] = refusal
-        return found, refusals
+            made = self._attention_of(attentions, candidate)
+            if isinstance(made, Apart):
+                apart.append(made)
+            else:
+                found.append(made)
+        return found, apart
+
+    def _attention_of(self, attentions: Attentions, candidate: Candidate) -> Found[SiteT] | Apart:
+        """The attention of the nearest product that is one's; else why there is none with the nearest."""
+        refused: list[Apart] = []
+        for product in candidate.products:
+            try:
+                return self._made_attention(attentions, candidate, product)
+            except NotFusable as refusal:
+                refused.append(Apart(candidate.softmax, product, refusal))
+        return refused[0]
 
     def _made_attention(self, attentions: Attentions, candidate: Candidate, product: gs.Node) -> Found[SiteT]:
         _check_scope(self.graph, product)

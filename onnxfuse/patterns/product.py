@@ -9,7 +9,7 @@ are split are they the columns, because parts are columns. The integers of a Mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs

@@ -37,8 +37,8 @@ from tests.kernels.test_portable_on_cpu import Range
 
 SM_90A = ARCHITECTURES["sm_90a"]
 NUMBERS = (
-    "scaled_before", "scaled_by_the_run", "masked_and_guarded", "values_in_fp32", "two_biases", "filled", "grouped", "by_einsum",
-    "without_heads",
+    "scaled_before", "scaled_by_the_run", "masked_and_guarded", "values_in_fp32", "two_biases", "filled",
+    "grouped", "by_einsum", "without_heads",
 )  # fmt: skip
 IMAGE = CompiledImage(b"machine code", "", 0, 0, 0)
 

@@ -52,6 +52,19 @@ def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     assert not sweep.sweep_model(corpus.folder() / key, None).faults
 
 
+@pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("real/")])
+def test_every_attention_fuses_or_says_why(key: str) -> None:
+    """Those of the tiny ones are counted where their bits are compared."""
+    model = onnx.load(corpus.folder() / key)
+    count = len(sweep.softmaxes_between_products(model))
+    assert count == sum(node.op_type == "Softmax" for node in model.graph.node)  # the corpus has no other ones
+    analysis = analyse_model(model, resolve("sm_90a", list), attention=True)
+    fused, apart = sweep.attentions_of(analysis, model)
+    assert fused + apart.total() == count
+    assert "unknown_op" not in apart
+    assert fused == count or ".fp32." in key
+
+
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("tiny/")])
 def test_no_initializer_is_left_that_nothing_reads(key: str) -> None:
     original = corpus.with_weights(onnx.load(corpus.folder() / key))

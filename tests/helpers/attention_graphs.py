@@ -142,8 +142,8 @@ def without_heads(b: Builder) -> list[str]:
 FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
-        plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap, filled,
-        grouped, merged_batch, by_einsum, without_heads,
+        plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap,
+        filled, grouped, merged_batch, by_einsum, without_heads,
     )
 }  # fmt: skip
 
