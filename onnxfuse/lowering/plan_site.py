@@ -156,10 +156,9 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     Raises:
         NotFusable: some architecture has no kernel for it, or the model's own nodes are faster.
     """
-    if planner.exact_fp32 and any(product.dtype == F32 for product in match.products):
-        raise NotFusable("no_attention_kernel", attention.anchor, "no kernel of attention computes fp32 exactly")
     mapping = map_attention(attention)
     _check_resolved(attention)
+    _check_not_exact(planner, match)
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
     times = {plan.device: _attention_times(attention, mapping, plan) for plan in plans}
@@ -167,6 +166,11 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
     return site
+
+
+def _check_not_exact(planner: Planner, match: Match) -> None:
+    if planner.exact_fp32 and any(product.dtype == F32 for product in match.products):
+        raise NotFusable("no_attention_kernel", match.label, "no kernel of attention computes fp32 exactly")
 
 
 def _check_resolved(fusion: Fusion) -> None:

@@ -22,12 +22,11 @@ from onnxfuse.ir.join import join
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.insertion_points import InsertionPoints
-from onnxfuse.patterns.liveness import GrownValue
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.operand_views import COMPUTED_VIEWS
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
-from onnxfuse.patterns.product import Product, is_anchor, read_product
+from onnxfuse.patterns.product import is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import columns_dim
@@ -191,10 +190,12 @@ class Attentions:
                 refusal = stop
         raise refusal
 
-    def _may_end(self, product: Product, value: GrownValue) -> bool:
-        """Whether a value is of the product's type, or of the values' where a product of fp32 widens them."""
+    def _ends(self, partition: Partition) -> list[int]:
+        """Where values are of the product's type, or of the values' where a product of fp32 widens them."""
+        (product,) = partition.grown.products
         types = {self.graph.dtype(name) for name in (product.out, product.rhs)}
-        return self.graph.dtype(value.name) in types and value.columns is not None
+        firsts = enumerate(values[0] for values in partition.live.values)
+        return [end for end, value in firsts if self.graph.dtype(value.name) in types and value.columns is not None]
 
     def _grown(self, node: gs.Node, computed: tuple[str, ...]) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns."""

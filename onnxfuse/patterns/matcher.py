@@ -93,13 +93,18 @@ def match_sites(
         matched, refused = search.match_group(group)
         found += matched
         skipped += refused
-    refusals = {graph.index(each.product): each.refusal for each in apart}
-    skipped = [(node, _weightier(refusal, refusals.get(graph.index(node)))) for node, refusal in skipped]
-    told = {str(refusal) for _, refusal in skipped}
-    skipped += [(each.softmax, each.refusal) for each in apart if str(each.refusal) not in told]
+    skipped = _with_apart(graph, skipped, apart)
     found.sort(key=lambda each: (graph.index(each.match.products[0].node), each.match.insertion_point))
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(each.site for each in found), tuple(skipped))
+
+
+def _with_apart(graph: Graph, skipped: list[Refused], apart: list[Apart]) -> list[Refused]:
+    """The products that are left alone, and each softmax that is no attention, why that is once."""
+    refusals = {graph.index(each.product): each.refusal for each in apart}
+    told = [(node, _weightier(refusal, refusals.get(graph.index(node)))) for node, refusal in skipped]
+    texts = {str(refusal) for _, refusal in told}
+    return told + [(each.softmax, each.refusal) for each in apart if str(each.refusal) not in texts]
 
 
 def _weightier(refusal: NotFusable, of_attention: NotFusable | None) -> NotFusable:

@@ -332,6 +332,62 @@ Sizes infer_sizes(const Contract& contract, const std::vector<std::vector<Symbol
   return sizes;
 }
 
+// The inputs of a run as a kernel's loops see them.
+struct Inputs {
+  const Contract& contract;
+  const Sizes& sizes;
+  const std::vector<void*>& pointers;
+
+  LevelledTensor read(const Reference& reference, const Loop& rows, const Loop& columns, int64_t size) const {
+    const size_t input = static_cast<size_t>(reference.tensor);
+    const Stored stored{reference, contract.inputs[input], pointers[input], size, {"input", input}};
+    return make_tensor(contract, sizes, stored, rows, columns);
+  }
+
+  StoredColumns read_columns(const Reference& reference, int64_t size, int64_t n) const {
+    const Group depth = stored_depth(contract, reference);
+    const StoredColumns columns{read(reference, {depth, 1}, {contract.n, 1}, size), group_size(depth, sizes).known};
+    check_columns_lie_dense(columns, n, reference);
+    return columns;
+  }
+};
+
+void set_quantized(const Inputs& inputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
+  const Contract& contract = inputs.contract;
+  for (size_t i = 0; i < contract.scales.size(); ++i) {
+    const StoredColumns rhs = inputs.read_columns(contract.rhs[i], bytes.rhs[i], arguments->n);
+    const StoredColumns scales = inputs.read_columns(contract.scales[i], bytes.scales[i], arguments->n);
+    arguments->rhs[i] = rhs.tensor.tensor;
+    arguments->rhs[i].column_stride = rhs.depth;
+    arguments->rhs_outer = rhs.tensor.outer;
+    arguments->scales[i] = {scales.tensor.tensor.pointer, nullptr, scales.depth, 0};
+    if (contract.zero_points.empty()) continue;
+    const StoredColumns zero_points = inputs.read_columns(contract.zero_points[i], 1, arguments->n);
+    arguments->scales[i].zero_points = zero_points.tensor.tensor.pointer;
+    arguments->scales[i].zero_points_pitch = zero_points.depth;
+  }
+}
+
+void set_factors(const Inputs& inputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
+  const Contract& contract = inputs.contract;
+  const Loop k{contract.k, 1}, n{contract.n, 1};
+  if (contract.has_product()) {
+    const LevelledTensor lhs = inputs.read(contract.lhs, {contract.m, 1}, {contract.k, kMostLevels}, bytes.lhs);
+    arguments->lhs = lhs.tensor;
+    arguments->lhs_outer = lhs.outer;
+  }
+  if (contract.is_attention()) {
+    set_keys_and_values(inputs.read(contract.rhs[0], k, n, bytes.rhs[0]),
+                        inputs.read(contract.rhs[1], n, {contract.o, 1}, bytes.rhs[1]), arguments);
+  }
+  set_quantized(inputs, bytes, arguments);
+  for (size_t i = 0; i < contract.rhs.size() && !contract.is_attention() && !contract.is_quantized(); ++i) {
+    const LevelledTensor rhs = inputs.read(contract.rhs[i], k, n, bytes.rhs[i]);
+    arguments->rhs[i] = rhs.tensor;
+    arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape
+  }
+}
+
 }  // namespace
 
 std::vector<std::vector<SymbolicDim>> infer_outputs(const Contract& contract,
@@ -397,48 +453,12 @@ void set_problem(const Contract& contract, const Sizes& sizes, OnnxfuseArguments
 
 void set_tensors(const Contract& contract, const Sizes& sizes, const std::vector<void*>& inputs,
                  const std::vector<void*>& outputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
-  const auto read = [&](const Reference& reference, const Loop& rows, const Loop& columns, int64_t size) {
-    const size_t input = static_cast<size_t>(reference.tensor);
-    const Stored stored{reference, contract.inputs[input], inputs[input], size, {"input", input}};
-    return make_tensor(contract, sizes, stored, rows, columns);
-  };
+  const Inputs read{contract, sizes, inputs};
   const Loop m{contract.m, kMostLevels}, n{contract.n, kMostLevels};
   const Loop columns = contract.is_attention() ? Loop{contract.o, 1} : n;   // of what is stored
-  if (contract.has_product()) {
-    const Loop m_of_factor{contract.m, 1};
-    const LevelledTensor lhs = read(contract.lhs, m_of_factor, {contract.k, kMostLevels}, bytes.lhs);
-    arguments->lhs = lhs.tensor;
-    arguments->lhs_outer = lhs.outer;
-  }
-  if (contract.is_attention()) {
-    set_keys_and_values(read(contract.rhs[0], {contract.k, 1}, {contract.n, 1}, bytes.rhs[0]),
-                        read(contract.rhs[1], {contract.n, 1}, {contract.o, 1}, bytes.rhs[1]), arguments);
-  }
-  const auto read_columns = [&](const Reference& reference, int64_t size) {
-    const Group depth = stored_depth(contract, reference);
-    const StoredColumns columns{read(reference, {depth, 1}, {contract.n, 1}, size), group_size(depth, sizes).known};
-    check_columns_lie_dense(columns, arguments->n, reference);
-    return columns;
-  };
-  for (size_t i = 0; i < contract.scales.size(); ++i) {
-    const StoredColumns rhs = read_columns(contract.rhs[i], bytes.rhs[i]);
-    const StoredColumns scales = read_columns(contract.scales[i], bytes.scales[i]);
-    arguments->rhs[i] = rhs.tensor.tensor;
-    arguments->rhs[i].column_stride = rhs.depth;
-    arguments->rhs_outer = rhs.tensor.outer;
-    arguments->scales[i] = {scales.tensor.tensor.pointer, nullptr, scales.depth, 0};
-    if (contract.zero_points.empty()) continue;
-    const StoredColumns zero_points = read_columns(contract.zero_points[i], 1);
-    arguments->scales[i].zero_points = zero_points.tensor.tensor.pointer;
-    arguments->scales[i].zero_points_pitch = zero_points.depth;
-  }
-  for (size_t i = 0; i < contract.rhs.size() && !contract.is_attention() && !contract.is_quantized(); ++i) {
-    const LevelledTensor rhs = read(contract.rhs[i], {contract.k, 1}, {contract.n, 1}, bytes.rhs[i]);
-    arguments->rhs[i] = rhs.tensor;
-    arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape
-  }
+  set_factors(read, bytes, arguments);
   for (size_t i = 0; i < contract.loads.size(); ++i) {
-    const LevelledTensor load = read(contract.loads[i], m, n, bytes.loads[i]);
+    const LevelledTensor load = read.read(contract.loads[i], m, n, bytes.loads[i]);
     arguments->loads[i] = load.tensor;
     arguments->loads_outer[i] = load.outer;
   }
