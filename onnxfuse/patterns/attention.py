@@ -178,10 +178,7 @@ class Attentions:
         grown = self._grown(product, COMPUTED_VIEWS)
         partition = Partition(grown, self.points)
         refusal = _no_kernel(product, "the second product is none by itself")
-        ends = [
-            index for index, values in enumerate(partition.live.values) if self._may_end(grown.products[0], values[0])
-        ]
-        for position in reversed(ends):
+        for position in reversed(self._ends(partition)):
             try:
                 match = partition.match(grown.needs[position], position)
                 if len(match.live_outs) == 1 and not match.reads and _is_whole(match):
