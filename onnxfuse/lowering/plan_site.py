@@ -156,9 +156,8 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     Raises:
         NotFusable: some architecture has no kernel for it, or the model's own nodes are faster.
     """
-    mapping = map_attention(attention)
-    _check_resolved(attention)
     _check_not_exact(planner, match)
+    mapping = _mapped_attention(attention)
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
     times = {plan.device: _attention_times(attention, mapping, plan) for plan in plans}
@@ -166,6 +165,12 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
     return site
+
+
+def _mapped_attention(attention: Attention) -> AxisMapping:
+    mapping = map_attention(attention)
+    _check_resolved(attention)
+    return mapping
 
 
 def _check_not_exact(planner: Planner, match: Match) -> None:

@@ -77,8 +77,7 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
         if passed is None:
             return None
         is_guard = passed.op == "Where"
-        if graph.is_escaping(value.name) or len(value.outputs) > (2 if is_guard else 1):
-            refusal = refusal or _is_read(softmax, value)
+        refusal = refusal or _read_beside(graph, softmax, value, 2 if is_guard else 1)
         if is_anchor(graph, passed):
             return Candidate((), softmax, tuple(nodes), passed, guarded, refusal)
         guarded = guarded or is_guard
@@ -95,7 +94,10 @@ def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
     return second or _guard(graph, readers, value) or next(handed, None)
 
 
-def _is_read(softmax: gs.Node, value: gs.Tensor) -> NotFusable:
+def _read_beside(graph: Graph, softmax: gs.Node, value: gs.Tensor, readers: int) -> NotFusable | None:
+    """A refusal where a probability has more readers than so many."""
+    if len(value.outputs) <= readers and not graph.is_escaping(value.name):
+        return None
     detail = f"{value.name!r} is read by others than the product of it, or is an output of the graph"
     return NotFusable("probability_is_read", node_label(softmax), detail)
 
