@@ -131,10 +131,8 @@ def verify(
     """Run both models in ONNX Runtime, on CUDA where it is usable, and judge the optimised one.
 
     Without CUDA the fused nodes' original nodes run, and the kernels are looked at instead: whether they are in the
-    file, and what they claim to be.
-
-    The sessions live one after the other, so memory holds one model at a time. Where fused nodes multiply in TF32 on
-    CUDA, a second reference tells how much that may change, and takes the time of the first once more.
+    file, and what they claim to be. Sessions live one after the other: memory holds one model at a time. Where fused
+    nodes multiply in TF32 on CUDA, a second reference tells how much that may change, in as much time as the first.
 
     Args:
         original: the model before.
@@ -143,8 +141,7 @@ def verify(
         shapes: shapes of random inputs, by name.
         sizes: sizes of dynamic axes, by symbol; run i takes the i-th of each, and there are as many runs as sizes.
         seed: of the first run's random inputs; the next runs' are the next ones.
-        runs: how many random runs, at least; by default one, or on a GPU as many as give every value of floats enough
-            elements to be judged by (accuracy.py).
+        runs: how many random runs; by default one, or on a GPU enough to judge small outputs by (accuracy.py).
         per_site: compare what each fused node makes as well.
         session_options: an `onnxruntime.SessionOptions` for all sessions, as models with custom operators need it.
         require_gpu: refuse to judge where no kernel can run.
