@@ -33,7 +33,17 @@ from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
-from onnxfuse.schedule.strategy import Normalising, Strategy, Times, Traffic, choose, estimate, is_faster, saves
+from onnxfuse.schedule.strategy import (
+    Normalising,
+    Strategy,
+    Times,
+    Traffic,
+    beside_stock,
+    choose,
+    estimate,
+    is_faster,
+    saves,
+)
 from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
@@ -140,10 +150,11 @@ def _planned(
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None
-    estimates = _estimates(graph, fusion, plans, epilogue_only)
+    estimates = _estimates(graph, match, fusion, plans, epilogue_only)
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
-    strategy = choose(estimates) if estimates else Strategy.ONE_KERNEL
+    disagreed = Strategy.ONE_KERNEL if fusion.quantization is None else Strategy.LEFT_ALONE
+    strategy = choose(estimates, disagreed) if estimates else Strategy.ONE_KERNEL
     site = Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
     if site.opens_ops and strategy is not Strategy.ONE_KERNEL:  # a smaller one may leave the op as it is
         raise slower(site, fusion.anchor)
@@ -266,6 +277,8 @@ def _chosen(site: Site, device: DeviceSpec) -> list[float]:
 
 
 def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMapping) -> Implementation | None:
+    if len(match.nodes) == len(match.products):  # nothing follows them
+        return None
     shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
     if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
         return None
@@ -283,8 +296,15 @@ def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMa
 
 
 def _estimates(
-    graph: Graph, fusion: Fusion, plans: Sequence[ProductPlan], epilogue_only: Implementation | None
+    graph: Graph,
+    match: Match,
+    fusion: Fusion,
+    plans: Sequence[ProductPlan],
+    epilogue_only: Implementation | None,
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
+    if epilogue_only is None and fusion.quantization is not None:
+        between = len({*match.nodes} - {graph.index(product.node) for product in match.products})
+        return {plan.device: tuple(beside_stock(plan, len(fusion.rhs), between)) for plan in plans}
     if epilogue_only is None:
         return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
     traffic = _traffic(graph, fusion, epilogue_only)

@@ -202,6 +202,8 @@ class Attentions:
         if node.op not in ("MatMul", "Einsum") or self.rounds:
             computed = ()
         product = read_product(self.graph, node, accepts=lambda found: True, computed=computed)
+        if product.quantized is not None:
+            raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
             product = read_product(self.graph, node, through_views=False)
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds)

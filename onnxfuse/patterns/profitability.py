@@ -71,12 +71,20 @@ class Profitability:
     def _is_arithmetic(self, node: gs.Node) -> bool:
         return pointwise_row(node) is not None and node.op not in REGROUPING
 
+    def _is_quantized(self, node: gs.Node) -> bool:
+        """Whether a node is a product that kernels may make faster than the runtime even where nothing follows it."""
+        return any(product.node is node and product.quantized is not None for product in self.grown.products)
+
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
+        if self._is_quantized(node):
+            return True
         return qualified_op(node) == "Transpose" or (self._is_computed(node) and node.op not in REGROUPING)
 
     def _is_computed(self, node: gs.Node) -> bool:
-        """Whether a node does arithmetic beside a plain product."""
+        """Whether a node does arithmetic beside a plain product, or is one with a weight of few bits."""
+        if self._is_quantized(node):
+            return True
         if any(product.node is node and product.activation is not None for product in self.grown.products):
             return True
         return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op not in COPIES)

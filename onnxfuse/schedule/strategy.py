@@ -13,7 +13,8 @@ A site is one node of the model, whatever the architectures and the number of ro
 strategy is the one that loses the least: at every number of rows its time is divided by the best one's, and the
 smallest geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is
 worth on one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say
-beside others. So is it with the order of weights: the file has one for all.
+beside others. So is it with the order of weights: the file has one for all. A product with a weight of few bits is left
+alone where they do not agree: what ONNX Runtime has for it reads as few bytes.
 
 Where the sums are those of an op that normalises them (SkipLayerNormalization), that op is part of the bargain: left
 alone it reads the product and the skip, makes the sum and its own result; taken apart, a normalisation reads the sum
@@ -24,7 +25,7 @@ somebody did.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
@@ -96,6 +97,21 @@ def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
     return estimate_from(plan.device, library, traffic, ranked.m, ranked.one_kernel)
 
 
+def beside_stock(plan: ProductPlan, products: int, passes: int) -> Iterator[Times]:
+    """Microseconds of one kernel, and of quantised products with nodes behind them, at each number of rows.
+
+    Args:
+        plan: of the kernel.
+        products: that ONNX Runtime makes one after the other.
+        passes: nodes behind them, which take a launch at least.
+    """
+    for ranked in plan.ranked:
+        library = cost_model.library(plan.variants[0].spec, ranked.problem, products, plan.device)
+        assert library is not None, "the cost model knows MatMulNBits"
+        stock = float(library) + passes * calibration(plan.device).launch
+        yield {Strategy.ONE_KERNEL: ranked.one_kernel, Strategy.LEFT_ALONE: stock}
+
+
 def assumed_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float:
     """The same by how long the one kernel takes: to begin as long, less for products, nothing for narrow copies."""
     one_kernel, best = ranked.tiles[0]
@@ -145,10 +161,15 @@ def _normalising(device: DeviceSpec, m: int, ops: Iterable[tuple[str, int]]) -> 
     return float(sum(each))
 
 
-def choose(architectures: Mapping[DeviceSpec, Sequence[Times]]) -> Strategy:
-    """The strategy that is best on every architecture, by its times at every number of rows."""
+def choose(architectures: Mapping[DeviceSpec, Sequence[Times]], otherwise: Strategy = Strategy.ONE_KERNEL) -> Strategy:
+    """The strategy that is best on every architecture, by its times at every number of rows.
+
+    Args:
+        architectures: times of each.
+        otherwise: what is taken where they do not agree.
+    """
     best = {least_loss(architectures[device]) for device in _named(architectures)}
-    return best.pop() if len(best) == 1 else Strategy.ONE_KERNEL
+    return best.pop() if len(best) == 1 else otherwise
 
 
 def _named(architectures: Iterable[DeviceSpec]) -> list[DeviceSpec]:

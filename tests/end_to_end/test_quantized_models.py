@@ -21,6 +21,7 @@ from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule import cost_model, portable_tile
 from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
+from onnxfuse.schedule.strategy import Strategy
 from tests.cli.test_cli import onnxfuse as command
 from tests.helpers.onnx_build import FLOAT, FLOAT16, cpu_session
 from tests.helpers.optimized_layers import Sizes, layers
@@ -74,6 +75,15 @@ def test_the_fused_model_has_the_same_bits_and_verifies(form: Form, tmp_path: Pa
     assert all(map(np.array_equal, before, after))
     if form.zero_points:
         assert command("verify", source, target).returncode == 0
+
+
+@pytest.mark.usefixtures("any_family")
+def test_every_site_is_priced_beside_stock() -> None:
+    """Of one kernel and stock the model has what takes less time, whatever follows the product."""
+    for site in analyse_model(llama(Form(4, 32)), [SM_90A]).sites:
+        for times in site.estimates[SM_90A]:
+            assert {Strategy.ONE_KERNEL, Strategy.LEFT_ALONE} <= times.keys()
+        assert site.strategy is not Strategy.LEFT_ALONE
 
 
 @pytest.mark.usefixtures("any_family")

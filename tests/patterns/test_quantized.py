@@ -229,3 +229,32 @@ def test_every_type_of_activations_is_matched(dtype: int) -> None:
     _, fusion = only(model_of(dual_gate, Form(), dtype))
     assert fusion.quantization is not None
     assert fusion.quantization.scale.onnx == fusion.lhs.dtype.onnx == dtype
+
+
+def three_heads(b: Builder, x: str) -> list[str]:
+    """q, k and v, which nothing pointwise reads."""
+    return [b("Softmax", linear(b, x, name)) for name in ("q", "key", "value")]
+
+
+def test_a_product_that_nothing_follows_is_a_match_of_its_own() -> None:
+    found = matched(model_of(three_heads, Form(), FLOAT16))
+    assert [fusion.pattern for _, fusion in found] == ["gemm_epilogue"] * 3
+    assert [(len(match.nodes), fusion.steps) for match, fusion in found] == [(1, ())] * 3
+    b = Builder()
+    floats = b.model(b("Softmax", linear(b, b.input("x", ("batch", "rows", K)), "weight")))
+    assert refusal(floats).reason == "unknown_op"
+
+
+def test_bare_products_of_one_input_become_one_where_that_pays() -> None:
+    graph = Graph(load_model(model_of(three_heads, Form(8, 16, True), FLOAT16)))
+    (site,) = match_sites(graph, lambda match, fusion: fusion, lambda joint, alone: True).fused
+    assert (site.pattern, len(site.parts), len(site.outputs)) == ("sibling_gemms", 3, 3)
+
+
+def test_a_packed_product_stores_its_ranges() -> None:
+    def heads(b: Builder, x: str) -> list[str]:
+        parts = b("Split", linear(b, x, "qkv"), b.integers(6, 3, 3), outputs=3, axis=-1)
+        return [b("Softmax", part) for part in parts]
+
+    found = matched(model_of(heads, Form(), FLOAT16))
+    assert [len(fusion.outputs) for _, fusion in found] == [1]
