@@ -26,7 +26,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_POINTWISE
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
-from onnxfuse.ir.fusion import NONLINEAR, Fusion, Tensor, acc_name, load_name
+from onnxfuse.ir.fusion import NONLINEAR, Fusion, StoredRhs, Tensor, acc_name, load_name
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
@@ -206,15 +206,7 @@ def _nameless(fusion: Fusion) -> Fusion:
     outputs = fusion.outputs
     names = {tensor.name: str(index) for index, tensor in enumerate((*fusion.inputs, *outputs))}
     called = {tensor: replace(tensor, name=names[tensor.name]) for tensor in (*fusion.inputs, *outputs)}
-    stored = tuple(
-        replace(
-            each,
-            weight=called[each.weight],
-            scales=called[each.scales],
-            zero_points=None if each.zero_points is None else called[each.zero_points],
-        )
-        for each in fusion.stored
-    )
+    stored = tuple(_called(each, called) for each in fusion.stored)
     called |= {rhs: replace(rhs, name=held.weight.name) for rhs, held in zip(fusion.rhs, stored, strict=False)}
     return replace(
         fusion,
@@ -225,6 +217,11 @@ def _nameless(fusion: Fusion) -> Fusion:
         operands=tuple(called[tensor] for tensor in fusion.operands),
         outs=tuple(replace(out, tensor=called[out.tensor]) for out in fusion.outs),
     )
+
+
+def _called(held: StoredRhs, called: Mapping[Tensor, Tensor]) -> StoredRhs:
+    zero_points = None if held.zero_points is None else called[held.zero_points]
+    return StoredRhs(called[held.weight], called[held.scales], zero_points)
 
 
 def _plan_broadcast_product(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> Site:

@@ -44,25 +44,22 @@ def read_quantized(graph: Graph, node: gs.Node) -> QuantizedWeight:
     Raises:
         NotFusable: `quantized_form` for a form that no kernel reads, `invalid_model` where shapes do not fit.
     """
-    label = node_label(node)
     n, k, bits, block = (_attribute(node, name, default) for name, default in _ATTRIBUTES)
     for holds, detail in _of_form(graph, node, bits, block):
         if holds:
-            raise NotFusable("quantized_form", label, detail)
-    dtype = _dtype(graph, node)
-    form = Quantization(bits, block, _given(node, ZERO_POINTS) is not None, dtype)
-    blocks = form.blocks(k)
-    flat = set()
-    for place, shape in ((WEIGHT, (n, blocks, form.block_bytes)), (SCALES, (n, blocks)),
-                         (ZERO_POINTS, (n, form.zero_point_bytes(k)))):  # fmt: skip
-        tensor = _given(node, place)
-        if tensor is not None and _is_flat(graph, label, tensor, shape):
-            flat.add(str(tensor.name))
-    zero_points = _given(node, ZERO_POINTS)
-    return QuantizedWeight(
-        form, n, k, str(node.inputs[SCALES].name), None if zero_points is None else str(zero_points.name),
-        frozenset(flat),
-    )  # fmt: skip
+            raise NotFusable("quantized_form", node_label(node), detail)
+    form = Quantization(bits, block, _given(node, ZERO_POINTS) is not None, _dtype(graph, node))
+    zero_points = _name(_given(node, ZERO_POINTS))
+    return QuantizedWeight(form, n, k, str(node.inputs[SCALES].name), zero_points, _flat(graph, node, form, n, k))
+
+
+def _flat(graph: Graph, node: gs.Node, form: Quantization, n: int, k: int) -> frozenset[str]:
+    """The tensors beside the integers that have one dimension; invalid_model where any has other sizes."""
+    shapes = {WEIGHT: (n, form.blocks(k), form.block_bytes), SCALES: (n, form.blocks(k)),
+              ZERO_POINTS: (n, form.zero_point_bytes(k))}  # fmt: skip
+    given = ((_given(node, place), shape) for place, shape in shapes.items())
+    held = ((tensor, shape) for tensor, shape in given if tensor is not None)
+    return frozenset(str(tensor.name) for tensor, shape in held if _is_flat(graph, node_label(node), tensor, shape))
 
 
 _ATTRIBUTES = (("N", 0), ("K", 0), ("bits", 4), ("block_size", 0))
@@ -82,7 +79,10 @@ def _given(node: gs.Node, place: int) -> gs.Tensor | None:
 
 def bias_of(node: gs.Node) -> str | None:
     """Name of a MatMulNBits' bias."""
-    tensor = _given(node, BIAS)
+    return _name(_given(node, BIAS))
+
+
+def _name(tensor: gs.Tensor | None) -> str | None:
     return None if tensor is None else str(tensor.name)
 
 

@@ -213,6 +213,14 @@ def _numbers(e: Emitter, packed: str, bits: int, shape: Sequence[int]) -> str:
     return e("Reshape", e("Concat", *pair, axis=1), shape)
 
 
+def _zeros(e: Emitter, packed: str, bits: int, shape: Sequence[int]) -> str | float:
+    """The zero point of each block of a weight [n, blocks, block]; without zero points the middle of the range."""
+    if not packed:
+        return float(1 << (bits - 1))
+    columns = _numbers(e, packed, bits, [shape[0], -1])
+    return e("Reshape", e("Slice", columns, [0], [shape[1]], [1]), [*shape[:2], 1])
+
+
 def _matmul_nbits(e: Emitter, node: NodeProto) -> bool:
     """(integer - zero point) * scale for each block of k, then a product."""
     x, weight, scales, zero_points, order, bias = [*node.input, "", "", ""][:6]
@@ -220,14 +228,10 @@ def _matmul_nbits(e: Emitter, node: NodeProto) -> bool:
                          (("N", 0), ("K", 0), ("bits", 4), ("block_size", 0)))  # fmt: skip
     if order or bits not in (4, 8) or block < 1 or attribute_of(node, "weight_prepacked", 0):
         return False
-    blocks = -(-k // block)
-    zeros: str | float = float(1 << (bits - 1))
-    if zero_points:
-        columns = _numbers(e, zero_points, bits, [n, -1])
-        zeros = e("Reshape", e("Slice", columns, [0], [blocks], [1]), [n, blocks, 1])
-    scale = e("Reshape", scales, [n, blocks, 1])
-    stored = e("Mul", e("Sub", _numbers(e, weight, bits, [n, blocks, block]), zeros), scale)
-    matrix = e("Slice", e("Reshape", stored, [n, blocks * block]), [0], [k], [1])
+    shape = [n, -(-k // block), block]
+    scale = e("Reshape", scales, [*shape[:2], 1])
+    stored = e("Mul", e("Sub", _numbers(e, weight, bits, shape), _zeros(e, zero_points, bits, shape)), scale)
+    matrix = e("Slice", e("Reshape", stored, [n, -1]), [0], [k], [1])
     factors = [x, e("Transpose", matrix, perm=[1, 0])]
     product = e("MatMul", *(round_to_tf32(e, factor) if e.tf32 else factor for factor in factors))
     if bias:
@@ -242,19 +246,20 @@ def _dequantize_blocks(e: Emitter, node: NodeProto) -> bool:
     if not block or shape is None:
         return False
     axis = attribute_of(node, "axis", 1) % len(shape)
-    rest = shape[axis + 1 :]
-
-    def repeated(value: str) -> str:
-        blocks = -(-shape[axis] // block)
-        row = e("Reshape", value, [*shape[:axis], blocks, 1, *rest])
-        wide = e("Reshape", e("Expand", row, [*shape[:axis], blocks, block, *rest]), [*shape[:axis], -1, *rest])
-        return e("Slice", wide, [0], [shape[axis]], [axis])
-
     numbers = e("Cast", x, to=TensorProto.DOUBLE)
     if zero_points and zero_points[0]:
-        numbers = e("Sub", numbers, repeated(e("Cast", zero_points[0], to=TensorProto.DOUBLE)))
-    e("Mul", numbers, repeated(scales))
+        zeros = e("Cast", zero_points[0], to=TensorProto.DOUBLE)
+        numbers = e("Sub", numbers, _repeated(e, zeros, shape, axis, block))
+    e("Mul", numbers, _repeated(e, scales, shape, axis, block))
     return True
+
+
+def _repeated(e: Emitter, value: str, shape: Sequence[int], axis: int, block: int) -> str:
+    """One number a block along an axis -> one an element."""
+    before, blocks, rest = shape[:axis], -(-shape[axis] // block), shape[axis + 1 :]
+    row = e("Reshape", value, [*before, blocks, 1, *rest])
+    wide = e("Reshape", e("Expand", row, [*before, blocks, block, *rest]), [*before, -1, *rest])
+    return e("Slice", wide, [0], [shape[axis]], [axis])
 
 
 WRITTEN_OUT: dict[str, WriteOut] = {
