@@ -156,8 +156,17 @@ def _check_supported(node: gs.Node) -> None:
 
 def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
     for tensor in (*_inputs(node), *(graph.tensor(source.name) for source in inputs)):
-        if tensor.inputs and tensor.inputs[0].op == "DequantizeLinear":
-            raise NotFusable("quantized", node_label(node), f"{tensor.name!r} comes from a DequantizeLinear")
+        maker = tensor.inputs[0] if tensor.inputs else None
+        if maker is None or maker.op != "DequantizeLinear":
+            continue
+        detail = f"{tensor.name!r} comes from a DequantizeLinear"
+        if maker.attrs.get("block_size", 0):
+            detail += f" of blocks, and kernels read the integers of a MatMulNBits only: {_AS_NBITS}"
+            raise NotFusable("quantized_form", node_label(node), detail)
+        raise NotFusable("quantized", node_label(node), detail)
+
+
+_AS_NBITS = "ONNX Runtime's CPU provider writes one in its place (SessionOptions.optimized_model_filepath)"
 
 
 def read_product(
