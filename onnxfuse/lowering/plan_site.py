@@ -26,7 +26,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_POINTWISE
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
-from onnxfuse.ir.fusion import NONLINEAR, Fusion, StoredRhs, Tensor, acc_name, load_name
+from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, StoredRhs, Tensor, acc_name, load_name
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
@@ -150,7 +150,7 @@ def _planned(
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None
-    estimates = _estimates(graph, match, fusion, plans, epilogue_only)
+    estimates = _estimates(graph, match, fusion, mapping, plans, epilogue_only)
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
     disagreed = Strategy.ONE_KERNEL if fusion.quantization is None else Strategy.LEFT_ALONE
@@ -296,6 +296,7 @@ def _estimates(
     graph: Graph,
     match: Match,
     fusion: Fusion,
+    mapping: AxisMapping,
     plans: Sequence[ProductPlan],
     epilogue_only: Implementation | None,
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
@@ -304,22 +305,24 @@ def _estimates(
         return {plan.device: tuple(beside_stock(plan, len(fusion.rhs), between)) for plan in plans}
     if epilogue_only is None:
         return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
-    traffic = _traffic(graph, fusion, epilogue_only)
+    (by,) = {entry.problem.by for plan in plans for entry in plan.ranked}
+    traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
     return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
 
 
-def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Traffic:
+def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilogue_only: Implementation) -> Traffic:
+    rhs, lhs = [held for group in fusion.stored_rhs for held in group], [fusion.lhs]
+    shared, walked, across = (rhs, lhs, mapping.n) if by == "m" else (lhs, rhs, mapping.m)
+    across = (PART_AXIS, *across)
     products = epilogue_only.fusion.operands[: len(fusion.rhs)]
     others = (*fusion.operands, *fusion.outputs)
     opened = {graph.opened_sums[index] for index in epilogue_only.replaced if index in graph.opened_sums}
     one_node = frozenset[int]().union(*opened)
     return Traffic(
-        weights=sum(_row_bytes(fusion, held, held.axes) for group in fusion.stored_rhs for held in group),
-        lhs=_row_bytes(fusion, fusion.lhs, ("k",)),
-        product=sum(_row_bytes(fusion, product, ("n", "p")) for product in products),
-        rest=sum(
-            _row_bytes(fusion, tensor, ("n", "p")) for tensor in others if epilogue_only.mapping.kind(tensor) == "tile"
-        ),
+        weights=sum(_row_bytes(fusion, factor, factor.axes) for factor in shared),
+        lhs=sum(_row_bytes(fusion, factor, (PART_AXIS, *mapping.k)) for factor in walked),
+        product=sum(_row_bytes(fusion, product, across) for product in products),
+        rest=sum(_row_bytes(fusion, tensor, across) for tensor in others if mapping.kind(tensor) == "tile"),
         passes=sum(
             graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX
             for index in epilogue_only.replaced
@@ -327,7 +330,7 @@ def _traffic(graph: Graph, fusion: Fusion, epilogue_only: Implementation) -> Tra
         )
         + sum(product.activation is not None for product in epilogue_only.match.products),
         products=len(products),
-        normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], ("n", "p"))) for sums in opened),
+        normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], across)) for sums in opened),
     )
 
 

@@ -300,5 +300,5 @@ def _why_less(implementation: Implementation, tensor: Tensor, width: Width, take
 
 def _one_line(plan: AnyPlan) -> str:
     tiles = dict.fromkeys(str(variant.tile) for variant in plan.variants)
-    library = [f"{LIBRARY} ({rows_text(plan.library_rows)})"] if plan.library_rows else []
+    library = [f"{LIBRARY} ({rows_text(plan.library_rows, plan.library[0].by)})"] if plan.library_rows else []
     return " ".join(filter(None, (f"{plan.device.arch}:", plan.variants[0].spec.math, ", ".join((*library, *tiles)))))

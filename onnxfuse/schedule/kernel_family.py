@@ -84,12 +84,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes that tiles are priced for: one number of rows, or an array of them.
+    """Sizes that tiles are priced for: one number of rows or columns, or an array of them.
 
     Attributes:
+        m: known, or one of several.
         n: may depend on the rows, and so may k.
         batch: counts those with an rhs of their own.
         guessed: n or the batch may be larger at run time.
+        by: which size kernels are chosen by, `m` or `n`.
     """
 
     m: Any
@@ -97,6 +99,12 @@ class Problem:
     k: Any
     batch: int = 1
     guessed: bool = False
+    by: str = "m"
+
+    @property
+    def size(self) -> Any:
+        """The size that kernels are chosen by."""
+        return self.n if self.by == "n" else self.m
 
 
 @dataclass(frozen=True)
@@ -105,8 +113,8 @@ class Sizes:
 
     Attributes:
         batch: counts those with an rhs of their own.
-        guessed: the batch may be larger at run time, or n is not known.
-        typical: an unknown n or k where m is smaller.
+        guessed: the batch may be larger at run time.
+        typical: an unknown n or k where m is smaller, an unknown k where n is.
     """
 
     m: int | None
@@ -116,10 +124,22 @@ class Sizes:
     guessed: bool
     typical: int
 
-    def at(self, m: Count) -> Problem:
-        """The problem with so many rows: what else is not known is a sequence as well."""
-        unknown = max(m, self.typical) if isinstance(m, int) else np.maximum(m, self.typical)
-        return Problem(m, self.n or unknown, self.k or unknown, self.batch, self.guessed)
+    @property
+    def by(self) -> str:
+        """Which size kernels are chosen by: `m`, or `n` where that alone is not known, as of an image."""
+        return "n" if self.m is not None and self.n is None else "m"
+
+    @property
+    def known(self) -> int | None:
+        """The size that kernels are chosen by; None where only the run knows."""
+        return self.n if self.by == "n" else self.m
+
+    def at(self, size: Count) -> Problem:
+        """The problem with so many rows, or columns: what else is not known is a sequence as well."""
+        unknown = max(size, self.typical) if isinstance(size, int) else np.maximum(size, self.typical)
+        if self.by == "n":
+            return Problem(self.m, size, self.k or unknown, self.batch, self.guessed, "n")
+        return Problem(self.m or size, self.n or unknown, self.k or unknown, self.batch, self.guessed or self.n is None)
 
 
 @dataclass(frozen=True)

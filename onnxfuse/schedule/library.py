@@ -22,7 +22,7 @@ from onnxfuse.ir.fusion import Fusion, RhsPart, Tensor
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, KernelFamily, Launch, Problem
+from onnxfuse.schedule.kernel_family import Amount, KernelFamily, Launch, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
 from onnxfuse.schedule.pointwise import POINTWISE
@@ -54,9 +54,9 @@ LIBRARY = LibraryFamily()
 
 
 def library_way(
-    fusion: Fusion, mapping: AxisMapping, base: KernelSpec, device: DeviceSpec
+    fusion: Fusion, mapping: AxisMapping, base: KernelSpec, sizes: Sizes, device: DeviceSpec
 ) -> tuple[LibraryVariant, ...]:
-    """The kernels behind the library's product, for every number of rows; none where the library does not make it."""
+    """The kernels behind the library's product, for every size; none where the library does not make it."""
     in_levels = base.quantization or base.lhs_run or base.lhs_batch_runs or base.rhs_batch_runs
     if base.math not in MATH or in_levels or static_size(fusion, mapping.k) == 0:
         return ()
@@ -68,10 +68,14 @@ def library_way(
     except NotFusable:  # more loads than a kernel takes
         return ()
     plan = make_pointwise_plan(pointwise, replace(mapping, k=()), device)
-    return tuple(
+    ways = (
         LibraryVariant(LIBRARY, LibrarySpec(base, each.spec), LibraryTile(each.tile), each.min_m, each.max_m)
         for each in plan.variants
     )
+    if sizes.by == "m":
+        return tuple(ways)
+    fitting = (way for way in ways if way.min_m <= (sizes.m or 0) <= way.max_m)  # its own ranges are of rows
+    return tuple(replace(way, min_m=0, max_m=MAX_M, by=sizes.by) for way in fitting)
 
 
 def library_time(base: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> Amount:
@@ -114,6 +118,6 @@ def library_rows(
     return tuple((0 if low == 1 else low, MAX_M if high == ends[-1] else high) for low, high in found)
 
 
-def rows_text(rows: Iterable[Rows]) -> str:
+def rows_text(rows: Iterable[Rows], by: str) -> str:
     """`m 257..320, 513..`."""
-    return "m " + ", ".join(f"{low}..{high if high < MAX_M else ''}" for low, high in rows)
+    return f"{by} " + ", ".join(f"{low}..{high if high < MAX_M else ''}" for low, high in rows)

@@ -27,10 +27,10 @@ from onnxfuse.schedule.library import LABEL, library_rows, library_time, library
 from onnxfuse.schedule.row_ranges import choose_ranges
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
-# Where a dynamic m is looked at to choose a strategy, and by reports: texts and images are no powers of two.
-SAMPLED_M = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
-FALLBACK_M = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
-Price = Callable[[Candidate, Count], Amount]  # microseconds of a tile at a number of rows, or at several
+# Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
+SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
+FALLBACK = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
+Price = Callable[[Candidate, Count], Amount]  # microseconds of a tile at a size that plans go by, or at several
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
 
@@ -48,9 +48,9 @@ def make_plan(
     shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
     m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
-    guessed = columns is None or (not shared and static_size(fusion, mapping.batch) is None)
+    guessed = not shared and static_size(fusion, mapping.batch) is None
     sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size)
-    problems = [sizes.at(size) for size in ([m] if m else SAMPLED_M)]
+    problems = [sizes.at(size) for size in ([sizes.known] if sizes.known else SAMPLED)]
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
     if not fitting and fusion.quantization is not None:
@@ -64,21 +64,21 @@ def make_plan(
         odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
         risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
-    variants = _fastest(base, ranked) if m else _ranged(base, fitting, price, device)
+    variants = _fastest(base, ranked) if sizes.known else _ranged(base, fitting, price, sizes.by, device)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
-        few = problems if m else [sizes.at(size) for size in FALLBACK_M]
+        few = problems if sizes.known else [sizes.at(size) for size in FALLBACK]
         others = _fitting(unguarded, device, deepest)[0]
         variants += _fastest(
             unguarded, _rank(unguarded, others, _pricing(unguarded, others, sizes, device), few, device)
         )
-    last = _variant(_checked(base), fitting[-1], 0, MAX_M)
+    last = _variant(_checked(base), fitting[-1], 0, MAX_M, sizes.by)
     if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
         variants.append(last)
     plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
-    library = library_way(fusion, mapping, base, device)
+    library = library_way(fusion, mapping, base, sizes, device)
     own = [entry for entry in fitting if entry.tile in taken]
     return _with_library(replace(plan, library=library), own, price, len(fusion.rhs))
 
@@ -96,19 +96,17 @@ def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, pro
     if not plan.library or sizes is None:
         return plan
 
-    def tiles(m: Count) -> Amount:
-        at = sizes.m or m
-        return np.min([price(entry, at) for entry in own], axis=0)
+    def tiles(size: Count) -> Amount:
+        return np.min([price(entry, sizes.known or size) for entry in own], axis=0)
 
-    def with_library(m: Count) -> Amount:
-        return library_time(base, sizes.at(sizes.m or m), products, device)
+    def with_library(size: Count) -> Amount:
+        return library_time(base, sizes.at(sizes.known or size), products, device)
 
     rows = library_rows(tiles, with_library)
+    taken = (any(low <= each.size <= high for low, high in rows) for each in plan.ranked)
     ranked = tuple(
-        replace(
-            each, library=float(with_library(each.m)) if any(low <= each.m <= high for low, high in rows) else math.inf
-        )
-        for each in plan.ranked
+        replace(each, library=float(with_library(each.size)) if takes else math.inf)
+        for each, takes in zip(plan.ranked, taken, strict=True)
     )
     return replace(plan, ranked=ranked, library_rows=rows)
 
@@ -116,7 +114,8 @@ def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, pro
 def replan(plan: ProductPlan, entry: Candidate) -> ProductPlan:
     """The plan with one tile for every number of rows; what takes over from it stays."""
     base = plan.variants[0].spec
-    return _with(replace(plan, library_rows=()), [_variant(base, entry, 0, MAX_M)])
+    by = plan.variants[0].by
+    return _with(replace(plan, library_rows=()), [_variant(base, entry, 0, MAX_M, by)])
 
 
 def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> ProductPlan:
@@ -133,7 +132,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
         return plan
     base, sizes = plan.variants[0].spec, plan.sizes
     candidates = [entry for _, entry in plan.ranked[0].tiles]
-    if sizes is None or sizes.m is not None:
+    if sizes is None or sizes.known is not None:
         (measured,) = times.values()
         return replan(plan, min(candidates, key=lambda entry: measured.get(str(entry.tile), math.inf)))
     estimate = _pricing(base, candidates, sizes, plan.device)
@@ -154,7 +153,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
 
     considered = {variant.tile for variant in plan.variants}.union(*factors.values())
     worth = [entry for entry in candidates if entry.tile in considered]
-    return _with(plan, _ranged(base, worth, price, plan.device))
+    return _with(plan, _ranged(base, worth, price, sizes.by, plan.device))
 
 
 def _nearest(values: Mapping[int, float], rows: Count) -> NDArray[np.float64]:
@@ -191,19 +190,19 @@ def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
 
 
 def _ranged(
-    base: KernelSpec, candidates: Sequence[Candidate], price: Price, device: DeviceSpec
+    base: KernelSpec, candidates: Sequence[Candidate], price: Price, by: str, device: DeviceSpec
 ) -> list[ProductVariant]:
-    """Few tiles of which one is good at any number of rows."""
+    """Few tiles of which one is good at any number of rows, or columns."""
     ranges = choose_ranges(candidates, price, calibration(device).regret)
-    return [_variant(base, each.entry, each.low, each.high) for each in ranges]
+    return [_variant(base, each.entry, each.low, each.high, by) for each in ranges]
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:
     """The cost model's microseconds."""
     flows = {entry.tile: entry.family.flow(base, entry.tile, device) for entry in candidates}
 
-    def price(entry: Candidate, m: Count) -> Amount:
-        return entry.family.cost(entry, flows[entry.tile], base, sizes.at(m), device)
+    def price(entry: Candidate, size: Count) -> Amount:
+        return entry.family.cost(entry, flows[entry.tile], base, sizes.at(size), device)
 
     return price
 
@@ -216,8 +215,8 @@ def _rank(
     device: DeviceSpec,
 ) -> tuple[Ranked, ...]:
     """The tiles by their estimated time, at each of some sizes."""
-    rows = np.array([problem.m for problem in problems])
-    costs = [(entry, np.broadcast_to(price(entry, rows), rows.shape)) for entry in candidates]
+    counts = np.array([problem.size for problem in problems])
+    costs = [(entry, np.broadcast_to(price(entry, counts), counts.shape)) for entry in candidates]
 
     def rank(index: int, problem: Problem) -> Ranked:
         tiles = sorted(((float(cost[index]), entry) for entry, cost in costs), key=lambda pair: pair[0])
@@ -231,16 +230,14 @@ def _copying(entry: Candidate, spec: KernelSpec, problem: Problem, device: Devic
 
 
 def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[ProductVariant]:
-    """The fastest tile for each range of m."""
-    return _variants(base, [(entry.m, entry.tiles[0][1]) for entry in ranked])
+    """The fastest tile for each range of sizes."""
+    by = ranked[0].problem.by
+    best = [(entry.size, entry.tiles[0][1]) for entry in ranked]
+    return [_variant(base, entry, low, high, by) for entry, low, high in _ranges(best)]
 
 
-def _variants(base: KernelSpec, best: Sequence[tuple[int, Candidate]]) -> list[ProductVariant]:
-    return [_variant(base, entry, low, high) for entry, low, high in _ranges(best)]
-
-
-def _variant(spec: KernelSpec, entry: Candidate, min_m: int, max_m: int) -> ProductVariant:
-    return ProductVariant(entry.family, spec, entry.tile, min_m, max_m)
+def _variant(spec: KernelSpec, entry: Candidate, min_m: int, max_m: int, by: str) -> ProductVariant:
+    return ProductVariant(entry.family, spec, entry.tile, min_m, max_m, by)
 
 
 def arithmetic(dtype: DType, device: DeviceSpec, depth: int | None, exact_fp32: bool) -> str:

@@ -67,11 +67,11 @@ class Normalising:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a site moves.
+    """Bytes that a site moves; of a row, or of a column where kernels are chosen by n.
 
     Attributes:
-        weights: of rhs, read once.
-        lhs: of one row.
+        weights: of the factor that all rows share, read once.
+        lhs: of one row of the other factor.
         product: of one row of the product.
         rest: of one row of everything else that the epilogue reads or writes.
         passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
@@ -94,7 +94,12 @@ def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
     library = cost_model.library(plan.variants[0].spec, ranked.problem, traffic.products, plan.device)
     if library is None:
         library = assumed_library(plan, traffic, ranked)
-    return estimate_from(plan.device, library, traffic, ranked.m, ranked.one_kernel)
+    return estimate_from(plan.device, library, traffic, _count(ranked), ranked.one_kernel)
+
+
+def _count(ranked: Ranked) -> int:
+    """Rows, or columns, of all batches."""
+    return ranked.size * ranked.problem.batch
 
 
 def beside_stock(plan: ProductPlan, products: int, passes: int) -> Iterator[Times]:
@@ -115,8 +120,9 @@ def beside_stock(plan: ProductPlan, products: int, passes: int) -> Iterator[Time
 def assumed_library(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> float:
     """The same by how long the one kernel takes: to begin as long, less for products, nothing for narrow copies."""
     one_kernel, best = ranked.tiles[0]
-    faster = advantage(plan.device, plan.variants[0].spec.math, best, ranked.m) * padding(best.tile, ranked.problem.n)
-    memory = cost_model.from_memory(traffic.weights + ranked.m * (traffic.lhs + traffic.product), plan.device)
+    problem, math_mode = ranked.problem, plan.variants[0].spec.math
+    faster = advantage(plan.device, math_mode, best, int(problem.m)) * padding(best.tile, problem.n)
+    memory = cost_model.from_memory(traffic.weights + _count(ranked) * (traffic.lhs + traffic.product), plan.device)
     known = calibration(plan.device)
     fixed = known.launches[best.family.name] + known.fill[best.family.name]
     return float(max(fixed + (one_kernel - fixed - ranked.copying) / faster, memory))

@@ -25,21 +25,22 @@ TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
 
 @dataclass(frozen=True)
 class Variant(Generic[Spec]):
-    """A kernel and the rows that it is for, `min_m <= m <= max_m`."""
+    """A kernel and the sizes that it is for, `min_m <= m <= max_m`; of n, where the plan is by that."""
 
     family: KernelFamily
     spec: Spec
     tile: Any
     min_m: int
     max_m: int
+    by: str = "m"
 
     def __str__(self) -> str:
         widths = " ".join(
             f"{name} x{each.width}" for name, each in zip(("lhs", "rhs"), self.spec.factors, strict=False)
         )
-        rows = f"m {self.min_m}..{self.max_m if self.max_m < MAX_M else ''}  {self.tile}"
+        sizes = f"{self.by} {self.min_m}..{self.max_m if self.max_m < MAX_M else ''}  {self.tile}"
         where = ", where a tensor lies so" if self.spec.checked else ""
-        return f"{rows}  {widths}{where}" if widths else rows
+        return f"{sizes}  {widths}{where}" if widths else sizes
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ class Ranked:
         return min(self.tiles[0][0] + self.risk, self.library * CARRIED)
 
     @property
-    def m(self) -> int:
-        """Number of rows."""
-        return int(self.problem.m)
+    def size(self) -> int:
+        """The size that kernels are chosen by."""
+        return int(self.problem.size)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Plan(Generic[Spec, TensorWidths]):
         if not behind:
             return ""
         time, tile, entry = min(behind, key=lambda each: each[0] / each[2].tiles[0][0])
-        return f"; next {tile}, at m {entry.m} {time:.1f} us against {entry.tiles[0][0]:.1f}"
+        return f"; next {tile}, at {entry.problem.by} {entry.size} {time:.1f} us against {entry.tiles[0][0]:.1f}"
 
 
 ProductVariant = Variant[KernelSpec]

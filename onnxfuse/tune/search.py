@@ -23,7 +23,7 @@ from onnxfuse.schedule.strategy import Strategy, Times, choose
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
-TUNED_M = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m is timed, of plan.SAMPLED_M: ragged where ranges are narrow
+TUNED = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m or n is timed, of plan.SAMPLED: ragged where ranges are narrow
 MIDDLE_FIRST = (1024, 77, 300, 16, 4096, 1)  # in which order, for a budget that does not last
 
 LEFT_ALONE, EPILOGUE_ONLY = Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value
@@ -31,11 +31,17 @@ LEFT_ALONE, EPILOGUE_ONLY = Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.va
 
 @dataclass(frozen=True)
 class Trial:
-    """One site at one number of rows, to be timed in each implementation; None stands for the nodes as they were."""
+    """One site at one size, to be timed in each implementation; None stands for the nodes as they were.
+
+    Attributes:
+        size: number of rows, or of columns where kernels are chosen by them.
+        by: which of them, `m` or `n`.
+    """
 
     site: Site
-    m: int
+    size: int
     implementations: Mapping[str, Implementation | None]
+    by: str = "m"
 
 
 Timer = Callable[[Trial], Mapping[str, float]]
@@ -70,8 +76,8 @@ def measure(
     for done, (index, trial) in enumerate(trials):
         if deadline is not None and clock() >= deadline:
             break
-        times[index][trial.m] = timer(trial)
-        best = max(best, gain(times[index][trial.m]))
+        times[index][trial.size] = timer(trial)
+        best = max(best, gain(times[index][trial.size]))
         if progress is not None:
             progress(f"timing sites, best {best:.2f}x", done + 1, len(trials))
     return times
@@ -90,9 +96,9 @@ def _breadth_first(groups: Sequence[Sequence[Site]], device: DeviceSpec) -> Iter
 def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
     if not site.plans:  # no kernel has the product in it: there is nothing to choose
         return []
-    ranked = {entry.m: entry for entry in _plan_of(site, device).ranked}
-    rows = [m for m in MIDDLE_FIRST if m in ranked] if len(ranked) > 1 else list(ranked)
-    return [Trial(site, m, _implementations(site, device, ranked[m])) for m in rows]
+    ranked = {entry.size: entry for entry in _plan_of(site, device).ranked}
+    sizes = [size for size in MIDDLE_FIRST if size in ranked] if len(ranked) > 1 else list(ranked)
+    return [Trial(site, size, _implementations(site, device, ranked[size]), ranked[size].problem.by) for size in sizes]
 
 
 def _plan_of(site: Site, device: DeviceSpec) -> ProductPlan:
@@ -149,10 +155,11 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     if not measured:
         return site
     strategy = choose({**site.estimates, device: [strategy_times(each) for _, each in measured]})
-    figures = "; ".join(f"m={m}: {times_text(each)}" for m, each in measured)
+    plan = _plan_of(site, device)
+    by = plan.ranked[0].problem.by
+    figures = "; ".join(f"{by}={size}: {times_text(each)}" for size, each in measured)
     if strategy is Strategy.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
-    plan = _plan_of(site, device)
     tuned = retuned(plan, {m: each for m, each in measured if _has_tiles(plan, each)})
     tuned = by_library(tuned, {m: each for m, each in measured if LIBRARY in each})
     plans = tuple(tuned if each is plan else each for each in site.plans)

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.analysis.axis_mapping import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.graph.fallback_body import opsets_of
@@ -46,12 +45,20 @@ def group_sites(sites: Iterable[Site]) -> list[list[Site]]:
     return list(groups.values())
 
 
-def sizes_at(fusion: Fusion, mapping: AxisMapping, m: int) -> dict[str, int]:
-    """A size for every axis such that there are about m rows: the innermost unknown one takes what the others leave."""
+def sizes_at(fusion: Fusion, loop: Sequence[str], size: int) -> dict[str, int]:
+    """A size for every axis such that a loop has about so many steps.
+
+    Its innermost unknown axis takes what the others leave.
+
+    Args:
+        fusion: of the axes.
+        loop: the axes of the mapping's m or n.
+        size: of the loop.
+    """
     sizes = {axis.name: axis.size for axis in fusion.axes}
-    unknown = [axis for axis in mapping.m if sizes[axis] is None]
-    known = math.prod(sizes[axis] or 1 for axis in mapping.m)
-    chosen = {unknown[-1]: max(m // known, 1)} if unknown else {}
+    unknown = [axis for axis in loop if sizes[axis] is None]
+    known = math.prod(sizes[axis] or 1 for axis in loop)
+    chosen = {unknown[-1]: max(size // known, 1)} if unknown else {}
     return {axis: chosen.get(axis, size or 1) for axis, size in sizes.items()}
 
 
@@ -89,7 +96,7 @@ class SessionTimer:
             "onnxruntime": onnxruntime().__version__,
             "onnxfuse": version("onnxfuse"),
             "problem": site_key(trial.site),
-            "m": trial.m,
+            trial.by: trial.size,
             "kernels": {
                 name: [_digest(*pair) for pair in implementation.variants]
                 for name, implementation in trial.implementations.items()
@@ -139,7 +146,8 @@ def _digest(device: DeviceSpec, variant: AnyVariant) -> str:
 def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     """What one copy of the trial's site reads and makes."""
     fusion = trial.site.fusion
-    sizes = sizes_at(fusion, trial.site.mapping, trial.m)
+    mapping = trial.site.mapping
+    sizes = sizes_at(fusion, mapping.n if trial.by == "n" else mapping.m, trial.size)
     scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
     scales |= {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
     inputs = [

@@ -45,7 +45,7 @@ SITES = [
 
 def choices(plan: ProductPlan, row: Row) -> list[Timed]:
     """The best tiles of each kernel, by the plan's estimate, with that estimate."""
-    ranked = next(entry for entry in plan.ranked if row.m <= entry.m)
+    ranked = next(entry for entry in plan.ranked if row.m <= entry.size)
     kernels: dict[str, list[tuple[float, Candidate]]] = {}
     for us, entry in ranked.tiles:
         if math.isfinite(us):

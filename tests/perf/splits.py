@@ -62,7 +62,7 @@ class Problem:
 
 def choices(plan: ProductPlan, row: Row) -> list[Timed]:
     """The tiles to time, with their estimates: the best few of each number of blocks."""
-    ranked = next(entry for entry in plan.ranked if row.m <= entry.m)
+    ranked = next(entry for entry in plan.ranked if row.m <= entry.size)
 
     def best(splits: int) -> Iterator[tuple[float, Candidate]]:
         tiles = (pair for pair in ranked.tiles if pair[1].family is HOPPER and math.isfinite(pair[0]))

@@ -113,7 +113,7 @@ def test_the_fused_node_is_as_fast_as_its_fastest_way() -> None:
     plan = planned(DEVICE, n=1283, k=771)
     for ranked in plan.ranked:
         times = estimate(plan, traffic, ranked)
-        taken = any(low <= ranked.m <= high for low, high in plan.library_rows)
+        taken = any(low <= ranked.size <= high for low, high in plan.library_rows)
         assert (ranked.library < math.inf) == taken
         own = ranked.tiles[0][0] + ranked.risk
         assert times[Strategy.ONE_KERNEL] <= own
@@ -121,7 +121,7 @@ def test_the_fused_node_is_as_fast_as_its_fastest_way() -> None:
 
 
 def test_a_report_names_the_rows() -> None:
-    assert rows_text(((0, 16), (129, 192), (513, MAX_M))) == "m 0..16, 129..192, 513.."
+    assert rows_text(((0, 16), (129, 192), (513, MAX_M)), "m") == "m 0..16, 129..192, 513.."
 
 
 def test_two_products_take_as_long_as_two() -> None:

@@ -200,7 +200,7 @@ def test_blocks_that_split_k_all_run_at_once(parts: int) -> None:
     for entry in planned(device, n=1280, k=5120, parts=parts).ranked:
         for cost, tile in [(cost, each.tile) for cost, each in entry.tiles if each.family is HOPPER]:
             if tile.splits > 1:
-                tiles = math.ceil(entry.m / tile.block_m) * math.ceil(entry.problem.n / tile.block_n)
+                tiles = math.ceil(entry.size / tile.block_m) * math.ceil(entry.problem.n / tile.block_n)
                 assert (tiles * tile.splits <= CLUSTERED[str(tile.splits)]) == math.isfinite(cost)
 
 

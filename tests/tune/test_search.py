@@ -23,7 +23,7 @@ from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_mode
 from onnxfuse.runtime.timing import ROUNDS, Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.tune import session_timer as trial_module
-from onnxfuse.tune.search import EPILOGUE_ONLY, FEW, LEFT_ALONE, LIBRARY, TUNED_M, Trial, contenders
+from onnxfuse.tune.search import EPILOGUE_ONLY, FEW, LEFT_ALONE, LIBRARY, TUNED, Trial, contenders
 from onnxfuse.tune.session_timer import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tune.timing_cache import read_times, write_times
 from tests.conftest import has_gpu
@@ -103,10 +103,10 @@ def test_each_range_of_rows_gets_its_measured_tile() -> None:
     assert site.strategy is Strategy.ONE_KERNEL
     (plan,) = site.plans
     fastest = {
-        trial.m: [name for name in trial.implementations if name not in (EPILOGUE_ONLY, LEFT_ALONE, LIBRARY)][-1]
+        trial.size: [name for name in trial.implementations if name not in (EPILOGUE_ONLY, LEFT_ALONE, LIBRARY)][-1]
         for trial in timer.trials
     }
-    assert sorted(fastest) == sorted(TUNED_M)
+    assert sorted(fastest) == sorted(TUNED)
     for m, name in fastest.items():
         variant = next(variant for variant in plan.variants if variant.min_m <= m <= variant.max_m)
         assert str(variant.tile) == name
@@ -126,7 +126,7 @@ def test_few_implementations_are_timed_and_one_kernel_at_each_number_of_rows() -
             assert (implementation is None) == (name == LEFT_ALONE)
             if implementation is not None and name != EPILOGUE_ONLY:
                 chosen = [
-                    variant for _, variant in implementation.variants if variant.min_m <= trial.m <= variant.max_m
+                    variant for _, variant in implementation.variants if variant.min_m <= trial.size <= variant.max_m
                 ]
                 assert str(chosen[0].tile).startswith(name)
                 assert (chosen[0].family.label == LIBRARY) == (name == LIBRARY)
@@ -209,7 +209,7 @@ def test_a_budget_ends_measuring_and_keeps_what_was_measured() -> None:
     assert timer.trials[0].site.fusion.size("n") == 640, "the frequent site first"
     assert sum(map(len, times)) == 3
     assert [done for _, done, _ in told] == [1, 2, 3]
-    assert told[-1] == ("timing sites, best 2.00x", 3, 2 * len(TUNED_M))
+    assert told[-1] == ("timing sites, best 2.00x", 3, 2 * len(TUNED))
 
 
 def test_no_budget_at_all_is_the_cost_models_choice() -> None:
@@ -349,7 +349,7 @@ def test_every_form_of_a_trial_is_a_model_with_its_kernels() -> None:
             (archive,) = model.graph.initializer
             records = unpack(archive.raw_data)
             kernel = next(a.s.decode() for a in fused[0].attribute if a.name == "kernel")
-            assert any(r.kernel == kernel and r.min_m <= trial.m <= r.max_m for r in records)
+            assert any(r.kernel == kernel and r.min_m <= trial.size <= r.max_m for r in records)
 
 
 @pytest.mark.parametrize(("m", "expected"), [(4096, (1, 4096)), (2, (1, 2))])
@@ -358,7 +358,7 @@ def test_unknown_rows_take_what_is_asked_for(m: int, expected: tuple[int, int]) 
     x = b.input("x", ("batch", "rows", 64))
     model = b.model(b("Gelu", b("MatMul", x, b.array(np.zeros((64, 64)), "weight"))))
     (site,) = analyse_model(model, [DEVICE]).sites
-    sizes = sizes_at(site.fusion, site.mapping, m)
+    sizes = sizes_at(site.fusion, site.mapping.m, m)
     assert (sizes["b"], sizes["m"], sizes["k"], sizes["n"]) == (*expected, 64, 64)
 
 

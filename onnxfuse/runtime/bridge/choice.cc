@@ -209,7 +209,8 @@ void check_counts(const Record& record, const Contract& contract) {
 }
 
 // What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
-int64_t planned_rows(const Contract& contract, const OnnxfuseArguments& arguments) {
+int64_t planned_size(const Contract& contract, const OnnxfuseArguments& arguments) {
+  if (contract.by_columns) return arguments.n;
   const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
   const bool shared = contract.has_product() && !contract.is_attention() &&
                       std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
@@ -229,19 +230,20 @@ void check_blocks(const Record& record, const Contract& contract, const Onnxfuse
   }
 }
 
-bool covers(const Record& record, int64_t rows) { return record.min_m <= rows && rows <= record.max_m; }
+bool covers(const Record& record, int64_t size) { return record.min_m <= size && size <= record.max_m; }
 
 [[noreturn]] void nothing_fits(const std::vector<const Record*>& candidates, const Contract& contract,
                                const ElementBytes& bytes, const OnnxfuseArguments& arguments) {
   std::string ranges, alignment;
-  const int64_t rows = planned_rows(contract, arguments);
+  const int64_t size = planned_size(contract, arguments);
   for (const Record* record : candidates) {
     if (record->library != LibraryMath::kNone) continue;   // another kernel takes over from it
     ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
-    if (covers(*record, rows) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
+    if (covers(*record, size) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
   }
   if (alignment.empty()) {
-    fail("no kernel ", contract.kernel, " for m=", rows, " (the model's are for m=", ranges,
+    const char* by = contract.by_columns ? "n=" : "m=";
+    fail("no kernel ", contract.kernel, " for ", by, size, " (the model's are for ", by, ranges,
          "); optimize the original again for this range");
   }
   fail("no kernel ", contract.kernel, " for how the data lies in memory: ", alignment,
@@ -285,11 +287,11 @@ std::vector<const Record*> records_for(const Records& records, const Contract& c
 
 size_t choose(const std::vector<const Record*>& candidates, const Contract& contract, const ElementBytes& bytes,
               const OnnxfuseArguments& arguments, size_t first) {
-  const int64_t rows = planned_rows(contract, arguments);
+  const int64_t size = planned_size(contract, arguments);
   for (size_t i = first; i < candidates.size(); ++i) {
     const Record& record = *candidates[i];
     check_blocks(record, contract, arguments);
-    if (covers(record, rows) && misfit(record, contract, bytes, arguments).empty()) return i;
+    if (covers(record, size) && misfit(record, contract, bytes, arguments).empty()) return i;
   }
   nothing_fits(candidates, contract, bytes, arguments);
 }

@@ -316,6 +316,26 @@ const Group* wide_dimension(const std::vector<Group>& dims) {
 
 bool contains(const Group& group, int axis) { return std::find(group.begin(), group.end(), axis) != group.end(); }
 
+namespace {
+
+// Whether kernels are chosen by n: where m was known when the model was optimized and n was not, as of an image. The
+// same rule is `Sizes.by` in schedule/kernel_family.py.
+bool is_chosen_by_columns(const Contract& contract) {
+  if (!contract.has_product() || contract.is_attention()) return false;
+  const auto is_known = [&](int axis) { return contract.axes[axis].size != kUnknown; };
+  const auto& rhs = contract.inputs[contract.rhs[0].tensor];
+  const auto is_of_rhs = [&](int axis) {
+    return std::any_of(rhs.begin(), rhs.end(), [&](const Group& dimension) { return contains(dimension, axis); });
+  };
+  // Of batches that share rhs, the rows count together.
+  const bool shared = std::none_of(contract.batch.begin(), contract.batch.end(), is_of_rhs);
+  return std::all_of(contract.m.begin(), contract.m.end(), is_known) &&
+         (!shared || std::all_of(contract.batch.begin(), contract.batch.end(), is_known)) &&
+         !std::all_of(contract.n.begin(), contract.n.end(), is_known);
+}
+
+}  // namespace
+
 const ElementType* element_type(int onnx) {
   for (const ElementType& type : kElementTypes) {
     if (type.onnx == onnx) return &type;
@@ -334,6 +354,7 @@ Contract parse_contract(const NodeText& node) {
   contract.out_types = parse_types("out_types", node.out_types);
   if (!node.in_types.empty()) contract.in_types = parse_types("in_types", node.in_types);
   check_counts(contract);
+  contract.by_columns = is_chosen_by_columns(contract);
   return contract;
 }
 

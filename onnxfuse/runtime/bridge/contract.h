@@ -57,6 +57,7 @@ struct Contract {
   std::vector<Reference> rhs, loads, outs;
   std::vector<Reference> scales, zero_points;   // of a quantized rhs, one for each part; zero points may be implied
   std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
+  bool by_columns = false;   // whether kernels are chosen by n
 
   // Whether the kernel multiplies; otherwise it only does what follows a product, and there is neither lhs nor rhs.
   bool has_product() const { return !rhs.empty(); }
