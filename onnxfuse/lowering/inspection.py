@@ -97,7 +97,7 @@ class Inspection:
             yield f"kernel {kernel}  {first[kernel].name}{more}"
             for code in (each for each in self.code if each.kernel == kernel):
                 record = code.record
-                rows = f"m {record.min_m}..{record.max_m}"
+                rows = f"{record.min_m}..{record.max_m}"
                 yield f"  {record.architecture:<7} {len(record.image):>7} bytes  sha256 {code.digest[:16]}  {rows}"
         if self.rebuilt is not None and self.passed:
             yield f"rebuilt: all {self.rebuilt} are what this onnxfuse compiles, byte for byte"
