@@ -150,8 +150,9 @@ class Record:
         entry: name of the function in the image; 1 to 63 printable ASCII characters.
         capability: compute capability as one number, 90 for sm_90a.
         flavour: which devices run it.
-        min_m: smallest number of rows it is for: m, and of all batches together where they share rhs.
-        max_m: largest number of rows it is for.
+        min_m: smallest number of rows it is for: m, and of all batches together where they share rhs. In a node whose
+            contract knows m and does not know n, numbers of columns.
+        max_m: the largest.
         block_m: rows of one thread block's tile.
         block_n: columns of one thread block's tile.
         threads: threads of one block.
