@@ -305,7 +305,7 @@ def _estimates(
         return {plan.device: tuple(beside_stock(plan, len(fusion.rhs), between)) for plan in plans}
     if epilogue_only is None:
         return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
-    (by,) = {entry.problem.by for plan in plans for entry in plan.ranked}
+    by = next((entry.problem.by for plan in plans for entry in plan.ranked), "m")
     traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
     return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
 
