@@ -339,7 +339,7 @@ def test_a_normalization_is_no_activation() -> None:
 def test_it_is_planned_and_bits_are_the_same_without_the_library(
     form, dtype: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_site, "choose", lambda estimates: Strategy.ONE_KERNEL)  # whatever so small a product costs
+    monkeypatch.setattr(plan_site, "choose", lambda *_: Strategy.ONE_KERNEL)  # whatever so small a product costs
     model = built(form, dtype)
     feeds = [feed_of(model), feed_of(model, batch=1, rows=1, keys=1), feed_of(model, rows=8, keys=8)]
     expected = [run(model, feed) for feed in feeds]
