@@ -62,6 +62,7 @@ constexpr bool GUARDED = {flag(spec.guarded)};
 constexpr bool TOGETHER = {flag(tile.together)};
 constexpr bool TURNS = {flag(tile.turns and tile.consumers > 1)};
 constexpr bool HUGE_SCORES = {flag(huge)};
+constexpr bool BY_TMA = true;
 {constants(numbers)}
 
 {access_tables(spec.loads, offsets, (), ())}

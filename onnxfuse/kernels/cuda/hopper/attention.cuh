@@ -18,9 +18,6 @@
 //                    products:      group 0  [q k, p v] max, exp   [q k, p v] ...
 //                                   group 1             [q k, p v]  max, exp  [q k, p v]
 //
-// The online softmax: with a greater maximum, sums and row sums so far are scaled down. Where a whole row is -inf, its
-// sum is 0 and the result NaN, as the nodes make it; or 0, if the model looks for NaN (GUARDED).
-//
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1), at most one for each tile.
 // Arguments: lhs is q [batch, m, k], rhs[0] the keys [batch, k, n], rhs[1] the values [batch, n, o], loads [batch, m,
 // n], outs[0] [batch, m, o]. Batches are heads, and in lhs_outer.batches of them the next outer batch begins;
@@ -29,14 +26,11 @@
 // The generated text before this file defines Element, Stored (the output's), the constants, the table Load<I>, the functors Score and Result,
 // and multiply_scores() and multiply_values(): one wgmma each.
 #pragma once
-#include "common/arguments.cuh"
-#include "common/addressing.cuh"
+#include "common/online_softmax.cuh"
 #include "hopper/ptx.cuh"
 
 namespace onnxfuse {
 
-constexpr int WARP_SIZE = 32;
-constexpr int WARP_ROWS = 16;
 constexpr int GROUP_ROWS = 64;  // of one wgmma
 constexpr int BLOCK_M = TOGETHER ? GROUP_ROWS : CONSUMERS * GROUP_ROWS;
 constexpr int BLOCK_HEADS = TOGETHER ? CONSUMERS : 1;
@@ -46,9 +40,6 @@ constexpr int STEP = 32 / sizeof(Element);  // k of one wgmma
 constexpr int KEY_ATOMS = (HEAD - 1) / ATOM + 1;
 constexpr int VALUE_ATOMS = (VALUE_HEAD - 1) / ATOM + 1;
 constexpr int HEAD_STEPS = (HEAD - 1) / STEP + 1;
-constexpr int SCORES = BLOCK_N / 2;  // of one thread: of two rows, two neighbours in every eight columns
-constexpr int SUMS = VALUE_HEAD / 2;
-constexpr int WORDS = SCORES / 2;  // its probabilities, two in each
 
 constexpr int QUERY_BYTES = KEY_ATOMS * GROUP_ROWS * ROW_BYTES;  // of a group
 constexpr int KEY_BYTES = KEY_ATOMS * BLOCK_N * ROW_BYTES;
@@ -64,8 +55,6 @@ constexpr int VALUES_EMPTY = VALUES_FULL + STAGES * 8;
 constexpr int QUERY_FULL = VALUES_EMPTY + STAGES * 8;
 constexpr int QUERY_EMPTY = QUERY_FULL + CONSUMERS * 8;
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
-
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
 static_assert(SHARED_BYTES == QUERY_EMPTY + CONSUMERS * 8, "footprint and kernel agree");
@@ -125,10 +114,6 @@ struct Place {
 __device__ __forceinline__ int blocks_of_keys(const OnnxfuseArguments& args) { return (args.n - 1) / BLOCK_N + 1; }
 
 // ---- producer
-
-// Whether TMA brings a load; else threads read the elements that they need.
-template <int INDEX>
-constexpr bool IS_MAPPED = Load<INDEX>::KIND == Kind::tile && (Load<INDEX>::WIDTH > 1);
 
 __device__ __forceinline__ void load_masks(const OnnxfuseArguments& args, const Maps& maps, unsigned masks,
                                            unsigned full, const Place& place, int key) {
@@ -231,8 +216,6 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
 
 // ---- consumers
 
-__device__ __forceinline__ int lane() { return threadIdx.x % WARP_SIZE; }
-
 // This warp has read what lies behind the barrier.
 __device__ __forceinline__ void release(unsigned empty) {
   if constexpr (TILE_LOADS > 0) __syncwarp();
@@ -269,16 +252,7 @@ __device__ __forceinline__ void pin_all(float (&values)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) pin(values[i]);
 }
 
-// ---- scores: the functor over what the masks hold
-
-// Where a thread finds its operands of a block of keys.
-struct Operands {
-  unsigned masks;              // shared memory: row `row` of the tile operands
-  const unsigned char* memory;  // the same
-  int warp_row;                // of the tile: the warp's first
-  int key;                     // this thread's first column
-  int keys;                    // of the tensor
-};
+// ---- masks: what TMA has brought beside the keys
 
 __device__ __forceinline__ float to_float_low(__half, unsigned word) { return __half2float(__ushort_as_half(static_cast<unsigned short>(word))); }
 __device__ __forceinline__ float to_float_low(__nv_bfloat16, unsigned word) { return __uint_as_float(word << 16); }
@@ -319,240 +293,9 @@ __device__ __forceinline__ void read_tile(float (&values)[8], const Operands& at
   }
 }
 
-// The same of an operand that all rows share.
-template <typename Access, bool LAST>
-__device__ __forceinline__ void read_row(float (&values)[8], const OnnxfuseTensor& tensor, long long first,
-                                         const Operands& at, int column) {
-  using T = typename Access::Type;
-  const T* source = static_cast<const T*>(tensor.pointer) + first;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int key = at.key + column + half * 8;
-    float pair[2] = {};
-    if constexpr (Access::WIDTH > 1) {
-      if (!LAST || key < at.keys) {
-        const auto packed = load_global<Packed<T, 2>>(source + key);
-        pair[0] = to_float(packed.values[0]), pair[1] = to_float(packed.values[1]);
-      }
-    } else {
-      if (!LAST || key < at.keys) pair[0] = to_float(source[key * tensor.column_stride]);
-      if (!LAST || key + 1 < at.keys) pair[1] = to_float(source[(key + 1) * tensor.column_stride]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) values[half * 4 + i] = pair[i % 2];
-  }
-}
-
-// The same of an operand that lies anyhow: one element at a time.
-template <typename Access, bool LAST>
-__device__ __forceinline__ void read_anyhow(float (&values)[8], const OnnxfuseArguments& args,
-                                            const OnnxfuseTensor& tensor, long long first, int row,
-                                            const Operands& at, int column) {
-  using T = typename Access::Type;
-  const T* source = static_cast<const T*>(tensor.pointer) + first;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int key = at.key + column + i / 4 * 8 + i % 2;
-    const int own = min(row + at.warp_row + lane() / 4 + i / 2 % 2 * 8, args.m - 1);
-    values[i] = 0.0f;
-    if (!LAST || key < at.keys) values[i] = to_float(source[own * tensor.row_stride + key * tensor.column_stride]);
-  }
-}
-
-// What the functor reads of 16 columns from `column` of the block on, eight elements of each load.
-template <bool LAST>
-__device__ __forceinline__ void read_operands(float (&operands)[LOADS + 1][8], const OnnxfuseArguments& args,
-                                              const Place& place, const Operands& at, int column) {
-  static_for<0, LOADS>([&](auto index) {
-    constexpr int INDEX = decltype(index)::value;
-    using Access = Load<INDEX>;
-    const OnnxfuseTensor& tensor = args.loads[INDEX];
-    const long long first = place.head * tensor.batch_stride + place.batch * args.loads_outer[INDEX].batch_stride;
-    if constexpr (IS_MAPPED<INDEX>) {
-      read_tile<Access>(operands[INDEX], at, column);
-    } else if constexpr (Access::KIND == Kind::tile) {
-      read_anyhow<Access, LAST>(operands[INDEX], args, tensor, first, place.row, at, column);
-    } else if constexpr (Access::KIND == Kind::row) {
-      read_row<Access, LAST>(operands[INDEX], tensor, first, at, column);
-    } else {
-      const float value = to_float(static_cast<const typename Access::Type*>(tensor.pointer)[first]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) operands[INDEX][i] = value;
-    }
-  });
-}
-
-// What is to be exponentiated. LAST: behind the end of the keys it is -inf.
-template <bool LAST>
-__device__ __forceinline__ void apply_score(float (&scores)[SCORES], const OnnxfuseArguments& args, const Place& place,
-                                            const Operands& at) {
-#pragma unroll
-  for (int column = 0; column < (SCORE_STEPS > 0 ? BLOCK_N : 0); column += 16) {
-    float operands[LOADS + 1][8];
-    read_operands<LAST>(operands, args, place, at, column);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float own[LOADS + 1], acc[1] = {scores[column / 2 + i]}, result[1];
-#pragma unroll
-      for (int load = 0; load < LOADS; ++load) own[load] = operands[load][i];
-      Score::apply(acc, own, result);
-      scores[column / 2 + i] = result[0];
-    }
-  }
-  if constexpr (LAST) {
-#pragma unroll
-    for (int i = 0; i < SCORES; ++i) {
-      if (at.key + i / 4 * 8 + i % 2 >= at.keys) scores[i] = minus_infinity();
-    }
-  }
-}
-
-// ---- the online softmax of a thread's two rows
-
-struct Softmax {
-  float maximum[2] = {minus_infinity(), minus_infinity()};
-  float sum[2] = {};  // of this thread's columns alone
-};
-
-// The greatest scores of both rows so far; the ones before where the sums need not be scaled down yet.
-__device__ __forceinline__ void find_maxima(float (&maximum)[2], const float (&scores)[SCORES],
-                                            const Softmax& softmax) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    float greatest = softmax.maximum[row];
-#pragma unroll
-    for (int i = 0; i < SCORES; i += 4) {
-      greatest = fmaxf(greatest, fmaxf(scores[i + 2 * row], scores[i + 2 * row + 1]));
-    }
-    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
-    maximum[row] = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
-  }
-  if constexpr (RESCALE_ABOVE > 0) {  // probabilities may then be as great as 2 to that power
-    const bool grows = (maximum[0] - softmax.maximum[0]) * SCALE > RESCALE_ABOVE ||
-                       (maximum[1] - softmax.maximum[1]) * SCALE > RESCALE_ABOVE;
-    if (!__any_sync(0xffffffff, grows)) maximum[0] = softmax.maximum[0], maximum[1] = softmax.maximum[1];
-  }
-}
-
-// Products with the scale would overflow: beside a maximum of that magnitude all other scores vanish.
-__device__ __forceinline__ void clear_huge(float (&scores)[SCORES], int row, float& greatest) {
-  if (greatest < -1e38f) {
-#pragma unroll
-    for (int i = 0; i < SCORES; i += 4) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        float& score = scores[i + 2 * row + column];
-        score = score == greatest ? 0.0f : minus_infinity();
-      }
-    }
-    greatest = 0.0f;
-  }
-}
-
-// Scores become probabilities times their row's sum; `rescale` is what earlier sums are multiplied by.
-__device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& softmax, float (&rescale)[2]) {
-  float maximum[2];
-  find_maxima(maximum, scores, softmax);
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    float greatest = maximum[row] == minus_infinity() ? 0.0f : maximum[row];
-    rescale[row] = pointwise::fast_exp2((softmax.maximum[row] - greatest) * SCALE);
-    softmax.maximum[row] = maximum[row];
-    if constexpr (HUGE_SCORES) clear_huge(scores, row, greatest);
-    const float offset = greatest * SCALE;
-    float sums[2] = {};
-#pragma unroll
-    for (int i = 0; i < SCORES; i += 4) {
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        float& score = scores[i + 2 * row + column];
-        score = pointwise::fast_exp2(fmaf(score, SCALE, -offset));
-        sums[column] += score;
-      }
-    }
-    softmax.sum[row] = softmax.sum[row] * rescale[row] + (sums[0] + sums[1]);
-  }
-}
-
 // Never taken, but only the exponentials tell: the compiler would else wait for the second product before them.
 __device__ __forceinline__ void hold_back_wait(const Softmax& softmax) {
   if (softmax.sum[0] + softmax.sum[1] < 0.0f) pause();
-}
-
-__device__ __forceinline__ void pack(unsigned (&probabilities)[WORDS], const float (&scores)[SCORES]) {
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) probabilities[i] = pack_pair(Element(), scores[2 * i], scores[2 * i + 1]);
-}
-
-// ---- results
-
-// Word i of lane t of a quad -> word t of lane i.
-__device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
-  const bool odd = lane() % 2, upper = lane() % 4 / 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const unsigned other = __shfl_xor_sync(0xffffffff, odd ? words[i] : words[i + 1], 1);
-    (odd ? words[i] : words[i + 1]) = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const unsigned other = __shfl_xor_sync(0xffffffff, upper ? words[i] : words[i + 2], 2);
-    (upper ? words[i] : words[i + 2]) = other;
-  }
-}
-
-__device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Stored* out, bool inside,
-                                          long long column_stride) {
-  constexpr int WIDE = OUT_WIDTH * sizeof(Stored) == 16 && sizeof(Stored) == 2 ? VALUE_HEAD / 32 * 4 : 0;  // eights of columns
-#pragma unroll
-  for (int eight = 0; eight < WIDE; eight += 4) {
-    unsigned words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = pack_pair(Element(), values[(eight + i) * 2], values[(eight + i) * 2 + 1]);  // Stored is no other then
-    }
-    transpose_quad(words);
-    const Packed<unsigned, 4> packed = {{words[0], words[1], words[2], words[3]}};
-    if (inside) store_global(reinterpret_cast<unsigned*>(out + (eight + lane() % 4) * 8), packed);
-  }
-#pragma unroll
-  for (int eight = WIDE; eight < VALUE_HEAD / 8; ++eight) {
-    Packed<Stored, 2> pair;
-    store_pair(pair.values, values[eight * 2], values[eight * 2 + 1]);
-    const int column = eight * 8 + lane() % 4 * 2;
-    if constexpr (OUT_WIDTH > 1) {
-      if (inside) store_global(out + column, pair);
-    } else if (inside) {
-      out[column * column_stride] = pair.values[0];
-      out[(column + 1) * column_stride] = pair.values[1];
-    }
-  }
-}
-
-__device__ __forceinline__ void finish(const float (&sums)[SUMS], const Softmax& softmax,
-                                       const OnnxfuseArguments& args, const Place& place, int warp_row) {
-  const OnnxfuseTensor& out = args.outs[0];
-  Stored* first = static_cast<Stored*>(out.pointer) + place.head * out.batch_stride +
-                   place.batch * args.outs_outer[0].batch_stride;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum = softmax.sum[half];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
-    const float inverse = 1.0f / sum;
-    const bool is_number = sum > 0.0f;
-    float values[SUMS / 2];
-#pragma unroll
-    for (int i = 0; i < SUMS / 2; ++i) {
-      const float mean = sums[i / 2 * 4 + half * 2 + i % 2] * inverse;
-      const float acc[1] = {GUARDED && !is_number ? 0.0f : mean}, none[1] = {};
-      float result[1];
-      Result::apply(acc, none, result);
-      values[i] = result[0];
-    }
-    const int row = place.row + warp_row + lane() / 4 + half * 8;
-    store_row(values, first + row * out.row_stride, row < args.m, out.column_stride);
-  }
 }
 
 constexpr int TURN_BARRIER = 1;  // named barrier of group 0; those of the others follow
@@ -617,13 +360,6 @@ struct Consumer {
     values.next();
   }
 };
-
-__device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const float (&rescale)[2]) {
-  if (RESCALE_ABOVE == 0 || rescale[0] != 1.0f || rescale[1] != 1.0f) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] *= rescale[i % 4 / 2];
-  }
-}
 
 // One tile: all its keys, from the last block to the first.
 __device__ __forceinline__ void attend(Consumer& own, const Place& place, int warp_row) {

@@ -1,0 +1,309 @@
+// What a warp does with 16 rows of scores, whichever instruction made them: the functor over its operands, the online
+// softmax, and the rows of the result. A thread holds two rows, and of these two neighbours in every eight columns.
+//
+// The online softmax: with a greater maximum, sums and row sums so far are scaled down. Where a whole row is -inf, its
+// sum is 0 and the result NaN, as the nodes make it; or 0, if the model looks for NaN (GUARDED).
+#pragma once
+#include "common/arguments.cuh"
+#include "common/addressing.cuh"
+#include "common/ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_SIZE = 32;
+constexpr int WARP_ROWS = 16;
+constexpr int SCORES = BLOCK_N / 2;  // of one thread: of two rows, two neighbours in every eight columns
+constexpr int SUMS = VALUE_HEAD / 2;
+constexpr int WORDS = SCORES / 2;  // its probabilities, two in each
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP_SIZE; }
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+template <typename T>
+__device__ __forceinline__ unsigned packed_word(float first, float second) {
+  Packed<T, 2> pair;
+  store_pair(pair.values, first, second);
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
+// Whether TMA brings a load; else threads read the elements that they need.
+template <int INDEX>
+constexpr bool IS_MAPPED = Load<INDEX>::KIND == Kind::tile && (Load<INDEX>::WIDTH > 1) && BY_TMA;
+
+// ---- scores: the functor over its operands
+
+// Where a thread finds its operands of a block of keys.
+struct Operands {
+  unsigned masks;              // shared memory: row `row` of the tile operands
+  const unsigned char* memory;  // the same
+  int warp_row;                // of the tile: the warp's first
+  int key;                     // this thread's first column
+  int keys;                    // of the tensor
+};
+
+// The eight elements of a thread in 16 columns from `column` of the block on, in the order of its scores, of an operand
+// that lies beside the keys in shared memory.
+template <typename Access>
+__device__ __forceinline__ void read_tile(float (&values)[8], const Operands& at, int column);
+
+// The same of an operand that all rows share.
+template <typename Access, bool LAST>
+__device__ __forceinline__ void read_row(float (&values)[8], const OnnxfuseTensor& tensor, long long first,
+                                         const Operands& at, int column) {
+  using T = typename Access::Type;
+  const T* source = static_cast<const T*>(tensor.pointer) + first;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = at.key + column + half * 8;
+    float pair[2] = {};
+    if constexpr (Access::WIDTH > 1) {
+      if (!LAST || key < at.keys) {
+        const auto packed = load_global<Packed<T, 2>>(source + key);
+        pair[0] = to_float(packed.values[0]), pair[1] = to_float(packed.values[1]);
+      }
+    } else {
+      if (!LAST || key < at.keys) pair[0] = to_float(source[key * tensor.column_stride]);
+      if (!LAST || key + 1 < at.keys) pair[1] = to_float(source[(key + 1) * tensor.column_stride]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[half * 4 + i] = pair[i % 2];
+  }
+}
+
+// The same of an operand whose rows begin at whole vectors: two neighbours at a time.
+template <typename Access, bool LAST>
+__device__ __forceinline__ void read_pairs(float (&values)[8], const OnnxfuseArguments& args,
+                                           const OnnxfuseTensor& tensor, long long first, int row, const Operands& at,
+                                           int column) {
+  using T = typename Access::Type;
+  const T* source = static_cast<const T*>(tensor.pointer) + first;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int key = at.key + column + i / 2 * 8;
+    const int own = min(row + at.warp_row + lane() / 4 + i % 2 * 8, args.m - 1);
+    Packed<T, 2> pair = {};
+    if (!LAST || key < at.keys) pair = load_global<Packed<T, 2>>(source + own * tensor.row_stride + key);
+    values[2 * i] = to_float(pair.values[0]);
+    values[2 * i + 1] = to_float(pair.values[1]);
+  }
+}
+
+// The same of an operand that lies anyhow: one element at a time.
+template <typename Access, bool LAST>
+__device__ __forceinline__ void read_anyhow(float (&values)[8], const OnnxfuseArguments& args,
+                                            const OnnxfuseTensor& tensor, long long first, int row,
+                                            const Operands& at, int column) {
+  using T = typename Access::Type;
+  const T* source = static_cast<const T*>(tensor.pointer) + first;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int key = at.key + column + i / 4 * 8 + i % 2;
+    const int own = min(row + at.warp_row + lane() / 4 + i / 2 % 2 * 8, args.m - 1);
+    values[i] = 0.0f;
+    if (!LAST || key < at.keys) values[i] = to_float(source[own * tensor.row_stride + key * tensor.column_stride]);
+  }
+}
+
+// What the functor reads of 16 columns from `column` of the block on, eight elements of each load.
+template <bool LAST, typename Place>
+__device__ __forceinline__ void read_operands(float (&operands)[LOADS + 1][8], const OnnxfuseArguments& args,
+                                              const Place& place, const Operands& at, int column) {
+  static_for<0, LOADS>([&](auto index) {
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Load<INDEX>;
+    const OnnxfuseTensor& tensor = args.loads[INDEX];
+    const long long first = place.head * tensor.batch_stride + place.batch * args.loads_outer[INDEX].batch_stride;
+    if constexpr (IS_MAPPED<INDEX>) {
+      read_tile<Access>(operands[INDEX], at, column);
+    } else if constexpr (Access::KIND == Kind::tile && (Access::WIDTH > 1)) {
+      read_pairs<Access, LAST>(operands[INDEX], args, tensor, first, place.row, at, column);
+    } else if constexpr (Access::KIND == Kind::tile) {
+      read_anyhow<Access, LAST>(operands[INDEX], args, tensor, first, place.row, at, column);
+    } else if constexpr (Access::KIND == Kind::row) {
+      read_row<Access, LAST>(operands[INDEX], tensor, first, at, column);
+    } else {
+      const float value = to_float(static_cast<const typename Access::Type*>(tensor.pointer)[first]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) operands[INDEX][i] = value;
+    }
+  });
+}
+
+// What is to be exponentiated. LAST: behind the end of the keys it is -inf.
+template <bool LAST, typename Place>
+__device__ __forceinline__ void apply_score(float (&scores)[SCORES], const OnnxfuseArguments& args, const Place& place,
+                                            const Operands& at) {
+#pragma unroll
+  for (int column = 0; column < (SCORE_STEPS > 0 ? BLOCK_N : 0); column += 16) {
+    float operands[LOADS + 1][8];
+    read_operands<LAST>(operands, args, place, at, column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float own[LOADS + 1], acc[1] = {scores[column / 2 + i]}, result[1];
+#pragma unroll
+      for (int load = 0; load < LOADS; ++load) own[load] = operands[load][i];
+      Score::apply(acc, own, result);
+      scores[column / 2 + i] = result[0];
+    }
+  }
+  if constexpr (LAST) {
+#pragma unroll
+    for (int i = 0; i < SCORES; ++i) {
+      if (at.key + i / 4 * 8 + i % 2 >= at.keys) scores[i] = minus_infinity();
+    }
+  }
+}
+
+// ---- the online softmax of a thread's two rows
+
+struct Softmax {
+  float maximum[2] = {minus_infinity(), minus_infinity()};
+  float sum[2] = {};  // of this thread's columns alone
+};
+
+// The greatest scores of both rows so far; the ones before where the sums need not be scaled down yet.
+__device__ __forceinline__ void find_maxima(float (&maximum)[2], const float (&scores)[SCORES],
+                                            const Softmax& softmax) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float greatest = softmax.maximum[row];
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+      greatest = fmaxf(greatest, fmaxf(scores[i + 2 * row], scores[i + 2 * row + 1]));
+    }
+    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
+    maximum[row] = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+  }
+  if constexpr (RESCALE_ABOVE > 0) {  // probabilities may then be as great as 2 to that power
+    const bool grows = (maximum[0] - softmax.maximum[0]) * SCALE > RESCALE_ABOVE ||
+                       (maximum[1] - softmax.maximum[1]) * SCALE > RESCALE_ABOVE;
+    if (!__any_sync(0xffffffff, grows)) maximum[0] = softmax.maximum[0], maximum[1] = softmax.maximum[1];
+  }
+}
+
+// Products with the scale would overflow: beside a maximum of that magnitude all other scores vanish.
+__device__ __forceinline__ void clear_huge(float (&scores)[SCORES], int row, float& greatest) {
+  if (greatest < -1e38f) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float& score = scores[i + 2 * row + column];
+        score = score == greatest ? 0.0f : minus_infinity();
+      }
+    }
+    greatest = 0.0f;
+  }
+}
+
+// Scores become probabilities times their row's sum; `rescale` is what earlier sums are multiplied by.
+__device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& softmax, float (&rescale)[2]) {
+  float maximum[2];
+  find_maxima(maximum, scores, softmax);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    float greatest = maximum[row] == minus_infinity() ? 0.0f : maximum[row];
+    rescale[row] = pointwise::fast_exp2((softmax.maximum[row] - greatest) * SCALE);
+    softmax.maximum[row] = maximum[row];
+    if constexpr (HUGE_SCORES) clear_huge(scores, row, greatest);
+    const float offset = greatest * SCALE;
+    float sums[2] = {};
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float& score = scores[i + 2 * row + column];
+        score = pointwise::fast_exp2(fmaf(score, SCALE, -offset));
+        sums[column] += score;
+      }
+    }
+    softmax.sum[row] = softmax.sum[row] * rescale[row] + (sums[0] + sums[1]);
+  }
+}
+
+__device__ __forceinline__ void pack(unsigned (&probabilities)[WORDS], const float (&scores)[SCORES]) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) probabilities[i] = packed_word<Element>(scores[2 * i], scores[2 * i + 1]);
+}
+
+// ---- results
+
+// Word i of lane t of a quad -> word t of lane i.
+__device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
+  const bool odd = lane() % 2, upper = lane() % 4 / 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const unsigned other = __shfl_xor_sync(0xffffffff, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned other = __shfl_xor_sync(0xffffffff, upper ? words[i] : words[i + 2], 2);
+    (upper ? words[i] : words[i + 2]) = other;
+  }
+}
+
+__device__ __forceinline__ void store_row(const float (&values)[SUMS / 2], Stored* out, bool inside,
+                                          long long column_stride) {
+  constexpr int WIDE = OUT_WIDTH * sizeof(Stored) == 16 && sizeof(Stored) == 2 ? VALUE_HEAD / 32 * 4 : 0;  // eights of columns
+#pragma unroll
+  for (int eight = 0; eight < WIDE; eight += 4) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = packed_word<Stored>(values[(eight + i) * 2], values[(eight + i) * 2 + 1]);
+    }
+    transpose_quad(words);
+    const Packed<unsigned, 4> packed = {{words[0], words[1], words[2], words[3]}};
+    if (inside) store_global(reinterpret_cast<unsigned*>(out + (eight + lane() % 4) * 8), packed);
+  }
+#pragma unroll
+  for (int eight = WIDE; eight < VALUE_HEAD / 8; ++eight) {
+    Packed<Stored, 2> pair;
+    store_pair(pair.values, values[eight * 2], values[eight * 2 + 1]);
+    const int column = eight * 8 + lane() % 4 * 2;
+    if constexpr (OUT_WIDTH > 1) {
+      if (inside) store_global(out + column, pair);
+    } else if (inside) {
+      out[column * column_stride] = pair.values[0];
+      out[(column + 1) * column_stride] = pair.values[1];
+    }
+  }
+}
+
+template <typename Place>
+__device__ __forceinline__ void finish(const float (&sums)[SUMS], const Softmax& softmax,
+                                       const OnnxfuseArguments& args, const Place& place, int warp_row) {
+  const OnnxfuseTensor& out = args.outs[0];
+  Stored* first = static_cast<Stored*>(out.pointer) + place.head * out.batch_stride +
+                   place.batch * args.outs_outer[0].batch_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = softmax.sum[half];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    const float inverse = 1.0f / sum;
+    const bool is_number = sum > 0.0f;
+    float values[SUMS / 2];
+#pragma unroll
+    for (int i = 0; i < SUMS / 2; ++i) {
+      const float mean = sums[i / 2 * 4 + half * 2 + i % 2] * inverse;
+      const float acc[1] = {GUARDED && !is_number ? 0.0f : mean}, none[1] = {};
+      float result[1];
+      Result::apply(acc, none, result);
+      values[i] = result[0];
+    }
+    const int row = place.row + warp_row + lane() / 4 + half * 8;
+    store_row(values, first + row * out.row_stride, row < args.m, out.column_stride);
+  }
+}
+
+__device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const float (&rescale)[2]) {
+  if (RESCALE_ABOVE == 0 || rescale[0] != 1.0f || rescale[1] != 1.0f) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] *= rescale[i % 4 / 2];
+  }
+}
+
+}  // namespace onnxfuse
