@@ -1,52 +1,79 @@
-"""A spec and a tile -> the text of the sm_90a kernel of two products joined by a softmax over rows.
+"""A spec and a tile -> the text of a kernel of two products joined by a softmax over rows.
 
-The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and tensor maps of q, the keys, the values and
+The kernel takes the `OnnxfuseArguments` of every kernel; that of sm_90a also tensor maps of q, the keys, the values and
 every load that is a tile, in this order.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from onnxfuse.dtypes import BF16, F32
 from onnxfuse.kernels.epilogue import straight_line
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
-from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, is_mapped, mask_bytes, shared_bytes
+from onnxfuse.schedule.attention_tile import (
+    AttentionSpec,
+    AttentionTile,
+    PortableAttentionTile,
+    is_mapped,
+    mask_bytes,
+    portable_shared_bytes,
+    shared_bytes,
+)
 
 ENTRY = "onnxfuse_attention"
 LOG2_E = math.log2(math.e)
+USES = (*GENERATED_USES, "hopper/fast_math.cuh")
 HUGE = 1e37  # as the lowest number in place of minus infinity is; no fp16 number
 
 
 def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
-    """The CUDA source of a kernel."""
-    uses = (*GENERATED_USES, "hopper/fast_math.cuh")
-    return assembled(_generated(spec, tile), "hopper/attention.cuh", uses)
-
-
-def _generated(spec: AttentionSpec, tile: AttentionTile) -> str:
+    """The CUDA source of the sm_90a kernel."""
     masks = mask_bytes(spec, tile)
-    offsets = [sum(masks[:index]) for index in range(len(masks))]
     numbers = {
-        "LOADS": len(spec.loads),
         "TILE_LOADS": sum(map(is_mapped, spec.loads)),
-        "SCORE_STEPS": len(spec.score),
         "CONSUMERS": tile.consumers,
         "RESIDENTS": tile.residents,
-        "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
-        "THREADS": tile.threads,
-        "HEAD": spec.head,
-        "VALUE_HEAD": spec.value_head,
-        "OUT_WIDTH": spec.out_width,
         "RESCALE_ABOVE": tile.rescale_above,
         "MASK_BYTES": sum(masks),
         "SHARED_BYTES": shared_bytes(spec, tile),
     }
-    numbers_of_steps = (abs(value) for step in spec.score for value in step.inputs if isinstance(value, float))
-    huge = any(load.dtype in (BF16, F32) for load in spec.loads) or any(
-        HUGE < each < math.inf for each in numbers_of_steps
-    )
+    flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
+    offsets = [sum(masks[:index]) for index in range(len(masks))]
+    products = f"{_wgmma_scores(spec, tile)}\n{_wgmma_values(spec)}"
+    return assembled(_generated(spec, tile, numbers, flags, offsets, products), "hopper/attention.cuh", USES)
+
+
+def emit_portable(spec: AttentionSpec, tile: PortableAttentionTile) -> str:
+    """The CUDA source of the kernel of sm_80 and later."""
+    numbers = {"RESCALE_ABOVE": 0, "SHARED_BYTES": portable_shared_bytes(spec, tile)}
+    flags = {"BY_TMA": False, "WIDE": not spec.checked}
+    generated = _generated(spec, tile, numbers, flags, [0] * len(spec.loads), "")
+    return assembled(generated, "portable/attention.cuh", USES)
+
+
+def _generated(
+    spec: AttentionSpec,
+    tile: AttentionTile | PortableAttentionTile,
+    numbers: Mapping[str, int],
+    flags: Mapping[str, bool],
+    offsets: Sequence[int],
+    products: str,
+) -> str:
+    """What stands before a kernel: its types, constants, tables and functors, and its own products."""
+    shared = {
+        "LOADS": len(spec.loads),
+        "SCORE_STEPS": len(spec.score),
+        "BLOCK_N": tile.block_n,
+        "THREADS": tile.threads,
+        "HEAD": spec.head,
+        "VALUE_HEAD": spec.value_head,
+        "OUT_WIDTH": spec.out_width,
+    }
+    known = {"GUARDED": spec.guarded, "HUGE_SCORES": _has_huge_scores(spec), **flags}
+    lines = "\n".join(f"[[maybe_unused]] constexpr bool {name} = {flag(value)};" for name, value in known.items())
     return f"""\
 // ---- generated
 namespace onnxfuse {{
@@ -58,21 +85,22 @@ using Stored = {spec.outs[0].dtype.cuda};
 [[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
 [[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
 constexpr float SCALE = {spec.scale * LOG2_E!r}f;
-constexpr bool GUARDED = {flag(spec.guarded)};
-constexpr bool TOGETHER = {flag(tile.together)};
-constexpr bool TURNS = {flag(tile.turns and tile.consumers > 1)};
-constexpr bool HUGE_SCORES = {flag(huge)};
-constexpr bool BY_TMA = true;
-{constants(numbers)}
+{lines}
+{constants(shared | numbers)}
 
 {access_tables(spec.loads, offsets, (), ())}
 
 {straight_line("Score", len(spec.loads), spec.score, spec.score_value)}
 {straight_line("Result", 0, spec.result, spec.result_value)}
-{_wgmma_scores(spec, tile)}
-{_wgmma_values(spec)}
+{products}
 }}  // namespace onnxfuse
 """
+
+
+def _has_huge_scores(spec: AttentionSpec) -> bool:
+    """Whether a score may be as low as no fp16 number is."""
+    numbers = (abs(value) for step in spec.score for value in step.inputs if isinstance(value, float))
+    return any(load.dtype in (BF16, F32) for load in spec.loads) or any(HUGE < each < math.inf for each in numbers)
 
 
 def _wgmma_scores(spec: AttentionSpec, tile: AttentionTile) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from onnxfuse.dtypes import DType
+from onnxfuse.dtypes import F32, DType
 from onnxfuse.ir.fusion import Step, Value
 from onnxfuse.schedule.kernel_spec import Access
 
 GROUP_ROWS = 64  # of one wgmma
+WARP_ROWS = 16  # of one mma.sync
 ROW_BYTES = 128  # of shared memory: the widest swizzle
 BARRIER_BYTES = 8
 VECTOR_BYTES = 16  # that every row of a tensor map begins at a multiple of
@@ -31,6 +32,7 @@ class AttentionSpec:
         result_value: the value that is stored.
         out_width: elements of one store.
         out_dtype: of the output, where it is fp32 and all else is not.
+        checked: every tensor is read and written element by element, wherever it lies.
     """
 
     dtype: DType
@@ -45,16 +47,17 @@ class AttentionSpec:
     result_value: Value = "acc0"
     out_width: int = 8
     out_dtype: DType | None = None
+    checked: bool = False
 
     @property
     def math(self) -> str:
         """How both products are computed, as `KernelSpec.math` names it."""
-        return self.dtype.name
+        return "tf32" if self.dtype == F32 else self.dtype.name
 
     @property
     def factors(self) -> tuple[Access, ...]:
         """How q and the keys are reached, as [m, k] and [k, n]; the values as the keys are, but not transposed."""
-        width = VECTOR_BYTES // self.dtype.bytes
+        width = 1 if self.checked else VECTOR_BYTES // self.dtype.bytes
         query = Access("tile", self.dtype, width, two_levels=("batch",))
         return query, replace(query, transposed=True)
 
@@ -69,14 +72,9 @@ class AttentionSpec:
         return (*self.score, *self.result)
 
     @property
-    def checked(self) -> bool:
-        """The kernel looks at no address by itself: the launch rule does."""
-        return False
-
-    @property
     def checks_outs(self) -> bool:
-        """Nor at that of its output."""
-        return False
+        """Whether the output may lie anywhere as well."""
+        return self.checked
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,32 @@ class AttentionTile:
         return GROUP_ROWS if self.together else self.consumers * GROUP_ROWS
 
 
+@dataclass(frozen=True)
+class PortableAttentionTile:
+    """The same of the kernel for sm_80 and later.
+
+    Attributes:
+        warps: of 16 rows each.
+        block_n: keys of one step.
+    """
+
+    warps: int
+    block_n: int
+
+    def __str__(self) -> str:
+        return f"{self.warps}x{WARP_ROWS} rows {self.block_n} keys"
+
+    @property
+    def threads(self) -> int:
+        """Of one block."""
+        return self.warps * 32
+
+    @property
+    def block_m(self) -> int:
+        """Rows of one head."""
+        return self.warps * WARP_ROWS
+
+
 def atoms(columns: int, bytes_each: int) -> int:
     """Rows of 128 bytes for so many columns."""
     return -(-columns * bytes_each // ROW_BYTES)
@@ -140,3 +164,15 @@ def shared_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
     stage = (keys + values) * tile.block_n * ROW_BYTES + sum(mask_bytes(spec, tile))
     barriers = (4 * tile.stages + 2 * tile.consumers) * BARRIER_BYTES
     return tile.consumers * GROUP_ROWS * keys * ROW_BYTES + tile.stages * stage + barriers
+
+
+def portable_shared_bytes(spec: AttentionSpec, tile: PortableAttentionTile) -> int:
+    """Of one block of the portable kernel: q, and two stages of keys and values, in rows that are padded."""
+    chunk = VECTOR_BYTES // spec.dtype.bytes
+    pitch = -(-spec.head // (2 * chunk)) * 2 * chunk + chunk
+    values = (
+        spec.value_head + (20 - spec.value_head % 16) % 16
+        if spec.dtype == F32
+        else -(-spec.value_head // 16) * 16 + chunk
+    )
+    return spec.dtype.bytes * (tile.block_m * pitch + 2 * tile.block_n * (pitch + values))

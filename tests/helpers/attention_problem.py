@@ -115,9 +115,12 @@ class AttentionProblem:
 
 
 def strides(tensor: np.ndarray) -> list[int]:
-    """In elements, 0 along an axis of one element."""
+    """In elements, 0 along an axis of one element but for the last."""
     steps = zip(tensor.strides[:-1], tensor.shape[:-1], strict=True)
-    return [*(step // tensor.itemsize if extent > 1 else 0 for step, extent in steps), 1]
+    return [
+        *(step // tensor.itemsize if extent > 1 else 0 for step, extent in steps),
+        tensor.strides[-1] // tensor.itemsize,
+    ]
 
 
 def make_attention(spec: AttentionSpec, size: AttentionSize, seed: int = 0) -> AttentionProblem:
@@ -125,7 +128,7 @@ def make_attention(spec: AttentionSpec, size: AttentionSize, seed: int = 0) -> A
     generator = np.random.default_rng(seed)
     dtype = NUMPY[spec.dtype]
 
-    def tensor(heads: int, tokens: int, columns: int, empty: bool = False) -> np.ndarray:
+    def tensor(heads: int, tokens: int, columns: int, empty: bool = False, dtype: np.dtype = dtype) -> np.ndarray:
         shape = (size.batch, tokens, heads, columns) if size.tokens_first else (size.batch, heads, tokens, columns)
         values = np.full(shape, np.nan) if empty else generator.standard_normal(shape)
         return values.astype(dtype).swapaxes(1, 2) if size.tokens_first else values.astype(dtype)
@@ -142,5 +145,5 @@ def make_attention(spec: AttentionSpec, size: AttentionSize, seed: int = 0) -> A
         tensor(size.shared_heads, size.keys, spec.head),
         tensor(size.shared_heads, size.keys, spec.value_head),
         loads,
-        tensor(size.heads, size.rows, spec.value_head, empty=True),
+        tensor(size.heads, size.rows, spec.value_head, empty=True, dtype=NUMPY[spec.outs[0].dtype]),
     )

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.errors import CompileError
 from onnxfuse.ir.fusion import Step
-from onnxfuse.kernels.attention import emit
+from onnxfuse.kernels.attention import ENTRY, emit, emit_portable
 from onnxfuse.runtime import disassemble
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile
+from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, PortableAttentionTile
 from onnxfuse.schedule.kernel_spec import Access
 from tests.helpers.attention_problem import AttentionProblem, AttentionSize, make_attention
 from tests.helpers.host_build import EMULATOR, build_library
@@ -23,6 +23,9 @@ from tests.helpers.kernel_problem import ROUNDING
 from tests.helpers.tensor_maps import MAP_BYTES
 from tests.kernels.test_hopper_on_cpu import HostMap
 from tests.kernels.test_portable_on_cpu import Range
+from tests.kernels.test_portable_on_cpu import host_source as portable_host_source
+
+TF32_ROUNDING = 2.0**-11
 
 MASKED = (Step("t0", "mul", ("acc0", 0.125)), Step("t1", "add", ("t0", "op0")))
 TWICE = (*MASKED, Step("t2", "add", ("t1", "op1")))
@@ -56,6 +59,44 @@ CASES = {
         AttentionSpec(F16, 64, 64, TWO_MASKS, TWICE, "t2", guarded=True),
         AttentionTile(1, 64),
         AttentionSize(2, 1, 33, 104, masks=((2, 1, 33, 104), (1, 1, 1, 104))),
+    ),
+}
+
+
+ONE_MASK = (Access("tile", F32, 4),)
+NARROW = (Access("tile", F16, 1), Access("row", F16, 1))
+
+PORTABLE = {
+    "plain": (AttentionSpec(F16, 64, 64, scale=0.125), PortableAttentionTile(4, 64), AttentionSize(2, 2, 70, 200)),
+    "bf16, heads of 40, one block of keys": (
+        AttentionSpec(BF16, 40, 40, scale=0.2),
+        PortableAttentionTile(2, 80),
+        AttentionSize(1, 3, 50, 77, tokens_first=True),
+    ),
+    "fp32, two masks, fully masked rows": (
+        AttentionSpec(F32, 40, 24, (ONE_MASK[0], Access("row", F16, 2)), TWICE, "t2", out_width=4),
+        PortableAttentionTile(2, 32),
+        AttentionSize(2, 2, 45, 104, masks=((2, 1, 45, 104), (1, 1, 1, 104))),
+    ),
+    "fp32, grouped, guarded": (
+        AttentionSpec(F32, 16, 80, ONE_MASK, MASKED, "t1", guarded=True, out_width=4),
+        PortableAttentionTile(1, 48),
+        AttentionSize(1, 4, 30, 100, kv_heads=2, masks=((1, 4, 30, 100),)),
+    ),
+    "16-bit, a mask, wide values": (
+        AttentionSpec(F16, 128, 72, MASK, MASKED, "t1", out_width=8, out_dtype=F32),
+        PortableAttentionTile(2, 48),
+        AttentionSize(1, 2, 33, 120, masks=((1, 1, 33, 120),)),
+    ),
+    "element by element": (
+        AttentionSpec(F16, 40, 40, NARROW, TWICE, "t2", out_width=1, checked=True),
+        PortableAttentionTile(2, 32),
+        AttentionSize(2, 2, 33, 77, tokens_first=True, masks=((2, 1, 33, 77), (1, 1, 1, 77))),
+    ),
+    "fp32, element by element": (
+        AttentionSpec(F32, 24, 24, scale=0.2, out_width=1, checked=True),
+        PortableAttentionTile(1, 32),
+        AttentionSize(1, 2, 20, 45),
     ),
 }
 
@@ -105,6 +146,60 @@ def launch(library: ctypes.CDLL, problem: AttentionProblem, tile: AttentionTile,
     return problem.out.copy()
 
 
+def portable_source(source: str) -> str:
+    """The same of the portable kernel, which runs without the header of clusters but for its shuffles."""
+    start, end = (source.index(f"// ---- {name}") for name in ("hopper/fast_math.cuh", "generated"))
+    text = portable_host_source(source[:start] + source[end:])
+    text = text.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
+    text = text.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", "")
+    return text.replace('#include "cuda_host.h"', '#include "cuda_host.h"\n#include "shuffles.h"')
+
+
+def launch_portable(library: ctypes.CDLL, problem: AttentionProblem, tile: PortableAttentionTile, lazy: bool) -> None:
+    tensors = problem.tensors
+    problem.out[...] = np.nan
+    arguments = problem.arguments([tensor.ctypes.data for tensor in tensors])
+    ranges = (Range * len(tensors))(*(Range(each.ctypes.data, each.nbytes, each is problem.out, 0) for each in tensors))
+    heads = problem.size.batch * problem.size.heads
+    conflicts = ctypes.c_int()
+    library.emulate.restype = ctypes.c_char_p
+    failure = library.emulate(
+        ctypes.c_void_p(arguments.ctypes.data), -(-problem.size.rows // tile.block_m), heads - 1 if lazy else heads,
+        tile.threads, int(lazy), ranges, len(tensors), ctypes.byref(conflicts),
+    )  # fmt: skip
+    assert failure == b"", failure
+    assert conflicts.value == 0
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_portable_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
+    """By mma.sync, of all types, vectors or elements; with fewer blocks than heads the rest follows."""
+    spec, tile, size = PORTABLE[name]
+    source = portable_source(emit_portable(spec, tile))
+    library = build_library(source, tmp_path, f"-DONNXFUSE_ENTRY={ENTRY}")
+    problem = make_attention(spec, size)
+    if problem.loads:
+        problem.loads[0][..., 3, :] = -np.inf
+    launch_portable(library, problem, tile, lazy=False)
+    eager = problem.out.copy()
+    launch_portable(library, problem, tile, lazy=True)
+    np.testing.assert_array_equal(eager, problem.out)
+    check_numbers(problem, eager)
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=lambda dtype: dtype.name)
+def test_keys_and_values_may_lie_transposed(dtype: DType, tmp_path: Path) -> None:
+    """[d, n] in memory: the kernel that reads elements walks whatever strides there are."""
+    spec = AttentionSpec(dtype, 24, 16, scale=0.3, out_width=1, checked=True)
+    tile = PortableAttentionTile(2, 32)
+    library = build_library(portable_source(emit_portable(spec, tile)), tmp_path, f"-DONNXFUSE_ENTRY={ENTRY}")
+    problem = make_attention(spec, AttentionSize(2, 2, 33, 45))
+    problem.keys = np.ascontiguousarray(problem.keys.swapaxes(2, 3)).swapaxes(2, 3)
+    problem.values = np.ascontiguousarray(problem.values.swapaxes(2, 3)).swapaxes(2, 3)
+    launch_portable(library, problem, tile, lazy=True)
+    check_numbers(problem, problem.out.copy())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     spec, tile, size = CASES[name]
@@ -115,12 +210,26 @@ def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     eager = launch(library, problem, tile, 1, lazy=False)
     late = launch(library, problem, tile, 2, lazy=True)
     np.testing.assert_array_equal(eager.view(np.uint16), late.view(np.uint16))
-    expected, got = problem.reference(), eager.astype(np.float64)
+    check_numbers(problem, eager)
+
+
+def check_numbers(problem: AttentionProblem, found: np.ndarray) -> None:
+    """Against float64: probabilities and values are rounded once each, and q and keys of TF32 move a score a little."""
+    spec = problem.spec
+    expected, got = problem.reference(), found.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     assert np.isnan(expected).any() == (bool(problem.loads) and not spec.guarded)
     # A mean of values: their weights are rounded once, and the result once.
     largest = np.abs(problem.values.astype(np.float64)).max()
-    assert np.nanmax(np.abs(got - expected)) <= 2.1 * ROUNDING[spec.dtype] * largest
+    if spec.dtype != F32:
+        assert np.nanmax(np.abs(got - expected)) <= 2.1 * ROUNDING[spec.dtype] * largest
+        return
+    # Each score moves by the roundings of its factors at most, a probability by twice that of its own.
+    magnitudes = (np.abs(each.astype(np.float64)) for each in (problem.query, problem.keys))
+    q, k = (each.max(axis=(0, 1)) for each in magnitudes)
+    factor = 0.125 if spec.score else spec.scale
+    moved = factor * (q @ k.T).max() * 2 * TF32_ROUNDING
+    assert np.nanmax(np.abs(got - expected)) <= (2 * moved + 2.1 * TF32_ROUNDING) * largest
 
 
 @pytest.mark.parametrize("head", [64, 128])

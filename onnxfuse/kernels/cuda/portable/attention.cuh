@@ -1,0 +1,260 @@
+// One block computes BLOCK_M rows of one head of out[m, o] = result(softmax_n(score(q[m, k] * keys[k, n])) *
+// values[n, o]) with mma.sync (sm_80 and later; fp16, bf16, fp32 rounded to TF32); no score leaves the registers.
+//
+//   shared memory    [q][keys 0][values 0][keys 1][values 1]    rows are padded, so that a fragment's reads meet no bank
+//                       |  cp.async, of 16 bytes or of an element, from the last block of keys to the first; while a
+//                       |  block is multiplied the next one is on its way
+//   a warp, 16 rows  scores = q * keys         fragments by ldmatrix
+//                    score(), maximum, exp2, row sums                       common/online_softmax.cuh
+//                    sums += probabilities * values                         the probabilities' registers are an operand
+//
+// A fragment of TF32 probabilities wants neighbouring threads' columns. Their order along the sum is free, so element t
+// of four is column 2t of eight, and t + 4 is 2t + 1, and the values are read in that order.
+//
+// Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (tiles of rows, 1, heads of all batches or
+// fewer). Arguments as those of hopper/attention.cuh. Where rows of q, keys and values do not begin at whole vectors
+// (not WIDE), or lie transposed, they are read element by element, wherever their strides say.
+//
+// The generated text before this file defines Element, Stored, the constants, the table Load<I>, and the functors Score
+// and Result.
+#pragma once
+#include "common/online_softmax.cuh"
+
+namespace onnxfuse {
+
+constexpr int BLOCK_M = THREADS / WARP_SIZE * WARP_ROWS;
+constexpr int CHUNK = 16 / sizeof(Element);  // of one address of ldmatrix
+constexpr int STEP = 2 * CHUNK;              // depth of one mma
+constexpr int DEPTH = (HEAD + STEP - 1) / STEP * STEP;
+constexpr int VALUE_COLUMNS = (VALUE_HEAD + 15) / 16 * 16;  // two fragments are loaded at once
+constexpr bool IS_TF32 = sizeof(Element) == 4;
+
+// Elements from row to row. An odd number of chunks: eight rows lie in different banks. TF32 values: rows 2t, with t of
+// four, and eight columns.
+constexpr int PITCH = DEPTH + CHUNK;
+constexpr int VALUE_PITCH = IS_TF32 ? VALUE_HEAD + (20 - VALUE_HEAD % 16) % 16 : VALUE_COLUMNS + CHUNK;
+
+constexpr int QUERY_BYTES = BLOCK_M * PITCH * sizeof(Element);
+constexpr int KEY_BYTES = BLOCK_N * PITCH * sizeof(Element);
+constexpr int VALUE_BYTES = BLOCK_N * VALUE_PITCH * sizeof(Element);
+constexpr int STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
+
+static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGE_BYTES, "footprint and kernel agree");
+static_assert(BLOCK_N % 16 == 0 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "whole fragments");
+
+struct Place {
+  int row, head, batch;
+};
+
+// ---- shared memory: rows as they come
+
+// body(row, column) for every vector, or element, that this thread copies.
+template <int ROWS, int COLUMNS, typename Body>
+__device__ __forceinline__ void for_own_copies(bool down, const Body& body) {
+  constexpr int WIDTH = WIDE ? CHUNK : 1;
+  constexpr int COUNT = COLUMNS / WIDTH;
+  for (int i = threadIdx.x; i < ROWS * COUNT; i += THREADS) {
+    if (!WIDE && down) {
+      body(i % ROWS, i / ROWS);
+    } else {
+      body(i / COUNT, i % COUNT * WIDTH);
+    }
+  }
+}
+
+// A matrix whose first element is `first`; rows from `rows` on, and columns beyond its own, are zeros.
+struct Matrix {
+  const Element* first;
+  long long row_stride, column_stride;
+};
+
+template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH>
+__device__ __forceinline__ void copy_rows(unsigned target, const Matrix& matrix, int rows) {
+  for_own_copies<ROWS, PADDED>(matrix.row_stride == 1, [&](int row, int column) {
+    const bool inside = row < rows && column < COLUMNS;
+    const unsigned place = target + (row * ROW_PITCH + column) * static_cast<int>(sizeof(Element));
+    const Element* source = matrix.first + (inside ? row * matrix.row_stride + column * matrix.column_stride : 0);
+    if constexpr (WIDE) {
+      copy_async<16>(place, source, inside);
+    } else if constexpr (IS_TF32) {
+      copy_async<4>(place, source, inside);
+    } else {
+      store_small<2>(place, load_small<2>(source, inside));
+    }
+  });
+}
+
+// What this thread has copied is rounded where it lies: every warp reads it.
+template <int ROWS, int PADDED, int ROW_PITCH>
+__device__ __forceinline__ void round_rows(unsigned char* memory, bool down) {
+  if constexpr (IS_TF32) {
+    for_own_copies<ROWS, PADDED>(down, [&](int row, int column) {
+      unsigned* words = reinterpret_cast<unsigned*>(memory) + row * ROW_PITCH + column;
+#pragma unroll
+      for (int i = 0; i < (WIDE ? CHUNK : 1); ++i) round_to_tf32(words[i]);
+    });
+  }
+}
+
+// ---- products
+
+__device__ __forceinline__ void multiply(float* acc, const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  multiply_fragment(Element(), reinterpret_cast<float(&)[4]>(*acc), lhs, rhs);
+}
+
+__device__ __forceinline__ void multiply_query(float (&scores)[SCORES], unsigned query, unsigned keys) {
+#pragma unroll
+  for (int i = 0; i < SCORES; ++i) scores[i] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < DEPTH; step += STEP) {
+    unsigned lhs[4];
+    load_matrices(lhs, query + (lane() % 16 * PITCH + step + lane() / 16 * CHUNK) * static_cast<int>(sizeof(Element)));
+#pragma unroll
+    for (int column = 0; column < BLOCK_N; column += 16) {
+      const int row = column + lane() % 8 + lane() / 16 * 8;
+      unsigned rhs[4];
+      load_matrices(rhs, keys + (row * PITCH + step + lane() / 8 % 2 * CHUNK) * static_cast<int>(sizeof(Element)));
+      multiply(scores + column / 2, lhs, {rhs[0], rhs[1]});
+      multiply(scores + column / 2 + 4, lhs, {rhs[2], rhs[3]});
+    }
+  }
+}
+
+// 16-bit values: of 16 keys, two fragments of columns at once.
+__device__ __forceinline__ void multiply_halves(float (&sums)[SUMS], const unsigned (&lhs)[4], unsigned values) {
+#pragma unroll
+  for (int column = 0; column < VALUE_HEAD; column += 16) {
+    unsigned rhs[4];
+    load_matrices_transposed(rhs, values + (lane() % 16 * VALUE_PITCH + column + lane() / 16 * 8) * 2);
+    multiply(sums + column / 2, lhs, {rhs[0], rhs[1]});
+    if (column + 8 < VALUE_HEAD) multiply(sums + column / 2 + 4, lhs, {rhs[2], rhs[3]});
+  }
+}
+
+// TF32 values, of 8 keys.
+__device__ __forceinline__ void multiply_words(float (&sums)[SUMS], const unsigned (&lhs)[4], unsigned values) {
+#pragma unroll
+  for (int column = 0; column < VALUE_HEAD; column += 8) {
+    const unsigned first = values + (lane() % 4 * 2 * VALUE_PITCH + column + lane() / 4) * 4;
+    multiply(sums + column / 2, lhs, {load_shared_word(first), load_shared_word(first + VALUE_PITCH * 4)});
+  }
+}
+
+__device__ __forceinline__ void multiply_probabilities(float (&sums)[SUMS], const float (&scores)[SCORES],
+                                                       unsigned values) {
+  if constexpr (IS_TF32) {
+#pragma unroll
+    for (int key = 0; key < BLOCK_N; key += 8) {
+      const float* own = scores + key / 2;
+      unsigned lhs[4] = {__float_as_uint(own[0]), __float_as_uint(own[2]), __float_as_uint(own[1]),
+                         __float_as_uint(own[3])};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) round_to_tf32(lhs[i]);
+      multiply_words(sums, lhs, values + key * VALUE_PITCH * 4);
+    }
+  } else {
+    unsigned words[WORDS];
+    pack(words, scores);
+#pragma unroll
+    for (int key = 0; key < BLOCK_N; key += 16) {
+      const unsigned lhs[4] = {words[key / 4], words[key / 4 + 1], words[key / 4 + 2], words[key / 4 + 3]};
+      multiply_halves(sums, lhs, values + key * VALUE_PITCH * 2);
+    }
+  }
+}
+
+// ---- a tile of rows
+
+struct Block {
+  const OnnxfuseArguments& args;
+  unsigned char* memory;
+  unsigned shared;
+  Place place;
+  Matrix keys, values;
+
+  __device__ __forceinline__ int stage(int block) const { return QUERY_BYTES + block % 2 * STAGE_BYTES; }
+
+  __device__ __forceinline__ void copy(int block) const {
+    const int key = block * BLOCK_N;
+    const Matrix own_keys = {keys.first + key * keys.row_stride, keys.row_stride, keys.column_stride};
+    const Matrix own_values = {values.first + key * values.row_stride, values.row_stride, values.column_stride};
+    copy_rows<BLOCK_N, HEAD, DEPTH, PITCH>(shared + stage(block), own_keys, args.n - key);
+    copy_rows<BLOCK_N, VALUE_HEAD, VALUE_HEAD, VALUE_PITCH>(shared + stage(block) + KEY_BYTES, own_values,
+                                                            args.n - key);
+  }
+
+  __device__ __forceinline__ void round(int block) const {
+    round_rows<BLOCK_N, DEPTH, PITCH>(memory + stage(block), keys.row_stride == 1);
+    round_rows<BLOCK_N, VALUE_HEAD, VALUE_PITCH>(memory + stage(block) + KEY_BYTES, values.row_stride == 1);
+  }
+};
+
+template <bool LAST>
+__device__ __forceinline__ void attend_block(const Block& own, int block, int warp_row, float (&sums)[SUMS],
+                                             Softmax& softmax) {
+  const Operands at = {0, nullptr, warp_row, block * BLOCK_N + lane() % 4 * 2, own.args.n};
+  float scores[SCORES], rescale[2];
+  multiply_query(scores, own.shared + warp_row * PITCH * static_cast<int>(sizeof(Element)),
+                 own.shared + own.stage(block));
+  apply_score<LAST>(scores, own.args, own.place, at);
+  exponentiate(scores, softmax, rescale);
+  scale_sums(sums, rescale);
+  multiply_probabilities(sums, scores, own.shared + own.stage(block) + KEY_BYTES);
+}
+
+__device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
+  const int warp_row = threadIdx.x / WARP_SIZE * WARP_ROWS;
+  const int last = (own.args.n - 1) / BLOCK_N;
+  float sums[SUMS] = {};
+  Softmax softmax;
+  copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
+  own.copy(last);
+  copy_async_commit();
+#pragma unroll 1
+  for (int block = last; block >= 0; --block) {
+    copy_async_wait<0>();
+    if (block == last) round_rows<BLOCK_M, DEPTH, PITCH>(own.memory, query.row_stride == 1);
+    own.round(block);
+    __syncthreads();
+    if (block > 0) own.copy(block - 1);
+    copy_async_commit();
+    if (block == last) {
+      attend_block<true>(own, block, warp_row, sums, softmax);
+    } else {
+      attend_block<false>(own, block, warp_row, sums, softmax);
+    }
+  }
+  finish(sums, softmax, own.args, own.place, warp_row);
+}
+
+// Which head of the keys, or of the values, serves one of the query: as many as share it follow each other.
+__device__ __forceinline__ const Element* first_of(const OnnxfuseArguments& args, const OnnxfuseTensor& part,
+                                                   const OnnxfuseOuter& outer, const Place& place) {
+  const int head = part.batch_stride ? place.head / (args.lhs_outer.batches / outer.batches) : 0;
+  return static_cast<const Element*>(part.pointer) + head * part.batch_stride + place.batch * outer.batch_stride;
+}
+
+__device__ __forceinline__ void attend_head(const OnnxfuseArguments& args, unsigned char* memory, int number) {
+  const int batch = number / args.lhs_outer.batches;
+  const Place place = {static_cast<int>(blockIdx.x) * BLOCK_M, number - batch * args.lhs_outer.batches, batch};
+  const OnnxfuseTensor &q = args.lhs, &k = args.rhs[0], &v = args.rhs[1];
+  const Element* first = static_cast<const Element*>(q.pointer) + place.head * q.batch_stride +
+                         place.batch * args.lhs_outer.batch_stride + place.row * q.row_stride;
+  const Block block = {args, memory, shared_address(memory), place,
+                       {first_of(args, k, args.rhs_outer, place), k.column_stride, k.row_stride},
+                       {first_of(args, v, args.values_outer, place), v.row_stride, v.column_stride}};
+  attend(block, {first, q.row_stride, q.column_stride});
+}
+
+}  // namespace onnxfuse
+
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS)
+onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args) {
+  extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  if (static_cast<int>(blockIdx.x) * onnxfuse::BLOCK_M >= args.m) return;
+#pragma unroll 1
+  for (int number = blockIdx.z; number < args.batch; number += gridDim.z) {
+    onnxfuse::attend_head(args, onnxfuse_shared, number);
+    __syncthreads();
+  }
+}
