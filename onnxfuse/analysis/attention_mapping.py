@@ -7,8 +7,6 @@ share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from onnxfuse.analysis.axis_mapping import Axes, AxisMapping, flatten, levels, static_size, stepped
 from onnxfuse.analysis.vector_width import Widths, analyse_epilogue, widest
 from onnxfuse.errors import NotFusable
@@ -20,8 +18,7 @@ def map_attention(attention: Attention) -> AxisMapping:
     """Give every axis its loop.
 
     Raises:
-        NotFusable: `no_attention_kernel`, where the axes of a loop lie apart in a tensor, or another axis than the head
-            is contiguous.
+        NotFusable: `no_attention_kernel`, where the axes of a loop lie apart in a tensor.
     """
     mappings = _cut_anywhere(attention)
     obstacles = [_obstacles(attention, mapping) for mapping in mappings]
@@ -74,17 +71,14 @@ def _obstacles(attention: Attention, mapping: AxisMapping) -> list[str]:
             for loop in loops
             if levels(attention, tensor, loop) > 1
         ]
-    found += _not_contiguous(attention, (*factors, *stored))
     return found
 
 
-def _not_contiguous(attention: Attention, walked: Iterable[tuple[Tensor, Axes, Axes]]) -> list[str]:
-    """Of tensors with their rows and columns, those whose columns are no neighbours."""
-    return [
-        f"the contiguous axis of {tensor.name!r} is {(tensor.axes or ('none',))[-1]}, and not the head's"
-        for tensor, _, columns in walked
-        if stepped(attention, tensor.axes)[-1:] != stepped(attention, columns)[-1:]
-    ]
+def lies_by_heads(attention: Attention, mapping: AxisMapping) -> bool:
+    """Whether a head's elements are neighbours in q, keys, values and the output."""
+    walked = ((attention.query, mapping.k), (attention.keys, mapping.k), (attention.values, mapping.o))
+    tensors = (*walked, (attention.outs[0].tensor, mapping.o))
+    return all(stepped(attention, tensor.axes)[-1:] == stepped(attention, columns)[-1:] for tensor, columns in tensors)
 
 
 def _shares_heads(attention: Attention, tensor: Tensor, heads: Axes) -> bool:

@@ -86,7 +86,7 @@ using Stored = {spec.outs[0].dtype.cuda};
 [[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
 constexpr float SCALE = {spec.scale * LOG2_E!r}f;
 {lines}
-{constants(shared | numbers)}
+{constants({**shared, **numbers})}
 
 {access_tables(spec.loads, offsets, (), ())}
 

@@ -30,6 +30,7 @@ TEXTS = {
     "small_m": Text(gemm.ENTRY, lambda spec, tile, device: small_m.emit(spec, tile)),
     "pointwise": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec, tile)),
     "attention": Text(attention.ENTRY, lambda spec, tile, device: attention.emit(spec, tile)),
+    "portable_attention": Text(attention.ENTRY, lambda spec, tile, device: attention.emit_portable(spec, tile)),
     "library": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec.epilogue, tile.pointwise)),
 }
 

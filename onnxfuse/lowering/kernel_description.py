@@ -27,7 +27,7 @@ from onnxfuse.ir.fusion import OPS, Step
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import nvrtc_version
-from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile
+from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, PortableAttentionTile
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.hopper_tile import HopperTile
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
@@ -40,7 +40,7 @@ _CLASSES = {
     each.__name__: each
     for each in (
         *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Access, Step, Quantization),
-        *(Tile, HopperTile, SmallMTile, PointwiseTile, LibraryTile, AttentionTile),
+        *(Tile, HopperTile, SmallMTile, PointwiseTile, LibraryTile, AttentionTile, PortableAttentionTile),
     )
 }
 _DTYPES = {dtype.name: dtype for dtype in ALL}

@@ -1,4 +1,4 @@
-"""The attention kernel of sm_90a among the families: how it is launched, and its way to each tensor."""
+"""The attention kernels among the families: how they are launched, and their way to each tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from onnxfuse.schedule.attention_tile import (
     ROW_BYTES,
     AttentionSpec,
     AttentionTile,
+    PortableAttentionTile,
     is_mapped,
+    portable_shared_bytes,
     shared_bytes,
 )
 from onnxfuse.schedule.kernel_family import KernelFamily, Launch, MapRule
@@ -24,10 +26,17 @@ PATHS = {
     "narrow tile": "element by element",
     "out": "direct store along o",
 }
+PORTABLE_PATHS = PATHS | {
+    "product": "cp.async along {axis}",
+    "narrow product": "element by element",
+    "scalar": "once per 16 keys into registers",
+    "row": "direct loads along n",
+    "tile": "direct loads of pairs along n",
+}
 
 
 class AttentionFamily(KernelFamily):
-    """Two products with a softmax between."""
+    """Two products with a softmax between, on sm_90a."""
 
     name = "attention"
     label = "attention"
@@ -52,4 +61,20 @@ class AttentionFamily(KernelFamily):
         return path(PATHS, role, access)
 
 
+class PortableAttentionFamily(KernelFamily):
+    """The same on sm_80 and later, in TF32 as well, and of tensors that lie anyhow."""
+
+    name = "portable_attention"
+    label = "attention, portable"
+
+    def launch(self, spec: AttentionSpec, tile: PortableAttentionTile, device: DeviceSpec) -> Launch:
+        """A block for each tile of rows of each head."""
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, portable_shared_bytes(spec, tile), 0, ())
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PORTABLE_PATHS, role, access)
+
+
 ATTENTION = AttentionFamily()
+PORTABLE_ATTENTION = PortableAttentionFamily()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from onnxfuse.analysis.attention_mapping import attention_widths, head_size
+from onnxfuse.analysis.attention_mapping import attention_widths, head_size, lies_by_heads
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
 from onnxfuse.analysis.vector_width import Width, Widths
 from onnxfuse.device import DeviceSpec
@@ -21,20 +21,23 @@ from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import Step, Tensor, acc_name
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.access import access
-from onnxfuse.schedule.attention import ATTENTION
+from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_tile import (
     VECTOR_BYTES,
     AttentionSpec,
     AttentionTile,
+    PortableAttentionTile,
     is_mapped,
+    portable_shared_bytes,
     shared_bytes,
 )
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import from_memory
+from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.variant import AttentionPlan, AttentionVariant
 
-ARCHITECTURES = ("sm_90a",)
+ARCHITECTURES = ("sm_90a",)  # of the kernel by wgmma, which multiplies 16 bits
 MOST_MAPPED = 5  # loads that TMA brings, beside q, keys and values
 WIDTHS = (48, 64, 80, 96, 128, 176, 208)  # of a block of keys
 # Registers of a thread: scores, their probabilities in 16 bits, and sums; by groups. With more, wgmma waits or spills.
@@ -43,8 +46,12 @@ MOST_HEAD = {3: 96, 2: 256, 1: 256}  # three groups with narrow blocks of keys w
 LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
 # Picoseconds of a row and a key, and for each column of the head; measured at heads of 40 to 160. By groups.
 PACE = {3: (43.0, 0.28), 2: (46.0, 0.42), 1: (82.0, 0.25)}
+PORTABLE_PACE = {2: (60.0, 0.9), 4: (90.0, 2.2)}  # the same by mma.sync, by bytes of an element; not measured
+ELEMENTS = 3.0  # times that of a kernel that copies element by element
+PORTABLE_BLOCKS = (64, 32, 16)  # of keys
+PORTABLE_WARPS = ((256, 8), (0, 4))  # of more rows than so many
 BLOCK = 0.1  # microseconds of a block of keys beside its rows and keys
-MASKED = 20.0  # picoseconds more, for each load that TMA brings
+MASKED = 20.0  # picoseconds more, for each load that comes in vectors
 ANYHOW = 200.0  # the same of a load that is read element by element
 BEGINNING = 4.0  # microseconds of a launch
 TILE = 1.5  # of a tile of rows: q comes in, the result goes out
@@ -62,9 +69,9 @@ def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -
     """
     dtypes = {tensor.dtype for tensor in (attention.query, attention.keys, attention.values)}
     out = attention.outs[0].tensor.dtype
-    if len(dtypes) > 1 or not dtypes <= {F16, BF16} or out not in {*dtypes, F32}:
+    if len(dtypes) > 1 or not dtypes <= {F16, BF16, F32} or out not in {*dtypes, F32}:
         names = ", ".join(sorted(dtype.name for dtype in {*dtypes, out}))
-        raise _refusal(attention, f"its tensors are of {names}; the kernel takes f16 or bf16 throughout")
+        raise _refusal(attention, f"its tensors are of {names}; a kernel takes one type throughout")
     head, value_head = head_size(attention, mapping.k), head_size(attention, mapping.o)
     loads = [
         _load(attention, operand, mapping, width)
@@ -115,14 +122,14 @@ def make_attention_plan(attention: Attention, mapping: AxisMapping, device: Devi
     Raises:
         NotFusable: `no_attention_kernel`, where no kernel computes it.
     """
-    if device.arch not in ARCHITECTURES:
-        raise _refusal(attention, f"there is no attention kernel for {device.arch} yet, only for {ARCHITECTURES[0]}")
     widths = attention_widths(attention, mapping)
     spec = attention_spec(attention, mapping, widths)
-    variants = _variants(attention, mapping, spec, device)
-    narrow = replace(spec, loads=tuple(_narrow(load) for load in spec.loads))
-    if narrow != spec:
-        variants += [AttentionVariant(ATTENTION, narrow, _best(narrow, attention, mapping, ROWS[-1], device), 0, MAX_M)]
+    ways = [spec, replace(spec, loads=tuple(map(_narrow, spec.loads)))] if lies_by_heads(attention, mapping) else []
+    checked = replace(spec, loads=tuple(map(_narrow, spec.loads)), out_width=1, checked=True)
+    first, *others = dict.fromkeys([*ways, checked])
+    variants = _variants(attention, mapping, first, device)
+    for way in others:
+        variants += (replace(each, min_m=0) for each in _variants(attention, mapping, way, device)[-1:])
     return AttentionPlan(device, tuple(variants), widths)
 
 
@@ -137,18 +144,22 @@ def _variants(
     """The fastest tile of a known number of rows, or of some ranges."""
     found: list[AttentionVariant] = []
     for rows in _rows(attention, mapping):
-        tile = _best(spec, attention, mapping, rows, device)
+        family, tile = _best(spec, attention, mapping, rows, device)
         if found and found[-1].tile == tile:
             found[-1] = replace(found[-1], max_m=rows)
         else:
             low = found[-1].max_m + 1 if found else 0
-            found.append(AttentionVariant(ATTENTION, spec, tile, low, rows))
+            found.append(AttentionVariant(family, spec, tile, low, rows))
     found[-1] = replace(found[-1], max_m=MAX_M)
     return found
 
 
+def _has_wgmma(spec: AttentionSpec, device: DeviceSpec) -> bool:
+    return device.arch in ARCHITECTURES and spec.dtype != F32 and not spec.checked
+
+
 def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
-    """Those that the kernel runs well with: registers and shared memory hold them."""
+    """Those that the kernel by wgmma runs well with: registers and shared memory hold them."""
     every = [
         AttentionTile(groups, width, rescale_above=LAZY if groups == 3 or (groups == 2 and spec.head >= 128) else 0)
         for groups, registers in REGISTERS.items()
@@ -158,13 +169,26 @@ def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
     return [tile for tile in every if shared_bytes(spec, tile) <= device.shared_bytes]
 
 
+def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[PortableAttentionTile]:
+    """Those of the portable kernel that shared memory holds; such as a multiprocessor has two of come first."""
+    most = next(warps for above, warps in PORTABLE_WARPS if rows > above)
+    every = [PortableAttentionTile(warps, width) for warps in (most, most // 2) for width in PORTABLE_BLOCKS]
+    sizes = {tile: portable_shared_bytes(spec, tile) for tile in every}
+    room = (device.shared_bytes // 2, device.shared_bytes)
+    return list(dict.fromkeys(tile for most_bytes in room for tile in every if sizes[tile] <= most_bytes))
+
+
 def _best(
     spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
-) -> AttentionTile:
-    fitting = tiles(spec, device)
-    if not fitting:
+) -> tuple[KernelFamily, AttentionTile | PortableAttentionTile]:
+    if _has_wgmma(spec, device):
+        fitting = tiles(spec, device)
+        if fitting:
+            return ATTENTION, min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
+    portable = portable_tiles(spec, rows, device)
+    if not portable:
         raise _refusal(attention, f"every tile needs more shared memory than {device.arch} has")
-    return min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
+    return PORTABLE_ATTENTION, portable[0]
 
 
 def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int) -> tuple[int, int]:
@@ -173,16 +197,25 @@ def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int) -> tu
 
 
 def _time(
-    spec: AttentionSpec, tile: AttentionTile, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
+    spec: AttentionSpec,
+    tile: AttentionTile | PortableAttentionTile,
+    attention: Attention,
+    mapping: AxisMapping,
+    rows: int,
+    device: DeviceSpec,
 ) -> float:
     """Microseconds of a launch."""
     batch, keys = _batch_and_keys(attention, mapping, rows)
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / device.multiprocessors)
-    base, column = PACE[tile.consumers]
-    base += sum(MASKED if is_mapped(load) else ANYHOW for load in spec.loads if load.kind == "tile")
-    pace = (base + column * (spec.head + spec.value_head) / 2) * 1e-6
     blocks = math.ceil(keys / tile.block_n)
-    return BEGINNING + waves * (TILE + blocks * (BLOCK + tile.block_m * tile.block_n * pace))
+    return BEGINNING + waves * (TILE + blocks * (BLOCK + tile.block_m * tile.block_n * _pace(spec, tile) * 1e-6))
+
+
+def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile) -> float:
+    """Picoseconds of a row and a key."""
+    base, column = PACE[tile.consumers] if isinstance(tile, AttentionTile) else PORTABLE_PACE[spec.dtype.bytes]
+    base += sum(MASKED if load.width > 1 else ANYHOW for load in spec.loads if load.kind == "tile")
+    return (base + column * (spec.head + spec.value_head) / 2) * (ELEMENTS if spec.checked else 1.0)
 
 
 def estimates(attention: Attention, mapping: AxisMapping, plan: AttentionPlan, nodes: int) -> list[tuple[float, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxfuse.schedule.attention import ATTENTION
+from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily, ProductFamily
 from onnxfuse.schedule.library import LIBRARY
@@ -12,4 +12,4 @@ from onnxfuse.schedule.small_m import SMALL_M
 
 # In the order in which a plan lists their tiles: of equals the first is taken, and the last runs everything.
 PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, HOPPER, PORTABLE)
-FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, LIBRARY, ATTENTION)
+FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, LIBRARY, ATTENTION, PORTABLE_ATTENTION)

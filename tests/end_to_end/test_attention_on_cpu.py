@@ -15,6 +15,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.graph.archive import pack
 from onnxfuse.graph.op_names import FUSED_ATTENTION, kind_of
 from onnxfuse.graph.rewrite import rewrite
+from onnxfuse.kernels.attention import ENTRY
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.fused_node import replacement
@@ -22,20 +23,22 @@ from onnxfuse.lowering.inspection import inspect
 from onnxfuse.lowering.launch_record import launch_record
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.compile import CompiledImage
-from onnxfuse.schedule.attention_tile import AttentionTile
+from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
+from onnxfuse.schedule.attention_tile import AttentionTile, PortableAttentionTile
 from onnxfuse.verify.verify import verify
-from tests.end_to_end.test_whole_way_on_cpu import Bound, bound
+from tests.end_to_end.test_whole_way_on_cpu import Bound, bound, misaligned
 from tests.helpers.attention_graphs import FORMS, SIZES, feeds, model_of
 from tests.helpers.bridge_hooks import BridgeError, bridge
 from tests.helpers.host_build import build_library
 from tests.helpers.matching import run_inputs
-from tests.helpers.onnx_build import run
+from tests.helpers.onnx_build import FLOAT, FLOAT16, run
 from tests.helpers.tensor_maps import MAP_BYTES
-from tests.kernels.test_attention_on_cpu import host_source
+from tests.kernels.test_attention_on_cpu import host_source, portable_source
 from tests.kernels.test_hopper_on_cpu import HostMap
 from tests.kernels.test_portable_on_cpu import Range
 
 SM_90A = ARCHITECTURES["sm_90a"]
+SMALL = {ATTENTION: AttentionTile(2, 48), PORTABLE_ATTENTION: PortableAttentionTile(2, 32)}
 NUMBERS = (
     "scaled_before", "scaled_by_the_run", "masked_and_guarded", "values_in_fp32", "two_biases", "filled",
     "grouped", "by_einsum", "without_heads",
@@ -59,7 +62,7 @@ def memory_of(array: np.ndarray) -> np.ndarray:
 
 def launch(implementation, given: Bound, folder: Path) -> int:
     """Choose a record as the bridge does and run it on the CPU; its index."""
-    variants = [replace(variant, tile=AttentionTile(2, 48)) for _, variant in implementation.variants]
+    variants = [replace(variant, tile=SMALL[variant.family]) for _, variant in implementation.variants]
     images = Kernels({(kernel_source(variant, SM_90A), SM_90A.arch): IMAGE for variant in variants})
     archive = pack([launch_record("ab12", SM_90A, variant, images) for variant in variants])
     chosen = bridge().choose(archive, given.node, given.arguments, element_bytes=given.element_bytes)
@@ -77,6 +80,10 @@ def launch(implementation, given: Bound, folder: Path) -> int:
         )
         memory[start + place * MAP_BYTES :][:8].view(np.uint64)[0] = ctypes.addressof(kept[-1])
     arrays = [*given.arrays, *given.outs]
+    if variants[chosen].family is PORTABLE_ATTENTION:
+        assert not boxes
+        launch_portable(variants[chosen], given.arguments, arrays, len(given.arrays), folder)
+        return chosen
     ranges = (Range * len(arrays))(
         *(Range(each.ctypes.data, each.nbytes, index >= len(given.arrays), 0) for index, each in enumerate(arrays))
     )
@@ -91,17 +98,31 @@ def launch(implementation, given: Bound, folder: Path) -> int:
     return chosen
 
 
-def check(model, form: str, sizes: dict[str, int], folder: Path) -> int:
+def launch_portable(variant, arguments, arrays: list[np.ndarray], inputs: int, folder: Path) -> None:
+    ranges = (Range * len(arrays))(
+        *(Range(each.ctypes.data, each.nbytes, index >= inputs, 0) for index, each in enumerate(arrays))
+    )
+    source = portable_source(kernel_source(variant, SM_90A))
+    library = build_library(source, folder, f"-DONNXFUSE_ENTRY={ENTRY}")
+    library.emulate.restype = ctypes.c_char_p
+    failure = library.emulate(
+        ctypes.byref(arguments), -(-arguments.m // variant.tile.block_m), arguments.batch,
+        variant.tile.threads, 1, ranges, len(arrays), ctypes.byref(ctypes.c_int()),
+    )  # fmt: skip
+    assert failure == b"", failure
+
+
+def check(model, form: str, sizes: dict[str, int], folder: Path, lie=memory_of) -> int:
     implementation = site_of(model).implementation
     feed = feeds(model, sizes)
     values = feed | run_inputs(model, implementation.fusion, feed)
-    given = bound(implementation, values, memory_of)
+    given = bound(implementation, values, lie)
     index = launch(implementation, given, folder)
     (expected,) = run(model, feed)
     (actual,) = given.outs
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     assert np.isnan(expected).any() == (form == "grouped")
-    # ONNX Runtime rounds scores and probabilities to fp16 as well.
+    # ONNX Runtime rounds scores and probabilities to fp16 as well; TF32 has as many digits.
     np.testing.assert_allclose(actual, expected, atol=8e-3, rtol=0)
     return index
 
@@ -113,6 +134,18 @@ def test_the_kernel_computes_what_the_graph_computes(form: str, tmp_path: Path) 
 
 def test_masks_of_odd_length_go_to_the_kernel_that_reads_them_anyhow(tmp_path: Path) -> None:
     assert check(model_of("two_biases"), "two_biases", {**SIZES, "keys": 71}, tmp_path) > 0
+
+
+@pytest.mark.parametrize("form", ["masked_and_guarded", "two_biases", "grouped", "by_einsum"])
+def test_fp32_is_multiplied_in_tf32(form: str, tmp_path: Path) -> None:
+    assert check(model_of(form, FLOAT), form, SIZES, tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
+def test_tensors_that_lie_anyhow_go_to_the_last_kernel(dtype: int, tmp_path: Path) -> None:
+    model = model_of("two_biases", dtype)
+    variants = list(site_of(model).implementation.variants)
+    assert check(model, "two_biases", {**SIZES, "keys": 71}, tmp_path, misaligned) == len(variants) - 1
 
 
 def test_no_keys_and_other_heads_are_told() -> None:

@@ -10,7 +10,9 @@ from onnxfuse.analysis.attention_mapping import attention_widths, map_attention
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.ir.attention import Attention
 from onnxfuse.kernels.attention import emit
+from onnxfuse.limits import MAX_M
 from onnxfuse.pipeline import Analysis, analyse_model
+from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan
 from onnxfuse.schedule.attention_tile import AttentionTile
 from tests.helpers.attention_graphs import FORMS, HEADS, merged, model_of, number, scores
@@ -37,10 +39,6 @@ def reason_of(build, *arch: str) -> str:
     return analysis.skipped[0].reason
 
 
-def of_scores(b: Builder) -> list[str]:
-    return merged(b, b("Softmax", scores(b), axis=-1))
-
-
 def test_it_prints_both_products() -> None:
     text = str(attention_of(model_of("masked_and_guarded"))).splitlines()
     assert text[0] == "fusion  MatMul_4  attention"
@@ -65,10 +63,16 @@ def test_heads_that_share_keys_lie_inside() -> None:
     assert str(mapping) == "batch=b heads=h*g m=m n=n k=k o=o"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_architectures_without_a_kernel_get_none(form: str) -> None:
-    analysis = analysed(model_of(form), "sm_90a", "sm_80")
-    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "without_heads"])  # too little, in fp32
+def test_every_architecture_has_a_kernel(form: str, dtype: int) -> None:
+    """The last one of each reads what lies anyhow."""
+    (site,) = [site for site in analysed(model_of(form, dtype), "sm_90a", "sm_80").sites if site.attention]
+    family = ATTENTION if dtype == FLOAT16 else PORTABLE_ATTENTION
+    assert site.attention.plans[0].variants[0].family is family
+    for plan in site.attention.plans:
+        assert [variant.spec.checked for variant in plan.variants] == [False] * (len(plan.variants) - 1) + [True]
+        assert (plan.variants[-1].min_m, plan.variants[-1].max_m) == (0, MAX_M)
 
 
 def test_a_score_that_is_read() -> None:
@@ -91,13 +95,12 @@ def test_another_axis() -> None:
     assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
 
 
-def test_another_type() -> None:
-    b = Builder(FLOAT)
-    assert analysed(b.model(*of_scores(b))).skipped[0].reason == "no_attention_kernel"
-
-
-def test_another_architecture() -> None:
-    assert reason_of(of_scores, "sm_80") == "no_attention_kernel"
+def test_fp32_is_tf32_and_not_exact() -> None:
+    model = model_of("plain", FLOAT)
+    (site,) = analysed(model).sites
+    assert {variant.spec.math for _, variant in site.attention.variants} == {"tf32"}
+    analysis = analyse_model(model, [SM_90A], fp32="exact", attention=True)
+    assert "no_attention_kernel" in [entry.reason for entry in analysis.skipped]
 
 
 def test_values_that_are_widened_are_read_before_that() -> None:
@@ -110,11 +113,13 @@ def test_values_that_are_widened_are_read_before_that() -> None:
 
 
 def test_keys_that_lie_transposed() -> None:
+    """They are read element by element, which is slow."""
+
     def build(b: Builder) -> list[str]:
         q, k = b.input("q", ("batch", HEADS, "rows", 16)), b.input("k", ("batch", HEADS, 16, "keys"))
         return merged(b, b("Softmax", b("MatMul", q, k), axis=-1))
 
-    assert reason_of(build) == "no_attention_kernel"
+    assert reason_of(build) == "slower"
 
 
 def test_few_scores_stay_with_the_library() -> None:

@@ -12,7 +12,7 @@ from onnxfuse.device import resolve
 from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.kernels.emit import TEXTS
 from onnxfuse.pipeline import analyse_model, make_report
-from onnxfuse.schedule.attention import ATTENTION
+from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily
@@ -26,6 +26,7 @@ from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.onnx_build import FLOAT16, Builder
 
 TILE = Tile(128, 64, 64, 2, 2, 3)
+OF_ATTENTION = (ATTENTION, PORTABLE_ATTENTION)
 VECTOR = "once per tile through shared memory"
 
 
@@ -38,17 +39,19 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
         "behind the product",
         "cuBLASLt + epilogue",
         "attention",
+        "attention, portable",
     }
 
 
+@pytest.mark.parametrize("family", OF_ATTENTION, ids=lambda each: each.label)
 @pytest.mark.parametrize("kind", ["scalar", "row", "tile"])
-def test_attention_has_a_path_to_what_its_plan_lets_through(kind: str) -> None:
-    assert ATTENTION.access_path("load", Access(kind, F16, 8))
-    assert ATTENTION.access_path("load", Access(kind, BOOL, 1))
-    assert ATTENTION.access_path("out", Access("tile", F16, 8))
+def test_attention_has_a_path_to_what_its_plan_lets_through(family: KernelFamily, kind: str) -> None:
+    assert family.access_path("load", Access(kind, F16, 8))
+    assert family.access_path("load", Access(kind, BOOL, 1))
+    assert family.access_path("out", Access("tile", F16, 8))
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each is not ATTENTION], ids=lambda each: each.label)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in OF_ATTENTION], ids=lambda each: each.label)
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
 def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
     turns = (False, True) if family not in (POINTWISE, LIBRARY) else (False,)  # that kernel goes along n only
