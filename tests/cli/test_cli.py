@@ -23,6 +23,7 @@ from onnxfuse.graph.scopes import count_nodes
 from onnxfuse.pipeline import analyse_model, make_report, optimize_model
 from tests.graph.test_graph import cycle, unknown_opset, wrong_dtype
 from tests.helpers import corpus
+from tests.helpers.many_commands import run_all
 from tests.helpers.onnx_build import Builder
 
 MODELS = sorted((Path(__file__).parents[2] / "models").glob("*.onnx"))
@@ -266,10 +267,8 @@ USAGE = frozenset({
 
 
 def test_a_mistake_is_one_line_and_an_exit_code(tmp_path: Path, gate: Path) -> None:
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    before = gate.read_bytes()
-    for name, arguments in mistakes(tmp_path, gate).items():
-        result = onnxfuse(*arguments, **hidden)
+    before, made = gate.read_bytes(), mistakes(tmp_path, gate)
+    for name, result in zip(made, run_all([*made.values()], CUDA_VISIBLE_DEVICES=""), strict=True):
         assert result.returncode == (2 if name in USAGE else 3), f"{name}: exit code {result.returncode}"
         assert "Traceback" not in result.stderr, f"{name}: {result.stderr}"
         lines = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith(("Usage", "Try"))]
@@ -335,9 +334,11 @@ def test_a_quiet_command_needs_no_standard_output(gate: Path, tmp_path: Path) ->
 
 
 def test_help_is_short_as_well_and_the_version_is_told() -> None:
-    for verb in ((), *((name,) for name in commands.commands)):
-        short, long = (onnxfuse(*verb, flag) for flag in ("-h", "--help"))
+    asked = [(*verb, flag) for verb in ((), *((name,) for name in commands.commands)) for flag in ("-h", "--help")]
+    results = iter(run_all(asked))
+    for short, long in zip(results, results, strict=True):
         assert (short.returncode, short.stdout) == (0, long.stdout)
+        assert short.stdout.startswith("Usage")
     assert onnxfuse("--version").stdout.split()[-1] == __version__
 
 

@@ -31,19 +31,17 @@ DEVICE = ARCHITECTURES["sm_90a"]
 
 
 def sampled_kernels() -> list[tuple[str, TiledSpec]]:
-    """Every architecture with every dtype, order and number of parts, each with one of the default tiles in turn."""
+    """Every dtype with every number of parts, each in one architecture, order and default tile in turn."""
     kernels = []
-    turn = 0
-    for math_mode in ("f16", "bf16", "tf32", "fp32", "3xtf32"):
-        for order in ("kn", "nk"):
-            for parts in (1, 2, 3, 4):
-                turn += 1
-                arch = list(ARCHITECTURES)[turn % len(ARCHITECTURES)]
-                tiles = tiles_for(math_mode, parts)
-                kind, narrow = ("residual", "plain", "mixed")[turn % 3], turn % 4 == 0
-                specs = [make_spec(math_mode, parts, order, tile, ALIGNED, kind, narrow=narrow) for tile in tiles]
-                legal = [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]
-                kernels.append((arch, legal[turn % len(legal)]))
+    every = itertools.product(("f16", "bf16", "tf32", "fp32", "3xtf32"), (1, 2, 3, 4))
+    for turn, (math_mode, parts) in enumerate(every):
+        arch = list(ARCHITECTURES)[turn % len(ARCHITECTURES)]
+        order = ("kn", "nk")[(turn + turn // 4) % 2]
+        tiles = tiles_for(math_mode, parts)
+        kind, narrow = ("residual", "plain", "mixed")[turn % 3], turn % 4 == 0
+        specs = [make_spec(math_mode, parts, order, tile, ALIGNED, kind, narrow=narrow) for tile in tiles]
+        legal = [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]
+        kernels.append((arch, legal[turn % len(legal)]))
     return kernels
 
 
