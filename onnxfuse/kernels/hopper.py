@@ -14,6 +14,7 @@ from onnxfuse.schedule.hopper_tile import (
     WGMMA_STEPS,
     HopperFootprint,
     HopperTile,
+    block_k,
     footprint,
     rhs_box,
     rhs_pieces,
@@ -35,10 +36,9 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
-    attribute = f"__cluster_dims__({tile.cluster}, 1, 1)" if tile.cluster > 1 else ""
     return f"""\
 // ---- generated
-#define ONNXFUSE_CLUSTER {attribute}
+#define ONNXFUSE_CLUSTER {cluster_attribute(tile.cluster)}
 namespace onnxfuse {{
 
 enum class Kind {{ scalar, row, column, tile }};
@@ -46,6 +46,7 @@ enum class Kind {{ scalar, row, column, tile }};
 using Element = {spec.dtype.cuda};
 constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
+constexpr bool SWAPPED = false;
 constexpr bool PINGPONG = {flag(tile.pingpong)};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
@@ -55,18 +56,24 @@ constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
 
 {access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _tma_stored)}
 
-{functor(spec, fast=not _wants_the_models_bits(spec))}
+{functor(spec, fast=not wants_the_models_bits(spec))}
 {multiplications(spec, tile)}
 }}  // namespace onnxfuse
 """
 
 
-def _halved_loads(spec: KernelSpec) -> int:
+def cluster_attribute(blocks: int) -> str:
+    """What a kernel says of its clusters of so many blocks."""
+    return f"__cluster_dims__({blocks}, 1, 1)" if blocks > 1 else ""
+
+
+def halved_loads(spec: KernelSpec) -> int:
     """A bit for each row operand of which half is staged."""
-    return 0 if _wants_the_models_bits(spec) else sum(1 << index for _, index in halved_sums(spec).values())
+    return 0 if wants_the_models_bits(spec) else sum(1 << index for _, index in halved_sums(spec).values())
 
 
-def _wants_the_models_bits(spec: KernelSpec) -> bool:
+def wants_the_models_bits(spec: KernelSpec) -> bool:
+    """Whether its steps round as the model's tensors do, so that the fast functions would be seen."""
     return any(step.op in ROUNDS for step in spec.steps)
 
 
@@ -80,7 +87,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
-        "HALVED_LOADS": _halved_loads(spec),
+        "HALVED_LOADS": halved_loads(spec),
         "OUTS": len(spec.outs),
         "TMA_STORED_OUTS": sum(map(tma_stored, spec.outs)),
         "BLOCK_M": tile.block_m,
@@ -98,7 +105,9 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "REST_ATOM": pieces[-1].atom,
         "RHS_PIECES": len(pieces),
         "RHS_BOX_ROWS": rhs_box(spec, tile, pieces[0])[1],
+        "BLOCK_K": block_k(spec),
         "STAGES": layout.stages,
+        "STAGE_BYTES": layout.stage,
         "SUMS_BYTES": layout.sums,
         "SLAB_COLUMNS": layout.slab_columns,
         "OUT_BUFFERS": layout.out_buffers,

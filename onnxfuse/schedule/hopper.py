@@ -13,6 +13,7 @@ from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
+from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.hopper_tile import ARCH, FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
@@ -129,14 +130,14 @@ class Hopper(ProductFamily):
         at_once = known.hopper_clustered[str(tile.splits)]
         waves = np.maximum(np.ceil(blocks / at_once), 1)
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
-        epilogue = _epilogue(tile, spec, device)
+        epilogue = epilogue_time(tile, spec, device)
         if tile.pingpong:  # one team's epilogue runs beside the other's main loop
             busy = (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
         else:
             busy = waves * (main_loop + epilogue)
         together = np.hypot(busy, cost_model.moving(spec, problem, device))
         together *= 1 + known.hopper_long * np.minimum(together, LONGEST)
-        exchanging = _exchanging(tile, spec, problem, device)
+        exchanging = exchange_time(tile, spec, problem, device)
         # A tile for every multiprocessor is faster than a share of one.
         too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
         return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging)
@@ -181,7 +182,7 @@ def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: Devic
     return known.hopper_loaded_row * (lhs + rhs * (1 + whole["rhs"] * (rhs_pitch * width % CACHE_LINE > 0)))
 
 
-def _epilogue(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> float:
+def epilogue_time(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> float:
     """Microseconds of a tile's epilogue, by what each output costs two groups."""
     each = calibration(device).hopper_epilogue
     nonlinear = sum(step.op in NONLINEAR for step in spec.steps)
@@ -197,7 +198,7 @@ def _box(tile: HopperTile) -> int:
     return tile.lhs_rows or tile.block_m
 
 
-def _exchanging(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+def exchange_time(tile: HopperTile | QuantizedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks that split k add up what each has of a tile."""
     if tile.splits == 1:
         return 0.0

@@ -232,15 +232,23 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     return (lhs, *rhs, *outs)
 
 
-def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> HopperFootprint:
-    """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left."""
+def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0) -> HopperFootprint:
+    """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left.
+
+    Args:
+        spec: what to compute.
+        tile: how.
+        shared_limit: shared memory of one block, in bytes.
+        stage: bytes of a stage; 0 for those of factors as they are.
+    """
+    stage = stage or STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
     lengths = _slab_lengths(spec, tile.block_n)
     widest = _slab_columns(lengths)
     narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
     lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
     slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
     candidates = [
-        _layout(spec, tile, shared_limit, columns, buffers, whole)
+        _layout(spec, tile, shared_limit, stage, columns, buffers, whole)
         for whole in (True, False)
         for columns, buffers in slabs
     ]
@@ -274,9 +282,8 @@ def _barriers(stages: int, slabs: int, splits: int) -> int:
 
 
 def _layout(
-    spec: KernelSpec, tile: HopperTile, shared_limit: int, columns: int, buffers: int, whole: bool
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool
 ) -> HopperFootprint:
-    stage = STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
     slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
     load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
@@ -308,15 +315,16 @@ Rules = Iterator[tuple[object, str]]
 def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None:
     """Why the kernel cannot run a spec with a tile, or None if it can."""
     return (
-        _first(_of_operands(spec))
-        or _first(_of_rows(spec, tile))
-        or _first(_of_columns(spec, tile))
-        or _first(_of_clusters(spec, tile))
-        or _first(_of_memory(spec, tile, shared_limit))
+        first(_of_operands(spec))
+        or first(_of_rows(spec, tile))
+        or first(_of_columns(spec, tile))
+        or first(_of_clusters(spec, tile))
+        or first(_of_memory(spec, tile, shared_limit))
     )
 
 
-def _first(rules: Rules) -> str | None:
+def first(rules: Rules) -> str | None:
+    """The reason that holds, if any."""
     return next((reason for holds, reason in rules if holds), None)
 
 

@@ -203,7 +203,8 @@ void multiply_scores(float (&acc)[REGISTERS], unsigned long long lhs, unsigned l
   multiply_rows(acc, element, rhs, true, accumulate);
 }
 template <int REGISTERS>
-void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long long rhs, int accumulate) {
+void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long long rhs, int accumulate,
+                     bool k_contiguous = false) {
   emulator::Warp& warp = emulator::warp();
   const int lane = threadIdx.x % 32;
   memcpy(warp.values[lane], lhs, 16);
@@ -213,8 +214,46 @@ void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long
     memcpy(static_cast<void*>(pair), &warp.values[lane / 4 * 4 + k % 8 / 2][half + k / 8 * 2], 4);
     return to_float(pair[k % 2]);
   };
-  multiply_rows(acc, element, rhs, false, accumulate);
+  multiply_rows(acc, element, rhs, k_contiguous, accumulate);
   __syncwarp();
+}
+
+// Of a quantized weight: registers from FIRST on of acc[64, BLOCK_N] (+)= lhs[64, 16] * rhs[16, BLOCK_N], lhs in registers.
+template <int FIRST, int REGISTERS>
+void multiply(float (&acc)[REGISTERS], const unsigned (&lhs)[4], unsigned long long rhs, int accumulate) {
+  multiply_values(reinterpret_cast<float (&)[BLOCK_N / 2]>(acc[FIRST]), lhs, rhs, accumulate, true);
+}
+
+template <int WORDS>
+void load_words(unsigned (&words)[WORDS], unsigned shared) {
+  memcpy(words, emulator::shared(shared, WORDS * 4), WORDS * 4);
+}
+
+inline unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(second) << 32 | first;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+
+inline unsigned masked_or(unsigned bits, unsigned mask, unsigned magic) { return (bits & mask) | magic; }
+
+template <typename T>
+unsigned twice(T, unsigned pair, int upper) {
+  return (upper ? pair >> 16 : pair & 0xffff) * 0x10001;
+}
+
+template <typename T>
+unsigned scaled_pair(T, unsigned numbers, unsigned zeros, unsigned scales) {
+  T number[2], zero[2], scale[2], pair[2], scaled[2];
+  memcpy(static_cast<void*>(number), &numbers, 4);
+  memcpy(static_cast<void*>(zero), &zeros, 4);
+  memcpy(static_cast<void*>(scale), &scales, 4);
+  store_pair(pair, to_float(number[0]) - to_float(zero[0]), to_float(number[1]) - to_float(zero[1]));
+  store_pair(scaled, to_float(pair[0]) * to_float(scale[0]), to_float(pair[1]) * to_float(scale[1]));
+  unsigned result;
+  memcpy(&result, scaled, 4);
+  return result;
 }
 
 template <bool TRANSPOSED>

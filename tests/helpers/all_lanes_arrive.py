@@ -30,7 +30,7 @@ def with_all_lanes(source: str) -> str:
     Raises:
         ValueError: the kernel's text has changed.
     """
-    if "// ---- hopper/gemm.cuh" not in source:
+    if "// ---- hopper/block.cuh" not in source:
         return source
     for one, all_lanes in ARRIVALS:
         if source.count(one) != 1:

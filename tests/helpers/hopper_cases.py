@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F32, DType
+from onnxfuse.kernels.hopper import emit
+from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_tile import HopperTile, why_not
+from onnxfuse.schedule.kernel_family import Launch
 from onnxfuse.schedule.kernel_spec import Tile
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 
@@ -30,6 +33,16 @@ class HopperCase:
     spec: TiledSpec
     tile: HopperTile
     sizes: tuple[Size, ...]
+
+    @property
+    def source(self) -> str:
+        """The kernel's text."""
+        return emit(self.spec, self.tile, DEVICE.shared_bytes)
+
+    @property
+    def launch(self) -> Launch:
+        """How it is launched."""
+        return HOPPER.launch(self.spec, self.tile, DEVICE)
 
 
 WIDE = [

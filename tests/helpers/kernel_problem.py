@@ -188,10 +188,13 @@ class Problem:
 
     def arguments(self, addresses: Sequence[int]) -> np.ndarray:
         """The kernel's argument, given the address of every buffer in `buffers`."""
+        return self._arguments(self.buffers, addresses)
+
+    def _arguments(self, buffers: Sequence[Buffer], addresses: Sequence[int]) -> np.ndarray:
         arguments = np.zeros(1, ARGUMENTS)
         tensors = [
             (buffer.offset * buffer.data.itemsize + address, *buffer.strides)
-            for buffer, address in zip(self.buffers, addresses, strict=True)
+            for buffer, address in zip(buffers, addresses, strict=True)
         ]
         first_load = 1 + len(self.rhs)
         first_out = first_load + len(self.loads)
@@ -218,11 +221,16 @@ class Problem:
         batch_stride, batches = buffer.batch_outer
         return row_stride, column_stride, batch_stride, rows, columns, batches or self.size.batch, 0
 
+    @property
+    def additions(self) -> int:
+        """To one sum of a product."""
+        return self.size.k
+
     def expected(self) -> list[Bounded]:
         """Every output with its bound, before and after rounding to its type."""
         names: dict[str, Bounded] = {}
         for part, rhs in enumerate(self.rhs):
-            names[f"acc{part}"] = _product(self.spec.math, self.lhs.values, rhs.values, self.size.k)
+            names[f"acc{part}"] = _product(self.spec.math, self.lhs.values, rhs.values, self.additions)
         for index, load in enumerate(self.loads):
             value = load.values.astype(np.float64)
             names[f"op{index}"] = Bounded(value, np.zeros_like(value))

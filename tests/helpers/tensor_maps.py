@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.schedule.hopper_tile import map_rules
 from onnxfuse.schedule.kernel_family import MapRule
-from tests.helpers.hopper_cases import DEVICE, HopperCase
+from tests.helpers.hopper_cases import HopperCase
 from tests.helpers.kernel_problem import Buffer, Problem
+from tests.helpers.quantized_cases import QuantizedCase
 
 MAP_BYTES = 128
 
@@ -23,17 +23,19 @@ class Described:
     swizzle: int
 
 
-def described(case: HopperCase, problem: Problem) -> list[Described | None]:
+def described(case: HopperCase | QuantizedCase, problem: Problem) -> list[Described | None]:
     """The maps of the kernel's second argument; None where there is nothing to say."""
     groups = {"lhs": [problem.lhs], "rhs": problem.rhs, "out": problem.outs}
     maps: list[Described | None] = []
-    for rule in map_rules(case.spec, case.tile, DEVICE.shared_bytes):
+    for rule in case.launch.maps:
         if rule is None:
             maps.append(None)
             continue
         buffer = groups[rule.tensor][rule.index]
         walked = rule.tensor == "out" and bool(case.spec.outs[rule.index].two_levels)
         extents, strides = walked_axes(buffer) if walked else plain_axes(buffer, rule)
+        if rule.tensor == "rhs" and case.spec.quantization is not None:  # in bytes
+            extents[0] = strides[1]
         for axis in range(1, len(extents)):  # a stride that is never stepped along is still one
             if extents[axis] == 1 or not strides[axis]:
                 strides[axis] = max(-(-strides[axis - 1] * extents[axis - 1] // 8) * 8, 8)

@@ -13,14 +13,13 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from onnxfuse.kernels import hopper
 from tests.helpers.all_lanes_arrive import with_all_lanes
 from tests.helpers.hopper_cases import (
-    DEVICE,
     HopperCase,
     batch_runs_cases,
     cases,
@@ -30,6 +29,7 @@ from tests.helpers.hopper_cases import (
 )
 from tests.helpers.host_build import EMULATOR, build_library
 from tests.helpers.kernel_problem import Problem, make_problem
+from tests.helpers.quantized_cases import QuantizedCase
 from tests.helpers.tensor_maps import MAP_BYTES, described
 from tests.kernels.test_portable_on_cpu import Range
 
@@ -51,15 +51,18 @@ class HostMap(ctypes.Structure):
     )  # fmt: skip
 
 
-def emit(case: HopperCase) -> str:
-    return hopper.emit(case.spec, case.tile, DEVICE.shared_bytes)
+AnyCase = HopperCase | QuantizedCase
+
+
+def emit(case: AnyCase) -> str:
+    return case.source
 
 
 def host_source(source: str) -> str:
     """An emitted source with PTX replaced by C++."""
     source = _replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", _text("ptx_host.cuh"))
     source = _replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", ACCURATE_GELU)
-    source = _replaced(source, "// acc[64, COLUMNS], registers", "}  // namespace onnxfuse", "")
+    source = _replaced(source, "// acc[64, ", "}  // namespace onnxfuse", "")
     source = _replaced(source, "// ---- hopper/ptx.cuh", "// ---- hopper/epilogue.cuh", _text("hopper_ptx_host.cuh"))
     shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
     source = re.sub(r"extern __shared__ [^;]*;", shared, source).replace("pointwise::fast_", "pointwise::")
@@ -75,13 +78,13 @@ def _replaced(source: str, first: str, behind: str, text: str) -> str:
     return source[:start] + text + source[source.index(behind, start) :]
 
 
-def build(case: HopperCase, folder: Path, emitted: Callable[[HopperCase], str] = emit) -> ctypes.CDLL:
-    library = build_library(host_source(emitted(case)), folder, f"-DEMULATED_BLOCKS={case.tile.cluster}")
+def build(case: AnyCase, folder: Path, emitted: Callable[[Any], str] = emit) -> ctypes.CDLL:
+    library = build_library(host_source(emitted(case)), folder, f"-DEMULATED_BLOCKS={case.launch.cluster}")
     library.emulate.restype = ctypes.c_char_p
     return library
 
 
-def tensor_maps(case: HopperCase, problem: Problem) -> tuple[np.ndarray, int, list[HostMap]]:
+def tensor_maps(case: AnyCase, problem: Problem) -> tuple[np.ndarray, int, list[HostMap]]:
     """The kernel's second argument: memory, where it begins, and what it points to."""
     kept, maps = [], described(case, problem)
     memory = np.zeros(MAP_BYTES * len(maps) + 64, np.uint8)
@@ -100,13 +103,13 @@ def tensor_maps(case: HopperCase, problem: Problem) -> tuple[np.ndarray, int, li
     return memory, memory.ctypes.data + start, kept
 
 
-def launch(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: int, lazy: bool) -> list[np.ndarray]:
+def launch(library: ctypes.CDLL, case: AnyCase, problem: Problem, clusters: int, lazy: bool) -> list[np.ndarray]:
     failed = failure(library, case, problem, clusters, lazy)
     assert failed == b"", failed
     return [out.data.copy() for out in problem.outs]
 
 
-def failure(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: int, lazy: int) -> bytes:
+def failure(library: ctypes.CDLL, case: AnyCase, problem: Problem, clusters: int, lazy: int) -> bytes:
     """What goes wrong in a launch, or nothing; cluster_launch.h says what `lazy` is."""
     for out in problem.outs:
         out.data[...] = np.nan
@@ -116,11 +119,12 @@ def failure(library: ctypes.CDLL, case: HopperCase, problem: Problem, clusters: 
         *(Range(buffer.data.ctypes.data, buffer.data.nbytes, buffer.writable) for buffer in buffers)
     )
     memory, maps, kept = tensor_maps(case, problem)
-    tile, size = case.tile, problem.size
-    tiles = math.ceil(size.m / (tile.block_m * tile.cluster_m)) * math.ceil(size.n / (tile.block_n * tile.cluster_n))
-    blocks = min(clusters, tiles * size.batch) * tile.cluster
+    rule, size = case.launch, problem.size
+    # A block, or a cluster that shares loads; blocks that split k share a tile.
+    tiles = math.ceil(size.m / rule.block_m) * math.ceil(size.n / rule.block_n)
+    blocks = min(clusters, tiles * size.batch) * rule.cluster
     failed: bytes = library.emulate(
-        ctypes.c_void_p(arguments.ctypes.data), ctypes.c_void_p(maps), blocks, tile.threads, int(lazy), ranges,
+        ctypes.c_void_p(arguments.ctypes.data), ctypes.c_void_p(maps), blocks, rule.threads, int(lazy), ranges,
         len(buffers),
     )  # fmt: skip
     assert memory.size

@@ -34,6 +34,8 @@ class Calibration:
             operand, each that is `copied` out by threads.
         hopper_clustered: by blocks of a cluster.
         hopper_enough_products: by warp groups of a tile.
+        hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
+            of a block, and of a `step` of the ring.
         pace: by table, then by tile or schedule.
     """
 
@@ -75,6 +77,7 @@ class Calibration:
     hopper_most_stages: int
     hopper_widest_slab: int
     hopper_shortest_run: int
+    hopper_quantized: Mapping[str, float]
     pointwise_most_rows: int
     hopper_one_wave_group_rows: int
     pace: Mapping[str, Mapping[str, float]]

@@ -53,6 +53,24 @@ struct Maps {
   TensorMap outs[OUTS];
 };
 
+// With SWAPPED the kernel's rows are the columns of the output: what the arguments call [m, n] it sees as [n, m].
+__device__ __forceinline__ int rows_of(const OnnxfuseArguments& args) { return SWAPPED ? args.n : args.m; }
+__device__ __forceinline__ int columns_of(const OnnxfuseArguments& args) { return SWAPPED ? args.m : args.n; }
+__device__ __forceinline__ OnnxfuseTensor swapped(const OnnxfuseTensor& tensor) {
+  return {tensor.pointer, tensor.batch_stride, tensor.column_stride, tensor.row_stride};
+}
+__device__ __forceinline__ OnnxfuseOuter swapped(const OnnxfuseOuter& outer) {
+  return {outer.column_stride, outer.row_stride, outer.batch_stride, outer.columns, outer.rows, outer.batches};
+}
+template <typename T>
+__device__ __forceinline__ decltype(auto) seen(const T& walked) {
+  if constexpr (SWAPPED) {
+    return swapped(walked);
+  } else {
+    return (walked);
+  }
+}
+
 // Where a tile of the output, or a consumer group's part of it, begins. In shared memory it precedes the vectors.
 struct alignas(16) OutTile {
   int batch, row, column, unused;
@@ -68,7 +86,7 @@ struct Slab {
     const int first_row = tile.row + index / SLABS_N * GROUP_WGMMA_ROWS + warp * WARP_ROWS;
     const int first_column = tile.column + index % SLABS_N * SLAB_COLUMNS;
     batch = tile.batch, row = first_row, column = first_column;
-    rows = args.m - first_row, columns = args.n - first_column;
+    rows = rows_of(args) - first_row, columns = columns_of(args) - first_column;
   }
 };
 
@@ -92,18 +110,18 @@ __device__ __forceinline__ void stage_vectors(unsigned char* vectors, const Onnx
                                               const OutTile& tile) {
   static_for<0, LOADS>([&](auto index) {
     using Access = Load<decltype(index)::value>;
-    const OnnxfuseTensor& tensor = args.loads[decltype(index)::value];
-    const OnnxfuseOuter& outer = args.loads_outer[decltype(index)::value];
+    const OnnxfuseTensor& tensor = seen(args.loads[decltype(index)::value]);
+    const OnnxfuseOuter& outer = seen(args.loads_outer[decltype(index)::value]);
     float* vector = reinterpret_cast<float*>(vectors + Access::OFFSET);
     if constexpr (Access::KIND == Kind::scalar) {
       stage_vector<Access>(vector, element_of<Access>(tensor, outer, tile.batch, 0, 0), 0, 1, 1);
     } else if constexpr (Access::KIND == Kind::row) {
       const auto* global = element_of<Access>(tensor, outer, tile.batch, 0, tile.column);
       const float scale = HALVED_LOADS >> decltype(index)::value & 1 ? 0.5f : 1.0f;
-      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, args.n - tile.column, scale);
+      stage_vector<Access>(vector, global, tensor.column_stride, BLOCK_N, columns_of(args) - tile.column, scale);
     } else if constexpr (Access::KIND == Kind::column) {
       const auto* global = element_of<Access>(tensor, outer, tile.batch, tile.row, 0);
-      stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, args.m - tile.row);
+      stage_vector<Access>(vector, global, tensor.row_stride, BLOCK_M, rows_of(args) - tile.row);
     }
   });
 }
@@ -198,18 +216,20 @@ __device__ __forceinline__ void load_slab(unsigned char* staging, const Onnxfuse
       using T = typename Access::Type;
       if constexpr (Access::KIND == Kind::tile) {
         constexpr int NUMBER = decltype(number)::value;
+        const OnnxfuseTensor& tensor = seen(args.loads[NUMBER]);
+        const OnnxfuseOuter& outer = seen(args.loads_outer[NUMBER]);
         T* staged = reinterpret_cast<T*>(staging + Access::OFFSET) + index % LOAD_BUFFERS * Staged<Access>::ELEMENTS;
         if constexpr (Access::WIDTH * sizeof(T) < CP_ASYNC_BYTES) {
           const auto shared = [&](int row, int column) {
             return shared_address(staged + Staged<Access>::offset(row, column));
           };
-          copy_small_tile<Access, WARP_ROWS, SLAB_COLUMNS>(args.loads[NUMBER], args.loads_outer[NUMBER], slab.batch,
-                                                           slab.row, slab.column, slab.rows, slab.columns, shared);
+          copy_small_tile<Access, WARP_ROWS, SLAB_COLUMNS>(tensor, outer, slab.batch, slab.row, slab.column, slab.rows,
+                                                           slab.columns, shared);
         } else {
           const auto copy = [](T* shared, const T* global, bool inside) {
             if (inside) copy_async<Access::WIDTH * sizeof(T)>(shared_address(shared), global, true);
           };
-          CopyOf<Access>::Type::for_each(slab, staged, args.loads[NUMBER], args.loads_outer[NUMBER], copy);
+          CopyOf<Access>::Type::for_each(slab, staged, tensor, outer, copy);
         }
       }
     });
@@ -234,7 +254,7 @@ __device__ __forceinline__ void store_slab(const unsigned char* staging, const O
       const auto store = [](const T* shared, T* global, bool inside) {
         if (inside) store_global(global, load_packed<Packed<T, Access::WIDTH>>(shared));
       };
-      CopyOf<Access>::Type::for_each(slab, staged, args.outs[NUMBER], args.outs_outer[NUMBER], store);
+      CopyOf<Access>::Type::for_each(slab, staged, seen(args.outs[NUMBER]), seen(args.outs_outer[NUMBER]), store);
     }
   });
 }

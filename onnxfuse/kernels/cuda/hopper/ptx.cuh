@@ -132,6 +132,61 @@ __device__ __forceinline__ void store_matrices_transposed(unsigned shared, const
                ::"r"(shared), "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3]) : "memory");
 }
 
+// ---- integers in registers
+
+template <int WORDS>
+__device__ __forceinline__ void load_words(unsigned (&words)[WORDS], unsigned shared) {
+  static_assert(WORDS == 4 || WORDS == 2 || WORDS == 1, "no such load");
+  if constexpr (WORDS == 4) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3]) : "r"(shared));
+  } else if constexpr (WORDS == 2) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(shared));
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(shared));
+  }
+}
+
+// Bytes of two words, by number, one in each four bits of the selector.
+__device__ __forceinline__ unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
+  unsigned bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(second), "r"(selector));
+  return bytes;
+}
+
+// (bits & mask) | magic, in one instruction, which takes one constant and no more.
+__device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsigned magic) {
+  unsigned result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(bits), "r"(mask), "r"(magic));
+  return result;
+}
+
+// One of a pair's halves twice: what reads it takes the half itself, and nothing is moved.
+template <typename T>
+__device__ __forceinline__ unsigned twice(T, unsigned pair, int upper) {
+  unsigned both;
+  if (upper) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(both) : "r"(pair));
+  } else {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(both) : "r"(pair));
+  }
+  return both;
+}
+
+// (numbers - zeros) * scales, each operation rounded to the type.
+__device__ __forceinline__ unsigned scaled_pair(__half, unsigned numbers, unsigned zeros, unsigned scales) {
+  unsigned scaled;
+  asm("{ .reg .b32 d; sub.rn.f16x2 d, %1, %2; mul.rn.f16x2 %0, d, %3; }"
+      : "=r"(scaled) : "r"(numbers), "r"(zeros), "r"(scales));
+  return scaled;
+}
+__device__ __forceinline__ unsigned scaled_pair(__nv_bfloat16, unsigned numbers, unsigned zeros, unsigned scales) {
+  unsigned scaled;
+  asm("{ .reg .b32 d; sub.rn.bf16x2 d, %1, %2; mul.rn.bf16x2 %0, d, %3; }"
+      : "=r"(scaled) : "r"(numbers), "r"(zeros), "r"(scales));
+  return scaled;
+}
+
 // Two neighbours in one register, rounded to nearest even.
 __device__ __forceinline__ unsigned pack_pair(__half, float first, float second) {
   unsigned packed;

@@ -1,0 +1,284 @@
+// The roles of a block of sm_90a, and its entry. What a stage holds is that of the file before: load_stage(),
+// stage_bytes() and run_main_loop().
+#pragma once
+#include "hopper/ring.cuh"
+
+namespace onnxfuse {
+
+// ---- producer
+
+// Until no other block of the cluster arrives at this one's barriers or reads its sums any more: a block that has ended
+// has no shared memory. One thread waits, where a barrier of the cluster would hold up all of them and cost a fence.
+__device__ __forceinline__ void await_cluster(unsigned shared, RingPosition ring, int sums_parity) {
+#pragma unroll 1
+  for (int stage = 0; SHARING > 1 && stage < STAGES; ++stage) {
+    barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
+    ring.next();
+  }
+  if constexpr (SPLITS > 1) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
+}
+
+__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
+  const TileScheduler scheduler(args);
+  const int steps = steps_of(args);
+  const int first_step = SPLITS > 1 ? rank * steps : 0;
+  const int filled = min(steps, STAGES) - 1;
+  RingPosition ring;
+  int sums_parity = 0;
+  for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
+    const OutTile tile = scheduler.at(number, rank);
+    const int bytes = stage_bytes(args, tile);
+    if (SPLITS > 1 && number != scheduler.first) {
+      barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
+      sums_parity ^= 1;
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const unsigned full = shared + FULL_OFFSET + ring.stage * 8;
+      barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
+      barrier_arrive_expect(full, bytes);
+      load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
+      if (TILE_LOADS > 0 && step == filled && number == scheduler.first) barrier_arrive(shared + SLABS_START_OFFSET);
+      ring.next();
+    }
+  }
+  await_cluster(shared, ring, sums_parity);
+}
+
+// What the epilogues of tile after tile need beside the product, by one warp: far enough ahead that no consumer waits
+// for global memory or divides tile numbers.
+__device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, unsigned char* memory,
+                                                unsigned shared, int rank) {
+  const TileScheduler scheduler(args);
+  int count = 0;
+#pragma unroll 1
+  for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters, ++count) {
+    const int buffer = count % VECTOR_BUFFERS;
+    const OutTile tile = scheduler.at(number, rank);
+    unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
+    barrier_wait(shared + VECTORS_EMPTY_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2 ^ 1);
+    stage_vectors(vectors, args, tile);
+    if (threadIdx.x % WARP_SIZE == 0) *reinterpret_cast<OutTile*>(vectors) = tile;
+    barrier_arrive(shared + VECTORS_FULL_OFFSET + buffer * 8);
+  }
+}
+
+__device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
+  tile.row += group % TEAM_GROUPS * GROUP_M;
+  return tile;
+}
+
+// Numbers of the first tile of a group and between its tiles.
+__device__ __forceinline__ int first_number(const TileScheduler& scheduler, int group) {
+  return scheduler.first + group / TEAM_GROUPS * scheduler.clusters;
+}
+__device__ __forceinline__ int next_number(const TileScheduler& scheduler) { return TEAMS * scheduler.clusters; }
+
+// One slab of a consumer group's tile operands, as soon as its buffer is free.
+__device__ __forceinline__ void produce_slab(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
+                                             const OutTile& tile, int group, int index, int parity, int first_warp) {
+  const int block_warp = group * WARP_GROUP / WARP_SIZE + first_warp;
+  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + block_warp * STAGING_BYTES;
+  const unsigned barrier = shared + group * GROUP_SLABS_BYTES + index % LOAD_BUFFERS * 8;
+  barrier_wait(barrier + SLABS_EMPTY_OFFSET, parity ^ 1);
+  load_slab(staging, args, group_tile(tile, group), index, first_warp);
+  barrier_arrive_copied(barrier + SLABS_FULL_OFFSET);
+}
+
+// The tile operands of a consumer group, by one warp, as far ahead as there are buffers. Of three groups, which share
+// each tile, one warp serves the first and the last; where another one prepares stages, it serves all.
+__device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
+                                              int rank, int first_group) {
+  const TileScheduler scheduler(args);
+  const int first_warp = SPLITS > 1 ? rank : 0;
+  barrier_wait(shared + SLABS_START_OFFSET, 0);
+  int count = 0;
+#pragma unroll 1
+  for (int number = first_number(scheduler, first_group); number < scheduler.tiles;
+       number += next_number(scheduler), ++count) {
+    const OutTile tile = scheduler.at(number, rank);
+#pragma unroll 1
+    for (int index = 0; index < SLABS; ++index) {
+      const int parity = slab_parity(count, index);
+      produce_slab(args, memory, shared, tile, first_group, index, parity, first_warp);
+      if (PREPARES) produce_slab(args, memory, shared, tile, 1, index, parity, first_warp);
+      if (CONSUMERS == 3 && first_group == 0) produce_slab(args, memory, shared, tile, 2, index, parity, first_warp);
+    }
+  }
+}
+
+// The producers, a warp each.
+__device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
+                                      unsigned shared, int rank) {
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
+  if (warp == 0) {
+    if (threadIdx.x % WARP_SIZE == 0) produce(args, maps, shared, rank);
+  } else if (warp == 1) {
+    produce_vectors(args, memory, shared, rank);
+  } else if (PREPARES && warp == 3) {
+    prepare(args, shared, rank);
+  } else if constexpr (TILE_LOADS > 0) {
+    produce_slabs(args, memory, shared, rank, warp - 2);
+  }
+}
+
+// ---- consumers
+
+__device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], const RingPosition& ring,
+                                                 unsigned shared) {
+  multiply_wait<0>();
+  release(shared, ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
+#pragma unroll
+  for (int subtile = 0; subtile < SUBTILES; ++subtile) {
+#pragma unroll
+    for (int i = 0; i < ACCUMULATORS; ++i) pin(acc[subtile][i]);
+  }
+}
+
+constexpr int TURN_BARRIER = 1;  // named barrier of team 0; the next is that of team 1
+
+// Where the sums that come from block `from` of the cluster lie for a warp of its owner, or for one of that number in the
+// block that sends them: four registers after the other, lanes side by side, without bank conflicts.
+__device__ __forceinline__ int sums_offset(int from, int owner) {
+  const int own_warp = threadIdx.x / WARP_GROUP * OWN_WARPS + threadIdx.x % WARP_GROUP / WARP_SIZE / SPLITS;
+  const int sender = (from ^ owner) - 1;
+  const int warp = sender * CONSUMERS * OWN_WARPS + own_warp;
+  return RING_BYTES + warp * WARP_SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
+}
+constexpr int SUMS_PITCH = WARP_SIZE * 16;
+
+// This warp's sums -> block `owner` of the cluster, whose barrier counts their bytes. The owner has read those of the
+// tile before: the producer waited for that before it loaded what was multiplied since.
+__device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUMULATORS], unsigned shared, int rank,
+                                              int owner) {
+  const unsigned target = peer_address(shared + sums_offset(rank, owner), owner);
+  const unsigned full = peer_address(shared + SUMS_FULL_OFFSET, owner);
+#pragma unroll
+  for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+    const float* sums = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+    store_peer(target + i / 4 * SUMS_PITCH, {sums[0], sums[1], sums[2], sums[3]}, full);
+  }
+}
+
+// What the cluster's other blocks sent to this warp is added, in an order that depends on the block alone: `acc` has
+// all of k.
+__device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* memory,
+                                                unsigned shared, int rank, int parity) {
+  if (threadIdx.x == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SUMS_BYTES);
+  barrier_wait(shared + SUMS_FULL_OFFSET, parity);
+#pragma unroll
+  for (int distance = 1; distance < SPLITS; ++distance) {
+    const unsigned char* sums = memory + sums_offset(rank ^ distance, rank);
+#pragma unroll
+    for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+      const float4 peer = *reinterpret_cast<const float4*>(sums + i / 4 * SUMS_PITCH);
+      float* own = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+      own[0] += peer.x, own[1] += peer.y, own[2] += peer.z, own[3] += peer.w;
+    }
+  }
+  // Sums that are added have been loaded; the peer's next tile overwrites them.
+#pragma unroll
+  for (int i = 0; i < SUBTILES * ACCUMULATORS; ++i) pin(acc[i / ACCUMULATORS][i % ACCUMULATORS]);
+  __syncwarp();
+  const int lane = threadIdx.x % WARP_SIZE;
+  if (lane > 0 && lane < SPLITS) barrier_arrive_peer(shared + SUMS_READ_OFFSET, rank ^ lane);
+}
+
+__device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
+                                        unsigned shared, int rank, int group) {
+  const TileScheduler scheduler(args);
+  const int steps = steps_of(args);
+  const int team = group / TEAM_GROUPS;
+  const int first_row = group % TEAM_GROUPS * GROUP_M;
+  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
+  RingPosition ring;
+  if (team == 1) ring.skip(steps);
+  float acc[SUBTILES][ACCUMULATORS];
+  const unsigned slabs_full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
+  const unsigned slabs_empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
+  int count = team;
+#pragma unroll 1
+  for (int number = first_number(scheduler, group); number < scheduler.tiles; number += next_number(scheduler)) {
+    if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
+    const int first_k = SPLITS > 1 ? rank * steps * BLOCK_K : 0;
+    run_main_loop(acc, ring, shared, first_row, args, {scheduler.at(number, rank), first_k, steps});
+    const bool is_last = number + scheduler.clusters >= scheduler.tiles;
+    if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
+    finish_main_loop(acc, ring, shared);
+    const int buffer = count % VECTOR_BUFFERS;
+    const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
+    barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
+    const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
+    const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
+    if (owner == rank) {
+      if constexpr (SPLITS > 1) reduce_partials(acc, memory, shared, rank, count % 2);
+      run_epilogue(acc, args, maps, tile, first_row, {vectors, staging, slabs_full, slabs_empty}, count / TEAMS);
+    } else {
+      send_partials(acc, shared, rank, owner);
+    }
+    barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
+    count += TEAMS;
+    if (PINGPONG) ring.skip(steps);
+  }
+  if (TMA_STORED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // else the block's memory is gone
+}
+
+__device__ __forceinline__ void init_barriers(unsigned shared) {
+#pragma unroll
+  for (int stage = 0; stage < STAGES; ++stage) {
+    barrier_init(shared + FULL_OFFSET + stage * 8, PREPARES ? 1 + 2 * WARP_SIZE : 1);
+    barrier_init(shared + EMPTY_OFFSET + stage * 8, READERS);
+  }
+#pragma unroll
+  for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
+    barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, WARP_SIZE);
+    barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS * WARP_SIZE);
+  }
+  if constexpr (TILE_LOADS > 0) {
+#pragma unroll
+    for (int slab = 0; slab < CONSUMERS * LOAD_BUFFERS; ++slab) {
+      barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, 2 * WARP_SIZE);
+      barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS);
+    }
+    barrier_init(shared + SLABS_START_OFFSET, 1);
+  }
+  if constexpr (SPLITS > 1) {
+    barrier_init(shared + SUMS_FULL_OFFSET, 1);
+    barrier_init(shared + SUMS_READ_OFFSET, (SPLITS - 1) * CONSUMERS * OWN_WARPS);
+  }
+  barrier_init_fence();
+}
+
+}  // namespace onnxfuse
+
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1) ONNXFUSE_CLUSTER
+onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_constant__ onnxfuse::Maps maps) {
+  using namespace onnxfuse;
+  extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  const unsigned shared = shared_address(onnxfuse_shared);
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == CONSUMERS * WARP_GROUP) {
+    init_barriers(shared);
+  } else if (threadIdx.x < sizeof(Maps) / sizeof(TensorMap)) {
+    prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
+  }
+  if constexpr (CLUSTER > 1) {
+    __syncwarp();
+    cluster_meet();
+  } else {
+    __syncthreads();
+  }
+  // Under programmatic dependent launch everything up to here ran beside the end of the previous kernel, whose results
+  // this one may read and whose operands it may overwrite.
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  // The same in all lanes: the compiler may keep what follows from it in uniform registers.
+  const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
+  if (group == CONSUMERS) {
+    if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
+    serve(args, maps, onnxfuse_shared, shared, rank);
+  } else {
+    if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
+    consume(args, maps, onnxfuse_shared, shared, rank, group);
+  }
+}

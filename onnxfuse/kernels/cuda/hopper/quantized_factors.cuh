@@ -1,0 +1,329 @@
+// A stage of a quantized weight and of the activations: how TMA brings it, and how wgmma reads it. The weight is the M side
+// of wgmma, whose operand may come from registers: packed integers go from shared memory into a thread's registers, become
+// Element there, and nothing but the tensor cores reads them. So the kernel's rows are columns n of the output (SWAPPED),
+// and each conversion serves BLOCK_N rows of activations.
+//
+//   a stage    activations [BLOCK_K / 64][BLOCK_N][128 bytes], swizzled; then of each part [BLOCK_M][PACKED_BYTES],
+//              swizzled over as many bytes; then of each part [BLOCK_M][SCALE_BYTES], and [BLOCK_M][4 bytes] of zero points
+//   a chunk    16 bytes of a packed row: 32 elements of k in 4 bits, 16 in 8. While the tensor cores multiply one chunk,
+//              the threads convert the next
+//   scales     and zero points are copied by a warp of their own, as far ahead as there are stages
+//
+// A thread's fragment of 16 k is k = 2t, 2t+1, 2t+8, 2t+9 of rows g and g + 8, with t the lane in its quad and g the quad:
+// in 4 bits one byte of two words, which all four lanes of a quad load.
+//
+// Integers become numbers by bits alone: an integer in the last bits of 1024 or 64, or of 128 in bf16, is added to it; the
+// same number with the zero point is subtracted, exactly, and the product with the scale is rounded once.
+#pragma once
+#include "hopper/ring.cuh"
+
+namespace onnxfuse {
+
+constexpr int BITS = QUANTIZED_BITS;
+constexpr int ATOM_K = ROW_BYTES / sizeof(Element);         // of a swizzled row of activations
+constexpr int ATOM_BYTES = BLOCK_N * ROW_BYTES;
+constexpr int ACTIVATION_BYTES = BLOCK_K / ATOM_K * ATOM_BYTES;
+constexpr int PACKED_BYTES = BLOCK_K * BITS / 8;            // of a row of the weight
+constexpr int PART_BYTES = BLOCK_M * PACKED_BYTES;
+constexpr int CHUNK_BYTES = 16;
+constexpr int CHUNKS = PACKED_BYTES / CHUNK_BYTES;
+constexpr int CHUNK_K = BLOCK_K / CHUNKS;
+constexpr int CHUNK_STEPS = CHUNK_K / STEP_K;
+constexpr int UNITS = PARTS * SUBTILES;                     // wgmma of one k of a group
+constexpr int STAGE_BLOCKS = BLOCK_K > QUANTIZED_BLOCK ? BLOCK_K / QUANTIZED_BLOCK : 1;
+constexpr int SCALES = STAGE_BLOCKS > 2 ? STAGE_BLOCKS : 2;  // of a row in a stage: pairs, the first with an even number
+constexpr int SCALE_BYTES = SCALES * sizeof(Element);
+constexpr int SCALE_WORDS = SCALES / 2;
+constexpr int SCALE_COPY = SCALES_WIDTH < SCALES ? SCALES_WIDTH : SCALES;
+constexpr int ZERO_BYTES = STAGE_BLOCKS * BITS > 8 ? STAGE_BLOCKS * BITS / 8 : 1;
+constexpr int ZERO_PITCH = 4;
+constexpr bool ZERO_WORDS = ZERO_POINTS_WIDTH >= ZERO_PITCH;  // whole words are copied, else the bytes of the stage
+constexpr int ZERO_COPY = ZERO_POINTS_WIDTH < ZERO_BYTES ? ZERO_POINTS_WIDTH : ZERO_BYTES;
+constexpr int STAGE_ROWS = PARTS * BLOCK_M;
+constexpr int SCALES_OFFSET = ACTIVATION_BYTES + PARTS * PART_BYTES;
+constexpr int ZEROS_OFFSET = SCALES_OFFSET + STAGE_ROWS * SCALE_BYTES;
+constexpr int STAGE_END = ZEROS_OFFSET + (ZERO_POINTS ? STAGE_ROWS * ZERO_PITCH : 0);
+constexpr bool PREPARES = true;
+
+static_assert(SWAPPED && sizeof(Element) == 2, "the weight is the M side, of 16 bits in registers");
+static_assert(STAGE_BYTES == (STAGE_END + 1023) / 1024 * 1024, "footprint and kernel agree");
+static_assert(TEAMS == 1, "one warp prepares the stages, one brings the slabs of all groups");
+static_assert(PACKED_BYTES >= 32 && PACKED_BYTES <= 128 && ZERO_BYTES <= 4, "a span of TMA's swizzles");
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && BLOCK_M <= 256, "one wgmma and one box");
+static_assert(SHARING == 1, "blocks share no loads");
+
+// ---- producer
+
+__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&) { return SCALES_OFFSET; }
+
+__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                           const Maps& maps, const OutTile& tile, int k, int) {
+  const BatchPlace place(args.lhs, args.lhs_outer, tile.batch, false);
+#pragma unroll
+  for (int atom = 0; atom < BLOCK_K / ATOM_K; ++atom) {
+    load_box(stage + atom * ATOM_BYTES, maps.lhs, full, k + atom * ATOM_K, tile.column, place.batch);
+  }
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    load_box(stage + ACTIVATION_BYTES + part * PART_BYTES, maps.rhs[part], full, k * BITS / 8, tile.row, 0);
+  }
+}
+
+// ---- scales and zero points
+
+// Where a row of a stage lies in the weight: rows behind the last one are not there.
+struct StageRow {
+  int part, row;
+  bool inside;
+
+  __device__ __forceinline__ StageRow(const OnnxfuseArguments& args, const OutTile& tile, int number) {
+    part = number / BLOCK_M, row = tile.row + number % BLOCK_M;
+    inside = row < rows_of(args);
+  }
+};
+
+// Scales of blocks [first, first + SCALES) of every row of a stage; those of blocks that are not there are 0.
+__device__ __forceinline__ void copy_scales(unsigned stage, const OnnxfuseArguments& args, const OutTile& tile,
+                                            int first, int blocks) {
+  constexpr int COPIES = SCALES / SCALE_COPY, COUNT = STAGE_ROWS * COPIES / WARP_SIZE;
+  const auto at = [&](int pass) {
+    const int number = pass * WARP_SIZE + threadIdx.x % WARP_SIZE, block = number % COPIES * SCALE_COPY;
+    const StageRow row(args, tile, number / COPIES);
+    const OnnxfuseScales& of = args.scales[row.part];
+    const auto* scales = static_cast<const unsigned short*>(of.scales) + row.row * of.scales_pitch + first + block;
+    return SmallCopy{stage + SCALES_OFFSET + number * SCALE_COPY * 2, scales, row.inside && first + block < blocks, true};
+  };
+  if constexpr (SCALE_COPY == 1) {
+    copy_small<2, COUNT>(at);
+  } else {
+#pragma unroll 4
+    for (int pass = 0; pass < COUNT; ++pass) {
+      const SmallCopy copy = at(pass);
+      copy_async<SCALE_COPY * 2>(copy.shared, copy.global, copy.inside);
+    }
+  }
+}
+
+// Zero points of the same rows: the word that holds those of block `first`, or the bytes of the stage.
+__device__ __forceinline__ void copy_zeros(unsigned stage, const OnnxfuseArguments& args, const OutTile& tile,
+                                           int first, int blocks) {
+  constexpr int BYTES = ZERO_WORDS ? ZERO_PITCH : ZERO_COPY, COPIES = ZERO_WORDS ? 1 : ZERO_BYTES / ZERO_COPY;
+  constexpr int COUNT = STAGE_ROWS * COPIES / WARP_SIZE;
+  const int first_byte = first * BITS / 8 / BYTES * BYTES, bytes = (blocks * BITS + 7) / 8;
+  const auto at = [&](int pass) {
+    const int number = pass * WARP_SIZE + threadIdx.x % WARP_SIZE, byte = number % COPIES * BYTES;
+    const StageRow row(args, tile, number / COPIES);
+    const OnnxfuseScales& of = args.scales[row.part];
+    const auto* zeros = static_cast<const unsigned char*>(of.zero_points) + row.row * of.zero_points_pitch;
+    const unsigned shared = stage + ZEROS_OFFSET + number / COPIES * ZERO_PITCH + byte;
+    return SmallCopy{shared, zeros + first_byte + byte, row.inside && first_byte + byte < bytes, true};
+  };
+  if constexpr (ZERO_WORDS) {
+#pragma unroll 4
+    for (int pass = 0; pass < COUNT; ++pass) {
+      const SmallCopy copy = at(pass);
+      copy_async<ZERO_PITCH>(copy.shared, copy.global, copy.inside);
+    }
+  } else {
+    copy_small<ZERO_COPY <= 2 ? ZERO_COPY : 2, COUNT>(at);
+  }
+}
+
+// What of every stage TMA does not bring, by one warp.
+__device__ __forceinline__ void prepare(const OnnxfuseArguments& args, unsigned shared, int rank) {
+  const TileScheduler scheduler(args);
+  const int steps = steps_of(args), first_k = SPLITS > 1 ? rank * steps * BLOCK_K : 0;
+  const int blocks = (args.k - 1) / QUANTIZED_BLOCK + 1;
+  RingPosition ring;
+#pragma unroll 1
+  for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
+    const OutTile tile = scheduler.at(number, rank);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const unsigned stage = shared + ring.stage * STAGE_BYTES;
+      const int first = (first_k + step * BLOCK_K) / QUANTIZED_BLOCK;
+      barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
+      copy_scales(stage, args, tile, first & ~1, blocks);
+      if constexpr (ZERO_POINTS) copy_zeros(stage, args, tile, first, blocks);
+      barrier_arrive_copied(shared + FULL_OFFSET + ring.stage * 8);
+      ring.next();
+    }
+  }
+}
+
+// Of a thread's rows, the scales and zero points of one stage, two scales in a word; the zero point of the stage's first
+// block lies in the last bits.
+struct StageScales {
+  unsigned scales[UNITS][2][SCALE_WORDS];
+  unsigned zeros[UNITS][2];
+
+  // `row` is the number of the thread's first row, `first` that of the stage's first block.
+  __device__ __forceinline__ StageScales(unsigned stage, int row, int first) {
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int own = row + unit % PARTS * BLOCK_M + unit / PARTS * GROUP_WGMMA_ROWS + half * 8;
+        load_words(scales[unit][half], stage + SCALES_OFFSET + own * SCALE_BYTES);
+        if (STAGE_BLOCKS == 1 && first % 2) scales[unit][half][0] >>= 16;
+        if constexpr (ZERO_POINTS) {
+          zeros[unit][half] =
+              load_shared_word(stage + ZEROS_OFFSET + own * ZERO_PITCH) >> first * BITS % (ZERO_WORDS ? 32 : 8);
+        }
+      }
+    }
+  }
+};
+
+// ---- conversion
+
+// How integers of BITS become a pair of T. `take` leaves two integers in the last bits of `MAGIC`'s numbers; `zero` is what
+// those numbers are with a zero point.
+template <typename T>
+struct Conversion;
+
+template <>
+struct Conversion<__half> {
+  static constexpr bool IN_FP32 = false, SHIFTED = false;
+  static constexpr unsigned MAGIC = BITS == 4 ? 0x54006400 : 0x64006400;  // 64 and 1024, of which 4 bits end 4 bits higher
+  static constexpr unsigned MASK = BITS == 4 ? 0x00f0000f : 0x00ff00ff;
+
+  static __device__ __forceinline__ unsigned take(unsigned low, unsigned high, unsigned selector) {
+    return masked_or(permute_bytes(low, high, selector), MASK, MAGIC);
+  }
+  static __device__ __forceinline__ unsigned zero(unsigned point) { return MAGIC | point | point << (BITS == 4 ? 20 : 16); }
+};
+
+template <>
+struct Conversion<__nv_bfloat16> {
+  static constexpr bool IN_FP32 = BITS == 8;  // bf16 has no integers of more than 8 bits
+  static constexpr bool SHIFTED = true;       // nor 4 bits above 4 bits
+  static constexpr unsigned MAGIC = 0x43004300;
+  static constexpr unsigned MASK = 0x000f000f;
+
+  static __device__ __forceinline__ unsigned take(unsigned low, unsigned high, unsigned selector) {
+    return masked_or(permute_bytes(low, high, selector), MASK, MAGIC);
+  }
+  static __device__ __forceinline__ unsigned zero(unsigned point) { return MAGIC | point | point << 16; }
+};
+
+using Converted = Conversion<Element>;
+
+// What a thread needs of a row to convert elements of one block.
+struct RowScale {
+  unsigned zero, scale;  // of a pair, of which the instruction takes one scale for both; of fp32 one each
+
+  __device__ __forceinline__ RowScale(const StageScales& stage, int unit, int half, int block) {
+    const unsigned pair = stage.scales[unit][half][block / 2];
+    unsigned point = 1u << (BITS - 1);
+    if constexpr (ZERO_POINTS) point = stage.zeros[unit][half] >> block * BITS & ((1u << BITS) - 1);
+    zero = Converted::IN_FP32 ? 0x4b000000 | point : Converted::zero(point);
+    scale = Converted::IN_FP32 ? (block % 2 ? pair & 0xffff0000 : pair << 16) : twice(Element(), pair, block % 2);
+  }
+};
+
+// Which bytes of two words a thread takes: of 4 bits, byte t twice, or of a word and of the same one shifted; of 8 bits,
+// bytes 2t and 2t + 1.
+__device__ __forceinline__ unsigned byte_selector() {
+  const unsigned t = threadIdx.x % 4;
+  if (BITS == 8) return 2 * t | (2 * t + 1) << 8;
+  return t | (Converted::SHIFTED ? 4 + t : t) << 8;
+}
+
+// Elements 2t and 2t + 1 of eight: those of one word in 4 bits, of two words in 8.
+__device__ __forceinline__ unsigned convert(const unsigned* words, const RowScale& row, unsigned selector) {
+  if constexpr (Converted::IN_FP32) {
+    const unsigned pair = permute_bytes(words[0], words[1], selector);
+    const float zero = __uint_as_float(row.zero), scale = __uint_as_float(row.scale);
+    const float low = __uint_as_float(permute_bytes(pair, 0x4b000000, 0x7440)) - zero;
+    const float high = __uint_as_float(permute_bytes(pair, 0x4b000000, 0x7442)) - zero;
+    return pack_pair(Element(), low * scale, high * scale);
+  } else {
+    const unsigned other = BITS == 8 ? words[1] : Converted::SHIFTED ? words[0] >> 4 : 0;
+    return scaled_pair(Element(), Converted::take(words[0], other, selector), row.zero, row.scale);
+  }
+}
+
+// ---- consumers
+
+constexpr unsigned long long ACTIVATION_DESCRIPTOR = descriptor(ROW_BYTES, 16, 8 * ROW_BYTES);
+
+// What the tensor cores read of a chunk: of every unit and 16 k, four registers.
+struct Fragments {
+  unsigned words[CHUNK_STEPS][UNITS][4];
+};
+
+// A chunk of a thread's rows -> fragments. `row` is where its first row begins, `swizzle` what its chunks are swizzled with.
+template <int CHUNK>
+__device__ __forceinline__ void convert_chunk(Fragments& target, unsigned row, unsigned swizzle,
+                                              const StageScales& scales, unsigned selector) {
+  constexpr int WORDS = BITS == 4 ? 1 : 2;  // of eight elements
+  const unsigned chunk = row + (CHUNK * CHUNK_BYTES ^ swizzle);
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    const int first = (unit % PARTS * BLOCK_M + unit / PARTS * GROUP_WGMMA_ROWS) * PACKED_BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unsigned words[4];
+      load_words(words, chunk + first + half * 8 * PACKED_BYTES);
+#pragma unroll
+      for (int step = 0; step < CHUNK_STEPS; ++step) {
+        const RowScale scale(scales, unit, half, (CHUNK * CHUNK_K + step * STEP_K) / QUANTIZED_BLOCK % STAGE_BLOCKS);
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          const unsigned* own = words + (step * 2 + eight) * WORDS;
+          target.words[step][unit][eight * 2 + half] = convert(own, scale, selector);
+        }
+      }
+    }
+  }
+}
+
+// acc += weight * activations, of a chunk.
+template <int CHUNK>
+__device__ __forceinline__ void multiply_chunk(float (&acc)[SUBTILES][ACCUMULATORS], const Fragments& fragments,
+                                               unsigned stage, int accumulate) {
+#pragma unroll
+  for (int step = 0; step < CHUNK_STEPS; ++step) {
+    const int k = CHUNK * CHUNK_K + step * STEP_K;
+    const unsigned atom = stage + k / ATOM_K * ATOM_BYTES;
+    const unsigned long long activations =
+        (ACTIVATION_DESCRIPTOR | descriptor_address(atom)) + k % ATOM_K * sizeof(Element) / 16;
+    static_for<0, UNITS>([&](auto unit) {
+      constexpr int UNIT = decltype(unit)::value;
+      multiply<UNIT % PARTS * BLOCK_N / 2>(acc[UNIT / PARTS], fragments.words[step][UNIT], activations,
+                                           accumulate | k);
+    });
+  }
+  multiply_commit();
+}
+
+// acc = weight * activations over all of the block's k. A chunk is converted while the one before it is multiplied.
+__device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring,
+                                              unsigned shared, int first_row, const OnnxfuseArguments&,
+                                              const Work& work) {
+  const int own = first_row + threadIdx.x % WARP_GROUP / WARP_SIZE * WARP_ROWS + threadIdx.x % WARP_SIZE / 4;
+  const unsigned row = ACTIVATION_BYTES + own * PACKED_BYTES;
+  const unsigned swizzle = (own * PACKED_BYTES / 128 & (PACKED_BYTES / 16 - 1)) * 16;
+  const unsigned selector = byte_selector();
+  Fragments fragments[2];
+  int previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < work.steps; ++step) {
+    barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
+    const unsigned stage = shared + ring.stage * STAGE_BYTES;
+    const StageScales scales(stage, own, (work.first_k + step * BLOCK_K) / QUANTIZED_BLOCK);
+    static_for<0, CHUNKS>([&](auto chunk) {
+      constexpr int CHUNK = decltype(chunk)::value;
+      convert_chunk<CHUNK>(fragments[CHUNK % 2], stage + row, swizzle, scales, selector);
+      multiply_fence();
+      multiply_chunk<CHUNK>(acc, fragments[CHUNK % 2], stage, step);
+      multiply_wait<1>();
+      if (CHUNK == 0 && step > 0) release(shared, previous);
+    });
+    previous = ring.stage;
+    ring.next();
+  }
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,160 @@
+// The ring of stages that TMA fills and wgmma reads, shared memory and barriers around it, and which tile a block computes:
+// what the kernels of sm_90a have in common, whatever their stages hold.
+//
+// The generated text defines BLOCK_K, the k of a stage, and STAGE_BYTES.
+#pragma once
+#include "common/arguments.cuh"
+#include "hopper/epilogue.cuh"
+#include "hopper/ptx.cuh"
+
+namespace onnxfuse {
+
+constexpr int TEAMS = PINGPONG ? 2 : 1;
+constexpr int TEAM_GROUPS = CONSUMERS / TEAMS;
+constexpr int SHARING = CLUSTER_M * CLUSTER_N;  // blocks that a stage is sent to
+constexpr int CLUSTER = SHARING * SPLITS;
+constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
+constexpr int ROW_BYTES = 128;                            // of k in a stage: the widest swizzle
+constexpr int STEP_K = 32 / sizeof(Element);              // of one wgmma
+
+// 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512, or 128 * 32 + 3 * 128 * 160. The compiler allots 168 or 128 to
+// every thread of the block. With four groups a quarter of the multiprocessor has five warps, so each thread has 96, and
+// there is nothing to give away.
+constexpr bool GIVE_REGISTERS = CONSUMERS < 4;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int FULL_OFFSET = VECTORS_OFFSET + VECTOR_BUFFERS * VECTORS_BYTES;
+constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
+constexpr int VECTORS_FULL_OFFSET = EMPTY_OFFSET + STAGES * 8;
+constexpr int VECTORS_EMPTY_OFFSET = VECTORS_FULL_OFFSET + VECTOR_BUFFERS * 8;
+
+// Tile operands, slab by slab: those of group 0, then those of group 1. The first wait until the ring is on its way.
+constexpr int GROUP_SLABS_BYTES = TILE_LOADS > 0 ? LOAD_BUFFERS * 8 : 0;
+constexpr int SLABS_FULL_OFFSET = VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8;
+constexpr int SLABS_EMPTY_OFFSET = SLABS_FULL_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
+constexpr int SLABS_START_OFFSET = SLABS_EMPTY_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
+
+constexpr int SUMS_FULL_OFFSET = SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0);
+constexpr int SUMS_READ_OFFSET = SUMS_FULL_OFFSET + (SPLITS > 1 ? 8 : 0);
+
+// Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
+constexpr int TILE_WARPS = TEAM_GROUPS * 4;
+constexpr int READERS = TILE_WARPS * SHARING;
+
+// Of a group, warps whose rows belong to one block.
+constexpr int OWN_WARPS = WARP_GROUP / WARP_SIZE / SPLITS;
+constexpr int WARP_SUMS_BYTES = SUBTILES * ACCUMULATORS * WARP_SIZE * 4;
+
+static_assert(SHARED_BYTES == SUMS_READ_OFFSET + (SPLITS > 1 ? 8 : 0), "footprint and kernel agree");
+static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "warps belong to blocks, and sums are paired");
+static_assert(SPLITS == 1 || (SHARING == 1 && TEAMS == 1), "the blocks of a cluster work on one tile");
+static_assert(SUMS_BYTES == (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SUMS_BYTES, "footprint and kernel agree");
+static_assert(VECTORS_OFFSET == RING_BYTES + SUMS_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
+static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
+static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
+
+// ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
+
+__device__ constexpr unsigned long long descriptor(int swizzle_span, int leading_bytes, int stride_bytes) {
+  const unsigned long long swizzle = swizzle_span == 128 ? 1 : swizzle_span == 64 ? 2 : 3;
+  return swizzle << 62 | static_cast<unsigned long long>(stride_bytes / 16) << 32 |
+         static_cast<unsigned long long>(leading_bytes / 16) << 16;
+}
+
+// The address field; behind its 18 bits, a shared-memory address holds the block's rank in the cluster.
+__device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
+
+// ---- which tile
+
+// Position in the ring: every role walks the same sequence of stages.
+struct RingPosition {
+  int stage = 0;
+  int parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void skip(int count) {
+    const int position = stage + count;
+    parity ^= position / STAGES & 1;
+    stage = position % STAGES;
+  }
+};
+
+// Tile number -> place: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows; then the
+// next batch. The blocks of a cluster take neighbouring tiles.
+struct TileScheduler {
+  int tiles_m, tiles_n, tiles, clusters, first;
+
+  __device__ __forceinline__ TileScheduler(const OnnxfuseArguments& args) {
+    tiles_m = (rows_of(args) - 1) / (BLOCK_M * CLUSTER_M) + 1;
+    tiles_n = (columns_of(args) - 1) / (BLOCK_N * CLUSTER_N) + 1;
+    tiles = tiles_m * tiles_n * args.batch;
+    clusters = gridDim.x / CLUSTER;
+    first = blockIdx.x / CLUSTER;
+  }
+
+  __device__ __forceinline__ OutTile at(int tile, int rank) const {
+    const int batch = tile / (tiles_m * tiles_n);
+    const int in_batch = tile % (tiles_m * tiles_n);
+    const int group = in_batch / (GROUP_ROWS * tiles_n);
+    const int in_group = in_batch % (GROUP_ROWS * tiles_n);
+    const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
+    const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0);
+    const int tile_n = in_group / height * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0);
+    return {batch, tile_m * BLOCK_M, tile_n * BLOCK_N, 0};
+  }
+};
+
+// Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k.
+__device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return (args.k - 1) / (BLOCK_K * SPLITS) + 1; }
+
+// What a block multiplies for a tile: `steps` stages from k = `first_k` on.
+struct Work {
+  OutTile tile;
+  int first_k, steps;
+};
+
+// ---- a factor's batch
+
+// Where a batch lies along the batches of a factor's map, and along its runs of them: where the tensor is broadcast,
+// there is one.
+struct BatchPlace {
+  int batch, run;
+
+  __device__ __forceinline__ BatchPlace(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int number,
+                                        bool in_runs) {
+    const int runs = in_runs ? number / outer.batches : 0;
+    batch = tensor.batch_stride ? number - runs * outer.batches : 0;
+    run = in_runs && outer.batch_stride ? runs : 0;
+  }
+};
+
+// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster. With IN_RUNS the
+// map has runs of batches.
+template <bool SHARED, bool IN_RUNS>
+__device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned full, int x, int y,
+                                     const BatchPlace& place) {
+  if constexpr (IN_RUNS) {
+    load_box(shared, map, full, x, y, place.batch, place.run);
+  } else if constexpr (SHARED) {
+    load_box_to_both(shared, map, full, x, y, place.batch);
+  } else {
+    load_box(shared, map, full, x, y, place.batch);
+  }
+}
+
+// This warp has read the stage: its blocks may overwrite it.
+__device__ __forceinline__ void release(unsigned shared, int stage) {
+  const unsigned empty = shared + EMPTY_OFFSET + stage * 8;
+  const int lane = threadIdx.x % WARP_SIZE;
+  if constexpr (SHARING > 1) {
+    if (lane < SHARING) barrier_arrive_peer(empty, lane);
+  } else {
+    if (lane == 0) barrier_arrive(empty);
+  }
+}
+
+}  // namespace onnxfuse

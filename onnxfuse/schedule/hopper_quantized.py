@@ -1,0 +1,106 @@
+"""The sm_90a kernel for a quantized weight among the families: its tiles, their cost, and its way to each tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.dtypes import BF16
+from onnxfuse.schedule import cost_model, hopper_quantized_tile
+from onnxfuse.schedule.access_path import path
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.cost_model import products_of, tiles_of
+from onnxfuse.schedule.hopper import LONGEST, epilogue_time, exchange_time
+from onnxfuse.schedule.hopper import PATHS as HOPPER_PATHS
+from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, swapped
+from onnxfuse.schedule.hopper_tile import ARCH
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+
+_ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160)
+_SPLIT_ROWS = (16, 32, 64, 80, 96, 128, 144, 160)
+TILES = (
+    *(QuantizedTile(rows, 128, 128) for rows in _ROWS),
+    *(QuantizedTile(rows, 128, 64) for rows in (16, 32, 64, 96, 128, 160, 192, 256)),
+    *(QuantizedTile(rows, 128, 128, splits=splits) for splits in (2, 4) for rows in _SPLIT_ROWS),
+    *(QuantizedTile(rows, 192, 128, groups=3, splits=splits) for splits in (1, 2, 4) for rows in (16, 32, 64)),
+    *(QuantizedTile(rows, 128, 64, splits=splits) for splits in (2, 4) for rows in (32, 64, 128)),
+)
+IN_FP32 = 8  # bits of which bf16 cannot hold all integers: they become fp32 on the way
+PATHS = {**HOPPER_PATHS, "quantized": "TMA, through registers"}
+
+
+class HopperQuantized(ProductFamily):
+    """TMA and wgmma of sm_90a, the weight through registers."""
+
+    name = "hopper_quantized"
+    label = "sm_90a quantized"
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """All tiles."""
+        if device.arch != ARCH or spec.quantization is None:
+            return ()
+        pace = calibration(device).pace["hopper"]["128 cooperative"]
+        return tuple(Candidate(self, tile, pace) for tile in TILES)
+
+    def why_not(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> str | None:
+        """As `hopper_quantized_tile` says."""
+        return hopper_quantized_tile.why_not(spec, tile, device.shared_bytes)
+
+    def shared_bytes(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> int:
+        """Ring, staging, vectors and barriers."""
+        return hopper_quantized_tile.footprint(spec, tile, device.shared_bytes).total
+
+    def launch(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> Launch:
+        """A persistent grid of clusters, with tensor maps."""
+        return Launch(
+            tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device), tile.splits,
+            hopper_quantized_tile.map_rules(spec, tile),
+        )  # fmt: skip
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return PATHS["quantized"] if role == "rhs" else path(PATHS, role, access)
+
+    def flow(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> Flow:
+        """A block each multiprocessor, with the whole ring in flight."""
+        layout = hopper_quantized_tile.footprint(spec, tile, device.shared_bytes)
+        return Flow(device.multiprocessors, layout.stages * tile.block_k)
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+        """Multiplying and converting side by side; infinite where more blocks split k than run at once."""
+        tile: QuantizedTile = entry.tile
+        known = calibration(device)
+        blocks, at_once = tiles_of(tile, problem) * tile.splits, known.hopper_clustered[str(tile.splits)]
+        waves = np.maximum(np.ceil(blocks / at_once), 1)
+        busy = waves * (_main_loop(entry, spec, problem, device) + epilogue_time(tile.swapped, swapped(spec), device))
+        together = np.hypot(busy + waves * known.fill["hopper"], cost_model.moving(spec, problem, device))
+        together *= 1 + known.hopper_long * np.minimum(together, LONGEST)
+        together += known.launches["hopper"] + exchange_time(tile, spec, problem, device)
+        return np.where(tile.splits > 1 and (problem.guessed | (blocks > at_once)), np.inf, together)
+
+    def is_on_par(self, tile: QuantizedTile, m: int) -> bool:
+        """Written for the chip's own units."""
+        return True
+
+
+def _main_loop(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds of a tile's steps of the ring."""
+    tile: QuantizedTile = entry.tile
+    steps = np.ceil(np.ceil(problem.k / tile.block_k) / tile.splits)
+    multiplying = products_of(tile, spec) * tile.block_k / entry.pace / calibration(device).products[spec.math]
+    return steps * np.hypot(multiplying, _converting(spec, tile, device))
+
+
+def _converting(spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> float:
+    """Microseconds in which a stage's integers become numbers, and zero points what is subtracted of them."""
+    form, each = spec.quantization, calibration(device).hopper_quantized
+    if form is None:
+        return 0.0
+    columns = spec.parts * tile.block_n
+    pace = each["in fp32"] if form.bits == IN_FP32 and spec.dtype == BF16 else each["elements"]
+    blocks = columns * tile.block_k / form.block if form.zero_points else 0
+    return columns * tile.block_k / pace + blocks * each["zero point"] + each["step"]
+
+
+HOPPER_QUANTIZED = HopperQuantized()

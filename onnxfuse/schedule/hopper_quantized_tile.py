@@ -1,0 +1,170 @@
+"""Tiles of the sm_90a kernel for a quantized weight: which are legal, what they need of shared memory, and its maps.
+
+The weight is the M side of wgmma, so the kernel sees the output as [n, m]: `swapped` is a spec in its eyes. Shared
+memory lies as `hopper_tile` says, with other stages:
+
+    stage     activations[block_k / 64][block_m][128 bytes], swizzled; of each part [block_n][block_k * bits / 8 bytes];
+              scales[parts][block_n][2 or more]; zero points, if any, [parts][block_n][4 bytes]
+
+`kernels/cuda/hopper/quantized_factors.cuh` asserts the same numbers, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
+from onnxfuse.schedule import hopper_tile
+from onnxfuse.schedule.hopper_tile import HopperFootprint, HopperTile, Rules
+from onnxfuse.schedule.kernel_family import MapRule
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+
+ROWS = 64  # of one wgmma: columns n of one consumer group
+ZERO_PITCH = 4  # bytes of a column's zero points in a stage
+STAGE_ALIGNMENT = 1024
+SPANS = (32, 64, 128)  # bytes of TMA's swizzles
+# Fragments of two chunks, what is being converted and scales take the rest of 232 or 160 registers of a thread.
+MAX_ACCUMULATORS = {2: 160, 3: 64}
+EXCHANGE_REGISTERS = 16  # of blocks that split k; tests forbid that ptxas spills
+SWAPPED_KINDS = {"scalar": "scalar", "row": "column", "column": "row", "tile": "tile"}
+SWAPPED_LOOPS = {"m": "n", "n": "m", "batch": "batch"}
+
+
+@dataclass(frozen=True)
+class QuantizedTile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        block_m: rows of the output tile: the columns of one wgmma.
+        block_n: columns of the output tile, of each part.
+        block_k: of one stage of the ring.
+        groups: consumer groups of four warps, which share each tile.
+        splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
+        group_rows: tiles along n that run together, for reuse in L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    groups: int = 2
+    splits: int = 1
+    group_rows: int = 8
+
+    @property
+    def swapped(self) -> HopperTile:
+        """The tile as the kernel sees it."""
+        return HopperTile(
+            self.block_n, self.block_m, False, groups=self.groups, splits=self.splits,
+            group_rows=self.group_rows,
+        )  # fmt: skip
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.swapped.threads
+
+    def __str__(self) -> str:
+        groups = f" {self.groups} groups" if self.groups > 2 else ""
+        splits = f" k split by {self.splits}" if self.splits > 1 else ""
+        return f"{self.block_m}x{self.block_n}x{self.block_k} quantized{groups}{splits}"
+
+
+def swapped(spec: KernelSpec) -> KernelSpec:
+    """A spec as the kernel sees it: rows of the output are columns."""
+    return replace(spec, loads=tuple(map(_swapped, spec.loads)), outs=tuple(map(_swapped, spec.outs)))
+
+
+def _swapped(access: Access) -> Access:
+    return replace(
+        access,
+        kind=SWAPPED_KINDS[access.kind],
+        transposed=access.kind == "tile" and not access.transposed,
+        two_levels=tuple(SWAPPED_LOOPS[loop] for loop in access.two_levels),
+        run=0,
+    )
+
+
+def packed_bytes(spec: KernelSpec, tile: QuantizedTile) -> int:
+    """Bytes of one column of the weight in a stage."""
+    return tile.block_k * _bits(spec) // 8
+
+
+def stage_bytes(spec: KernelSpec, tile: QuantizedTile) -> int:
+    """Bytes of a stage, which ends where the next one's swizzle may begin."""
+    rows = spec.parts * tile.block_n
+    scales = max(tile.block_k // _block(spec), 2) * spec.dtype.bytes
+    zeros = ZERO_PITCH if spec.quantization is not None and spec.quantization.zero_points else 0
+    held = tile.block_m * tile.block_k * spec.dtype.bytes + rows * (packed_bytes(spec, tile) + scales + zeros)
+    return -(-held // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
+
+
+def footprint(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> HopperFootprint:
+    """Lay out the shared memory of one block."""
+    return hopper_tile.footprint(swapped(spec), tile.swapped, shared_limit, stage_bytes(spec, tile))
+
+
+def map_rules(spec: KernelSpec, tile: QuantizedTile) -> tuple[MapRule | None, ...]:
+    """The tensor maps of a launch: lhs, rhs of each part in bytes; threads store the outputs, which need none."""
+    lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, STAGE_ROW_BYTES // spec.dtype.bytes, tile.block_m)
+    span = packed_bytes(spec, tile)
+    rhs = (MapRule("rhs", part, True, span, span, tile.block_n) for part in range(spec.parts))
+    return (lhs, *rhs, *(None for _ in spec.outs))
+
+
+def why_not(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec with a tile, or None if it can."""
+    return (
+        hopper_tile.first(_of_operands(spec))
+        or hopper_tile.first(_of_tile(spec, tile))
+        or hopper_tile.first(_of_memory(spec, tile, shared_limit))
+    )
+
+
+def _of_operands(spec: KernelSpec) -> Rules:
+    """What no tile changes."""
+    yield spec.quantization is None, "rhs is not quantized"
+    yield spec.dtype.bytes != 2, f"quantized: the tensor cores take 16 bits, not {spec.dtype.name}"
+    yield spec.lhs_width * spec.dtype.bytes < hopper_tile.LDS_BYTES, "TMA needs rows of lhs on 16-byte boundaries"
+    yield spec.rhs_width < hopper_tile.LDS_BYTES, "TMA needs columns of a quantized rhs on 16-byte boundaries"
+    plain = spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs or spec.rhs_batch_runs)
+    yield not plain, "quantized: one stride walks the rows of lhs, one its batches, and k is contiguous"
+    yield any(out.transposed for out in spec.outs), "quantized: outputs have n contiguous"
+    walked = [load for load in spec.loads if load.kind != "tile" and {*load.two_levels} - {"batch"}]
+    yield walked, "one stride walks each loop of a row or column"
+
+
+def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
+    yield packed_bytes(spec, tile) not in SPANS, f"a stage has {SPANS} bytes of a column of the weight"
+    yield tile.block_k % (STAGE_ROW_BYTES // spec.dtype.bytes), "a stage holds whole rows of activations"
+    yield tile.groups not in MAX_ACCUMULATORS, "two groups or three"
+    whole = tile.swapped.group_m % ROWS == 0 and max(tile.block_n, tile.block_m) <= MAX_BOX
+    yield not whole or tile.block_m % 16, "a group owns multiples of 64 columns, by multiples of 16 rows"
+    units = spec.parts * tile.swapped.group_m // ROWS
+    accumulators = units * tile.block_m // 2
+    most = max_accumulators(spec, tile)
+    yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
+    yield tile.splits not in hopper_tile.SPLITS, "k is split by 2 or 4"
+    yield 1 + spec.parts + len(spec.outs) > MAX_MAPS, f"a launch has {MAX_MAPS} tensor maps at most"
+    # Zero points of a stage are in one register.
+    blocks = tile.block_k // _block(spec)
+    yield blocks * _bits(spec) > 32, f"{blocks} blocks in a stage"
+
+
+def max_accumulators(spec: KernelSpec, tile: QuantizedTile) -> int:
+    """How many of a thread's registers can hold sums, where there is more to do than to store one output."""
+    tiles = sum(load.kind == "tile" for load in spec.loads)
+    more = hopper_tile.TILE_LOAD_REGISTERS * tiles + hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
+    return MAX_ACCUMULATORS[tile.groups] - more - (EXCHANGE_REGISTERS if tile.splits > 1 else 0)
+
+
+def _of_memory(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> Rules:
+    layout = footprint(spec, tile, shared_limit)
+    yield layout.stages < 2, f"{layout.stages} stages fit into shared memory"
+
+
+def _bits(spec: KernelSpec) -> int:
+    return 0 if spec.quantization is None else spec.quantization.bits
+
+
+def _block(spec: KernelSpec) -> int:
+    return 0 if spec.quantization is None else spec.quantization.block

@@ -1,0 +1,25 @@
+"""The sm_90a kernel for a quantized weight on the emulator of Hopper: results, waiting, every byte that it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.quantized_cases import QuantizedCase, problem_of, quantized_cases
+from tests.kernels.test_hopper_on_cpu import build, launch
+
+CASES = list(quantized_cases())[::2]  # every form in one of the two types or the other; the GPU runs all
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: QuantizedCase, tmp_path: Path) -> None:
+    library = build(case, tmp_path)
+    for size in case.sizes:
+        problem = problem_of(case, size)
+        eager = launch(library, case, problem, 2, lazy=False)
+        problem.check(eager)
+        late = launch(library, case, problem, 1, lazy=True)
+        for first, second in zip(eager, late, strict=True):
+            np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
