@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.kernels import attention, gemm, hopper, pointwise, portable, small_m
+from onnxfuse.kernels import attention, gemm, hopper, hopper_quantized, pointwise, portable, small_m
 from onnxfuse.schedule.variant import AnyVariant
 
 
@@ -26,6 +26,9 @@ class Text:
 
 TEXTS = {
     "hopper": Text(gemm.ENTRY, lambda spec, tile, device: hopper.emit(spec, tile, device.shared_bytes)),
+    "hopper_quantized": Text(
+        gemm.ENTRY, lambda spec, tile, device: hopper_quantized.emit(spec, tile, device.shared_bytes)
+    ),
     "portable": Text(gemm.ENTRY, lambda spec, tile, device: portable.emit(spec, tile)),
     "small_m": Text(gemm.ENTRY, lambda spec, tile, device: small_m.emit(spec, tile)),
     "pointwise": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec, tile)),

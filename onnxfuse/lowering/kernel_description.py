@@ -29,6 +29,7 @@ from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import nvrtc_version
 from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, PortableAttentionTile
 from onnxfuse.schedule.families import FAMILIES
+from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.hopper_tile import HopperTile
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
@@ -40,7 +41,16 @@ _CLASSES = {
     each.__name__: each
     for each in (
         *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Access, Step, Quantization),
-        *(Tile, HopperTile, SmallMTile, PointwiseTile, LibraryTile, AttentionTile, PortableAttentionTile),
+        *(
+            Tile,
+            HopperTile,
+            QuantizedTile,
+            SmallMTile,
+            PointwiseTile,
+            LibraryTile,
+            AttentionTile,
+            PortableAttentionTile,
+        ),
     )
 }
 _DTYPES = {dtype.name: dtype for dtype in ALL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.kernel_family import KernelFamily, ProductFamily
 from onnxfuse.schedule.library import LIBRARY
 from onnxfuse.schedule.pointwise import POINTWISE
@@ -11,5 +12,5 @@ from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.small_m import SMALL_M
 
 # In the order in which a plan lists their tiles: of equals the first is taken, and the last runs everything.
-PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, HOPPER, PORTABLE)
+PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, HOPPER, HOPPER_QUANTIZED, PORTABLE)
 FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, LIBRARY, ATTENTION, PORTABLE_ATTENTION)

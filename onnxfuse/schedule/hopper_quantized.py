@@ -27,7 +27,12 @@ TILES = (
     *(QuantizedTile(rows, 128, 64, splits=splits) for splits in (2, 4) for rows in (32, 64, 128)),
 )
 IN_FP32 = 8  # bits of which bf16 cannot hold all integers: they become fp32 on the way
-PATHS = {**HOPPER_PATHS, "quantized": "TMA, through registers"}
+PATHS = HOPPER_PATHS
+WEIGHT_PATHS = {
+    "rhs": "TMA, numbers in registers",
+    "scales": "cp.async along k, beside the main loop",
+    "zero points": "cp.async along k, beside the main loop",
+}
 
 
 class HopperQuantized(ProductFamily):
@@ -59,8 +64,8 @@ class HopperQuantized(ProductFamily):
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:
-        """As the table says."""
-        return PATHS["quantized"] if role == "rhs" else path(PATHS, role, access)
+        """As the tables say."""
+        return WEIGHT_PATHS.get(role) or path(PATHS, role, access)
 
     def flow(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> Flow:
         """A block each multiprocessor, with the whole ring in flight."""

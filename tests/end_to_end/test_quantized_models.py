@@ -64,7 +64,8 @@ def test_the_fused_model_has_the_same_bits_and_verifies(form: Form, tmp_path: Pa
     source, target = tmp_path / "m.onnx", tmp_path / "fused.onnx"
     model = llama(form)
     onnx.save(model, source)
-    report = onnxfuse.optimize_file(str(source), str(target), arch="sm_90a")
+    # A residual takes a SkipSimplifiedLayerNormalization apart, which keeps its sum in fp32 where it is whole.
+    report = onnxfuse.optimize_file(str(source), str(target), arch="sm_90a", skip=["MatMul_3", "MatMul_14"])
     gates = [site for site in report.fused if site.pattern == "split_gemm"]
     assert len(gates) == 2
     written = onnx.load(target)

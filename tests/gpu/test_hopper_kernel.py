@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.kernels.hopper import emit
-from onnxfuse.schedule.hopper_tile import HopperTile, footprint
+from onnxfuse.schedule.hopper_tile import HopperTile
 from tests.gpu.kernels import Kernels
 from tests.helpers.hopper_cases import (
     DEVICE,
@@ -31,12 +30,13 @@ from tests.helpers.hopper_cases import (
     walked_cases,
 )
 from tests.helpers.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
+from tests.helpers.quantized_cases import QuantizedCase
 from tests.helpers.tensor_maps import MAP_BYTES, Described, described
 
 pytestmark = pytest.mark.gpu
 
 # Values of cuda.h
-UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 1, 11, 0, 3, 0
+UINT8, UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 0, 1, 11, 0, 3, 0
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 SPLIT = list(split_cases())
@@ -82,15 +82,13 @@ def _only_on_hopper() -> None:
 @pytest.fixture
 def kernel(case: HopperCase, tmp_path: Path) -> object:
     """The case's kernel."""
-    limit = DEVICE.shared_bytes
-    source = emit(case.spec, case.tile, limit), footprint(case.spec, case.tile, limit).total
-    return Kernels({case.name: source}, DEVICE, tmp_path)[case.name]
+    return Kernels({case.name: (case.source, case.launch.shared_bytes)}, DEVICE, tmp_path)[case.name]
 
 
 def encode(described: Described, address: int, target: int) -> None:
     """Write one tensor map to a 64-byte boundary in host memory."""
     size, rank = described.buffer.data.itemsize, len(described.extents)
-    element = TFLOAT32 if size == 4 else UINT16
+    element = {1: UINT8, 2: UINT16, 4: TFLOAT32}[size]
     strides = [size * stride for stride in described.strides[1:]]
     result = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(target), element, rank, ctypes.c_uint64(address + described.buffer.offset * size),
@@ -101,7 +99,7 @@ def encode(described: Described, address: int, target: int) -> None:
     assert result == 0, described
 
 
-def tensor_maps(case: HopperCase, problem: Problem, addresses: list[int]) -> np.ndarray:
+def tensor_maps(case: HopperCase | QuantizedCase, problem: Problem, addresses: list[int]) -> np.ndarray:
     """The kernel's second argument."""
     maps = described(case, problem)
     memory = np.zeros(MAP_BYTES * len(maps) + 64, np.uint8)
@@ -113,19 +111,18 @@ def tensor_maps(case: HopperCase, problem: Problem, addresses: list[int]) -> np.
     return memory[start : start + MAP_BYTES * len(maps)].view(f"V{MAP_BYTES * len(maps)}")
 
 
-def launch(function, case: HopperCase, problem: Problem, blocks: int | None = None) -> list[np.ndarray]:
+def launch(function, case: HopperCase | QuantizedCase, problem: Problem, blocks: int | None = None) -> list[np.ndarray]:
     """Run a kernel and bring the outputs' memory back; bfloat16 travels as bytes, which CuPy knows."""
     import cupy
 
-    buffers, tile, size = problem.buffers, case.tile, problem.size
+    buffers, rule, size = problem.buffers, case.launch, problem.size
     memory = [cupy.asarray(buffer.data.view(np.uint8)) for buffer in buffers]
     addresses = [array.data.ptr for array in memory]
-    tiles = math.ceil(size.m / (tile.block_m * tile.cluster_m)) * math.ceil(size.n / (tile.block_n * tile.cluster_n))
+    tiles = math.ceil(size.m / rule.block_m) * math.ceil(size.n / rule.block_n)
     most = blocks or cupy.cuda.Device().attributes["MultiProcessorCount"]
-    grid = min(tiles * size.batch, max(most // tile.cluster, 1)) * tile.cluster
-    shared = footprint(case.spec, tile, DEVICE.shared_bytes).total
+    grid = min(tiles * size.batch, max(most // rule.cluster, 1)) * rule.cluster
     arguments = (problem.arguments(addresses), tensor_maps(case, problem, addresses))
-    function((grid, 1, 1), (tile.threads, 1, 1), arguments, shared_mem=shared)
+    function((grid, 1, 1), (rule.threads, 1, 1), arguments, shared_mem=rule.shared_bytes)
     cupy.cuda.get_current_stream().synchronize()
     return [
         array.get().view(buffer.data.dtype) for array, buffer in zip(memory, buffers, strict=True) if buffer.writable

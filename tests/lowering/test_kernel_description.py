@@ -14,6 +14,8 @@ from onnxfuse.schedule.families import FAMILIES
 from tests.helpers.attention_graphs import FORMS, model_of
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import FLOAT16, Builder
+from tests.helpers.optimized_layers import Sizes, layers
+from tests.helpers.quantized import Form, quantized_model
 
 MODEL = Path(__file__).parents[2] / "models" / "ff_geglu.onnx"
 DEVICES = [ARCHITECTURES[name] for name in ("sm_90a", "sm_80")]
@@ -31,6 +33,8 @@ def implementations() -> dict[str, Implementation]:
     """Those of several models, each with a name, and of one site both."""
     b = ragged()
     sites = [site for model in (MODEL, b.model(b.nodes[-1].output[0])) for site in analyse_model(model, DEVICES).sites]
+    few_bits = quantized_model(layers("llama", Sizes(64, 160, 4, 2), (1, 8), 1, FLOAT16), Form(4, 32))
+    sites += analyse_model(few_bits, DEVICES[:1]).sites
     for form in FORMS:
         sites += analyse_model(model_of(form), DEVICES[:1], attention=True).sites
     own = [site.implementation for site in sites] + [site.epilogue_only for site in sites if site.epilogue_only]

@@ -35,6 +35,7 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
     assert {family.label for family in FAMILIES} == {
         "portable",
         "sm_90a",
+        "sm_90a quantized",
         "few rows",
         "behind the product",
         "cuBLASLt + epilogue",
