@@ -17,7 +17,7 @@ from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
 from onnxfuse.graph.transposed_data import put_in_order
-from onnxfuse.graph.weight_readers import product_weights
+from onnxfuse.graph.weight_readers import block_weights, product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
 from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.lowering.kernel_description import describe
@@ -107,7 +107,8 @@ def _find_sites(
     model: Model, planner: Planner, keep_weights: bool, graphs: Sequence[Graph]
 ) -> tuple[tuple[Site, ...], tuple[SkippedSite, ...]]:
     if not keep_weights:
-        planner = replace(planner, transposable=product_weights(model, graphs))
+        transposable = product_weights(model, graphs) | block_weights(model, graphs)
+        planner = replace(planner, transposable=transposable)
     sites: list[Site] = []
     skipped: list[SkippedSite] = []
     for graph in graphs:

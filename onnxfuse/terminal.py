@@ -22,6 +22,7 @@ from onnxfuse.bench.sites import SiteTimes
 from onnxfuse.errors import OnnxfuseError, OutputError
 from onnxfuse.graph.fused_nodes import architectures_of
 from onnxfuse.graph.save import Saved
+from onnxfuse.graph.transposed_data import Order
 from onnxfuse.lowering.inspection import Inspection
 from onnxfuse.pipeline import Analysis
 from onnxfuse.progress import Progress
@@ -117,11 +118,17 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
             _print(f"ends    at {site.match.stop}")
         for operand in entry.operands:
             _print(operand)
-        for name, perm in site.implementation.transposed.items():
-            _print(f"stored  {name}: the model's dimensions {', '.join(map(str, perm))}")
+        for name, order in site.implementation.transposed.items():
+            _print(f"stored  {name}: {_order_text(order)}")
         _print("\n".join((f"strategy {entry.strategy}", *map(str, site.implementation.plans))) + "\n")
     for skipped in report.skipped:
         _print(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}")
+
+
+def _order_text(order: Order) -> str:
+    if isinstance(order, tuple):
+        return f"the model's dimensions {', '.join(map(str, order))}"
+    return "as a MatMulNBits has it"
 
 
 def print_report(report: Report) -> None:
@@ -140,9 +147,7 @@ def print_report(report: Report) -> None:
     if report.transposed:
         megabytes = sum(report.transposed.values()) / 1e6
         what = "weight" if len(report.transposed) == 1 else "weights"
-        _print(
-            f"{len(report.transposed)} {what} stored [n, k], not [k, n], {megabytes:.1f} MB; --keep-weights leaves them"
-        )
+        _print(f"{len(report.transposed)} {what} stored [n, k] anew, {megabytes:.1f} MB; --keep-weights leaves them")
 
 
 def print_summary(report: Report) -> None:

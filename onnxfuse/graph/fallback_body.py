@@ -15,6 +15,8 @@ from onnxfuse.graph.functions import DOMAIN
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import constant, known_nodes
 from onnxfuse.graph.op_names import FUSED_GEMM
+from onnxfuse.graph.packed_data import Packing, unpacking
+from onnxfuse.graph.transposed_data import Order
 
 RESTORING = "brings a stored weight into the order that the model had"  # of those nodes of a body; they have no names
 
@@ -57,7 +59,8 @@ class Replacement:
         kind: `FusedGemm`, or `FusedPointwise` where the products stay.
         retained: indices of matched nodes that stay as they are, right before the fused node.
         shapes: by node, what takes the place of the shape that a Reshape reads from outside.
-        transposed: by input, how the stored weight is transposed: dimension i of it is `perm[i]` of the model's.
+        transposed: by input, how the stored weight is transposed: dimension i of it is `perm[i]` of the model's; or how
+            its integers are packed.
     """
 
     graph: Graph
@@ -73,7 +76,7 @@ class Replacement:
     kind: str = FUSED_GEMM
     retained: tuple[int, ...] = ()
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
-    transposed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    transposed: Mapping[str, Order] = field(default_factory=dict)
 
 
 def fallback_body(replacement: Replacement) -> tuple[FunctionProto, dict[str, TensorProto]]:
@@ -113,14 +116,20 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
     inner = (*stored, *(value for node in body for value in node.output if value))
     names |= {value: f"v{index}" for index, value in enumerate(inner)}
     names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
-    restoring = (_restoring(stored[name], names[name], perm) for name, perm in replacement.transposed.items())
+    orders = replacement.transposed.items()
+    restoring = (node for name, order in orders for node in _restoring(stored[name], names[name], order))
     return [*restoring, *(renamed(node, names) for node in body)], names
 
 
-def _restoring(stored: str, name: str, perm: tuple[int, ...]) -> NodeProto:
-    """The node that makes a weight as the model has it from the stored one."""
-    own = [perm.index(place) for place in range(len(perm))]
-    return helper.make_node("Transpose", [stored], [name], doc_string=RESTORING, perm=own)
+def _restoring(stored: str, name: str, order: Order) -> list[NodeProto]:
+    """The nodes that make a weight as the model has it from the stored one."""
+    if isinstance(order, Packing):
+        nodes = unpacking(order, stored, name)
+        for node in nodes:
+            node.doc_string = RESTORING
+        return nodes
+    own = [order.index(place) for place in range(len(order))]
+    return [helper.make_node("Transpose", [stored], [name], doc_string=RESTORING, perm=own)]
 
 
 def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdProto]:

@@ -22,7 +22,7 @@ from onnxfuse.graph.load import OVERRIDING_IR_VERSION
 from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
 from onnxfuse.graph.scopes import graph_at
-from onnxfuse.graph.transposed_data import Perm, transpose
+from onnxfuse.graph.transposed_data import Order, transpose
 
 KERNELS = "onnxfuse.kernels"
 FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
@@ -87,23 +87,23 @@ def left_of_opened(graph: Graph) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _stored_names(replacements: Iterable[Replacement], taken: set[str]) -> dict[str, tuple[str, Perm]]:
+def _stored_names(replacements: Iterable[Replacement], taken: set[str]) -> dict[str, tuple[str, Order]]:
     """What each weight that is stored otherwise is called then, and how it is transposed.
 
     It has another name, so that whoever sets it by its own finds none and no other order.
     """
     perms = {name: perm for replacement in replacements for name, perm in replacement.transposed.items()}
-    names: dict[str, tuple[str, Perm]] = {}
+    names: dict[str, tuple[str, Order]] = {}
     for name, perm in perms.items():
         names[name] = _new_name(f"{name}.transposed", taken), perm
     return names
 
 
-def _stored(name: str, replacement: Replacement, weights: Mapping[str, tuple[str, Perm]]) -> str:
+def _stored(name: str, replacement: Replacement, weights: Mapping[str, tuple[str, Order]]) -> str:
     return weights[name][0] if name in replacement.transposed else name
 
 
-def _transpose_weights(proto: ModelProto, weights: Mapping[str, tuple[str, Perm]]) -> None:
+def _transpose_weights(proto: ModelProto, weights: Mapping[str, tuple[str, Order]]) -> None:
     """Put the weights that are stored otherwise in the place of those that nobody reads any more."""
     graph = proto.graph
     read = {name for node in graph.node for name in reads(node)} if weights else set()

@@ -13,21 +13,30 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from onnxfuse.graph.packed_data import Packing, packed, packing_of
+
 Perm = tuple[int, ...]
 """As numpy.transpose has it."""
+Order = Perm | Packing
+"""How a weight is stored otherwise than the model has it."""
 
 _KEY = "onnxfuse.perm"
 _BLOCK = 256  # columns that become rows at once: what a cache line holds of each row is used while it is there
 
 
-def transpose(tensor: TensorProto, perm: Perm) -> None:
+def transpose(tensor: TensorProto, order: Order) -> None:
     """Say that a tensor is wanted in another order; its bytes stay as they are."""
     if tensor.data_location != TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
-        raw = numpy_helper.to_array(tensor).tobytes()
+        raw = numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data
         tensor.ClearField(helper.tensor_dtype_to_field(tensor.data_type))
         tensor.raw_data = raw
-    tensor.metadata_props.add(key=_KEY, value=",".join(map(str, perm)))
-    tensor.dims[:] = [tensor.dims[place] for place in perm]
+    if isinstance(order, Packing):
+        tensor.metadata_props.add(key=_KEY, value=str(order))
+        tensor.data_type = TensorProto.UINT8
+        tensor.dims[:] = order.dims
+        return
+    tensor.metadata_props.add(key=_KEY, value=",".join(map(str, order)))
+    tensor.dims[:] = [tensor.dims[place] for place in order]
 
 
 def put_in_order(proto: ModelProto) -> None:
@@ -48,6 +57,10 @@ def in_order(tensor: TensorProto, data: bytes) -> Iterator[bytes]:
     perm = pending_order(tensor)
     if not perm:
         yield data
+        return
+    packing = packing_of(perm)
+    if packing is not None:
+        yield packed(packing, data)
         return
     places = tuple(map(int, perm.split(",")))
     shape = [tensor.dims[places.index(place)] for place in range(len(places))]

@@ -35,6 +35,21 @@ def product_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
     return frozenset(names)
 
 
+def block_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
+    """The main graph's tensors that DequantizeLinear alone reads, and no run may override."""
+    stored = model.proto.graph.initializer
+    names = {tensor.name for tensor in stored if _is_at_hand(model, tensor)} - overridable(model.proto)
+    read: set[str] = set()
+    for graph in graphs:
+        names -= graph.scope.outputs
+        for proto in graph.scope.nodes:
+            if proto.op_type == "DequantizeLinear":
+                read.update(proto.input)
+            else:
+                names -= set(proto.input)
+    return frozenset(names & read)
+
+
 def _is_at_hand(model: Model, tensor: TensorProto) -> bool:
     """Whether a weight can be stored anew: one in a file of a model without a place is only named."""
     return model.path is not None or tensor.data_location != TensorProto.EXTERNAL

@@ -18,12 +18,13 @@ from onnxfuse.analysis.axis_mapping import (
     map_pointwise,
 )
 from onnxfuse.analysis.vector_width import analyse
-from onnxfuse.analysis.weight_order import Perm, with_k_innermost
+from onnxfuse.analysis.weight_order import with_k_innermost
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_POINTWISE
+from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, StoredRhs, Tensor, acc_name, load_name
@@ -47,7 +48,7 @@ from onnxfuse.schedule.strategy import (
 from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
-NOTHING: Mapping[str, Perm] = MappingProxyType({})
+NOTHING: Mapping[str, Order] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     if broadcast_product_axes(fusion):
         return _plan_broadcast_product(planner, graph, match, fusion)
     plan = functools.partial(_planned, planner, graph, match)
+    packed = _packed(planner, match)
+    if packed:
+        return replace(accepted(plan(fusion, packed)), as_stored=_only_packed(fusion))
     other = with_k_innermost(fusion, planner.transposable)
     if other is None:
         return accepted(plan(fusion))
@@ -98,6 +102,25 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     if isinstance(transposed, Site) and transposed.strategy is Strategy.ONE_KERNEL and _is_worth_it(transposed, kept):
         return replace(transposed, as_stored=kept)
     return accepted(kept)
+
+
+def _packed(planner: Planner, match: Match) -> Mapping[str, Order]:
+    """How the weights of a match are to be stored, where that of a DequantizeLinear lies otherwise.
+
+    Raises:
+        NotFusable: one may not be stored otherwise.
+    """
+    weights = [product.quantized for product in match.products if product.quantized is not None]
+    orders = {name: order for weight in weights for name, order in weight.orders}
+    kept = [name for name in orders if name not in planner.transposable]
+    if kept:
+        detail = f"{kept[0]!r} may not be stored otherwise: --keep-weights, or others read it"
+        raise NotFusable("quantized_form", match.label, detail)
+    return orders
+
+
+def _only_packed(fusion: Fusion) -> NotFusable:
+    return NotFusable("quantized_form", fusion.anchor, "others read its weight as the model stores it")
 
 
 def _attempt(plan: Callable[P, Site], *args: P.args, **kwargs: P.kwargs) -> Site | NotFusable:
@@ -133,7 +156,7 @@ def slower(site: Site, anchor: str) -> NotFusable:
 
 
 def _planned(
-    planner: Planner, graph: Graph, match: Match, fusion: Fusion, transposed: Mapping[str, Perm] = NOTHING
+    planner: Planner, graph: Graph, match: Match, fusion: Fusion, transposed: Mapping[str, Order] = NOTHING
 ) -> Site:
     """The site with its strategy, which may be to leave it alone.
 

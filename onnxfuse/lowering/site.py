@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from onnxfuse.analysis.axis_mapping import AxisMapping
-from onnxfuse.analysis.weight_order import Perm
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_GEMM
+from onnxfuse.graph.packed_data import Packing
+from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.fusion import Fusion, Pointwise
 from onnxfuse.patterns import Match
 from onnxfuse.schedule.strategy import Strategy, Times
@@ -39,7 +40,7 @@ class Implementation:
     fusion: Pointwise
     mapping: AxisMapping
     plans: tuple[AnyPlan, ...]
-    transposed: Mapping[str, Perm] = field(default_factory=dict)
+    transposed: Mapping[str, Order] = field(default_factory=dict)
 
     @property
     def replaced(self) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ class Site:
     strategy: Strategy = Strategy.ONE_KERNEL
     estimates: Mapping[DeviceSpec, tuple[Times, ...]] = field(default_factory=dict)
     timings: str = ""
-    transposed: Mapping[str, Perm] = field(default_factory=dict)
+    transposed: Mapping[str, Order] = field(default_factory=dict)
     as_stored: Site | NotFusable | None = None
     attention: Implementation | None = None
 
@@ -92,6 +93,11 @@ class Site:
     def opens_ops(self) -> bool:
         """Whether it holds the sums of an op that was taken apart: its own nodes are not those of the model."""
         return any(index in self.graph.opened_sums for index in self.match.nodes)
+
+    @property
+    def packs_integers(self) -> bool:
+        """Whether it reads integers of a DequantizeLinear otherwise than the model stores them."""
+        return any(isinstance(order, Packing) for order in self.transposed.values())
 
     @property
     def implementation(self) -> Implementation:

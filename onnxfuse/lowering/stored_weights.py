@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnxfuse.analysis.weight_order import Perm
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.transposed_data import Order
 from onnxfuse.graph.weight_readers import readers, readers_of_outputs
 from onnxfuse.lowering.plan_site import slower
 from onnxfuse.lowering.site import Site
@@ -50,7 +50,7 @@ def _disputed(graphs: Sequence[Graph], sites: Sequence[Site]) -> set[str]:
     wanted = {name for site in sites for name in site.implementation.transposed}
     if not wanted:
         return set()
-    orders: dict[str, set[Perm | None]] = {name: set() for name in wanted}
+    orders: dict[str, set[Order | None]] = {name: set() for name in wanted}
     for site in sites:
         for name in {tensor.name for tensor in site.implementation.fusion.inputs} & wanted:
             orders[name].add(site.implementation.transposed.get(name))

@@ -23,7 +23,13 @@ from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.operand_views import InputView, Source, is_stored, sources, spelled_factors
 from onnxfuse.patterns.pointwise_table import POINTWISE
-from onnxfuse.patterns.quantized_weight import QuantizedWeight, bias_of, read_quantized
+from onnxfuse.patterns.quantized_weight import (
+    QuantizedWeight,
+    bias_of,
+    dequantized_source,
+    read_dequantized,
+    read_quantized,
+)
 from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, axis_view, extent
 
 QUANTIZED = frozenset(
@@ -155,18 +161,9 @@ def _check_supported(node: gs.Node) -> None:
 
 
 def _check_not_quantized(graph: Graph, node: gs.Node, *inputs: Source) -> None:
-    for tensor in (*_inputs(node), *(graph.tensor(source.name) for source in inputs)):
-        maker = tensor.inputs[0] if tensor.inputs else None
-        if maker is None or maker.op != "DequantizeLinear":
-            continue
-        detail = f"{tensor.name!r} comes from a DequantizeLinear"
-        if maker.attrs.get("block_size", 0):
-            detail += f" of blocks, and kernels read the integers of a MatMulNBits only: {_AS_NBITS}"
-            raise NotFusable("quantized_form", node_label(node), detail)
-        raise NotFusable("quantized", node_label(node), detail)
-
-
-_AS_NBITS = "ONNX Runtime's CPU provider writes one in its place (SessionOptions.optimized_model_filepath)"
+    for tensor in (*_inputs(node)[: len(inputs)], *(graph.tensor(source.name) for source in inputs)):
+        if tensor.inputs and tensor.inputs[0].op == "DequantizeLinear":
+            raise NotFusable("quantized", node_label(node), f"{tensor.name!r} comes from a DequantizeLinear")
 
 
 def read_product(
@@ -198,10 +195,10 @@ def read_product(
 def _read(
     graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], computed: Collection[str]
 ) -> Product:
-    quantized = read_quantized(graph, node) if qualified_op(node) == NBITS else None
+    quantized = _quantized(graph, node)
     dtype = _common_dtype(graph, node) if quantized is None else quantized.form.scale
     lhs, rhs, found = _addressable(graph, node, through_views, accepts, computed)
-    _check_not_quantized(graph, node, lhs, rhs)
+    _check_not_quantized(graph, node, lhs, *([rhs] if quantized is None else []))
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
     if factors is not None and graph.is_escaping(node.inputs[0].name):
@@ -250,11 +247,25 @@ def _rights(
     graph: Graph, node: gs.Node, tensor: gs.Tensor, through_views: bool, computed: Collection[str]
 ) -> Iterable[Source]:
     """The ways to read the second input; integers are read as they lie."""
-    if qualified_op(node) != NBITS:
-        return sources(graph, tensor, AxisKind.RHS, through_views, computed)
-    weight = read_quantized(graph, node)
-    own = axis_view([weight.n, weight.k], AxisKind.RHS)
-    return [Source(str(tensor.name), own, own)]
+    if qualified_op(node) == NBITS:
+        weight = read_quantized(graph, node)
+        own = axis_view([weight.n, weight.k], AxisKind.RHS)
+        return [Source(str(tensor.name), own, own)]
+    integers = dequantized_source(graph, tensor) if qualified_op(node) == "MatMul" else None
+    return [integers[0]] if integers else sources(graph, tensor, AxisKind.RHS, through_views, computed)
+
+
+def _quantized(graph: Graph, node: gs.Node) -> QuantizedWeight | None:
+    """The second input's integers, if it is made of them."""
+    if qualified_op(node) == NBITS:
+        return read_quantized(graph, node)
+    integers = dequantized_source(graph, node.inputs[1]) if qualified_op(node) == "MatMul" else None
+    if integers is None:
+        return None
+    weight = read_dequantized(graph, integers[1])
+    if weight.form.scale != _common_dtype(graph, node):
+        raise NotFusable("quantized_form", node_label(node), "its scales are of another type than its activations")
+    return weight
 
 
 def _inputs(node: gs.Node) -> list[gs.Tensor]:

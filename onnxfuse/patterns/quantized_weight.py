@@ -1,4 +1,7 @@
-"""The quantised weight of a MatMulNBits: whether its form is one that kernels read, and whether its shapes fit."""
+"""The quantised weight of a product: whether its form is one that kernels read, and whether its shapes fit.
+
+A MatMulNBits has it as kernels do. What a DequantizeLinear of blocks reads can be stored so.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX, U8, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.graph.packed_data import ELEMENTS, Packing
+from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
-from onnxfuse.patterns.operand_views import shape_text
+from onnxfuse.patterns.operand_views import Source, shape_text
+from onnxfuse.patterns.views import AxisKind, axis_view
 
 WEIGHT, SCALES, ZERO_POINTS, ORDER, BIAS = 1, 2, 3, 4, 5  # inputs of MatMulNBits
 ACTIVATIONS = 0
@@ -28,6 +34,7 @@ class QuantizedWeight:
         scales: name of the scales.
         zero_points: name of the zero points; None where they are implied.
         flat: of those two, the ones that have all columns in one dimension.
+        orders: how the tensors are to be stored, where the model has them otherwise.
     """
 
     form: Quantization
@@ -36,6 +43,7 @@ class QuantizedWeight:
     scales: str
     zero_points: str | None
     flat: frozenset[str]
+    orders: tuple[tuple[str, Order], ...] = ()
 
 
 def read_quantized(graph: Graph, node: gs.Node) -> QuantizedWeight:
@@ -127,3 +135,79 @@ def _is_flat(graph: Graph, label: str, tensor: gs.Tensor, expected: tuple[int, .
         detail = f"{tensor.name!r} has the shape {shape_text(shape)}, and K, N, bits and block_size make it"
         raise NotFusable("invalid_model", label, f"{detail} {shape_text(expected)}")
     return shape != expected
+
+
+# ---- DequantizeLinear of blocks
+
+
+def dequantized_source(graph: Graph, tensor: gs.Tensor) -> tuple[Source, gs.Node] | None:
+    """The integers that a matrix is made of by a DequantizeLinear of blocks, and that node; None for another matrix."""
+    nodes = [maker for maker in tensor.inputs if maker.op == "Transpose"]
+    makers = nodes[0].inputs[0].inputs if nodes else tensor.inputs
+    if not makers or makers[0].op != "DequantizeLinear" or not makers[0].attrs.get("block_size", 0):
+        return None
+    maker = makers[0]
+    n, k = _own_sizes(graph, maker)
+    if bool(nodes) == _is_turned(maker):
+        raise NotFusable("quantized_form", node_label(maker), "its blocks do not lie along the depth of the product")
+    own = axis_view([n, k], AxisKind.RHS)
+    return Source(str(maker.inputs[0].name), own, own[::-1], copied=(*nodes, maker)), maker
+
+
+def _is_turned(maker: gs.Node) -> bool:
+    """Whether blocks lie along the first of two dimensions."""
+    return int(maker.attrs.get("axis", 1)) % 2 == 0
+
+
+def _own_sizes(graph: Graph, maker: gs.Node) -> tuple[int, int]:
+    """N and k of the integers."""
+    shape = graph.shape(maker.inputs[0].name) or ()
+    sizes = [size for size in (shape[::-1] if _is_turned(maker) else shape) if isinstance(size, int)]
+    if len(sizes) != 2 or len(shape) != 2:
+        detail = f"a weight of the shape {shape_text(shape)} in blocks"
+        raise NotFusable("quantized_form", node_label(maker), detail)
+    return sizes[0], sizes[1]
+
+
+def read_dequantized(graph: Graph, maker: gs.Node) -> QuantizedWeight:
+    """The weight that a DequantizeLinear of blocks makes, and how it is to be stored.
+
+    Raises:
+        NotFusable: `quantized_form` for a form that cannot be stored so in as many bytes, `invalid_model` where shapes
+            do not fit.
+    """
+    n, k = _own_sizes(graph, maker)
+    turned, block = _is_turned(maker), int(maker.attrs["block_size"])
+    weight, scales, zero_points = (_name(_given(maker, place)) for place in range(3))
+    element = graph.dtype(str(weight)) or 0
+    dtype = FLOATS_BY_ONNX.get(graph.dtype(str(scales)) or 0)
+    for reason, holds, detail in _of_blocks(graph, maker, (n, k, block)):
+        if holds:
+            raise NotFusable(reason, node_label(maker), detail)
+    assert weight and scales and dtype is not None, "seen above"
+    orders: dict[str, Order] = {weight: Packing(element, n, k, block, turned), **({scales: (1, 0)} if turned else {})}
+    if zero_points is not None:
+        orders[zero_points] = Packing(element, n, k // block, 0, turned)
+    form = Quantization(ELEMENTS[element][0], block, zero_points is not None, dtype)
+    return QuantizedWeight(form, n, k, scales, zero_points, frozenset(), tuple(orders.items()))
+
+
+def _of_blocks(graph: Graph, maker: gs.Node, sizes: tuple[int, int, int]) -> list[tuple[str, bool, str]]:
+    """What is in the way: the reason, whether it is so, and in words. Sizes are n, k and that of a block."""
+    n, k, block = sizes
+    given = [tensor for tensor in (_given(maker, place) for place in range(3)) if tensor is not None]
+    element, form = graph.dtype(given[0].name) or 0, "quantized_form"
+    bits, signed = ELEMENTS.get(element, (0, False))
+    blocks = -(-k // block) if block > 0 else 0
+    few = (blocks, n) if _is_turned(maker) else (n, blocks)
+    uneven = len(given) > 2 and bool(blocks * bits % 8)
+    return [
+        (form, bits == 0, f"integers of ONNX element type {element}; kernels read those of 4 or 8 bits"),
+        (form, block not in QUANTIZED_BLOCKS, f"blocks of {block} elements; kernels read {_either(QUANTIZED_BLOCKS)}"),
+        (form, k != blocks * block or uneven, "its last block is not full, or zero points of a column no whole bytes"),
+        (form, not signed and len(given) < 3, "numbers without a sign and without zero points: zero is not implied"),
+        (form, not graph.is_initializer(given[0].name), f"{given[0].name!r} is not stored in the model"),
+        (form, graph.dtype(given[1].name) not in FLOATS_BY_ONNX, "its scales are no numbers that kernels read"),
+        ("invalid_model", any(graph.shape(tensor.name) != few for tensor in given[1:]),
+         f"scales or zero points that are not {shape_text(few)}"),
+    ]  # fmt: skip

@@ -112,7 +112,9 @@ def _implementations(site: Site, device: DeviceSpec, ranked: Ranked) -> dict[str
     }
     if plan.library:
         implementations[LIBRARY] = replace(site.one_kernel, plans=(by_library(plan),))
-    if site.opens_ops:  # that it pays to take an op apart is the estimate's word: the site's own nodes are not the op
+    # That it pays to take an op apart is the estimate's word: the site's own nodes are not the op. So it is where
+    # integers are packed, which the site's own nodes cannot be given.
+    if site.opens_ops or site.packs_integers:
         return implementations
     if site.epilogue_only is not None:
         plans = tuple(each for each in site.epilogue_only.plans if each.device == device)

@@ -133,7 +133,7 @@ def _shapes(trial: Trial, implementation: Implementation | None, inputs: Sequenc
     """The inputs' shapes: one implementation may take a weight in the model's order where another does not."""
     for port, tensor in zip(inputs, trial.site.fusion.inputs, strict=True):
         perm = trial.site.transposed.get(tensor.name)
-        if perm is None or (implementation is not None and tensor.name in implementation.transposed):
+        if not isinstance(perm, tuple) or (implementation is not None and tensor.name in implementation.transposed):
             yield port.shape
         else:
             yield tuple(port.shape[perm.index(place)] for place in range(len(perm)))

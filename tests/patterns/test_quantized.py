@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import ModelProto, helper, numpy_helper
 
@@ -260,31 +258,3 @@ def test_a_packed_product_stores_its_ranges() -> None:
 
     found = matched(model_of(heads, Form(), FLOAT16))
     assert [len(fusion.outputs) for _, fusion in found] == [1]
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_dequantizelinear_of_blocks_says_what_makes_a_matmulnbits_of_it(turned: bool, tmp_path: Path) -> None:
-    """What ONNX Runtime makes of it is a match, with the same result."""
-    b = Builder(FLOAT, opset=21)
-    x, shape, few = b.input("x", ("rows", 64)), (64, 32), (2, 32)
-    shape, few = (shape[::-1], few[::-1]) if turned else (shape, few)
-    values = np.random.default_rng(0).integers(-8, 8, shape)
-    b.initializers.append(helper.make_tensor("w", onnx.TensorProto.INT4, shape, values.reshape(-1)))
-    weight = b("DequantizeLinear", "w", b.array(draw(*few)), axis=int(turned), block_size=32)
-    weight = b("Transpose", weight, perm=[1, 0]) if turned else weight
-    model = b.model(b("Relu", b("MatMul", x, weight)), ir_version=10)
-    found = refusal(model)
-    assert found.reason == "quantized_form"
-    assert "optimized_model_filepath" in found.detail
-    if turned:  # of which ONNX Runtime makes none
-        return
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "m.onnx")
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    written = onnx.load(tmp_path / "m.onnx")
-    _, fusion = only(written)
-    feed = {"x": draw(3, 64).astype(np.float32)}
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in written.graph.initializer}
-    (wanted,) = cpu_session(model).run(None, feed)
-    np.testing.assert_allclose(evaluate(fusion, stored | feed)[0], wanted, rtol=1e-4, atol=1e-4)
