@@ -6,6 +6,7 @@ A MatMulNBits has it as kernels do. What a DequantizeLinear of blocks reads can 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -53,12 +54,17 @@ def read_quantized(graph: Graph, node: gs.Node) -> QuantizedWeight:
         NotFusable: `quantized_form` for a form that no kernel reads, `invalid_model` where shapes do not fit.
     """
     n, k, bits, block = (_attribute(node, name, default) for name, default in _ATTRIBUTES)
-    for holds, detail in _of_form(graph, node, bits, block):
-        if holds:
-            raise NotFusable("quantized_form", node_label(node), detail)
+    _check(node, (("quantized_form", holds, detail) for holds, detail in _of_form(graph, node, bits, block)))
     form = Quantization(bits, block, _given(node, ZERO_POINTS) is not None, _dtype(graph, node))
     zero_points = _name(_given(node, ZERO_POINTS))
     return QuantizedWeight(form, n, k, str(node.inputs[SCALES].name), zero_points, _flat(graph, node, form, n, k))
+
+
+def _check(node: gs.Node, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Raises NotFusable for the first thing that is in the way."""
+    for reason, holds, detail in rules:
+        if holds:
+            raise NotFusable(reason, node_label(node), detail)
 
 
 def _flat(graph: Graph, node: gs.Node, form: Quantization, n: int, k: int) -> frozenset[str]:
@@ -181,15 +187,14 @@ def read_dequantized(graph: Graph, maker: gs.Node) -> QuantizedWeight:
     weight, scales, zero_points = (_name(_given(maker, place)) for place in range(3))
     element = graph.dtype(str(weight)) or 0
     dtype = FLOATS_BY_ONNX.get(graph.dtype(str(scales)) or 0)
-    for reason, holds, detail in _of_blocks(graph, maker, (n, k, block)):
-        if holds:
-            raise NotFusable(reason, node_label(maker), detail)
-    assert weight and scales and dtype is not None, "seen above"
-    orders: dict[str, Order] = {weight: Packing(element, n, k, block, turned), **({scales: (1, 0)} if turned else {})}
-    if zero_points is not None:
-        orders[zero_points] = Packing(element, n, k // block, 0, turned)
+    _check(maker, _of_blocks(graph, maker, (n, k, block)))
+    if weight is None or scales is None or dtype is None:
+        raise NotFusable("invalid_model", node_label(maker), "no weight or no scales")
+    orders: list[tuple[str, Order]] = [(weight, Packing(element, n, k, block, turned))]
+    orders += [(scales, (1, 0))] if turned else []
+    orders += [(zero_points, Packing(element, n, k // block, 0, turned))] if zero_points else []
     form = Quantization(ELEMENTS[element][0], block, zero_points is not None, dtype)
-    return QuantizedWeight(form, n, k, scales, zero_points, frozenset(), tuple(orders.items()))
+    return QuantizedWeight(form, n, k, scales, zero_points, frozenset(), tuple(orders))
 
 
 def _of_blocks(graph: Graph, maker: gs.Node, sizes: tuple[int, int, int]) -> list[tuple[str, bool, str]]:

@@ -224,8 +224,8 @@ def _zeros(e: Emitter, packed: str, bits: int, shape: Sequence[int]) -> str | fl
 def _matmul_nbits(e: Emitter, node: NodeProto) -> bool:
     """(integer - zero point) * scale for each block of k, then a product."""
     x, weight, scales, zero_points, order, bias = [*node.input, "", "", ""][:6]
-    n, k, bits, block = (attribute_of(node, name, default) for name, default in
-                         (("N", 0), ("K", 0), ("bits", 4), ("block_size", 0)))  # fmt: skip
+    n, k, block = (attribute_of(node, name, 0) for name in ("N", "K", "block_size"))
+    bits = attribute_of(node, "bits", 4)
     if order or bits not in (4, 8) or block < 1 or attribute_of(node, "weight_prepacked", 0):
         return False
     shape = [n, -(-k // block), block]
@@ -234,9 +234,7 @@ def _matmul_nbits(e: Emitter, node: NodeProto) -> bool:
     matrix = e("Slice", e("Reshape", stored, [n, -1]), [0], [k], [1])
     factors = [x, e("Transpose", matrix, perm=[1, 0])]
     product = e("MatMul", *(round_to_tf32(e, factor) if e.tf32 else factor for factor in factors))
-    if bias:
-        e("Add", product, bias)
-    return True
+    return bool(e("Add", product, bias) if bias else product)
 
 
 def _dequantize_blocks(e: Emitter, node: NodeProto) -> bool:
