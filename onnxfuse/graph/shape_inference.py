@@ -234,7 +234,8 @@ def _range(known: Known) -> list[Shape | None]:
     start, limit, step = (int(entry) if isinstance(entry, float) and entry.is_integer() else entry for entry in entries)
     if isinstance(start, int) and isinstance(limit, int) and isinstance(step, int) and step:
         return [(len(range(start, limit, step)),)]
-    return [(limit if start == 0 and step == 1 else symbolic.function("range", start, limit, step),)]
+    count = symbolic.rest(limit, start) if step == 1 else None
+    return [(symbolic.function("range", start, limit, step) if count is None else count,)]
 
 
 def _indices(known: Known) -> list[Shape | None]:

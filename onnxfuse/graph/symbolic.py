@@ -18,6 +18,7 @@ MAX_LENGTH = 4096  # of a symbol
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
+_TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
@@ -113,6 +114,22 @@ def add(first: Size, second: Size) -> Size:
     if found is not None and isinstance(second, int):
         return add(found[1], int(found[2]) + second)
     return second if first == 0 else first if second == 0 else function("+", first, second)
+
+
+def rest(whole: Size, part: Size) -> Size:
+    """What is left of a sum without one of its terms, or of a size without what a rest of it left; else None."""
+    if part == 0:
+        return whole
+    total = _TWO_TERMS.fullmatch(whole) if isinstance(whole, str) else None
+    left = _TWO_TERMS.fullmatch(part) if isinstance(part, str) else None
+    term = None
+    if total is not None and total[1] == "+" and str(part) in (total[2], total[3]):
+        term = total[3] if total[2] == str(part) else total[2]
+    elif left is not None and left[1] == "-" and left[2] == str(whole):
+        term = left[3]
+    if term is None or term.startswith("-"):
+        return None
+    return int(term) if term.isdecimal() else term
 
 
 def negative(size: Size) -> Size:

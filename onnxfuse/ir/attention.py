@@ -13,6 +13,24 @@ from onnxfuse.ir.fusion import Dim, Fusion, Step, Tensor, Value, part_text, step
 
 
 @dataclass(frozen=True)
+class Diagonal:
+    """Behind which key the scores of a row are as good as none: key > row + offset.
+
+    Attributes:
+        offset: of the last key that counts, from the row's own number.
+        from_end: rows are counted from the end: `keys - rows` more.
+        fill: what a mask makes of the scores behind it, or less: minus infinity or a number that is very low.
+    """
+
+    offset: int
+    from_end: bool
+    fill: float
+
+    def __str__(self) -> str:
+        return f"keys up to row{' + n - m' if self.from_end else ''}{f' + {self.offset}' if self.offset else ''}"
+
+
+@dataclass(frozen=True)
 class Attention(Fusion):
     """A fusion whose lhs is the query and whose rhs are the keys and the values; its steps make the scores.
 
@@ -22,6 +40,7 @@ class Attention(Fusion):
         scale: a positive number that it is multiplied by.
         guarded: a row of NaN becomes 0.
         result_steps: what follows the second product, `acc1`; the out stores its last value.
+        diagonal: of a causal mask, whose empty blocks of keys a kernel need not look at; None where none is known.
     """
 
     scores: tuple[Dim, ...]
@@ -29,6 +48,7 @@ class Attention(Fusion):
     scale: float
     guarded: bool
     result_steps: tuple[Step, ...]
+    diagonal: Diagonal | None = None
 
     @property
     def query(self) -> Tensor:
@@ -60,4 +80,5 @@ class Attention(Fusion):
     def _softmax_text(self) -> str:
         score = value_text(self.score, self)
         text = f"softmax({score})" if self.scale == 1.0 else f"softmax({score} * {self.scale:.6g})"
-        return f"{text}, 0 where a row is NaN" if self.guarded else text
+        text = f"{text}, 0 where a row is NaN" if self.guarded else text
+        return text if self.diagonal is None else f"{text}, {self.diagonal}"

@@ -17,6 +17,7 @@ from onnxfuse.schedule.attention_tile import (
     AttentionTile,
     PortableAttentionTile,
     is_mapped,
+    looks_again,
     mask_bytes,
     portable_shared_bytes,
     shared_bytes,
@@ -71,8 +72,9 @@ def _generated(
         "HEAD": spec.head,
         "VALUE_HEAD": spec.value_head,
         "OUT_WIDTH": spec.out_width,
+        "DIAGONAL_OFFSET": 0 if spec.diagonal is None else spec.diagonal.offset,
     }
-    known = {"GUARDED": spec.guarded, "HUGE_SCORES": _has_huge_scores(spec), **flags}
+    known = {"GUARDED": spec.guarded, "HUGE_SCORES": _has_huge_scores(spec), **_flags_of_diagonal(spec), **flags}
     lines = "\n".join(f"[[maybe_unused]] constexpr bool {name} = {flag(value)};" for name, value in known.items())
     return f"""\
 // ---- generated
@@ -85,6 +87,7 @@ using Stored = {spec.outs[0].dtype.cuda};
 [[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
 [[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
 constexpr float SCALE = {spec.scale * LOG2_E!r}f;
+[[maybe_unused]] constexpr float LOW_SCORE = {_low_score(spec)!r}f;
 {lines}
 {constants({**shared, **numbers})}
 
@@ -95,6 +98,16 @@ constexpr float SCALE = {spec.scale * LOG2_E!r}f;
 {products}
 }}  // namespace onnxfuse
 """
+
+
+def _flags_of_diagonal(spec: AttentionSpec) -> dict[str, bool]:
+    is_from_end = spec.diagonal is not None and spec.diagonal.from_end
+    return {"DIAGONAL": spec.diagonal is not None, "FROM_END": is_from_end, "LOOKS_AGAIN": looks_again(spec)}
+
+
+def _low_score(spec: AttentionSpec) -> float:
+    """A row whose greatest score is below that has nothing but what a mask left."""
+    return spec.diagonal.fill / 2 if spec.diagonal is not None and looks_again(spec) else 0.0
 
 
 def _has_huge_scores(spec: AttentionSpec) -> bool:

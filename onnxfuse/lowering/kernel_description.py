@@ -23,6 +23,7 @@ from typing import Any
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.dtypes import ALL, DType
 from onnxfuse.errors import ModelError, SettingError
+from onnxfuse.ir.attention import Diagonal
 from onnxfuse.ir.fusion import OPS, Step
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.lowering.site import Implementation
@@ -40,7 +41,7 @@ from onnxfuse.schedule.variant import AnyVariant, Variant
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Access, Step, Quantization),
+        *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Diagonal, Access, Step, Quantization),
         *(
             Tile,
             HopperTile,

@@ -194,7 +194,8 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     mapping = _mapped_attention(attention)
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
-    times = {plan.device: _attention_times(attention, mapping, plan) for plan in plans}
+    moves = sum(graph.nodes[index].op == "Transpose" for index in {*match.nodes, *match.copied})
+    times = {plan.device: _attention_times(attention, mapping, plan, moves) for plan in plans}
     site = Site(graph, match, attention, mapping, (), None, choose(times), times, attention=whole)
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
@@ -218,9 +219,9 @@ def _check_resolved(fusion: Fusion) -> None:
         raise NotFusable("unknown_shape", fusion.anchor, detail)
 
 
-def _attention_times(attention: Attention, mapping: AxisMapping, plan: AttentionPlan) -> tuple[Times, ...]:
+def _attention_times(attention: Attention, mapping: AxisMapping, plan: AttentionPlan, moves: int) -> tuple[Times, ...]:
     """Microseconds of the kernel and of the nodes, each of whose steps is one between the products."""
-    pairs = estimates(attention, mapping, plan, len(attention.steps))
+    pairs = estimates(attention, mapping, plan, len(attention.steps), moves)
     return tuple({Strategy.ONE_KERNEL: own, Strategy.LEFT_ALONE: stock} for own, stock in pairs)
 
 

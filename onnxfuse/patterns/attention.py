@@ -21,6 +21,7 @@ from onnxfuse.ir.fusion import Fusion
 from onnxfuse.ir.join import join
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.patterns.build_fusion import lower
+from onnxfuse.patterns.diagonal import diagonal_of
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.operand_views import COMPUTED_VIEWS
@@ -159,6 +160,7 @@ class Attentions:
         first, scores = self._scores(candidate.softmax, product)
         second, sums = self._sums(candidate.second)
         attention = join(scores, sums, candidate.guarded)
+        attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
         return self._joined(candidate, first, second, attention), attention
 
     def _scores(self, softmax: gs.Node, product: gs.Node) -> tuple[Match, Fusion]:

@@ -46,10 +46,12 @@ MOST_HEAD = {3: 96, 2: 256, 1: 256}  # three groups with narrow blocks of keys w
 LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
 # Picoseconds of a row and a key, and for each column of the head; measured at heads of 40 to 160. By groups.
 PACE = {3: (43.0, 0.28), 2: (46.0, 0.42), 1: (82.0, 0.25)}
-PORTABLE_PACE = {2: (60.0, 0.9), 4: (90.0, 2.2)}  # the same by mma.sync, by bytes of an element; not measured
+PORTABLE_PACE = {2: (60.0, 1.5), 4: (58.0, 5.2)}  # the same by mma.sync, by bytes of an element; heads of 40 and 64
 ELEMENTS = 3.0  # times that of a kernel that copies element by element
-PORTABLE_BLOCKS = (64, 32, 16)  # of keys
-PORTABLE_WARPS = ((256, 8), (0, 4))  # of more rows than so many
+# Warps and keys by bytes of an element, the faster first; of those that a multiprocessor has two of if it can.
+PORTABLE_TILES = {2: ((4, 128), (4, 64), (4, 32), (2, 16)), 4: ((8, 64), (8, 32), (4, 32), (4, 16), (2, 16))}
+MOST_PORTABLE_VALUES = 128  # columns of a head beside blocks of as many keys; with more, registers spill
+FEW_ROWS = 64  # that four warps have
 BLOCK = 0.1  # microseconds of a block of keys beside its rows and keys
 MASKED = 20.0  # picoseconds more, for each load that comes in vectors
 ANYHOW = 200.0  # the same of a load that is read element by element
@@ -92,6 +94,7 @@ def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -
         result_value=attention.outs[0].value.replace(acc_name(1), acc_name(0)),
         out_width=VECTOR_BYTES // out.bytes,
         out_dtype=out,
+        diagonal=attention.diagonal,
     )
 
 
@@ -170,9 +173,14 @@ def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
 
 
 def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[PortableAttentionTile]:
-    """Those of the portable kernel that shared memory holds; such as a multiprocessor has two of come first."""
-    most = next(warps for above, warps in PORTABLE_WARPS if rows > above)
-    every = [PortableAttentionTile(warps, width) for warps in (most, most // 2) for width in PORTABLE_BLOCKS]
+    """Those of the portable kernel that shared memory holds, the one to take first."""
+    known = (PortableAttentionTile(*each) for each in PORTABLE_TILES[spec.dtype.bytes])
+    every = [
+        tile
+        for tile in known
+        if (tile.block_n <= MOST_PORTABLE_VALUES // 2 or spec.value_head <= MOST_PORTABLE_VALUES)
+        and (tile.block_m <= FEW_ROWS or rows > FEW_ROWS)
+    ]
     sizes = {tile: portable_shared_bytes(spec, tile) for tile in every}
     room = (device.shared_bytes // 2, device.shared_bytes)
     return list(dict.fromkeys(tile for most_bytes in room for tile in every if sizes[tile] <= most_bytes))
@@ -207,8 +215,13 @@ def _time(
     """Microseconds of a launch."""
     batch, keys = _batch_and_keys(attention, mapping, rows)
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / device.multiprocessors)
-    blocks = math.ceil(keys / tile.block_n)
+    blocks = math.ceil(keys / tile.block_n) * _looked_at(spec, tile, rows)
     return BEGINNING + waves * (TILE + blocks * (BLOCK + tile.block_m * tile.block_n * _pace(spec, tile) * 1e-6))
+
+
+def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, rows: int) -> float:
+    """The part of all keys that is not behind a diagonal."""
+    return 1.0 if spec.diagonal is None else min(1.0, (1 + tile.block_m / rows) / 2)
 
 
 def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile) -> float:
@@ -218,7 +231,9 @@ def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile) -> f
     return (base + column * (spec.head + spec.value_head) / 2) * (ELEMENTS if spec.checked else 1.0)
 
 
-def estimates(attention: Attention, mapping: AxisMapping, plan: AttentionPlan, nodes: int) -> list[tuple[float, float]]:
+def estimates(
+    attention: Attention, mapping: AxisMapping, plan: AttentionPlan, nodes: int, moves: int = 0
+) -> list[tuple[float, float]]:
     """Microseconds of the kernel and of the model's own nodes, at every number of rows that a plan is made for.
 
     Args:
@@ -226,18 +241,28 @@ def estimates(attention: Attention, mapping: AxisMapping, plan: AttentionPlan, n
         mapping: its loops.
         plan: the kernels.
         nodes: of the model between the products that each read and write rows x keys, beside the softmax.
+        moves: of the model that each write q, keys, values or the result in another order.
     """
     found = []
     for rows in _rows(attention, mapping):
         first = next(variant for variant in plan.variants if variant.min_m <= rows <= variant.max_m)
         own = _time(first.spec, first.tile, attention, mapping, rows, plan.device)
-        found.append((own, _stock(attention, mapping, rows, nodes, plan.device)))
+        moving = moves * _move(attention, mapping, rows, plan.device)
+        found.append((own, _stock(attention, mapping, rows, nodes, plan.device) + moving))
     return found
 
 
 def _rows(attention: Attention, mapping: AxisMapping) -> tuple[int, ...]:
     m = static_size(attention, mapping.m)
     return (m,) if m else ROWS
+
+
+def _move(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float:
+    """Microseconds of a copy of as many rows as there are queries and keys on the mean."""
+    batch, keys = _batch_and_keys(attention, mapping, rows)
+    head = math.isqrt(math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o)))
+    size = batch * (rows + keys) / 2 * head * attention.query.dtype.bytes
+    return float(calibration(device).launch + from_memory(2 * size, device))
 
 
 def _stock(attention: Attention, mapping: AxisMapping, rows: int, nodes: int, device: DeviceSpec) -> float:

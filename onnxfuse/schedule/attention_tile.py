@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from onnxfuse.dtypes import F32, DType
+from onnxfuse.ir.attention import Diagonal
 from onnxfuse.ir.fusion import Step, Value
 from onnxfuse.schedule.kernel_spec import Access
 
@@ -12,6 +14,8 @@ GROUP_ROWS = 64  # of one wgmma
 WARP_ROWS = 16  # of one mma.sync
 ROW_BYTES = 128  # of shared memory: the widest swizzle
 BARRIER_BYTES = 8
+WARPS_OF_GROUP = 4
+LOOKED_AT = 64  # tiles of a block of which it is noted whether they are to be looked at again
 VECTOR_BYTES = 16  # that every row of a tensor map begins at a multiple of
 
 
@@ -32,6 +36,7 @@ class AttentionSpec:
         result_value: the value that is stored.
         out_width: elements of one store.
         out_dtype: of the output, where it is fp32 and all else is not.
+        diagonal: behind which keys there is nothing to look at, if that is known.
         checked: every tensor is read and written element by element, wherever it lies.
     """
 
@@ -47,6 +52,7 @@ class AttentionSpec:
     result_value: Value = "acc0"
     out_width: int = 8
     out_dtype: DType | None = None
+    diagonal: Diagonal | None = None
     checked: bool = False
 
     @property
@@ -150,6 +156,11 @@ def is_mapped(load: Access) -> bool:
     return load.kind == "tile" and load.width > 1
 
 
+def looks_again(spec: AttentionSpec) -> bool:
+    """Whether a row may be so low throughout that what lies behind the diagonal counts: a mask of finite numbers."""
+    return spec.diagonal is not None and math.isfinite(spec.diagonal.fill)
+
+
 def mask_bytes(spec: AttentionSpec, tile: AttentionTile) -> list[int]:
     """Of a stage, of each load; 0 for one that is no tile."""
     return [
@@ -163,6 +174,8 @@ def shared_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
     keys, values = atoms(spec.head, spec.dtype.bytes), atoms(spec.value_head, spec.dtype.bytes)
     stage = (keys + values) * tile.block_n * ROW_BYTES + sum(mask_bytes(spec, tile))
     barriers = (4 * tile.stages + 2 * tile.consumers) * BARRIER_BYTES
+    if looks_again(spec):
+        barriers += BARRIER_BYTES + LOOKED_AT * tile.consumers * WARPS_OF_GROUP
     return tile.consumers * GROUP_ROWS * keys * ROW_BYTES + tile.stages * stage + barriers
 
 

@@ -15,7 +15,7 @@ import onnxfuse
 from onnxfuse.graph.op_names import FUSED_ATTENTION, kind_of
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.verify.verify import verify
-from tests.helpers.attention_graphs import FORMS, SIZES, feeds, model_of, of_heads
+from tests.helpers.attention_graphs import FORMS, LEFT_ALONE_IN_FP32, SIZES, feeds, model_of, of_heads
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, run
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_heads_of_every_size(head: int, each: Type, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "without_heads"])  # left alone in fp32
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in LEFT_ALONE_IN_FP32])
 def test_verify_passes(form: str, dtype: int, tmp_path: Path) -> None:
     """fp32 in TF32, by the portable kernel; odd lengths by the one that reads elements."""
     model = model_of(form, dtype)

@@ -56,6 +56,17 @@ def test_names_of_dimensions(name: str, expected: str) -> None:
     assert symbolic.canonical(name) == expected
 
 
+@pytest.mark.parametrize(
+    ("whole", "part", "expected"),
+    [("S", 0, "S"), (symbolic.add("P", "S"), "P", "S"), (symbolic.add("P", "S"), "S", "P"),
+     (symbolic.add("S", 3), "S", 3), (symbolic.add("S", -3), "S", None), ("S", "T", None), (5, "S", None),
+     ("S", symbolic.function("-", "S", "T"), "T"), ("T", symbolic.function("-", "S", "T"), None)],
+)  # fmt: skip
+def test_the_rest_of_a_sum(whole: symbolic.Size, part: symbolic.Size, expected: symbolic.Size) -> None:
+    """As many as a Range from the part to the whole counts."""
+    assert symbolic.rest(whole, part) == expected
+
+
 def test_other_functions_equal_themselves_only() -> None:
     assert symbolic.add("S", 1) == symbolic.add("S", 1) != symbolic.add("S", 2)
     assert symbolic.add(2, 3) == 5

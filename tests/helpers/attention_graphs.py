@@ -147,6 +147,8 @@ FORMS: dict[str, Callable[[Builder], list[str]]] = {
     )
 }  # fmt: skip
 
+LEFT_ALONE_IN_FP32 = ("by_einsum", "without_heads")  # so little between the products
+
 
 class Casting(Builder):
     """Inputs and outputs in fp32, and what is between them in another type."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.errors import CompileError
+from onnxfuse.ir.attention import Diagonal
 from onnxfuse.ir.fusion import Step
 from onnxfuse.kernels.attention import ENTRY, emit, emit_portable
 from onnxfuse.runtime import disassemble
@@ -213,12 +215,14 @@ def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     check_numbers(problem, eager)
 
 
-def check_numbers(problem: AttentionProblem, found: np.ndarray) -> None:
+def check_numbers(problem: AttentionProblem, found: np.ndarray, rows_of_nothing: bool | None = None) -> None:
     """Against float64: probabilities and values are rounded once each, and q and keys of TF32 move a score a little."""
     spec = problem.spec
     expected, got = problem.reference(), found.astype(np.float64)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-    assert np.isnan(expected).any() == (bool(problem.loads) and not spec.guarded)
+    if rows_of_nothing is None:
+        rows_of_nothing = bool(problem.loads) and not spec.guarded
+    assert np.isnan(expected).any() == rows_of_nothing
     # A mean of values: their weights are rounded once, and the result once.
     largest = np.abs(problem.values.astype(np.float64)).max()
     if spec.dtype != F32:
@@ -245,3 +249,54 @@ def test_exponentials_run_beside_the_second_product(head: int) -> None:
         pytest.skip(str(error))
     beside = listing.split("WARPGROUP.DEPBAR.LE gsb0, 0x1")[1].split("WARPGROUP.DEPBAR.LE gsb0, 0x0")[0]
     assert beside.count("MUFU.EX2") >= tile.block_n // 2
+
+
+DIAGONALS = [Diagonal(0, False, -np.inf), Diagonal(2, True, -np.inf), Diagonal(0, False, -65504.0)]
+
+
+def causal_problem(spec: AttentionSpec, size: AttentionSize) -> AttentionProblem:
+    """Scores behind the diagonal are filled, and three rows throughout."""
+    problem = make_attention(spec, size)
+    diagonal = spec.diagonal
+    assert diagonal is not None
+    last = diagonal.offset + (size.keys - size.rows if diagonal.from_end else 0)
+    behind = np.arange(size.keys) > np.arange(size.rows)[:, None] + last
+    behind[[0, 40, size.rows - 1]] = True
+    problem.loads[0][...] = np.where(behind, diagonal.fill, problem.loads[0].clip(-8, 8))
+    return problem
+
+
+def check_nothing_behind_is_read(problem: AttentionProblem, again: Callable[[], None], block: int) -> None:
+    """Values behind every row's diagonal, from the next block of keys on, may be anything; then rows are as before."""
+    before = problem.out.copy()
+    problem.values[:, :, -(-problem.size.rows // block) * block :] = np.nan
+    again()
+    np.testing.assert_array_equal(problem.out, before)
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
+def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, tmp_path: Path) -> None:
+    """Rows that are masked throughout by finite numbers are means of all values, or of as many as count."""
+    spec = AttentionSpec(F16, 32, 32, (Access("tile", F32, 4),), MASKED, "t1", diagonal=diagonal)
+    tile = AttentionTile(2, 32)
+    library = build_library(host_source(emit(spec, tile)), tmp_path, "-DEMULATED_BLOCKS=1")
+    problem = causal_problem(spec, AttentionSize(1, 2, 300, 360, masks=((1, 1, 300, 360),)))
+    eager = launch(library, problem, tile, 2, lazy=False)
+    np.testing.assert_array_equal(eager.view(np.uint16), launch(library, problem, tile, 3, lazy=True).view(np.uint16))
+    check_numbers(problem, eager, rows_of_nothing=np.isinf(diagonal.fill))
+    if np.isinf(diagonal.fill) and not diagonal.from_end:
+        check_nothing_behind_is_read(
+            problem, lambda: problem.out.__setitem__(..., launch(library, problem, tile, 2, False)), 128
+        )
+
+
+@pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
+def test_the_portable_kernel_leaves_them_out_too(diagonal: Diagonal, tmp_path: Path) -> None:
+    spec = AttentionSpec(F32, 16, 16, (Access("tile", F32, 4),), MASKED, "t1", out_width=4, diagonal=diagonal)
+    tile = PortableAttentionTile(2, 16)
+    library = build_library(portable_source(emit_portable(spec, tile)), tmp_path, f"-DONNXFUSE_ENTRY={ENTRY}")
+    problem = causal_problem(spec, AttentionSize(1, 2, 90, 120, masks=((1, 1, 90, 120),)))
+    launch_portable(library, problem, tile, lazy=True)
+    check_numbers(problem, problem.out.copy(), rows_of_nothing=np.isinf(diagonal.fill))
+    if np.isinf(diagonal.fill) and not diagonal.from_end:
+        check_nothing_behind_is_read(problem, lambda: launch_portable(library, problem, tile, lazy=False), 32)

@@ -15,7 +15,7 @@ from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan
 from onnxfuse.schedule.attention_tile import AttentionTile
-from tests.helpers.attention_graphs import FORMS, HEADS, merged, model_of, number, scores
+from tests.helpers.attention_graphs import FORMS, HEADS, LEFT_ALONE_IN_FP32, merged, model_of, number, scores
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 
 SM_90A = ARCHITECTURES["sm_90a"]
@@ -64,7 +64,7 @@ def test_heads_that_share_keys_lie_inside() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "without_heads"])  # too little, in fp32
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in LEFT_ALONE_IN_FP32])
 def test_every_architecture_has_a_kernel(form: str, dtype: int) -> None:
     """The last one of each reads what lies anyhow."""
     (site,) = [site for site in analysed(model_of(form, dtype), "sm_90a", "sm_80").sites if site.attention]
@@ -96,7 +96,7 @@ def test_another_axis() -> None:
 
 
 def test_fp32_is_tf32_and_not_exact() -> None:
-    model = model_of("plain", FLOAT)
+    model = model_of("two_biases", FLOAT)
     (site,) = analysed(model).sites
     assert {variant.spec.math for _, variant in site.attention.variants} == {"tf32"}
     analysis = analyse_model(model, [SM_90A], fp32="exact", attention=True)

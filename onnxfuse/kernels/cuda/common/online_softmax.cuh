@@ -31,6 +31,19 @@ __device__ __forceinline__ unsigned packed_word(float first, float second) {
 template <int INDEX>
 constexpr bool IS_MAPPED = Load<INDEX>::KIND == Kind::tile && (Load<INDEX>::WIDTH > 1) && BY_TMA;
 
+// ---- which keys: behind the diagonal of a causal mask there is nothing to look at
+
+__device__ __forceinline__ int blocks_of_keys(const OnnxfuseArguments& args) { return (args.n - 1) / BLOCK_N + 1; }
+
+// Blocks of keys that rows up to `last_row` look at, at least one. A row whose every score there is LOW_SCORE or less
+// looks at the others as well: where a mask has finite numbers they weigh as much (LOOKS_AGAIN).
+__device__ __forceinline__ int blocks_to_diagonal(const OnnxfuseArguments& args, int last_row) {
+  if constexpr (!DIAGONAL) return blocks_of_keys(args);
+  const long long last_key = static_cast<long long>(last_row) + DIAGONAL_OFFSET + (FROM_END ? args.n - args.m : 0);
+  const int blocks = last_key < 0 ? 1 : static_cast<int>(last_key / BLOCK_N) + 1;
+  return min(blocks, blocks_of_keys(args));
+}
+
 // ---- scores: the functor over its operands
 
 // Where a thread finds its operands of a block of keys.
@@ -225,6 +238,13 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& s
 __device__ __forceinline__ void pack(unsigned (&probabilities)[WORDS], const float (&scores)[SCORES]) {
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) probabilities[i] = packed_word<Element>(scores[2 * i], scores[2 * i + 1]);
+}
+
+// Whether a row of this warp that is one of the tensor's has no score but low ones.
+__device__ __forceinline__ bool is_low(const Softmax& softmax, int first_row, int rows) {
+  const int row = first_row + lane() / 4;
+  return __any_sync(0xffffffff, (softmax.maximum[0] < LOW_SCORE && row < rows) ||
+                                    (softmax.maximum[1] < LOW_SCORE && row + 8 < rows)) != 0;
 }
 
 // ---- results

@@ -57,7 +57,11 @@ constexpr int QUERY_EMPTY = QUERY_FULL + CONSUMERS * 8;
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
 
 static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
-static_assert(SHARED_BYTES == QUERY_EMPTY + CONSUMERS * 8, "footprint and kernel agree");
+constexpr int VERDICT = QUERY_EMPTY + CONSUMERS * 8;  // all consumers have noted what is to be looked at again
+constexpr int NOTED = VERDICT + 8;                    // a byte for each warp of the first tiles of a block
+constexpr int NOTED_TILES = LOOKS_AGAIN ? 64 : 0;
+static_assert(SHARED_BYTES == VERDICT + (LOOKS_AGAIN ? 8 + NOTED_TILES * CONSUMER_WARPS : 0),
+              "footprint and kernel agree");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "one wgmma and one box");
 
 // 65,536 registers: 128 * 32 + 3 * 128 * 160, or 128 * 40 + 2 * 128 * 232, or two blocks of 128 * 24 + 128 * 232. One
@@ -96,22 +100,22 @@ struct RingPosition {
   }
 };
 
-// Tiles of one head follow each other: the blocks that run together share its keys and values in L2. TOGETHER, the
+// Tiles of one head follow each other: the blocks that run together share its keys and values in L2. With a DIAGONAL
+// the tiles of most keys come first, of all heads. TOGETHER, the
 // groups of a block have the same rows of neighbouring heads, which share keys, values and masks.
 struct Place {
   int row, head, batch;
 
   __device__ __forceinline__ Place(const OnnxfuseArguments& args, int tile, int tiles_m) {
-    const int number = tile / tiles_m, heads = args.lhs_outer.batches / BLOCK_HEADS;
-    row = (tile - number * tiles_m) * BLOCK_M;
+    const int count = args.batch / BLOCK_HEADS, heads = args.lhs_outer.batches / BLOCK_HEADS;
+    const int number = DIAGONAL ? tile % count : tile / tiles_m;
+    row = (DIAGONAL ? tiles_m - 1 - tile / count : tile - number * tiles_m) * BLOCK_M;
     batch = number / heads;
     head = (number - batch * heads) * BLOCK_HEADS;
   }
   __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
   __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
 };
-
-__device__ __forceinline__ int blocks_of_keys(const OnnxfuseArguments& args) { return (args.n - 1) / BLOCK_N + 1; }
 
 // ---- producer
 
@@ -195,14 +199,48 @@ struct Producer {
   }
 };
 
-__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared) {
-  const int tiles_m = (args.m - 1) / BLOCK_M + 1;
+// The tile that a block comes to as its `number`th. Behind a diagonal lie fewer and fewer keys: every other time the
+// blocks take theirs in the opposite order, so that they have as much to do.
+__device__ __forceinline__ int tile_of(int number) {
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  return number * blocks + (DIAGONAL && number % 2 ? blocks - 1 - block : block);
+}
+
+// Whether any warp has noted that of a tile.
+__device__ __forceinline__ bool is_to_be_looked_at(const unsigned char* memory, int number) {
+  bool again = false;
+  for (int warp = 0; warp < CONSUMER_WARPS; ++warp) again |= memory[NOTED + number * CONSUMER_WARPS + warp] != 0;
+  return again;
+}
+
+// Which tiles a block looks at, in order, with the number of blocks of keys: all up to the diagonal, and then those
+// again, with all keys, of which a warp has noted that it found nothing there.
+//   body(place, blocks, number): number is the tile's among the block's, or -1 where nothing is noted of it
+template <typename Body, typename Verdict>
+__device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, const unsigned char* memory,
+                                              const Body& body, const Verdict& verdict) {
+  const int tiles_m = (args.m - 1) / BLOCK_M + 1, blocks = static_cast<int>(gridDim.x);
   const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
-  Producer producer = {args, maps, shared};
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const Place place(args, tile, tiles_m);
-    int block = blocks_of_keys(args) - 1;
+  for (int pass = 0; pass < (LOOKS_AGAIN ? 2 : 1); ++pass) {
+    if (pass > 0) verdict();
+#pragma unroll 1
+    for (int number = 0; number * blocks < tiles; ++number) {
+      const bool is_noted = LOOKS_AGAIN && number < NOTED_TILES;
+      if (tile_of(number) >= tiles || (pass > 0 && !(is_noted && is_to_be_looked_at(memory, number)))) continue;
+      const Place place(args, tile_of(number), tiles_m);
+      const bool is_cut = DIAGONAL && pass == 0 && (!LOOKS_AGAIN || is_noted);
+      body(place, is_cut ? blocks_to_diagonal(args, place.row + BLOCK_M - 1) : blocks_of_keys(args),
+           is_noted ? number : -1);
+    }
+  }
+}
+
+__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, const unsigned char* memory,
+                                        unsigned shared) {
+  Producer producer = {args, maps, shared};
+  const auto load = [&](const Place& place, int blocks, int) {
+    int block = blocks - 1;
     producer.load_query(place);
     producer.load_keys(place, block);
 #pragma unroll 1
@@ -211,7 +249,8 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       producer.load_values(place, block);
     }
     producer.load_values(place, 0);
-  }
+  };
+  for_each_tile(args, memory, load, [&] { barrier_wait(shared + VERDICT, 0); });
 }
 
 // ---- consumers
@@ -327,6 +366,7 @@ struct Consumer {
   unsigned shared;
   int group;
   RingPosition keys, values;
+  bool is_again = false;  // tiles are looked at for the second time
 
   __device__ __forceinline__ void await_keys() const {
     barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
@@ -361,9 +401,18 @@ struct Consumer {
   }
 };
 
-// One tile: all its keys, from the last block to the first.
-__device__ __forceinline__ void attend(Consumer& own, const Place& place, int warp_row) {
-  const int blocks = blocks_of_keys(own.args);
+// Notes whether a warp has rows that found nothing in front of the diagonal; then their result comes later.
+__device__ __forceinline__ bool is_left_for_later(const Consumer& own, const Softmax& softmax, const Place& place,
+                                                  int blocks, int number, int warp_row) {
+  unsigned char& noted = own.memory[NOTED + number * CONSUMER_WARPS + threadIdx.x / WARP_SIZE];
+  if (blocks == blocks_of_keys(own.args)) return number >= 0 && own.is_again && noted == 0;
+  const bool low = is_low(softmax, place.row + warp_row, own.args.m);
+  if (low && lane() == 0) noted = 1;
+  return low;
+}
+
+// One tile: its keys, from the last block to the first.
+__device__ __forceinline__ void attend(Consumer& own, const Place& place, int blocks, int number, int warp_row) {
   float scores[SCORES], sums[SUMS], rescale[2];
   unsigned probabilities[WORDS];
   Softmax softmax;
@@ -395,25 +444,30 @@ __device__ __forceinline__ void attend(Consumer& own, const Place& place, int wa
   own.await_values();
   own.multiply_probabilities(sums, probabilities, blocks > 1);
   own.finish_sums(sums);
+  if constexpr (LOOKS_AGAIN) {
+    if (is_left_for_later(own, softmax, place, blocks, number, warp_row)) return;
+  }
   finish(sums, softmax, own.args, place, warp_row);
 }
 
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                         int group) {
-  const int tiles_m = (args.m - 1) / BLOCK_M + 1;
-  const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
   const int warp_row = (TOGETHER ? threadIdx.x % WARP_GROUP : threadIdx.x) / WARP_SIZE * WARP_ROWS;
   Consumer own = {args, memory, shared, group};
   int query_parity = 0;
   line_up(group);
-#pragma unroll 1
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    Place place(args, tile, tiles_m);
+  const auto look = [&](Place place, int blocks, int number) {
     place.head = place.head_of(group);
     barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
     query_parity ^= 1;
-    attend(own, place, warp_row);
-  }
+    attend(own, place, blocks, number, warp_row);
+  };
+  for_each_tile(args, memory, look, [&] {
+    __syncwarp();
+    if (lane() == 0) barrier_arrive(shared + VERDICT);
+    barrier_wait(shared + VERDICT, 0);
+    own.is_again = true;
+  });
 }
 
 __device__ __forceinline__ void init_barriers(unsigned shared) {
@@ -429,6 +483,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     barrier_init(shared + QUERY_FULL + group * 8, 1);
     barrier_init(shared + QUERY_EMPTY + group * 8, WARP_GROUP / WARP_SIZE);
   }
+  if constexpr (LOOKS_AGAIN) barrier_init(shared + VERDICT, CONSUMER_WARPS);
   barrier_init_fence();
 }
 
@@ -444,6 +499,7 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   } else if (threadIdx.x < 3 + TILE_LOADS) {
     prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
   }
+  for (int i = threadIdx.x; i < NOTED_TILES * CONSUMER_WARPS; i += THREADS) onnxfuse_shared[NOTED + i] = 0;
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -451,7 +507,7 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {
     if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, shared);
+    if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, onnxfuse_shared, shared);
   } else {
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(args, onnxfuse_shared, shared, group);

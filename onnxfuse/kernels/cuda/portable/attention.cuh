@@ -202,9 +202,37 @@ __device__ __forceinline__ void attend_block(const Block& own, int block, int wa
   multiply_probabilities(sums, scores, own.shared + own.stage(block) + KEY_BYTES);
 }
 
+// Whether any warp of the block has rows of nothing but low scores; all stages are free then.
+__device__ __forceinline__ bool is_low_anywhere(const Block& own, const Softmax& softmax, int warp_row) {
+  __syncthreads();
+  int* found = reinterpret_cast<int*>(own.memory + QUERY_BYTES);
+  if (threadIdx.x == 0) *found = 0;
+  __syncthreads();
+  if (is_low(softmax, own.place.row + warp_row, own.args.m) && lane() == 0) *found = 1;
+  __syncthreads();
+  const bool low = *found != 0;
+  __syncthreads();
+  return low;
+}
+
+// The blocks of keys behind the diagonal, for rows that look at them too.
+__device__ __forceinline__ void attend_behind(const Block& own, int first, int warp_row, float (&sums)[SUMS],
+                                              Softmax& softmax) {
+#pragma unroll 1
+  for (int block = first; block < blocks_of_keys(own.args); ++block) {
+    own.copy(block);
+    copy_async_commit();
+    copy_async_wait<0>();
+    own.round(block);
+    __syncthreads();
+    attend_block<true>(own, block, warp_row, sums, softmax);
+    __syncthreads();
+  }
+}
+
 __device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_ROWS;
-  const int last = (own.args.n - 1) / BLOCK_N;
+  const int last = blocks_to_diagonal(own.args, own.place.row + BLOCK_M - 1) - 1;
   float sums[SUMS] = {};
   Softmax softmax;
   copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
@@ -222,6 +250,11 @@ __device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
       attend_block<true>(own, block, warp_row, sums, softmax);
     } else {
       attend_block<false>(own, block, warp_row, sums, softmax);
+    }
+  }
+  if constexpr (LOOKS_AGAIN) {
+    if (last + 1 < blocks_of_keys(own.args) && is_low_anywhere(own, softmax, warp_row)) {
+      attend_behind(own, last + 1, warp_row, sums, softmax);
     }
   }
   finish(sums, softmax, own.args, own.place, warp_row);

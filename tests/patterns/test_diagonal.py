@@ -1,0 +1,168 @@
+"""Which masks have a diagonal, behind which there is nothing, at whatever length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.ir.attention import Diagonal
+from onnxfuse.patterns.diagonal import LOW
+from onnxfuse.pipeline import analyse_model
+from tests.helpers.attention_graphs import feeds, merged, model_of, number, scores
+from tests.helpers.onnx_build import BOOL, FLOAT16, Builder, run
+
+Mask = Callable[[Builder], str]
+SIZES = [
+    {"batch": 2, "rows": 40, "keys": 72},
+    {"batch": 1, "rows": 1, "keys": 9},
+    {"batch": 1, "rows": 30, "keys": 30},
+    {"batch": 1, "rows": 20, "keys": 8},
+]
+
+
+def length(b: Builder, name: str) -> str:
+    """How many tokens an input has."""
+    return b("Squeeze", b("Slice", b("Shape", name), b.integers(1), b.integers(2)), b.integers(0))
+
+
+def arange(b: Builder, start: str, limit: str, along_keys: bool) -> str:
+    return b("Unsqueeze", b("Range", start, limit, b.scalar(1)), b.integers(0) if along_keys else b.integers(1))
+
+
+def keys_and_rows(b: Builder) -> tuple[str, str]:
+    zero = b.scalar(0)
+    return arange(b, zero, length(b, "key"), True), arange(b, zero, length(b, "query"), False)
+
+
+def chosen(b: Builder, condition: str, first: float, second: float) -> str:
+    return b("Where", condition, number(b, first), number(b, second))
+
+
+def up_to_the_row(b: Builder) -> str:
+    return chosen(b, b("LessOrEqual", *keys_and_rows(b)), 0.0, -np.inf)
+
+
+def before_the_row(b: Builder) -> str:
+    return chosen(b, b("Less", *keys_and_rows(b)), 0.0, -65504.0)
+
+
+def behind_the_row(b: Builder) -> str:
+    keys, rows = keys_and_rows(b)
+    return chosen(b, b("Less", rows, keys), -np.inf, 0.0)
+
+
+def negated(b: Builder) -> str:
+    return chosen(b, b("Not", b("GreaterOrEqual", *keys_and_rows(b))), 0.0, -np.inf)
+
+
+def with_a_past(b: Builder) -> str:
+    """The last rows of all tokens: as many stand before them as there are keys more."""
+    keys, rows = length(b, "key"), length(b, "query")
+    of_rows = arange(b, b("Sub", keys, rows), keys, False)
+    return chosen(b, b("LessOrEqual", arange(b, b.scalar(0), keys, True), of_rows), 0.0, -np.inf)
+
+
+def moved(b: Builder) -> str:
+    keys, rows = keys_and_rows(b)
+    return chosen(b, b("LessOrEqual", keys, b("Add", rows, b.scalar(5))), 0.0, -np.inf)
+
+
+def with_padding(b: Builder) -> str:
+    """Of each batch some keys are none; the whole is given the dimensions of the scores."""
+    causal = b("Unsqueeze", b("LessOrEqual", *keys_and_rows(b)), b.integers(0, 1))
+    return chosen(b, b("And", causal, b.input("mask", ("batch", 1, 1, "keys"), BOOL)), 0.0, -65504.0)
+
+
+def upper_part(b: Builder) -> str:
+    shape = b(
+        "Concat",
+        b("Unsqueeze", length(b, "query"), b.integers(0)),
+        b("Unsqueeze", length(b, "key"), b.integers(0)),
+        axis=0,
+    )
+    return b("Trilu", b("Expand", number(b, -np.inf), shape), b.scalar(1), upper=1)
+
+
+def added_to_another(b: Builder) -> str:
+    return b("Add", up_to_the_row(b), b.input("bias", ("rows", "keys")))
+
+
+def every_other_row(b: Builder) -> str:
+    keys, rows = keys_and_rows(b)
+    return chosen(b, b("LessOrEqual", keys, b("Mul", rows, b.scalar(2))), 0.0, -np.inf)
+
+
+def behind_a_window(b: Builder) -> str:
+    return chosen(b, b("GreaterOrEqual", *keys_and_rows(b)), 0.0, -np.inf)
+
+
+def barely_masked(b: Builder) -> str:
+    return chosen(b, b("LessOrEqual", *keys_and_rows(b)), 0.0, -100.0)
+
+
+def either(b: Builder) -> str:
+    causal = b("Unsqueeze", b("LessOrEqual", *keys_and_rows(b)), b.integers(0, 1))
+    return chosen(b, b("Or", causal, b.input("mask", ("batch", 1, 1, "keys"), BOOL)), 0.0, -np.inf)
+
+
+def given(b: Builder) -> str:
+    return b.input("mask", ("rows", "keys"))
+
+
+FOUND: dict[Mask, Diagonal] = {
+    up_to_the_row: Diagonal(0, False, -np.inf),
+    before_the_row: Diagonal(-1, False, -65504.0),
+    behind_the_row: Diagonal(0, False, -np.inf),
+    negated: Diagonal(-1, False, -np.inf),
+    with_a_past: Diagonal(0, True, -np.inf),
+    moved: Diagonal(5, False, -np.inf),
+    with_padding: Diagonal(0, False, -65504.0),
+    upper_part: Diagonal(0, False, -np.inf),
+    added_to_another: Diagonal(0, False, -np.inf),
+}
+NONE: list[Mask] = [every_other_row, behind_a_window, barely_masked, either, given]
+
+
+def attention(b: Builder, mask: Mask, scaled: bool = True) -> tuple[list[str], str]:
+    s = scores(b)
+    added = mask(b)
+    s = b("Mul", s, number(b, 0.25)) if scaled else s
+    return merged(b, b("Softmax", b("Add", s, added), axis=-1)), added
+
+
+def diagonal(model: onnx.ModelProto) -> Diagonal | None:
+    (site,) = [site for site in analyse_model(model, [ARCHITECTURES["sm_90a"]], attention=True).sites if site.attention]
+    return site.fusion.diagonal
+
+
+@pytest.mark.parametrize("mask", FOUND)
+def test_it_is_found_and_nothing_lies_behind_it(mask: Mask) -> None:
+    b = Builder(FLOAT16)
+    outs, added = attention(b, mask)
+    assert diagonal(b.model(*outs)) == FOUND[mask]
+    model = b.model(added)
+    for sizes in SIZES:
+        (values,) = run(model, feeds(model, sizes))
+        values = np.broadcast_to(values, (*values.shape[:-2], sizes["rows"], sizes["keys"]))
+        last = FOUND[mask].offset + (sizes["keys"] - sizes["rows"] if FOUND[mask].from_end else 0)
+        behind = np.arange(sizes["keys"]) > np.arange(sizes["rows"])[:, None] + last
+        assert (values[..., behind] <= LOW).all()
+        assert (values[..., behind] <= FOUND[mask].fill / 2).all()
+
+
+@pytest.mark.parametrize("mask", NONE)
+def test_what_is_none_is_none(mask: Mask) -> None:
+    b = Builder(FLOAT16)
+    assert diagonal(b.model(*attention(b, mask)[0])) is None
+
+
+def test_a_choice_of_scores_is_read() -> None:
+    b = Builder(FLOAT16)
+    s, mask = scores(b), b("LessOrEqual", *keys_and_rows(b))
+    s = b("Where", mask, s, number(b, -np.inf))
+    assert diagonal(b.model(*merged(b, b("Softmax", s, axis=-1)))) == Diagonal(0, False, -np.inf)
+    assert diagonal(model_of("two_biases")) is None
