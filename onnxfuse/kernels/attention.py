@@ -42,8 +42,7 @@ def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
         "SHARED_BYTES": shared_bytes(spec, tile),
     }
     flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
-    offsets = [sum(masks[:index]) for index in range(len(masks))]
-    products = f"{_wgmma_scores(spec, tile)}\n{_wgmma_values(spec)}"
+    offsets, products = [sum(masks[:index]) for index in range(len(masks))], _wgmma_products(spec, tile)
     return assembled(_generated(spec, tile, numbers, flags, offsets, products), "hopper/attention.cuh", USES)
 
 
@@ -114,6 +113,10 @@ def _has_huge_scores(spec: AttentionSpec) -> bool:
     """Whether a score may be as low as no fp16 number is."""
     numbers = (abs(value) for step in spec.score for value in step.inputs if isinstance(value, float))
     return any(load.dtype in (BF16, F32) for load in spec.loads) or any(HUGE < each < math.inf for each in numbers)
+
+
+def _wgmma_products(spec: AttentionSpec, tile: AttentionTile) -> str:
+    return f"{_wgmma_scores(spec, tile)}\n{_wgmma_values(spec)}"
 
 
 def _wgmma_scores(spec: AttentionSpec, tile: AttentionTile) -> str:

@@ -81,9 +81,8 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
         refusal = refusal or _read_beside(graph, softmax, value, 2 if is_guard else 1)
         if is_anchor(graph, passed):
             return Candidate((), softmax, tuple(nodes), passed, guarded, refusal)
-        guarded = guarded or is_guard
+        guarded, value = guarded or is_guard, passed.outputs[0]
         nodes += [*(passed.inputs[0].inputs if is_guard else ()), passed]
-        value = passed.outputs[0]
     return None
 
 

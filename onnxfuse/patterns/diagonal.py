@@ -130,13 +130,16 @@ class _Masks:
         if op == "Not":
             return self.constantly(node.inputs[0], not held, depth + 1)
         if op in ("And", "Or"):
-            either = (self.constantly(each, held, depth + 1) for each in node.inputs) if held == (op == "Or") else ()
-            return next((edge for edge in either if edge is not None), None)
+            return self._either(node, held, depth) if held == (op == "Or") else None
         if op in COMPARISONS:
             return self._compared(node, held)
         if op == "Trilu":
             return None if held else self._trilu(node, upper=0)
         return self.constantly(node.inputs[0], held, depth + 1) if self._keeps(node) else None
+
+    def _either(self, node: gs.Node, held: bool, depth: int) -> Edge | None:
+        edges = (self.constantly(each, held, depth + 1) for each in node.inputs)
+        return next((edge for edge in edges if edge is not None), None)
 
     def _compared(self, node: gs.Node, held: bool) -> Edge | None:
         """Of `keys <= rows`: behind which keys it does not hold; of `keys > rows`: behind which it does."""
@@ -166,19 +169,20 @@ class _Masks:
         """The first of consecutive numbers, and what they stay below."""
         value = self._known(tensor)
         if value is not None:
-            numbers = value.ravel()
-            steps = numbers.dtype.kind in "iu" and bool(numbers.size) and bool((np.diff(numbers) == 1).all())
-            return (int(numbers[0]), int(numbers[-1]) + 1) if steps else None
+            return _counted_out(value.ravel())
         node = self._maker(tensor, depth)
         if node is None:
             return None
         if node.op == "Range":
-            start, limit, step = (self._integer(each) for each in node.inputs)
-            return (start, limit) if step == 1 and start is not None and limit is not None else None
+            return self._counted(node)
         if node.op == "Add":
             return self._added(node, depth)
         moves = qualified_op(node) in MOVES and self._is_integer(node)
         return self._consecutive(node.inputs[0], depth + 1) if moves else None
+
+    def _counted(self, node: gs.Node) -> tuple[Size, Size] | None:
+        start, limit, step = (self._integer(each) for each in node.inputs)
+        return (start, limit) if step == 1 and start is not None and limit is not None else None
 
     def _added(self, node: gs.Node, depth: int) -> tuple[Size, Size] | None:
         for numbers, other in (node.inputs, reversed(node.inputs)):
@@ -229,6 +233,11 @@ class _Masks:
         if qualified_op(node) not in KEEPS_ROWS_AND_KEYS or before is None or after is None or len(before) < 2:
             return False
         return before[-2:] == after[-2:] and None not in before[-2:]
+
+
+def _counted_out(numbers: np.ndarray) -> tuple[Size, Size] | None:
+    steps = numbers.dtype.kind in "iu" and bool(numbers.size) and bool((np.diff(numbers) == 1).all())
+    return (int(numbers[0]), int(numbers[-1]) + 1) if steps else None
 
 
 def _between(rows: Arange, keys: Arange) -> Edge | None:
