@@ -35,6 +35,7 @@ from onnxfuse.schedule.hopper_tile import HopperTile
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
+from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from onnxfuse.schedule.small_m_tile import SmallMTile
 from onnxfuse.schedule.variant import AnyVariant, Variant
 
@@ -47,6 +48,7 @@ _CLASSES = {
             HopperTile,
             QuantizedTile,
             SmallMTile,
+            QuantizedSmallMTile,
             PointwiseTile,
             LibraryTile,
             AttentionTile,

@@ -229,15 +229,6 @@ void load_words(unsigned (&words)[WORDS], unsigned shared) {
   memcpy(words, emulator::shared(shared, WORDS * 4), WORDS * 4);
 }
 
-inline unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
-  const uint64_t bytes = static_cast<uint64_t>(second) << 32 | first;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  return result;
-}
-
-inline unsigned masked_or(unsigned bits, unsigned mask, unsigned magic) { return (bits & mask) | magic; }
-
 template <typename T>
 unsigned twice(T, unsigned pair, int upper) {
   return (upper ? pair >> 16 : pair & 0xffff) * 0x10001;

@@ -34,6 +34,18 @@ void copy_async(unsigned shared, const void* global, bool inside) {
     emulator::fiber().groups.back().push_back(copy);
 }
 
+inline void copy_async_part(unsigned shared, const void* global, int bytes) {
+  emulator::PendingCopy copy{shared, {}, 4};
+  if (reinterpret_cast<uintptr_t>(global) % 4) emulator::fail("misaligned word");
+  if (bytes < 0 || bytes > 4) emulator::fail("a copy of no part of a word");
+  for (int i = 0; i < bytes; ++i) emulator::check_global(static_cast<const unsigned char*>(global) + i, 1, false);
+  memcpy(copy.bytes, global, bytes);
+  if (!emulator::block.lazy)
+    land(copy);
+  else
+    emulator::fiber().groups.back().push_back(copy);
+}
+
 inline void copy_async_commit() { emulator::fiber().groups.emplace_back(); }
 
 template <int PENDING>
@@ -174,8 +186,42 @@ void multiply_fragment(T type, float (&acc)[4], const unsigned (&lhs)[4], const 
   __syncwarp();
 }
 
+template <typename T>
+void multiply_onto(T type, float (&result)[4], const float (&start)[4], const unsigned (&lhs)[4],
+                   const unsigned (&rhs)[2]) {
+  float acc[4];
+  memcpy(acc, start, sizeof acc);
+  multiply_fragment(type, acc, lhs, rhs);
+  memcpy(result, acc, sizeof acc);
+}
+
 inline void round_to_tf32(unsigned& value) {
   if ((value & 0x7f800000) != 0x7f800000) value = (value + 0x1000) & ~0x1fffu;
+}
+
+inline void wait_for_kernel_before() {}
+inline void let_kernel_behind_start() {}
+
+inline unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(second) << 32 | first;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+
+inline unsigned masked_or(unsigned word, unsigned mask, unsigned others) { return (word & mask) | others; }
+
+template <typename T>
+unsigned subtract_pair(T type, unsigned first, unsigned second) {
+  T pair[2];
+  for (int i = 0; i < 2; ++i) {
+    T both[2];
+    store_pair(both, half_of(type, first, i) - half_of(type, second, i), 0.0f);
+    pair[i] = both[0];
+  }
+  unsigned result;
+  memcpy(&result, pair, 4);
+  return result;
 }
 
 inline float minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }

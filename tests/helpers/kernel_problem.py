@@ -20,6 +20,8 @@ from onnxfuse.kernels.emit import TEXTS
 from onnxfuse.schedule.kernel_family import ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
 from onnxfuse.schedule.portable import PORTABLE
+from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
+from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from onnxfuse.schedule.small_m import SMALL_M
 from onnxfuse.schedule.small_m_tile import SmallMTile, chunk
 from tests.helpers.reference_fusion import OPS
@@ -38,6 +40,8 @@ ARGUMENTS = np.dtype(
     + [("lhs_outer", OUTER), ("rhs_outer", OUTER), ("loads_outer", OUTER, 12), ("outs_outer", OUTER, 4)]
     + [("values_outer", OUTER), ("scales", SCALES, 4)]
 )
+
+FAMILIES_OF_TILES = {Tile: PORTABLE, SmallMTile: SMALL_M, QuantizedSmallMTile: QUANTIZED_SMALL_M}
 
 # How tile operands and outputs lie in memory, outermost dimension first: `m` and `n` whole, or in runs: `M` counts the
 # runs of `Size.m_run` rows, `N` those of `Size.n_run` columns.
@@ -151,11 +155,11 @@ def _steps(index: np.ndarray, stride: int, run: int, outer_stride: int) -> np.nd
 class TiledSpec(KernelSpec):
     """A spec with the tile that a test computes it with; the sm_90a kernel's tests have tiles of their own."""
 
-    tile: Tile | SmallMTile = field(kw_only=True)
+    tile: Tile | SmallMTile | QuantizedSmallMTile = field(kw_only=True)
 
     @property
     def family(self) -> ProductFamily:
-        return SMALL_M if isinstance(self.tile, SmallMTile) else PORTABLE
+        return FAMILIES_OF_TILES[type(self.tile)]
 
     def why_not(self, device: DeviceSpec) -> str | None:
         return self.family.why_not(self, self.tile, device)
@@ -221,16 +225,15 @@ class Problem:
         batch_stride, batches = buffer.batch_outer
         return row_stride, column_stride, batch_stride, rows, columns, batches or self.size.batch, 0
 
-    @property
-    def additions(self) -> int:
-        """To one sum of a product."""
-        return self.size.k
+    def product(self, rhs: Buffer) -> Bounded:
+        """One part's."""
+        return _product(self.spec.math, self.lhs.values, rhs.values, self.size.k)
 
     def expected(self) -> list[Bounded]:
         """Every output with its bound, before and after rounding to its type."""
         names: dict[str, Bounded] = {}
         for part, rhs in enumerate(self.rhs):
-            names[f"acc{part}"] = _product(self.spec.math, self.lhs.values, rhs.values, self.additions)
+            names[f"acc{part}"] = self.product(rhs)
         for index, load in enumerate(self.loads):
             value = load.values.astype(np.float64)
             names[f"op{index}"] = Bounded(value, np.zeros_like(value))
@@ -436,7 +439,7 @@ def make_spec(
     math_mode: str,
     parts: int,
     rhs_order: str,
-    tile: Tile | SmallMTile,
+    tile: Tile | SmallMTile | QuantizedSmallMTile,
     size: Size,
     kind: str = "plain",
     outs: Sequence[DType | None] = (None,),

@@ -14,7 +14,7 @@ import numpy as np
 from onnxfuse.dtypes import U8, DType
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule.kernel_spec import KernelSpec
-from tests.helpers.kernel_problem import NUMPY, Buffer, Problem, Size, TiledSpec, make_problem
+from tests.helpers.kernel_problem import FP32, NUMPY, Bounded, Buffer, Problem, Size, TiledSpec, make_problem
 
 PIECE_BYTES = 16  # of the widest access
 
@@ -42,6 +42,7 @@ class Packed(Buffer):
     """Packed integers, with what they stand for."""
 
     numbers: np.ndarray = field(kw_only=True)  # float64 [1, k, n]
+    steps: np.ndarray = field(kw_only=True)  # the scales of each
 
     @property
     def values(self) -> np.ndarray:
@@ -51,22 +52,31 @@ class Packed(Buffer):
 
 @dataclass
 class QuantizedProblem(Problem):
-    """A problem whose parts have scales, and zero points if the form has them."""
+    """A problem whose parts have scales, and zero points if the form has them.
+
+    Attributes:
+        excess: the largest number that a kernel multiplies where it stands for an integer, if that is not the integer
+            less its zero point: what is too much is taken from the sums of a block.
+    """
 
     scales: list[Buffer] = field(kw_only=True)
     zero_points: list[Buffer] = field(kw_only=True)
+    excess: float = field(default=0.0, kw_only=True)
 
     @property
     def buffers(self) -> list[Buffer]:
         """Those of every problem, and what each part has beside its integers."""
         return [*super().buffers, *self.scales, *self.zero_points]
 
-    @property
-    def additions(self) -> int:
-        """A block's sum is rounded once more when it is scaled and added."""
+    def product(self, rhs: Buffer) -> Bounded:
+        """A block's sum is rounded once more when it is scaled and added, and beside it what unpacking leaves in it."""
         form = self.spec.quantization
         assert form is not None
-        return self.size.k + form.blocks(self.size.k) + 1
+        assert isinstance(rhs, Packed)
+        lhs = np.abs(self.lhs.values.astype(np.float64))
+        magnitude = lhs @ (np.abs(rhs.values) * (self.size.k + form.blocks(self.size.k) + 1))
+        left = lhs @ (np.abs(rhs.steps) * self.excess * 2 * (form.block + 2))
+        return Bounded(self.lhs.values.astype(np.float64) @ rhs.values, (magnitude + left) * FP32)
 
     def arguments(self, addresses: Sequence[int]) -> np.ndarray:
         """With pointers and pitches of scales and zero points."""
@@ -82,7 +92,7 @@ class QuantizedProblem(Problem):
         return arguments
 
 
-def make_quantized_problem(spec: TiledSpec, size: Size, seed: int = 0) -> QuantizedProblem:
+def make_quantized_problem(spec: TiledSpec, size: Size, excess: float = 0.0, seed: int = 0) -> QuantizedProblem:
     """Random tensors: every integer and zero point that the form has, scales of both signs."""
     form = spec.quantization
     assert form is not None
@@ -99,6 +109,7 @@ def make_quantized_problem(spec: TiledSpec, size: Size, seed: int = 0) -> Quanti
         plain.outs,
         scales=[part[1] for part in parts],
         zero_points=[part[2] for part in parts] if form.zero_points else [],
+        excess=excess,
     )
 
 
@@ -111,10 +122,10 @@ def _part(rng: np.random.Generator, spec: KernelSpec, form: Quantization, size: 
     spread = rng.choice([-1.0, 1.0], (n, blocks)) * rng.uniform(0.5, 2.0, (n, blocks)) / (1 << form.bits) / k**0.5
     scales = (4 * spread).astype(NUMPY[form.scale])
     by_element = [np.repeat(each.astype(np.float64), form.block, axis=1) for each in (zeros, scales)]
-    numbers = ((integers - by_element[0]) * by_element[1])[:, :k].T[None]
+    numbers, steps = (each[:, :k].T[None] for each in ((integers - by_element[0]) * by_element[1], by_element[1]))
     packed = pack(integers, form.bits)
     return (
-        Packed(packed.ravel(), 0, (1, k, n), (0, 1, packed.shape[1]), numbers=numbers),
+        Packed(packed.ravel(), 0, (1, k, n), (0, 1, packed.shape[1]), numbers=numbers, steps=steps),
         _beside(scales, form.scale),
         _beside(pack(zeros, form.bits), U8),
     )

@@ -33,8 +33,9 @@ def implementations() -> dict[str, Implementation]:
     """Those of several models, each with a name, and of one site both."""
     b = ragged()
     sites = [site for model in (MODEL, b.model(b.nodes[-1].output[0])) for site in analyse_model(model, DEVICES).sites]
-    few_bits = quantized_model(layers("llama", Sizes(64, 160, 4, 2), (1, 8), 1, FLOAT16), Form(4, 32))
-    sites += analyse_model(few_bits, DEVICES[:1]).sites
+    for tokens, width in ((8, 64), (2048, 512)):
+        few_bits = quantized_model(layers("llama", Sizes(width, 2 * width, 4, 2), (1, tokens), 1, FLOAT16), Form(4, 32))
+        sites += analyse_model(few_bits, DEVICES[:1]).sites
     for form in FORMS:
         sites += analyse_model(model_of(form), DEVICES[:1], attention=True).sites
     own = [site.implementation for site in sites] + [site.epilogue_only for site in sites if site.epilogue_only]

@@ -55,6 +55,11 @@ __device__ __forceinline__ void copy_async(unsigned shared, const void* global, 
   }
 }
 
+// An aligned word of which `bytes` are read, and the others zero.
+__device__ __forceinline__ void copy_async_part(unsigned shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes));
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most PENDING of this thread's newest groups are under way.
@@ -169,6 +174,27 @@ __device__ __forceinline__ void multiply_fragment(__nv_bfloat16, float (&acc)[4]
       : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]));
 }
 
+// result[16, 8] = start + lhs[16, 16] * rhs[16, 8]
+__device__ __forceinline__ void multiply_onto(__half, float (&result)[4], const float (&start)[4],
+                                              const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, "
+      "%13};"
+      : "=f"(result[0]), "=f"(result[1]), "=f"(result[2]), "=f"(result[3])
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]), "f"(start[0]), "f"(start[1]),
+        "f"(start[2]), "f"(start[3]));
+}
+
+__device__ __forceinline__ void multiply_onto(__nv_bfloat16, float (&result)[4], const float (&start)[4],
+                                              const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, "
+      "%12, %13};"
+      : "=f"(result[0]), "=f"(result[1]), "=f"(result[2]), "=f"(result[3])
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "r"(rhs[0]), "r"(rhs[1]), "f"(start[0]), "f"(start[1]),
+        "f"(start[2]), "f"(start[3]));
+}
+
 // acc[16, 8] += lhs[16, 8] * rhs[8, 8], operands already rounded to TF32.
 __device__ __forceinline__ void multiply_fragment(float, float (&acc)[4], const unsigned (&lhs)[4],
                                                   const unsigned (&rhs)[2]) {
@@ -182,6 +208,44 @@ __device__ __forceinline__ void multiply_fragment(float, float (&acc)[4], const 
 // To nearest: the tensor cores would otherwise cut the 13 low bits off, which biases every product towards zero.
 __device__ __forceinline__ void round_to_tf32(unsigned& value) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(value) : "f"(__uint_as_float(value)));
+}
+
+// Of kernels that are launched to start before the one before them has ended; before sm_90 none is.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_kernel_behind_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Four bytes of eight, those of `first` before those of `second`, chosen by the digits of `selector`.
+__device__ __forceinline__ unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
+  unsigned result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(first), "r"(second), "r"(selector));
+  return result;
+}
+
+// The bits of `word` under `mask`, and those of `others`: one instruction, which the compiler would make two.
+__device__ __forceinline__ unsigned masked_or(unsigned word, unsigned mask, unsigned others) {
+  unsigned result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(others));
+  return result;
+}
+
+// Two numbers less two others.
+__device__ __forceinline__ unsigned subtract_pair(__half, unsigned first, unsigned second) {
+  unsigned result;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(first), "r"(second));
+  return result;
+}
+__device__ __forceinline__ unsigned subtract_pair(__nv_bfloat16, unsigned first, unsigned second) {
+  unsigned result;  // before sm_90 there is no subtraction
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(second), "r"(0xbf80bf80), "r"(first));
+  return result;
 }
 
 // NaN if either argument is, as ONNX has it; fminf and fmaxf would drop the NaN.

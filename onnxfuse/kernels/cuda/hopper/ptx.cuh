@@ -147,20 +147,6 @@ __device__ __forceinline__ void load_words(unsigned (&words)[WORDS], unsigned sh
   }
 }
 
-// Bytes of two words, by number, one in each four bits of the selector.
-__device__ __forceinline__ unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
-  unsigned bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(first), "r"(second), "r"(selector));
-  return bytes;
-}
-
-// (bits & mask) | magic, in one instruction, which takes one constant and no more.
-__device__ __forceinline__ unsigned masked_or(unsigned bits, unsigned mask, unsigned magic) {
-  unsigned result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(bits), "r"(mask), "r"(magic));
-  return result;
-}
-
 // One of a pair's halves twice: what reads it takes the half itself, and nothing is moved.
 template <typename T>
 __device__ __forceinline__ unsigned twice(T, unsigned pair, int upper) {

@@ -34,6 +34,7 @@
 #include "portable/split_fp32.cuh"
 #include "common/ptx.cuh"
 #include "common/addressing.cuh"
+#include "common/epilogue_element.cuh"
 
 namespace onnxfuse {
 
@@ -280,43 +281,6 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const 
   }
 }
 
-template <typename T>
-__device__ __forceinline__ float read_element(const T* element) {
-  return to_float(load_global<Packed<T, 1>>(element).values[0]);
-}
-
-template <typename Access>
-__device__ __forceinline__ float read_operand(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
-                                              int row, int column) {
-  const bool by_row = Access::KIND == Kind::column || Access::KIND == Kind::tile;
-  const bool by_column = Access::KIND == Kind::row || Access::KIND == Kind::tile;
-  return read_element(element_of<Access>(tensor, outer, batch, by_row ? row : 0, by_column ? column : 0));
-}
-
-template <typename T>
-__device__ __forceinline__ Packed<T, 1> from_float(float value) {
-  Packed<T, 2> pair;
-  store_pair(pair.values, value, value);
-  return {{pair.values[0]}};
-}
-
-// One element of every output.
-__device__ __forceinline__ void store_outputs(const float (&acc)[PARTS], const OnnxfuseArguments& args, int batch,
-                                              int row, int column) {
-  float operands[LOADS + 1], results[OUTS];
-  static_for<0, LOADS>([&](auto index) {
-    constexpr int I = decltype(index)::value;
-    operands[I] = read_operand<Load<I>>(args.loads[I], args.loads_outer[I], batch, row, column);
-  });
-  Epilogue::apply(acc, operands, results);
-  static_for<0, OUTS>([&](auto index) {
-    constexpr int I = decltype(index)::value;
-    using T = typename Out<I>::Type;
-    T* element = element_of<Out<I>>(args.outs[I], args.outs_outer[I], batch, row, column);
-    store_global(element, from_float<T>(results[I]));
-  });
-}
-
 // One element of a product by FFMA, straight from memory: slow, for the rare tile with a sum that is not finite. It
 // sums pieces of k, and then the pieces, for the accuracy of the portable kernel.
 __device__ __forceinline__ float product_by_ffma(const OnnxfuseArguments& args, int part, int batch, int row,
@@ -370,7 +334,8 @@ __device__ __forceinline__ void finish(const float* sums, bool valid, const Onnx
         acc[part] = product_by_ffma(args, part, batch, first_row + row, first_column + column);
       }
     }
-    store_outputs(acc, args, batch, first_row + row, first_column + column);
+    const Operands operands(args, batch, first_row + row, first_column + column);
+    store_outputs(acc, operands, args, batch, first_row + row, first_column + column);
   }
 }
 

@@ -1,0 +1,125 @@
+"""The kernel for few rows and a quantized rhs among the families: its tiles, what they cost, its way to each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.ir.quantization import Quantization
+from onnxfuse.schedule import cost_model, quantized_small_m_tile
+from onnxfuse.schedule.access_path import path
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
+from onnxfuse.schedule.small_m import PATHS as ELEMENT_PATHS
+
+EARLY = 90  # compute capability from which on a kernel may start before the one before it has ended
+PATHS = {
+    **ELEMENT_PATHS,
+    "product": "cp.async along {axis}",
+    "narrow product": "element by element along {axis}",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tile whatever the form of rhs.
+
+    Attributes:
+        rows: of the tile.
+        width: columns of all parts together.
+        warps: that share k.
+        step: bytes of a column that a warp multiplies at once.
+        stages: of a warp.
+    """
+
+    rows: int
+    width: int
+    warps: int
+    step: int
+    stages: int
+
+
+# More rows take more of shared memory, and so leave less of it for what is on its way. The last four are for chips with
+# less of it, and fit everywhere.
+SHAPES = (
+    Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(4, 32, 8, 128, 3), Shape(8, 32, 8, 128, 2),
+    Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3), Shape(32, 32, 8, 32, 3),
+    Shape(1, 32, 8, 128, 2), Shape(4, 32, 8, 64, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
+)  # fmt: skip
+
+
+def tile_of(shape: Shape, spec: KernelSpec, form: Quantization, slots: int) -> QuantizedSmallMTile:
+    """The tile of a shape for a spec with room for so many steps of lhs."""
+    block_n = max(shape.width // spec.parts // 8, 1) * 8
+    if spec.parts * block_n % quantized_small_m_tile.FRAGMENT_COLUMNS:
+        block_n = quantized_small_m_tile.FRAGMENT_COLUMNS
+    depth = shape.step * 8 // form.bits
+    return QuantizedSmallMTile(shape.rows, block_n, depth, shape.stages, slots, shape.warps)
+
+
+class QuantizedSmallM(ProductFamily):
+    """For few rows, where reading a quantized rhs is what takes time; it runs any number of rows on every chip."""
+
+    name = "quantized_small_m"
+    label = "few rows of quantized"  # a key of reports
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """With lhs in shared memory as a whole where it fits."""
+        form = spec.quantization
+        if form is None or spec.math not in quantized_small_m_tile.MATH:
+            return ()
+        paces = calibration(device).pace[self.name]
+        return tuple(
+            Candidate(self, tile, paces[str(tile.block_m)]) for tile in _tiles(spec, form, device.shared_bytes, k)
+        )
+
+    def why_not(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> str | None:
+        """As `quantized_small_m_tile` says."""
+        return quantized_small_m_tile.why_not(spec, tile, device.shared_bytes)
+
+    def shared_bytes(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> int:
+        """The warps' stages, their rows of lhs, and sums."""
+        return quantized_small_m_tile.shared_bytes(spec, tile)
+
+    def launch(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> Launch:
+        """A persistent grid that starts early where the chip can; elsewhere one block a tile."""
+        shared = self.shared_bytes(spec, tile, device)
+        starts_early = device.arch != PTX and device.capability >= EARLY
+        return Launch(tile.block_m, tile.block_n, tile.threads, shared, cluster=int(starts_early))
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PATHS, role, access)
+
+    def flow(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> Flow:
+        """One block on a multiprocessor, with all stages but one on their way."""
+        return Flow(device.multiprocessors, tile.warps_k * tile.block_k * (tile.stages - 1))
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+        """Unpacking and multiplying; or reading rhs once for every tile of rows, if that is longer."""
+        tile: QuantizedSmallMTile = entry.tile
+        known = calibration(device)
+        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
+        moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
+        waiting = cost_model.waiting(tile, reads, problem, device, self.name)
+        return known.launches[self.name] + np.hypot(np.maximum(busy, moving), waiting)
+
+    def is_on_par(self, tile: QuantizedSmallMTile, m: int) -> bool:
+        """One tile of rows waits for memory, whoever multiplies."""
+        return m <= tile.block_m
+
+
+def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator[QuantizedSmallMTile]:
+    for shape in SHAPES:
+        ring = tile_of(shape, spec, form, shape.stages)
+        steps = -(-k // (ring.block_k * ring.warps_k))
+        whole = replace(ring, lhs_slots=max(steps, ring.stages))
+        yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
+
+
+QUANTIZED_SMALL_M = QuantizedSmallM()

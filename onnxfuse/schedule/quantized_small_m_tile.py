@@ -1,0 +1,156 @@
+"""Tiles of the kernel for few rows and a quantized rhs: which are legal, and what they need of shared memory.
+
+Shared memory of one block:
+
+    warps       each its stages [all parts' columns, a step of k]: integers, scales, zero points; then its slots of lhs
+    sums        [1 or 2 tiles, warps, rows, all parts' columns] in fp32
+
+`kernels/cuda/quantized_small_m/gemm.cuh` asserts the same numbers, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from onnxfuse.ir.quantization import Quantization
+from onnxfuse.schedule.kernel_spec import KernelSpec
+
+WARP_SIZE = 32
+MMA_ROWS = 8
+FRAGMENT_COLUMNS = 16
+PIECE_BYTES = 16  # of one row of ldmatrix, and of the widest copy
+MAX_LHS_WIDTH = 8  # elements
+WORD_BYTES = 4  # the narrowest copy of cp.async
+LHS_PADDING = {4: 64, 8: 32}  # bytes behind a row, by the bits of rhs
+SUMS_PADDING = 4
+FP32_BYTES = 4
+MAX_THREADS = 1024
+REGISTERS = 65536  # of one multiprocessor
+MAX_SUMS = 64  # of one thread, in fp32
+MAX_HALVED_ROWS = 16  # of a block of k that is half of a row of ldmatrix, which takes sums of its own
+MATH = ("f16", "bf16")
+
+
+@dataclass(frozen=True)
+class QuantizedSmallMTile:
+    """The shape of one thread block's work: few rows, whose warps each multiply a share of k.
+
+    Attributes:
+        block_m: rows of the output tile.
+        block_n: columns of the output tile, of each part.
+        block_k: depth of one step of a warp, in elements.
+        stages: depth of a warp's pipeline in shared memory.
+        lhs_slots: steps of lhs that a warp has room for; where they are all, it reads lhs once.
+        warps_k: warps that share k, each with sums of its own.
+        resident: blocks that the compiler leaves registers for on one multiprocessor.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    lhs_slots: int
+    warps_k: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps_k
+
+    @property
+    def row_groups(self) -> int:
+        """Of the rows of one mma."""
+        return -(-self.block_m // MMA_ROWS)
+
+    def __str__(self) -> str:
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        stages = f"stages {self.stages}, {self.lhs_slots} of lhs"
+        return f"{shape} few rows of quantized, {stages}, k shared by {self.warps_k} warps, {self.resident} blocks"
+
+
+def columns(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Columns of all parts."""
+    return spec.parts * tile.block_n
+
+
+def step_bytes(form: Quantization, tile: QuantizedSmallMTile) -> int:
+    """Bytes of one column's integers in a step."""
+    return tile.block_k * form.bits // 8
+
+
+def stage_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Shared memory of one stage of one warp."""
+    form = _form(spec)
+    blocks = max(tile.block_k // form.block, 1)
+    size = columns(spec, tile) * (step_bytes(form, tile) + PIECE_BYTES)
+    besides = [_beside(blocks * form.scale.bytes, spec.scales_width * form.scale.bytes)]
+    if form.zero_points:
+        besides.append(_beside(max(blocks * form.bits // 8, 1), spec.zero_points_width))
+    return size + sum(_in_pieces(columns(spec, tile) * each) for each in besides)
+
+
+def _beside(size: int, alignment: int) -> int:
+    """Bytes of shared memory for a column's scales or zero points, which may begin anywhere in a word."""
+    aligned = min(PIECE_BYTES, size, alignment)
+    if aligned >= WORD_BYTES:
+        return size
+    return (WORD_BYTES - aligned + size + WORD_BYTES - 1) // WORD_BYTES * WORD_BYTES
+
+
+def _in_pieces(size: int) -> int:
+    return -(-size // PIECE_BYTES) * PIECE_BYTES
+
+
+def slot_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Shared memory of one step's rows of lhs."""
+    return tile.block_m * (tile.block_k * spec.dtype.bytes + LHS_PADDING[_form(spec).bits])
+
+
+def sums_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Shared memory of all warps' sums."""
+    buffers = 2 if tile.block_m <= MMA_ROWS else 1
+    return buffers * tile.warps_k * tile.block_m * (columns(spec, tile) + SUMS_PADDING) * FP32_BYTES
+
+
+@cache
+def shared_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Dynamic shared memory of one block, in bytes."""
+    warp = tile.stages * stage_bytes(spec, tile) + tile.lhs_slots * slot_bytes(spec, tile)
+    return tile.warps_k * warp + sums_bytes(spec, tile)
+
+
+def _form(spec: KernelSpec) -> Quantization:
+    assert spec.quantization is not None, "a quantized spec"
+    return spec.quantization
+
+
+def why_not(spec: KernelSpec, tile: QuantizedSmallMTile, shared_limit: int) -> str | None:
+    """Why the kernel cannot run a spec with a tile in `shared_limit` bytes of shared memory, or None if it can."""
+    if spec.quantization is None:
+        return "rhs is not quantized"
+    if spec.math not in MATH:
+        return f"few rows of quantized: no kernel for {spec.math}"
+    if spec.lhs_run or spec.lhs_order != "mk":
+        return "few rows of quantized: one stride walks the k of lhs, which is its contiguous axis"
+    if columns(spec, tile) % FRAGMENT_COLUMNS or tile.block_n % MMA_ROWS:
+        return f"all parts' columns together are a multiple of {FRAGMENT_COLUMNS}, each part's of {MMA_ROWS}"
+    if step_bytes(spec.quantization, tile) % (2 * PIECE_BYTES):
+        return f"a step is a multiple of {2 * PIECE_BYTES} bytes of each column"
+    if tile.block_n % (WARP_SIZE * spec.rhs_width // step_bytes(spec.quantization, tile)):
+        return "a warp copies whole columns of one part"
+    if tile.threads * tile.resident > MAX_THREADS:
+        return f"{tile.threads * tile.resident} threads on a multiprocessor, of {MAX_THREADS} at most"
+    if sums(spec, tile) > MAX_SUMS:
+        return f"{sums(spec, tile)} sums in a thread, of {MAX_SUMS} at most"
+    if spec.quantization.block * spec.quantization.bits // 8 < PIECE_BYTES and tile.block_m > MAX_HALVED_ROWS:
+        return f"two blocks in a row of ldmatrix: {tile.block_m} rows, of {MAX_HALVED_ROWS} at most"
+    if shared_bytes(spec, tile) > shared_limit:
+        return f"{shared_bytes(spec, tile)} bytes of shared memory, of {shared_limit} at most"
+    return None
+
+
+def sums(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Sums of one thread."""
+    return columns(spec, tile) // FRAGMENT_COLUMNS * tile.row_groups * 4
