@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from onnxfuse.analysis.axis_mapping import static_size
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.lowering.site import Implementation, Site
@@ -25,6 +26,9 @@ from onnxfuse.schedule.variant import ProductPlan, Ranked
 FEW = 4  # tiles of one kernel that are timed at each number of rows
 TUNED = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m or n is timed, of plan.SAMPLED: ragged where ranges are narrow
 MIDDLE_FIRST = (1024, 77, 300, 16, 4096, 1)  # in which order, for a budget that does not last
+
+OF_ATTENTION = (1024, 256, 4096, 64)  # the same of an attention's queries
+ATTENTION = "attention"
 
 LEFT_ALONE, EPILOGUE_ONLY = Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value
 
@@ -94,11 +98,22 @@ def _breadth_first(groups: Sequence[Sequence[Site]], device: DeviceSpec) -> Iter
 
 
 def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
+    if site.attention is not None:
+        return _trials_of_attention(site, site.attention, device)
     if not site.plans:  # no kernel has the product in it: there is nothing to choose
         return []
     ranked = {entry.size: entry for entry in _plan_of(site, device).ranked}
     sizes = [size for size in MIDDLE_FIRST if size in ranked] if len(ranked) > 1 else list(ranked)
     return [Trial(site, size, _implementations(site, device, ranked[size]), ranked[size].problem.by) for size in sizes]
+
+
+def _trials_of_attention(site: Site, attention: Implementation, device: DeviceSpec) -> list[Trial]:
+    """The kernels of its plan beside its nodes; queries and keys that only the run knows are as many."""
+    plans = tuple(plan for plan in attention.plans if plan.device == device)
+    implementations = {ATTENTION: replace(attention, plans=plans), LEFT_ALONE: None}
+    known = static_size(site.fusion, site.mapping.m)
+    sizes = OF_ATTENTION if known is None else (known,)
+    return [Trial(site, size, implementations) for size in sizes] if plans else []
 
 
 def _plan_of(site: Site, device: DeviceSpec) -> ProductPlan:
@@ -157,13 +172,22 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     if not measured:
         return site
     strategy = choose({**site.estimates, device: [strategy_times(each) for _, each in measured]})
-    plan = _plan_of(site, device)
-    by = plan.ranked[0].problem.by
+    by = "m" if site.attention is not None else _plan_of(site, device).ranked[0].problem.by
     figures = "; ".join(f"{by}={size}: {times_text(each)}" for size, each in measured)
     if strategy is Strategy.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
-    tuned = retuned(plan, {m: each for m, each in measured if _has_tiles(plan, each)})
-    tuned = by_library(tuned, {m: each for m, each in measured if LIBRARY in each})
+    if site.attention is not None:
+        return replace(site, strategy=strategy, timings=figures)
+    return _retuned(site, device, strategy, dict(measured), figures)
+
+
+def _retuned(
+    site: Site, device: DeviceSpec, strategy: Strategy, measured: Mapping[int, Mapping[str, float]], figures: str
+) -> Site:
+    """The site with the tiles that its times speak for."""
+    plan = _plan_of(site, device)
+    tuned = retuned(plan, {m: each for m, each in measured.items() if _has_tiles(plan, each)})
+    tuned = by_library(tuned, {m: each for m, each in measured.items() if LIBRARY in each})
     plans = tuple(tuned if each is plan else each for each in site.plans)
     return replace(
         site, strategy=strategy, plans=plans if strategy is Strategy.ONE_KERNEL else site.plans, timings=figures

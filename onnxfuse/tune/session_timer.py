@@ -148,6 +148,9 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     fusion = trial.site.fusion
     mapping = trial.site.mapping
     sizes = sizes_at(fusion, mapping.n if trial.by == "n" else mapping.m, trial.size)
+    if trial.site.attention is not None:
+        keys = sizes_at(fusion, mapping.n, trial.size)
+        sizes |= {axis: keys[axis] for axis in mapping.n if axis not in mapping.m}
     scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
     scales |= {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
     inputs = [

@@ -27,6 +27,7 @@ from onnxfuse.tune.search import EPILOGUE_ONLY, FEW, LEFT_ALONE, LIBRARY, TUNED,
 from onnxfuse.tune.session_timer import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tune.timing_cache import read_times, write_times
 from tests.conftest import has_gpu
+from tests.helpers.attention_graphs import model_of
 from tests.helpers.onnx_build import FLOAT16, Builder, run
 
 (DEVICE,) = resolve("sm_90a", list)
@@ -454,3 +455,40 @@ def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="no CUDA device"):
         tune_model(analysed(), DEVICE)
     assert SessionTimer(tmp_path).cache == tmp_path
+
+
+def attention_of(form: str = "masked_and_guarded") -> Analysis:
+    return analyse_model(model_of(form), [DEVICE], attention=True)
+
+
+def test_an_attention_is_measured_beside_its_own_nodes() -> None:
+    timer = Stopwatch(attention=5, left=30)
+    (site,) = tune_model(attention_of(), DEVICE, timer=timer).sites
+    assert [(set(trial.implementations), trial.size) for trial in timer.trials] == [
+        ({"attention", LEFT_ALONE}, size) for size in (1024, 256, 4096, 64)
+    ]
+    assert site.attention is not None
+    assert "m=64: one kernel 5.0 us, left alone 30.0 us" in site.timings
+
+
+def test_an_attention_whose_own_nodes_are_faster_is_left_alone() -> None:
+    analysis = tune_model(attention_of(), DEVICE, timer=Stopwatch(attention=30, left=5))
+    assert not [site for site in analysis.sites if site.attention]
+    assert [(entry.reason, "measured on sm_90a" in entry.detail) for entry in analysis.skipped] == [("slower", True)]
+
+
+@pytest.mark.parametrize("form", ["masked_and_guarded", "grouped", "merged_batch"])
+def test_what_an_attention_is_measured_beside_is_the_model(form: str) -> None:
+    """Keys that only the run knows are as many as queries."""
+    (site,) = attention_of(form).sites
+    trial = Trial(site, 48, {"attention": site.attention, LEFT_ALONE: None})
+    inputs, outputs = ports(trial)
+    models = {name: onnx.load_from_string(data) for name, data in trial_models(trial, inputs, outputs, 1).items()}
+    assert [node.op_type for node in models["attention"].graph.node if node.domain] == ["FusedAttention"]
+    rng, feed, given = np.random.default_rng(0), {}, {}
+    for value, tensor in zip(models[LEFT_ALONE].graph.input, site.fusion.inputs, strict=True):
+        shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        numbers = rng.standard_normal(shape).astype(tensor.dtype.numpy)
+        feed[value.name], given[tensor.name] = numbers, numbers
+    for found, expected in zip(run(models[LEFT_ALONE], feed), run(model_of(form), given), strict=True):
+        np.testing.assert_array_equal(found, expected.reshape(found.shape))
