@@ -57,11 +57,19 @@ class QuantizedProblem(Problem):
     Attributes:
         excess: the largest number that a kernel multiplies where it stands for an integer, if that is not the integer
             less its zero point: what is too much is taken from the sums of a block.
+        blocks: of a persistent grid; 0 for one a tile.
     """
 
     scales: list[Buffer] = field(kw_only=True)
     zero_points: list[Buffer] = field(kw_only=True)
     excess: float = field(default=0.0, kw_only=True)
+    blocks: int = field(default=0, kw_only=True)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """As many blocks as wanted."""
+        whole = super().grid
+        return (self.blocks or whole[0], *whole[1:])
 
     @property
     def buffers(self) -> list[Buffer]:

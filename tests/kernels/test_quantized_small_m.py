@@ -21,8 +21,8 @@ from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
 from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
-from tests.helpers.kernel_problem import Problem, Size, TiledSpec, make_spec
-from tests.helpers.quantized_problem import Packed, make_quantized_problem, quantized
+from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
+from tests.helpers.quantized_problem import Packed, QuantizedProblem, make_quantized_problem, quantized
 from tests.kernels.test_portable_on_cpu import build_source, launch, moved
 
 SM_90A = ARCHITECTURES["sm_90a"]
@@ -53,7 +53,7 @@ def quantized_spec(form: Quantization, parts: int, tile: QuantizedSmallMTile, si
     return quantized(replace(spec, lhs_width=lhs_width), form, size.k)
 
 
-def problem_of(spec: TiledSpec, size: Size) -> Problem:
+def problem_of(spec: TiledSpec, size: Size) -> QuantizedProblem:
     return make_quantized_problem(spec, size, EXCESS[spec.dtype.name])
 
 
@@ -140,15 +140,7 @@ def test_any_number_of_blocks_computes_all_tiles(blocks: int, tmp_path: Path) ->
     library = build_source(case.spec.source(), ENTRY, tmp_path)
     for size in case.sizes:
         problem = problem_of(case.spec, size)
-        problem.check(launch(library, _of_blocks(problem, blocks), lazy=True))
-
-
-def _of_blocks(problem: Problem, blocks: int) -> Problem:
-    class Persistent(type(problem)):  # type: ignore[misc]
-        grid = (blocks, 1, 1)
-
-    problem.__class__ = Persistent
-    return problem
+        problem.check(launch(library, replace(problem, blocks=blocks), lazy=True))
 
 
 def test_a_checked_kernel_reads_lhs_from_anywhere(tmp_path: Path) -> None:
