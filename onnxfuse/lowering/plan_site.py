@@ -43,6 +43,7 @@ from onnxfuse.schedule.strategy import (
     choose,
     estimate,
     is_faster,
+    least_loss,
     saves,
 )
 from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
@@ -151,7 +152,8 @@ def accepted(site: Site | NotFusable) -> Site:
 
 def slower(site: Site, anchor: str) -> NotFusable:
     """Why a site is left alone, as a reason for one of its products."""
-    chips = ", ".join(device.arch for device in site.estimates)
+    lost = [device for device, times in site.estimates.items() if least_loss(times) is not Strategy.ONE_KERNEL]
+    chips = ", ".join(device.arch for device in lost or site.estimates)
     return NotFusable("slower", anchor, f"by the cost model the library's own kernels are faster on {chips}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, AnyTile, Count, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
+FP32_BYTES = 4
 LIBRARY_ALIGNMENT = 16  # bytes that the pitches of the library's fastest kernels are multiples of
 
 
@@ -80,11 +80,8 @@ def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpe
         products: that the library makes one after the other, each of as many columns.
         device: to plan for.
     """
-    known = calibration(device)
-    if spec.math not in known.library_products:
-        if spec.quantization is None:
-            return None
-        spec = replace(spec, math="tf32")  # of ONNX Runtime, whatever this project's kernel would do
+    if spec.math not in calibration(device).library_products and spec.quantization is None:
+        return None
     m, n = problem.m * problem.batch, problem.n * spec.parts // products
     each = _of_floats(spec, m, n, problem.k, device)
     return products * (each if spec.quantization is None else _of_integers(spec, m, n, problem.k, each, device))
@@ -104,7 +101,8 @@ def _of_floats(spec: KernelSpec, m: Count, n: Count, k: Count, device: DeviceSpe
     """One product of the library."""
     known, size = calibration(device), spec.dtype.bytes
     whole = np.ceil(m / known.library_granule) * np.ceil(n / known.library_granule) * known.library_granule**2
-    computing = whole * k / device.multiprocessors / known.library_products[spec.math]
+    pace = known.library_products.get(spec.math, known.products["tf32" if size == FP32_BYTES else spec.math])
+    computing = whole * k / device.multiprocessors / pace
     memory = from_memory((m * k + k * n + m * n) * size, device)
     busy = np.hypot(np.hypot(computing, memory), k * size * known.library_depth)
     return known.library_launch + busy * _misaligned(known.library_misaligned, k * size, n * size)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import F16
+from onnxfuse.dtypes import F16, F32
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.kernel_family import Problem
@@ -26,3 +26,13 @@ def test_stock_is_not_thought_slower_than_it_is(m: int) -> None:
     up = cost_model.library(spec, Problem(m, HIDDEN, WIDTH), 1, DEVICE)
     down = cost_model.library(spec, Problem(m, WIDTH, HIDDEN), 1, DEVICE)
     assert 0.8 * MLP[m] < 2 * up + down < MLP[m]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("math", ["f16", "tf32", "fp32", "3xtf32"])
+def test_every_architecture_knows_what_stock_takes(arch: str, math: str) -> None:
+    dtype = F16 if math == "f16" else F32
+    spec = replace(planned(DEVICE).variants[0].spec, parts=1, rhs_order="nk", dtype=dtype, math=math)
+    spec = replace(spec, quantization=Quantization(8, 64, True, dtype))
+    times = [cost_model.library(spec, Problem(m, HIDDEN, WIDTH), 1, ARCHITECTURES[arch]) for m in (1, 64, 2048)]
+    assert 0 < times[0] < times[1] < times[2]
