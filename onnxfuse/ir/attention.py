@@ -14,20 +14,24 @@ from onnxfuse.ir.fusion import Dim, Fusion, Step, Tensor, Value, part_text, step
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Behind which key the scores of a row are as good as none: key > row + offset.
+    """Where the scores of a row are as good as none: key > row + offset, and key < row + first.
 
     Attributes:
         offset: of the last key that counts, from the row's own number.
         from_end: rows are counted from the end: `keys - rows` more.
-        fill: what a mask makes of the scores behind it, or less: minus infinity or a number that is very low.
+        fill: what a mask makes of the scores there, or less: minus infinity or a number that is very low.
+        first: of a window, the first key that counts, from the row's own number; None where all do.
     """
 
     offset: int
     from_end: bool
     fill: float
+    first: int | None = None
 
     def __str__(self) -> str:
-        return f"keys up to row{' + n - m' if self.from_end else ''}{f' + {self.offset}' if self.offset else ''}"
+        row = "row + n - m" if self.from_end else "row"
+        first, last = (f"{row} {offset:+}" if offset else row for offset in (self.first, self.offset))
+        return f"keys up to {last}" if self.first is None else f"keys from {first} to {last}"
 
 
 @dataclass(frozen=True)

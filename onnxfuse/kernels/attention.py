@@ -72,6 +72,7 @@ def _generated(
         "VALUE_HEAD": spec.value_head,
         "OUT_WIDTH": spec.out_width,
         "DIAGONAL_OFFSET": 0 if spec.diagonal is None else spec.diagonal.offset,
+        "WINDOW_OFFSET": 0 if spec.diagonal is None else spec.diagonal.first or 0,
     }
     known = {"GUARDED": spec.guarded, "HUGE_SCORES": _has_huge_scores(spec), **_flags_of_diagonal(spec), **flags}
     lines = "\n".join(f"[[maybe_unused]] constexpr bool {name} = {flag(value)};" for name, value in known.items())
@@ -101,7 +102,9 @@ constexpr float SCALE = {spec.scale * LOG2_E!r}f;
 
 def _flags_of_diagonal(spec: AttentionSpec) -> dict[str, bool]:
     is_from_end = spec.diagonal is not None and spec.diagonal.from_end
-    return {"DIAGONAL": spec.diagonal is not None, "FROM_END": is_from_end, "LOOKS_AGAIN": looks_again(spec)}
+    is_window = spec.diagonal is not None and spec.diagonal.first is not None
+    flags = {"DIAGONAL": spec.diagonal is not None, "WINDOW": is_window, "FROM_END": is_from_end}
+    return flags | {"LOOKS_AGAIN": looks_again(spec)}
 
 
 def _low_score(spec: AttentionSpec) -> float:

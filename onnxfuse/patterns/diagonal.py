@@ -1,19 +1,21 @@
-"""Beyond which key a mask is empty: causal masks, read from the nodes that build them, at any length.
+"""Beyond which key a mask is empty: masks that are causal or a window, read from the nodes that build them.
 
 What is recognised, of a mask whose last two dimensions are the rows and the keys of the scores:
 
 - comparisons (`LessOrEqual`, `Less`, `Greater`, `GreaterOrEqual`) of two aranges, one along the keys and one along the
-  rows: `Range` by ones or the numbers themselves, with numbers added, moved by views;
+  rows: `Range` by ones or the numbers themselves, with numbers added, moved by views; and of the distance of two such,
+  `Abs(Sub)`, and a number;
 - `Trilu` of one number (the upper part), or of anything as a condition (the lower part);
 - `And`, `Or`, `Not` of such and other conditions, `Where` of them and a low number, sums of masks, casts, and views
   that leave rows and keys as they are.
 
-Beyond the diagonal a score has to be LOW or less. Anything else, and anything doubtful, is no diagonal.
+Beyond the diagonal, and before the window if there is one, a score has to be LOW or less, at any length. Anything else,
+and anything doubtful, is no diagonal.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -56,19 +58,26 @@ class Arange:
 
 def diagonal_of(graph: Graph, attention: Attention) -> Diagonal | None:
     """Behind which keys the scores of an attention are low, whatever it is run with; None where none is known."""
-    return _Scores(graph, attention).low(attention.score)
+    last = _Scores(graph, attention, _Masks(graph)).low(attention.score)
+    if last is None:
+        return None
+    first = _Scores(graph, attention, _Masks(graph, before=True)).low(attention.score)
+    if first is None or first.from_end != last.from_end:
+        return last
+    return replace(last, first=first.offset, fill=max(first.fill, last.fill))
 
 
 @dataclass(frozen=True)
 class _Scores:
     graph: Graph
     attention: Attention
+    masks: _Masks
 
     def low(self, value: Value) -> Diagonal | None:
         """Behind which keys a value of the scores' steps is low."""
         tensor = self._mask(value)
         if tensor is not None:
-            return _Masks(self.graph).low(tensor)
+            return self.masks.low(tensor)
         step = next((step for step in self.attention.steps if step.result == value), None)
         if step is not None and step.op == "add":
             return self.low(step.inputs[0]) or self.low(step.inputs[1])
@@ -76,7 +85,7 @@ class _Scores:
 
     def _chosen(self, condition: Value, first: Value, second: Value) -> Diagonal | None:
         mask = self._mask(condition)
-        return None if mask is None else _Masks(self.graph).chosen(mask, _number(first), _number(second))
+        return None if mask is None else self.masks.chosen(mask, _number(first), _number(second))
 
     def _mask(self, value: Value) -> gs.Tensor | None:
         """The load of a whole mask, by rows and keys."""
@@ -93,7 +102,10 @@ def _number(value: Value) -> float | None:
 
 @dataclass(frozen=True)
 class _Masks:
+    """Reads masks behind a diagonal: keys after `row + offset`; or `before` one: keys less than `row + offset`."""
+
     graph: Graph
+    before: bool = False
 
     def low(self, tensor: gs.Tensor, depth: int = 0) -> Diagonal | None:
         """Behind which keys a mask that is added is low."""
@@ -107,8 +119,8 @@ class _Masks:
         if op == "Add":
             return self.low(node.inputs[0], depth + 1) or self.low(node.inputs[1], depth + 1)
         if op == "Trilu":
-            fill, edge = self._fill(node.inputs[0]), self._trilu(node, upper=1)
-            return None if edge is None else _diagonal(edge.moved(-1), fill)
+            fill, edge = self._fill(node.inputs[0]), self._trilu(node, upper=not self.before)
+            return None if edge is None else _diagonal(edge.moved(1 if self.before else -1), fill)
         return self.low(node.inputs[0], depth + 1) if self._keeps(node) else None
 
     def chosen(
@@ -134,7 +146,7 @@ class _Masks:
         if op in COMPARISONS:
             return self._compared(node, held)
         if op == "Trilu":
-            return None if held else self._trilu(node, upper=0)
+            return None if held else self._trilu(node, upper=self.before)
         return self.constantly(node.inputs[0], held, depth + 1) if self._keeps(node) else None
 
     def _either(self, node: gs.Node, held: bool, depth: int) -> Edge | None:
@@ -142,19 +154,31 @@ class _Masks:
         return next((edge for edge in edges if edge is not None), None)
 
     def _compared(self, node: gs.Node, held: bool) -> Edge | None:
-        """Of `keys <= rows`: behind which keys it does not hold; of `keys > rows`: behind which it does."""
+        """Of `keys <= rows`: behind which keys it does not hold, and before which it does; and of its like."""
+        slack, is_below = COMPARISONS[node.op]
+        distance = self._distance(node.inputs[0]), self._integer(node.inputs[1])
+        if distance[0] is not None and isinstance(distance[1], int):
+            outwards = distance[1] + slack if is_below else distance[1] - 1 - slack
+            return distance[0].moved(-outwards if self.before else outwards) if held != is_below else None
         first, second = (self._arange(each) for each in node.inputs[:2])
         if first is None or second is None or first.along_keys == second.along_keys:
             return None
-        slack, keys_first = COMPARISONS[node.op]
-        keys, rows = (first, second) if first.along_keys else (second, first)
-        edge = _between(rows, keys)
-        if edge is None:
+        edge = _between(*((second, first) if first.along_keys else (first, second)))
+        bounds_above = is_below == first.along_keys  # keys <= rows, or rows >= keys
+        if edge is None or held != (bounds_above == self.before):
             return None
-        is_upper_bound = keys_first == first.along_keys  # keys <= rows, or rows >= keys
-        if is_upper_bound:
-            return None if held else edge.moved(slack)
-        return edge.moved(-1 - slack) if held else None
+        return edge.moved(_last_of(slack, self.before) if bounds_above else -_last_of(slack, not self.before))
+
+    def _distance(self, tensor: gs.Tensor) -> Edge | None:
+        """Of `abs(rows - keys)`, the key that equals a row."""
+        node = self._maker(tensor, 0)
+        apart = self._maker(node.inputs[0], 0) if node is not None and node.op == "Abs" else None
+        if apart is None or apart.op != "Sub":
+            return None
+        first, second = (self._arange(each) for each in apart.inputs)
+        if first is None or second is None or first.along_keys == second.along_keys:
+            return None
+        return _between(*((second, first) if first.along_keys else (first, second)))
 
     def _arange(self, tensor: gs.Tensor) -> Arange | None:
         """Consecutive numbers along the last dimension, or the one before it, and nothing along others."""
@@ -202,10 +226,10 @@ class _Masks:
         single = None if value is None or value.size != 1 else value.ravel()[0]
         return single if isinstance(single, str) else int(single) if isinstance(single, int | np.integer) else None
 
-    def _trilu(self, node: gs.Node, upper: int) -> Edge | None:
-        """Behind which keys the lower part has nothing, or behind which the upper part begins, less one."""
+    def _trilu(self, node: gs.Node, upper: bool) -> Edge | None:
+        """The diagonal that a part begins at, or ends at."""
         k = self._integer(node.inputs[1]) if len(node.inputs) > 1 and not node.inputs[1].is_empty() else 0
-        if int(node.attrs.get("upper", 1)) != upper or not isinstance(k, int):
+        if bool(node.attrs.get("upper", 1)) != upper or not isinstance(k, int):
             return None
         return Edge(k)
 
@@ -238,6 +262,11 @@ class _Masks:
 def _counted_out(numbers: np.ndarray) -> tuple[Size, Size] | None:
     steps = numbers.dtype.kind in "iu" and bool(numbers.size) and bool((np.diff(numbers) == 1).all())
     return (int(numbers[0]), int(numbers[-1]) + 1) if steps else None
+
+
+def _last_of(slack: int, is_behind: bool) -> int:
+    """From the equal key to the last that a bound lets through, or to the one behind it."""
+    return slack + 1 if is_behind else slack
 
 
 def _between(rows: Arange, keys: Arange) -> Edge | None:

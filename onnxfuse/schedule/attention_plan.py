@@ -220,8 +220,13 @@ def _time(
 
 
 def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, rows: int) -> float:
-    """The part of all keys that is not behind a diagonal."""
-    return 1.0 if spec.diagonal is None else min(1.0, (1 + tile.block_m / rows) / 2)
+    """The part of all keys that is in sight."""
+    if spec.diagonal is None:
+        return 1.0
+    part = min(1.0, (1 + tile.block_m / rows) / 2)
+    if spec.diagonal.first is None:
+        return part
+    return min(part, (spec.diagonal.offset - spec.diagonal.first + tile.block_m + tile.block_n) / max(rows, 1))
 
 
 def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile) -> float:

@@ -251,7 +251,13 @@ def test_exponentials_run_beside_the_second_product(head: int) -> None:
     assert beside.count("MUFU.EX2") >= tile.block_n // 2
 
 
-DIAGONALS = [Diagonal(0, False, -np.inf), Diagonal(2, True, -np.inf), Diagonal(0, False, -65504.0)]
+DIAGONALS = [
+    Diagonal(0, False, -np.inf),
+    Diagonal(2, True, -np.inf),
+    Diagonal(0, False, -65504.0),
+    Diagonal(0, True, -np.inf, first=-70),
+    Diagonal(30, False, -65504.0, first=-40),
+]
 
 
 def causal_problem(spec: AttentionSpec, size: AttentionSize) -> AttentionProblem:
@@ -259,8 +265,9 @@ def causal_problem(spec: AttentionSpec, size: AttentionSize) -> AttentionProblem
     problem = make_attention(spec, size)
     diagonal = spec.diagonal
     assert diagonal is not None
-    last = diagonal.offset + (size.keys - size.rows if diagonal.from_end else 0)
-    behind = np.arange(size.keys) > np.arange(size.rows)[:, None] + last
+    distance = np.arange(size.keys) - np.arange(size.rows)[:, None]
+    distance -= size.keys - size.rows if diagonal.from_end else 0
+    behind = (distance > diagonal.offset) | (distance < (-np.inf if diagonal.first is None else diagonal.first))
     behind[[0, 40, size.rows - 1]] = True
     problem.loads[0][...] = np.where(behind, diagonal.fill, problem.loads[0].clip(-8, 8))
     return problem

@@ -91,6 +91,42 @@ def added_to_another(b: Builder) -> str:
     return b("Add", up_to_the_row(b), b.input("bias", ("rows", "keys")))
 
 
+def window(b: Builder) -> str:
+    """Causal, and of the last eight keys alone."""
+    keys, rows = keys_and_rows(b)
+    near = b("Greater", keys, b("Add", rows, b.raw(np.array(-8, np.int64), "past")))
+    return chosen(b, b("And", b("LessOrEqual", keys, rows), near), 0.0, -65504.0)
+
+
+def window_of_rows(b: Builder) -> str:
+    keys, rows = keys_and_rows(b)
+    far = b("Or", b("Less", rows, keys), b("Less", keys, b("Add", rows, b.raw(np.array(-8, np.int64), "past"))))
+    return chosen(b, far, -np.inf, 0.0)
+
+
+def near_the_row(b: Builder) -> str:
+    """ModernBERT."""
+    keys, rows = keys_and_rows(b)
+    near = b("LessOrEqual", b("Abs", b("Sub", rows, keys)), b.scalar(6))
+    return chosen(b, near, 0.0, -np.inf)
+
+
+def not_far_from_the_row(b: Builder) -> str:
+    keys, rows = keys_and_rows(b)
+    return chosen(b, b("GreaterOrEqual", b("Abs", b("Sub", keys, rows)), b.scalar(6)), -np.inf, 0.0)
+
+
+def two_parts(b: Builder) -> str:
+    shape = b(
+        "Concat",
+        b("Unsqueeze", length(b, "query"), b.integers(0)),
+        b("Unsqueeze", length(b, "key"), b.integers(0)),
+        axis=0,
+    )
+    empty = b("Expand", number(b, -np.inf), shape)
+    return b("Add", b("Trilu", empty, b.scalar(3), upper=1), b("Trilu", empty, b.scalar(-4), upper=0))
+
+
 def every_other_row(b: Builder) -> str:
     keys, rows = keys_and_rows(b)
     return chosen(b, b("LessOrEqual", keys, b("Mul", rows, b.scalar(2))), 0.0, -np.inf)
@@ -123,6 +159,11 @@ FOUND: dict[Mask, Diagonal] = {
     with_padding: Diagonal(0, False, -65504.0),
     upper_part: Diagonal(0, False, -np.inf),
     added_to_another: Diagonal(0, False, -np.inf),
+    window: Diagonal(0, False, -65504.0, -7),
+    window_of_rows: Diagonal(0, False, -np.inf, -8),
+    near_the_row: Diagonal(6, False, -np.inf, -6),
+    not_far_from_the_row: Diagonal(5, False, -np.inf, -5),
+    two_parts: Diagonal(2, False, -np.inf, -3),
 }
 NONE: list[Mask] = [every_other_row, behind_a_window, barely_masked, either, given]
 
@@ -149,7 +190,9 @@ def test_it_is_found_and_nothing_lies_behind_it(mask: Mask) -> None:
         (values,) = run(model, feeds(model, sizes))
         values = np.broadcast_to(values, (*values.shape[:-2], sizes["rows"], sizes["keys"]))
         last = FOUND[mask].offset + (sizes["keys"] - sizes["rows"] if FOUND[mask].from_end else 0)
-        behind = np.arange(sizes["keys"]) > np.arange(sizes["rows"])[:, None] + last
+        distance = np.arange(sizes["keys"]) - np.arange(sizes["rows"])[:, None]
+        first = FOUND[mask].first
+        behind = (distance > last) | (distance < (-np.inf if first is None else first))
         assert (values[..., behind] <= LOW).all()
         assert (values[..., behind] <= FOUND[mask].fill / 2).all()
 

@@ -31,17 +31,35 @@ __device__ __forceinline__ unsigned packed_word(float first, float second) {
 template <int INDEX>
 constexpr bool IS_MAPPED = Load<INDEX>::KIND == Kind::tile && (Load<INDEX>::WIDTH > 1) && BY_TMA;
 
-// ---- which keys: behind the diagonal of a causal mask there is nothing to look at
+// ---- which keys: behind the diagonal of a causal mask, and before a window, there is nothing to look at
 
 __device__ __forceinline__ int blocks_of_keys(const OnnxfuseArguments& args) { return (args.n - 1) / BLOCK_N + 1; }
 
-// Blocks of keys that rows up to `last_row` look at, at least one. A row whose every score there is LOW_SCORE or less
-// looks at the others as well: where a mask has finite numbers they weigh as much (LOOKS_AGAIN).
-__device__ __forceinline__ int blocks_to_diagonal(const OnnxfuseArguments& args, int last_row) {
-  if constexpr (!DIAGONAL) return blocks_of_keys(args);
-  const long long last_key = static_cast<long long>(last_row) + DIAGONAL_OFFSET + (FROM_END ? args.n - args.m : 0);
-  const int blocks = last_key < 0 ? 1 : static_cast<int>(last_key / BLOCK_N) + 1;
-  return min(blocks, blocks_of_keys(args));
+// Blocks of keys, from the first to before the end.
+struct Blocks {
+  int first, end;
+};
+
+__device__ __forceinline__ Blocks every_block(const OnnxfuseArguments& args) { return {0, blocks_of_keys(args)}; }
+
+// Those that some rows look at, at least one. A row whose every score there is LOW_SCORE or less looks at the others as
+// well: where a mask has finite numbers they weigh as much (LOOKS_AGAIN).
+__device__ __forceinline__ Blocks blocks_in_sight(const OnnxfuseArguments& args, int first_row, int rows) {
+  Blocks blocks = every_block(args);
+  const long long row = static_cast<long long>(first_row) + (FROM_END ? args.n - args.m : 0);
+  if constexpr (DIAGONAL) {
+    const long long last_key = row + rows - 1 + DIAGONAL_OFFSET;
+    blocks.end = min(blocks.end, last_key < 0 ? 1 : static_cast<int>(last_key / BLOCK_N) + 1);
+  }
+  if constexpr (WINDOW) {
+    const long long first_key = row + WINDOW_OFFSET;
+    blocks.first = min(blocks.end - 1, first_key < 0 ? 0 : static_cast<int>(first_key / BLOCK_N));
+  }
+  return blocks;
+}
+
+__device__ __forceinline__ bool are_all(const OnnxfuseArguments& args, const Blocks& blocks) {
+  return blocks.first == 0 && blocks.end == blocks_of_keys(args);
 }
 
 // ---- scores: the functor over its operands

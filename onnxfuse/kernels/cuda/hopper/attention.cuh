@@ -213,8 +213,8 @@ __device__ __forceinline__ bool is_to_be_looked_at(const unsigned char* memory, 
   return again;
 }
 
-// Which tiles a block looks at, in order, with the number of blocks of keys: all up to the diagonal, and then those
-// again, with all keys, of which a warp has noted that it found nothing there.
+// Which tiles a block looks at, in order, with the blocks of keys: all with those in sight, and then tiles again, with
+// all keys, of which a warp has noted that it found nothing there.
 //   body(place, blocks, number): number is the tile's among the block's, or -1 where nothing is noted of it
 template <typename Body, typename Verdict>
 __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, const unsigned char* memory,
@@ -230,8 +230,7 @@ __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, con
       if (tile_of(number) >= tiles || (pass > 0 && !(is_noted && is_to_be_looked_at(memory, number)))) continue;
       const Place place(args, tile_of(number), tiles_m);
       const bool is_cut = DIAGONAL && pass == 0 && (!LOOKS_AGAIN || is_noted);
-      body(place, is_cut ? blocks_to_diagonal(args, place.row + BLOCK_M - 1) : blocks_of_keys(args),
-           is_noted ? number : -1);
+      body(place, is_cut ? blocks_in_sight(args, place.row, BLOCK_M) : every_block(args), is_noted ? number : -1);
     }
   }
 }
@@ -239,16 +238,16 @@ __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, con
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, const unsigned char* memory,
                                         unsigned shared) {
   Producer producer = {args, maps, shared};
-  const auto load = [&](const Place& place, int blocks, int) {
-    int block = blocks - 1;
+  const auto load = [&](const Place& place, const Blocks& blocks, int) {
+    int block = blocks.end - 1;
     producer.load_query(place);
     producer.load_keys(place, block);
 #pragma unroll 1
-    for (; block > 0; --block) {
+    for (; block > blocks.first; --block) {
       producer.load_keys(place, block - 1);
       producer.load_values(place, block);
     }
-    producer.load_values(place, 0);
+    producer.load_values(place, block);
   };
   for_each_tile(args, memory, load, [&] { barrier_wait(shared + VERDICT, 0); });
 }
@@ -403,20 +402,21 @@ struct Consumer {
 
 // Notes whether a warp has rows that found nothing in front of the diagonal; then their result comes later.
 __device__ __forceinline__ bool is_left_for_later(const Consumer& own, const Softmax& softmax, const Place& place,
-                                                  int blocks, int number, int warp_row) {
+                                                  const Blocks& blocks, int number, int warp_row) {
   unsigned char& noted = own.memory[NOTED + number * CONSUMER_WARPS + threadIdx.x / WARP_SIZE];
-  if (blocks == blocks_of_keys(own.args)) return number >= 0 && own.is_again && noted == 0;
+  if (are_all(own.args, blocks)) return number >= 0 && own.is_again && noted == 0;
   const bool low = is_low(softmax, place.row + warp_row, own.args.m);
   if (low && lane() == 0) noted = 1;
   return low;
 }
 
 // One tile: its keys, from the last block to the first.
-__device__ __forceinline__ void attend(Consumer& own, const Place& place, int blocks, int number, int warp_row) {
+__device__ __forceinline__ void attend(Consumer& own, const Place& place, const Blocks& blocks, int number,
+                                       int warp_row) {
   float scores[SCORES], sums[SUMS], rescale[2];
   unsigned probabilities[WORDS];
   Softmax softmax;
-  Operands at = {0, nullptr, warp_row, (blocks - 1) * BLOCK_N + lane() % 4 * 2, own.args.n};
+  Operands at = {0, nullptr, warp_row, (blocks.end - 1) * BLOCK_N + lane() % 4 * 2, own.args.n};
   own.await_keys();
   own.multiply_query(scores);
   multiply_wait<0>();
@@ -424,12 +424,12 @@ __device__ __forceinline__ void attend(Consumer& own, const Place& place, int bl
   exponentiate(scores, softmax, rescale);
   pack(probabilities, scores);
 #pragma unroll 1
-  for (int block = blocks - 2; block >= 0; --block) {
+  for (int block = blocks.end - 2; block >= blocks.first; --block) {
     own.await_keys();
     await_turn(own.group);
     own.multiply_query(scores);
     own.await_values();
-    own.multiply_probabilities(sums, probabilities, block < blocks - 2);
+    own.multiply_probabilities(sums, probabilities, block < blocks.end - 2);
     hand_over(own.group);
     multiply_wait<1>();
     at.key -= BLOCK_N;
@@ -442,7 +442,7 @@ __device__ __forceinline__ void attend(Consumer& own, const Place& place, int bl
   }
   release(own.shared + QUERY_EMPTY + own.group * 8);
   own.await_values();
-  own.multiply_probabilities(sums, probabilities, blocks > 1);
+  own.multiply_probabilities(sums, probabilities, blocks.end - blocks.first > 1);
   own.finish_sums(sums);
   if constexpr (LOOKS_AGAIN) {
     if (is_left_for_later(own, softmax, place, blocks, number, warp_row)) return;
@@ -456,7 +456,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
   Consumer own = {args, memory, shared, group};
   int query_parity = 0;
   line_up(group);
-  const auto look = [&](Place place, int blocks, int number) {
+  const auto look = [&](Place place, const Blocks& blocks, int number) {
     place.head = place.head_of(group);
     barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
     query_parity ^= 1;

@@ -215,11 +215,12 @@ __device__ __forceinline__ bool is_low_anywhere(const Block& own, const Softmax&
   return low;
 }
 
-// The blocks of keys behind the diagonal, for rows that look at them too.
-__device__ __forceinline__ void attend_behind(const Block& own, int first, int warp_row, float (&sums)[SUMS],
+// The blocks of keys out of sight, for rows that look at them too.
+__device__ __forceinline__ void attend_others(const Block& own, const Blocks& seen, int warp_row, float (&sums)[SUMS],
                                               Softmax& softmax) {
 #pragma unroll 1
-  for (int block = first; block < blocks_of_keys(own.args); ++block) {
+  for (int block = 0; block < blocks_of_keys(own.args); ++block) {
+    if (block >= seen.first && block < seen.end) continue;
     own.copy(block);
     copy_async_commit();
     copy_async_wait<0>();
@@ -232,19 +233,20 @@ __device__ __forceinline__ void attend_behind(const Block& own, int first, int w
 
 __device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
   const int warp_row = threadIdx.x / WARP_SIZE * WARP_ROWS;
-  const int last = blocks_to_diagonal(own.args, own.place.row + BLOCK_M - 1) - 1;
+  const Blocks blocks = blocks_in_sight(own.args, own.place.row, BLOCK_M);
+  const int last = blocks.end - 1;
   float sums[SUMS] = {};
   Softmax softmax;
   copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
   own.copy(last);
   copy_async_commit();
 #pragma unroll 1
-  for (int block = last; block >= 0; --block) {
+  for (int block = last; block >= blocks.first; --block) {
     copy_async_wait<0>();
     if (block == last) round_rows<BLOCK_M, DEPTH, PITCH>(own.memory, query.row_stride == 1);
     own.round(block);
     __syncthreads();
-    if (block > 0) own.copy(block - 1);
+    if (block > blocks.first) own.copy(block - 1);
     copy_async_commit();
     if (block == last) {
       attend_block<true>(own, block, warp_row, sums, softmax);
@@ -253,8 +255,8 @@ __device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
     }
   }
   if constexpr (LOOKS_AGAIN) {
-    if (last + 1 < blocks_of_keys(own.args) && is_low_anywhere(own, softmax, warp_row)) {
-      attend_behind(own, last + 1, warp_row, sums, softmax);
+    if (!are_all(own.args, blocks) && is_low_anywhere(own, softmax, warp_row)) {
+      attend_others(own, blocks, warp_row, sums, softmax);
     }
   }
   finish(sums, softmax, own.args, own.place, warp_row);
