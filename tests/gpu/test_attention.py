@@ -16,7 +16,9 @@ from onnxfuse.graph.op_names import FUSED_ATTENTION, kind_of
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.verify.verify import verify
 from tests.helpers.attention_graphs import FORMS, LEFT_ALONE_IN_FP32, SIZES, feeds, model_of, of_heads
-from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, run
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder, run
+from tests.patterns.test_diagonal import FOUND as DIAGONALS
+from tests.patterns.test_diagonal import Mask, attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +85,18 @@ def test_a_form_at_lengths_that_change_from_run_to_run(form: str, each: Type, tm
         feed = rounded(feeds(exact, sizes), each.numpy)
         (found,) = live.run(None, feed)
         check(found, exact, feed, each)
+
+
+@pytest.mark.parametrize("mask", DIAGONALS)
+def test_masks_that_the_model_builds_at_changing_lengths(mask: Mask, tmp_path: Path) -> None:
+    """Blocks of keys are left out; rows that a finite mask leaves nothing look at all of them."""
+    half, exact = (b.model(*attention(b, mask)[0]) for b in (Builder(FLOAT16), Builder(FLOAT)))
+    live = onnxfuse.InferenceSession(fused(half, tmp_path), providers=CUDA)
+    for sizes in DYNAMIC:
+        feed = rounded(feeds(exact, sizes), TYPES[0].numpy)
+        given = {name: value if value.dtype == np.bool_ else value.astype(np.float16) for name, value in feed.items()}
+        (found,) = live.run(None, given)
+        check(found.astype(np.float32), exact, feed, TYPES[0])
 
 
 @pytest.mark.parametrize("each", TYPES, ids=["f16", "bf16"])
