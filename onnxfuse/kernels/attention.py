@@ -86,6 +86,7 @@ using Element = {spec.dtype.cuda};
 using Stored = {spec.outs[0].dtype.cuda};
 [[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
 [[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
+[[maybe_unused]] constexpr bool APART = false;
 constexpr float SCALE = {spec.scale * LOG2_E!r}f;
 [[maybe_unused]] constexpr float LOW_SCORE = {_low_score(spec)!r}f;
 {lines}

@@ -47,6 +47,7 @@ using Element = {spec.dtype.cuda};
 constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
 constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
 constexpr bool SWAPPED = false;
+constexpr bool APART = false;
 constexpr bool PINGPONG = {flag(tile.pingpong)};
 constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};

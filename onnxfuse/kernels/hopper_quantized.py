@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from onnxfuse.kernels.epilogue import functor
 from onnxfuse.kernels.hopper import cluster_attribute, halved_loads, wants_the_models_bits
-from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, quantized_numbers
+from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, footprint, swapped
 from onnxfuse.schedule.hopper_tile import TILE_BYTES, HopperFootprint
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -40,6 +40,7 @@ using Element = {spec.dtype.cuda};
 [[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
 [[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
 constexpr bool SWAPPED = true;
+constexpr bool APART = {flag(tile.apart)};
 constexpr bool PINGPONG = false;
 constexpr bool OPERANDS_AHEAD = false;
 {constants(_numbers(spec, tile, layout))}
@@ -61,7 +62,7 @@ def _numbers(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> 
         "HALVED_LOADS": halved_loads(spec),
         "OUTS": len(spec.outs),
         "TMA_STORED_OUTS": 0,
-        "BLOCK_M": own.block_m,
+        "BLOCK_M": tile.block_n,
         "BLOCK_N": own.block_n,
         "BLOCK_K": tile.block_k,
         "THREADS": tile.threads,
@@ -90,7 +91,7 @@ def _numbers(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> 
 
 def _multiplications(spec: KernelSpec, tile: QuantizedTile) -> str:
     """The function `multiply<FIRST>` for each part."""
-    registers = spec.parts * tile.block_m // 2
+    registers = spec.parts * tile.swapped.block_n // 2
     parameters = f"(float (&acc)[{registers}], const unsigned (&lhs)[4], unsigned long long rhs, int accumulate)"
     kind = f"m64n{tile.block_m}k16.f32.{spec.math}.{spec.math}"
     firsts = range(0, registers, tile.block_m // 2)

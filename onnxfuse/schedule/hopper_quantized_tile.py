@@ -24,8 +24,9 @@ ZERO_PITCH = 4  # bytes of a column's zero points in a stage
 STAGE_ALIGNMENT = 1024
 SPANS = (32, 64, 128)  # bytes of TMA's swizzles
 # Fragments of two chunks, what is being converted and scales take the rest of 232 or 160 registers of a thread.
-MAX_ACCUMULATORS = {2: 160, 3: 64}
-EXCHANGE_REGISTERS = 16  # of blocks that split k; tests forbid that ptxas spills
+MAX_ACCUMULATORS = {2: 160, 3: 80}
+TILE_LOAD_REGISTERS = 24
+EXCHANGE_REGISTERS = 24  # of blocks that split k; tests forbid that ptxas spills
 SWAPPED_KINDS = {"scalar": "scalar", "row": "column", "column": "row", "tile": "tile"}
 SWAPPED_LOOPS = {"m": "n", "n": "m", "batch": "batch"}
 
@@ -41,6 +42,7 @@ class QuantizedTile:
         groups: consumer groups of four warps, which share each tile.
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
         group_rows: tiles along n that run together, for reuse in L2.
+        apart: each of two groups multiplies one of two parts.
     """
 
     block_m: int
@@ -49,14 +51,13 @@ class QuantizedTile:
     groups: int = 2
     splits: int = 1
     group_rows: int = 8
+    apart: bool = False
 
     @property
     def swapped(self) -> HopperTile:
-        """The tile as the kernel sees it."""
-        return HopperTile(
-            self.block_n, self.block_m, False, groups=self.groups, splits=self.splits,
-            group_rows=self.group_rows,
-        )  # fmt: skip
+        """The tile as the kernel sees it; with parts apart, as its epilogues do: side by side."""
+        rows, columns = (2 * self.block_n, self.block_m // 2) if self.apart else (self.block_n, self.block_m)
+        return HopperTile(rows, columns, False, groups=self.groups, splits=self.splits, group_rows=self.group_rows)
 
     @property
     def threads(self) -> int:
@@ -66,7 +67,8 @@ class QuantizedTile:
     def __str__(self) -> str:
         groups = f" {self.groups} groups" if self.groups > 2 else ""
         splits = f" k split by {self.splits}" if self.splits > 1 else ""
-        return f"{self.block_m}x{self.block_n}x{self.block_k} quantized{groups}{splits}"
+        apart = " parts apart" if self.apart else ""
+        return f"{self.block_m}x{self.block_n}x{self.block_k} quantized{groups}{splits}{apart}"
 
 
 def swapped(spec: KernelSpec) -> KernelSpec:
@@ -116,6 +118,7 @@ def why_not(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> str | N
     return (
         hopper_tile.first(_of_operands(spec))
         or hopper_tile.first(_of_tile(spec, tile))
+        or hopper_tile.first(_of_apart(spec, tile))
         or hopper_tile.first(_of_memory(spec, tile, shared_limit))
     )
 
@@ -140,7 +143,7 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     whole = tile.swapped.group_m % ROWS == 0 and max(tile.block_n, tile.block_m) <= MAX_BOX
     yield not whole or tile.block_m % 16, "a group owns multiples of 64 columns, by multiples of 16 rows"
     units = spec.parts * tile.swapped.group_m // ROWS
-    accumulators = units * tile.block_m // 2
+    accumulators = units * tile.swapped.block_n // 2
     most = max_accumulators(spec, tile)
     yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
     yield tile.splits not in hopper_tile.SPLITS, "k is split by 2 or 4"
@@ -150,10 +153,19 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield blocks * _bits(spec) > 32, f"{blocks} blocks in a stage"
 
 
+def _of_apart(spec: KernelSpec, tile: QuantizedTile) -> Rules:
+    alone = spec.parts != 2 or tile.groups != 2 or tile.splits > 1
+    yield tile.apart and alone, "two groups have a part each, of all of k"
+    halves = tile.block_n == ROWS and tile.block_m % 32 == 0
+    yield tile.apart and not halves, "a group has 64 columns, and half of the rows"
+    varies = any(load.kind == "column" for load in spec.loads)
+    yield tile.apart and varies, "with parts apart no operand varies along m alone"
+
+
 def max_accumulators(spec: KernelSpec, tile: QuantizedTile) -> int:
     """How many of a thread's registers can hold sums, where there is more to do than to store one output."""
     tiles = sum(load.kind == "tile" for load in spec.loads)
-    more = hopper_tile.TILE_LOAD_REGISTERS * tiles + hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
+    more = TILE_LOAD_REGISTERS * tiles + hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
     return MAX_ACCUMULATORS[tile.groups] - more - (EXCHANGE_REGISTERS if tile.splits > 1 else 0)
 
 

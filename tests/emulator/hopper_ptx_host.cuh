@@ -218,10 +218,10 @@ void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long
   __syncwarp();
 }
 
-// Of a quantized weight: registers from FIRST on of acc[64, BLOCK_N] (+)= lhs[64, 16] * rhs[16, BLOCK_N], lhs in registers.
+// Of a quantized weight: registers from FIRST on of acc[64, columns of a tile] (+)= lhs[64, 16] * rhs, lhs in registers.
 template <int FIRST, int REGISTERS>
 void multiply(float (&acc)[REGISTERS], const unsigned (&lhs)[4], unsigned long long rhs, int accumulate) {
-  multiply_values(reinterpret_cast<float (&)[BLOCK_N / 2]>(acc[FIRST]), lhs, rhs, accumulate, true);
+  multiply_values(reinterpret_cast<float (&)[APART ? BLOCK_N : BLOCK_N / 2]>(acc[FIRST]), lhs, rhs, accumulate, true);
 }
 
 template <int WORDS>

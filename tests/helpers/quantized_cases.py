@@ -24,6 +24,7 @@ TILES = (
     QuantizedTile(48, 128, 64), QuantizedTile(80, 192, 64, groups=3), QuantizedTile(64, 256, 64),
     QuantizedTile(32, 128, 128, splits=4), QuantizedTile(128, 128, 64),
 )  # fmt: skip
+APART = tuple(QuantizedTile(rows, 64, 64, apart=True) for rows in (64, 96, 256, 32))
 # Depths whose columns begin on 16 bytes whatever the form, and whose last blocks are not full.
 SIZES = (
     (1, 8, 8), (65, 136, 256), (33, 264, 200), (16, 40, 1000), (130, 72, 72), (64, 200, 328), (100, 16, 40),
@@ -76,9 +77,22 @@ def quantized_cases() -> Iterator[QuantizedCase]:
                     yield from _cases(form, turn)
 
 
+def _apart(form: Quantization, turn: int) -> Iterator[QuantizedCase]:
+    """Each part by a group of its own."""
+    m, n, k = SIZES[(turn * 5 + 1) % len(SIZES)]
+    sizes = (Size(m, n, k), Size(m + 200, n + 64, k, pad=8))
+    kind = ("plain", "residual")[turn % 2]
+    spec = quantized(make_spec(form.scale.name, 2, "nk", PORTABLE, sizes[0], kind), form, k)
+    tile = APART[turn // 4 % len(APART)]
+    if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None:
+        yield QuantizedCase(f"{form}-{form.scale.name}-{tile}-{kind}-{k}".replace(" ", "-"), spec, tile, sizes)
+
+
 def _cases(form: Quantization, turn: int) -> Iterator[QuantizedCase]:
     parts, kind = 1 + turn // 2 % 2, ("plain", "residual", "mixed")[turn % 3]
     outs: tuple[DType | None, ...] = ((None,), (None, F32))[turn % 5 == 0]
+    if parts == 2:
+        yield from _apart(form, turn)
     for offset in range(2):
         m, n, k = SIZES[(turn + 3 * offset) % len(SIZES)]
         sizes = (Size(m, n, k), Size(m + 31, n + 64, k, pad=8))

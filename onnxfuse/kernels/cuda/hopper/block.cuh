@@ -64,7 +64,11 @@ __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, u
 }
 
 __device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
-  tile.row += group % TEAM_GROUPS * GROUP_M;
+  if constexpr (APART) {
+    tile.column += group * BLOCK_N;
+  } else {
+    tile.row += group % TEAM_GROUPS * GROUP_M;
+  }
   return tile;
 }
 
@@ -184,6 +188,43 @@ __device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULAT
   if (lane > 0 && lane < SPLITS) barrier_arrive_peer(shared + SUMS_READ_OFFSET, rank ^ lane);
 }
 
+constexpr int PAIR_BARRIER = 3;  // named barrier of two warps with the same rows, of one part each; one for each pair
+constexpr int HALF = ACCUMULATORS / 2;
+constexpr int AT_ONCE = SLAB_COLUMNS * WARP_ROWS * 2 / (WARP_SIZE * 16) * 4;  // sums of a thread that staging areas hold
+
+// The sums acc[FIRST, FIRST + HALF) of a warp against those that its pair has of the other part, through the staging areas.
+template <int FIRST>
+__device__ __forceinline__ void exchange_half(float (&acc)[ACCUMULATORS], unsigned char* memory) {
+  const int warp = threadIdx.x / WARP_SIZE, pair = warp ^ WARP_GROUP / WARP_SIZE;
+  unsigned char* lane = memory + RING_BYTES + SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
+  __syncwarp();
+#pragma unroll
+  for (int first = FIRST; first < FIRST + HALF; first += AT_ONCE) {
+    const int end = min(first + AT_ONCE, FIRST + HALF);
+#pragma unroll
+    for (int i = first; i < end; i += 4) {
+      auto* own = reinterpret_cast<float4*>(lane + warp * STAGING_BYTES + (i - first) * WARP_SIZE * 4);
+      *own = {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]};
+    }
+    named_sync(PAIR_BARRIER + warp % 4, 2 * WARP_SIZE);
+#pragma unroll
+    for (int i = first; i < end; i += 4) {
+      const auto other = *reinterpret_cast<const float4*>(lane + pair * STAGING_BYTES + (i - first) * WARP_SIZE * 4);
+      acc[i] = other.x, acc[i + 1] = other.y, acc[i + 2] = other.z, acc[i + 3] = other.w;
+    }
+    named_sync(PAIR_BARRIER + warp % 4, 2 * WARP_SIZE);
+  }
+}
+
+// Each group has one part of all columns; then both parts of its own half of them.
+__device__ __forceinline__ void exchange_parts(float (&acc)[ACCUMULATORS], unsigned char* memory, int group) {
+  if (group == 0) {
+    exchange_half<HALF>(acc, memory);
+  } else {
+    exchange_half<0>(acc, memory);
+  }
+}
+
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
                                         unsigned shared, int rank, int group) {
   const TileScheduler scheduler(args);
@@ -194,14 +235,12 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   RingPosition ring;
   if (team == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
-  const unsigned slabs_full = shared + SLABS_FULL_OFFSET + group * GROUP_SLABS_BYTES;
-  const unsigned slabs_empty = shared + SLABS_EMPTY_OFFSET + group * GROUP_SLABS_BYTES;
+  const unsigned slabs = shared + group * GROUP_SLABS_BYTES;
   int count = team;
 #pragma unroll 1
   for (int number = first_number(scheduler, group); number < scheduler.tiles; number += next_number(scheduler)) {
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
-    const int first_k = SPLITS > 1 ? rank * steps * BLOCK_K : 0;
-    run_main_loop(acc, ring, shared, first_row, args, {scheduler.at(number, rank), first_k, steps});
+    run_main_loop(acc, ring, shared, first_row, args, {scheduler.at(number, rank), first_k_of(steps, rank), steps});
     const bool is_last = number + scheduler.clusters >= scheduler.tiles;
     if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
     finish_main_loop(acc, ring, shared);
@@ -212,7 +251,9 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
     if (owner == rank) {
       if constexpr (SPLITS > 1) reduce_partials(acc, memory, shared, rank, count % 2);
-      run_epilogue(acc, args, maps, tile, first_row, {vectors, staging, slabs_full, slabs_empty}, count / TEAMS);
+      if constexpr (APART) exchange_parts(acc[0], memory, group);
+      run_epilogue(acc, args, maps, tile, APART ? 0 : first_row,
+                   {vectors, staging, slabs + SLABS_FULL_OFFSET, slabs + SLABS_EMPTY_OFFSET}, count / TEAMS);
     } else {
       send_partials(acc, shared, rank, owner);
     }

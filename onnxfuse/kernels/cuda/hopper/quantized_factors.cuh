@@ -12,6 +12,9 @@
 // A thread's fragment of 16 k is k = 2t, 2t+1, 2t+8, 2t+9 of rows g and g + 8, with t the lane in its quad and g the quad:
 // in 4 bits one byte of two words, which all four lanes of a quad load.
 //
+// With parts apart (APART) each group multiplies one part by twice as many rows of activations, which halves what is
+// converted for a wgmma; then the groups exchange sums, such that each has both parts of half of the rows.
+//
 // Integers become numbers by bits alone: an integer in the last bits of 1024 or 64, or of 128 in bf16, is added to it; the
 // same number with the zero point is subtracted, exactly, and the product with the scale is rounded once.
 #pragma once
@@ -21,7 +24,7 @@ namespace onnxfuse {
 
 constexpr int BITS = QUANTIZED_BITS;
 constexpr int ATOM_K = ROW_BYTES / sizeof(Element);         // of a swizzled row of activations
-constexpr int ATOM_BYTES = BLOCK_N * ROW_BYTES;
+constexpr int ATOM_BYTES = TILE_COLUMNS * ROW_BYTES;
 constexpr int ACTIVATION_BYTES = BLOCK_K / ATOM_K * ATOM_BYTES;
 constexpr int PACKED_BYTES = BLOCK_K * BITS / 8;            // of a row of the weight
 constexpr int PART_BYTES = BLOCK_M * PACKED_BYTES;
@@ -29,7 +32,8 @@ constexpr int CHUNK_BYTES = 16;
 constexpr int CHUNKS = PACKED_BYTES / CHUNK_BYTES;
 constexpr int CHUNK_K = BLOCK_K / CHUNKS;
 constexpr int CHUNK_STEPS = CHUNK_K / STEP_K;
-constexpr int UNITS = PARTS * SUBTILES;                     // wgmma of one k of a group
+constexpr int OWN_PARTS = APART ? 1 : PARTS;                // of a group
+constexpr int UNITS = OWN_PARTS * SUBTILES;                 // wgmma of one k of a group
 constexpr int STAGE_BLOCKS = BLOCK_K > QUANTIZED_BLOCK ? BLOCK_K / QUANTIZED_BLOCK : 1;
 constexpr int SCALES = STAGE_BLOCKS > 2 ? STAGE_BLOCKS : 2;  // of a row in a stage: pairs, the first with an even number
 constexpr int SCALE_BYTES = SCALES * sizeof(Element);
@@ -49,7 +53,7 @@ static_assert(SWAPPED && sizeof(Element) == 2, "the weight is the M side, of 16 
 static_assert(STAGE_BYTES == (STAGE_END + 1023) / 1024 * 1024, "footprint and kernel agree");
 static_assert(TEAMS == 1, "one warp prepares the stages, one brings the slabs of all groups");
 static_assert(PACKED_BYTES >= 32 && PACKED_BYTES <= 128 && ZERO_BYTES <= 4, "a span of TMA's swizzles");
-static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && BLOCK_M <= 256, "one wgmma and one box");
+static_assert(BLOCK_N % 16 == 0 && TILE_COLUMNS <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 static_assert(SHARING == 1, "blocks share no loads");
 
 // ---- producer
@@ -132,7 +136,7 @@ __device__ __forceinline__ void copy_zeros(unsigned stage, const OnnxfuseArgumen
 // What of every stage TMA does not bring, by one warp.
 __device__ __forceinline__ void prepare(const OnnxfuseArguments& args, unsigned shared, int rank) {
   const TileScheduler scheduler(args);
-  const int steps = steps_of(args), first_k = SPLITS > 1 ? rank * steps * BLOCK_K : 0;
+  const int steps = steps_of(args), first_k = first_k_of(steps, rank);
   const int blocks = (args.k - 1) / QUANTIZED_BLOCK + 1;
   RingPosition ring;
 #pragma unroll 1
@@ -163,7 +167,7 @@ struct StageScales {
     for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int own = row + unit % PARTS * BLOCK_M + unit / PARTS * GROUP_WGMMA_ROWS + half * 8;
+        const int own = row + unit % OWN_PARTS * BLOCK_M + unit / OWN_PARTS * GROUP_WGMMA_ROWS + half * 8;
         load_words(scales[unit][half], stage + SCALES_OFFSET + own * SCALE_BYTES);
         if (STAGE_BLOCKS == 1 && first % 2) scales[unit][half][0] >>= 16;
         if constexpr (ZERO_POINTS) {
@@ -261,7 +265,7 @@ __device__ __forceinline__ void convert_chunk(Fragments& target, unsigned row, u
   const unsigned chunk = row + (CHUNK * CHUNK_BYTES ^ swizzle);
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
-    const int first = (unit % PARTS * BLOCK_M + unit / PARTS * GROUP_WGMMA_ROWS) * PACKED_BYTES;
+    const int first = (unit % OWN_PARTS * BLOCK_M + unit / OWN_PARTS * GROUP_WGMMA_ROWS) * PACKED_BYTES;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       unsigned words[4];
@@ -291,7 +295,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SUBTILES][ACCUMULATO
         (ACTIVATION_DESCRIPTOR | descriptor_address(atom)) + k % ATOM_K * sizeof(Element) / 16;
     static_for<0, UNITS>([&](auto unit) {
       constexpr int UNIT = decltype(unit)::value;
-      multiply<UNIT % PARTS * BLOCK_N / 2>(acc[UNIT / PARTS], fragments.words[step][UNIT], activations,
+      multiply<UNIT % OWN_PARTS * BLOCK_N / 2>(acc[UNIT / OWN_PARTS], fragments.words[step][UNIT], activations,
                                            accumulate | k);
     });
   }

@@ -24,6 +24,10 @@ constexpr bool GIVE_REGISTERS = CONSUMERS < 4;
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 
+// Columns of a block's tile: with parts apart, each of two groups multiplies one part by all of them, and then has both
+// parts of half of them.
+constexpr int TILE_COLUMNS = APART ? 2 * BLOCK_N : BLOCK_N;
+
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int FULL_OFFSET = VECTORS_OFFSET + VECTOR_BUFFERS * VECTORS_BYTES;
 constexpr int EMPTY_OFFSET = FULL_OFFSET + STAGES * 8;
@@ -52,7 +56,8 @@ static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "warps belong to blocks
 static_assert(SPLITS == 1 || (SHARING == 1 && TEAMS == 1), "the blocks of a cluster work on one tile");
 static_assert(SUMS_BYTES == (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SUMS_BYTES, "footprint and kernel agree");
 static_assert(VECTORS_OFFSET == RING_BYTES + SUMS_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
-static_assert(GROUP_M == BLOCK_M / TEAM_GROUPS, "footprint and kernel agree");
+static_assert(GROUP_M == (APART ? BLOCK_M : BLOCK_M / TEAM_GROUPS), "footprint and kernel agree");
+static_assert(!APART || (PARTS == 2 && CONSUMERS == 2 && TEAMS == 1 && SPLITS == 1), "a group for each part");
 static_assert(STAGING_BYTES % (BOX_CHUNKS * 128) == 0, "boxes start on whole periods of the swizzle");
 
 // ---- shared-memory matrix descriptors of wgmma (PTX ISA, "Matrix Descriptor"); distances in units of 16 bytes
@@ -90,7 +95,7 @@ struct TileScheduler {
 
   __device__ __forceinline__ TileScheduler(const OnnxfuseArguments& args) {
     tiles_m = (rows_of(args) - 1) / (BLOCK_M * CLUSTER_M) + 1;
-    tiles_n = (columns_of(args) - 1) / (BLOCK_N * CLUSTER_N) + 1;
+    tiles_n = (columns_of(args) - 1) / (TILE_COLUMNS * CLUSTER_N) + 1;
     tiles = tiles_m * tiles_n * args.batch;
     clusters = gridDim.x / CLUSTER;
     first = blockIdx.x / CLUSTER;
@@ -104,12 +109,14 @@ struct TileScheduler {
     const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
     const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0);
     const int tile_n = in_group / height * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0);
-    return {batch, tile_m * BLOCK_M, tile_n * BLOCK_N, 0};
+    return {batch, tile_m * BLOCK_M, tile_n * TILE_COLUMNS, 0};
   }
 };
 
 // Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k.
 __device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return (args.k - 1) / (BLOCK_K * SPLITS) + 1; }
+
+__device__ __forceinline__ int first_k_of(int steps, int rank) { return SPLITS > 1 ? rank * steps * BLOCK_K : 0; }
 
 // What a block multiplies for a tile: `steps` stages from k = `first_k` on.
 struct Work {
