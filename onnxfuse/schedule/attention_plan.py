@@ -28,6 +28,7 @@ from onnxfuse.schedule.attention_tile import (
     AttentionTile,
     PortableAttentionTile,
     is_mapped,
+    looks_again,
     portable_shared_bytes,
     shared_bytes,
 )
@@ -167,7 +168,9 @@ def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
         AttentionTile(groups, width, rescale_above=LAZY if groups == 3 or (groups == 2 and spec.head >= 128) else 0)
         for groups, registers in REGISTERS.items()
         for width in WIDTHS
-        if width * 3 // 4 + spec.value_head // 2 <= registers and spec.head <= MOST_HEAD[groups]
+        if width * 3 // 4 + spec.value_head // 2 <= registers
+        and spec.head <= MOST_HEAD[groups]
+        and not (groups == 3 and looks_again(spec))  # what is noted of a tile takes registers as well
     ]
     return [tile for tile in every if shared_bytes(spec, tile) <= device.shared_bytes]
 
