@@ -55,7 +55,7 @@ def optimize(
     fp32: Fp32 = "tf32",
     rounding: Rounding = "fp32",
     keep_weights: bool = False,
-    attention: bool = False,
+    attention: bool = True,
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
     plan: str | Path | Mapping[str, Any] | None = None,
@@ -75,7 +75,7 @@ def optimize(
             which the model stores it, for the bits of separate nodes as far as the order of sums allows.
         keep_weights: store every weight in the order that it has; by default those that only fused nodes read are
             stored as `[n, k]` where the model has `[k, n]` and kernels are faster so, under names of their own.
-        attention: make one kernel of two products and the softmax between them, in models for sm_90a alone.
+        attention: make one kernel of two products and the softmax between them.
         only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
         skip: leave out what fits one of these.
         plan: what `explain --json` prints, edited: fusions removed or marked with `"skip": true`; a file, or parsed.
@@ -156,7 +156,7 @@ def _fuse(
     local = tuning_device(devices, local_architectures()) if tune else None
     selection = make_selection(options.get("only", ()), options.get("skip", ()), options.get("plan"))
     modes = options.get("fp32", "tf32"), options.get("rounding", "fp32")
-    kept, attention = options.get("keep_weights", False), options.get("attention", False)
+    kept, attention = options.get("keep_weights", False), options.get("attention", True)
     analysis = analyse_model(model, devices, modes[0], selection, modes[1], kept, attention)
     check(analysis)
     if local is not None:

@@ -132,7 +132,9 @@ _keep_weights = click.option(
     "--keep-weights", is_flag=True, help="Store no weight in another order, [n, k] for [k, n], than MODEL does."
 )
 _attention = click.option(
-    "--attention", is_flag=True, help="Make one kernel of two products and the softmax between them; sm_90a alone."
+    "--attention/--no-attention",
+    default=True,
+    help="Make one kernel of two products and the softmax between them; on by default.",
 )
 _inputs = click.option(
     "--inputs", type=click.Path(path_type=Path), help="An .npz file with one array for each input; verify: or a folder."

@@ -70,7 +70,7 @@ def analyse_model(
     selection: Selection = EVERYTHING,
     rounding: Rounding = "fp32",
     keep_weights: bool = False,
-    attention: bool = False,
+    attention: bool = True,
 ) -> Analysis:
     """Find and plan the fusions of a model that are selected; nothing is compiled or changed.
 

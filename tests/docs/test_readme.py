@@ -108,8 +108,8 @@ def test_the_synopsis_has_every_option_of_every_command() -> None:
         options = [option for option in commands.commands[name].params if isinstance(option, click.Option)]
         shown = re.findall(r"(?<![\w-])--?[a-z][\w-]*", text)
         for option in options:
-            assert set(option.opts) & set(shown), f"{name} {option.opts}"
-        assert set(shown) <= {flag for option in options for flag in option.opts}, name
+            assert {*option.opts, *option.secondary_opts} & set(shown), f"{name} {option.opts}"
+        assert set(shown) <= {flag for option in options for flag in (*option.opts, *option.secondary_opts)}, name
 
 
 def test_what_is_written_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

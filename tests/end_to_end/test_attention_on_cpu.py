@@ -173,7 +173,7 @@ def test_the_fallback_has_the_bits_of_the_original(form: str) -> None:
 
 
 def test_without_the_option_nothing_changes() -> None:
-    sites = analyse_model(model_of("plain"), [SM_90A]).sites
+    sites = analyse_model(model_of("plain"), [SM_90A], attention=False).sites
     assert "attention" not in {site.fusion.pattern for site in sites}
 
 

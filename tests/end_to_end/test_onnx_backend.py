@@ -97,7 +97,8 @@ def test_every_product_is_fused_or_listed() -> None:
     for name, (model, _) in cases().items():
         analysis = analyse(model)
         products = sum(node.op_type in ("MatMul", "Gemm") for node in walk(model.graph.node))
-        assert len(analysis.sites) + len(analysis.skipped) >= products, name
+        seconds = sum(site.fusion.pattern == "attention" for site in analysis.sites)
+        assert len(analysis.sites) + seconds + len(analysis.skipped) >= products, name
 
 
 def test_completed_models_keep_their_outputs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -12,7 +14,7 @@ from onnxfuse.pipeline import analyse_model
 from tests.helpers import corpus
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder
-from tests.tools.sweep import rewritten
+from tests.tools.sweep import ROUNDED_FOR_A_SHAPE, rewritten
 
 LEVELS = ["ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"]  # tests.tools.sweep runs every model without any
 TINY = sorted(key for key in corpus.manifest() if key.startswith("tiny"))
@@ -34,8 +36,9 @@ def outputs(model: bytes, level: str, feed: dict[str, np.ndarray]) -> list[np.nd
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run(None, feed)
 
 
-def fused(model: onnx.ModelProto) -> bytes:
-    return rewritten(analyse_model(model, resolve("sm_90a", list)), transposed=True).SerializeToString()
+def fused(model: onnx.ModelProto, attention: bool) -> bytes:
+    analysis = analyse_model(model, resolve("sm_90a", list), attention=attention)
+    return rewritten(analysis, transposed=True).SerializeToString()
 
 
 def distance(left: list[np.ndarray], right: list[np.ndarray]) -> float:
@@ -47,7 +50,7 @@ def distance(left: list[np.ndarray], right: list[np.ndarray]) -> float:
 @pytest.mark.parametrize("key", TINY)
 def test_the_corpus_keeps_its_bits_at_every_level(key: str) -> None:
     model, feed = corpus.materialize(key), corpus.feed(key, 0)
-    before, after = model.SerializeToString(), fused(model)
+    before, after = model.SerializeToString(), fused(model, not Path(key).name.startswith(ROUNDED_FOR_A_SHAPE))
     plain = outputs(before, "ORT_DISABLE_ALL", feed)
     for level in LEVELS:
         expected, actual = outputs(before, level, feed), outputs(after, level, feed)
@@ -76,6 +79,7 @@ def test_a_number_that_the_model_computes_stays_computed(elsewhere: bool) -> Non
     analysis = analyse_model(model, resolve("sm_90a", list))
     assert any("0.707" in str(site.fusion) for site in analysis.sites), "the scale is no constant of a kernel"
     feed = {name: draw(2, 5, 8, seed=seed).astype(np.float32) for seed, name in enumerate("xy")}
+    files = model.SerializeToString(), fused(model, attention=True)
     for level in ("ORT_DISABLE_ALL", *LEVELS):
-        expected, actual = (outputs(each, level, feed) for each in (model.SerializeToString(), fused(model)))
+        expected, actual = (outputs(each, level, feed) for each in files)
         assert expected[0].tobytes() == actual[0].tobytes(), level

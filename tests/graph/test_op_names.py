@@ -38,7 +38,7 @@ def products(*chains: tuple[str, ...], ir_version: int = 9) -> onnx.ModelProto:
 
 
 def analysed(model: onnx.ModelProto) -> Analysis:
-    return analyse_model(model, resolve("sm_90a", list))
+    return analyse_model(model, resolve("sm_90a", list), attention=False)
 
 
 def fused_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:

@@ -231,8 +231,10 @@ def sweep_model(path: Path, expected: Mapping[str, int] | None, commands: bool =
         fused, feeds = rewritten(analysis), list(feeds_of(path, original))
         if commands:
             _go_through_commands(original, fused, feeds[0])
-        outcome = Outcome(found, expected, skipped, difference(taken_apart(original, analysis), fused, feeds))
-        return _with_attentions(outcome, original, feeds, path.name.startswith(ROUNDED_FOR_A_SHAPE))
+        is_rounded = path.name.startswith(ROUNDED_FOR_A_SHAPE)
+        fault = "" if is_rounded else difference(taken_apart(original, analysis), fused, feeds)
+        outcome = Outcome(found, expected, skipped, fault)
+        return _with_attentions(outcome, original, feeds, is_rounded)
     except Exception as error:  # whatever is wrong with one model, the others are swept
         return Outcome(Counter(), expected, fault=f"{type(error).__name__}: {str(error)[:200]}")
 
