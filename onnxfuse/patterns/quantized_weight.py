@@ -18,7 +18,7 @@ from onnxfuse.graph.packed_data import ELEMENTS, Packing
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
-from onnxfuse.patterns.operand_views import Source, shape_text
+from onnxfuse.patterns.operand_views import Source, is_stored, shape_text
 from onnxfuse.patterns.views import AxisKind, axis_view
 
 WEIGHT, SCALES, ZERO_POINTS, ORDER, BIAS = 1, 2, 3, 4, 5  # inputs of MatMulNBits
@@ -111,7 +111,16 @@ def _of_form(graph: Graph, node: gs.Node, bits: int, block: int) -> list[tuple[b
         (typed, "its zero points are numbers of the scales' type, not packed integers"),
         (bool(node.attrs.get("weight_prepacked", 0)), "its weight is packed for one provider (weight_prepacked)"),
         (_given(node, WEIGHT) is None or _given(node, SCALES) is None, "it has no weight or no scales"),
+        (not _are_stored(graph, node, (WEIGHT, SCALES, ZERO_POINTS)), _COMPUTED),
     ]
+
+
+_COMPUTED = "its weight is computed: kernels read it before the one in front of them has ended"
+
+
+def _are_stored(graph: Graph, node: gs.Node, places: Iterable[int]) -> bool:
+    tensors = (_given(node, place) for place in places)
+    return all(is_stored(graph, tensor) for tensor in tensors if tensor is not None)
 
 
 def _either(numbers: tuple[int, ...]) -> str:
@@ -211,7 +220,7 @@ def _of_blocks(graph: Graph, maker: gs.Node, sizes: tuple[int, int, int]) -> lis
         (form, block not in QUANTIZED_BLOCKS, f"blocks of {block} elements; kernels read {_either(QUANTIZED_BLOCKS)}"),
         (form, k != blocks * block or uneven, "its last block is not full, or zero points of a column no whole bytes"),
         (form, not signed and len(given) < 3, "numbers without a sign and without zero points: zero is not implied"),
-        (form, not graph.is_initializer(given[0].name), f"{given[0].name!r} is not stored in the model"),
+        (form, not _are_stored(graph, maker, (0, 1, 2)), _COMPUTED),
         (form, graph.dtype(given[1].name) not in FLOATS_BY_ONNX, "its scales are no numbers that kernels read"),
         ("invalid_model", any(graph.shape(tensor.name) != few for tensor in given[1:]),
          f"scales or zero points that are not {shape_text(few)}"),

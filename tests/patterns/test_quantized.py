@@ -258,3 +258,18 @@ def test_a_packed_product_stores_its_ranges() -> None:
 
     found = matched(model_of(heads, Form(), FLOAT16))
     assert [len(fusion.outputs) for _, fusion in found] == [1]
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_a_weight_that_the_run_computes_is_left_alone(place: int) -> None:
+    """Kernels start to read it while the one before them, which might make it, still runs."""
+
+    def change(node: onnx.NodeProto, model: ModelProto) -> None:
+        stored = next(tensor for tensor in model.graph.initializer if tensor.name == node.input[place])
+        value = helper.make_tensor_value_info("given", stored.data_type, stored.dims)
+        model.graph.input.append(value)
+        node.input[place] = "given"
+
+    found = changed(change)
+    assert (found.reason, found.node) == ("quantized_form", "MatMul_0")
+    assert "computed" in found.detail
