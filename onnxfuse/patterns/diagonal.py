@@ -28,6 +28,7 @@ from onnxfuse.ir.attention import Attention, Diagonal
 from onnxfuse.ir.fusion import Value, load_name
 
 LOW = -1e4  # exp(x + LOW) is 0 beside any score that is none
+LEAST = -1e3  # what a scale behind the mask may leave of it
 MAX_DEPTH = 32  # nodes one behind the other that are looked at
 KEEPS_ROWS_AND_KEYS = ("Cast", "Identity", "Expand", "Unsqueeze", "Reshape", "Squeeze")
 MOVES = (*KEEPS_ROWS_AND_KEYS, "Flatten")
@@ -59,7 +60,7 @@ class Arange:
 def diagonal_of(graph: Graph, attention: Attention) -> Diagonal | None:
     """Behind which keys the scores of an attention are low, whatever it is run with; None where none is known."""
     last = _Scores(graph, attention, _Masks(graph)).low(attention.score)
-    if last is None:
+    if last is None or last.fill * attention.scale > LEAST:
         return None
     first = _Scores(graph, attention, _Masks(graph, before=True)).low(attention.score)
     if first is None or first.from_end != last.from_end:

@@ -203,6 +203,14 @@ def test_what_is_none_is_none(mask: Mask) -> None:
     assert diagonal(b.model(*attention(b, mask)[0])) is None
 
 
+@pytest.mark.parametrize(("scale", "found"), [(0.5, True), (0.01, False)])
+def test_a_scale_behind_the_mask_may_leave_too_little_of_it(scale: float, found: bool) -> None:
+    b = Builder(FLOAT16)
+    s, mask = scores(b), before_the_row(b)
+    p = b("Softmax", b("Mul", b("Add", s, mask), number(b, scale)), axis=-1)
+    assert (diagonal(b.model(*merged(b, p))) is not None) is found
+
+
 def test_a_choice_of_scores_is_read() -> None:
     b = Builder(FLOAT16)
     s, mask = scores(b), b("LessOrEqual", *keys_and_rows(b))

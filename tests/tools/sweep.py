@@ -299,9 +299,9 @@ def sweep(folder: Path, manifest: Mapping[str, Mapping[str, int]], only: str = "
     total = _total(outcomes)
     failed = sum(bool(outcome.faults) for outcome in outcomes)
     few = total.expected is not None and total.found["residuals"] < MOST_RESIDUALS * total.expected["residuals"]
+    print("attentions apart:", ", ".join(f"{reason} {count}" for reason, count in total.apart.most_common()) or "none")
     print(line(f"{len(outcomes)} models", replace(total, fault=f"{failed} failed"), time.monotonic() - began))
     print("left alone:", ", ".join(f"{reason} {count}" for reason, count in total.skipped.most_common()) or "nothing")
-    print("attentions apart:", ", ".join(f"{reason} {count}" for reason, count in total.apart.most_common()) or "none")
     return bool(outcomes) and not failed and not few
 
 
