@@ -1,0 +1,113 @@
+"""The MLP of an LLM with few-bit weights: `python -m tests.perf.quantized_mlp --out results/h200-quantized.json`.
+
+Two MLPs of a model of 8 billion parameters, 4096 -> 2 x 14336 -> 4096 with SiLU and residual, one behind the other, so
+that no cache holds the weights; microseconds of one. Stock ONNX Runtime in both of its modes (ORT_FPA_INTB_GEMM), the
+same in fp16 with and without onnxfuse, and the fused model with few-bit weights, each captured in a CUDA graph and
+replayed in turn. The fused model's output is compared with stock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+import onnxfuse
+from onnxfuse.device import spec_of
+from onnxfuse.runtime import driver
+from tests.helpers.optimized_layers import Layers, Sizes
+from tests.helpers.quantized import Form, nbits_node
+from tests.perf.behind_optimizer import captured
+from tests.perf.compare import origin
+from tests.perf.every_tile import in_turn
+from tests.perf.result_file import write_result
+
+SIZES = Sizes(4096, 14336, 32, 8)
+ROWS = (1, 4, 16, 64, 300, 2048)
+FORMS = {
+    "4 bits, blocks of 32": Form(),
+    "4 bits, blocks of 128, zero points": Form(4, 128, True),
+    "8 bits, blocks of 32": Form(8, 32),
+}
+COUNT = 2  # MLPs
+MODE = "ORT_FPA_INTB_GEMM"
+
+
+class Mlp(Layers):
+    """Builds MLPs whose weights are of few bits, or of fp16 without a form."""
+
+    def __init__(self, form: Form | None) -> None:
+        super().__init__(SIZES)
+        self.form = form
+
+    def product(self, x: str, k: int, n: int) -> str:
+        """A product with a drawn weight."""
+        if self.form is None:
+            return self("MatMul", x, self.weight(k, n))
+        form, blocks, out = self.form, k // self.form.block, f"v{len(self.nodes)}_0"
+        drawn = np.random.default_rng(n).integers(0, 256, 1 << 20, np.uint8)
+        codes = np.resize(drawn, (n, blocks, form.block * form.bits // 8))
+        scales = np.resize(np.abs(self._drawn) * (4 / 2**form.bits / k**0.5), (n, blocks)).astype(np.float16)
+        arrays = [codes, scales]
+        if form.zero_points:
+            arrays.append(np.full((n, blocks * form.bits // 8), 0x88, np.uint8))
+        names = [self.raw(array, f"w{len(self.initializers)}") for array in arrays]
+        self.nodes.append(nbits_node(x, out, names, form, n, k, name=f"product_{len(self.nodes)}"))
+        return out
+
+
+def mlps(form: Form | None) -> ModelProto:
+    b = Mlp(form)
+    x = b.input("x", ("rows", SIZES.width))
+    for _ in range(COUNT):
+        gate, up = (b.product(x, SIZES.width, SIZES.hidden) for _ in range(2))
+        x = b("Add", b.product(b("Mul", b("Mul", gate, b("Sigmoid", gate)), up), SIZES.hidden, SIZES.width), x)
+    return b.finished(x)
+
+
+def timed(paths: dict[str, Path], rows: int) -> dict[str, Any]:
+    """Microseconds of one MLP, by the model's name, and how far the fused output is from stock's."""
+    runs, outputs = {}, {}
+    for name, path in paths.items():
+        os.environ[MODE] = "1" if name == "stock, its mode" else "0"
+        runs[name], outputs[name] = captured(path, (rows, SIZES.width))
+    times = in_turn([run.seconds for run in runs.values()])
+    stock, fused = outputs["stock"], outputs["fused"]
+    apart = float(np.abs(fused - stock).max() / np.abs(stock).max())
+    return {name: seconds * 1e6 / COUNT for name, seconds in zip(runs, times, strict=True)} | {"apart": apart}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
+    parser.add_argument("--forms", type=int, default=len(FORMS), help="how many of the forms")
+    options = parser.parse_args()
+    arch = spec_of(driver.local_architectures()[0]).arch
+    result: dict[str, Any] = origin("python -m tests.perf.quantized_mlp --out results/h200-quantized.json")
+    result["rows"] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plain, plain_fused = folder / "fp16.onnx", folder / "fp16.fused.onnx"
+        onnx.save(mlps(None), plain)
+        onnxfuse.optimize_file(plain, plain_fused, arch=arch)
+        for form in list(FORMS)[: options.forms]:
+            stock, fused = folder / "stock.onnx", folder / "fused.onnx"
+            onnx.save(mlps(FORMS[form]), stock)
+            report = onnxfuse.optimize_file(stock, fused, arch=arch, force=True)
+            paths = {"stock": stock, "stock, its mode": stock, "fused": fused, "fp16": plain, "fp16 fused": plain_fused}
+            for rows in ROWS:
+                row = {"form": form, "m": rows, "sites": len(report.fused), **timed(paths, rows)}
+                result["rows"].append(row)
+                write_result(options.out, result)
+                figures = (f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, float))
+                print(form, rows, *figures, flush=True)
+
+
+if __name__ == "__main__":
+    main()
