@@ -53,7 +53,7 @@ class Mlp(Layers):
         form, blocks, out = self.form, k // self.form.block, f"v{len(self.nodes)}_0"
         drawn = np.random.default_rng(n).integers(0, 256, 1 << 20, np.uint8)
         codes = np.resize(drawn, (n, blocks, form.block * form.bits // 8))
-        scales = np.resize(np.abs(self._drawn) * (4 / 2**form.bits / k**0.5), (n, blocks)).astype(np.float16)
+        scales = np.resize(np.abs(self._drawn) * (1 / 2**form.bits / k**0.5), (n, blocks)).astype(np.float16)
         arrays = [codes, scales]
         if form.zero_points:
             arrays.append(np.full((n, blocks * form.bits // 8), 0x88, np.uint8))
