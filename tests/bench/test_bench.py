@@ -122,7 +122,7 @@ def test_every_fused_node_is_timed_once_a_kind(measured: BenchResult, fused: Pat
         assert site.before > 0
         assert site.after > 0
         assert site.floor > 0
-        assert ("MatMul" in site.replaces) == site.name.endswith("FusedGemm")
+        assert ("MatMul" in site.replaces) == site.name.endswith(("FusedGemm", "FusedAttention"))
 
 
 def test_the_floor_counts_every_byte_and_operation_once(measured: BenchResult) -> None:
