@@ -1,7 +1,8 @@
 """Weights the other way round: rhs with k innermost, where the model stores it with n innermost.
 
 Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n) k`.
-Whether a model may store a weight so is for others to say; here is what its fusion is then.
+Whether a model may store a weight so is for others to say; here is what its fusion is then. Where the columns of parts
+take turns, `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from onnxfuse.ir.fusion import Fusion, Tensor
+from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it: dimension i of the stored tensor is dimension `perm[i]` of the model's."""
@@ -40,6 +41,12 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, 
         return None
     rhs = tuple(_transposed(tensor, perms[tensor.name]) if tensor.name in perms else tensor for tensor in fusion.rhs)
     return replace(fusion, rhs=rhs), perms
+
+
+def has_columns_in_turn(fusion: Fusion) -> bool:
+    """Whether neighbours in a row of some rhs are columns of different parts: `k (n p)`."""
+    rows = ([axis for axis in tensor.axes if fusion.size(axis) != 1] for tensor in fusion.rhs)
+    return any(row and row[-1] == PART_AXIS for row in rows)
 
 
 def _k_last(tensor: Tensor, contracted: Collection[str]) -> Perm | None:

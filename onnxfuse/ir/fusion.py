@@ -79,6 +79,11 @@ class Tensor:
         return tuple(axis for dim in self.dims for axis in dim)
 
     @property
+    def has_parts_in_turn(self) -> bool:
+        """Whether the columns of parts take turns, `(n p)`, and do not lie side by side."""
+        return any(PART_AXIS in dim[1:] for dim in self.dims)
+
+    @property
     def einops(self) -> str:
         """The dimensions in einops notation without brackets, `b m (p n)`."""
         return " ".join(self._dim_texts())
@@ -240,7 +245,8 @@ class Fusion(Pointwise):
 
     Attributes:
         lhs: `[..., m, k]`.
-        rhs: `[k, n]`, `[n, k]`, or with the parts packed along an axis `p`: `[k, (p n)]`, `[(p n), k]`.
+        rhs: `[k, n]`, `[n, k]`, or with the parts packed along an axis `p`: `[k, (p n)]`, `[(p n), k]`; or with their
+            columns in turn: `[(n p), k]`.
         parts: the right-hand side of each part.
         quantization: how rhs is stored, if it is quantized; then `rhs` is what it stands for, `i4[n, k]`, which is
             printed in its blocks: `i4[n, (kb kc)]`.

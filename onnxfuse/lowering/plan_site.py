@@ -18,7 +18,7 @@ from onnxfuse.analysis.axis_mapping import (
     map_pointwise,
 )
 from onnxfuse.analysis.vector_width import analyse
-from onnxfuse.analysis.weight_order import with_k_innermost
+from onnxfuse.analysis.weight_order import has_columns_in_turn, with_k_innermost
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
@@ -97,6 +97,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     if packed:
         return replace(accepted(plan(fusion, packed)), as_stored=_only_packed(fusion))
     other = with_k_innermost(fusion, planner.transposable)
+    if has_columns_in_turn(fusion):
+        return _plan_columns_in_turn(planner, graph, match, fusion, other)
     if other is None:
         return accepted(plan(fusion))
     kept, transposed = _attempt(plan, fusion), _attempt(plan, *other)
@@ -266,6 +268,39 @@ def _plan_broadcast_product(planner: Planner, graph: Graph, match: Match, fusion
     return Site(graph, match, fusion, mapping, (), epilogue_only, Strategy.EPILOGUE_ONLY)
 
 
+def _plan_columns_in_turn(
+    planner: Planner, graph: Graph, match: Match, fusion: Fusion, other: tuple[Fusion, Mapping[str, Order]] | None
+) -> Site:
+    """A site of parts whose columns take turns in a row of its weight, where no kernel reads neighbours of one part.
+
+    So the weight is stored with k innermost, or the product stays with the library.
+
+    Raises:
+        NotFusable: neither is possible, or the product's own nodes are faster.
+    """
+    kept = _attempt(_behind_product, planner, graph, match, fusion)
+    stored = _attempt(_planned, planner, graph, match, *other) if other is not None else kept
+    if isinstance(stored, NotFusable) or stored is kept:
+        return accepted(kept)
+    return replace(stored, as_stored=kept)
+
+
+def _behind_product(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> Site:
+    """The site of a product that stays a node, whatever the architecture.
+
+    Raises:
+        NotFusable: the library would multiply in TF32 where exact products were asked for, others share the product,
+            or no kernel computes what follows.
+    """
+    mapping = map_axes(fusion)
+    refused = (planner.exact_fp32 and fusion.lhs.dtype == F32) or match.shared
+    epilogue_only = None if refused else _epilogue_only(planner, graph, match, mapping)
+    if epilogue_only is None:
+        detail = f"{fusion.rhs[0].name!r} has the columns of its parts in turn, and is not to be stored [n, k]"
+        raise NotFusable("strided_slice", fusion.anchor, detail)
+    return Site(graph, match, fusion, mapping, (), epilogue_only, Strategy.EPILOGUE_ONLY)
+
+
 def _repeats_an_activation(fusion: Fusion) -> bool:
     """Whether a function of the product alone would be computed again for each repetition."""
     alone = {acc_name(part) for part in range(len(fusion.parts))}
@@ -289,6 +324,8 @@ def _without_epilogue_only(times: Iterable[Times]) -> tuple[Times, ...]:
 
 def is_profitable_together(joint: Site, alone: Sequence[Site]) -> bool:
     """Whether one site takes less time than several that compute the same, by the estimates for every architecture."""
+    if not all(site.estimates for site in (joint, *alone)):  # one whose product stays a node anyway
+        return False
     devices = joint.estimates
     several = {device: [_chosen(site, device) for site in alone] for device in devices}
     return saves({device: _chosen(joint, device) for device in devices}, several)

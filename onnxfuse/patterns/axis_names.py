@@ -43,6 +43,8 @@ class AxisNames:
         if _is_packed(piece, self.width):
             names = self._names(Piece(COLUMNS, self.width))
             return names if self.is_window else (PART_AXIS, *names)
+        if _counts_parts(piece, self.width):
+            return (PART_AXIS,)
         end = piece.step * piece.size if isinstance(piece.size, int) else 0
         parts = sorted(zip(self.pieces, self.axes, strict=True), key=lambda entry: -entry[0].step)
         own = ((part.step, axis.name) for part, axis in parts if part.axis == piece.axis)
@@ -53,6 +55,11 @@ def _is_packed(piece: Piece, width: int | str) -> bool:
     """Whether a piece is columns of several parts."""
     sizes = isinstance(piece.size, int) and isinstance(width, int)
     return piece.axis == COLUMNS and sizes and int(piece.size) > int(width)
+
+
+def _counts_parts(piece: Piece, width: int | str) -> bool:
+    """Whether a step along a piece is to the same column of the next part."""
+    return piece.axis == COLUMNS and piece.step == width != 1
 
 
 def name_axes(
@@ -74,7 +81,7 @@ def name_axes(
     width = extent(columns)
     bounds: dict[ViewAxis, set[int]] = {}
     for piece in (piece for view in tensors for dim in view for piece in dim):
-        if isinstance(piece.size, int) and not _is_packed(piece, width):
+        if isinstance(piece.size, int) and not _is_packed(piece, width) and not _counts_parts(piece, width):
             bounds.setdefault(piece.axis, {1}).update((piece.step, piece.step * piece.size))
     row_pieces = _finest(rows, bounds)
     column_pieces = _finest((columns,), bounds)

@@ -17,7 +17,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import ACC, Ref
 from onnxfuse.patterns.match import Match, Operand, count_of, is_part, is_start
-from onnxfuse.patterns.views import COLUMNS, Piece, is_column
+from onnxfuse.patterns.views import COLUMNS, Piece, in_turn, is_column
 
 
 def _is_gate(match: Match) -> bool:
@@ -77,6 +77,7 @@ def check_parts(match: Match) -> None:
         raise NotFusable("not_equal_parts", match.label, f"the columns {texts} are not equal parts")
     if any(len(out.refs) not in (1, *(count_of(width, columns) for width in packed)) for out in match.live_outs):
         raise NotFusable("not_equal_parts", match.label, "stores a value that is neither a part nor all of the product")
+    _check_turns(match)
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         split_alike = operand.columns in (columns, *packed) and not _has_axis_of_parts(operand, columns)
@@ -84,10 +85,24 @@ def check_parts(match: Match) -> None:
             raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
 
 
+def _check_turns(match: Match) -> None:
+    """Parts whose columns take turns are those of the match, or it takes none apart."""
+    for product, _ in match.ranges:
+        if product.turns > 1 and match.columns != product.n and count_of(product.n, match.columns) != product.turns:
+            detail = f"takes {product.turns} parts apart whose columns take turns"
+            raise NotFusable("not_equal_parts", match.label, detail)
+
+
 def _has_axis_of_parts(operand: Operand, columns: int | str) -> bool:
-    """Whether a dimension of an operand counts parts, and not columns; parts of one column are columns."""
-    pieces = (piece for dim in operand.view for piece in dim if is_column(piece))
-    return isinstance(columns, int) and any(piece.step >= columns > 1 and piece.size != 1 for piece in pieces)
+    """Whether a dimension of an operand counts parts, and not columns; parts of one column are columns.
+
+    One that holds all columns in turn is split as a product of such columns is.
+    """
+    if isinstance(columns, str) or isinstance(operand.columns, str):
+        return False
+    pieces = tuple(piece for dim in operand.view for piece in dim if is_column(piece))
+    counts = any(piece.step >= columns > 1 and piece.size != 1 for piece in pieces)
+    return counts and pieces != in_turn(operand.columns, max(operand.columns // columns, 1))
 
 
 def _check_window(match: Match, whole: int | str) -> None:

@@ -12,12 +12,25 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph
+from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.match import Columns
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
-from onnxfuse.patterns.views import COLUMNS, View, columns_dim, extent, is_column, with_columns
+from onnxfuse.patterns.views import COLUMNS, Piece, View, columns_dim, extent, in_turn, is_column, with_columns
 
 LARGEST_INDEX = 2**31 - 1  # from here on a Slice's end means the end of the axis, whatever its size
+
+
+class InTurn(NotFusable):
+    """A part whose columns take turns with those of others; it is a range where columns are numbered part by part.
+
+    Attributes:
+        parts: how many there are.
+    """
+
+    def __init__(self, detail: str, parts: int) -> None:
+        super().__init__("strided_slice", "", detail)
+        self.parts = parts
 
 
 @dataclass(frozen=True)
@@ -29,12 +42,14 @@ class Whole:
         value: whose columns they are.
         index: the dimension.
         step: columns that a step along it passes.
+        turns: where a step along it is to the next part, of parts whose columns take turns: their number, else 1.
     """
 
     epilogue: EpilogueGraph
     value: Columns
     index: int
     step: int
+    turns: int = 1
 
     @property
     def length(self) -> int:
@@ -45,10 +60,17 @@ class Whole:
         """
         if isinstance(self.value.length, str):
             raise NotFusable("bounds_not_constant", "", "takes columns apart whose number only the run knows")
-        return self.value.length // self.step
+        return self.turns if self.turns > 1 else self.value.length // self.step
 
     def range(self, start: int, stop: int) -> Columns:
-        """Some of them."""
+        """Some of them.
+
+        Raises:
+            NotFusable: they do not lie side by side.
+        """
+        if self.turns > 1:
+            detail = "takes columns that do not lie side by side"
+            raise InTurn(detail, self.turns) if stop - start == 1 else NotFusable("strided_slice", "", detail)
         view = with_columns(self.value.view, self.index, stop - start, self.step)
         ref = self.epilogue.moved(self.value.ref, start * self.step)
         return Columns(ref, (stop - start) * self.step, view)
@@ -81,9 +103,19 @@ def whole(epilogue: EpilogueGraph, value: Columns, axis: int, verb: str) -> Whol
     piece = value.view[axis][0] if len(value.view[axis]) == 1 else None
     if piece is None or not is_column(piece):
         raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
-    if symbolic.multiply((piece.size, piece.step)) != value.length:
+    if symbolic.multiply((piece.size, piece.step)) == value.length:
+        return Whole(epilogue, value, axis, piece.step)
+    if not _counts_turns(value, piece):
         raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
-    return Whole(epilogue, value, axis, piece.step)
+    return Whole(epilogue, value, axis, 1, int(piece.size))
+
+
+def _counts_turns(value: Columns, piece: Piece) -> bool:
+    """Whether a dimension `p` of `[..., n, p]` counts few parts, and another one the columns of each."""
+    if isinstance(value.length, str) or isinstance(piece.size, str) or not 1 < piece.size <= MAX_PARTS:
+        return False
+    others = [each for dim in value.view for each in dim if is_column(each) and each is not piece]
+    return piece.step == 1 and others == [Piece(COLUMNS, value.length // piece.size, piece.size)]
 
 
 def split(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
@@ -106,13 +138,26 @@ def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns)
     if len(sliced) != 1:
         raise NotFusable("not_the_last_axis", "", "slices along several axes")
     ((start, end, axis, step),) = sliced
-    found = whole(epilogue, value, axis, "slices")
     if step != 1:
-        raise NotFusable("strided_slice", "", f"slices with step {step}")
+        return [_every(epilogue, value, axis % len(value.view), slice(start, end, step))]
+    found = whole(epilogue, value, axis, "slices")
     start, stop, _ = slice(start, end).indices(found.length)
     if stop <= start:
         raise NotFusable("empty_slice", "", "slices no column")
     return [found.range(start, stop)]
+
+
+def _every(epilogue: EpilogueGraph, value: Columns, axis: int, taken: slice) -> Columns:
+    """Every second column, or every third: one of as many parts."""
+    detail, parts, length = f"slices with step {taken.step}", taken.step, value.length
+    if isinstance(length, str) or not 1 < parts <= MAX_PARTS or length % parts or length == parts:
+        raise NotFusable("strided_slice", "", detail)
+    columns, width = range(length)[taken], length // parts
+    if len(columns) == width and value.view[axis] == (Piece(COLUMNS, length),):
+        raise InTurn(detail, parts)
+    if len(columns) != width or value.view[axis] != in_turn(length, parts):
+        raise NotFusable("strided_slice", "", detail)
+    return Whole(epilogue, value, axis, 1).range(columns[0] * width, (columns[0] + 1) * width)
 
 
 def _takes_all(view: View, start: int, end: int, axis: int, step: int) -> bool:

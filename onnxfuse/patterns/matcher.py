@@ -207,6 +207,10 @@ class Search(Generic[SiteT]):
                 refused += [(product.node, refusal) for product, refusal in grown.refused]
                 group = _without(group, [product for product, _ in grown.refused])
                 continue
+            in_turns = _in_turns(group, grown)
+            if in_turns is not None:
+                group = in_turns
+                continue
             partition = Partition(grown, self.points)
             chosen = self._choose(partition, group)
             if chosen:
@@ -331,6 +335,13 @@ class Search(Generic[SiteT]):
             return self._made(partition.joined(first, second))
         except NotFusable:
             return None
+
+
+def _in_turns(group: Group, grown: GrownRegion) -> Group | None:
+    """The products, those numbered part by part of which growth found parts whose columns take turns; else None."""
+    parts = {product.out: grown.turns.get(product.out, 1) for product in group if product.turns == 1}
+    made = tuple(product.in_turns(parts.get(product.out, 1)) for product in group)
+    return made if any(product.turns != own.turns for product, own in zip(made, group, strict=True)) else None
 
 
 def _without(group: Group, products: Sequence[Product]) -> Group:

@@ -10,7 +10,7 @@ are split are they the columns, because parts are columns. The integers of a Mat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
@@ -30,7 +30,7 @@ from onnxfuse.patterns.quantized_weight import (
     read_dequantized,
     read_quantized,
 )
-from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, axis_view, extent
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, axis_view, extent, in_turn
 
 QUANTIZED = frozenset(
     {
@@ -66,6 +66,7 @@ class Product:
         alpha, beta: Gemm's factors.
         activation: what FusedGemm applies to its result.
         quantized: what else makes the matrix that `rhs` stands for, if it is quantised.
+        turns: parts whose columns take turns, and are numbered part by part; 1 where all lie in their order.
     """
 
     node: gs.Node
@@ -88,6 +89,7 @@ class Product:
     beta: float = 1.0
     activation: Activation | None = None
     quantized: QuantizedWeight | None = None
+    turns: int = 1
 
     @property
     def copied(self) -> tuple[gs.Node, ...]:
@@ -128,6 +130,21 @@ class Product:
     def n(self) -> int | str:
         """Number of columns; a symbol where only the run knows it."""
         return extent(self.columns)
+
+    def in_turns(self, parts: int) -> Product:
+        """The same with columns that are numbered part by part; itself where they cannot be."""
+        n = self.n
+        is_axis = self.columns == (Piece(COLUMNS, n),) and self.quantized is None
+        if parts == 1 or isinstance(n, str) or n % parts or not is_axis:
+            return self
+        views = (_in_turns(view, n, parts) for view in (self.rhs_view, self.out_view, self.biased))
+        rhs_view, out_view, biased = views
+        return replace(self, rhs_view=rhs_view, out_view=out_view, biased=biased, turns=parts)
+
+
+def _in_turns(view: View, n: int, parts: int) -> View:
+    dim = (Piece(COLUMNS, n),)
+    return tuple(in_turn(n, parts) if own == dim else own for own in view)
 
 
 def is_anchor(graph: Graph, node: gs.Node) -> bool:

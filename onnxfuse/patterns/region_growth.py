@@ -21,8 +21,8 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.arguments import Arguments
-from onnxfuse.patterns.column_ranges import TAKES_APART, split_to_sequence, whole
-from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
+from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, split_to_sequence, whole
+from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import Lower, pointwise_row
@@ -54,6 +54,7 @@ class GrownRegion:
         shapes: by node, the shape that a Reshape reads from outside.
         refused: products that cannot begin it, and why: what grew has none of them.
         arguments: what the nodes read beside the products.
+        turns: by product, how many parts growth stopped at whose columns take turns.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GrownRegion:
         self.refused: list[tuple[Product, NotFusable]] = []
         self.shapes: dict[int, FallbackShape] = {}
         self.arguments = Arguments(graph, self.epilogue, self.values)
+        self.turns: dict[str, int] = {}
         self._is_taken = is_taken
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
@@ -86,8 +88,17 @@ class GrownRegion:
             except NotFusable as stop:
                 refusal = NotFusable(stop.reason, node_label(node), stop.detail)
                 self.stops.append(Stop(refusal, self._reached[index]))
+                self._note_turns(node, stop)
             else:
                 self._offer(len(self.nodes) - 1)
+
+    def _note_turns(self, node: gs.Node, stop: NotFusable) -> None:
+        """Remember the products of which a node takes one of several parts whose columns take turns."""
+        if isinstance(stop, InTurn):
+            value = self._single(node)
+            made = {leaf.operand for leaf in self.epilogue.leaves(ACC, (value.ref,))}
+            whole = (product.out for product in self.products if product.out in made and product.n == value.length)
+            self.turns |= dict.fromkeys(whole, stop.parts)
 
     def _start(self) -> None:
         """The products, and the readers of those that can be taken."""

@@ -180,6 +180,12 @@ def columns_dim(view: View) -> int | None:
     return found[0] if whole else None
 
 
+def in_turn(columns: int, parts: int) -> Dim:
+    """The columns of a dimension in which those of some parts take turns, numbered part by part: `(n p)`."""
+    width = columns // parts
+    return Piece(COLUMNS, width), Piece(COLUMNS, parts, width)
+
+
 def with_columns(view: View, index: int, length: int, step: int) -> View:
     """The view of a range of the columns along a dimension, a step of which is `step` columns."""
     dim = () if length == 1 < step else (Piece(COLUMNS, length, step),)

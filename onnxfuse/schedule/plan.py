@@ -80,7 +80,8 @@ def make_plan(
     plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
     library = library_way(fusion, mapping, base, sizes, device)
     own = [entry for entry in fitting if entry.tile in taken]
-    return _with_library(replace(plan, library=library), own, price, len(fusion.rhs))
+    products = len(fusion.parts if any(rhs.has_parts_in_turn for rhs in fusion.rhs) else fusion.rhs)
+    return _with_library(replace(plan, library=library), own, price, products)
 
 
 def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, products: int) -> ProductPlan:

@@ -110,7 +110,37 @@ def in_a_branch(b: Builder, x: str) -> list[str]:
     return [b("If", b("Cast", condition, to=9), **branches)]
 
 
-WAYS = [plain, gemm, packed_gate, gate_of_two, siblings, windows, batched, behind_identity, twice, einsum, in_a_branch]
+def in_turn(b: Builder, t: str) -> list[str]:
+    """gpt-oss's gate: the columns of gate and up take turns."""
+    top, last, two = b.integers(2**63 - 1), b.integers(-1), b.integers(2)
+    gate, up = (b("Slice", t, b.integers(first), top, last, two) for first in range(2))
+    gate, up = b("Clip", gate, "", b.array(0.5)), b("Clip", up, b.array(-0.5), b.array(0.5))
+    glu = b("Mul", gate, b("Sigmoid", b("Mul", gate, b.array(1.702))))
+    return [b("Mul", b("Add", up, b.array(1.0)), glu)]
+
+
+def gate_in_turn(b: Builder, x: str) -> list[str]:
+    return in_turn(b, b("Add", b("MatMul", x, weight(b, K, 2 * N)), b.array(draw(2 * N))))
+
+
+def experts_in_turn(b: Builder, x: str) -> list[str]:
+    """Every expert of a layer, each with a weight and a bias of its own."""
+    stored, bias = weight(b, 3, K, 2 * N), b.array(draw(3, 2 * N))
+    product = b("MatMul", b("Unsqueeze", x, b.integers(1)), stored)
+    return in_turn(b, b("Add", product, b("Unsqueeze", bias, b.integers(1))))
+
+
+def thirds_in_turn(b: Builder, x: str) -> list[str]:
+    thirds = b("Reshape", b("MatMul", x, weight(b, K, 3 * N)), b.integers(0, 0, N, 3))
+    first, second, third = (b("Gather", thirds, b.scalar(index), axis=-1) for index in range(3))
+    return [b("Mul", first, b("Sigmoid", second)), b("Tanh", third)]
+
+
+IN_TURN = [gate_in_turn, experts_in_turn, thirds_in_turn]
+WAYS = [
+    plain, gemm, packed_gate, gate_of_two, siblings, windows, batched, behind_identity, twice, einsum, in_a_branch,
+    *IN_TURN,
+]  # fmt: skip
 
 
 def built(build: Callable[[Builder, str], list[str]], dtype: int = FLOAT, **options: int) -> onnx.ModelProto:
@@ -226,6 +256,34 @@ def test_a_weight_that_somebody_reads_as_it_was_stays(who: str) -> None:
     np.testing.assert_array_equal(arrays(fused)["w"], arrays(model)["w"])
     values = {"x": draw(K, K).astype(np.float32)}
     assert [each.tobytes() for each in run(fused, values)] == [each.tobytes() for each in run(model, values)]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("why", ["--keep-weights", "a node", "an input"])
+def test_parts_in_turn_of_a_weight_that_stays_follow_the_library(why: str, dtype: int) -> None:
+    """No kernel reads every second column of a row; of fp32 that is to be exact the bias alone is fused."""
+    b = Builder(dtype)
+    x = b.input("x", ("batch", "rows", K))
+    stored = b.input("w", (K, 2 * N)) if why == "an input" else weight(b, K, 2 * N)
+    outs = in_turn(b, b("Add", b("MatMul", x, stored), b.array(draw(2 * N))))
+    outs += [b("ReduceSum", stored, b.integers(0))] if why == "a node" else []
+    model = b.model(*outs)
+    analysis = analyse_model(model, DEVICES, keep_weights=why == "--keep-weights")
+    assert [site.strategy for site in analysis.sites] == [Strategy.EPILOGUE_ONLY]
+    assert not analysis.transposed
+    values = feed(dtype) | ({"w": draw(K, 2 * N).astype(b.numpy) / 8} if why == "an input" else {})
+    assert outputs(rewritten(analysis), "ORT_ENABLE_ALL", values) == outputs(model, "ORT_ENABLE_ALL", values)
+    exact = analyse_model(model, DEVICES, fp32="exact", keep_weights=True)
+    stops = [site.match.stop and site.match.stop.reason for site in exact.sites]
+    assert stops == [None if dtype == FLOAT16 else "strided_slice"]
+
+
+def test_parts_in_turn_are_read_with_k_innermost_whatever_the_architecture() -> None:
+    for arch in ("sm_80", "sm_90a", "ptx"):
+        (site,) = analyse_model(built(gate_in_turn, FLOAT16), resolve(arch, list)).sites
+        assert site.fusion.pattern == "split_gemm"
+        assert site.fusion.einops == "b m k, (n p) k, (n p) -> b m n"
+        assert site.transposed == {"w": (1, 0)}
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -188,11 +188,27 @@ def window_of_rows(b: Builder) -> list[str]:
     return [b("Tanh", b("Slice", t, *map(b.integers, (5, 5 + N, 1))))]
 
 
+def halves_in_turn(b: Builder) -> list[str]:
+    """gpt-oss's gate of a weight [n, k]: a step from column to column of a half passes one of the other."""
+    t = b("Gemm", b.input("x", ("rows", K)), b.array(draw(2 * N, K), "weight"), b.array(draw(2 * N), "c"), transB=1)
+    t = b("Mul", t, b.input("scale", ("rows", 2 * N)))
+    return [gate(b, *(b("Slice", t, *map(b.integers, (first, 2 * N, 1, 2))) for first in range(2)))]
+
+
+def experts_in_turn(b: Builder) -> list[str]:
+    """Three parts, of each expert's own weight and bias."""
+    weight = b("Transpose", b.array(draw(3, 3 * N, K), "weight"), perm=(0, 2, 1))
+    t = b("Add", b("MatMul", b.input("x", (3, "rows", K)), weight), b.array(draw(3, 1, 3 * N), "bias"))
+    parts = b("Split", b("Reshape", t, b.integers(0, 0, N, 3)), outputs=3, axis=-1, num_outputs=3)
+    first, second, third = (b("Squeeze", part, b.integers(-1)) for part in parts)
+    return [gate(b, first, second), b("Tanh", third)]
+
+
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
     causal_scores, padding_fills_scores, masks_of_every_kind, transposed_mask, masked_gate, heads_of_siblings,
-    window, window_of_rows,
+    window, window_of_rows, halves_in_turn, experts_in_turn,
 ]  # fmt: skip
 
 

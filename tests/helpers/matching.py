@@ -183,9 +183,26 @@ def relu(b: Builder, t: str) -> str:
     return b("Relu", t)
 
 
+def every_second(b: Builder, t: str) -> list[str]:
+    """`t[..., ::2]` and `t[..., 1::2]`, as gpt-oss has its gate: the columns of the parts take turns."""
+    axes, top, two = b.integers(-1), b.integers(2**63 - 1), b.integers(2)
+    return [b("Slice", t, b.integers(0), top, axes, two), b("Slice", t, b.integers(1 - N), b.integers(N), axes, two)]
+
+
+def split_pairs(b: Builder, t: str) -> list[str]:
+    pairs = b("Reshape", t, b.integers(0, 0, -1, 2))
+    return [b("Squeeze", each, b.integers(-1)) for each in b("Split", pairs, outputs=2, axis=-1, num_outputs=2)]
+
+
+def indexed_pairs(b: Builder, t: str) -> list[str]:
+    pairs = b("Reshape", t, b.integers(0, 0, N // 2, 2))
+    return [b("Gather", pairs, b.scalar(index), axis=3) for index in (0, -1)]
+
+
+IN_TURN = [every_second, split_pairs, indexed_pairs]
 SPLITS = [
     split_num_outputs, split_sizes, split_to_sequence, split_to_sequence_of_sizes, slice_pair, negative_bounds,
-    all_but_the_columns, computed_chunk,
+    all_but_the_columns, computed_chunk, *IN_TURN,
 ]  # fmt: skip
 ACTIVATIONS = [
     gelu_op, gelu_tanh_op, gelu_erf_half_last, gelu_erf_half_first, gelu_tanh_cube_by_mul, gelu_tanh_cube_by_pow,

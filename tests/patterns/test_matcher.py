@@ -17,6 +17,7 @@ from tests.helpers.matching import (
     check_meaning,
     draw,
     elu_of_numbers_alike,
+    every_second,
     gate,
     linear,
     only,
@@ -336,8 +337,27 @@ def rows_split(b: Builder) -> str:
 
 
 def strided(b: Builder) -> str:
+    """Every third of eight columns."""
+    t, ends, axes, three = linear(b, bias=False), b.integers(N), b.integers(-1), b.integers(3)
+    return gate(b, b("Slice", t, b.integers(0), ends, axes, three), b("Slice", t, b.integers(1), ends, axes, three))
+
+
+def backwards(b: Builder) -> str:
+    t, ends, axes, back = linear(b, bias=False), b.integers(-(2**63)), b.integers(-1), b.integers(-2)
+    return gate(b, b("Slice", t, b.integers(-1), ends, axes, back), b("Slice", t, b.integers(-2), ends, axes, back))
+
+
+def of_each_head(b: Builder) -> str:
+    """Rotary embeddings: every second column of each head."""
     t, ends, axes, two = linear(b, bias=False), b.integers(N), b.integers(-1), b.integers(2)
+    t = b("Reshape", t, b.integers(0, 0, 2, N // 2))
     return gate(b, b("Slice", t, b.integers(0), ends, axes, two), b("Slice", t, b.integers(1), ends, axes, two))
+
+
+def in_turn_and_apart(b: Builder) -> str:
+    """The two halves of every second column."""
+    first, _ = every_second(b, linear(b, bias=False))
+    return gate(b, *b("Split", first, outputs=2, axis=-1, num_outputs=2))
 
 
 def overlapping(b: Builder) -> str:
@@ -385,6 +405,9 @@ def squeezed_of_unknown(b: Builder) -> str:
         (overlapping, "not_equal_parts"),
         (rows_split, "not_the_last_axis"),
         (strided, "strided_slice"),
+        (backwards, "strided_slice"),
+        (of_each_head, "strided_slice"),
+        (in_turn_and_apart, "not_equal_parts"),
         (dynamic_bound, "bounds_not_constant"),
         (per_head_chunk, "strided_slice"),
         (unknown_operand_shape, "unknown_broadcast"),

@@ -158,7 +158,7 @@ CASES = {
     "rank_too_high": ten_dimensions,
     "reshape_does_not_factor": lambda b: b("Reshape", product(b, n=9, shape=(2, 4, K)), b.integers(3, 24)),
     "several_readers": several_readers,
-    "strided_slice": lambda b: sliced(b, product(b), 0, N, step=2),
+    "strided_slice": lambda b: sliced(b, product(b), 0, N, step=3),
     "taken": taken,
     "too_many_operands": many_operands,
     "too_many_parts": five_parts,
