@@ -118,14 +118,20 @@ def _past_and_present(graph: Graph, node: gs.Node, operator: Attention) -> Size:
 
 
 def _heads(graph: Graph, node: gs.Node, operator: Attention) -> Iterator[tuple[Size, int]]:
-    """The symbols of a cache `[..., heads, length, width]` whose sizes the operator fixes."""
-    heads = node.attrs.get(operator.heads)
+    """The symbols of a cache `[..., heads, length, width]`, and the sizes that the operator accepts of them."""
+    heads, window = node.attrs.get(operator.heads), _window(node)
     width = _head_width(graph, node)
     for index in operator.past:
         past = _shape(graph, node, index)
         if past is not None and len(past) >= 4:
             yield from ((past[-3], int(heads)),) if heads else ()
             yield from ((past[-1], width),) if width else ()
+            yield from ((past[-2], window),) if window else ()
+
+
+def _window(node: gs.Node) -> int:
+    """Tokens that a cache has room for at least, where it is one of a sliding window; else 0."""
+    return int(node.attrs.get("local_window_size", 0)) if node.attrs.get("sliding_window_cache", 0) else 0
 
 
 def _packed_heads(graph: Graph, node: gs.Node) -> tuple[tuple[Size, ...] | None, int]:

@@ -45,13 +45,13 @@ def caches(heads: int | str, width: int | str) -> tuple[list, list]:
     return past, present
 
 
-def grouped(mask: bool) -> ModelProto:
+def grouped(mask: bool, **attributes: int) -> ModelProto:
     """As ONNX Runtime GenAI's builder writes a layer; without a mask its lengths are inputs."""
     x = value("x", FLOAT, "batch_size", "sequence_length", HIDDEN)
     past, present = caches("kv_heads", "kv_cache_dim")
     names = ["packed", "", "", "past.k", "past.v", "last", "total"]
     attention = helper.make_node("GroupQueryAttention", names, ["attended", "present.k", "present.v"],
-                                 domain="com.microsoft", num_heads=HEADS, kv_num_heads=KV_HEADS)  # fmt: skip
+                                 domain="com.microsoft", num_heads=HEADS, kv_num_heads=KV_HEADS, **attributes)  # fmt: skip
     nodes = [helper.make_node("MatMul", ["x", "qkv"], ["packed"])]
     given = [weight("qkv", HIDDEN, (HEADS + 2 * KV_HEADS) * WIDTH), weight("o", HIDDEN, HIDDEN)]
     inputs = [value("last", INT32, "batch_size"), value("total", INT32)]
@@ -156,6 +156,15 @@ def test_the_total_that_is_asked_for_leaves_the_past_its_share(tmp_path: Path) -
     sizes = {"total_sequence_length": [30], "sequence_length": [1]}
     shapes = verify.verify(path, path, sizes=sizes).runs[0].shapes
     assert (shapes["x"][1], shapes["past.k"][2], shapes["attention_mask"][1]) == (1, 29, 30)
+
+
+def test_a_cache_of_a_sliding_window_has_room_for_it(tmp_path: Path) -> None:
+    """As GenAI's builder writes Gemma's layers: ONNX Runtime refuses a shorter cache."""
+    path = tmp_path / "model.onnx"
+    onnx.save(grouped(mask=True, local_window_size=40, sliding_window_cache=1), path)
+    result = verify.verify(path, path)
+    assert result.passed
+    assert result.runs[0].shapes["past.k"] == (1, KV_HEADS, 40, WIDTH)
 
 
 def test_what_the_operators_say_is_read() -> None:
