@@ -94,7 +94,7 @@ def test_the_fusion_is_what_explain_prints() -> None:
 
 def test_the_test_command_is_what_ci_runs() -> None:
     script = (PACKAGE.parent / ".ci" / "run").read_text()
-    assert "pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'" in script
+    assert "pip install --quiet --disable-pip-version-check -e '.[cpu,dev,genai]'" in script
     assert "pip install -e '.[cpu,dev]' && pytest -n auto" in README
     assert script.rstrip().endswith("pytest -n auto")
 

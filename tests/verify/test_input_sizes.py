@@ -50,8 +50,9 @@ def grouped(mask: bool, **attributes: int) -> ModelProto:
     x = value("x", FLOAT, "batch_size", "sequence_length", HIDDEN)
     past, present = caches("kv_heads", "kv_cache_dim")
     names = ["packed", "", "", "past.k", "past.v", "last", "total"]
-    attention = helper.make_node("GroupQueryAttention", names, ["attended", "present.k", "present.v"],
-                                 domain="com.microsoft", num_heads=HEADS, kv_num_heads=KV_HEADS, **attributes)  # fmt: skip
+    attributes |= {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
+    outputs = ["attended", "present.k", "present.v"]
+    attention = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **attributes)
     nodes = [helper.make_node("MatMul", ["x", "qkv"], ["packed"])]
     given = [weight("qkv", HIDDEN, (HEADS + 2 * KV_HEADS) * WIDTH), weight("o", HIDDEN, HIDDEN)]
     inputs = [value("last", INT32, "batch_size"), value("total", INT32)]
