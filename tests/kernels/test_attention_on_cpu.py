@@ -283,6 +283,7 @@ def check_nothing_behind_is_read(problem: AttentionProblem, again: Callable[[], 
     np.testing.assert_array_equal(problem.out, before)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
 def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, tmp_path: Path) -> None:
     """Rows that are masked throughout by finite numbers are means of all values, or of as many as count."""
@@ -299,6 +300,7 @@ def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, tmp_path: P
         )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
 def test_the_portable_kernel_leaves_them_out_too(diagonal: Diagonal, tmp_path: Path) -> None:
     spec = AttentionSpec(F32, 16, 16, (Access("tile", F32, 4),), MASKED, "t1", out_width=4, diagonal=diagonal)

@@ -35,6 +35,7 @@ from tests.helpers.kernel_problem import (
     widest,
     with_operand,
 )
+from tests.helpers.thinning import Taken
 from tests.kernels.test_portable_on_cpu import build_source, launch, launch_counted, moved_problem
 
 DEVICE = ARCHITECTURES["sm_90a"]
@@ -122,6 +123,7 @@ def make_problem(spec: TiledPointwise, size: Size, case: Case) -> Problem:
     return Problem(spec, size, NOTHING, [], [make_operand(rng, load, size) for load in lies], outs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_steps(case: Case, tmp_path: Path) -> None:
     spec = make_spec(case)
@@ -135,6 +137,7 @@ def test_kernel_computes_the_steps(case: Case, tmp_path: Path) -> None:
 WIDE = [case for case in CASES if not case.narrow]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
 def test_a_checked_kernel_reads_misaligned_tensors_alone_by_elements(case: Case, tmp_path: Path) -> None:
     spec = checked(make_spec(case))
@@ -164,9 +167,8 @@ def test_a_checked_kernel_reads_a_tensor_of_odd_pitch_by_elements(tmp_path: Path
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_kernels_need_no_local_memory(arch: str) -> None:
-    specs = [make_spec(case) for case in CASES]
-    specs += [checked(make_spec(case)) for case in WIDE]
+def test_kernels_need_no_local_memory(arch: str, taken: Taken) -> None:
+    specs = taken([*(make_spec(case) for case in CASES), *(checked(make_spec(case)) for case in WIDE)], 3)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(emit(spec, spec.tile), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):

@@ -23,6 +23,7 @@ from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
 from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.quantized_problem import Packed, QuantizedProblem, make_quantized_problem, quantized
+from tests.helpers.thinning import Taken
 from tests.kernels.test_portable_on_cpu import build_source, launch, moved
 
 SM_90A = ARCHITECTURES["sm_90a"]
@@ -96,6 +97,7 @@ def other_depths() -> Iterator[Case]:
 CASES = [*every_form(), *other_depths()]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
     """At other depths with the accesses that those allow: the text is another, and so are the tensors' ends."""
@@ -173,9 +175,9 @@ def candidate_kernels(device: DeviceSpec) -> Iterator[TiledSpec]:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_candidates_need_no_local_memory(arch: str) -> None:
+def test_candidates_need_no_local_memory(arch: str, taken: Taken) -> None:
     device = ARCHITECTURES[arch]
-    specs = list(candidate_kernels(device))
+    specs = taken(list(candidate_kernels(device)), 3)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), device), specs))
     for spec, image in zip(specs, images, strict=True):

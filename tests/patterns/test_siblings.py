@@ -195,8 +195,8 @@ def test_saving_is_a_mean_over_rows_on_every_architecture() -> None:
 @pytest.mark.parametrize("columns", [8192, 7184])
 def test_large_products_share_a_kernel_only_where_that_is_faster(columns: int) -> None:
     """A launch is nothing beside them: the cost model's choice is no slower than the three by themselves."""
-    sites = site_of(16384, 8192, columns)
-    (alone,) = site_of(16384, 8192, columns, projections=1)
+    sites = site_of(16384, 1024, columns)
+    (alone,) = site_of(16384, 1024, columns, projections=1)
     assert sum(len(site.match.products) for site in sites) == 3
     assert sum(map(microseconds, sites)) <= 3 * microseconds(alone) + 2 * calibration(DEVICE).launch
 

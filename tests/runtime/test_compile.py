@@ -24,6 +24,7 @@ from onnxfuse.runtime.compile import NVRTC_PACKAGE, compile_cached, compile_sour
 from onnxfuse.schedule.kernel_spec import Tile
 from onnxfuse.schedule.portable import tiles_for
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
+from tests.helpers.thinning import Taken
 
 ALIGNED = Size(504, 136, 248)
 SMALL = 'extern "C" __global__ void small(int* out) { out[threadIdx.x] = blockIdx.x; }'
@@ -45,9 +46,10 @@ def sampled_kernels() -> list[tuple[str, TiledSpec]]:
     return kernels
 
 
-def test_default_tiles_need_no_local_memory() -> None:
-    kernels = sampled_kernels()
-    assert {arch for arch, _ in kernels} == set(ARCHITECTURES)
+def test_default_tiles_need_no_local_memory(taken: Taken) -> None:
+    sampled = sampled_kernels()
+    assert {arch for arch, _ in sampled} == set(ARCHITECTURES)
+    kernels = taken(sampled, 2)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda kernel: compile_source(kernel[1].source(), ARCHITECTURES[kernel[0]]), kernels))
     for (arch, spec), image in zip(kernels, images, strict=True):
@@ -58,26 +60,28 @@ def test_default_tiles_need_no_local_memory() -> None:
         assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
 
 
-def test_kernels_that_check_each_tensor_need_no_local_memory() -> None:
+def test_kernels_that_check_each_tensor_need_no_local_memory(taken: Taken) -> None:
     """Of every dtype, order and number of parts in turn, on the tile that a plan gives them."""
     specs = []
     for turn, (math_mode, parts) in enumerate(itertools.product(("f16", "bf16", "tf32", "fp32"), (1, 2, 3, 4))):
         order, kind = ("kn", "nk")[turn % 2], ("residual", "plain", "mixed", "masks", "masked")[turn % 5]
         spec = make_spec(math_mode, parts, order, tiles_for(math_mode, parts)[-1], ALIGNED, kind)
         specs.append(replace(spec, checked=True))
+    specs = taken(specs, 3)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), ARCHITECTURES["sm_80"]), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
 
 
-def test_kernels_of_rows_that_begin_anywhere_need_no_local_memory() -> None:
+def test_kernels_of_rows_that_begin_anywhere_need_no_local_memory(taken: Taken) -> None:
     """The largest tile, with every order of both operands and every number of parts."""
     specs = [
         make_spec("f16", parts, order, tiles_for("f16", parts)[0], ALIGNED, kind, narrow=True, lhs_order=lhs_order)
         for parts, order in itertools.product((1, 2, 3, 4), ("kn", "nk"))
         for lhs_order, kind in (("mk", "mixed"), ("km", "masks"))
     ]
+    specs = taken(specs, 3)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), DEVICE), specs))
     for spec, image in zip(specs, images, strict=True):
