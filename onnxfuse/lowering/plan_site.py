@@ -44,6 +44,7 @@ from onnxfuse.schedule.strategy import (
     estimate,
     is_faster,
     least_loss,
+    named,
     saves,
 )
 from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
@@ -154,9 +155,12 @@ def accepted(site: Site | NotFusable) -> Site:
 
 def slower(site: Site, anchor: str) -> NotFusable:
     """Why a site is left alone, as a reason for one of its products."""
-    lost = [device for device, times in site.estimates.items() if least_loss(times) is not Strategy.ONE_KERNEL]
-    chips = ", ".join(device.arch for device in lost or site.estimates)
-    return NotFusable("slower", anchor, f"by the cost model the library's own kernels are faster on {chips}")
+    devices = named(site.estimates)
+    lost = [device for device in devices if least_loss(site.estimates[device]) is not Strategy.ONE_KERNEL]
+    chips = ", ".join(device.arch for device in lost or devices)
+    won = ",".join(device.arch for device in devices if device not in lost) if lost else ""
+    hint = f"; --arch {won} fuses it" if won else ""
+    return NotFusable("slower", anchor, f"by the cost model the library's own kernels are faster on {chips}{hint}")
 
 
 def _planned(

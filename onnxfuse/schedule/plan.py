@@ -40,7 +40,7 @@ def make_plan(
     """Choose the kernels of a fusion for one architecture.
 
     Raises:
-        NotFusable: no tile fits the architecture's shared memory.
+        NotFusable: no tile fits the architecture's shared memory, or no kernel reads a quantized rhs.
     """
     columns, depth = static_size(fusion, mapping.n), static_size(fusion, mapping.k)
     base = _spec(fusion, mapping, widths, arithmetic(fusion.lhs.dtype, device, depth, exact_fp32))
@@ -54,8 +54,7 @@ def make_plan(
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
     if not fitting and fusion.quantization is not None:
-        detail = f"no kernel of {device.arch} reads {fusion.quantization}"
-        raise NotFusable("quantized_form", fusion.anchor, detail)
+        raise _unread(fusion, device)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     price = _pricing(base, fitting, sizes, device)
@@ -82,6 +81,14 @@ def make_plan(
     own = [entry for entry in fitting if entry.tile in taken]
     products = len(fusion.parts if any(rhs.has_parts_in_turn for rhs in fusion.rhs) else fusion.rhs)
     return _with_library(replace(plan, library=library), own, price, products)
+
+
+def _unread(fusion: Fusion, device: DeviceSpec) -> NotFusable:
+    """Why there is no kernel for a quantized rhs."""
+    if fusion.lhs.dtype == F32:
+        detail = "its activations are fp32; kernels multiply weights of few bits by fp16 or bf16"
+        return NotFusable("quantized_fp32", fusion.anchor, detail)
+    return NotFusable("quantized_form", fusion.anchor, f"no kernel of {device.arch} reads {fusion.quantization}")
 
 
 def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, products: int) -> ProductPlan:

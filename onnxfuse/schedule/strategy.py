@@ -174,11 +174,11 @@ def choose(architectures: Mapping[DeviceSpec, Sequence[Times]], otherwise: Strat
         architectures: times of each.
         otherwise: what is taken where they do not agree.
     """
-    best = {least_loss(architectures[device]) for device in _named(architectures)}
+    best = {least_loss(architectures[device]) for device in named(architectures)}
     return best.pop() if len(best) == 1 else otherwise
 
 
-def _named(architectures: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+def named(architectures: Iterable[DeviceSpec]) -> list[DeviceSpec]:
     """Those that have a say."""
     devices = list(architectures)
     return [device for device in devices if device.arch != PTX] or devices
@@ -191,7 +191,7 @@ def saves(joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec
         joint: microseconds of the one, at every number of rows.
         alone: of each of the several.
     """
-    return all(_saving(device, joint[device], alone[device]) > 0 for device in _named(joint))
+    return all(_saving(device, joint[device], alone[device]) > 0 for device in named(joint))
 
 
 def is_faster(other: Mapping[DeviceSpec, Sequence[float]], kept: Mapping[DeviceSpec, Sequence[float]]) -> bool:
@@ -203,7 +203,7 @@ def is_faster(other: Mapping[DeviceSpec, Sequence[float]], kept: Mapping[DeviceS
     """
     gains = [
         fmean(math.log(before / after) for before, after in zip(kept[device], other[device], strict=True))
-        for device in _named(kept)
+        for device in named(kept)
     ]
     return bool(gains) and min(gains) >= 0 and max(gains) >= math.log(LEAST_GAIN)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from onnx import ModelProto
 
 import onnxfuse
-from onnxfuse.device import ARCHITECTURES
+from onnxfuse.device import ARCHITECTURES, WITHOUT_GPU
 from onnxfuse.graph.fused_nodes import flops_of
 from onnxfuse.kernels import emit, portable
 from onnxfuse.lowering.fused_node import node_attributes
@@ -23,9 +24,10 @@ from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.strategy import Strategy
 from tests.cli.test_cli import onnxfuse as command
-from tests.helpers.onnx_build import FLOAT, FLOAT16, cpu_session
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, cpu_session
 from tests.helpers.optimized_layers import Sizes, layers
 from tests.helpers.quantized import Form, quantized_model
+from tests.patterns.test_quantized import dual_gate, model_of
 
 SM_90A = ARCHITECTURES["sm_90a"]
 FORMS = [Form(4, 32), Form(4, 128, True), Form(8, 16, True, flat=True), Form(8, 64)]
@@ -116,10 +118,43 @@ def test_operations_and_bytes_are_those_of_the_stored_weight() -> None:
     assert read == pytest.approx(cost_model.from_memory(moved, SM_90A))
 
 
-def test_a_weight_that_no_family_reads_stays_as_it_is() -> None:
+def test_activations_of_float_are_left_alone() -> None:
     model = llama(Form(4, 32), FLOAT)
-    written, report = onnxfuse.optimize(model, arch="sm_86")
-    left = {site.reason for site in report.skipped}
-    if "quantized_form" in left:  # until each architecture has a kernel
-        assert not report.fused
-        assert written.SerializeToString() == model.SerializeToString()
+    written, report = onnxfuse.optimize(model, arch="sm_90a")
+    assert not report.fused
+    assert {site.reason for site in report.skipped} == {"quantized_fp32"}
+    assert written.SerializeToString() == model.SerializeToString()
+
+
+def test_what_is_left_alone_for_one_architecture_is_fused_for_the_other() -> None:
+    """Without a GPU at hand a model is made for several: what the report says to do does it."""
+    b = Builder(FLOAT16)
+    x, weight = b.input("x", ("batch", "rows", 256)), b.array(np.ones((256, 512)))
+    model = quantized_model(b.model(b("MatMul", x, weight)), Form(4, 32))
+    analysis = analyse_model(model, [ARCHITECTURES[arch] for arch in WITHOUT_GPU])
+    (left,) = analysis.skipped
+    assert left.reason == "slower"
+    (arch,) = re.findall(r"faster on sm_80; --arch (\w+) fuses it", left.detail)
+    assert not analyse_model(model, [ARCHITECTURES[arch]]).skipped
+
+
+@pytest.mark.parametrize("form", [Form(4, 32), Form(8, 16, True)], ids=str)
+def test_scales_of_any_kind_are_computed_as_before(form: Form, tmp_path: Path) -> None:
+    """0, negative, infinite and NaN: by the original nodes to the bit, and verify judges such outputs."""
+    model = model_of(dual_gate, form, FLOAT16)
+    for tensor in model.graph.initializer:
+        if tensor.name.endswith(".scales"):
+            scales = onnx.numpy_helper.to_array(tensor).copy()
+            scales[:2] *= np.array([[0], [-1]], scales.dtype)
+            scales[2:5, 1] = [np.inf, -np.inf, np.nan]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(scales, tensor.name))
+    source, target = tmp_path / "m.onnx", tmp_path / "fused.onnx"
+    onnx.save(model, source)
+    assert len(onnxfuse.optimize_file(str(source), str(target), arch="sm_90a").fused) == 1
+    x = {"x": np.random.default_rng(0).standard_normal((2, 3, 72)).astype(np.float16)}
+    (before,), (after,) = (cpu_session(onnx.load(each)).run(None, x) for each in (source, target))
+    finite = np.isfinite(before).all(axis=(0, 1))
+    assert not finite[2:5].any()
+    assert finite[[0, 1, *range(5, len(finite))]].all()
+    assert np.array_equal(before, after, equal_nan=True)
+    assert command("verify", source, target, "--shape", "x=2,3,72").returncode == 0
