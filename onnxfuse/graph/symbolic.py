@@ -155,12 +155,12 @@ def broadcast(first: Size, second: Size) -> Size:
     if first == 1:
         return second
     for bounded, whole in ((first, second), (second, first)):
-        if _is_bounded(bounded, whole):
+        if is_bounded(bounded, whole):
             return whole
     return next((size for size in (first, second) if isinstance(size, int) and size > 1), None)
 
 
-def _is_bounded(bounded: Size, whole: Size) -> bool:
+def is_bounded(bounded: Size, whole: Size) -> bool:
     """Whether one dimension is `at_most` of the other: where it is less, it is its limit, and does not broadcast."""
     found = _AT_MOST.fullmatch(bounded) if isinstance(bounded, str) else None
     return found is not None and int(found[1]) > 1 and at_most(whole, int(found[1])) == bounded

@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import BOOL, BY_ONNX
 from onnxfuse.errors import NotFusable
+from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Graph, Size
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
@@ -132,6 +133,9 @@ class Arguments:
         own = view[len(view) - len(shape) :]
         if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, own, strict=True)):
             raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
-        if any(size != 1 and size != extent(dim) for size, dim in zip(shape, own, strict=True)):
+        if not all(
+            size in (1, extent(dim)) or symbolic.is_bounded(size, extent(dim))
+            for size, dim in zip(shape, own, strict=True)
+        ):
             raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
         return tuple(() if size == 1 else dim for size, dim in zip(shape, own, strict=True))

@@ -6,6 +6,7 @@ What is recognised, of a mask whose last two dimensions are the rows and the key
   rows: `Range` by ones or the numbers themselves, with numbers added, moved by views; and of the distance of two such,
   `Abs(Sub)`, and a number;
 - `Trilu` of one number (the upper part), or of anything as a condition (the lower part);
+- numbers or conditions that the model stores, whole or as a Slice takes a part (stored_mask.py);
 - `And`, `Or`, `Not` of such and other conditions, `Where` of them and a low number, sums of masks, casts, and views
   that leave rows and keys as they are.
 
@@ -15,20 +16,23 @@ and anything doubtful, is no diagonal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from onnxfuse.graph import symbolic
-from onnxfuse.graph.constant_propagation import is_complete
+from onnxfuse.graph.constant_propagation import Array, is_complete
 from onnxfuse.graph.graph import Graph, Size
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.ir.attention import Attention, Diagonal
 from onnxfuse.ir.fusion import Value, load_name
+from onnxfuse.patterns.stored_mask import StoredMask, stored_mask
 
 LOW = -1e4  # exp(x + LOW) is 0 beside any score that is none
 LEAST = -1e3  # what a scale behind the mask may leave of it
+FLOATS = "fV"  # kinds of NumPy's types; bfloat16 is none of NumPy's own
 MAX_DEPTH = 32  # nodes one behind the other that are looked at
 KEEPS_ROWS_AND_KEYS = ("Cast", "Identity", "Expand", "Unsqueeze", "Reshape", "Squeeze")
 MOVES = (*KEEPS_ROWS_AND_KEYS, "Flatten")
@@ -110,6 +114,9 @@ class _Masks:
 
     def low(self, tensor: gs.Tensor, depth: int = 0) -> Diagonal | None:
         """Behind which keys a mask that is added is low."""
+        stored = stored_mask(self.graph, tensor)
+        if stored is not None:
+            return self._stored_low(stored)
         node = self._maker(tensor, depth)
         if node is None:
             return None
@@ -136,6 +143,9 @@ class _Masks:
 
     def constantly(self, tensor: gs.Tensor, held: bool, depth: int = 0) -> Edge | None:
         """Behind which keys a condition has one value."""
+        stored = stored_mask(self.graph, tensor)
+        if stored is not None:
+            return self._edge(stored, lambda values: values == held) if stored.numbers.dtype == bool else None
         node = self._maker(tensor, depth)
         if node is None:
             return None
@@ -149,6 +159,19 @@ class _Masks:
         if op == "Trilu":
             return None if held else self._trilu(node, upper=self.before)
         return self.constantly(node.inputs[0], held, depth + 1) if self._keeps(node) else None
+
+    def _stored_low(self, mask: StoredMask) -> Diagonal | None:
+        edge = None if mask.numbers.dtype == bool else self._edge(mask, _is_low)
+        return None if edge is None else _diagonal(edge, float(mask.numbers[_is_low(mask.numbers)].max()))
+
+    def _edge(self, mask: StoredMask, is_empty: Callable[[Array], Array]) -> Edge | None:
+        """Behind which keys a stored mask is empty."""
+        furthest = mask.furthest(is_empty, self.before)
+        edge = _between(Arange(False, *mask.rows), Arange(True, *mask.keys))
+        is_square = mask.numbers.shape[-2] == mask.numbers.shape[-1]
+        if furthest is None or edge is None or (edge.from_end and not is_square):
+            return None
+        return edge.moved(furthest)
 
     def _either(self, node: gs.Node, held: bool, depth: int) -> Edge | None:
         edges = (self.constantly(each, held, depth + 1) for each in node.inputs)
@@ -200,9 +223,9 @@ class _Masks:
             return None
         if node.op == "Range":
             return self._counted(node)
-        if node.op == "Add":
+        if node.op in ("Add", "Sub"):
             return self._added(node, depth)
-        moves = qualified_op(node) in MOVES and self._is_integer(node)
+        moves = (qualified_op(node) in MOVES or self._takes_everything(node)) and self._is_integer(node)
         return self._consecutive(node.inputs[0], depth + 1) if moves else None
 
     def _counted(self, node: gs.Node) -> tuple[Size, Size] | None:
@@ -210,8 +233,10 @@ class _Masks:
         return (start, limit) if step == 1 and start is not None and limit is not None else None
 
     def _added(self, node: gs.Node, depth: int) -> tuple[Size, Size] | None:
-        for numbers, other in (node.inputs, reversed(node.inputs)):
+        """Consecutive numbers and one, or without one."""
+        for numbers, other in (node.inputs, reversed(node.inputs)) if node.op == "Add" else (node.inputs,):
             by = self._integer(other)
+            by = symbolic.negative(by) if by is not None and node.op == "Sub" else by
             found = self._consecutive(numbers, depth + 1) if by is not None else None
             if found is not None:
                 start, limit = (symbolic.add(each, by) for each in found)
@@ -241,7 +266,7 @@ class _Masks:
             node = tensor.inputs[0]
             filled = node.attrs.get("value") if node.op == "ConstantOfShape" else None
             value = self._known(node.inputs[0]) if node.op == "Expand" else getattr(filled, "values", None)
-        if value is None or not value.size or value.dtype.kind not in "f":
+        if value is None or not value.size or value.dtype.kind not in FLOATS:
             return None
         return float(value.ravel()[0]) if bool((value == value.ravel()[0]).all()) else None
 
@@ -252,12 +277,29 @@ class _Masks:
     def _maker(self, tensor: gs.Tensor, depth: int) -> gs.Node | None:
         return tensor.inputs[0] if depth < MAX_DEPTH and len(tensor.inputs) == 1 else None
 
+    def _takes_everything(self, node: gs.Node) -> bool:
+        """Whether a Slice changes nothing: it takes as many elements as there are, from the first one on."""
+        if node.op != "Slice" or len(node.inputs) < 3:
+            return False
+        before, after = (self.graph.shape(each.name) for each in (node.inputs[0], node.outputs[0]))
+        starts, *steps = (self.graph.known_integers(each) for each in (node.inputs[1], *node.inputs[4:5]))
+        is_same = before == after and before is not None and None not in before
+        return is_same and not any(starts or [1]) and all({*(step or ())} == {1} for step in steps)
+
     def _keeps(self, node: gs.Node) -> bool:
         """Whether a view leaves the last two dimensions as they are."""
+        if self._takes_everything(node):
+            return True
+        if qualified_op(node) not in KEEPS_ROWS_AND_KEYS:  # a Constant has no inputs
+            return False
         before, after = (self.graph.shape(each.name) for each in (node.inputs[0], node.outputs[0]))
-        if qualified_op(node) not in KEEPS_ROWS_AND_KEYS or before is None or after is None or len(before) < 2:
+        if before is None or after is None or len(before) < 2:
             return False
         return before[-2:] == after[-2:] and None not in before[-2:]
+
+
+def _is_low(numbers: Array) -> Array:
+    return np.asarray(numbers <= LOW)
 
 
 def _counted_out(numbers: np.ndarray) -> tuple[Size, Size] | None:

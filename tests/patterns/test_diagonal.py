@@ -13,7 +13,7 @@ from onnxfuse.ir.attention import Diagonal
 from onnxfuse.patterns.diagonal import LOW
 from onnxfuse.pipeline import analyse_model
 from tests.helpers.attention_graphs import feeds, merged, model_of, number, scores
-from tests.helpers.onnx_build import BOOL, FLOAT16, Builder, run
+from tests.helpers.onnx_build import BFLOAT16, BOOL, FLOAT16, Builder, run
 
 Mask = Callable[[Builder], str]
 SIZES = [
@@ -98,10 +98,27 @@ def window(b: Builder) -> str:
     return chosen(b, b("And", b("LessOrEqual", keys, rows), near), 0.0, -65504.0)
 
 
+def window_by_a_difference(b: Builder) -> str:
+    """The same as an exporter writes `key > row - 8`."""
+    keys, rows = keys_and_rows(b)
+    near = b("Greater", keys, b("Sub", rows, b.raw(np.array(8, np.int64), "past")))
+    return chosen(b, b("And", b("LessOrEqual", keys, rows), near), 0.0, -65504.0)
+
+
 def window_of_rows(b: Builder) -> str:
     keys, rows = keys_and_rows(b)
     far = b("Or", b("Less", rows, keys), b("Less", keys, b("Add", rows, b.raw(np.array(-8, np.int64), "past"))))
     return chosen(b, far, -np.inf, 0.0)
+
+
+def in_slices(b: Builder) -> str:
+    """As dynamo writes `positions[None, :]` before it optimises: of everything a Slice."""
+
+    def everything(x: str, axis: int) -> str:
+        return b("Slice", x, b.integers(0), b.integers(2**63 - 1), b.integers(axis), b.integers(1))
+
+    keys, rows = keys_and_rows(b)
+    return everything(chosen(b, b("LessOrEqual", everything(keys, 1), everything(rows, 0)), 0.0, -np.inf), 1)
 
 
 def near_the_row(b: Builder) -> str:
@@ -160,7 +177,9 @@ FOUND: dict[Mask, Diagonal] = {
     upper_part: Diagonal(0, False, -np.inf),
     added_to_another: Diagonal(0, False, -np.inf),
     window: Diagonal(0, False, -65504.0, -7),
+    window_by_a_difference: Diagonal(0, False, -65504.0, -7),
     window_of_rows: Diagonal(0, False, -np.inf, -8),
+    in_slices: Diagonal(0, False, -np.inf),
     near_the_row: Diagonal(6, False, -np.inf, -6),
     not_far_from_the_row: Diagonal(5, False, -np.inf, -5),
     two_parts: Diagonal(2, False, -np.inf, -3),
@@ -209,6 +228,25 @@ def test_a_scale_behind_the_mask_may_leave_too_little_of_it(scale: float, found:
     s, mask = scores(b), before_the_row(b)
     p = b("Softmax", b("Mul", b("Add", s, mask), number(b, scale)), axis=-1)
     assert (diagonal(b.model(*merged(b, p))) is not None) is found
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_slice_of_as_many_may_turn_them_round(step: int) -> None:
+    b = Builder(FLOAT16)
+    s, zero, one = scores(b, 40, 72), b.scalar(0), b.scalar(1)
+    keys = b("Unsqueeze", b("Range", zero, b.scalar(72), one), b.integers(0))
+    bounds = (0, 2**63 - 1) if step > 0 else (-1, -(2**63))
+    keys = b("Slice", keys, *map(b.integers, bounds), b.integers(1), b.integers(step))
+    rows = b("Unsqueeze", b("Range", zero, b.scalar(40), one), b.integers(1))
+    mask = chosen(b, b("LessOrEqual", keys, rows), 0.0, -np.inf)
+    found = diagonal(b.model(*merged(b, b("Softmax", b("Add", s, mask), axis=-1), 72)))
+    assert found == (Diagonal(0, False, -np.inf) if step > 0 else None)
+
+
+def test_a_fill_of_bfloat16_is_a_number() -> None:
+    b = Builder(BFLOAT16)
+    outs, _ = attention(b, before_the_row)
+    assert diagonal(b.model(*outs)) == Diagonal(-1, False, -65536.0)
 
 
 def test_a_choice_of_scores_is_read() -> None:
