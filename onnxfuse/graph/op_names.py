@@ -61,6 +61,8 @@ class OpNames:
 def named(functions: Iterable[FunctionProto], bodies: Sequence[FunctionProto]) -> list[bool]:
     """Which of some bodies get a name; where names run out, those that most nodes have come first.
 
+    What ends at a Gemm saves least, and comes last.
+
     Args:
         functions: that the model already has.
         bodies: of the nodes to come, named after their kinds.
@@ -68,7 +70,8 @@ def named(functions: Iterable[FunctionProto], bodies: Sequence[FunctionProto]) -
     names = OpNames(functions)
     identities = [_identity(body) for body in bodies]
     by_identity = dict(zip(identities, bodies, strict=True))
-    for identity, _ in Counter(identities).most_common():
+    frequent = [identity for identity, _ in Counter(identities).most_common()]
+    for identity in sorted(frequent, key=lambda identity: by_identity[identity].node[-1].op_type == "Gemm"):
         names.add(by_identity[identity])
     return [identity in names.names for identity in identities]
 

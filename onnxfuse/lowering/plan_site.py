@@ -24,6 +24,7 @@ from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_POINTWISE
+from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
@@ -51,6 +52,7 @@ from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
+FREE_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape"})  # that move no data
 
 
 @dataclass(frozen=True)
@@ -341,7 +343,7 @@ def _chosen(site: Site, device: DeviceSpec) -> list[float]:
 
 
 def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMapping) -> Implementation | None:
-    if len(match.nodes) == len(match.products):  # nothing follows them
+    if _is_bare(graph, match):
         return None
     shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
     if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
@@ -370,17 +372,46 @@ def _estimates(
     if epilogue_only is None and fusion.quantization is not None:
         between = len({*match.nodes} - {graph.index(product.node) for product in match.products})
         return {plan.device: tuple(beside_stock(plan, len(fusion.rhs), between)) for plan in plans}
-    if epilogue_only is None:
-        return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
     by = next((entry.problem.by for plan in plans for entry in plan.ranked), "m")
-    traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
-    return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
+    if epilogue_only is not None:
+        traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
+        return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
+    if _is_bare(graph, match):
+        traffic = _traffic_of_gemms(fusion, mapping, by)
+        times = {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
+        return {device: _without_epilogue_only(each) for device, each in times.items()}
+    return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
+
+
+def _is_bare(graph: Graph, match: Match) -> bool:
+    """Whether nothing follows the products but views that move nothing."""
+    products = {graph.index(product.node) for product in match.products}
+    return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
+
+
+def _traffic_of_gemms(fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
+    """Products whose bias is a pass of its own to the runtime: it writes what a product then adds to."""
+    shared, walked, across = _walks(fusion, mapping, by)
+    made = sum(_row_bytes(fusion, tensor, across) for tensor in fusion.outputs)
+    return Traffic(
+        weights=sum(_row_bytes(fusion, factor, factor.axes) for factor in shared),
+        lhs=sum(_row_bytes(fusion, factor, (PART_AXIS, *mapping.k)) for factor in walked),
+        product=made,
+        rest=made,
+        passes=len(fusion.rhs),
+        products=len(fusion.rhs),
+    )
+
+
+def _walks(fusion: Fusion, mapping: AxisMapping, by: str) -> tuple[list[Tensor], list[Tensor], tuple[str, ...]]:
+    """The factor that all rows share, the one that is walked with them, and the axes of a row; or of a column."""
+    rhs, lhs = [held for group in fusion.stored_rhs for held in group], [fusion.lhs]
+    shared, walked, across = (rhs, lhs, mapping.n) if by == "m" else (lhs, rhs, mapping.m)
+    return shared, walked, (PART_AXIS, *across)
 
 
 def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilogue_only: Implementation) -> Traffic:
-    rhs, lhs = [held for group in fusion.stored_rhs for held in group], [fusion.lhs]
-    shared, walked, across = (rhs, lhs, mapping.n) if by == "m" else (lhs, rhs, mapping.m)
-    across = (PART_AXIS, *across)
+    shared, walked, across = _walks(fusion, mapping, by)
     products = epilogue_only.fusion.operands[: len(fusion.rhs)]
     others = (*fusion.operands, *fusion.outputs)
     opened = {graph.opened_sums[index] for index in epilogue_only.replaced if index in graph.opened_sums}

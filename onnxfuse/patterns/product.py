@@ -117,6 +117,11 @@ class Product:
         return any(view.node.op != "Mul" for view in self.views)
 
     @property
+    def is_biased_gemm(self) -> bool:
+        """Whether it adds a bias as the Add behind a MatMul does."""
+        return self.node.op == "Gemm" and self.bias is not None and self.beta != 0.0
+
+    @property
     def is_spelled_out(self) -> bool:
         """Whether the model computes it without an op for products."""
         return bool(self.node.op == "ReduceSum")

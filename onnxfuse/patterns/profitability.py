@@ -75,6 +75,11 @@ class Profitability:
         """Whether a node is a product that kernels may make faster than the runtime even where nothing follows it."""
         return any(product.node is node and product.quantized is not None for product in self.grown.products)
 
+    def _is_computed_by_product(self, node: gs.Node) -> bool:
+        """Whether a product's own node does arithmetic, for which the runtime has another kernel."""
+        own = next((product for product in self.grown.products if product.node is node), None)
+        return own is not None and (own.activation is not None or own.is_biased_gemm)
+
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
         if self._is_quantized(node):
@@ -85,6 +90,6 @@ class Profitability:
         """Whether a node does arithmetic beside a plain product, or is one with a weight of few bits."""
         if self._is_quantized(node):
             return True
-        if any(product.node is node and product.activation is not None for product in self.grown.products):
+        if self._is_computed_by_product(node):
             return True
         return qualified_op(node) in COMPUTING or (pointwise_row(node) is not None and node.op not in COPIES)

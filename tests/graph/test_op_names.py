@@ -23,6 +23,7 @@ from tests.tools.sweep import rewritten
 
 K = 8
 FEED = {"x": draw(3, K).astype(np.float32)}
+GEMM = ("Gemm",)  # a chain of nothing behind a product that adds a bias
 
 
 def products(*chains: tuple[str, ...], ir_version: int = 9) -> onnx.ModelProto:
@@ -30,8 +31,10 @@ def products(*chains: tuple[str, ...], ir_version: int = 9) -> onnx.ModelProto:
     b = Builder()
     value = b.input("x", ("rows", K))
     for index, chain in enumerate(chains):
-        value = b("MatMul", value, b.array(draw(K, K, seed=index), f"weight{index}"))
-        for op in chain:
+        weight = b.array(draw(K, K, seed=index), f"weight{index}")
+        is_gemm = chain == GEMM
+        value = b("Gemm", value, weight, b.array(draw(K))) if is_gemm else b("MatMul", value, weight)
+        for op in () if is_gemm else chain:
             value = b(op, value)
         value = b("Softmax", value)
     return b.model(value, ir_version=ir_version)
@@ -105,10 +108,15 @@ def test_a_fused_model_can_be_fused_again() -> None:
     check_same_bits(model, twice)
 
 
-def test_where_names_run_out_the_rest_stays_as_it_is() -> None:
+def more_than_names() -> list[tuple[str, ...]]:
     ops = ("Relu", "Tanh", "Sigmoid", "Neg")
     chains = [chain for length in (1, 2, 3) for chain in itertools.product(ops, repeat=length)][: POOL_SIZE + 7]
     assert len(chains) == POOL_SIZE + 7
+    return chains
+
+
+def test_where_names_run_out_the_rest_stays_as_it_is() -> None:
+    chains = more_than_names()
     model = products(*chains, chains[-1], chains[-1])
     analysis = analysed(model)
     report = make_report(analysis)
@@ -119,6 +127,14 @@ def test_where_names_run_out_the_rest_stays_as_it_is() -> None:
     assert len({node.op_type for node in nodes}) == len(fused.functions) == POOL_SIZE
     assert len({node.op_type for node in nodes[-3:]}) == 1, "the body that most nodes have comes first"
     check_same_bits(model, fused)
+
+
+def test_what_ends_at_a_gemm_gets_a_name_last() -> None:
+    """However many there are: other fusions save more."""
+    few = more_than_names()[: POOL_SIZE - 1]
+    assert [len(analysed(products(*[GEMM] * 5, *chains)).sites) for chains in (few, more_than_names())] == [
+        POOL_SIZE - 1 + 5, POOL_SIZE,
+    ]  # fmt: skip
 
 
 def test_the_bridge_registers_every_name() -> None:

@@ -281,13 +281,15 @@ def test_an_activation_is_not_repeated() -> None:
 
 def test_exact_products_are_not_repeated_either() -> None:
     b = Builder()
-    (skipped,) = analyse_model(b.model(time_embedding(b)), resolve("sm_90a", list), "exact").skipped
-    assert skipped.reason == "broadcasts_the_product"
+    (site,) = analyse_model(b.model(time_embedding(b)), resolve("sm_90a", list), "exact").sites
+    assert (site.fusion.outs[0].tensor.einops, site.strategy) == ("m n 1 1", Strategy.ONE_KERNEL)
+    assert site.match.stop.reason == "broadcasts_the_product"
 
 
 def test_a_product_that_is_also_stored_short_stays_as_it_is() -> None:
     b = Builder(FLOAT16)
     t = repeated(b, 8, (2, 3))
     model = b.model(b("Add", b.input("x", ("batch", 8, "height", "width")), t), t)
-    (skipped,) = analyse_model(model, resolve("sm_90a", list)).skipped
-    assert skipped.reason in ("broadcasts_the_product", "nothing_follows")
+    (site,) = analyse_model(model, resolve("sm_90a", list)).sites
+    assert [out.tensor.einops for out in site.fusion.outs] == ["m n 1 1"]
+    assert site.match.stop.reason in ("broadcasts_the_product", "nothing_follows")

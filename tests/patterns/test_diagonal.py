@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.ir.attention import Diagonal
@@ -89,6 +90,11 @@ def upper_part(b: Builder) -> str:
 
 def added_to_another(b: Builder) -> str:
     return b("Add", up_to_the_row(b), b.input("bias", ("rows", "keys")))
+
+
+def beside_a_constant(b: Builder) -> str:
+    zero = numpy_helper.from_array(np.zeros((1, 1), b.numpy))
+    return b("Add", b("Unsqueeze", b("Constant", value=zero), b.integers(0)), up_to_the_row(b))
 
 
 def window(b: Builder) -> str:
@@ -176,6 +182,7 @@ FOUND: dict[Mask, Diagonal] = {
     with_padding: Diagonal(0, False, -65504.0),
     upper_part: Diagonal(0, False, -np.inf),
     added_to_another: Diagonal(0, False, -np.inf),
+    beside_a_constant: Diagonal(0, False, -np.inf),
     window: Diagonal(0, False, -65504.0, -7),
     window_by_a_difference: Diagonal(0, False, -65504.0, -7),
     window_of_rows: Diagonal(0, False, -np.inf, -8),

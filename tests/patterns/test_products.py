@@ -554,6 +554,30 @@ def test_what_is_left_alone_says_why(form, reason: str) -> None:
     assert refusal(built(form)).reason == reason
 
 
+@pytest.mark.parametrize("dtype", [1, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize("view", [False, True])
+def test_the_bias_of_a_gemm_is_a_fusion_like_that_of_an_add(view: bool, dtype: int) -> None:
+    """The runtime writes it in a pass of its own; a kernel is taken by the same estimate as behind a MatMul."""
+    b = Builder(dtype)
+    t = b("Gemm", b.input("x", (96, 64)), b.array(draw(48, 64) / 8), b.array(draw(48)), transB=1)
+    model = b.model(b("Softmax", b("Reshape", t, b.integers(12, 8, 48)) if view else t))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    (site,) = analysis.sites
+    assert (site.fusion.pattern, site.fusion.features) == ("gemm_epilogue", ("bias",))
+    assert site.epilogue_only is None
+    for (times,) in site.estimates.values():
+        assert {*times} == {Strategy.ONE_KERNEL, Strategy.LEFT_ALONE}
+    fused, feed = rewritten(analysis), {"x": draw(96, 64).astype(b.numpy)}
+    assert run(fused, feed)[0].tobytes() == run(model, feed)[0].tobytes()
+
+
+@pytest.mark.parametrize("bias", [{}, {"beta": 0.0}])
+def test_a_gemm_without_a_bias_is_left_alone(bias: dict[str, float]) -> None:
+    b = Builder()
+    inputs = (b.input("x", (96, 64)), b.array(draw(48, 64)), *([b.array(draw(48))] if bias else []))
+    assert refusal(b.model(b("Gemm", *inputs, transB=1, **bias))).reason == "nothing_follows"
+
+
 def test_an_image_of_one_row_is_not_taken_apart_along_its_columns() -> None:
     b = Builder()
     t = b("Conv", b.input("x", ("batch", 6, 1, 8)), b.array(draw(4, 6, 1, 1), "weight"), kernel_shape=[1, 1])

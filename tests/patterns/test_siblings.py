@@ -54,6 +54,31 @@ def attention(b: Builder) -> list[str]:
     return [b("MatMul", b("Softmax", b("MatMul", q, k)), v)]
 
 
+def attention_of_gemms(b: Builder) -> list[str]:
+    """As onnxsim writes it: each projection a Gemm of two dimensions that the heads are split from at once."""
+    inputs(b)
+    heads = []
+    for number, perm in enumerate(((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))):
+        weight, bias = b.array(draw(K, HEADS * WIDTH, seed=number)), b.array(draw(HEADS * WIDTH, seed=number))
+        t = b("Gemm", b("Reshape", "x", b.integers(-1, K)), weight, bias)
+        rows = b("Slice", b("Shape", "x"), b.integers(0), b.integers(2))
+        shape = b("Concat", rows, b.integers(HEADS, WIDTH), axis=0)
+        heads.append(b("Transpose", b("Reshape", t, shape), perm=perm))
+    q, k, v = heads
+    return [b("MatMul", b("Softmax", b("MatMul", q, k)), v)]
+
+
+def gemms(b: Builder) -> list[str]:
+    """With nothing behind them but views across their axes, as windows are put together again."""
+    x = b.input("x", (2, 5, K))
+    outs = []
+    for number in range(3):
+        bias = b.array(draw(HEADS * WIDTH, seed=number))
+        t = b("Gemm", b("Reshape", x, b.integers(10, K)), b.array(draw(K, HEADS * WIDTH, seed=number)), bias)
+        outs.append(t)
+    return [b("Softmax", b("Reshape", t, b.integers(4, -1))) for t in outs]
+
+
 def activations(b: Builder) -> list[str]:
     inputs(b)
     return [silu(b, projection(b, 0)), b("Tanh", projection(b, 1))]
@@ -69,7 +94,9 @@ def products_of(found: list[Found]) -> list[int]:
     return [len(match.products) for match, _ in found]
 
 
-@pytest.mark.parametrize(("build", "products"), [(attention, 3), (activations, 2), (residuals, 2)])
+@pytest.mark.parametrize(
+    ("build", "products"), [(attention, 3), (attention_of_gemms, 3), (gemms, 3), (activations, 2), (residuals, 2)]
+)
 def test_one_fusion_makes_what_several_made(build, products: int) -> None:
     b = Builder()
     model = b.model(*build(b))
