@@ -169,9 +169,16 @@ def _takes_all(view: View, start: int, end: int, axis: int, step: int) -> bool:
 
 
 def _gather(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns) -> list[Columns]:
-    """Steps along an axis of columns that follow each other; one, as indexing takes q, k and v out of one tensor."""
-    found = whole(epilogue, value, node.attrs.get("axis", 0), "gathers")
+    """Steps along an axis of columns that follow each other; one, as indexing takes q, k and v out of one tensor.
+
+    All that an axis of size 1 has, as a recurrence takes each of its tokens where there is but one, moves nothing.
+    """
+    axis = node.attrs.get("axis", 0) % len(value.view)
     position = graph.known_value(node.inputs[1])
+    if extent(value.view[axis]) == 1 and position is not None and position.ndim < 2 and position.size == 1:
+        kept = value.view[axis : axis + position.ndim]
+        return [replace(value, view=(*value.view[:axis], *kept, *value.view[axis + 1 :]))]
+    found = whole(epilogue, value, axis, "gathers")
     if position is None or not is_complete(position):
         raise NotFusable("bounds_not_constant", "", "which columns it gathers is not known before the run")
     steps = [int(step) % found.length for step in position.ravel()]

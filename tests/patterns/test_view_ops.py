@@ -293,6 +293,22 @@ def test_a_view_that_others_read_stays_outside() -> None:
     assert fusion.lhs.name == flat
 
 
+@pytest.mark.parametrize("indices", [0, -1, [0]])
+def test_the_only_token_of_a_recurrence_is_a_view(indices: int | list[int]) -> None:
+    """RWKV's key and value, of which each token is taken by itself."""
+    b = Builder()
+    t = projection(b, b.input("x", ("batch", 1, WIDTH)), bias=False)
+    token = b("Gather", t, b.array(indices, integer=True), axis=1)
+    state = b.input("state", ("batch", WIDTH) if isinstance(indices, int) else ("batch", 1, WIDTH))
+    model = b.model(b("Exp", b("Sub", b("Add", token, b.array(draw(WIDTH), "time_first")), state)))
+    match, fusion = only(model)
+    assert len(match.nodes) == len(model.graph.node)
+    made = {"x": draw(3, 1, WIDTH, seed=2), "state": draw(3, *([1] * isinstance(indices, list)), WIDTH, seed=3)}
+    feed = {name: value.astype(np.float32) for name, value in made.items()}
+    check_meaning(model, fusion, feed)
+    assert run(rewritten(analyse_model(model, DEVICES)), feed)[0].tobytes() == run(model, feed)[0].tobytes()
+
+
 # ---- what is refused
 
 
