@@ -28,34 +28,15 @@ from onnxfuse.ir.fusion import OPS, Step
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import nvrtc_version
-from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, PortableAttentionTile
+from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.families import FAMILIES
-from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
-from onnxfuse.schedule.hopper_tile import HopperTile
-from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
-from onnxfuse.schedule.library_tile import LibrarySpec, LibraryTile
-from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
-from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
-from onnxfuse.schedule.small_m_tile import SmallMTile
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.library_tile import LibrarySpec
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.variant import AnyVariant, Variant
 
-_CLASSES = {
-    each.__name__: each
-    for each in (
-        *(KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Diagonal, Access, Step, Quantization),
-        *(
-            Tile,
-            HopperTile,
-            QuantizedTile,
-            SmallMTile,
-            QuantizedSmallMTile,
-            PointwiseTile,
-            LibraryTile,
-            AttentionTile,
-            PortableAttentionTile,
-        ),
-    )
-}
+_PLAIN = (KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Diagonal, Access, Step, Quantization)
+_CLASSES: dict[str, type[Any]] = {each.__name__: each for each in (*_PLAIN, *(each.tile_type for each in FAMILIES))}
 _DTYPES = {dtype.name: dtype for dtype in ALL}
 _FAMILIES = {family.name: family for family in FAMILIES}
 _NAME = re.compile(r"[A-Za-z0-9_]{0,40}")  # what text may say: it goes into CUDA text

@@ -29,7 +29,7 @@ _IN_RUNS = {"m": TensorFlag.ROWS_IN_RUNS, "n": TensorFlag.COLUMNS_IN_RUNS, "batc
 def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: Kernels) -> Record:
     """The record of a variant, which all implementations with the kernel id `name` share."""
     spec, launch = variant.spec, variant.family.launch(variant.spec, variant.tile, device)
-    lhs, rhs = _factor_alignments(spec)
+    lhs, rhs = spec.factor_alignments
     return Record(
         kernel=name,
         entry=kernel_entry(variant),
@@ -43,38 +43,15 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
         shared_bytes=launch.shared_bytes,
         lhs_alignment=lhs,
         rhs_alignment=rhs,
-        load_alignments=tuple(_alignment(spec.checked, load) for load in spec.loads),
-        out_alignments=tuple(_alignment(spec.checks_outs, out) for out in spec.outs),
+        load_alignments=tuple(load.alignment(spec.checked) for load in spec.loads),
+        out_alignments=tuple(out.alignment(spec.checks_outs) for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         cluster=launch.cluster,
         maps=tuple(map(_tensor_map, launch.maps)),
         flags=_flags(spec),
-        quantized=_quantized(spec),
-        library=Library[spec.math.upper()] if isinstance(spec, LibrarySpec) else Library.NONE,
+        quantized=QuantizedRhs(*spec.quantized_access) if spec.quantized_access else None,
+        library=Library[spec.library.upper()],
     )
-
-
-def _factor_alignments(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> tuple[int, int]:
-    """Of lhs and rhs; 0 without a product. The library takes any address of an element."""
-    if isinstance(spec, LibrarySpec):
-        return spec.product.dtype.bytes, spec.product.dtype.bytes
-    lhs, rhs = [_alignment(spec.checked, factor) for factor in spec.factors] or (0, 0)
-    if isinstance(spec, KernelSpec) and spec.quantization is not None:  # no kernel looks at how integers are aligned
-        return lhs, spec.rhs_width
-    return lhs, rhs
-
-
-def _quantized(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> QuantizedRhs | None:
-    form = spec.quantization if isinstance(spec, KernelSpec) else None
-    if form is None or not isinstance(spec, KernelSpec):
-        return None
-    zero_points = spec.zero_points_width if form.zero_points else 0
-    return QuantizedRhs(form.bits, form.block, form.scale.bytes * spec.scales_width, zero_points)
-
-
-def _alignment(checked: bool, access: Access) -> int:
-    """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""
-    return access.dtype.bytes * (1 if checked else access.width)
 
 
 def _flags(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> tuple[int, ...]:

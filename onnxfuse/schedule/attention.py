@@ -40,6 +40,7 @@ class AttentionFamily(KernelFamily):
 
     name = "attention"
     label = "attention"
+    tile_type = AttentionTile
 
     def launch(self, spec: AttentionSpec, tile: AttentionTile, device: DeviceSpec) -> Launch:
         """A persistent grid; TMA brings q, keys, values and wide masks."""
@@ -66,6 +67,7 @@ class PortableAttentionFamily(KernelFamily):
 
     name = "portable_attention"
     label = "attention, portable"
+    tile_type = PortableAttentionTile
 
     def launch(self, spec: AttentionSpec, tile: PortableAttentionTile, device: DeviceSpec) -> Launch:
         """A block for each tile of rows of each head."""

@@ -45,23 +45,12 @@ WIDTHS = (48, 64, 80, 96, 128, 176, 208)  # of a block of keys
 REGISTERS = {3: 130, 2: 210, 1: 210}
 MOST_HEAD = {3: 96, 2: 256, 1: 256}  # three groups with narrow blocks of keys were slower than two with wide ones
 LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
-# Picoseconds of a row and a key, and for each column of the head; measured at heads of 40 to 160. By groups.
-PACE = {3: (43.0, 0.28), 2: (46.0, 0.42), 1: (82.0, 0.25)}
-PORTABLE_PACE = {2: (60.0, 1.5), 4: (58.0, 5.2)}  # the same by mma.sync, by bytes of an element; heads of 40 and 64
-ELEMENTS = 3.0  # times that of a kernel that copies element by element
 # Warps and keys by bytes of an element, the faster first; of those that a multiprocessor has two of if it can.
 PORTABLE_TILES = {2: ((4, 128), (4, 64), (4, 32), (2, 16)), 4: ((8, 64), (8, 32), (4, 32), (4, 16), (2, 16))}
 MOST_PORTABLE_VALUES = 128  # columns of a head beside blocks of as many keys; with more, registers spill
 FEW_ROWS = 64  # that four warps have
-BLOCK = 0.1  # microseconds of a block of keys beside its rows and keys
-MASKED = 20.0  # picoseconds more, for each load that comes in vectors
-ANYHOW = 200.0  # the same of a load that is read element by element
-BEGINNING = 4.0  # microseconds of a launch
-TILE = 1.5  # of a tile of rows: q comes in, the result goes out
 ROWS = (64, 256, 1024, 4096)  # of a query whose number only the run knows
-UNKNOWN_KEYS = 1024  # at least, where only the run knows
 UNKNOWN_BATCH = 2  # with and without a condition, as images are made
-PRODUCT = 4.0  # microseconds that the smallest product of a batch takes
 
 
 def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -> AttentionSpec:
@@ -202,9 +191,9 @@ def _best(
     return PORTABLE_ATTENTION, portable[0]
 
 
-def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int) -> tuple[int, int]:
+def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec) -> tuple[int, int]:
     batch = math.prod(attention.size(axis) or UNKNOWN_BATCH for axis in (*mapping.batch, *mapping.heads))
-    return batch, static_size(attention, mapping.n) or max(rows, UNKNOWN_KEYS)
+    return batch, static_size(attention, mapping.n) or max(rows, calibration(device).unknown_size)
 
 
 def _time(
@@ -216,10 +205,12 @@ def _time(
     device: DeviceSpec,
 ) -> float:
     """Microseconds of a launch."""
-    batch, keys = _batch_and_keys(attention, mapping, rows)
+    batch, keys = _batch_and_keys(attention, mapping, rows, device)
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / device.multiprocessors)
     blocks = math.ceil(keys / tile.block_n) * _looked_at(spec, tile, rows)
-    return BEGINNING + waves * (TILE + blocks * (BLOCK + tile.block_m * tile.block_n * _pace(spec, tile) * 1e-6))
+    known = calibration(device).attention_launch
+    block = known["block"] + tile.block_m * tile.block_n * _pace(spec, tile, device) * 1e-6
+    return known["beginning"] + waves * (known["tile"] + blocks * block)
 
 
 def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, rows: int) -> float:
@@ -232,11 +223,13 @@ def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile,
     return min(part, (spec.diagonal.offset - spec.diagonal.first + tile.block_m + tile.block_n) / max(rows, 1))
 
 
-def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile) -> float:
+def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, device: DeviceSpec) -> float:
     """Picoseconds of a row and a key."""
-    base, column = PACE[tile.consumers] if isinstance(tile, AttentionTile) else PORTABLE_PACE[spec.dtype.bytes]
-    base += sum(MASKED if load.width > 1 else ANYHOW for load in spec.loads if load.kind == "tile")
-    return (base + column * (spec.head + spec.value_head) / 2) * (ELEMENTS if spec.checked else 1.0)
+    known, kernel = calibration(device), tile.pace(spec.dtype)
+    base = known.attention_pace[kernel] + known.attention_column[kernel] * (spec.head + spec.value_head) / 2
+    operands = ("vectors" if load.width > 1 else "elements" for load in spec.loads if load.kind == "tile")
+    base += sum(known.attention_operand[each] for each in operands)
+    return base * (known.attention_by_elements if spec.checked else 1.0)
 
 
 def estimates(
@@ -267,7 +260,7 @@ def _rows(attention: Attention, mapping: AxisMapping) -> tuple[int, ...]:
 
 def _move(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float:
     """Microseconds of a copy of as many rows as there are queries and keys on the mean."""
-    batch, keys = _batch_and_keys(attention, mapping, rows)
+    batch, keys = _batch_and_keys(attention, mapping, rows, device)
     head = math.isqrt(math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o)))
     size = batch * (rows + keys) / 2 * head * attention.query.dtype.bytes
     return float(calibration(device).launch + from_memory(2 * size, device))
@@ -275,11 +268,11 @@ def _move(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceS
 
 def _stock(attention: Attention, mapping: AxisMapping, rows: int, nodes: int, device: DeviceSpec) -> float:
     """Microseconds of a product, a softmax, a product, and what lies between: what they move, or that they begin."""
-    batch, keys = _batch_and_keys(attention, mapping, rows)
+    batch, keys = _batch_and_keys(attention, mapping, rows, device)
     scores = batch * rows * keys * attention.query.dtype.bytes
     head = math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o))
     factors = batch * (rows + keys) * math.isqrt(head) * attention.query.dtype.bytes
     launch = calibration(device).launch
-    product = max(PRODUCT, from_memory(scores + factors, device))
+    product = max(calibration(device).attention_product, from_memory(scores + factors, device))
     a_pass = max(launch, from_memory(2 * scores, device)) + launch
     return float(2 * product + (1 + nodes) * a_pass)

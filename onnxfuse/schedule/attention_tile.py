@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.ir.attention import Diagonal
 from onnxfuse.ir.fusion import Step, Value
-from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.kernel_spec import Access, QuantizedAccess
 
 GROUP_ROWS = 64  # of one wgmma
 WARP_ROWS = 16  # of one mma.sync
@@ -68,6 +68,22 @@ class AttentionSpec:
         return query, replace(query, transposed=True)
 
     @property
+    def factor_alignments(self) -> tuple[int, int]:
+        """Bytes that the launch rule asks of q and the keys."""
+        query, keys = self.factors
+        return query.alignment(self.checked), keys.alignment(self.checked)
+
+    @property
+    def quantized_access(self) -> QuantizedAccess | None:
+        """None: nothing is quantized."""
+        return None
+
+    @property
+    def library(self) -> str:
+        """None multiplies."""
+        return "none"
+
+    @property
     def outs(self) -> tuple[Access, ...]:
         """The stored tensor."""
         return (Access("tile", self.out_dtype or self.dtype, self.out_width, two_levels=("batch",)),)
@@ -109,6 +125,10 @@ class AttentionTile:
         keys = f"{self.consumers}x{GROUP_ROWS} rows {self.block_n} keys stages {self.stages}"
         return f"{keys} lazy {self.rescale_above}" if self.rescale_above else keys
 
+    def pace(self, dtype: DType) -> str:
+        """The row of the calibration's tables."""
+        return f"{self.consumers} groups"
+
     @property
     def threads(self) -> int:
         """Those of the groups and of the producers."""
@@ -134,6 +154,10 @@ class PortableAttentionTile:
 
     def __str__(self) -> str:
         return f"{self.warps}x{WARP_ROWS} rows {self.block_n} keys"
+
+    def pace(self, dtype: DType) -> str:
+        """The row of the calibration's tables."""
+        return f"portable {dtype.bytes} bytes"
 
     @property
     def threads(self) -> int:

@@ -77,6 +77,7 @@ class Hopper(ProductFamily):
 
     name = "hopper"
     label = "sm_90a"
+    tile_type = HopperTile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """Of widths that parts round to the same, the first."""

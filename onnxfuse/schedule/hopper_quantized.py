@@ -41,6 +41,7 @@ class HopperQuantized(ProductFamily):
 
     name = "hopper_quantized"
     label = "sm_90a quantized"
+    tile_type = QuantizedTile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """All tiles."""

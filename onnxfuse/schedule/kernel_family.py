@@ -161,6 +161,7 @@ class KernelFamily(Protocol):
     Attributes:
         name: in code, and in the tables of `kernels/`.
         label: in reports.
+        tile_type: the dataclass of its tiles, as a model's description of its kernels names them.
     """
 
     @property
@@ -168,6 +169,9 @@ class KernelFamily(Protocol):
 
     @property
     def label(self) -> str: ...  # noqa: D102
+
+    @property
+    def tile_type(self) -> type[Any]: ...  # noqa: D102
 
     def launch(self, spec: Any, tile: Any, device: DeviceSpec) -> Launch:
         """How a legal tile is launched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from onnxfuse.dtypes import U8, DType
 from onnxfuse.ir.fusion import Step
@@ -61,6 +62,19 @@ class Access:
     transposed: bool = False
     two_levels: tuple[str, ...] = ()
     run: int = 0
+
+    def alignment(self, checked: bool) -> int:
+        """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""
+        return self.dtype.bytes * (1 if checked else self.width)
+
+
+class QuantizedAccess(NamedTuple):
+    """How a quantized rhs is reached: its form, and the bytes of an access to its scales and zero points."""
+
+    bits: int
+    block: int
+    scales_bytes: int
+    zero_points_bytes: int
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,26 @@ class KernelSpec:
             Access("tile", self.dtype, self.lhs_width, self.lhs_order == "km", lhs_levels, self.lhs_run),
             Access("tile", self.rhs_dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
         )
+
+    @property
+    def factor_alignments(self) -> tuple[int, int]:
+        """Bytes that the launch rule asks of lhs and rhs; no kernel looks at how integers are aligned."""
+        lhs, rhs = self.factors
+        return lhs.alignment(self.checked), rhs.alignment(self.checked and self.quantization is None)
+
+    @property
+    def quantized_access(self) -> QuantizedAccess | None:
+        """The way to the integers, scales and zero points of a quantized rhs."""
+        form = self.quantization
+        if form is None:
+            return None
+        zero_points = self.zero_points_width if form.zero_points else 0
+        return QuantizedAccess(form.bits, form.block, form.scale.bytes * self.scales_width, zero_points)
+
+    @property
+    def library(self) -> str:
+        """How the library multiplies: not at all."""
+        return "none"
 
     @property
     def checks_outs(self) -> bool:

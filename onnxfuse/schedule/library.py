@@ -40,6 +40,7 @@ class LibraryFamily(KernelFamily):
 
     name = "library"
     label = LABEL
+    tile_type = LibraryTile
 
     def launch(self, spec: LibrarySpec, tile: LibraryTile, device: DeviceSpec) -> Launch:
         """As the epilogue-only kernel is."""

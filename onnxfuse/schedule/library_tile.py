@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxfuse.ir.fusion import Step
-from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec, QuantizedAccess
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
 
 
@@ -45,6 +45,21 @@ class LibrarySpec:
     def factors(self) -> tuple[Access, ...]:
         """None that a kernel reads."""
         return ()
+
+    @property
+    def factor_alignments(self) -> tuple[int, int]:
+        """Bytes of an element: the library takes any address of one."""
+        return self.product.dtype.bytes, self.product.dtype.bytes
+
+    @property
+    def quantized_access(self) -> QuantizedAccess | None:
+        """None: the library multiplies floats alone."""
+        return None
+
+    @property
+    def library(self) -> str:
+        """How the library multiplies."""
+        return self.product.math
 
     @property
     def math(self) -> str:

@@ -23,6 +23,7 @@ class PointwiseFamily(KernelFamily):
 
     name = "pointwise"
     label = "behind the product"  # a key of reports
+    tile_type = PointwiseTile
 
     def launch(self, spec: PointwiseSpec, tile: PointwiseTile, device: DeviceSpec) -> Launch:
         """One block a tile, without shared memory."""

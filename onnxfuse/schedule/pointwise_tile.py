@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onnxfuse.device import DeviceSpec
 from onnxfuse.ir.fusion import Step
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.kernel_spec import Access, QuantizedAccess
 
 THREADS = 256
 REGISTER_BYTES = 4
@@ -58,6 +58,21 @@ class PointwiseSpec:
     def factors(self) -> tuple[Access, ...]:
         """None: another kernel multiplies."""
         return ()
+
+    @property
+    def factor_alignments(self) -> tuple[int, int]:
+        """None is asked: there is no product."""
+        return 0, 0
+
+    @property
+    def quantized_access(self) -> QuantizedAccess | None:
+        """None: nothing is quantized."""
+        return None
+
+    @property
+    def library(self) -> str:
+        """Whoever multiplies is no part of the node."""
+        return "none"
 
     @property
     def math(self) -> str:

@@ -67,6 +67,7 @@ class Portable(ProductFamily):
 
     name = "portable"
     label = "portable"
+    tile_type = Tile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""

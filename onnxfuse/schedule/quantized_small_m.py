@@ -67,6 +67,7 @@ class QuantizedSmallM(ProductFamily):
 
     name = "quantized_small_m"
     label = "few rows of quantized"  # a key of reports
+    tile_type = QuantizedSmallMTile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """With lhs in shared memory as a whole where it fits."""

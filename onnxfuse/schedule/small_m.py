@@ -44,6 +44,7 @@ class SmallM(ProductFamily):
 
     name = "small_m"
     label = "few rows"  # a key of reports
+    tile_type = SmallMTile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """The same tiles on every device."""

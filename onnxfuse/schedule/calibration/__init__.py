@@ -36,6 +36,9 @@ class Calibration:
         hopper_enough_products: by warp groups of a tile.
         hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
             of a block, and of a `step` of the ring.
+        attention_launch: `beginning` of a kernel, `tile` of rows, `block` of keys.
+        attention_pace: of a row and a key, by kernel; likewise `attention_column`.
+        attention_operand: that comes in `vectors` or by `elements`.
         pace: by table, then by tile or schedule.
     """
 
@@ -78,6 +81,12 @@ class Calibration:
     hopper_widest_slab: int
     hopper_shortest_run: int
     hopper_quantized: Mapping[str, float]
+    attention_launch: Mapping[str, float]
+    attention_pace: Mapping[str, float]
+    attention_column: Mapping[str, float]
+    attention_operand: Mapping[str, float]
+    attention_by_elements: float
+    attention_product: float
     pointwise_most_rows: int
     hopper_one_wave_group_rows: int
     pace: Mapping[str, Mapping[str, float]]
