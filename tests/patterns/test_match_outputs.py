@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
+from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.ir.fusion import OPS
+from onnxfuse.patterns import match_sites
 from tests.helpers.matching import FEED, K, N, check_meaning, draw, gate, linear, only, silu, sites, split_num_outputs
 from tests.helpers.onnx_build import Builder
 
@@ -54,6 +56,40 @@ def test_a_normalisation_stays_whole() -> None:
     model = b.model(b("Div", residual, b("Sqrt", mean)))
     match, fusion = only(model)
     assert (match.out, fusion.features) == (residual, ("bias", "residual"))
+
+
+def spelled_out_norm(b: Builder, t: str) -> str:
+    mean = b("ReduceMean", b("Pow", t, b.array(2.0)), b.integers(-1))
+    return b("Mul", b("Mul", t, b("Reciprocal", b("Sqrt", b("Add", mean, b.array(1e-6))))), b.array(draw(WIDTH)))
+
+
+NORMS = {
+    "LayerNormalization": lambda b, t: b("LayerNormalization", t, b.array(draw(WIDTH)), b.array(draw(WIDTH))),
+    "SimplifiedLayerNormalization": lambda b, t: b("SimplifiedLayerNormalization", t, b.array(draw(WIDTH))),
+    "LpNormalization": lambda b, t: b("LpNormalization", t),
+    "spelled out": spelled_out_norm,
+}
+WIDTH = N // 2  # of a head
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_behind_a_projection_reads_what_the_kernel_makes(norm: str, heads: bool) -> None:
+    """Of queries and keys: of each head by itself, as in Qwen3, or with the heads taken apart by then."""
+    b = Builder()
+    b.input("x", ("batch", "rows", K))
+    made = []
+    for number in range(2):
+        t = b("Add", b("MatMul", "x", b.array(draw(K, N, seed=number))), b.array(draw(N, seed=number)))
+        t = b("Reshape", t, b.integers(0, 0, 2, WIDTH))
+        made.append(b("Transpose", t, perm=(0, 2, 1, 3)) if heads else t)
+    model = b.model(*(NORMS[norm](b, t) for t in made))
+    graph = Graph(load_model(model))
+    found = match_sites(graph, lambda match, fusion: (match, fusion), lambda joint, alone: True)
+    ((match, fusion),) = found.fused
+    assert (fusion.pattern, len(match.products), not found.skipped) == ("sibling_gemms", 2, True)
+    assert [out.name for out in match.live_outs] == made
+    assert all(graph.tensor(out.name).outputs[0].op not in ("Reshape", "Transpose") for out in match.live_outs)
 
 
 def test_no_fusion_reads_what_it_makes() -> None:
