@@ -39,6 +39,12 @@ def test_files_and_modules_that_are_named_are_there(page: Path) -> None:
         assert importlib.util.find_spec(module), module
 
 
+def test_the_notes_can_be_read_side_by_side() -> None:
+    lines = (ROOT / "docs" / "kernel-notes.md").read_text().splitlines()
+    assert not [line for line in lines if len(line) > 130]
+    assert not [line for line in lines if re.search(r"\b[Rr]ows? [1-7]\b", line)], "a row is called by its problem"
+
+
 def test_the_figures_are_those_of_the_committed_results() -> None:
     assert document.TARGET.read_text() == document.document(), "run `python -m tests.perf.document`"
 
