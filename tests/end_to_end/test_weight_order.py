@@ -451,7 +451,7 @@ def trial_of(analysis: Analysis) -> Trial:
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("build", [packed_gate, gate_of_two, batched])
+@pytest.mark.parametrize("build", [gate_in_turn, gate_of_two, batched])
 def test_tuning_times_every_form_with_the_weight_in_its_own_order(build: Callable[[Builder, str], list[str]]) -> None:
     """The nodes as they were read the weight as it was, and nothing transposes it as it is timed."""
     model = built(build, FLOAT16)
@@ -474,7 +474,7 @@ def test_tuning_times_every_form_with_the_weight_in_its_own_order(build: Callabl
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("build", [plain, gate_of_two, batched])
+@pytest.mark.parametrize("build", [plain, gate_of_two, batched, gate_in_turn])
 def test_bench_times_the_original_nodes_without_restoring(
     build: Callable[[Builder, str], list[str]], tmp_path: Path
 ) -> None:

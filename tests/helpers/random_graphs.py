@@ -225,7 +225,19 @@ def _by_sequence(s: Sketch, value: Value, sizes: list[int]) -> list[str]:
     return [s.b("SequenceAt", sequence, s.b.scalar(index)) for index in range(len(sizes))]
 
 
-SPLITS: tuple[Callable[[Sketch, Value, list[int]], list[str]], ...] = (_by_split, _by_slices, _by_sequence)
+def _by_steps(s: Sketch, value: Value, sizes: list[int]) -> list[str]:
+    """Equal parts whose columns take turns."""
+    if len({*sizes}) > 1:
+        return _by_slices(s, value, sizes)
+    count, axis = len(sizes), s.b.integers(-1)
+    if s.draw(st.booleans()):
+        step, end = s.b.integers(count), s.b.integers(2**63 - 1)
+        return [s.b("Slice", value.name, s.b.integers(part), end, axis, step) for part in range(count)]
+    turns = s.b("Reshape", value.name, s.b.integers(*[0] * (len(value.sizes) - 1), sizes[0], count))
+    return [s.b("Gather", turns, s.b.scalar(part), axis=len(value.sizes)) for part in range(count)]
+
+
+SPLITS: tuple[Callable[[Sketch, Value, list[int]], list[str]], ...] = (_by_split, _by_slices, _by_sequence, _by_steps)
 
 
 def _heads(s: Sketch) -> None:
