@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -242,7 +243,11 @@ def test_it_is_told_of_misaligned_pointers(tmp_path: Path, dtype: int, offset: i
 
 
 def test_scratch_memory_goes_back(tmp_path: Path) -> None:
-    """More runs take no more of the device, whatever their sizes."""
+    """More runs take no more of the device, whatever their sizes.
+
+    Other processes may use the same device: what leaks here grows from each time to the next, and what they take comes
+    once.
+    """
     import cupy
 
     live = live_session(optimized(chain(F16, 4, 331), sites=4), tmp_path)
@@ -254,8 +259,8 @@ def test_scratch_memory_goes_back(tmp_path: Path) -> None:
                 live.run(None, {"x": x})
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
-    before = free_after(3)
-    assert before - free_after(40) < 8 << 20
+    free = [free_after(rounds) for rounds in (3, 40, 40, 40)]
+    assert min(before - after for before, after in itertools.pairwise(free)) < 8 << 20
 
 
 def test_every_gpu_has_a_library_of_its_own(tmp_path: Path) -> None:
