@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ import numpy as np
 
 from onnxfuse.limits import MAX_LOADS, MAX_OUTS, MAX_PARTS
 from tests.helpers.bridge_build import bridge_library
+from tests.helpers.remote_hooks import RemoteHooks
+
+REMOTE = "BRIDGE_HOOKS"  # variable with the command of a hook server: tests.tools.wheels sets it
 
 
 class Tensor(ctypes.Structure):
@@ -138,7 +142,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Bridge:
-    hooks: ctypes.CDLL
+    hooks: ctypes.CDLL | RemoteHooks
 
     def arguments(
         self,
@@ -238,7 +242,9 @@ def load(path: Path) -> Bridge:
 
 @functools.cache
 def bridge() -> Bridge:
-    return load(bridge_library())
+    """The library at hand, or in a process of its own the one that REMOTE says."""
+    command = os.environ.get(REMOTE)
+    return Bridge(RemoteHooks(command.split())) if command else load(bridge_library())
 
 
 def _exactly(data: bytes) -> ctypes.Array:
