@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import distributions
 
 import pytest
 from onnx import ModelProto
@@ -13,6 +14,9 @@ from tests.helpers.onnx_build import FLOAT16, Builder
 from tests.helpers.quantized import Form
 from tests.patterns.test_quantized import dual_gate, model_of
 from tests.tools.ptx import LATER, AssembleError, assemble, compiled, failures, sources
+
+INSTALLED = {each.name for each in distributions()}
+pytestmark = pytest.mark.skipif("nvidia-nvjitlink" not in INSTALLED, reason="pip install '.[dev]' brings nvJitLink")
 
 
 def attention() -> ModelProto:
