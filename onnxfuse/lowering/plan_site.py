@@ -161,8 +161,10 @@ def slower(site: Site, anchor: str) -> NotFusable:
     lost = [device for device in devices if least_loss(site.estimates[device]) is not Strategy.ONE_KERNEL]
     chips = ", ".join(device.arch for device in lost or devices)
     won = ",".join(device.arch for device in devices if device not in lost) if lost else ""
-    hint = f"; --arch {won} fuses it" if won else ""
-    return NotFusable("slower", anchor, f"by the cost model the library's own kernels are faster on {chips}{hint}")
+    detail = f"by the cost model the library's own kernels are faster on {chips}"
+    if won:
+        return NotFusable("slower_elsewhere", anchor, f"{detail}; --arch {won} fuses it")
+    return NotFusable("slower", anchor, detail)
 
 
 def _planned(
