@@ -204,11 +204,19 @@ def experts_in_turn(b: Builder) -> list[str]:
     return [gate(b, first, second), b("Tanh", third)]
 
 
+def one_input_of_experts_in_turn(b: Builder) -> list[str]:
+    """Every expert reads the same rows: experts and columns are one loop, of which a step passes the other half."""
+    weight = b("Transpose", b.array(draw(3, 2 * N, K), "weight"), perm=(0, 2, 1))
+    t = b("Add", b("MatMul", b.input("x", ("rows", K)), weight), b.array(draw(3, 1, 2 * N), "bias"))
+    return [gate(b, *(b("Slice", t, *map(b.integers, (first, 2 * N, 2, 2))) for first in range(2)))]
+
+
 GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
     causal_scores, padding_fills_scores, masks_of_every_kind, transposed_mask, masked_gate, heads_of_siblings,
     window, window_of_rows, halves_in_turn, experts_in_turn,
+    one_input_of_experts_in_turn,
 ]  # fmt: skip
 
 
