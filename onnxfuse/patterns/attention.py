@@ -30,7 +30,7 @@ from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.product import is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.view_ops import VIEWS
-from onnxfuse.patterns.views import columns_dim
+from onnxfuse.patterns.views import Dim, columns_dim
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
 MAX_BEHIND = 8  # nodes between a softmax and the product of it
@@ -191,11 +191,20 @@ class Attentions:
         raise refusal
 
     def _ends(self, partition: Partition) -> list[int]:
-        """Where values are of the product's type, or of the values' where a product of fp32 widens them."""
+        """Where values are of the product's type, or of the values' where a product of fp32 widens them.
+
+        What merges dimensions that only the run knows is left to its reader: as a view in front of a product it leaves
+        its rows what they are, and behind this fusion nobody could tell them apart.
+        """
         (product,) = partition.grown.products
         types = {self.graph.dtype(name) for name in (product.out, product.rhs)}
-        firsts = enumerate(values[0] for values in partition.live.values)
-        return [end for end, value in firsts if self.graph.dtype(value.name) in types and value.columns is not None]
+        found = []
+        for end, value in enumerate(values[0] for values in partition.live.values):
+            if value.columns is None or any(map(_merges_unknown, value.columns.view)):
+                continue
+            if self.graph.dtype(value.name) in types:
+                found.append(end)
+        return found
 
     def _grown(self, node: gs.Node, computed: tuple[str, ...]) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns."""
@@ -241,6 +250,10 @@ def _position(grown: GrownRegion, softmax: gs.Node, product: gs.Node) -> int:
             return position
     stops = [stop.refusal for stop in grown.stops if stop.refusal.node != node_label(softmax)]
     raise stops[0] if stops else _no_kernel(product, "no pointwise nodes lead from the product to the softmax")
+
+
+def _merges_unknown(dim: Dim) -> bool:
+    return len(dim) > 1 and any(isinstance(piece.size, str) for piece in dim)
 
 
 def _is_whole(match: Match) -> bool:

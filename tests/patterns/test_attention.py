@@ -15,8 +15,21 @@ from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan
 from onnxfuse.schedule.attention_tile import AttentionTile
-from tests.helpers.attention_graphs import FORMS, HEADS, LEFT_ALONE_IN_FP32, merged, model_of, number, scores
-from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+from tests.helpers.attention_graphs import (
+    FORMS,
+    HEAD,
+    HEADS,
+    LEFT_ALONE_IN_FP32,
+    SIZES,
+    feeds,
+    merged,
+    model_of,
+    number,
+    scores,
+    split_heads,
+)
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
+from tests.tools.sweep import rewritten
 
 SM_90A = ARCHITECTURES["sm_90a"]
 
@@ -183,3 +196,26 @@ def test_huge_constants_are_beside_the_scale_as_they_are() -> None:
 
     assert "HUGE_SCORES = true" in build(float(np.finfo(np.float32).min))
     assert "HUGE_SCORES = false" in build(-np.inf)
+
+
+@pytest.mark.parametrize("merge", [(0, 1), (1, 0)], ids=["batch first", "tokens first"])
+def test_a_projection_behind_it_still_has_its_residual(merge: tuple[int, int]) -> None:
+    """As nn.MultiheadAttention is exported: rows of both are one dimension for a Gemm, and two again behind it."""
+    b = Builder(FLOAT16)
+    width = HEADS * HEAD
+    p = b("Softmax", b("Mul", scores(b), number(b, 0.25)), axis=-1)
+    o = b("Transpose", b("MatMul", p, split_heads(b, "value", "keys")), perm=(*(2 * axis for axis in merge), 1, 3))
+    rows = b("Reshape", o, b.integers(-1, width))
+    weight, bias = b.array(np.ones((width, width)), "w"), b.array(np.ones(width), "bias")
+    sizes = b("Shape", b.input("residual", ("batch", "rows", width)))
+    dims = [b("Slice", sizes, b.integers(axis), b.integers(axis + 1)) for axis in merge]
+    out = b("Reshape", b("Gemm", rows, weight, bias), b("Concat", *dims, b.integers(width), axis=0))
+    model = b.model(b("Add", "residual", b("Transpose", out, perm=(*merge, 2))))
+    analysis = analysed(model)
+    assert [site.fusion.pattern for site in analysis.sites] == ["attention", "gemm_epilogue"]
+    assert "residual" in [tensor.name for tensor in analysis.sites[1].fusion.inputs]
+    assert not analysis.skipped
+    fused = rewritten(analysis)
+    for sizes in (SIZES, {"batch": 3, "rows": 5, "keys": 7}):
+        feed = feeds(model, sizes)
+        assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
