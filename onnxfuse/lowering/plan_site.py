@@ -23,7 +23,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
-from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_POINTWISE
+from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM_ON, FUSED_POINTWISE
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
@@ -157,10 +157,10 @@ def accepted(site: Site | NotFusable) -> Site:
 
 def slower(site: Site, anchor: str) -> NotFusable:
     """Why a site is left alone, as a reason for one of its products."""
-    devices = named(site.estimates)
-    lost = [device for device in devices if least_loss(site.estimates[device]) is not Strategy.ONE_KERNEL]
+    devices, winning = named(site.estimates), _winning(site)
+    lost = [device for device in devices if device not in winning]
     chips = ", ".join(device.arch for device in lost or devices)
-    won = ",".join(device.arch for device in devices if device not in lost) if lost else ""
+    won = ",".join(device.arch for device in winning) if lost else ""
     detail = f"by the cost model the library's own kernels are faster on {chips}"
     if won:
         return NotFusable("slower_elsewhere", anchor, f"{detail}; --arch {won} fuses it")
@@ -191,9 +191,28 @@ def _planned(
     disagreed = Strategy.ONE_KERNEL if fusion.quantization is None else Strategy.LEFT_ALONE
     strategy = choose(estimates, disagreed) if estimates else Strategy.ONE_KERNEL
     site = Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
+    if fusion.quantization is not None and site.is_left_alone:
+        site = _on_one_architecture(site)
     if site.opens_ops and strategy is not Strategy.ONE_KERNEL:  # a smaller one may leave the op as it is
         raise slower(site, fusion.anchor)
     return site
+
+
+def _on_one_architecture(site: Site) -> Site:
+    """The site with its kernel for the one architecture where it wins, if there is one.
+
+    On all others its body runs, which must take no longer than the model's own nodes.
+    """
+    won = [device.arch for device in _winning(site)]
+    is_longer = site.opens_ops or site.packs_integers or bool(site.match.shared)
+    if len(won) != 1 or won[0] not in FUSED_GEMM_ON or is_longer:
+        return site
+    return replace(site, strategy=Strategy.ONE_KERNEL, only=won[0])
+
+
+def _winning(site: Site) -> list[DeviceSpec]:
+    """The architectures on which one kernel is best."""
+    return [device for device in named(site.estimates) if least_loss(site.estimates[device]) is Strategy.ONE_KERNEL]
 
 
 def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Attention) -> Site:
@@ -341,7 +360,8 @@ def is_profitable_together(joint: Site, alone: Sequence[Site]) -> bool:
 
 def _chosen(site: Site, device: DeviceSpec) -> list[float]:
     """Microseconds of a site as the model gets it, at every number of rows."""
-    return [times[site.strategy] for times in site.estimates[device]]
+    strategy = site.strategy if site.only in (None, device.arch) else Strategy.LEFT_ALONE
+    return [times[strategy] for times in site.estimates[device]]
 
 
 def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMapping) -> Implementation | None:

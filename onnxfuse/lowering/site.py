@@ -9,7 +9,7 @@ from onnxfuse.analysis.axis_mapping import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
-from onnxfuse.graph.op_names import FUSED_GEMM
+from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_GEMM_ON
 from onnxfuse.graph.packed_data import Packing
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.fusion import Fusion, Pointwise
@@ -69,6 +69,7 @@ class Site:
         as_stored: the same site of weights as the model stores them, of any strategy, or why there is none; None where
             all are so.
         attention: the only implementation of a site of two products and a softmax; None for all others.
+        only: the architecture whose GPUs run the kernel, where the nodes that it stands for run on all others.
     """
 
     graph: Graph
@@ -83,6 +84,7 @@ class Site:
     transposed: Mapping[str, Order] = field(default_factory=dict)
     as_stored: Site | NotFusable | None = None
     attention: Implementation | None = None
+    only: str | None = None
 
     @property
     def is_left_alone(self) -> bool:
@@ -113,6 +115,6 @@ class Site:
         """The implementation with the product in the kernel."""
         if self.attention is not None:
             return self.attention
-        return Implementation(
-            self.graph, self.match, FUSED_GEMM, (), self.fusion, self.mapping, self.plans, self.transposed
-        )
+        kind = FUSED_GEMM if self.only is None else FUSED_GEMM_ON[self.only]
+        plans = tuple(plan for plan in self.plans if self.only in (None, plan.device.arch))
+        return Implementation(self.graph, self.match, kind, (), self.fusion, self.mapping, plans, self.transposed)

@@ -13,8 +13,9 @@ A site is one node of the model, whatever the architectures and the number of ro
 strategy is the one that loses the least: at every number of rows its time is divided by the best one's, and the
 smallest geometric mean of these ratios wins. Several architectures must agree, else it is one kernel: what the model is
 worth on one chip must not rest on an estimate for another. PTX, which runs on chips that nobody named, has no say
-beside others. So is it with the order of weights: the file has one for all. A product with a weight of few bits is left
-alone where they do not agree: what ONNX Runtime has for it reads as few bytes.
+beside others. So is it with the order of weights: the file has one for all. A product with a weight of few bits, for
+which ONNX Runtime's own kernel reads as few bytes, is no such bet where they do not agree: it gets a kernel for the one
+architecture that wins, under a name that only that one's GPUs know, and its nodes elsewhere; or it is left alone.
 
 Where the sums are those of an op that normalises them (SkipLayerNormalization), that op is part of the bargain: left
 alone it reads the product and the skip, makes the sum and its own result; taken apart, a normalisation reads the sum

@@ -100,7 +100,8 @@ def _breadth_first(groups: Sequence[Sequence[Site]], device: DeviceSpec) -> Iter
 def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
     if site.attention is not None:
         return _trials_of_attention(site, site.attention, device)
-    if not site.plans:  # no kernel has the product in it: there is nothing to choose
+    # No kernel has the product in it, or none for this device: there is nothing to choose.
+    if not site.plans or site.only not in (None, device.arch):
         return []
     ranked = {entry.size: entry for entry in _plan_of(site, device).ranked}
     sizes = [size for size in MIDDLE_FIRST if size in ranked] if len(ranked) > 1 else list(ranked)

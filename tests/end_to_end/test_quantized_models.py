@@ -16,6 +16,7 @@ from onnx import ModelProto
 import onnxfuse
 from onnxfuse.device import ARCHITECTURES, WITHOUT_GPU
 from onnxfuse.graph.fused_nodes import flops_of
+from onnxfuse.graph.op_names import FUSED_GEMM_ON, kind_of
 from onnxfuse.kernels import emit, portable
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.pipeline import analyse_model
@@ -23,6 +24,7 @@ from onnxfuse.schedule import cost_model, portable_tile
 from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.strategy import Strategy
+from onnxfuse.tune.search import measure
 from tests.cli.test_cli import onnxfuse as command
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, cpu_session
 from tests.helpers.optimized_layers import Sizes, layers
@@ -126,11 +128,39 @@ def test_activations_of_float_are_left_alone() -> None:
     assert written.SerializeToString() == model.SerializeToString()
 
 
-def test_what_is_left_alone_for_one_architecture_is_fused_for_the_other() -> None:
-    """Without a GPU at hand a model is made for several: what the report says to do does it."""
+def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: Path) -> None:
+    """Without a GPU at hand a model is made for several. Where the others' GPUs are, the bridge knows no such node."""
     b = Builder(FLOAT16)
-    x, weight = b.input("x", ("batch", "rows", 256)), b.array(np.ones((256, 512)))
+    x, weight = b.input("x", ("batch", "rows", 256)), b.array(np.random.default_rng(0).standard_normal((256, 512)))
     model = quantized_model(b.model(b("MatMul", x, weight)), Form(4, 32))
+    (site,) = analyse_model(model, [ARCHITECTURES[arch] for arch in WITHOUT_GPU]).sites
+    assert (site.only, site.strategy) == ("sm_90a", Strategy.ONE_KERNEL)
+    measured = []
+    for arch in ("sm_80", "sm_90a"):  # only Hopper has kernels to measure
+        measured.append(measure([[site]], ARCHITECTURES[arch], lambda trial: dict.fromkeys(trial.implementations, 1.0)))
+    assert measured[0] == [{}]
+    assert measured[1][0]
+    source, target = tmp_path / "m.onnx", tmp_path / "fused.onnx"
+    onnx.save(model, source)
+    report = onnxfuse.optimize_file(str(source), str(target), arch=",".join(WITHOUT_GPU))
+    assert "sm_80" not in report.fused[0].kernel
+    written = onnx.load(target)
+    (node,) = written.graph.node
+    assert kind_of(node.op_type) == FUSED_GEMM_ON["sm_90a"]
+    assert [each.op_type for each in written.functions[0].node] == [each.op_type for each in model.graph.node]
+    assert json.loads(command("inspect", target, "--json").stdout)["architectures"] == ["sm_90a"]
+    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 256)).astype(np.float16)}
+    before, after = (cpu_session(each).run(None, feeds)[0] for each in (model, written))
+    assert np.array_equal(before, after)
+    assert command("verify", source, target).returncode == 0
+
+
+def test_what_is_left_alone_for_one_architecture_is_fused_for_the_other() -> None:
+    """A body that unpacks integers would be slower than the model's nodes; what the report says to do helps."""
+    b = Builder(FLOAT16, opset=21)
+    b.initializers.append(onnx.helper.make_tensor("q", onnx.TensorProto.INT4, (256, 512), np.ones(1 << 17, np.int64)))
+    weight = b("DequantizeLinear", "q", b.array(np.ones((8, 512))), axis=0, block_size=32)
+    model = b.model(b("MatMul", b.input("x", ("batch", "rows", 256)), weight), ir_version=10)
     analysis = analyse_model(model, [ARCHITECTURES[arch] for arch in WITHOUT_GPU])
     (left,) = analysis.skipped
     assert left.reason == "slower_elsewhere"

@@ -13,9 +13,9 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 import onnxfuse
-from onnxfuse.device import resolve
+from onnxfuse.device import ARCHITECTURES, resolve
 from onnxfuse.graph.functions import DOMAIN
-from onnxfuse.graph.op_names import POOL_SIZE
+from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM, FUSED_GEMM_ON, FUSED_POINTWISE, POOL_SIZE
 from onnxfuse.pipeline import Analysis, analyse_model, make_report
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder, run
@@ -140,3 +140,6 @@ def test_what_ends_at_a_gemm_gets_a_name_last() -> None:
 def test_the_bridge_registers_every_name() -> None:
     header = (Path(onnxfuse.__file__).parent / "runtime" / "bridge" / "fused_gemm.h").read_text()
     assert re.findall(r"kPoolSize = (\d+)", header) == [str(POOL_SIZE)]
+    kinds = dict(re.findall(r'\{"(\w+)", (\d+)\}', header))
+    alone = {name: str(ARCHITECTURES[arch].capability) for arch, name in FUSED_GEMM_ON.items()}
+    assert kinds == dict.fromkeys((FUSED_GEMM, FUSED_POINTWISE, FUSED_ATTENTION), "0") | alone

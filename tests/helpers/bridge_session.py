@@ -176,6 +176,27 @@ def registered_for_cuda() -> None:
     expect(error_of(model()), "implementation for FusedGemm(1) node with name 'site0'")
 
 
+def hopper_alone() -> onnx.ModelProto:
+    """A node whose name says that it has kernels for one architecture, and a body for all others."""
+    made = onnx.load_from_string(model(fallback=True))
+    made.graph.node[0].op_type = made.functions[0].name = "FusedGemm90_3"
+    return made
+
+
+def hopper_alone_runs() -> None:
+    on_cpu()
+    check(session(hopper_alone().SerializeToString()), 2, 3, K)
+    assert driver().fake_launches() == 1
+
+
+def hopper_alone_by_its_body() -> None:
+    on_cpu()
+    check(session(hopper_alone().SerializeToString()), 2, 3, K)
+    assert driver().fake_launches() == 0
+    check(session(model()), 2, 3, K)
+    assert driver().fake_launches() == 1, "other names are registered"
+
+
 def runs() -> None:
     on_cpu()
     made = session(model(nodes=3))

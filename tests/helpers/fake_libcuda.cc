@@ -92,6 +92,7 @@ static int setting(const char* name, int otherwise) {
 
 int cuInit(unsigned flags) { return flags + setting("FAKE_CUINIT", 0); }
 int cuDeviceGetCount(int* count) { *count = setting("FAKE_DEVICES", 1); return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
 int cuDriverGetVersion(int* version) { *version = setting("FAKE_VERSION", 13000); return 0; }
 int cuGetErrorName(int error, const char** name) {
   *name = error == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : nullptr;
@@ -105,8 +106,8 @@ int cuCtxGetCurrent(void** context) { *context = current; return 0; }
 int cuCtxPushCurrent_v2(void* context) { current = context; return 0; }
 int cuCtxPopCurrent_v2(void** context) { *context = current; current = reinterpret_cast<void*>(0x1000); return 0; }
 int cuCtxGetDevice(int* device) { *device = 0; return 0; }
-int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75   ? setting("FAKE_MAJOR", 9)
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75   ? setting(device == 0 ? "FAKE_MAJOR" : "FAKE_MAJOR_OF_OTHERS", 9)
            : attribute == 76 ? setting("FAKE_MINOR", 0)
            : attribute == 16 ? 132
                              : 227 * 1024;

@@ -61,6 +61,7 @@ bool Driver::open() {
     return function != nullptr;
   };
   const bool complete = find(init_, "cuInit") && find(device_count_, "cuDeviceGetCount") &&
+                        find(device_get_, "cuDeviceGet") &&
                         find(error_name_, "cuGetErrorName") && find(error_string_, "cuGetErrorString") &&
                         find(context_current_, "cuCtxGetCurrent") && find(context_push_, "cuCtxPushCurrent_v2") &&
                         find(context_pop_, "cuCtxPopCurrent_v2") && find(context_device_, "cuCtxGetDevice") &&
@@ -100,11 +101,25 @@ int Driver::attribute(int which, int device) const {
   return value;
 }
 
+int Driver::capability(int device) const {
+  return attribute(kCapabilityMajor, device) * 10 + attribute(kCapabilityMinor, device);
+}
+
+bool Driver::all_devices_have(int wanted) const {
+  int count = 0;
+  check(device_count_(&count), "count its devices");
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    int device = 0;
+    check(device_get_(&device, ordinal), "tell a device");
+    if (capability(device) != wanted) return false;
+  }
+  return true;
+}
+
 Device Driver::device() const {
   int device = 0;
   check(context_device_(&device), "tell the context's device");
-  const int capability = attribute(kCapabilityMajor, device) * 10 + attribute(kCapabilityMinor, device);
-  return {static_cast<uint32_t>(capability), static_cast<uint32_t>(attribute(kSharedBytesOptIn, device)),
+  return {static_cast<uint32_t>(capability(device)), static_cast<uint32_t>(attribute(kSharedBytesOptIn, device)),
           static_cast<uint32_t>(attribute(kMultiprocessors, device)), encode_ != nullptr};
 }
 

@@ -49,6 +49,9 @@ class Driver {
   struct Grid {
     unsigned x, z;
   };
+  // Whether all devices have a compute capability, 90 for 9.0.
+  bool all_devices_have(int capability) const;
+
   // `maps` is the kernel's second parameter, or nullptr where it has none. A kernel that `waits` for the one before it
   // by itself (griddepcontrol.wait) may start beside that one's end.
   void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool waits, Stream stream,
@@ -65,10 +68,12 @@ class Driver {
 
   bool open();
   int attribute(int which, int device) const;
+  int capability(int device) const;
   void check(int result, const char* what) const;
 
   int (*init_)(unsigned) = nullptr;
   int (*device_count_)(int*) = nullptr;
+  int (*device_get_)(int*, int) = nullptr;
   int (*error_name_)(int, const char**) = nullptr;
   int (*error_string_)(int, const char**) = nullptr;
   int (*context_current_)(Context*) = nullptr;

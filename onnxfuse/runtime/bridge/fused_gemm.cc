@@ -80,10 +80,11 @@ Op make_op(const OrtApi* api, uint32_t api_version, std::string name) {
 
 std::vector<const OrtCustomOp*> fused_ops(const OrtApi* api, uint32_t api_version) {
   std::vector<const OrtCustomOp*> ops;
-  for (const char* kind : kKinds) {
-    ops.push_back(new Op(make_op(api, api_version, kind)));
+  for (const Kind& kind : kKinds) {
+    if (kind.capability != 0 && !cuda_driver()->all_devices_have(kind.capability)) continue;
+    ops.push_back(new Op(make_op(api, api_version, kind.name)));
     for (int number = 0; number < kPoolSize; ++number) {
-      ops.push_back(new Op(make_op(api, api_version, text(kind, "_", number))));
+      ops.push_back(new Op(make_op(api, api_version, text(kind.name, "_", number))));
     }
   }
   return ops;

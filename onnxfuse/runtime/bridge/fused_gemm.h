@@ -11,7 +11,13 @@ namespace onnxfuse {
 
 constexpr char kDomain[] = "onnxfuse";
 
-constexpr const char* kKinds[] = {"FusedGemm", "FusedPointwise", "FusedAttention"};
+// A kind with a compute capability exists only where every device has it: elsewhere the runtime takes the node's
+// body, as kernels that a file has for one architecture alone would lose to it on others.
+struct Kind {
+  const char* name;
+  int capability;   // 0 for every device
+};
+constexpr Kind kKinds[] = {{"FusedGemm", 0}, {"FusedPointwise", 0}, {"FusedAttention", 0}, {"FusedGemm90", 90}};
 constexpr int kPoolSize = 24;   // of each kind: FusedGemm_0 to FusedGemm_23, and FusedGemm for nodes without a body
 
 // The ops for one version of the runtime's API; they live as long as the process.
