@@ -233,25 +233,11 @@ def sweep_model(path: Path, expected: Mapping[str, int] | None, commands: bool =
             _go_through_commands(original, fused, feeds[0])
         is_rounded = path.name.startswith(ROUNDED_FOR_A_SHAPE)
         fault = "" if is_rounded else difference(taken_apart(original, analysis), fused, feeds)
-        outcome = Outcome(found, expected, skipped, fault)
-        return _with_attentions(outcome, original, feeds, is_rounded)
+        joined, apart = attentions_of(analysis, original)
+        found[ATTENTIONS] = joined
+        return Outcome(found, expected, skipped, fault, joined + apart.total(), apart)
     except Exception as error:  # whatever is wrong with one model, the others are swept
         return Outcome(Counter(), expected, fault=f"{type(error).__name__}: {str(error)[:200]}")
-
-
-def _with_attentions(
-    outcome: Outcome, original: ModelProto, feeds: list[dict[str, np.ndarray]], is_rounded: bool
-) -> Outcome:
-    """The same with what attentions become on the architecture that has a kernel of them."""
-    if not softmaxes_between_products(original):
-        return outcome
-    analysis = analyse_model(original, resolve("sm_90a", list), attention=True)
-    joined, apart = attentions_of(analysis, original)
-    fault = outcome.fault
-    if not fault and not is_rounded:
-        fault = difference(taken_apart(original, analysis), rewritten(analysis), feeds)
-    found = outcome.found + Counter({ATTENTIONS: joined})
-    return replace(outcome, found=found, fault=fault, attentions=joined + apart.total(), apart=apart)
 
 
 def _go_through_commands(original: ModelProto, fused: ModelProto, feed: dict[str, np.ndarray]) -> None:
