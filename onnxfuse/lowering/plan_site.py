@@ -44,6 +44,7 @@ from onnxfuse.schedule.strategy import (
     choose,
     estimate,
     is_faster,
+    is_nowhere_slower,
     least_loss,
     named,
     saves,
@@ -188,7 +189,7 @@ def _planned(
     estimates = _estimates(graph, match, fusion, mapping, plans, epilogue_only)
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
-    disagreed = Strategy.ONE_KERNEL if fusion.quantization is None else Strategy.LEFT_ALONE
+    disagreed = Strategy.LEFT_ALONE if fusion.quantization is not None or match.is_bare else Strategy.ONE_KERNEL
     strategy = choose(estimates, disagreed) if estimates else Strategy.ONE_KERNEL
     site = Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
     if fusion.quantization is not None and site.is_left_alone:
@@ -350,17 +351,24 @@ def _without_epilogue_only(times: Iterable[Times]) -> tuple[Times, ...]:
 
 
 def is_profitable_together(joint: Site, alone: Sequence[Site]) -> bool:
-    """Whether one site takes less time than several that compute the same, by the estimates for every architecture."""
+    """Whether one site takes less time than several that compute the same, by the estimates for every architecture.
+
+    Beside bare products, which the library makes at its best, it has to be one kernel that is slower at no size.
+    """
     if not all(site.estimates for site in (joint, *alone)):  # one whose product stays a node anyway
         return False
     devices = joint.estimates
     several = {device: [_chosen(site, device) for site in alone] for device in devices}
-    return saves({device: _chosen(joint, device) for device in devices}, several)
+    one = {device: _chosen(joint, device) for device in devices}
+    if any(site.match.is_bare for site in alone):
+        return joint.strategy is Strategy.ONE_KERNEL and is_nowhere_slower(one, several)
+    return saves(one, several)
 
 
 def _chosen(site: Site, device: DeviceSpec) -> list[float]:
-    """Microseconds of a site as the model gets it, at every number of rows."""
-    strategy = site.strategy if site.only in (None, device.arch) else Strategy.LEFT_ALONE
+    """Microseconds of a site as the model gets it, at every number of rows; one bare product stays with the library."""
+    is_alone = (site.match.is_bare and len(site.match.products) == 1) or site.only not in (None, device.arch)
+    strategy = Strategy.LEFT_ALONE if is_alone else site.strategy
     return [times[strategy] for times in site.estimates[device]]
 
 
@@ -394,6 +402,8 @@ def _estimates(
     if epilogue_only is None and fusion.quantization is not None:
         between = len({*match.nodes} - {graph.index(product.node) for product in match.products})
         return {plan.device: tuple(beside_stock(plan, len(fusion.rhs), between)) for plan in plans}
+    if match.is_bare:
+        return {plan.device: _beside_products(plan, fusion, mapping) for plan in plans}
     by = next((entry.problem.by for plan in plans for entry in plan.ranked), "m")
     if epilogue_only is not None:
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
@@ -430,6 +440,21 @@ def _walks(fusion: Fusion, mapping: AxisMapping, by: str) -> tuple[list[Tensor],
     rhs, lhs = [held for group in fusion.stored_rhs for held in group], [fusion.lhs]
     shared, walked, across = (rhs, lhs, mapping.n) if by == "m" else (lhs, rhs, mapping.m)
     return shared, walked, (PART_AXIS, *across)
+
+
+def _beside_products(plan: ProductPlan, fusion: Fusion, mapping: AxisMapping) -> tuple[Times, ...]:
+    """Microseconds of one kernel and of the library's products, at each number of rows."""
+    by = plan.ranked[0].problem.by if plan.ranked else "m"
+    shared, walked, across = _walks(fusion, mapping, by)
+    traffic = Traffic(
+        weights=sum(_row_bytes(fusion, factor, factor.axes) for factor in shared),
+        lhs=sum(_row_bytes(fusion, factor, (PART_AXIS, *mapping.k)) for factor in walked),
+        product=sum(_row_bytes(fusion, out, across) for out in fusion.outputs),
+        rest=0,
+        passes=0,
+        products=len(fusion.rhs),
+    )
+    return _without_epilogue_only(estimate(plan, traffic, ranked) for ranked in plan.ranked)
 
 
 def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilogue_only: Implementation) -> Traffic:

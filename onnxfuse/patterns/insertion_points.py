@@ -6,7 +6,7 @@ outputs. So the rewritten nodes are in order, and no set of fusions closes a cyc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
@@ -31,12 +31,26 @@ class InsertionPoints:
     def take(self, match: Match) -> None:
         """Give a match its nodes, the views of its inputs, what it shares: no other fusion may swallow what they read.
 
-        The views and what is shared stay where they are for those who read them too.
+        What is shared stays where it is, and so do the views that others read too.
         """
-        views = (self.graph.index(view.node) for product in match.products for view in product.views)
+        views = sorted(self.graph.index(view.node) for product in match.products for view in product.views)
+        own = {*match.nodes, *match.folded}
         self._points.update({index: index for index in (*views, *match.shared)})
-        self._points.update(dict.fromkeys((*match.nodes, *match.folded), match.insertion_point))
+        self._points.update(dict.fromkeys(own, match.insertion_point))
+        for index in reversed(views):
+            if self._feeds_only(index, own):
+                own.add(index)
+                self._points[index] = match.insertion_point
         self._folded.update(match.folded)
+
+    def _feeds_only(self, index: int, own: Collection[int]) -> bool:
+        """Whether all readers of a node are some others."""
+        made = self.graph.nodes[index].outputs
+        return all(
+            not self.graph.is_escaping(tensor.name)
+            and all(self.graph.index(reader) in own for reader in tensor.outputs)
+            for tensor in made
+        )
 
     def placed(self, match: Match) -> Match:
         """The match with the last point that is right for it.

@@ -106,6 +106,15 @@ class Match:
     shared: tuple[int, ...] = ()
 
     @property
+    def is_bare(self) -> bool:
+        """Whether nothing but products is in it, which the runtime's library makes as well."""
+        plain = all(
+            product.activation is None and product.quantized is None and product.bias is None
+            for product in self.products
+        )
+        return plain and not self.shared and len(self.nodes) == len(self.products)
+
+    @property
     def label(self) -> str:
         """Name of the first anchor."""
         return self.products[0].label

@@ -253,14 +253,26 @@ class Search(Generic[SiteT]):
         """The largest match, with others beside it where that pays, or a match for each column range of a product."""
         largest = self._largest(partition, group)
         found = self._by_range(partition, group, largest)
-        if found or largest is None:
+        first = largest or self._bare(partition, group)
+        if found or first is None:
             return found
-        return [self._with_siblings(partition, group, largest)]
+        joint = self._with_siblings(partition, group, first)
+        return [] if largest is None and joint is first else [joint]
 
     def _largest(self, partition: Partition, products: Group) -> Found[SiteT] | None:
         """The first match of some products, from the largest on, that a kernel computes."""
         matches = (match for match in partition.matches() if all(product in products for product in match.products))
         return self._first(partition, matches)
+
+    def _bare(self, partition: Partition, products: Group) -> Found[SiteT] | None:
+        """A product by itself, whose views an attention has taken: a kernel computes it beside others of its input."""
+        for product in products if self.is_profitable is not None else ():
+            if product.is_weight and any(map(self.points.is_taken, product.node.outputs[0].outputs)):
+                try:
+                    return self._made(partition.bare(product))
+                except NotFusable:
+                    continue
+        return None
 
     def _by_range(self, partition: Partition, group: Group, largest: Found[SiteT] | None) -> list[Found[SiteT]]:
         """A match for every column range of one product, where no match takes its columns apart; none, or all of them.
@@ -315,7 +327,7 @@ class Search(Generic[SiteT]):
         alone, rest = [found.site], group
         while len(found.match.ranges) < MAX_PARTS:
             rest = _without(rest, found.match.products)
-            other = self._largest(partition, rest) if rest else None
+            other = self._largest(partition, rest) or self._bare(partition, rest)
             if other is None:
                 break
             joint = self._joint(partition, found.match, other.match)

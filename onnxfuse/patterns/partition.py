@@ -135,6 +135,15 @@ class Partition:
                 except NotFusable as refusal:
                     self.refuse(region, refusal)
 
+    def bare(self, product: Product) -> Match:
+        """A product with nothing behind it.
+
+        Raises:
+            NotFusable: as `match`.
+        """
+        position = self.live.position(product.node)
+        return self.match(self.grown.needs[position], position)
+
     def joined(self, first: Match, second: Match) -> Match:
         """One match of two that share no node but those of `shared`; each keeps its live-out values.
 

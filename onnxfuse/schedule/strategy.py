@@ -195,6 +195,19 @@ def saves(joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec
     return all(_saving(device, joint[device], alone[device]) > 0 for device in named(joint))
 
 
+def is_nowhere_slower(
+    joint: Mapping[DeviceSpec, Sequence[float]], alone: Mapping[DeviceSpec, Sequence[Sequence[float]]]
+) -> bool:
+    """Whether one node takes no longer than several, on every architecture, at every number of rows.
+
+    Args:
+        joint: microseconds of the one, at every number of rows.
+        alone: of each of the several.
+    """
+    pairs = ((one, each) for device in named(joint) for one, *each in zip(joint[device], *alone[device], strict=True))
+    return all(one <= sum(each) for one, each in pairs)
+
+
 def is_faster(other: Mapping[DeviceSpec, Sequence[float]], kept: Mapping[DeviceSpec, Sequence[float]]) -> bool:
     """Whether to store weights in another order than the model does: slower on no architecture, faster on some one.
 

@@ -17,7 +17,7 @@ from onnxfuse.lowering.site import Site
 from onnxfuse.patterns import Match, match_sites
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.strategy import saves
+from onnxfuse.schedule.strategy import is_nowhere_slower, saves
 from tests.helpers.matching import FEED, K, check_meaning, draw, gate, linear, silu, split_num_outputs
 from tests.helpers.onnx_build import FLOAT16, Builder, run
 from tests.tools.sweep import rewritten
@@ -267,3 +267,35 @@ def test_every_gate_is_found_however_many_products_read_the_input(experts: int, 
     outs = [gate(b, made["up", expert], made["gate", expert]) for expert in range(experts)]
     found = match_sites(Graph(load_model(b.model(router, *outs))), lambda match, fusion: fusion)
     assert [len(fusion.parts) for fusion in found.fused] == [2] * experts
+
+
+def bare_projections(b: Builder, rows: int | str = "rows", width: int = 64) -> list[str]:
+    """Of q a scale that is computed behind k's heads, k and v with nothing: an attention takes their heads."""
+    x = b.input("x", ("batch", rows, width))
+    q, k, v = (b("MatMul", x, b.array(draw(width, width, seed=seed), f"bare{seed}")) for seed in range(3))
+    split = b.integers(0, 0, 2, width // 2)
+    keys = b("Transpose", b("Reshape", k, split), perm=(0, 2, 3, 1))
+    scale = b("Sqrt", b.input("scale", (1,)))
+    query = b("Mul", b("Transpose", b("Reshape", q, split), perm=(0, 2, 1, 3)), scale)
+    values = b("Transpose", b("Reshape", v, split), perm=(0, 2, 1, 3))
+    out = b("Transpose", b("MatMul", b("Softmax", b("MatMul", query, keys), axis=-1), values), perm=(0, 2, 1, 3))
+    return [b("Reshape", out, b.integers(0, 0, width))]
+
+
+def test_projections_whose_heads_an_attention_takes_are_siblings() -> None:
+    """Nothing is left behind k and v, so that by themselves they would be the library's."""
+    b = Builder(FLOAT16)
+    model = b.model(*bare_projections(b))
+    analysis = analyse_model(model, [DEVICE])
+    assert [(site.fusion.pattern, len(site.match.products)) for site in analysis.sites] == [
+        ("sibling_gemms", 3), ("attention", 2),
+    ]  # fmt: skip
+    assert not analysis.skipped
+    feed = {"x": draw(2, 5, 64, seed=9).astype(np.float16), "scale": np.array([0.1], np.float16)}
+    for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize(("one", "pays"), [([3.0, 4.0], True), ([3.0, 5.1], False)])
+def test_beside_bare_products_one_kernel_is_slower_at_no_size(one: list[float], pays: bool) -> None:
+    assert is_nowhere_slower({DEVICE: one}, {DEVICE: [[2.0, 2.0], [2.0, 3.0]]}) is pays
