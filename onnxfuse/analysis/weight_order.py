@@ -44,8 +44,9 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, 
 
 
 def has_columns_in_turn(fusion: Fusion) -> bool:
-    """Whether neighbours in a row of some rhs are columns of different parts: `k (n p)`."""
-    rows = ([axis for axis in tensor.axes if fusion.size(axis) != 1] for tensor in fusion.rhs)
+    """Whether neighbours in a row of some rhs are columns of different parts, `k (n p)`; not parts of one column."""
+    in_turn = (tensor for tensor in fusion.rhs if tensor.has_parts_in_turn)
+    rows = ([axis for axis in tensor.axes if fusion.size(axis) != 1] for tensor in in_turn)
     return any(row and row[-1] == PART_AXIS for row in rows)
 
 
