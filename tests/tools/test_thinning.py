@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.thinning import Taken, is_taken
 
-SHARES = (2, 3, 4)
+SHARES = (2, 3, 4, 5)
 
 
 @pytest.mark.parametrize("one_in", SHARES)
