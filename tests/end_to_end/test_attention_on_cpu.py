@@ -127,6 +127,7 @@ def check(model, form: str, sizes: dict[str, int], folder: Path, lie=memory_of) 
     return index
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", NUMBERS)
 def test_the_kernel_computes_what_the_graph_computes(form: str, tmp_path: Path) -> None:
     assert check(model_of(form), form, SIZES, tmp_path) == 0

@@ -217,6 +217,7 @@ MANY = dict.fromkeys((views_before, views_of_the_weight, masks, readers, outputs
 MANY |= {products: (16, 128), ranges: (16, 128)}  # each of which becomes a fusion, or a part of one
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("build", MANY)
 def test_many_of_one_kind_cost_what_they_are(build: Callable[[Builder, str, int], list[str]]) -> None:
     def sized(count: int) -> onnx.ModelProto:
