@@ -327,7 +327,7 @@ class Search(Generic[SiteT]):
         alone, rest = [found.site], group
         while len(found.match.ranges) < MAX_PARTS:
             rest = _without(rest, found.match.products)
-            other = self._largest(partition, rest) or self._bare(partition, rest)
+            other = (self._largest(partition, rest) or self._bare(partition, rest)) if rest else None
             if other is None:
                 break
             joint = self._joint(partition, found.match, other.match)
