@@ -373,7 +373,7 @@ def _chosen(site: Site, device: DeviceSpec) -> list[float]:
 
 
 def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMapping) -> Implementation | None:
-    if _is_bare(graph, match):
+    if _has_biases_alone(graph, match):
         return None
     shapes = (shape for index, shape in match.shapes.items() if index in match.nodes)
     if not all(shape.is_constant for shape in shapes):  # the product's input is no input of the kernel
@@ -408,15 +408,15 @@ def _estimates(
     if epilogue_only is not None:
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
         return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
-    if _is_bare(graph, match):
+    if _has_biases_alone(graph, match):
         traffic = _traffic_of_gemms(fusion, mapping, by)
         times = {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
         return {device: _without_epilogue_only(each) for device, each in times.items()}
     return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
 
 
-def _is_bare(graph: Graph, match: Match) -> bool:
-    """Whether nothing follows the products but views that move nothing."""
+def _has_biases_alone(graph: Graph, match: Match) -> bool:
+    """Whether nothing follows products and their own biases but views that move nothing."""
     products = {graph.index(product.node) for product in match.products}
     return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
 
