@@ -151,7 +151,7 @@ class Record:
         capability: compute capability as one number, 90 for sm_90a.
         flavour: which devices run it.
         min_m: smallest number of rows it is for: m, and of all batches together where they share rhs. In a node whose
-            contract knows m and does not know n, numbers of columns.
+            contract knows m and does not know n, numbers of columns, times the batches whose number it does not know.
         max_m: the largest.
         block_m: rows of one thread block's tile.
         block_n: columns of one thread block's tile.

@@ -7,7 +7,7 @@ each under the same name.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,9 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 # A number, or an array with one for each of several numbers of rows; of their union mypy allows no arithmetic.
 Count = Any
 Amount = Any
+
+BATCHES = (1, 2, 4, 8, 16)  # that columns of all batches may be of
+NARROWEST = 16  # columns of one such batch
 
 
 class AnyTile(Hashable, Protocol):
@@ -89,7 +92,7 @@ class Problem:
     Attributes:
         m: known, or one of several.
         n: may depend on the rows, and so may k.
-        batch: counts those with an rhs of their own.
+        batch: counts those with an rhs of their own; of columns of all batches, as many as they are.
         guessed: n or the batch may be larger at run time.
         by: which size kernels are chosen by, `m` or `n`.
     """
@@ -97,7 +100,7 @@ class Problem:
     m: Any
     n: Any
     k: Any
-    batch: int = 1
+    batch: Any = 1
     guessed: bool = False
     by: str = "m"
 
@@ -112,7 +115,7 @@ class Sizes:
     """What is known of a site's sizes before the run; None where only the run knows.
 
     Attributes:
-        batch: counts those with an rhs of their own.
+        batch: counts those with an rhs of their own, but for those that only the run knows.
         guessed: the batch may be larger at run time.
         typical: an unknown n or k where m is smaller, an unknown k where n is.
     """
@@ -130,6 +133,11 @@ class Sizes:
         return "n" if self.m is not None and self.n is None else "m"
 
     @property
+    def label(self) -> str:
+        """The same in words: of batches that only the run knows, the columns count together."""
+        return "batch*n" if self.by == "n" and self.guessed else self.by
+
+    @property
     def known(self) -> int | None:
         """The size that kernels are chosen by; None where only the run knows."""
         return self.n if self.by == "n" else self.m
@@ -140,6 +148,20 @@ class Sizes:
         if self.by == "n":
             return Problem(self.m, size, self.k or unknown, self.batch, self.guessed, "n")
         return Problem(self.m or size, self.n or unknown, self.k or unknown, self.batch, self.guessed or self.n is None)
+
+    def guesses(self, size: Count) -> tuple[Problem, ...]:
+        """The problems that so many rows, or columns, may be of; several where more is not known."""
+        at, batches = self.at(size), BATCHES if self.guessed else (1,)
+        if self.n is not None:
+            return (at,)
+        if self.by == "n":
+            return tuple(self._shared(size, count) for count in batches)
+        return tuple(replace(at, n=n, batch=at.batch * count) for n in (at.n, size) for count in batches)
+
+    def _shared(self, size: Count, batches: int) -> Problem:
+        """The problem of so many columns of all batches together."""
+        columns = np.maximum(-(-size // batches), np.minimum(size, NARROWEST))
+        return replace(self.at(columns), batch=self.batch * size / columns)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def library_way(
     if sizes.by == "m":
         return tuple(ways)
     fitting = (way for way in ways if way.min_m <= (sizes.m or 0) <= way.max_m)  # its own ranges are of rows
-    return tuple(replace(way, min_m=0, max_m=MAX_M, by=sizes.by) for way in fitting)
+    return tuple(replace(way, min_m=0, max_m=MAX_M, by=sizes.label) for way in fitting)
 
 
 def library_time(base: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> Amount:

@@ -57,23 +57,21 @@ def make_plan(
         raise _unread(fusion, device)
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
+    ranked = _rank(base, fitting, sizes, problems, device)
     price = _pricing(base, fitting, sizes, device)
-    ranked = _rank(base, fitting, price, problems, device)
     if widths.lhs.guarded:
         odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
         risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
-    variants = _fastest(base, ranked) if sizes.known else _ranged(base, fitting, price, sizes.by, device)
+    variants = _fastest(base, ranked, sizes) if sizes.known else _ranged(base, fitting, price, sizes, device)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
     if unguarded != base:
         few = problems if sizes.known else [sizes.at(size) for size in FALLBACK]
         others = _fitting(unguarded, device, deepest)[0]
-        variants += _fastest(
-            unguarded, _rank(unguarded, others, _pricing(unguarded, others, sizes, device), few, device)
-        )
-    last = _variant(_checked(base), fitting[-1], 0, MAX_M, sizes.by)
+        variants += _fastest(unguarded, _rank(unguarded, others, sizes, few, device), sizes)
+    last = _variant(_checked(base), fitting[-1], 0, MAX_M, sizes.label)
     if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
         variants.append(last)
     plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
@@ -108,12 +106,13 @@ def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, pro
         return np.min([price(entry, sizes.known or size) for entry in own], axis=0)
 
     def with_library(size: Count) -> Amount:
-        return library_time(base, sizes.at(sizes.known or size), products, device)
+        problems = sizes.guesses(sizes.known or size)
+        return _mean([library_time(base, problem, products, device) for problem in problems])
 
     rows = library_rows(tiles, with_library)
     taken = (any(low <= each.size <= high for low, high in rows) for each in plan.ranked)
     ranked = tuple(
-        replace(each, library=float(with_library(each.size)) if takes else math.inf)
+        replace(each, library=float(library_time(base, each.problem, products, device)) if takes else math.inf)
         for each, takes in zip(plan.ranked, taken, strict=True)
     )
     return replace(plan, ranked=ranked, library_rows=rows)
@@ -146,7 +145,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     estimate = _pricing(base, candidates, sizes, plan.device)
     factors = {
         m: {
-            entry.tile: measured[str(entry.tile)] / estimate(entry, m)
+            entry.tile: measured[str(entry.tile)] / _timed(base, entry, sizes.at(m), plan.device)
             for entry in candidates
             if str(entry.tile) in measured
         }
@@ -161,7 +160,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
 
     considered = {variant.tile for variant in plan.variants}.union(*factors.values())
     worth = [entry for entry in candidates if entry.tile in considered]
-    return _with(plan, _ranged(base, worth, price, sizes.by, plan.device))
+    return _with(plan, _ranged(base, worth, price, sizes, plan.device))
 
 
 def _nearest(values: Mapping[int, float], rows: Count) -> NDArray[np.float64]:
@@ -198,33 +197,44 @@ def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
 
 
 def _ranged(
-    base: KernelSpec, candidates: Sequence[Candidate], price: Price, by: str, device: DeviceSpec
+    base: KernelSpec, candidates: Sequence[Candidate], price: Price, sizes: Sizes, device: DeviceSpec
 ) -> list[ProductVariant]:
     """Few tiles of which one is good at any number of rows, or columns."""
     ranges = choose_ranges(candidates, price, calibration(device).regret)
-    return [_variant(base, each.entry, each.low, each.high, by) for each in ranges]
+    return [_variant(base, each.entry, each.low, each.high, sizes.label) for each in ranges]
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:
-    """The cost model's microseconds."""
+    """The cost model's microseconds; of a size that may be of several problems, their mean."""
     flows = {entry.tile: entry.family.flow(base, entry.tile, device) for entry in candidates}
 
     def price(entry: Candidate, size: Count) -> Amount:
-        return entry.family.cost(entry, flows[entry.tile], base, sizes.at(size), device)
+        reads = flows[entry.tile]
+        return _mean([entry.family.cost(entry, reads, base, problem, device) for problem in sizes.guesses(size)])
 
     return price
+
+
+def _mean(times: Sequence[Amount]) -> Amount:
+    """Of several, the geometric mean."""
+    return times[0] if len(times) == 1 else np.exp(sum(map(np.log, times)) / len(times))
+
+
+def _timed(base: KernelSpec, entry: Candidate, problem: Problem, device: DeviceSpec) -> Amount:
+    """The cost model's microseconds of one problem."""
+    return entry.family.cost(entry, entry.family.flow(base, entry.tile, device), base, problem, device)
 
 
 def _rank(
     base: KernelSpec,
     candidates: Sequence[Candidate],
-    price: Price,
+    sizes: Sizes,
     problems: Sequence[Problem],
     device: DeviceSpec,
 ) -> tuple[Ranked, ...]:
     """The tiles by their estimated time, at each of some sizes."""
-    counts = np.array([problem.size for problem in problems])
-    costs = [(entry, np.broadcast_to(price(entry, counts), counts.shape)) for entry in candidates]
+    every = sizes.at(np.array([problem.size for problem in problems]))
+    costs = [(entry, np.broadcast_to(_timed(base, entry, every, device), len(problems))) for entry in candidates]
 
     def rank(index: int, problem: Problem) -> Ranked:
         tiles = sorted(((float(cost[index]), entry) for entry, cost in costs), key=lambda pair: pair[0])
@@ -237,11 +247,10 @@ def _copying(entry: Candidate, spec: KernelSpec, problem: Problem, device: Devic
     return float(entry.family.copying(entry.tile, spec, problem, device))
 
 
-def _fastest(base: KernelSpec, ranked: Sequence[Ranked]) -> list[ProductVariant]:
+def _fastest(base: KernelSpec, ranked: Sequence[Ranked], sizes: Sizes) -> list[ProductVariant]:
     """The fastest tile for each range of sizes."""
-    by = ranked[0].problem.by
     best = [(entry.size, entry.tiles[0][1]) for entry in ranked]
-    return [_variant(base, entry, low, high, by) for entry, low, high in _ranges(best)]
+    return [_variant(base, entry, low, high, sizes.label) for entry, low, high in _ranges(best)]
 
 
 def _variant(spec: KernelSpec, entry: Candidate, min_m: int, max_m: int, by: str) -> ProductVariant:

@@ -100,7 +100,7 @@ def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
 
 def _count(ranked: Ranked) -> int:
     """Rows, or columns, of all batches."""
-    return ranked.size * ranked.problem.batch
+    return int(ranked.size * ranked.problem.batch)
 
 
 def beside_stock(plan: ProductPlan, products: int, passes: int) -> Iterator[Times]:

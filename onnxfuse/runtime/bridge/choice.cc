@@ -208,14 +208,24 @@ void check_counts(const Record& record, const Contract& contract) {
        contract.loads.size() + parts, " and ", contract.outs.size(), kRemedy);
 }
 
+// Batches beyond those that were known when the model was optimized.
+int64_t unknown_batches(const Contract& contract, int64_t batch) {
+  for (const int axis : contract.batch) {
+    if (contract.axes[axis].size > 1) batch /= contract.axes[axis].size;
+  }
+  return batch;
+}
+
 // What the ranges of m mean: where all batches share rhs, it is their rows together that decide how often it is read.
+// Columns count together in batches whose number only the run knows; `Sizes.guesses` in schedule/kernel_family.py.
 int64_t planned_size(const Contract& contract, const OnnxfuseArguments& arguments) {
-  if (contract.by_columns) return arguments.n;
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  if (contract.by_columns) return std::min(arguments.n * unknown_batches(contract, arguments.batch), kMost);
   const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
   const bool shared = contract.has_product() && !contract.is_attention() &&
                       std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
   const int64_t rows = int64_t{arguments.m} * (shared ? arguments.batch : 1);
-  return std::min<int64_t>(rows, std::numeric_limits<int>::max());
+  return std::min(rows, kMost);
 }
 
 // A kernel reads as many blocks of a column as k has; fewer would send it beyond the end of the weight.
