@@ -120,7 +120,7 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
             _print(operand)
         for name, order in site.implementation.transposed.items():
             _print(f"stored  {name}: {_order_text(order)}")
-        _print("\n".join((f"strategy {entry.strategy}", *map(str, site.implementation.plans))) + "\n")
+        _print("\n".join((f"strategy {entry.strategy_text}", *map(str, site.implementation.plans))) + "\n")
     for skipped in report.skipped:
         _print(f"{skipped.anchor}: left alone, {skipped.reason}: {skipped.detail}")
 
@@ -164,7 +164,7 @@ def _fused_row(group: Sequence[FusedSite]) -> tuple[str, ...]:
     first = group[0]
     sizes = ", ".join("?" if first.sizes[loop] is None else str(first.sizes[loop]) for loop in ("m", "k", "n"))
     features = ", ".join(first.features)
-    return first.anchor, str(len(group)), first.pattern, features, str(len(first.nodes)), sizes, first.strategy
+    return first.anchor, str(len(group)), first.pattern, features, str(len(first.nodes)), sizes, first.strategy_text
 
 
 def _example(report: Report, reason: str) -> str:

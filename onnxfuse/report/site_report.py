@@ -69,6 +69,7 @@ class FusedSite:
         transposed: the weights that are stored in another order than the model has them.
         text: the fusion as the IR prints it.
         nameless: the same without the names of this site, by which equal ones are known.
+        only: the architecture whose GPUs run the kernel, of several; None where all do.
     """
 
     anchor: str
@@ -84,6 +85,12 @@ class FusedSite:
     transposed: tuple[str, ...]
     text: str
     nameless: str
+    only: str | None = None
+
+    @property
+    def strategy_text(self) -> str:
+        """The strategy, and where it holds if not on all architectures."""
+        return self.strategy if self.only is None else f"{self.strategy} on {self.only}, left alone elsewhere"
 
     def fits(self, glob: str) -> bool:
         """Whether a glob is of the product or of one of the nodes."""
@@ -100,6 +107,7 @@ class FusedSite:
             "sizes": dict(self.sizes),
             "operands": [vars(operand) for operand in self.operands],
             "tier": self.strategy,
+            "only": self.only,
             "kernel": self.kernel,
             "timings": self.timings,
             "transposed": list(self.transposed),
@@ -208,6 +216,7 @@ def fused_site(site: Site, nodes: tuple[str, ...]) -> FusedSite:
         transposed=tuple(site.implementation.transposed),
         text=str(fusion),
         nameless=str(_without_names(fusion)),
+        only=site.only,
     )
 
 

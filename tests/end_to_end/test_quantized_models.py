@@ -144,6 +144,10 @@ def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: 
     onnx.save(model, source)
     report = onnxfuse.optimize_file(str(source), str(target), arch=",".join(WITHOUT_GPU))
     assert "sm_80" not in report.fused[0].kernel
+    assert (report.fused[0].to_dict()["tier"], report.fused[0].to_dict()["only"]) == ("one kernel", "sm_90a")
+    for more in ((), ("--all",)):
+        shown = " ".join(command("explain", source, "--arch", ",".join(WITHOUT_GPU), *more).stdout.split())
+        assert "one kernel on sm_90a, left alone elsewhere" in shown
     written = onnx.load(target)
     (node,) = written.graph.node
     assert kind_of(node.op_type) == FUSED_GEMM_ON["sm_90a"]

@@ -48,6 +48,16 @@ def test_every_pace_is_of_a_candidate() -> None:
     assert set(used) == set(paces["hopper"].values())
 
 
+def test_other_constants_nest() -> None:
+    known = calibration(DEVICE)
+    outer, inner = (replace(known, hopper_meeting=each) for each in (1.0, 2.0))
+    with replaced(DEVICE, outer):
+        with replaced(DEVICE, inner):
+            assert calibration(DEVICE) is inner
+        assert calibration(DEVICE) is outer
+    assert calibration(DEVICE) is known
+
+
 def test_a_fit_finds_the_constant_that_times_were_made_with() -> None:
     known = calibration(DEVICE)
     kernels = calibrate.timed(ROWS, DEVICE)

@@ -107,12 +107,13 @@ def calibration_of(arch: str) -> Calibration:
 
 @contextmanager
 def replaced(device: DeviceSpec, other: Calibration) -> Iterator[None]:
-    """Other constants for a while, as a fit tries them."""
+    """Other constants for a while, as a fit tries them; then those that were before, which may be others as well."""
+    before = calibration(device)
     _REPLACED[device.arch] = other
     try:
         yield
     finally:
-        del _REPLACED[device.arch]
+        _REPLACED[device.arch] = before
 
 
 @cache
