@@ -12,11 +12,12 @@ from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model, quantized_small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
-from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
+from onnxfuse.schedule.quantized_small_m_tile import MMA_ROWS, QuantizedSmallMTile
 from onnxfuse.schedule.small_m import PATHS as ELEMENT_PATHS
 
+STAGES_BESIDE_LHS = {True: 2, False: 3}  # at least, with few rows and with more: with two, more were not timed
 EARLY = 90  # compute capability from which on a kernel may start before the one before it has ended
 PATHS = {
     **ELEMENT_PATHS,
@@ -102,10 +103,11 @@ class QuantizedSmallM(ProductFamily):
         return Flow(device.multiprocessors, tile.warps_k * tile.block_k * (tile.stages - 1))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """Unpacking and multiplying; or reading rhs once for every tile of rows, if that is longer."""
+        """Unpacking, multiplying and reading lhs again; or rhs once for every tile of rows, if that is longer."""
         tile: QuantizedSmallMTile = entry.tile
         known = calibration(device)
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
+        busy = busy + _reading_again(tile, spec, problem, device)
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         return known.launches[self.name] + np.hypot(np.maximum(busy, moving), waiting)
@@ -115,12 +117,23 @@ class QuantizedSmallM(ProductFamily):
         return m <= tile.block_m
 
 
+def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which blocks read rows of lhs that do not stay in shared memory, once for each tile."""
+    read = np.where(_steps(tile, problem.k) > tile.lhs_slots, tile.block_m * problem.k * spec.dtype.bytes, 0)
+    return cost_model.waves_of(tile, problem, device) * read / calibration(device).read_again
+
+
+def _steps(tile: QuantizedSmallMTile, k: Count) -> Count:
+    """Of one warp."""
+    return -(-k // (tile.block_k * tile.warps_k))
+
+
 def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator[QuantizedSmallMTile]:
     for shape in SHAPES:
         ring = tile_of(shape, spec, form, shape.stages)
-        steps = -(-k // (ring.block_k * ring.warps_k))
-        whole = replace(ring, lhs_slots=max(steps, ring.stages))
-        yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
+        whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
+        stays = shape.stages >= STAGES_BESIDE_LHS[shape.rows <= MMA_ROWS]
+        yield whole if stays and quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
 
 
 QUANTIZED_SMALL_M = QuantizedSmallM()

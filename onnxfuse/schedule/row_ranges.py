@@ -3,7 +3,8 @@
 Costs jump where a tile more begins, so m is looked at in ranges that end where some tile does, each at both of its
 ends. A set of kernels has a regret in each range: how much longer its best takes than the best of all candidates. The
 set grows by the kernel that lowers the regret most, as a mean over the logarithm of m, until no range has more than
-`regret`, and loses again what is not needed for that.
+`regret`, loses again what is not needed for that, and exchanges a kernel for another as long as the mean falls. One row
+counts for more than its logarithm: a text is read once, and then written token by token.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LARGEST = 16384  # the last range has no end: what is best there is best behind 
 SMALLEST_END = 16
 STEPS = 16  # ranges from one power of two to the next
 WORST = 1e3  # a loss that is as bad as any
+ONE_ROW = 4.0  # times as much as other ranges of as many octaves: an assumption
 
 Losses = NDArray[np.float64]
 """[ranges, candidates]: how much longer a candidate takes than the best one, as a logarithm, at the worse end."""
@@ -75,7 +77,7 @@ def choose_ranges(
     """
     prices = np.stack([at_both_ends(partial(price, entry)) for entry in candidates], axis=-1)
     losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
-    chosen = _without_needless(_grown(losses, regret), losses, regret)
+    chosen = _exchanged(_without_needless(_grown(losses, regret), losses, regret), losses)
     picked: list[int] = []
     for row in losses:
         best = chosen[int(np.argmin(row[chosen]))]
@@ -86,7 +88,7 @@ def choose_ranges(
 
 def _grown(losses: Losses, regret: float) -> list[int]:
     """Candidates, the one that helps most first."""
-    weights = np.log((range_ends() + 1) / range_lows())
+    weights = _weights()
     chosen: list[int] = []
     least = np.full(len(losses), WORST)
     floors = losses.min(axis=1)
@@ -107,6 +109,29 @@ def _without_needless(chosen: list[int], losses: Losses, regret: float) -> list[
         if others and (losses[:, others].min(axis=1) <= allowed).all():
             chosen = others
     return chosen
+
+
+def _exchanged(chosen: Sequence[int], losses: Losses) -> list[int]:
+    """As many candidates, of which no single other one would lower the mean."""
+    chosen, weights = list(chosen), _weights()
+    least = weights @ losses[:, chosen].min(axis=1)
+    improves = True
+    while improves:
+        improves = False
+        for place in range(len(chosen)):
+            others = losses[:, chosen[:place] + chosen[place + 1 :]].min(axis=1, initial=WORST)
+            means = weights @ np.minimum(losses, others[:, None])
+            if means.min() < least * (1 - SAME):
+                chosen[place], least, improves = int(np.argmin(means)), means.min(), True
+    return chosen
+
+
+@cache
+def _weights() -> NDArray[np.float64]:
+    """What a loss in each range counts."""
+    weights = np.log((range_ends() + 1) / range_lows())
+    weights[0] *= ONE_ROW
+    return weights
 
 
 def _joined(picked: Sequence[int], candidates: Sequence[Candidate]) -> Iterator[RowRange]:

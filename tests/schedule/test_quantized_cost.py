@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F16, F32
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model
-from onnxfuse.schedule.kernel_family import Problem
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
+from onnxfuse.schedule.row_ranges import choose_ranges
 from tests.schedule.test_plan import planned
 
 DEVICE = ARCHITECTURES["sm_90a"]
 # One H200, ONNX Runtime 1.31.1, the better of its two modes: microseconds of gate, up and down with four small nodes.
 MLP = {1: 59, 4: 70, 16: 105, 64: 143, 300: 325, 2048: 1326}
 WIDTH, HIDDEN = 4096, 14336
+# One H200, docs/kernel-notes.md: microseconds of gate + up and of down, by the best tile of each number of rows.
+FEW_ROWS = {1: (21.3, 12.0), 4: (23.4, 13.7), 8: (22.5, 15.3), 16: (35.7, 23.2), 32: (68.7, 39.8)}
 
 
 @pytest.mark.parametrize("m", MLP)
@@ -26,6 +33,45 @@ def test_stock_is_not_thought_slower_than_it_is(m: int) -> None:
     up = cost_model.library(spec, Problem(m, HIDDEN, WIDTH), 1, DEVICE)
     down = cost_model.library(spec, Problem(m, WIDTH, HIDDEN), 1, DEVICE)
     assert 0.8 * MLP[m] < 2 * up + down < MLP[m]
+
+
+def part_specs() -> tuple[tuple[KernelSpec, Sizes], ...]:
+    """Gate + up and down, of any number of rows."""
+    spec = planned(DEVICE).variants[0].spec
+    spec = replace(spec, loads=(), rhs_order="nk", rhs_width=16, quantization=Quantization(4, 32, False, F16))
+    sizes = [Sizes(None, n, k, 1, False, 0) for n, k in ((HIDDEN, WIDTH), (WIDTH, HIDDEN))]
+    return (replace(spec, parts=2), sizes[0]), (replace(spec, parts=1), sizes[1])
+
+
+@pytest.mark.parametrize("rows", FEW_ROWS)
+def test_few_rows_take_what_was_measured(rows: int) -> None:
+    for (spec, sizes), measured in zip(part_specs(), FEW_ROWS[rows], strict=True):
+        estimates = [
+            QUANTIZED_SMALL_M.cost(
+                entry, QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE), spec, sizes.at(rows), DEVICE
+            )
+            for entry in QUANTIZED_SMALL_M.candidates(spec, DEVICE, sizes.k)
+            if entry.tile.block_m == rows and QUANTIZED_SMALL_M.why_not(spec, entry.tile, DEVICE) is None
+        ]
+        assert 0.83 * measured < np.min(estimates) < 1.12 * measured
+
+
+def test_one_row_has_the_kernel_that_was_fastest() -> None:
+    """Of an LLM with any number of rows: what writes token by token."""
+    for (spec, sizes), tile in zip(part_specs(), ("1x16x256", "1x32x256"), strict=True):
+        candidates = [
+            entry
+            for entry in QUANTIZED_SMALL_M.candidates(spec, DEVICE, sizes.k)
+            if QUANTIZED_SMALL_M.why_not(spec, entry.tile, DEVICE) is None
+        ]
+
+        def price(entry: Candidate, rows: Count, spec: KernelSpec = spec, sizes: Sizes = sizes) -> Amount:
+            flow = QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE)
+            return QUANTIZED_SMALL_M.cost(entry, flow, spec, sizes.at(rows), DEVICE)
+
+        first = choose_ranges(candidates, price, calibration(DEVICE).regret)[0]
+        assert (first.low, first.high) == (0, 1)
+        assert str(first.entry.tile).startswith(tile)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

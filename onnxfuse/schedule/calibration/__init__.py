@@ -47,6 +47,7 @@ class Calibration:
     launches: Mapping[str, float]
     fill: Mapping[str, float]
     round_trip: Mapping[str, float]
+    read_again: float
     copied: Mapping[str, float]
     launch: float
     odds: float
