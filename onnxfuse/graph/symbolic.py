@@ -20,6 +20,7 @@ _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
+_NAMED_MINIMUM = re.compile(r"(\d+) - Max\(0, \1 - (\w+)\)")
 _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
@@ -67,11 +68,17 @@ class Monomial:
 
 
 def canonical(name: str) -> str:
-    """A model's own name of a dimension as a symbol; exporters write `s1*s2` and `past_length + length`."""
+    """A model's own name of a dimension as a symbol.
+
+    Exporters write `s1*s2`, `past_length + length`, and of the last `s1` rows of a table `2048 - Max(0, 2048 - s1)`.
+    """
     if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
         return _atom(name)  # a name that looks like a number is none
     if _PRODUCT.fullmatch(name):
         return str(Monomial.of(name))
+    minimum = _NAMED_MINIMUM.fullmatch(name)
+    if minimum is not None:
+        return str(at_most(canonical(minimum[2]), int(minimum[1])))
     if _NAMED_SUM.fullmatch(name):
         terms = sorted(map(str.strip, name.split("+")), key=lambda term: (term.isdecimal(), term))
         sizes: list[Size] = [int(term) if term.isdecimal() else term for term in terms]
@@ -164,6 +171,11 @@ def is_bounded(bounded: Size, whole: Size) -> bool:
     """Whether one dimension is `at_most` of the other: where it is less, it is its limit, and does not broadcast."""
     found = _AT_MOST.fullmatch(bounded) if isinstance(bounded, str) else None
     return found is not None and int(found[1]) > 1 and at_most(whole, int(found[1])) == bounded
+
+
+def is_one_or_none(size: Size) -> bool:
+    """Whether a size is 1 wherever there is anything."""
+    return isinstance(size, str) and size.startswith("(at_most 1 ")
 
 
 def _atom(text: str) -> str:

@@ -16,7 +16,7 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import CHANNELS
-from onnxfuse.patterns.views import AxisKind, Piece, View, ViewAxis, extent, is_column
+from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent, is_column
 
 MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
 MAX_MASK_NODES = 8  # of them, one after the other
@@ -29,14 +29,19 @@ class Arguments:
         graph: that the nodes are of.
         epilogue: takes the expressions.
         values: what has grown so far, by name; None for what is no epilogue value.
+        of_scores: they are what a softmax over the columns is of: an operand along columns that may be one or as many
+            is taken to be as many, for one number more in all of a row changes nothing there.
 
     Attributes:
         operands: what the expressions read, by name.
         masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
     """
 
-    def __init__(self, graph: Graph, epilogue: EpilogueGraph, values: Mapping[str, Columns | None]) -> None:
+    def __init__(
+        self, graph: Graph, epilogue: EpilogueGraph, values: Mapping[str, Columns | None], of_scores: bool = False
+    ) -> None:
         self._graph = graph
+        self._of_scores = of_scores
         self._epilogue = epilogue
         self._values = values
         self.operands: dict[str, Operand] = {}
@@ -133,9 +138,16 @@ class Arguments:
         own = view[len(view) - len(shape) :]
         if any(size != 1 and extent(dim) == 1 for size, dim in zip(shape, own, strict=True)):
             raise NotFusable("broadcasts_the_product", "", f"{name!r} is longer than the product along a dimension")
-        if not all(
-            size in (1, extent(dim)) or symbolic.is_bounded(size, extent(dim))
-            for size, dim in zip(shape, own, strict=True)
-        ):
+        if not all(self._is_alike(size, dim) for size, dim in zip(shape, own, strict=True)):
             raise NotFusable("unknown_broadcast", "", f"{name!r} is not provably of the product's shape or 1")
-        return tuple(() if size == 1 else dim for size, dim in zip(shape, own, strict=True))
+        return tuple(() if self._is_one(size) else dim for size, dim in zip(shape, own, strict=True))
+
+    def _is_one(self, size: Size) -> bool:
+        """An attention of no rows or keys is an error in any case."""
+        return size == 1 or (self._of_scores and symbolic.is_one_or_none(size))
+
+    def _is_alike(self, size: Size, dim: Dim) -> bool:
+        """Whether an operand's dimension is of size 1 or as long as a value's."""
+        is_open = size is None or isinstance(size, str)
+        are_keys = self._of_scores and is_open and any(map(is_column, dim))
+        return size == extent(dim) or self._is_one(size) or symbolic.is_bounded(size, extent(dim)) or are_keys

@@ -87,10 +87,10 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
 
 
 def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
-    """The product of a probability, or a node that hands it on to one: a guard, a Cast."""
+    """The product of a probability, or a node that hands it on to one: a guard, a Cast, a view."""
     readers = [reader for reader in value.outputs if reader.op != "Shape"]
     second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
-    handed = (reader for reader in readers if reader.op in ("Cast", "Identity"))
+    handed = (reader for reader in readers if reader.op in ("Cast", "Identity") or qualified_op(reader) in VIEWS)
     return second or _guard(graph, readers, value) or next(handed, None)
 
 
@@ -164,7 +164,7 @@ class Attentions:
 
     def _scores(self, softmax: gs.Node, product: gs.Node) -> tuple[Match, Fusion]:
         """The fusion from the first product to what the softmax is of."""
-        value, grown = softmax.inputs[0], self._grown(product, ("Mul",))
+        value, grown = softmax.inputs[0], self._grown(product, ("Mul",), of_scores=True)
         position = _position(grown, softmax, product)
         if len(value.outputs) > 1 or self.graph.is_escaping(value.name):
             raise _score_is_read(value, "the softmax")
@@ -206,7 +206,7 @@ class Attentions:
                 found.append(end)
         return found
 
-    def _grown(self, node: gs.Node, computed: tuple[str, ...]) -> GrownRegion:
+    def _grown(self, node: gs.Node, computed: tuple[str, ...], of_scores: bool = False) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns."""
         # Batches may lie apart: they are heads.
         if node.op not in ("MatMul", "Einsum") or self.rounds:
@@ -216,7 +216,7 @@ class Attentions:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
             product = read_product(self.graph, node, through_views=False)
-        grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds)
+        grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, of_scores)
         if grown.refused:
             raise grown.refused[0][1]
         return grown

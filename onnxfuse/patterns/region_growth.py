@@ -58,7 +58,12 @@ class GrownRegion:
     """
 
     def __init__(
-        self, graph: Graph, products: tuple[Product, ...], is_taken: Callable[[gs.Node], bool], rounds: bool = False
+        self,
+        graph: Graph,
+        products: tuple[Product, ...],
+        is_taken: Callable[[gs.Node], bool],
+        rounds: bool = False,
+        of_scores: bool = False,
     ) -> None:
         self.graph = graph
         self.products = products
@@ -69,7 +74,7 @@ class GrownRegion:
         self.stops: list[Stop] = []
         self.refused: list[tuple[Product, NotFusable]] = []
         self.shapes: dict[int, FallbackShape] = {}
-        self.arguments = Arguments(graph, self.epilogue, self.values)
+        self.arguments = Arguments(graph, self.epilogue, self.values, of_scores)
         self.turns: dict[str, int] = {}
         self._is_taken = is_taken
         self._sequences: dict[str, list[Columns]] = {}

@@ -113,7 +113,7 @@ def softmaxes_between_products(model: ModelProto) -> list[str]:
 
 def _is_multiplied(node: onnx.NodeProto, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
     behind = readers.get(node.output[0], [])
-    handed = [reader for reader in behind if reader.op_type in ("Cast", "Identity", "Where")]
+    handed = [reader for reader in behind if reader.op_type in ("Cast", "Identity", "Reshape", "Where")]
     first = [reader for reader in behind if reader.op_type in PRODUCTS and reader.input[0] == node.output[0]]
     return bool(first) or any(_is_multiplied(reader, readers) for reader in handed)
 
