@@ -156,15 +156,23 @@ class Attentions:
             raise candidate.refusal
         _check_axis(self.graph, candidate.softmax)
         _check_types(self.graph, candidate)
-        first, scores = self._scores(candidate.softmax, product)
-        second, sums = self._sums(candidate.second)
+        (first, scores), (second, sums) = self._products(candidate, product)
         attention = join(scores, sums, candidate.guarded)
         attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
         return self._joined(candidate, first, second, attention), attention
 
-    def _scores(self, softmax: gs.Node, product: gs.Node) -> tuple[Match, Fusion]:
+    def _products(self, candidate: Candidate, product: gs.Node) -> list[tuple[Match, Fusion]]:
+        """Both products, whose factors are read before they are widened, or behind that where not all of them are."""
+        for computed in (COMPUTED_VIEWS, ("Mul",)):
+            first = self._scores(candidate.softmax, product, computed)
+            second = self._sums(candidate.second, computed)
+            if len({tensor.dtype for tensor in (first[1].lhs, *first[1].rhs, *second[1].rhs)}) == 1:
+                break
+        return [first, second]
+
+    def _scores(self, softmax: gs.Node, product: gs.Node, computed: tuple[str, ...]) -> tuple[Match, Fusion]:
         """The fusion from the first product to what the softmax is of."""
-        value, grown = softmax.inputs[0], self._grown(product, ("Mul",), of_scores=True)
+        value, grown = softmax.inputs[0], self._grown(product, computed, of_scores=True)
         position = _position(grown, softmax, product)
         if len(value.outputs) > 1 or self.graph.is_escaping(value.name):
             raise _score_is_read(value, "the softmax")
@@ -176,9 +184,9 @@ class Attentions:
             raise _no_kernel(softmax, "the last axis of the scores is not the keys")
         return match, self._lowered(match)
 
-    def _sums(self, product: gs.Node) -> tuple[Match, Fusion]:
+    def _sums(self, product: gs.Node, computed: tuple[str, ...]) -> tuple[Match, Fusion]:
         """The fusion from the second product on: the largest of its type that reads nothing beside it."""
-        grown = self._grown(product, COMPUTED_VIEWS)
+        grown = self._grown(product, computed)
         partition = Partition(grown, self.points)
         refusal = _no_kernel(product, "the second product is none by itself")
         for position in reversed(self._ends(partition)):

@@ -57,7 +57,7 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
         pattern=pattern,
         features=(),
         axes=(*names.axes, *_part_axis(match), *_stored_axes(first.quantized)),
-        lhs=names.tensor(first.lhs, first.dtype, first.lhs_view),
+        lhs=names.tensor(first.lhs, _dtype(graph, first.lhs), first.lhs_view),
         rhs=_weights(graph, match, names),
         parts=_parts(match),
         operands=tuple(

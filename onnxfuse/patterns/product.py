@@ -202,7 +202,8 @@ def read_product(
         node: the anchor.
         through_views: read the inputs through the views before them where a kernel can.
         accepts: whether it can.
-        computed: which of COMPUTED_VIEWS to look through as well, before the second input.
+        computed: which of COMPUTED_VIEWS to look through as well, before the first input Casts alone: a Mul there may
+            belong to what makes it.
 
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
@@ -252,7 +253,7 @@ def _addressable(
     labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
     first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
     rights = list(_rights(graph, node, inputs[second], through_views, computed))
-    lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views))
+    lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views, {"Cast"} & {*computed}))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:

@@ -45,6 +45,24 @@ def scale_and_softmax_in_fp32(b: Builder) -> list[str]:
     return merged(b, b("Cast", b("Softmax", s, axis=-1), to=b.dtype))
 
 
+def products_in_fp32(b: Builder) -> list[str]:
+    """GPT-J: q and keys are widened for the product, and the probabilities narrowed for the next."""
+    q = b("Cast", split_heads(b, "query", "rows"), to=FLOAT)
+    k = b("Transpose", b("Cast", split_heads(b, "key", "keys"), to=FLOAT), perm=(0, 1, 3, 2))
+    s = b("Div", b("MatMul", q, k), number(b, 4.0, np.dtype(np.float32)))
+    s = b("Add", s, b.input("mask", ("batch", 1, "rows", "keys"), FLOAT))
+    return merged(b, b("Cast", b("Softmax", s, axis=-1), to=b.dtype))
+
+
+def only_keys_in_fp32(b: Builder) -> list[str]:
+    """As they come from a cache: what else there is was widened, and is read so."""
+    k = b("Transpose", b.input("key", ("batch", HEADS, "keys", HEAD), FLOAT), perm=(0, 1, 3, 2))
+    s = b("MatMul", b("Cast", split_heads(b, "query", "rows"), to=FLOAT), k)
+    p = b("Softmax", b("Mul", s, number(b, 0.25, np.dtype(np.float32))), axis=-1)
+    (out,) = merged(b, p, dtype=FLOAT)
+    return [b("Cast", out, to=b.dtype)]
+
+
 def relative_bias(b: Builder) -> list[str]:
     s = b("Mul", scores(b), number(b, 0.25))
     return merged(b, b("Softmax", b("Add", s, b.input("bias", (1, HEADS, "rows", "keys"))), axis=-1))
@@ -202,6 +220,8 @@ TABLE: dict[str, Form] = {
     "Softmax alone": softmax_alone,
     "axis rank - 1": axis_of_the_last_dimension,
     "Cast, Add mask, Softmax, Where(IsNaN)": masked_and_guarded,
+    "product of widened q and keys": products_in_fp32,
+    "product of fp32 keys": only_keys_in_fp32,
     "Mul scale, Add bias": relative_bias,
     "two biases": FORMS["two_biases"],
     "ALiBi with Reshape": alibi_with_reshape,
