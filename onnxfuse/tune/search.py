@@ -39,13 +39,11 @@ class Trial:
 
     Attributes:
         size: number of rows, or of columns where kernels are chosen by them.
-        by: which of them, `m` or `n`.
     """
 
     site: Site
     size: int
     implementations: Mapping[str, Implementation | None]
-    by: str = "m"
 
 
 Timer = Callable[[Trial], Mapping[str, float]]
@@ -105,7 +103,7 @@ def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
         return []
     ranked = {entry.size: entry for entry in _plan_of(site, device).ranked}
     sizes = [size for size in MIDDLE_FIRST if size in ranked] if len(ranked) > 1 else list(ranked)
-    return [Trial(site, size, _implementations(site, device, ranked[size]), ranked[size].problem.by) for size in sizes]
+    return [Trial(site, size, _implementations(site, device, ranked[size])) for size in sizes]
 
 
 def _trials_of_attention(site: Site, attention: Implementation, device: DeviceSpec) -> list[Trial]:

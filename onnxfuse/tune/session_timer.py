@@ -78,25 +78,25 @@ class SessionTimer:
             CompileError: NVRTC refused a kernel.
             DeviceError: ONNX Runtime or the bridge does not load.
         """
-        key = self._key(trial)
+        inputs, outputs = ports(trial)
+        key = self._key(trial, inputs)
         known = read_times(self.cache, key)
         if known is not None:
             return known
-        inputs, outputs = ports(trial)
         copies = copies_for([*inputs, *outputs])
         times = time_models(trial_models(trial, inputs, outputs, copies), inputs, outputs, copies)
         if times.keys() == trial.implementations.keys():
             write_times(self.cache, key, times)
         return times
 
-    def _key(self, trial: Trial) -> Key:
+    def _key(self, trial: Trial, inputs: Sequence[Port]) -> Key:
         return {
             "gpu": driver.device_name(),
             "driver": driver.driver_version(),
             "onnxruntime": onnxruntime().__version__,
             "onnxfuse": version("onnxfuse"),
             "problem": site_key(trial.site),
-            trial.by: trial.size,
+            "shapes": [list(port.shape) for port in inputs],
             "kernels": {
                 name: [_digest(*pair) for pair in implementation.variants]
                 for name, implementation in trial.implementations.items()
@@ -145,12 +145,7 @@ def _digest(device: DeviceSpec, variant: AnyVariant) -> str:
 
 def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     """What one copy of the trial's site reads and makes."""
-    fusion = trial.site.fusion
-    mapping = trial.site.mapping
-    sizes = sizes_at(fusion, mapping.n if trial.by == "n" else mapping.m, trial.size)
-    if trial.site.attention is not None:
-        keys = sizes_at(fusion, mapping.n, trial.size)
-        sizes |= {axis: keys[axis] for axis in mapping.n if axis not in mapping.m}
+    fusion, sizes = trial.site.fusion, _sizes(trial)
     scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
     scales |= {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
     inputs = [
@@ -160,6 +155,29 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     return inputs, [
         Port(f"y{index}", tensor.dtype.onnx, _shape(tensor, sizes)) for index, tensor in enumerate(fusion.outputs)
     ]
+
+
+def _sizes(trial: Trial) -> dict[str, int]:
+    """A size for every axis: of a loop that the trial's size says nothing of, the one that the plan was made for."""
+    found: dict[str, int] = {}
+    for loop, size in reversed(_loops(trial)):  # an axis of both m and n is of m
+        sizes = sizes_at(trial.site.fusion, loop, size)
+        found |= {axis: sizes[axis] for axis in loop}
+    return sizes_at(trial.site.fusion, (), 0) | found
+
+
+def _loops(trial: Trial) -> list[tuple[tuple[str, ...], int]]:
+    """The loops and their sizes; those of an attention are equal."""
+    site, mapping = trial.site, trial.site.mapping
+    if site.attention is not None:
+        return [(mapping.m, trial.size), (mapping.n, trial.size)]
+    sizes = site.plans[0].sizes
+    assert sizes is not None, "a plan of a product has them"
+    problem = sizes.at(trial.size)
+    # Of batches that share rhs, the rows count together.
+    shared = not any(axis in site.fusion.rhs[0].axes for axis in mapping.batch)
+    rows = (*mapping.batch, *mapping.m) if shared else mapping.m
+    return [(rows, problem.m), (mapping.n, problem.n), (mapping.k, problem.k)]
 
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:

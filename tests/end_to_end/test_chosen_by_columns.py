@@ -199,6 +199,15 @@ def test_scores_of_any_batch_have_a_good_kernel() -> None:
 
 def test_an_image_is_timed_at_sizes_of_its_own() -> None:
     site = only_site(convolution("batch"))
-    inputs, outputs = ports(Trial(site, 300, {}, "n"))
+    inputs, outputs = ports(Trial(site, 300, {}))
     assert inputs[0].shape[:2] == (2, K) or inputs[1].shape[:2] == (2, K)
     assert outputs[0].shape == (2, N, 1, 300)
+
+
+def test_scores_are_timed_with_as_many_keys_as_they_are_planned_for() -> None:
+    """One key would say nothing of any tile."""
+    site = only_site(heads())
+    for rows, keys in ((77, 1024), (4096, 4096)):
+        inputs, (scores,) = ports(Trial(site, rows, {}))
+        assert [port.shape for port in inputs][:2] == [(1, 12, rows, 64), (1, 12, 64, keys)]
+        assert scores.shape == (1, 12, rows, keys)
