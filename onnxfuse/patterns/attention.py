@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import onnx_graphsurgeon as gs
 
@@ -34,6 +35,7 @@ from onnxfuse.patterns.views import Dim, columns_dim
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
 MAX_BEHIND = 8  # nodes between a softmax and the product of it
+Lowered = tuple[Match, Fusion]
 LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
 VALUES = 2  # their place among a fused node's inputs, behind the query and the keys
 
@@ -146,8 +148,8 @@ class Attentions:
     points: InsertionPoints
     rounds: bool
 
-    def match(self, candidate: Candidate, product: gs.Node) -> tuple[Match, Attention]:
-        """The attention of a softmax and the product that makes its scores.
+    def matches(self, candidate: Candidate, product: gs.Node) -> Iterator[tuple[Match, Attention]]:
+        """The attentions of a softmax and the product that makes its scores, that with the furthest result first.
 
         Raises:
             NotFusable: what keeps it from being one fusion.
@@ -156,21 +158,23 @@ class Attentions:
             raise candidate.refusal
         _check_axis(self.graph, candidate.softmax)
         _check_types(self.graph, candidate)
-        (first, scores), (second, sums) = self._products(candidate, product)
-        attention = join(scores, sums, candidate.guarded)
-        attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
-        return self._joined(candidate, first, second, attention), attention
+        (first, scores), seconds = self._products(candidate, product)
+        for second, sums in seconds:
+            attention = join(scores, sums, candidate.guarded)
+            attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
+            yield self._joined(candidate, first, second, attention), attention
 
-    def _products(self, candidate: Candidate, product: gs.Node) -> list[tuple[Match, Fusion]]:
+    def _products(self, candidate: Candidate, product: gs.Node) -> tuple[Lowered, Iterator[Lowered]]:
         """Both products, whose factors are read before they are widened, or behind that where not all of them are."""
         for computed in (COMPUTED_VIEWS, ("Mul",)):
             first = self._scores(candidate.softmax, product, computed)
-            second = self._sums(candidate.second, computed)
-            if len({tensor.dtype for tensor in (first[1].lhs, *first[1].rhs, *second[1].rhs)}) == 1:
+            seconds = self._sums(candidate.second, computed)
+            furthest = next(seconds)
+            if len({tensor.dtype for tensor in (first[1].lhs, *first[1].rhs, *furthest[1].rhs)}) == 1:
                 break
-        return [first, second]
+        return first, chain((furthest,), seconds)
 
-    def _scores(self, softmax: gs.Node, product: gs.Node, computed: tuple[str, ...]) -> tuple[Match, Fusion]:
+    def _scores(self, softmax: gs.Node, product: gs.Node, computed: tuple[str, ...]) -> Lowered:
         """The fusion from the first product to what the softmax is of."""
         value, grown = softmax.inputs[0], self._grown(product, computed, of_scores=True)
         position = _position(grown, softmax, product)
@@ -184,19 +188,21 @@ class Attentions:
             raise _no_kernel(softmax, "the last axis of the scores is not the keys")
         return match, self._lowered(match)
 
-    def _sums(self, product: gs.Node, computed: tuple[str, ...]) -> tuple[Match, Fusion]:
-        """The fusion from the second product on: the largest of its type that reads nothing beside it."""
+    def _sums(self, product: gs.Node, computed: tuple[str, ...]) -> Iterator[Lowered]:
+        """The fusions from the second product on, of its type, that read nothing beside it; the largest first."""
         grown = self._grown(product, computed)
         partition = Partition(grown, self.points)
-        refusal = _no_kernel(product, "the second product is none by itself")
+        refusal: NotFusable | None = _no_kernel(product, "the second product is none by itself")
         for position in reversed(self._ends(partition)):
             try:
                 match = partition.match(grown.needs[position], position)
                 if len(match.live_outs) == 1 and not match.reads and _is_whole(match):
-                    return match, self._lowered(match)
+                    yield match, self._lowered(match)
+                    refusal = None
             except NotFusable as stop:
-                refusal = stop
-        raise refusal
+                refusal = refusal and stop
+        if refusal is not None:
+            raise refusal
 
     def _ends(self, partition: Partition) -> list[int]:
         """Where values are of the product's type, or of the values' where a product of fp32 widens them.

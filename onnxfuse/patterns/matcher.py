@@ -190,12 +190,21 @@ class Search(Generic[SiteT]):
         return refused[0]
 
     def _made_attention(self, attentions: Attentions, candidate: Candidate, product: gs.Node) -> Found[SiteT]:
+        """The one that reaches furthest behind the second product of those that a kernel computes."""
         _check_scope(self.graph, product)
-        match, fusion = attentions.match(candidate, product)
-        _check_reads(self.graph, match, fusion)
-        made = Found(match, self.make_site(match, fusion))
-        self.points.take(match)
-        return made
+        refusals = []
+        for match, fusion in attentions.matches(candidate, product):
+            try:
+                _check_reads(self.graph, match, fusion)
+                made = Found(match, self.make_site(match, fusion))
+            except NotFusable as refusal:
+                refusals.append(refusal)
+                if refusal.reason != "no_attention_kernel":
+                    break
+            else:
+                self.points.take(match)
+                return made
+        raise refusals[0]
 
     def match_group(self, group: Group) -> tuple[list[Found[SiteT]], list[Refused]]:
         """Partition what a group grows into until no match is left: the matches, and the products that have none."""
