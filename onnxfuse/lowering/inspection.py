@@ -199,7 +199,7 @@ def _compiled(source: str, device: DeviceSpec) -> CompiledImage:
 
 def _difference(record: Record, made: Record) -> Iterator[str]:
     """How a record differs from the one that was made again: its first byte, or its launch rule."""
-    label = f"the {record.architecture} code of kernel {record.kernel}, m {record.min_m}..{record.max_m}"
+    label = f"the {record.architecture} code of kernel {record.kernel}, sizes {record.min_m}..{record.max_m}"
     if record.image != made.image:
         pairs = enumerate(zip(record.image, made.image, strict=False))
         place = next((at for at, (one, other) in pairs if one != other), min(len(record.image), len(made.image)))
