@@ -20,7 +20,7 @@ _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
-_NAMED_MINIMUM = re.compile(r"(\d+) - Max\(0, \1 - (\w+)\)")
+_NAMED_MINIMUM = re.compile(r"(?:Min\((\d+), |(\d+) - Max\(0, \2 - )(\w+)\)")
 _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
@@ -70,7 +70,8 @@ class Monomial:
 def canonical(name: str) -> str:
     """A model's own name of a dimension as a symbol.
 
-    Exporters write `s1*s2`, `past_length + length`, and of the last `s1` rows of a table `2048 - Max(0, 2048 - s1)`.
+    Exporters write `s1*s2`, `past_length + length`, and of the first or last `s1` rows of a table `Min(64, s1)` and
+    `64 - Max(0, 64 - s1)`.
     """
     if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
         return _atom(name)  # a name that looks like a number is none
@@ -78,7 +79,7 @@ def canonical(name: str) -> str:
         return str(Monomial.of(name))
     minimum = _NAMED_MINIMUM.fullmatch(name)
     if minimum is not None:
-        return str(at_most(canonical(minimum[2]), int(minimum[1])))
+        return str(at_most(canonical(minimum[3]), int(minimum[1] or minimum[2])))
     if _NAMED_SUM.fullmatch(name):
         terms = sorted(map(str.strip, name.split("+")), key=lambda term: (term.isdecimal(), term))
         sizes: list[Size] = [int(term) if term.isdecimal() else term for term in terms]

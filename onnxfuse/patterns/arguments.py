@@ -150,4 +150,5 @@ class Arguments:
         """Whether an operand's dimension is of size 1 or as long as a value's."""
         is_open = size is None or isinstance(size, str)
         are_keys = self._of_scores and is_open and any(map(is_column, dim))
-        return size == extent(dim) or self._is_one(size) or symbolic.is_bounded(size, extent(dim)) or are_keys
+        is_bounded = symbolic.is_bounded(size, extent(dim)) or symbolic.is_bounded(extent(dim), size)
+        return size == extent(dim) or self._is_one(size) or is_bounded or are_keys

@@ -157,6 +157,12 @@ def last_of_a_table(b: Builder) -> list[str]:
     return merged(b, b("Softmax", b("Add", s, biased), axis=-1))
 
 
+def rows_of_a_table(b: Builder) -> list[str]:
+    """GPT-Neo by dynamo: as many rows as a table has at most, and a mask that says nothing of the table."""
+    s = b("Mul", scores(b, "Min(64, rows)"), number(b, 0.25))
+    return merged(b, b("Softmax", b("Add", s, b.input("bias", ("batch", 1, "rows", "keys"))), axis=-1))
+
+
 def window(b: Builder) -> list[str]:
     """Keys of at most eight tokens before a row and none behind it, by numbers that the model computes."""
     ends = [b("Gather", b("Shape", name), b.scalar(1), axis=0) for name in ("query", "key")]
@@ -247,6 +253,7 @@ TABLE: dict[str, Form] = {
     **{f"Where mask {list(shape)}": chosen(*shape) for shape in MASKS},
     "a mask of unknown length": mask_of_unknown_length,
     "slopes of the last keys of a table": last_of_a_table,
+    "as many rows as a table has": rows_of_a_table,
     "77 keys": cross_attention,
     "one row with a past": one_row_with_a_past,
     "window": window,
@@ -256,7 +263,9 @@ TABLE: dict[str, Form] = {
 
 def fed(model) -> dict[str, np.ndarray]:
     """Random inputs; as many masked keys as a row can do without."""
-    drawn = feeds(model, {**SIZES, "rows": 11, "keys": 19, "mask_keys": 19, "past": 18, "total": 19})
+    drawn = feeds(
+        model, {**SIZES, "rows": 11, "Min(64, rows)": 11, "keys": 19, "mask_keys": 19, "past": 18, "total": 19}
+    )
     if "kept" in drawn:
         drawn["kept"] = np.random.default_rng(1).random(drawn["kept"].shape) < 0.6
     return drawn

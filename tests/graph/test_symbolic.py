@@ -51,7 +51,8 @@ def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbol
      ("past + new", symbolic.add("past", "new")), ("new+past", symbolic.add("past", "new")),
      ("past + 1", symbolic.add("past", 1)), ("1 + past + 2", symbolic.add("past", 3)),
      ("c + a + b", symbolic.add(symbolic.add("a", "b"), "c")),
-     ("64 - Max(0, 64 - s0)", symbolic.at_most("s0", 64)), ("64 - Max(0, 32 - s0)", "(64 - Max(0, 32 - s0))")],
+     ("64 - Max(0, 64 - s0)", symbolic.at_most("s0", 64)), ("Min(64, s0)", symbolic.at_most("s0", 64)),
+     ("Min(64, s0) + 1", "(Min(64, s0) + 1)"), ("64 - Max(0, 32 - s0)", "(64 - Max(0, 32 - s0))")],
 )  # fmt: skip
 def test_names_of_dimensions(name: str, expected: str) -> None:
     assert symbolic.canonical(name) == expected
