@@ -177,11 +177,11 @@ def _slice(known: Known) -> list[Shape | None]:
     shape = known.shape(0)
     starts, ends = known.sizes(1), known.sizes(2)
     axes = known.integers(3) if len(known.shapes) > 3 else list(range(len(starts or ())))
-    if shape is None or starts is None or ends is None or axes is None:
+    if shape is None or not axes:
         return [None]
     steps: list[Size] | None = known.sizes(4) if len(known.shapes) > 4 else [1] * len(axes)
-    dims = list(shape)
-    for axis, start, end, step in zip(axes, starts, ends, steps or [None] * len(axes), strict=False):
+    nothing, dims = [None] * len(axes), list(shape)  # other dimensions stay, whatever is taken of these
+    for axis, start, end, step in zip(axes, starts or nothing, ends or nothing, steps or nothing, strict=False):
         dims[axis % len(shape)] = _sliced(shape[axis % len(shape)], start, end, step)
     return [tuple(dims)]
 

@@ -271,3 +271,13 @@ def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbol
     b = Builder()
     out = CHAINS[name](b, b.input("x", ("B", "S", 8)))
     assert Graph(load_model(b.model(b("Add", out, out)))).shape(out) == expected
+
+
+def test_a_slice_of_what_only_the_run_knows_keeps_the_other_dimensions() -> None:
+    """DINOv3 by TorchScript: how many positions there are is computed from what has no known shape."""
+    b = Builder()
+    x = CHAINS["heads"](b, b.input("x", ("B", "S", 8)))
+    count = b("Cast", b("ReduceMax", x, keepdims=0), to=onnx.TensorProto.INT64)
+    model = b.model(b("Slice", x, b.integers(0), b("Unsqueeze", count, b.integers(0)), b.integers(1)))
+    first, _, last = Graph(load_model(model)).shape(model.graph.output[0].name) or ("", "", "")
+    assert (first, last) == ("B", 8)
