@@ -27,11 +27,11 @@ from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_tile import AttentionTile, PortableAttentionTile
 from onnxfuse.verify.verify import verify
 from tests.end_to_end.test_whole_way_on_cpu import Bound, bound, misaligned
-from tests.helpers.attention_graphs import FORMS, SIZES, feeds, model_of
+from tests.helpers.attention_graphs import FORMS, SIZES, feeds, merged, model_of, number, scores
 from tests.helpers.bridge_hooks import BridgeError, bridge
 from tests.helpers.host_build import build_library
 from tests.helpers.matching import run_inputs
-from tests.helpers.onnx_build import FLOAT, FLOAT16, run
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
 from tests.helpers.tensor_maps import MAP_BYTES
 from tests.kernels.test_attention_on_cpu import host_source, portable_source
 from tests.kernels.test_hopper_on_cpu import HostMap
@@ -155,6 +155,17 @@ def test_no_keys_and_other_heads_are_told() -> None:
     feed["key"] = feed["key"][..., :16]
     with pytest.raises(BridgeError, match="dimension 2 of input 1"):
         bound(site.implementation, feed, memory_of)
+
+
+def test_a_mask_of_one_number_for_all_keys_is_told() -> None:
+    """Nothing says that it has one for each, and the kernel takes it for that."""
+    b = Builder(FLOAT16)
+    s = b("Add", b("Mul", scores(b), number(b, 0.25)), b.input("bias", ("batch", 1, "rows", "numbers")))
+    model = b.model(*merged(b, b("Softmax", s, axis=-1)))
+    implementation = site_of(model).implementation
+    bound(implementation, feeds(model, {**SIZES, "numbers": SIZES["keys"]}), memory_of)
+    with pytest.raises(BridgeError, match="dimension 3 of input 3 is 1 but axes n make 72"):
+        bound(implementation, feeds(model, {**SIZES, "numbers": 1}), memory_of)
 
 
 @pytest.mark.parametrize("form", FORMS)
