@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def document() -> str:
             *_dynamic(result("h200-dynamic-mlp")),
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),
+            *_if_there("h200-genai", _decoding),
+            *_if_there("h200-prefer-nhwc", _nhwc),
             *_launches(result("h200-launch")),
             *_kernels(result("h200-kernels")),
             *_widths(result("h200-widths")),
@@ -75,6 +77,44 @@ def _optimized(found: Mapping[str, Any]) -> list[str]:
         "Two layers as its transformers optimizer, or GenAI's builder, leaves them: stock, and fused after it.\n",
         _source(found),
         *_table(("layers", "batch x length", "stock", "fused", "faster", "kernels launched"), rows),
+    ]
+
+
+def _if_there(name: str, section: Callable[[Mapping[str, Any]], list[str]]) -> list[str]:
+    """A section whose result may not be committed yet."""
+    return section(result(name)) if (ROOT / "results" / f"{name}.json").exists() else []
+
+
+def _decoding(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            row["form"], str(row["batch"]), _us(row["us"]["stock"]), _us(row["us"].get("stock, its mode")),
+            _us(row["us"]["fused"]), f"{row['ratio']:.2f}x", " -> ".join(map(str, row["launches"])),
+        )
+        for row in found["rows"]
+    ]  # fmt: skip
+    return [
+        "## Decoding with GenAI's layers\n",
+        "One layer of Llama-3-8B's width as GenAI's builder writes it, one token behind a past of 512, the cache one",
+        "buffer; faster than the better of stock's modes (`ORT_FPA_INTB_GEMM`). Kernels of two layers.\n",
+        _source(found),
+        *_table(("weights", "batch", "stock", "stock, its mode", "fused", "faster", "kernels launched"), rows),
+    ]
+
+
+def _nhwc(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            str(row["prefer_nhwc"]), _ms(row["stock_ms"]), _ms(row["fused_ms"]), f"{row['ratio']:.2f}x",
+            " -> ".join(map(str, row["launches"])),
+        )
+        for row in found["rows"]
+    ]  # fmt: skip
+    return [
+        "## NHWC convolutions\n",
+        "The UNet of SD1.5 in fp16, 2 x 4 x 64 x 64, with the CUDA provider's option in both.\n",
+        _source(found),
+        *_table(("`prefer_nhwc`", "stock", "fused", "faster", "kernels launched"), rows),
     ]
 
 
