@@ -9,6 +9,7 @@ from __future__ import annotations
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor, halved_sums
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
+from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.hopper_tile import (
     TILE_BYTES,
     WGMMA_STEPS,
@@ -85,21 +86,12 @@ def _tma_stored(out: Access) -> str:
 def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dict[str, int]:
     pieces = rhs_pieces(spec, tile)
     return {
-        "PARTS": spec.parts,
-        "LOADS": len(spec.loads),
-        "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
-        "HALVED_LOADS": halved_loads(spec),
-        "OUTS": len(spec.outs),
         "TMA_STORED_OUTS": sum(map(tma_stored, spec.outs)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "THREADS": tile.threads,
-        "CONSUMERS": tile.groups,
         "GROUP_M": tile.group_m,
         "CLUSTER_M": tile.cluster_m,
         "CLUSTER_N": tile.cluster_n,
-        "SPLITS": tile.splits,
-        "GROUP_ROWS": tile.group_rows,
         "LHS_BOX_ROWS": tile.lhs_rows or tile.block_m // tile.cluster_n,
         "RHS_COLUMNS": pieces[0].columns,
         "RHS_ATOM": pieces[0].atom,
@@ -107,6 +99,22 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "RHS_PIECES": len(pieces),
         "RHS_BOX_ROWS": rhs_box(spec, tile, pieces[0])[1],
         "BLOCK_K": block_k(spec),
+        **block_numbers(spec, tile, layout),
+    }
+
+
+def block_numbers(spec: KernelSpec, tile: HopperTile | QuantizedTile, layout: HopperFootprint) -> dict[str, int]:
+    """The constants of `hopper/block.cuh`, whatever its stages hold."""
+    return {
+        "PARTS": spec.parts,
+        "LOADS": len(spec.loads),
+        "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "HALVED_LOADS": halved_loads(spec),
+        "OUTS": len(spec.outs),
+        "THREADS": tile.threads,
+        "CONSUMERS": tile.groups,
+        "SPLITS": tile.splits,
+        "GROUP_ROWS": tile.group_rows,
         "STAGES": layout.stages,
         "STAGE_BYTES": layout.stage,
         "SUMS_BYTES": layout.sums,

@@ -6,10 +6,10 @@ The kernel takes two arguments, as `kernels/hopper.py` says; the maps are those 
 from __future__ import annotations
 
 from onnxfuse.kernels.epilogue import functor
-from onnxfuse.kernels.hopper import cluster_attribute, halved_loads, wants_the_models_bits
-from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
+from onnxfuse.kernels.hopper import block_numbers, cluster_attribute, wants_the_models_bits
+from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, footprint, swapped
-from onnxfuse.schedule.hopper_tile import TILE_BYTES, HopperFootprint
+from onnxfuse.schedule.hopper_tile import HopperFootprint
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
 
@@ -56,36 +56,16 @@ constexpr bool OPERANDS_AHEAD = false;
 def _numbers(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> dict[str, int]:
     own = tile.swapped
     return {
-        "PARTS": spec.parts,
-        "LOADS": len(spec.loads),
-        "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
-        "HALVED_LOADS": halved_loads(spec),
-        "OUTS": len(spec.outs),
         "TMA_STORED_OUTS": 0,
         "BLOCK_M": tile.block_n,
         "BLOCK_N": own.block_n,
         "BLOCK_K": tile.block_k,
-        "THREADS": tile.threads,
-        "CONSUMERS": tile.groups,
         "GROUP_M": own.group_m,
         "CLUSTER_M": 1,
         "CLUSTER_N": 1,
-        "SPLITS": tile.splits,
-        "GROUP_ROWS": tile.group_rows,
         "RHS_COLUMNS": own.block_n,
         "RHS_PIECES": 1,
-        "STAGES": layout.stages,
-        "STAGE_BYTES": layout.stage,
-        "SUMS_BYTES": layout.sums,
-        "SLAB_COLUMNS": layout.slab_columns,
-        "OUT_BUFFERS": layout.out_buffers,
-        "LOAD_BUFFERS": max(layout.load_buffers, 1),
-        "STAGING_BYTES": layout.staging,
-        "VECTORS_OFFSET": layout.vectors_offset,
-        "VECTORS_BYTES": layout.vectors,
-        "TILE_BYTES": TILE_BYTES,
-        "SHARED_BYTES": layout.total,
-        **quantized_numbers(spec),
+        **block_numbers(spec, tile, layout),
     }
 
 

@@ -13,7 +13,6 @@ import gc
 import os
 import resource
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from tests.helpers.bridge_session import (
     K,
     N,
     driver,
+    in_threads,
     model,
     on_cpu,
     reference,
@@ -201,25 +201,7 @@ def threads() -> None:
     on_cpu()
     library()
     made = session(model(nodes=2, archive=ARCHIVE))
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            driver().fake_set_context(ctypes.c_void_p(0x1000 * (1 + seed % 3)))
-            for step in range(50):
-                x = np.random.default_rng(seed * 100 + step).standard_normal((1 + step % 3, 1 + seed, K))
-                x = x.astype(np.float32)
-                for y in made.run(None, {"x": x}):
-                    np.testing.assert_allclose(y, behind(x), rtol=1e-4, atol=1e-4)
-        except BaseException as error:
-            failures.append(error)
-
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures, failures[0]
+    in_threads(made, behind)
     assert library().fake_lt_handles() == 3
 
 

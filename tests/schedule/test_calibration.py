@@ -60,11 +60,14 @@ def test_other_constants_nest() -> None:
 
 def test_a_fit_finds_the_constant_that_times_were_made_with() -> None:
     known = calibration(DEVICE)
-    kernels = calibrate.timed(ROWS, DEVICE)
+    kernels = calibrate.priced(calibrate.timed(ROWS, DEVICE), DEVICE)
     with replaced(DEVICE, calibrate.scaled(known, "hopper_meeting", 1.4)):
         errors = calibrate.residuals(kernels, DEVICE)
     assert len(errors) == len(ROWS)
-    made = [replace(each, us=math.exp(error)) for error, each in errors]
+    made = [
+        replace(each, timed=replace(each.timed, us=math.exp(error)))
+        for each, (error, _) in zip(kernels, errors, strict=True)
+    ]
 
     def score(other: Calibration) -> float:
         with replaced(DEVICE, other):
@@ -74,3 +77,14 @@ def test_a_fit_finds_the_constant_that_times_were_made_with() -> None:
     found = calibrate.fit(["hopper_meeting"], known, score)
     assert found.hopper_meeting == pytest.approx(1.4 * known.hopper_meeting)
     assert score(found) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_regret_is_what_the_choice_by_estimates_costs() -> None:
+    """Tiles of two problems: the second best by time is chosen of one, the best of the other."""
+    kernels = calibrate.timed(ROWS, DEVICE)[:1] * 5
+    named = [("a x", 10.0, 0.0), ("a y", 12.0, -0.5), ("b x", 5.0, 0.1), ("b y", 4.0, 0.1), ("alone x", 1.0, 0.0)]
+    errors = [
+        (error, replace(each, name=name, tile=name[-1], us=us))
+        for each, (name, us, error) in zip(kernels, named, strict=True)
+    ]
+    assert calibrate.regrets(errors) == pytest.approx([0.2, 0.0])
