@@ -26,7 +26,7 @@ LARGEST = 16384  # the last range has no end: what is best there is best behind 
 SMALLEST_END = 16
 STEPS = 16  # ranges from one power of two to the next
 WORST = 1e3  # a loss that is as bad as any
-ONE_ROW = 4.0  # times as much as other ranges of as many octaves: an assumption
+ONE_ROW = 4.0  # times what one row counts as any other range of an octave: an assumption
 
 Losses = NDArray[np.float64]
 """[ranges, candidates]: how much longer a candidate takes than the best one, as a logarithm, at the worse end."""
@@ -65,7 +65,10 @@ def at_both_ends(price: Callable[[NDArray[np.int64]], Amount]) -> NDArray[np.flo
 
 
 def choose_ranges(
-    candidates: Sequence[Candidate], price: Callable[[Candidate, NDArray[np.int64]], Amount], regret: float
+    candidates: Sequence[Candidate],
+    price: Callable[[Candidate, NDArray[np.int64]], Amount],
+    regret: float,
+    one: float = ONE_ROW,
 ) -> tuple[RowRange, ...]:
     """The kernels and their ranges of m, which cover every m once.
 
@@ -74,10 +77,13 @@ def choose_ranges(
         price: microseconds of a candidate at numbers of rows; infinite where it is not to be taken, finite for one of
             them at any m.
         regret: that is worth no other kernel, as a part of the best one's time.
+        one: what m = 1 counts, times any other range of an octave; 1 where m stands for columns.
     """
     prices = np.stack([at_both_ends(partial(price, entry)) for entry in candidates], axis=-1)
     losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
-    chosen = _exchanged(_without_needless(_grown(losses, regret), losses, regret), losses)
+    weights = np.log((range_ends() + 1) / range_lows()) * np.where(range_ends() == 1, one, 1.0)
+    chosen = _without_needless(_grown(losses, weights, regret), losses, regret)
+    chosen = _exchanged(chosen, losses, weights)
     picked: list[int] = []
     for row in losses:
         best = chosen[int(np.argmin(row[chosen]))]
@@ -86,9 +92,8 @@ def choose_ranges(
     return tuple(_joined(picked, candidates))
 
 
-def _grown(losses: Losses, regret: float) -> list[int]:
+def _grown(losses: Losses, weights: NDArray[np.float64], regret: float) -> list[int]:
     """Candidates, the one that helps most first."""
-    weights = _weights()
     chosen: list[int] = []
     least = np.full(len(losses), WORST)
     floors = losses.min(axis=1)
@@ -111,9 +116,9 @@ def _without_needless(chosen: list[int], losses: Losses, regret: float) -> list[
     return chosen
 
 
-def _exchanged(chosen: Sequence[int], losses: Losses) -> list[int]:
+def _exchanged(chosen: Sequence[int], losses: Losses, weights: NDArray[np.float64]) -> list[int]:
     """As many candidates, of which no single other one would lower the mean."""
-    chosen, weights = list(chosen), _weights()
+    chosen = list(chosen)
     least = weights @ losses[:, chosen].min(axis=1)
     improves = True
     while improves:
@@ -124,14 +129,6 @@ def _exchanged(chosen: Sequence[int], losses: Losses) -> list[int]:
             if means.min() < least * (1 - SAME):
                 chosen[place], least, improves = int(np.argmin(means)), means.min(), True
     return chosen
-
-
-@cache
-def _weights() -> NDArray[np.float64]:
-    """What a loss in each range counts."""
-    weights = np.log((range_ends() + 1) / range_lows())
-    weights[0] *= ONE_ROW
-    return weights
 
 
 def _joined(picked: Sequence[int], candidates: Sequence[Candidate]) -> Iterator[RowRange]:

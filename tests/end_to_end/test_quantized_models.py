@@ -131,7 +131,7 @@ def test_activations_of_float_are_left_alone() -> None:
 def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: Path) -> None:
     """Without a GPU at hand a model is made for several. Where the others' GPUs are, the bridge knows no such node."""
     b = Builder(FLOAT16)
-    x, weight = b.input("x", ("batch", "rows", 256)), b.array(np.random.default_rng(0).standard_normal((256, 512)))
+    x, weight = b.input("x", ("batch", "rows", 512)), b.array(np.random.default_rng(0).standard_normal((512, 1024)))
     model = quantized_model(b.model(b("MatMul", x, weight)), Form(4, 32))
     (site,) = analyse_model(model, [ARCHITECTURES[arch] for arch in WITHOUT_GPU]).sites
     assert (site.only, site.strategy) == ("sm_90a", Strategy.ONE_KERNEL)
@@ -153,7 +153,7 @@ def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: 
     assert kind_of(node.op_type) == FUSED_GEMM_ON["sm_90a"]
     assert [each.op_type for each in written.functions[0].node] == [each.op_type for each in model.graph.node]
     assert json.loads(command("inspect", target, "--json").stdout)["architectures"] == ["sm_90a"]
-    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 256)).astype(np.float16)}
+    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 512)).astype(np.float16)}
     before, after = (cpu_session(each).run(None, feeds)[0] for each in (model, written))
     assert np.array_equal(before, after)
     assert command("verify", source, target).returncode == 0
@@ -162,9 +162,9 @@ def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: 
 def test_what_is_left_alone_for_one_architecture_is_fused_for_the_other() -> None:
     """A body that unpacks integers would be slower than the model's nodes; what the report says to do helps."""
     b = Builder(FLOAT16, opset=21)
-    b.initializers.append(onnx.helper.make_tensor("q", onnx.TensorProto.INT4, (256, 512), np.ones(1 << 17, np.int64)))
-    weight = b("DequantizeLinear", "q", b.array(np.ones((8, 512))), axis=0, block_size=32)
-    model = b.model(b("MatMul", b.input("x", ("batch", "rows", 256)), weight), ir_version=10)
+    b.initializers.append(onnx.helper.make_tensor("q", onnx.TensorProto.INT4, (512, 1024), np.ones(1 << 19, np.int64)))
+    weight = b("DequantizeLinear", "q", b.array(np.ones((16, 1024))), axis=0, block_size=32)
+    model = b.model(b("MatMul", b.input("x", ("batch", "rows", 512)), weight), ir_version=10)
     analysis = analyse_model(model, [ARCHITECTURES[arch] for arch in WITHOUT_GPU])
     (left,) = analysis.skipped
     assert left.reason == "slower_elsewhere"
