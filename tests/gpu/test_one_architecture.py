@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 def test_a_node_of_one_architecture_runs_on_that_alone(tmp_path: Path) -> None:
     b = Builder(FLOAT16)
-    x, weight = b.input("x", ("batch", "rows", 256)), b.array(draw(256, 512) / 16)
+    x, weight = b.input("x", ("batch", "rows", 512)), b.array(draw(512, 1024) / 16)
     model = quantized_model(b.model(b("MatMul", x, weight)), Form(4, 32))
     made, _ = onnxfuse.optimize(model, arch="sm_80,sm_90a")
     assert [node.op_type for node in made.graph.node] == ["FusedGemm90_0"]
@@ -31,7 +31,7 @@ def test_a_node_of_one_architecture_runs_on_that_alone(tmp_path: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
     session = onnxfuse.InferenceSession(str(path), options, providers=default_providers())
-    feed = {"x": draw(2, 3, 256).astype(np.float16)}
+    feed = {"x": draw(2, 3, 512).astype(np.float16)}
     (found,) = session.run(None, feed)
     (wanted,) = onnxruntime.InferenceSession(model.SerializeToString(), providers=default_providers()).run(None, feed)
     np.testing.assert_allclose(found.astype(float), wanted.astype(float), rtol=2e-2, atol=2e-2)

@@ -13,13 +13,15 @@ import onnxfuse
 from onnxfuse.lowering import plan_site
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.verify.verify import verify
-from tests.end_to_end.test_weight_order import WAYS, K, N, built, einsum
+from tests.end_to_end.test_weight_order import WAYS, K, N, built, einsum, experts_in_turn, gate_in_turn
 from tests.gpu.test_tune import times_of
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder
 
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 16, 17, 130)
+# ONNX knows no Einsum of bfloat16, and ONNX Runtime's CUDA provider has no Clip of it: the original does not run there.
+NO_BFLOAT16 = (einsum, gate_in_turn, experts_in_turn)
 
 
 @pytest.fixture
@@ -30,8 +32,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(
     ("build", "dtype"),
-    # ONNX knows no Einsum of bfloat16.
-    [(way, each) for way in WAYS for each in (FLOAT16, BFLOAT16, FLOAT) if (way, each) != (einsum, BFLOAT16)],
+    [(way, each) for way in WAYS for each in (FLOAT16, BFLOAT16, FLOAT) if each != BFLOAT16 or way not in NO_BFLOAT16],
 )
 def test_kernels_read_the_stored_order(build: Callable[[Builder, str], list[str]], dtype: int, tmp_path: Path) -> None:
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
