@@ -106,7 +106,6 @@ def _nhwc(found: Mapping[str, Any]) -> list[str]:
     rows = [
         (
             str(row["prefer_nhwc"]), _ms(row["stock_ms"]), _ms(row["fused_ms"]), f"{row['ratio']:.2f}x",
-            " -> ".join(map(str, row["launches"])),
         )
         for row in found["rows"]
     ]  # fmt: skip
@@ -114,7 +113,7 @@ def _nhwc(found: Mapping[str, Any]) -> list[str]:
         "## NHWC convolutions\n",
         "The UNet of SD1.5 in fp16, 2 x 4 x 64 x 64, with the CUDA provider's option in both.\n",
         _source(found),
-        *_table(("`prefer_nhwc`", "stock", "fused", "faster", "kernels launched"), rows),
+        *_table(("`prefer_nhwc`", "stock", "fused", "faster"), rows),
     ]
 
 
