@@ -67,6 +67,7 @@ class FusedNode:
         archive: the name of its first input, the kernels.
         inputs: how many it has, the kernels among them.
         outputs: how many it has.
+        types: ONNX's element types of what it reads beside the kernels; 0 of what is neither stored nor an input.
     """
 
     name: str
@@ -74,6 +75,7 @@ class FusedNode:
     archive: str
     inputs: int
     outputs: int
+    types: tuple[int, ...]
 
 
 def fused_nodes(model: Path) -> tuple[list[FusedNode], dict[str, bytes]]:
@@ -83,8 +85,10 @@ def fused_nodes(model: Path) -> tuple[list[FusedNode], dict[str, bytes]]:
         ModelError: the model, or an archive in a file beside it, cannot be read.
     """
     source = load_model(model)
-    nodes = [_described(node) for node in walk(source.proto.graph.node) if node.domain == DOMAIN]
     stored = {tensor.name: tensor for tensor in source.proto.graph.initializer}
+    types = {value.name: value.type.tensor_type.elem_type for value in source.proto.graph.input}
+    types |= {name: tensor.data_type for name, tensor in stored.items()}
+    nodes = [_described(node, types) for node in walk(source.proto.graph.node) if node.domain == DOMAIN]
     names = dict.fromkeys(node.archive for node in nodes)
     return nodes, {name: _archive(source, stored[name]) if name in stored else b"" for name in names}
 
@@ -98,10 +102,10 @@ def descriptions_of(model: Path) -> dict[str, str]:
     return {entry.key: entry.value for entry in load_model(model).proto.metadata_props}
 
 
-def _described(node: NodeProto) -> FusedNode:
+def _described(node: NodeProto, types: Mapping[str, int]) -> FusedNode:
     attributes = {each.name: each.s.decode(errors="replace") for each in node.attribute}
-    archive = node.input[0] if node.input else ""
-    return FusedNode(node.name or ", ".join(node.output), attributes, archive, len(node.input), len(node.output))
+    archive, read = (node.input[0] if node.input else ""), tuple(types.get(name, 0) for name in node.input[1:])
+    return FusedNode(node.name or ", ".join(node.output), attributes, archive, len(node.input), len(node.output), read)
 
 
 def uses_tf32(model: Path) -> bool:

@@ -118,7 +118,7 @@ def inspect(model: Path, rebuild: bool, progress: Progress) -> Inspection:
         CompileError: NVRTC is not installed.
     """
     nodes, archives = fused_nodes(model)
-    records = {name: unpack(data) for name, data in archives.items()}
+    records = {name: _unpacked(model, data) for name, data in archives.items()}
     code = tuple(Code(record.kernel, record) for own in records.values() for record in own)
     found = Inspection(model, tuple(nodes), code, sum(map(len, archives.values())))
     if not rebuild:
@@ -129,6 +129,13 @@ def inspect(model: Path, rebuild: bool, progress: Progress) -> Inspection:
         faults += _differences(own, _described(texts.get(name, "")), progress)
     faults += _nodes_without_code(nodes, code)
     return replace(found, rebuilt=len(code), faults=tuple(faults))
+
+
+def _unpacked(model: Path, data: bytes) -> tuple[Record, ...]:
+    try:
+        return unpack(data)
+    except ModelError as error:
+        raise ModelError(f"{model}: {error}") from error
 
 
 def _described(text: str) -> Mapping[str, Sequence[Described]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onnxfuse.dtypes import FED_BY_ONNX
 from onnxfuse.errors import CompileError, ModelError
 from onnxfuse.graph.archive import Flavour, Record, unpack
 from onnxfuse.graph.fused_nodes import FusedNode, fused_nodes
@@ -80,7 +81,7 @@ def check_kernels(optimized: Path, progress: Progress) -> KernelCheck | None:
     nodes, archives = fused_nodes(optimized)
     if not nodes:
         return None
-    faults: list[str] = []
+    faults = [fault for node in nodes for fault in _fault_of_types(node)][:1]
     records: list[Record] = []
     for name, data in archives.items():
         faults += _faults_of_nodes(data, [node for node in nodes if node.archive == name])
@@ -115,6 +116,19 @@ def _faults_of_nodes(archive: bytes, nodes: Sequence[FusedNode]) -> Iterator[str
     if wrong:
         where = f"node {nodes[fault.value].name!r}: " if fault.value >= 0 else ""
         yield where + error.value.decode(errors="replace")
+
+
+def _fault_of_types(node: FusedNode) -> Iterator[str]:
+    """Where a tool that ran behind onnxfuse gave a weight or an input another type, which the library refuses."""
+    for index, (found, made) in enumerate(
+        zip(node.types, node.attributes.get("in_types", "").split(","), strict=False)
+    ):
+        name = FED_BY_ONNX[found].name if found in FED_BY_ONNX else f"of ONNX's type {found}"
+        if made and found and name != made:
+            yield (
+                f"node {node.name!r}: input {index} is {name} and its kernel was compiled for {made}; another tool "
+                "changed the model's types, let it run before onnxfuse"
+            )
 
 
 def _architecture(record: Record) -> str:

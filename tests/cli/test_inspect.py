@@ -104,6 +104,16 @@ def test_a_changed_byte_is_named(single: Path, tmp_path: Path) -> None:
     assert f"{first.architecture} code of kernel {first.kernel}" in faults[0]
 
 
+def test_a_damaged_file_is_named(single: Path, tmp_path: Path) -> None:
+    model = onnx.load(single)
+    stored = archive(model)
+    stored.raw_data = stored.raw_data[:-1] + bytes([stored.raw_data[-1] ^ 1])
+    path = saved(model, tmp_path)
+    result = command("inspect", path)
+    assert (result.returncode, len(result.stderr.splitlines())) == (3, 1)
+    assert result.stderr.startswith(f"error: {path}: the archive's checksum")
+
+
 def test_an_altered_launch_rule_is_named(single: Path, tmp_path: Path) -> None:
     model = onnx.load(single)
     first, *rest = unpack(archive(model).raw_data)
