@@ -55,9 +55,19 @@ def column_bytes(spec: KernelSpec, k: Count) -> Amount:
 
 def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
     """Microseconds in which memory delivers lhs, rhs so many times, and what the epilogue reads and writes."""
-    factors = problem.m * problem.k * spec.dtype.bytes + passes * problem.n * spec.parts * column_bytes(spec, problem.k)
-    rows = sum(each.dtype.bytes for each in (*spec.loads, *spec.outs) if each.kind == "tile")
-    return from_memory(problem.batch * (factors + problem.m * problem.n * rows), device)
+    return moving_factors(spec, problem, device, passes) + moving_rows(spec, problem, device)
+
+
+def moving_factors(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
+    """Microseconds in which memory delivers lhs, and rhs so many times."""
+    rhs = passes * problem.n * spec.parts * column_bytes(spec, problem.k)
+    return from_memory(problem.batch * (problem.m * problem.k * spec.dtype.bytes + rhs), device)
+
+
+def moving_rows(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which memory moves what the epilogue reads and writes."""
+    each = sum(access.dtype.bytes for access in (*spec.loads, *spec.outs) if access.kind == "tile")
+    return from_memory(problem.batch * problem.m * problem.n * each, device)
 
 
 def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> Amount:

@@ -93,14 +93,18 @@ class Portable(ProductFamily):
         return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k)
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """Multiplying, and copying lhs and rhs, which the same threads do; or what memory takes, if that is longer."""
+        """Multiplying, and copying lhs and rhs, which the same threads do, or what memory takes, if that is longer.
+
+        What the epilogue reads and writes comes on top: blocks of large tiles are alone on their multiprocessor, and no
+        other block's main loop hides it.
+        """
         tile: Tile = entry.tile
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
         busy += _copying(tile, spec, problem, device, narrow=False) + self.copying(tile, spec, problem, device)
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
-        moving = cost_model.moving(spec, problem, device)
-        return calibration(device).launches[self.name] + np.maximum(np.hypot(busy, waiting), moving)
+        main_loop = np.maximum(np.hypot(busy, waiting), cost_model.moving_factors(spec, problem, device))
+        return calibration(device).launches[self.name] + main_loop + cost_model.moving_rows(spec, problem, device)
 
     def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Copies of less than 16 bytes."""
