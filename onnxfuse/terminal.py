@@ -21,6 +21,7 @@ from onnxfuse.bench.html import SITE_HEADINGS, SITES_TITLE, site_rows
 from onnxfuse.bench.sites import SiteTimes
 from onnxfuse.errors import OnnxfuseError, OutputError
 from onnxfuse.graph.fused_nodes import architectures_of
+from onnxfuse.graph.packed_data import Packing
 from onnxfuse.graph.save import Saved
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.lowering.inspection import Inspection
@@ -128,7 +129,7 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
 def _order_text(order: Order) -> str:
     if isinstance(order, tuple):
         return f"the model's dimensions {', '.join(map(str, order))}"
-    return "as a MatMulNBits has it"
+    return "as a MatMulNBits has it" if isinstance(order, Packing) else "part by part"
 
 
 def print_report(report: Report) -> None:

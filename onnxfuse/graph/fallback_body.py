@@ -16,6 +16,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import constant, known_nodes
 from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.graph.packed_data import Packing, unpacking
+from onnxfuse.graph.rows_in_turn import taking_turns
 from onnxfuse.graph.transposed_data import Order
 
 RESTORING = "brings a stored weight into the order that the model had"  # of those nodes of a body; they have no names
@@ -123,8 +124,8 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
 
 def _restoring(stored: str, name: str, order: Order) -> list[NodeProto]:
     """The nodes that make a weight as the model has it from the stored one."""
-    if isinstance(order, Packing):
-        nodes = unpacking(order, stored, name)
+    if not isinstance(order, tuple):
+        nodes = unpacking(order, stored, name) if isinstance(order, Packing) else taking_turns(order, stored, name)
         for node in nodes:
             node.doc_string = RESTORING
         return nodes

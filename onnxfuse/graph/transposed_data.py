@@ -14,10 +14,11 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph.packed_data import Packing, packed, packing_of
+from onnxfuse.graph.rows_in_turn import RowsInTurn, part_by_part, rows_in_turn_of
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it."""
-Order = Perm | Packing
+Order = Perm | Packing | RowsInTurn
 """How a weight is stored otherwise than the model has it."""
 
 _KEY = "onnxfuse.perm"
@@ -34,6 +35,9 @@ def transpose(tensor: TensorProto, order: Order) -> None:
         tensor.metadata_props.add(key=_KEY, value=str(order))
         tensor.data_type = TensorProto.UINT8
         tensor.dims[:] = order.dims
+        return
+    if isinstance(order, RowsInTurn):
+        tensor.metadata_props.add(key=_KEY, value=str(order))
         return
     tensor.metadata_props.add(key=_KEY, value=",".join(map(str, order)))
     tensor.dims[:] = [tensor.dims[place] for place in order]
@@ -61,6 +65,10 @@ def in_order(tensor: TensorProto, data: bytes) -> Iterator[bytes]:
     packing = packing_of(perm)
     if packing is not None:
         yield packed(packing, data)
+        return
+    rows = rows_in_turn_of(perm)
+    if rows is not None:
+        yield part_by_part(rows, data)
         return
     places = tuple(map(int, perm.split(",")))
     shape = [tensor.dims[places.index(place)] for place in range(len(places))]

@@ -11,6 +11,7 @@ from onnxfuse.graph.load import is_large, overridable
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
 
 _PASSING_ON = frozenset({"Identity", "Transpose", "Dropout"})  # what may stand between a weight and its product
+_BLOCKS = {"DequantizeLinear": slice(None), "MatMulNBits": slice(1, 4)}  # inputs: a weight, its scales and zero points
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
@@ -36,17 +37,16 @@ def product_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
 
 
 def block_weights(model: Model, graphs: Iterable[Graph]) -> frozenset[str]:
-    """The main graph's tensors that DequantizeLinear alone reads, and no run may override."""
+    """The main graph's tensors that are quantised weights to all their readers, and that no run may override."""
     stored = model.proto.graph.initializer
     names = {tensor.name for tensor in stored if _is_at_hand(model, tensor)} - overridable(model.proto)
     read: set[str] = set()
     for graph in graphs:
         names -= graph.scope.outputs
         for proto in graph.scope.nodes:
-            if proto.op_type == "DequantizeLinear":
-                read.update(proto.input)
-            else:
-                names -= set(proto.input)
+            places = _BLOCKS.get(proto.op_type, slice(0))
+            read.update(proto.input[places])
+            names -= {name for name in proto.input if name not in proto.input[places]}
     return frozenset(names & read)
 
 

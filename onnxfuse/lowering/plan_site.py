@@ -25,6 +25,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM_ON, FUSED_POINTWISE
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.rows_in_turn import RowsInTurn
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
@@ -97,9 +98,9 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     if broadcast_product_axes(fusion):
         return _plan_broadcast_product(planner, graph, match, fusion)
     plan = functools.partial(_planned, planner, graph, match)
-    packed = _packed(planner, match)
-    if packed:
-        return replace(accepted(plan(fusion, packed)), as_stored=_only_packed(fusion))
+    orders = _orders(match)
+    if orders:
+        return _plan_stored_anew(planner, graph, match, fusion, orders)
     other = with_k_innermost(fusion, planner.transposable)
     if has_columns_in_turn(fusion):
         return _plan_columns_in_turn(planner, graph, match, fusion, other)
@@ -111,23 +112,31 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     return accepted(kept)
 
 
-def _packed(planner: Planner, match: Match) -> Mapping[str, Order]:
-    """How the weights of a match are to be stored, where that of a DequantizeLinear lies otherwise.
+def _orders(match: Match) -> Mapping[str, Order]:
+    """How the quantised weights of a match are to be stored, where they lie otherwise."""
+    weights = [product.quantized for product in match.products if product.quantized is not None]
+    return {name: order for weight in weights for name, order in weight.orders}
+
+
+def _plan_stored_anew(
+    planner: Planner, graph: Graph, match: Match, fusion: Fusion, orders: Mapping[str, Order]
+) -> Site:
+    """A site of quantised weights that are stored otherwise; with columns in turn the product can stay a node.
 
     Raises:
-        NotFusable: one may not be stored otherwise.
+        NotFusable: a weight may not be stored otherwise, no kernel computes it, or the library is faster.
     """
-    weights = [product.quantized for product in match.products if product.quantized is not None]
-    orders = {name: order for weight in weights for name, order in weight.orders}
-    kept = [name for name in orders if name not in planner.transposable]
-    if kept:
-        detail = f"{kept[0]!r} may not be stored otherwise: --keep-weights, or others read it"
-        raise NotFusable("quantized_form", match.label, detail)
-    return orders
-
-
-def _only_packed(fusion: Fusion) -> NotFusable:
-    return NotFusable("quantized_form", fusion.anchor, "others read its weight as the model stores it")
+    kept = next((name for name in orders if name not in planner.transposable), None)
+    if any(isinstance(order, RowsInTurn) for order in orders.values()):
+        other = _attempt(_behind_product, planner, graph, match, fusion)
+    else:
+        detail = "others read its weight as the model stores it"
+        if kept is not None:
+            detail = f"{kept!r} may not be stored otherwise: --keep-weights, or others read it"
+        other = NotFusable("quantized_form", match.label, detail)
+    if kept is not None:
+        return accepted(other)
+    return replace(_planned(planner, graph, match, fusion, orders), as_stored=other)
 
 
 def _attempt(plan: Callable[P, Site], *args: P.args, **kwargs: P.kwargs) -> Site | NotFusable:

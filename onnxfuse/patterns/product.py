@@ -139,12 +139,16 @@ class Product:
     def in_turns(self, parts: int) -> Product:
         """The same with columns that are numbered part by part; itself where they cannot be."""
         n = self.n
-        is_axis = self.columns == (Piece(COLUMNS, n),) and self.quantized is None
-        if parts == 1 or isinstance(n, str) or n % parts or not is_axis:
+        if parts == 1 or isinstance(n, str) or n % parts or self.columns != (Piece(COLUMNS, n),):
             return self
         views = (_in_turns(view, n, parts) for view in (self.rhs_view, self.out_view, self.biased))
         rhs_view, out_view, biased = views
-        return replace(self, rhs_view=rhs_view, out_view=out_view, biased=biased, turns=parts)
+        if self.quantized is None:
+            return replace(self, rhs_view=rhs_view, out_view=out_view, biased=biased, turns=parts)
+        quantized = self.quantized.part_by_part(self.rhs, parts)
+        if quantized is None:
+            return self
+        return replace(self, quantized=quantized, out_view=out_view, biased=biased, turns=parts)
 
 
 def _in_turns(view: View, n: int, parts: int) -> View:

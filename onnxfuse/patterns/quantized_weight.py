@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
@@ -15,6 +15,7 @@ from onnxfuse.dtypes import FLOATS_BY_ONNX, U8, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.packed_data import ELEMENTS, Packing
+from onnxfuse.graph.rows_in_turn import RowsInTurn
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
@@ -45,6 +46,18 @@ class QuantizedWeight:
     zero_points: str | None
     flat: frozenset[str]
     orders: tuple[tuple[str, Order], ...] = ()
+
+    def part_by_part(self, weight: str, parts: int) -> QuantizedWeight | None:
+        """The same of columns in turn, to be stored part by part; None where the integers are not stored so anyway."""
+        if self.orders:
+            return None
+        form, k = self.form, self.k
+        inner = {weight: (form.blocks(k), form.block_bytes), self.scales: (form.blocks(k),)}
+        if self.zero_points is not None:
+            inner[self.zero_points] = (form.zero_point_bytes(k),)
+        dims = {name: (self.n * own[0],) if name in self.flat else (self.n, *own) for name, own in inner.items()}
+        orders = tuple((name, RowsInTurn(parts, self.n, shape)) for name, shape in dims.items())
+        return replace(self, orders=orders)
 
 
 def read_quantized(graph: Graph, node: gs.Node) -> QuantizedWeight:

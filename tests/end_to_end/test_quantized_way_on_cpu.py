@@ -16,6 +16,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.graph.archive import pack
 from onnxfuse.graph.packed_data import Packing, packed
+from onnxfuse.graph.rows_in_turn import RowsInTurn, part_by_part
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.fused_node import node_attributes
@@ -48,6 +49,13 @@ def packed_gate(b: Builder, x: str) -> str:
     return b("Mul", up, b("Relu", active))
 
 
+def gate_in_turn(b: Builder, x: str) -> str:
+    """gpt-oss's: the rows of its integers, scales and zero points are stored part by part, its bias is not."""
+    t = b("Add", b("MatMul", x, b.array(draw(K, 2 * N) / K**0.5, "w")), b.array(draw(2 * N), "bias"))
+    up, active = (b("Slice", t, *map(b.integers, (first, 2 * N, 1, 2))) for first in range(2))
+    return b("Mul", up, b("Relu", active))
+
+
 def residual(b: Builder, x: str) -> str:
     return b("Add", b("MatMul", x, b.array(draw(K, N) / K**0.5, "w")), b.input("skip", (M, N)))
 
@@ -68,7 +76,8 @@ def dequantized(b: Builder, x: str) -> str:
 
 CASES = [
     (dual_gate, Form(8, 64, True)), (packed_gate, Form(4, 16, True)), (packed_gate, Form(4, 128, True, flat=True)),
-    (residual, Form(4, 32)), (window, Form(4, 32, True, flat=True)), (dequantized, None),
+    (gate_in_turn, Form(4, 32, True, flat=True)), (residual, Form(4, 32)), (window, Form(4, 32, True, flat=True)),
+    (dequantized, None),
 ]  # fmt: skip
 
 
@@ -83,7 +92,10 @@ def values_of(model: ModelProto, implementation: Implementation) -> dict[str, np
     values = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
     raw = {each.name: numpy_helper.from_array(numpy_helper.to_array(each)).raw_data for each in model.graph.initializer}
     for name, order in implementation.transposed.items():
-        if isinstance(order, Packing):
+        if isinstance(order, RowsInTurn):
+            data = np.frombuffer(part_by_part(order, raw[name]), values[name].dtype)
+            values[name] = data.reshape(values[name].shape)
+        elif isinstance(order, Packing):
             values[name] = np.frombuffer(packed(order, raw[name]), np.uint8).reshape(order.dims)
         else:
             values[name] = values[name].transpose(order)
