@@ -20,13 +20,13 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 _ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160)
 _SPLIT_ROWS = (16, 32, 64, 80, 96, 128, 144, 160)
 TILES = (
+    QuantizedTile(256, 64, 64, apart=True),
     *(QuantizedTile(rows, 128, 128) for rows in _ROWS),
     *(QuantizedTile(rows, 128, 64) for rows in (16, 32, 64, 96, 128, 160, 192, 256)),
     *(QuantizedTile(rows, 128, 128, splits=splits) for splits in (2, 4) for rows in _SPLIT_ROWS),
     *(QuantizedTile(rows, 192, 128, groups=3, splits=splits) for splits in (1, 2, 4) for rows in (16, 32, 64)),
     *(QuantizedTile(rows, 128, 64, splits=splits) for splits in (2, 4) for rows in (32, 64, 128)),
 )
-APART = tuple(QuantizedTile(rows, 64, 64, apart=True) for rows in (192, 224, 256))  # not planned: not run on a GPU yet
 IN_FP32 = 8  # bits of which bf16 cannot hold all integers: they become fp32 on the way
 PATHS = HOPPER_PATHS
 WEIGHT_PATHS = {

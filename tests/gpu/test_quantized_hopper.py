@@ -13,7 +13,7 @@ import pytest
 
 from onnxfuse.dtypes import BF16, F16
 from onnxfuse.ir.quantization import Quantization
-from onnxfuse.schedule.hopper_quantized import APART, HOPPER_QUANTIZED, TILES
+from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED, TILES
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_hopper_kernel import launch
 from tests.helpers.kernel_problem import FP32, GROWTH, Size, make_spec
@@ -30,7 +30,7 @@ RUNS = 20
 def large_cases() -> list[QuantizedCase]:
     """Every tile, with one part and with two; forms take turns."""
     cases = []
-    for turn, tile in enumerate((*TILES, *APART)):
+    for turn, tile in enumerate(TILES):
         form = Quantization((4, 4, 8)[turn % 3], (32, 128, 64, 16)[turn % 4], turn % 2 == 1, (F16, BF16)[turn // 2 % 2])
         for parts, kind in ((1, "residual"), (2, "plain")):
             spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, LARGE, kind), form, LARGE.k)
