@@ -57,12 +57,15 @@ def mlp(b: Builder) -> ModelProto:
     return b.model(b("Add", x, product(hidden, K, HIDDEN, "down")))
 
 
-def packed(b: Builder) -> ModelProto:
-    """Both halves of one weight with their bias, and a bare product of the same input."""
+def packed(b: Builder, in_turn: bool) -> ModelProto:
+    """Both halves of one weight with their bias, side by side or in turn; and a bare product of the same input."""
     x = b.input("x", ("rows", K))
     t = b("MatMul", x, b.array(draw(K, 2 * HIDDEN) / K**0.5, "both"))
     t = b("Add", t, b.array(draw(2 * HIDDEN, seed=1), "bias"))
-    first, second = b("Split", t, outputs=2, axis=1, num_outputs=2)
+    if in_turn:
+        first, second = (b("Slice", t, *map(b.integers, (start, 2 * HIDDEN, 1, 2))) for start in range(2))
+    else:
+        first, second = b("Split", t, outputs=2, axis=1, num_outputs=2)
     bare = b("Softmax", b("MatMul", x, b.array(draw(K, 40, seed=2) / K**0.5, "bare")))
     return b.model(b("Mul", first, b("Sigmoid", second)), bare)
 
@@ -85,9 +88,10 @@ def test_an_mlp_is_as_good_as_stock(form: Form, dtype: int, tmp_path: Path) -> N
     assert result.passed, str(result)
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("form", [Form(4, 32), Form(4, 128, True), Form(8, 16, True, flat=True)], ids=str)
-def test_halves_of_one_weight_and_a_bare_product(form: Form, tmp_path: Path) -> None:
-    before, after, count = written(quantized_model(packed(Builder(FLOAT16)), form, bias=True), tmp_path)
+def test_halves_of_one_weight_and_a_bare_product(form: Form, in_turn: bool, tmp_path: Path) -> None:
+    before, after, count = written(quantized_model(packed(Builder(FLOAT16), in_turn), form, bias=True), tmp_path)
     assert count == 2
     result = verify(before, after, sizes={"rows": ROWS}, require_gpu=True)
     assert result.passed, str(result)
