@@ -49,7 +49,13 @@ class Facts:
             self._learn_shapes(node, output_shapes(Known(node, shapes, values)))
             for tensor, value in zip(node.outputs, known_values(node, values, shapes), strict=False):
                 if value is not None:
-                    self._values[tensor.name] = value
+                    self._learn_value(tensor, value)
+
+    def _learn_value(self, tensor: gs.Tensor, value: Array) -> None:
+        """A known value has as many entries as it has, though the rank that they are the sizes of was learnt late."""
+        self._values[tensor.name] = value
+        if len(self.shape(tensor.name) or ()) == value.ndim:
+            self._shapes[tensor.name] = refined(self.shape(tensor.name), value.shape) or value.shape
 
     def _learn_shapes(self, node: gs.Node, derived: Iterable[Shape | None]) -> None:
         for tensor, shape in zip(node.outputs, derived, strict=True):

@@ -281,3 +281,16 @@ def test_a_slice_of_what_only_the_run_knows_keeps_the_other_dimensions() -> None
     model = b.model(b("Slice", x, b.integers(0), b("Unsqueeze", count, b.integers(0)), b.integers(1)))
     first, _, last = Graph(load_model(model)).shape(model.graph.output[0].name) or ("", "", "")
     assert (first, last) == ("B", 8)
+
+
+def test_a_number_from_a_rank_that_was_learnt_late_is_one() -> None:
+    """The scale of TorchScript's attention behind its unflatten: what comes last in a shape."""
+    b = Builder()
+    x = b.input("x", ("B", "S", 64))
+    last = b("Mod", b("Add", b.integers(-1), b.integers(3)), b.integers(3))
+    before = b("Slice", b("Shape", x), b.integers(0), b("Reshape", last, b.integers(-1)))
+    heads = b("Reshape", x, b("Concat", before, b.integers(4, 16), axis=0))
+    width = b("Slice", b("Shape", heads), b.integers(-1), b.integers(2**63 - 1))
+    scale = b("Sqrt", b("Cast", width, to=b.dtype))
+    graph = Graph(load_model(b.model(b("Mul", heads, scale))))
+    assert (graph.shape(heads), graph.shape(scale)) == (("B", "S", 4, 16), (1,))
