@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
 
+from onnxfuse.graph.carried_types import MADE_UP, tell_bodies
 from onnxfuse.graph.functions import subgraphs
 
 Types = Mapping[str, TypeProto]
 MAX_PASSES = 8  # each of which may learn something from what the one before could not tell
 KEEP_TYPE = frozenset({"Imputer", "Normalizer", "Scaler"})  # of ai.onnx.ml, where ONNX infers nothing
-_MADE_UP = "unk__"  # begins the names that inference gives to sizes of which it knows nothing
 Dimension = TensorShapeProto.Dimension
 
 
@@ -37,8 +37,9 @@ def inferred_types(model: ModelProto) -> ModelProto:
     if any(_contradicts(known[name], kind) for name, kind in declared.items() if name in known):
         declared = {name: _without_sizes(kind) for name, kind in declared.items()}
     for _ in range(MAX_PASSES):
-        learnt = dict(_learnt(inferred.graph, known, declared))
-        if not learnt:
+        carried, told = tell_bodies(model, known)
+        learnt = dict(_learnt(inferred.graph, known, declared | carried))
+        if not learnt and not told:
             break
         outputs = {value.name: value for value in model.graph.output}
         values = {value.name: value for value in model.graph.value_info}
@@ -147,4 +148,4 @@ def _without_sizes(kind: TypeProto) -> TypeProto:
 
 def _is_open(dim: Dimension) -> bool:
     """Whether nothing is known of a size."""
-    return not dim.HasField("dim_value") and (not dim.dim_param or dim.dim_param.startswith(_MADE_UP))
+    return not dim.HasField("dim_value") and (not dim.dim_param or dim.dim_param.startswith(MADE_UP))
