@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import onnx_graphsurgeon as gs
+from onnx import TensorProto
 
-from onnxfuse.dtypes import FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, node_label
@@ -28,13 +28,14 @@ from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.operand_views import COMPUTED_VIEWS
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
+from onnxfuse.patterns.probability_guard import NUMBERS, guard_of
 from onnxfuse.patterns.product import is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, columns_dim
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
-MAX_BEHIND = 8  # nodes between a softmax and the product of it
+MAX_BEHIND = 8  # steps from a softmax to the product of it
 Lowered = tuple[Match, Fusion]
 LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
 VALUES = 2  # their place among a fused node's inputs, behind the query and the keys
@@ -75,49 +76,39 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
     """What follows a softmax as far as a product of it; None where there is none."""
     value, nodes, guarded = softmax.outputs[0], list[gs.Node](), False
     refusal: NotFusable | None = None
-    while len(nodes) < MAX_BEHIND:
-        passed = _reader(graph, value)
+    for _ in range(MAX_BEHIND):
+        guard, passed = guard_of(graph, value), _reader(graph, value)
+        if guard is not None and (guard.is_alone or passed is None):
+            refusal = refusal or (None if guard.is_alone else _is_read_beside(softmax, value))
+            value, guarded = guard.value, guarded or guard.clears
+            nodes += guard.nodes
+            continue
         if passed is None:
             return None
-        is_guard = passed.op == "Where"
-        refusal = refusal or _read_beside(graph, softmax, value, 2 if is_guard else 1)
+        if len(value.outputs) > 1 or graph.is_escaping(value.name):
+            refusal = refusal or _is_read_beside(softmax, value)
         if is_anchor(graph, passed):
             return Candidate((), softmax, tuple(nodes), passed, guarded, refusal)
-        guarded, value = guarded or is_guard, passed.outputs[0]
-        nodes += [*(passed.inputs[0].inputs if is_guard else ()), passed]
+        value = passed.outputs[0]
+        nodes.append(passed)
     return None
 
 
 def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
-    """The product of a probability, or a node that hands it on to one: a guard, a Cast, a view."""
+    """The product of a probability, or a node that hands it on to one: a Cast, a view."""
     readers = [reader for reader in value.outputs if reader.op != "Shape"]
     second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
     handed = (reader for reader in readers if reader.op in ("Cast", "Identity") or qualified_op(reader) in VIEWS)
-    return second or _guard(graph, readers, value) or next(handed, None)
+    return second or next(handed, None)
 
 
-def _read_beside(graph: Graph, softmax: gs.Node, value: gs.Tensor, readers: int) -> NotFusable | None:
-    """A refusal where a probability has more readers than so many."""
-    if len(value.outputs) <= readers and not graph.is_escaping(value.name):
-        return None
+def _is_read_beside(softmax: gs.Node, value: gs.Tensor) -> NotFusable:
     detail = f"{value.name!r} is read by others than the product of it, or is an output of the graph"
     return NotFusable("probability_is_read", node_label(softmax), detail)
 
 
 def _multiplies_first(graph: Graph, node: gs.Node, value: gs.Tensor) -> bool:
     return bool(is_anchor(graph, node) and node.op != "Conv" and node.inputs[0] is value)
-
-
-def _guard(graph: Graph, readers: list[gs.Node], value: gs.Tensor) -> gs.Node | None:
-    """The Where of `Where(IsNaN(p), 0, p)`."""
-    by_op = {reader.op: reader for reader in readers}
-    if len(readers) != 2 or by_op.keys() != {"IsNaN", "Where"}:
-        return None
-    where, condition = by_op["Where"], by_op["IsNaN"].outputs[0]
-    zero = graph.known_value(where.inputs[1])
-    is_zero = zero is not None and zero.size == 1 and zero.dtype != object and float(zero.reshape(()).item()) == 0.0
-    alone = len(condition.outputs) == 1 and not graph.is_escaping(condition.name)
-    return where if is_zero and alone and where.inputs[0] is condition and where.inputs[2] is value else None
 
 
 def _products_before(graph: Graph, softmax: gs.Node) -> Iterator[gs.Node]:
@@ -290,7 +281,7 @@ def _check_axis(graph: Graph, softmax: gs.Node) -> None:
 def _check_types(graph: Graph, candidate: Candidate) -> None:
     for node in (candidate.softmax, *candidate.behind):
         for tensor in node.outputs:
-            if node.op != "IsNaN" and graph.dtype(tensor.name) not in FLOATS_BY_ONNX:
+            if graph.dtype(tensor.name) not in (TensorProto.BOOL, *NUMBERS):
                 raise _no_kernel(node, f"makes ONNX element type {graph.dtype(tensor.name)}")
 
 

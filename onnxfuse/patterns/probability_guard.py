@@ -1,0 +1,114 @@
+"""Nodes behind a softmax that leave every probability as it is, and of a row of NaN may make zeros.
+
+`Where(IsNaN(p), 0, p)` is the short form; `nan_to_num` looks for infinities too, of which a softmax makes none. What
+such nodes compute is computed here, for numbers on both sides of every constant that they compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from onnx import TensorProto
+
+from onnxfuse.dtypes import FLOATS_BY_ONNX
+from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.operators import qualified_op
+
+MAX_NODES = 32
+NUMBERS = (*FLOATS_BY_ONNX, TensorProto.DOUBLE)  # TorchScript asks double ones whether they are infinite
+OPS: Mapping[str, Callable[..., Any]] = {
+    "And": np.logical_and,
+    "Cast": lambda value: value,
+    "Equal": np.equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
+    "Identity": lambda value: value,
+    "IsInf": np.isinf,
+    "IsNaN": np.isnan,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Not": np.logical_not,
+    "Or": np.logical_or,
+    "Where": np.where,
+}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Nodes that hand probabilities on.
+
+    Attributes:
+        nodes: all of them; nobody else reads what they make, but for the last value.
+        value: that one.
+        clears: whether rows of NaN become 0.
+        is_alone: whether nobody else reads the probabilities.
+    """
+
+    nodes: tuple[gs.Node, ...]
+    value: gs.Tensor
+    clears: bool
+    is_alone: bool
+
+
+def guard_of(graph: Graph, probabilities: gs.Tensor) -> Guard | None:
+    """The guard that reads probabilities; None where there is none."""
+    nodes, constants = _nodes_of_itself(graph, probabilities)
+    if all(node.op != "Where" for node in nodes):
+        return None
+    inner = {graph.index(node) for node in nodes}
+
+    def is_read(value: gs.Tensor) -> bool:
+        return graph.is_escaping(value.name) or bool({*map(graph.index, value.outputs)} - inner)
+
+    read = [node.outputs[0] for node in nodes if is_read(node.outputs[0])]
+    clears = _clears(nodes, constants, probabilities.name, read[0].name) if len(read) == 1 else None
+    return None if clears is None else Guard(tuple(nodes), read[0], clears, not is_read(probabilities))
+
+
+def _nodes_of_itself(graph: Graph, value: gs.Tensor) -> tuple[list[gs.Node], dict[str, float]]:
+    """What is computed of one value and of constants alone, in an order to compute it in, and these."""
+    known: dict[str, float] = {}
+    nodes: list[gs.Node] = []
+    made, queue = {value.name}, list(value.outputs)
+    for node in queue:
+        if len(nodes) == MAX_NODES or node.outputs[0].name in made or not _is_simple(graph, node):
+            continue
+        constants = dict(_constants(graph, node, made))
+        if all(tensor.name in made or tensor.name in constants for tensor in node.inputs):
+            nodes.append(node)
+            known |= constants
+            made.add(node.outputs[0].name)
+            queue += node.outputs[0].outputs
+    return nodes, known
+
+
+def _is_simple(graph: Graph, node: gs.Node) -> bool:
+    """Whether a node is one of the table's; of Casts those that leave numbers numbers and truth values such."""
+    if node.op != "Cast":
+        return qualified_op(node) in OPS
+    before, after = (graph.dtype(tensor.name) for tensor in (node.inputs[0], node.outputs[0]))
+    return before == after == TensorProto.BOOL or (before in NUMBERS and after in NUMBERS)
+
+
+def _constants(graph: Graph, node: gs.Node, made: set[str]) -> Iterator[tuple[str, float]]:
+    for tensor in node.inputs:
+        value = None if tensor.name in made else graph.known_value(tensor)
+        if value is not None and value.size == 1 and np.issubdtype(value.dtype, np.number):
+            yield tensor.name, float(value.item())
+
+
+def _clears(nodes: list[gs.Node], constants: Mapping[str, float], name: str, result: str) -> bool | None:
+    """Whether NaN becomes 0 rather than staying NaN; None where it does neither, or another number changes."""
+    numbers = np.unique([0.0, 1.0, *(number for number in constants.values() if 0 < number < 1)])
+    numbers = np.array([*numbers, *(numbers[1:] + numbers[:-1]) / 2, np.nan])
+    values: dict[str, Any] = {**constants, name: numbers}
+    for node in nodes:
+        values[node.outputs[0].name] = OPS[node.op](*(values[tensor.name] for tensor in node.inputs))
+    *same, last = values[result]
+    if not np.array_equal(same, numbers[:-1]) or not (np.isnan(last) or last == 0):
+        return None
+    return not np.isnan(last)

@@ -1,0 +1,89 @@
+"""Between a softmax and its product a guard is what changes no probability, as ONNX Runtime computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.ir.attention import Attention
+from onnxfuse.pipeline import analyse_model
+from tests.helpers.attention_graphs import merged, number, scores
+from tests.helpers.onnx_build import FLOAT, Builder, run
+
+Guarding = Callable[[Builder, str], str]
+
+
+def short(b: Builder, p: str, fill: float = 0.0) -> str:
+    return b("Where", b("IsNaN", p), number(b, fill), p)
+
+
+def nan_to_num(b: Builder, p: str) -> str:
+    """Torch's, exported by TorchScript: one after another, and infinities of double ones."""
+    p = short(b, p)
+    for op, most in (("Greater", 65504.0), ("Less", -65504.0)):
+        infinite = b("Cast", b("IsInf", b("Cast", p, to=TensorProto.DOUBLE)), to=TensorProto.BOOL)
+        p = b("Where", b("And", infinite, b(op, p, number(b, 0.0))), number(b, most), p)
+    return p
+
+
+def beside_each_other(b: Builder, p: str) -> str:
+    """The same from torch.export: all conditions are of the probability itself."""
+    wide = b("Cast", p, to=FLOAT)
+    infinite, zero = b("IsInf", wide), number(b, 0.0, np.dtype(np.float32))
+    guarded = b("Where", b("IsNaN", wide), number(b, 0.0), p)
+    guarded = b("Where", b("And", b("Less", wide, zero), infinite), number(b, -65504.0), guarded)
+    return b("Where", b("And", b("Greater", wide, zero), infinite), number(b, 65504.0), guarded)
+
+
+def infinities(b: Builder, p: str) -> str:
+    return b("Where", b("IsInf", p), number(b, 1.0), p)
+
+
+def ones(b: Builder, p: str) -> str:
+    return short(b, p, 1.0)
+
+
+def small_ones(b: Builder, p: str) -> str:
+    return b("Where", b("Less", p, number(b, 0.004)), number(b, 0.0), p)
+
+
+def below_the_smallest(b: Builder, p: str) -> str:
+    return b("Where", b("Less", p, number(b, 0.0)), number(b, 0.5), p)
+
+
+def inverse(b: Builder, p: str) -> str:
+    return b("Where", b("IsNaN", p), p, number(b, 0.0))
+
+
+GUARDS = (short, nan_to_num, beside_each_other, infinities, ones, small_ones, below_the_smallest, inverse)
+
+
+def what_it_does(guard: Guarding) -> bool | None:
+    """Whether NaN becomes 0, by a run; None where another number changes, or NaN becomes one."""
+    b = Builder(FLOAT)
+    p = np.append(np.linspace(0, 1, 1001), np.nan).astype(np.float32)
+    (found,) = run(b.model(guard(b, b.input("p", (1002,)))), {"p": p})
+    changes = not np.array_equal(found[:-1], p[:-1]) or not (np.isnan(found[-1]) or found[-1] == 0)
+    return None if changes else not np.isnan(found[-1])
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.__name__)
+def test_guards_are_those_that_change_no_probability(guard: Guarding) -> None:
+    b = Builder(TensorProto.FLOAT16)
+    model = b.model(*merged(b, guard(b, b("Softmax", scores(b), axis=-1))))
+    sites = analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites
+    attentions = [site.fusion for site in sites if isinstance(site.fusion, Attention)]
+    assert [each.guarded for each in attentions] == [each for each in [what_it_does(guard)] if each is not None]
+
+
+def test_a_guarded_probability_that_is_read_elsewhere_is_told() -> None:
+    b = Builder(TensorProto.FLOAT16)
+    p = b("Softmax", scores(b), axis=-1)
+    model = b.model(*merged(b, short(b, p)), b("ReduceMax", p))
+    analysis = analyse_model(model, [ARCHITECTURES["sm_90a"]])
+    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+    assert analysis.skipped[0].reason == "probability_is_read"
