@@ -74,6 +74,9 @@ def load_model(source: str | Path | ModelProto) -> Model:
     return model
 
 
+_ORT_FORMAT = slice(4, 8)  # where a flat buffer says what it is
+
+
 def _parse(path: Path) -> ModelProto:
     if path.is_dir():
         raise ModelError(f"{path}: is a folder; name a model in it")
@@ -81,11 +84,15 @@ def _parse(path: Path) -> ModelProto:
         raise ModelError(f"{path}: no such file")
     proto = ModelProto()
     try:
-        proto.ParseFromString(path.read_bytes())
-    except DecodeError:
-        raise ModelError(f"{path}: not an ONNX model, or the file is truncated") from None
+        data = path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    if data[_ORT_FORMAT] == b"ORTM":
+        raise ModelError(f"{path}: in ONNX Runtime's own format (.ort); give the ONNX model that it was made of")
+    try:
+        proto.ParseFromString(data)
+    except DecodeError:
+        raise ModelError(f"{path}: not an ONNX model, or the file is truncated") from None
     return proto
 
 

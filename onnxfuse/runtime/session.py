@@ -10,6 +10,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,6 +216,10 @@ def _load(options: Any, library: str | Path, path: str) -> None:
         raise DeviceError(f"{library}: ONNX Runtime cannot load it: {error}") from error
 
 
+_LOSING = re.compile(r"onnxfuse:Fused\w+\(-?\d+\) is not a registered|onnxfuse\.kernels\) of operator \(Fused")
+_LOST = "a tool that ran behind onnxfuse dropped or cut the functions of its fused nodes; let it run before onnxfuse"
+
+
 def open_session(
     path: Path, providers: Sequence[Provider], options: Any = None, label: Path | str | None = None
 ) -> Any:
@@ -238,4 +243,5 @@ def open_session(
         raise
     except Exception as error:  # onnxruntime's exceptions share no base class
         text = str(error).replace(str(path), str(label or path))
+        text = f"{_LOST}: {text}" if _LOSING.search(text) else text
         raise ModelError(f"{label or path}: ONNX Runtime refuses the model: {text}") from error
