@@ -54,7 +54,8 @@ class SmallMTile:
         return 32 * self.warps_k
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}x{self.block_k} few rows, k shared by {self.warps_k} warps"
+        stages = f", stages {self.stages}" if self.stages > 1 else ""
+        return f"{self.block_m}x{self.block_n}x{self.block_k} few rows{stages}, k shared by {self.warps_k} warps"
 
 
 def chunk(spec: KernelSpec) -> int:
