@@ -14,10 +14,9 @@ from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
-from onnxfuse.schedule.quantized_small_m_tile import MMA_ROWS, QuantizedSmallMTile
+from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from onnxfuse.schedule.small_m import PATHS as ELEMENT_PATHS
 
-STAGES_BESIDE_LHS = {True: 2, False: 3}  # at least, with few rows and with more: with two, more were not timed
 EARLY = 90  # compute capability from which on a kernel may start before the one before it has ended
 PATHS = {
     **ELEMENT_PATHS,
@@ -45,12 +44,12 @@ class Shape:
     stages: int
 
 
-# More rows take more of shared memory, and so leave less of it for what is on its way. The last four are for chips with
-# less of it, and fit everywhere.
+# More rows take more of shared memory, and so leave less of it for what is on its way; a tile of four rows is no faster
+# than one of eight. The last three are for chips with less of it, and fit everywhere.
 SHAPES = (
-    Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(4, 32, 8, 128, 3), Shape(8, 32, 8, 128, 2),
+    Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(8, 32, 8, 128, 2),
     Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3), Shape(32, 32, 8, 32, 3),
-    Shape(1, 32, 8, 128, 2), Shape(4, 32, 8, 64, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
+    Shape(1, 32, 8, 128, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
 )  # fmt: skip
 
 
@@ -132,8 +131,7 @@ def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator
     for shape in SHAPES:
         ring = tile_of(shape, spec, form, shape.stages)
         whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
-        stays = shape.stages >= STAGES_BESIDE_LHS[shape.rows <= MMA_ROWS]
-        yield whole if stays and quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
+        yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
 
 
 QUANTIZED_SMALL_M = QuantizedSmallM()

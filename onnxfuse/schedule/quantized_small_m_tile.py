@@ -22,7 +22,6 @@ FRAGMENT_COLUMNS = 16
 PIECE_BYTES = 16  # of one row of ldmatrix, and of the widest copy
 MAX_LHS_WIDTH = 8  # elements
 WORD_BYTES = 4  # the narrowest copy of cp.async
-LHS_PADDING = {4: 64, 8: 32}  # bytes behind a row, by the bits of rhs
 SUMS_PADDING = 4
 FP32_BYTES = 4
 MAX_THREADS = 1024
@@ -105,7 +104,7 @@ def _in_pieces(size: int) -> int:
 
 def slot_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
     """Shared memory of one step's rows of lhs."""
-    return tile.block_m * (tile.block_k * spec.dtype.bytes + LHS_PADDING[_form(spec).bits])
+    return tile.block_m * tile.block_k * spec.dtype.bytes
 
 
 def sums_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:

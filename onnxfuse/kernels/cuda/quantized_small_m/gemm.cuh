@@ -112,9 +112,14 @@ using Scales = Beside<BLOCKS * int(sizeof(Element)), SCALES_WIDTH * int(sizeof(E
 constexpr int ZERO_BYTES = BLOCKS * QUANTIZED_BITS > 8 ? BLOCKS * QUANTIZED_BITS / 8 : 1;
 using Zeros = Beside<ZERO_BYTES, ZERO_POINTS_WIDTH>;
 
-// Rows of ldmatrix and of lhs are 16 bytes, and 64 or 32, longer than the data: then no banks conflict.
+// Rows of ldmatrix are 16 bytes longer than the data: then no banks conflict. Of lhs, which a piece of integers meets in
+// LHS_PIECE bytes of a row, those pieces are swizzled within 128 bytes instead: all of it may stay in shared memory.
 constexpr int COLUMN_PITCH = STEP_BYTES + PIECE_BYTES;
-constexpr int ROW_PITCH = BLOCK_K * int(sizeof(Element)) + (QUANTIZED_BITS == 4 ? 64 : 32);
+constexpr int ROW_PITCH = BLOCK_K * int(sizeof(Element));
+constexpr int LHS_PIECE = PIECE_K * int(sizeof(Element));
+constexpr int BANKS_BYTES = 128;
+constexpr int SPAN_ROWS = ROW_PITCH < BANKS_BYTES ? BANKS_BYTES / ROW_PITCH : 1;  // in the banks' bytes
+constexpr int SWIZZLES = BANKS_BYTES / LHS_PIECE / SPAN_ROWS;
 constexpr int SCALES_OFFSET = WIDTH * COLUMN_PITCH;
 constexpr int ZEROS_OFFSET = SCALES_OFFSET + in_pieces(WIDTH * Scales::PITCH);
 constexpr int STAGE_BYTES = ZEROS_OFFSET + (ZERO_POINTS ? in_pieces(WIDTH * Zeros::PITCH) : 0);
@@ -136,6 +141,9 @@ static_assert(SHARED_BYTES == WARPS_K * WARP_BYTES + SUM_BUFFERS * SUMS * int(si
 __device__ __forceinline__ int lane() { return threadIdx.x % WARP_SIZE; }
 __device__ __forceinline__ int lane_group() { return threadIdx.x % WARP_SIZE / 4; }  // g
 __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / WARP_SIZE; }
+
+// What the bytes of a row of lhs are swizzled with in shared memory.
+__device__ __forceinline__ int swizzle(int row) { return row / SPAN_ROWS % SWIZZLES * LHS_PIECE; }
 
 // What a block computes, tile after tile, and where it lies.
 struct Work {
@@ -229,7 +237,7 @@ __device__ __forceinline__ void copy_rows(const Work& work, unsigned slot, int p
     const int row = index / LANES, along = index % LANES * ELEMENTS;
     const auto* from = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch,
                                                                 first + row, k + along);
-    const unsigned shared = slot + row * ROW_PITCH + along * int(sizeof(Element));
+    const unsigned shared = slot + row * ROW_PITCH + (along * int(sizeof(Element)) ^ swizzle(row));
     return SmallCopy{shared, from, k + along < work.args.k, row < rows};
   };
   if constexpr (BYTES < CP_ASYNC_BYTES) {
@@ -328,7 +336,9 @@ struct Ring {
 
 // k of one piece of a row in the order of unpacked integers.
 __device__ __forceinline__ void read_row(unsigned (&pairs)[PIECE_PAIRS], const unsigned char* slot, int row, int piece) {
-  const unsigned char* from = slot + least(row, BLOCK_M - 1) * ROW_PITCH + piece * PIECE_K * int(sizeof(Element));
+  const int existing = least(row, BLOCK_M - 1), along = piece * LHS_PIECE;
+  const int span = along % BANKS_BYTES ^ swizzle(existing);
+  const unsigned char* from = slot + existing * ROW_PITCH + along / BANKS_BYTES * BANKS_BYTES + span;
   const auto words = load_packed<Packed<unsigned, PIECE_PAIRS>>(
       reinterpret_cast<const unsigned*>(from + lane() % 4 * PIECE_PAIRS * 4));
 #pragma unroll
