@@ -16,6 +16,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import constant, known_nodes
 from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.graph.packed_data import Packing, unpacking
+from onnxfuse.graph.rounding_shapes import has_readers_of_16_bits, read_in_16_bits, unread_shapes
 from onnxfuse.graph.rows_in_turn import taking_turns
 from onnxfuse.graph.transposed_data import Order
 
@@ -154,7 +155,14 @@ def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
             node, made = _reshape(node, replacement.shapes[index], replacement.inputs)
             shapes += made
         nodes.append(node)
-    return nodes, shapes
+    return _rounded_as_before(replacement.graph, nodes), shapes
+
+
+def _rounded_as_before(graph: Graph, nodes: list[NodeProto]) -> list[NodeProto]:
+    """The same nodes, and Shapes where copied ones have readers less."""
+    splits = [node.output[0] for node in nodes if node.op_type == "Split"]
+    lost = {value for value in splits if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)
+    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, str))]
 
 
 def _reshape(node: NodeProto, shape: FallbackShape, inputs: Sequence[str]) -> tuple[NodeProto, list[NodeProto]]:

@@ -21,7 +21,7 @@ from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION
 from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
-from onnxfuse.graph.rounding_shapes import read_shapes_again, shapes_read
+from onnxfuse.graph.rounding_shapes import read_again, read_in_16_bits
 from onnxfuse.graph.scopes import graph_at
 from onnxfuse.graph.transposed_data import Order, transpose
 
@@ -52,7 +52,7 @@ def rewrite(
     for graph, group in reversed(_by_graph(replacements)):  # an edit of the outer scope replaces those inside
         scope = graph_at(proto.graph, graph.scope.path)
         names = {node.name for node in scope.node}
-        lost = shapes_read(scope.node)
+        lost = read_in_16_bits(scope.node)
         fused: dict[int, list[NodeProto]] = {}
         for replacement in group:
             retained = [scope.node[index] for index in replacement.retained]
@@ -62,10 +62,10 @@ def rewrite(
             node.name = _unlike(node.name, names)
             names.add(node.name)
             fused[replacement.insertion_point] = [*retained, node]
-            lost -= shapes_read(body.node, dict(zip(body.input, inputs, strict=True)))
+            lost -= read_in_16_bits(body.node, dict(zip(body.input, inputs, strict=True)))
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         _replace_nodes(scope, matched, fused, weights.keys())
-        read_shapes_again(graph, scope, lost - shapes_read(scope.node), functools.partial(_new_name, taken=taken))
+        read_again(graph, scope, lost - read_in_16_bits(scope.node), functools.partial(_new_name, taken=taken))
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
         stored = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
         scope.initializer.extend(numpy_helper.from_array(known_array(graph, name), name) for name in stored)

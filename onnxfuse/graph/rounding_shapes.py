@@ -1,14 +1,14 @@
-"""Shapes that are read again though a fusion needs them no more, because ONNX Runtime rounds what they are of.
+"""Shapes that nobody reads where a fusion leaves a value to ONNX Runtime's CPU provider that it would no longer round.
 
-Its CPU provider has kernels of 16 bits for few ops, and computes the others in 32 bits. A node of those few is computed
-in 32 bits as well where all its neighbours are, and then nothing rounds what it makes. A Shape is no such neighbour: a
-value of 16 bits whose shape somebody reads is rounded. Without the bridge a fused model has the original's bits, so
-somebody reads its shape there too.
+That provider has kernels of 16 bits for few ops, and computes the others in 32 bits. A node of those few is computed in
+32 bits as well where all its neighbours are, and then nothing rounds what it makes; of its outputs the first one's
+readers count alone. Without the bridge a fused model has the original's bits: where the last reader of 16 bits is gone,
+a Shape takes its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from onnx import GraphProto, NodeProto, TensorProto, helper
@@ -16,36 +16,54 @@ from onnx import GraphProto, NodeProto, TensorProto, helper
 from onnxfuse.graph.graph import Graph
 
 WHY = "ONNX Runtime's CPU provider rounds what this reads"
-# What computes, rather than moves elements, and has a kernel of 16 bits in ONNX Runtime 1.32 on x86_64.
-KERNELS_OF_16_BITS = (
+# What has a kernel of 16 bits in ONNX Runtime 1.32 on x86_64: what computes, and what moves elements.
+COMPUTES = (
     *("Attention", "Celu", "Clip", "GroupQueryAttention", "LayerNormalization", "MatMulNBits", "Max", "Min", "Mod"),
     *("RMSNormalization", "RotaryEmbedding", "Round", "Shrink", "Sign", "SimplifiedLayerNormalization"),
     *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
 )
+MOVES = (
+    *("Cast", "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "IsInf"),
+    *("IsNaN", "Reshape", "Scatter", "ScatterElements", "ScatterND", "Shape", "Slice", "Split", "Squeeze", "Transpose"),
+    *("Unsqueeze",),
+)
+ROUNDED_ANEW = (*COMPUTES, "Split")  # of which a fused node leaves some, or has a copy, with fewer readers
 
 
-def shapes_read(nodes: Iterable[NodeProto], names: Mapping[str, str] = MappingProxyType({})) -> set[str]:
-    """The values that a Shape reads, by the names that they have outside of a function."""
-    read = (node.input[0] for node in nodes if node.op_type == "Shape")
+def read_in_16_bits(nodes: Iterable[NodeProto], names: Mapping[str, str] = MappingProxyType({})) -> set[str]:
+    """What nodes with kernels of 16 bits read, by the names that values have outside of a function."""
+    read = {value for node in nodes if node.op_type in (*COMPUTES, *MOVES) for value in node.input}
     return {names.get(value, value) for value in read}
 
 
-def read_shapes_again(graph: Graph, scope: GraphProto, lost: Collection[str], new_name: Callable[[str], str]) -> None:
-    """Put a Shape that nobody reads behind every node whose results would no longer be rounded.
+def has_readers_of_16_bits(graph: Graph, value: str) -> bool:
+    """Whether a node with a kernel of 16 bits reads a value of the model's."""
+    return any(reader.op in (*COMPUTES, *MOVES) for reader in graph.tensor(value).outputs)
+
+
+def unread_shapes(
+    graph: Graph, nodes: Iterable[NodeProto], lost: Collection[str], new_name: Callable[[str], str]
+) -> Iterator[tuple[NodeProto, NodeProto]]:
+    """The nodes whose results would no longer be rounded, and for each the Shape that takes a reader's place.
 
     Args:
-        graph: the facts of the scope.
-        scope: what is left of it, and what takes the place of the rest.
-        lost: values whose shapes were read.
+        graph: the facts of their scope.
+        nodes: what is left of it or copied.
+        lost: values that nodes with kernels of 16 bits read no more.
         new_name: makes a name that is not taken.
     """
-    nodes: list[NodeProto] = []
-    for node in scope.node if lost else ():
-        nodes.append(node)
-        rounded = (value for value in node.output if value in lost and graph.dtype(value) == TensorProto.FLOAT16)
-        for value in rounded if node.op_type in KERNELS_OF_16_BITS else ():
+    for node in nodes:
+        value = node.output[0] if node.op_type in ROUNDED_ANEW else ""
+        if value in lost and graph.dtype(value) == TensorProto.FLOAT16:
             name = new_name(f"{value}/shape")
-            nodes.append(helper.make_node("Shape", [value], [name], name=name, doc_string=WHY))
-    if len(nodes) > len(scope.node):
+            yield node, helper.make_node("Shape", [value], [name], name=name, doc_string=WHY)
+
+
+def read_again(graph: Graph, scope: GraphProto, lost: Collection[str], new_name: Callable[[str], str]) -> None:
+    """Put those Shapes into what a scope has become."""
+    shapes = {node.output[0]: shape for node, shape in unread_shapes(graph, scope.node, lost, new_name)}
+    if shapes:
+        nodes = list(scope.node)
         del scope.node[:]
-        scope.node.extend(nodes)
+        for node in nodes:
+            scope.node.extend([node, *(shapes[value] for value in node.output[:1] if value in shapes)])

@@ -10,6 +10,7 @@ from onnx import TensorProto
 
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.selection import make_selection
 from tests.helpers import corpus
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder
@@ -104,6 +105,32 @@ def test_a_value_whose_shape_was_read_is_rounded_as_before() -> None:
     files = model.SerializeToString(), fused(model)
     (last,) = (node for node in onnx.load_model_from_string(files[1]).graph.node if node.op_type == "Shape")
     assert last.doc_string, "the Shape that the model has is needed by nothing"
+    feed = {"x": draw(2, 5, 32).astype(np.float16)}
+    for level in ("ORT_DISABLE_ALL", *LEVELS):
+        expected, actual = (outputs(each, level, feed) for each in files)
+        assert expected[0].tobytes() == actual[0].tobytes(), level
+
+
+def parts_of_three_kinds(b: Builder) -> str:
+    """Mamba's projection in fp16: one part is widened, one transposed, and one stays as it is."""
+    projected = b("MatMul", b.input("x", ("batch", "rows", 32)), b.array(draw(32, 56, seed=1), "w"))
+    gate, states, steps = b("Split", projected, b.integers(32, 16, 8), outputs=3, axis=-1)
+    wide = b("Cast", gate, to=TensorProto.FLOAT)
+    gate = b("Cast", b("Mul", wide, b("Sigmoid", wide)), to=b.dtype)
+    states = b("Sqrt", b("Abs", b("Transpose", states, perm=[0, 2, 1])))
+    steps = b("Softplus", b("Add", steps, b.array(draw(8, seed=2), "bias")))
+    sums = (b("ReduceMean", part, b.integers(1, 2)) for part in (b("Sqrt", b("Abs", gate)), states, steps))
+    return b("Concat", *sums, axis=0)
+
+
+@pytest.mark.parametrize("only", [("MatMul_0/*",), ("MatMul_0/0",), ("MatMul_0/32", "MatMul_0/48")], ids=" ".join)
+def test_a_copied_split_is_rounded_as_the_models_own(only: tuple[str, ...]) -> None:
+    """All of its parts are fused, or some, and it stays for the others."""
+    b = Builder(TensorProto.FLOAT16, opset=18)
+    model = b.model(parts_of_three_kinds(b))
+    analysis = analyse_model(model, resolve("sm_90a", list), selection=make_selection(only, (), None))
+    assert len(analysis.sites) == (3 if "*" in only[0] else len(only))
+    files = model.SerializeToString(), rewritten(analysis, transposed=True).SerializeToString()
     feed = {"x": draw(2, 5, 32).astype(np.float16)}
     for level in ("ORT_DISABLE_ALL", *LEVELS):
         expected, actual = (outputs(each, level, feed) for each in files)
