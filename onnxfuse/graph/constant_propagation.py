@@ -213,6 +213,19 @@ def _constant_of_shape(node: gs.Node, values: Values, shapes: Shapes) -> Array |
     return np.full(sizes, 0.0 if value is None else stored_value(value).item())
 
 
+def _one_hot(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    """One row, as TorchScript says which axis is repeated."""
+    places, depth, pair = integers(values[0]), integers(values[1]), values[2]
+    if places is None or depth is None or pair is None or (len(places), len(depth), pair.size) != (1, 1, 2):
+        return None
+    if not 0 < depth[0] <= MAX_ENTRIES or node.attrs.get("axis", -1) != -1:
+        return None
+    entries = [pair.ravel()[0]] * depth[0]
+    if -depth[0] <= places[0] < depth[0]:
+        entries[places[0]] = pair.ravel()[1]
+    return _objects(entries)[None]
+
+
 def _same(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     return values[0]
 
@@ -298,6 +311,7 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Equal": _elementwise(_equality),
     "Where": _where,
     "ConstantOfShape": _constant_of_shape,
+    "OneHot": _one_hot,
     "Unsqueeze": _flatten_to_vector,
     "Squeeze": _squeeze,
     "Reshape": _reshape,

@@ -302,6 +302,15 @@ def _windows(size: Size, padding: int, step: int, ceil: int) -> Size:
     return symbolic.function("windows", size, padding, step, ceil)
 
 
+def _top_k(known: Known) -> list[Shape | None]:
+    shape, count, axis = known.shape(0), known.integers(1, "k"), known.node.attrs.get("axis", -1)
+    if shape is None or not -len(shape) <= axis < len(shape):
+        return [None, None]
+    taken = list(shape)
+    taken[axis] = count[0] if count else None
+    return [tuple(taken)] * 2
+
+
 def _resize(known: Known) -> list[Shape | None]:
     shape, sizes = known.shape(0), known.sizes(3)
     if known.node.attrs.get("keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -480,6 +489,7 @@ _RULES: dict[str, Rule] = {
     "Split": _split,
     "Squeeze": _squeeze,
     "Tile": _tile,
+    "TopK": _top_k,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }

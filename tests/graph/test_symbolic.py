@@ -202,6 +202,15 @@ def merged_to_sizes_of_a_split(b: Builder, x: str) -> str:
     return b("Reshape", x, b("Concat", rows, sizes[2], axis=0))
 
 
+def repeated_for_experts(b: Builder, x: str) -> str:
+    """Each token once for each of its experts, as TorchScript writes repeat_interleave, beside what TopK chose."""
+    chosen, places = b("TopK", x, b.integers(3), outputs=2, axis=-1)
+    count = b("Reshape", b("Slice", b("Shape", places), b.integers(-1), b.integers(2**63 - 1)), b.integers(-1))
+    repeats = b("OneHot", b.integers(2), b.integers(4), b("Concat", b.integers(1), count, axis=0))
+    tokens = b("Tile", b("Unsqueeze", x, b.integers(2)), b("Reshape", repeats, b.integers(-1)))
+    return b("Mul", b("Reshape", tokens, b.integers(-1, 8)), b("Reshape", chosen, b.integers(-1, 1)))
+
+
 ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
@@ -223,6 +232,7 @@ CHAINS = {
     "mask": causal_mask,
     "positions": with_positions,
     "tiled": lambda b, x: b("Tile", x, b.integers(2, 1, 3)),
+    "experts": repeated_for_experts,
     "windows": padded_to_windows,
     "causal": convolved_causally,
     "last": last_rows,
@@ -259,6 +269,7 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("positions", ("B", "S", 8)),
         ("tiled", ("2*B", "S", 24)),
         ("sizes", ("B*S", 8)),
+        ("experts", ("3*B*S", 8)),
         ("windows", ("B", "S", 9)),
         ("causal", ("B", 8, "S")),
         ("last", ("B", "S", 8)),
