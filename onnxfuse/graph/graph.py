@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import onnx
@@ -66,6 +66,10 @@ class Graph:
     def tensor(self, name: str) -> gs.Tensor:
         """A value that some node of the scope reads."""
         return self._tensors[name]
+
+    def readers(self, name: str) -> Sequence[gs.Node]:
+        """The scope's nodes that read a value, which may be none."""
+        return self._tensors[name].outputs if name in self._tensors else ()
 
     def is_escaping(self, name: str) -> bool:
         """Whether a value is read by more than the scope's nodes: an output, or read in a branch or loop inside."""

@@ -86,7 +86,7 @@ def left_of_opened(graph: Graph) -> dict[str, tuple[int, int]]:
     for total in {graph.nodes[max(sums)].outputs[0].name for sums in graph.opened_sums.values()}:
         length, dtype = (graph.shape(total) or (None,))[-1], graph.dtype(total)
         if isinstance(length, int) and dtype is not None:
-            left = (node for node in graph.tensor(total).outputs if graph.opened(node))
+            left = (node for node in graph.readers(total) if graph.opened(node))
             found |= {node.outputs[0].name: (length, dtype) for node in left}
     return found
 

@@ -38,7 +38,7 @@ def read_in_16_bits(nodes: Iterable[NodeProto], names: Mapping[str, str] = Mappi
 
 def has_readers_of_16_bits(graph: Graph, value: str) -> bool:
     """Whether a node with a kernel of 16 bits reads a value of the model's."""
-    return any(reader.op in (*COMPUTES, *MOVES) for reader in graph.tensor(value).outputs)
+    return any(reader.op in (*COMPUTES, *MOVES) for reader in graph.readers(value))
 
 
 def unread_shapes(

@@ -52,9 +52,9 @@ class AxisNames:
 
 
 def _is_packed(piece: Piece, width: int | str) -> bool:
-    """Whether a piece is columns of several parts."""
+    """Whether a piece is columns of several parts; the parts themselves may be more than the columns of one."""
     sizes = isinstance(piece.size, int) and isinstance(width, int)
-    return piece.axis == COLUMNS and sizes and int(piece.size) > int(width)
+    return piece.axis == COLUMNS and sizes and int(piece.size) > int(width) and not _counts_parts(piece, width)
 
 
 def _counts_parts(piece: Piece, width: int | str) -> bool:

@@ -135,3 +135,11 @@ def test_a_copied_split_is_rounded_as_the_models_own(only: tuple[str, ...]) -> N
     for level in ("ORT_DISABLE_ALL", *LEVELS):
         expected, actual = (outputs(each, level, feed) for each in files)
         assert expected[0].tobytes() == actual[0].tobytes(), level
+
+
+def test_a_split_whose_first_output_nobody_reads_is_copied() -> None:
+    b = Builder(TensorProto.FLOAT16, opset=18)
+    projected = b("MatMul", b.input("x", (5, 32)), b.array(draw(32, 48, seed=1), "w"))
+    gate = b("Split", projected, b.integers(16, 32), outputs=2, axis=-1)[1]
+    model = b.model(b("Mul", b("Sigmoid", gate), gate))
+    assert len(onnx.load_model_from_string(fused(model)).functions) == 1

@@ -53,6 +53,19 @@ def test_three_equal_parts_are_one_product() -> None:
     check_meaning(model, fusion, FEED)
 
 
+@pytest.mark.parametrize("taken", [1, 2])
+@pytest.mark.parametrize(("width", "parts"), [(3, 4), (4, 3), (2, 4), (3, 3)])
+def test_parts_in_turn_may_be_more_than_the_columns_of_one(width: int, parts: int, taken: int) -> None:
+    b = Builder()
+    columns = b("Reshape", linear(b, n=width * parts, bias=False), b.integers(0, 0, width, parts))
+    first, *others = (b("Gather", columns, b.scalar(index), axis=3) for index in range(taken))
+    model = b.model(gate(b, first, *others) if others else b("Tanh", first))
+    _, fusion = only(model)
+    (rhs,) = fusion.rhs
+    assert [fusion.size(axis) for axis in rhs.dims[1]] == [width, parts]
+    check_meaning(model, fusion, FEED)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_parts_of_one_column_are_parts(count: int) -> None:
     b = Builder()
