@@ -23,6 +23,9 @@ from onnxfuse.graph.transposed_data import Order
 RESTORING = "brings a stored weight into the order that the model had"  # of those nodes of a body; they have no names
 
 
+OWN = -1  # in the place of an input's index
+
+
 @dataclass(frozen=True)
 class FallbackShape:
     """The second input of a Reshape in a fallback function, where the model computes it elsewhere.
@@ -30,7 +33,7 @@ class FallbackShape:
     Attributes:
         entries: as Reshape reads them: 0 keeps a dimension, -1 is the one that is left.
         of_base: for each entry, the dimension of an input that is taken instead; None for the entry itself.
-        base: which of the fusion's inputs.
+        base: which of the fusion's inputs, or OWN for what the Reshape itself reads.
     """
 
     entries: tuple[int, ...]
@@ -111,9 +114,9 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
 
     Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
     """
-    nodes, shapes = _nodes(replacement)
+    nodes = _nodes(replacement)
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
-    body = known_nodes(replacement.graph, [*shapes, *nodes], names)
+    body = known_nodes(replacement.graph, nodes, names)
     stored = {name: names[name] for name in replacement.transposed}
     inner = (*stored, *(value for node in body for value in node.output if value))
     names |= {value: f"v{index}" for index, value in enumerate(inner)}
@@ -140,22 +143,21 @@ def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdPro
     return [OperatorSetIdProto(domain=domain, version=graph.scope.opsets.get(domain, 1)) for domain in sorted(used)]
 
 
-def _nodes(replacement: Replacement) -> tuple[list[NodeProto], list[NodeProto]]:
-    """The matched nodes, and before them what some of them read in place of a computed shape."""
+def _nodes(replacement: Replacement) -> list[NodeProto]:
+    """The matched nodes, and before some of them what they read in place of a computed shape."""
     scope = replacement.graph.scope.nodes
     own = [index for index in replacement.nodes if index not in replacement.retained]
     # What only retained products need stays with them.
     read = {value for index in own for value in scope[index].input}
     copied = {node.output[0] for node in needed([scope[index] for index in replacement.copied], read)}
     nodes: list[NodeProto] = []
-    shapes: list[NodeProto] = []
     for index in (*(index for index in replacement.copied if scope[index].output[0] in copied), *own):
         node = scope[index]
         if index in replacement.shapes:
-            node, made = _reshape(node, replacement.shapes[index], replacement.inputs)
-            shapes += made
-        nodes.append(node)
-    return _rounded_as_before(replacement.graph, nodes), shapes
+            nodes += _reshape(node, replacement.shapes[index], replacement.inputs)
+        else:
+            nodes.append(node)
+    return _rounded_as_before(replacement.graph, nodes)
 
 
 def _rounded_as_before(graph: Graph, nodes: list[NodeProto]) -> list[NodeProto]:
@@ -165,16 +167,17 @@ def _rounded_as_before(graph: Graph, nodes: list[NodeProto]) -> list[NodeProto]:
     return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, str))]
 
 
-def _reshape(node: NodeProto, shape: FallbackShape, inputs: Sequence[str]) -> tuple[NodeProto, list[NodeProto]]:
-    """A copy of a Reshape to a shape of the body's own, and the nodes that make this."""
+def _reshape(node: NodeProto, shape: FallbackShape, inputs: Sequence[str]) -> list[NodeProto]:
+    """A copy of a Reshape to a shape of the body's own, behind the nodes that make this."""
     node = renamed(node, {})
-    made = _shape(f"{node.output[0]}/shape", shape, "" if shape.is_constant else inputs[shape.base])
+    base = node.input[0] if shape.base == OWN else inputs[shape.base]
+    made = _shape(f"{node.output[0]}/shape", shape, base)
     node.input[1] = made[-1].output[0]
     # 0 keeps a dimension
     attributes = [attribute for attribute in node.attribute if attribute.name != "allowzero"]
     del node.attribute[:]
     node.attribute.extend(attributes)
-    return node, made
+    return [*made, node]
 
 
 def needed(nodes: Sequence[NodeProto], values: set[str]) -> list[NodeProto]:

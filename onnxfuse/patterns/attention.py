@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph.fallback_body import FallbackShape
+from onnxfuse.graph.fallback_body import OWN, FallbackShape
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.ir.attention import Attention
@@ -291,6 +291,8 @@ def _no_kernel(node: gs.Node, detail: str) -> NotFusable:
 
 def _of_values(shape: FallbackShape, attention: Attention, second: Match) -> FallbackShape:
     """A shape of the second product's, told by the inputs of the whole: its lhs is none of them."""
+    if shape.base == OWN:
+        return shape
     if shape.is_constant or shape.base == 1:
         return replace(shape, base=VALUES)
     wanted = [None if index is None else attention.scores[index] for index in shape.of_base]

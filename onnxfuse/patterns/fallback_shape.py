@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph.fallback_body import FallbackShape
+from onnxfuse.graph.fallback_body import OWN, FallbackShape
 from onnxfuse.graph.graph import SIXTEEN_BIT, Graph
+from onnxfuse.graph.symbolic import Size
 from onnxfuse.patterns.view_ops import MOVES
 from onnxfuse.patterns.views import View, extent, is_repeated
 
@@ -26,19 +27,30 @@ class Base:
 
 
 def shape_of(before: View, after: View, base: Base, prefer_base: bool = False) -> FallbackShape | None:
-    """How a Reshape's shape follows from its input's dimensions and those of a base; None where it does not."""
+    """How a Reshape's shape follows from its input's dimensions and those of a base; None where it does not.
+
+    A Shape of a base may be why ONNX Runtime rounds that; one of what the Reshape reads anyway is not.
+    """
     sizes = [extent(dim) for dim in after]
     same = [index < len(before) and extent(before[index]) == size for index, size in enumerate(sizes)]
     entries = [
         size if isinstance(size, int) else 0 if is_same else -1 for size, is_same in zip(sizes, same, strict=True)
     ]
-    of_base: list[int | None] = [None] * len(entries)
-    known = [extent(dim) for dim in base.view]
+    own = None if prefer_base else _taken_of(before, sizes, entries, OWN)
+    return own or _taken_of(base.view, sizes, entries, base.index, prefer_base)
+
+
+def _taken_of(
+    view: View, sizes: Sequence[Size], entries: Sequence[int], place: int, everywhere: bool = False
+) -> FallbackShape | None:
+    """A shape that takes sizes of one tensor, all that it can or those that are too many to be left open."""
+    entries, of_base = list(entries), list[int | None]([None] * len(entries))
+    known = [extent(dim) for dim in view]
     for index, size in enumerate(sizes):
-        wanted = prefer_base or (entries.count(-1) > 1 and entries[index] == -1)
+        wanted = everywhere or (entries.count(-1) > 1 and entries[index] == -1)
         if isinstance(size, str) and wanted and size in known:
             entries[index], of_base[index] = 0, known.index(size)
-    return FallbackShape(tuple(entries), tuple(of_base), base.index) if entries.count(-1) <= 1 else None
+    return FallbackShape(tuple(entries), tuple(of_base), place) if entries.count(-1) <= 1 else None
 
 
 def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base: Base) -> FallbackShape | None:
