@@ -31,6 +31,7 @@ from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.probability_guard import NUMBERS, guard_of
 from onnxfuse.patterns.product import is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
+from onnxfuse.patterns.row_shift import shift_of
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, columns_dim
 
@@ -167,7 +168,7 @@ class Attentions:
 
     def _scores(self, softmax: gs.Node, product: gs.Node, computed: tuple[str, ...]) -> Lowered:
         """The fusion from the first product to what the softmax is of."""
-        value, grown = softmax.inputs[0], self._grown(product, computed, of_scores=True)
+        value, grown = softmax.inputs[0], self._grown(product, computed, softmax)
         position = _position(grown, softmax, product)
         if len(value.outputs) > 1 or self.graph.is_escaping(value.name):
             raise _score_is_read(value, "the softmax")
@@ -211,8 +212,8 @@ class Attentions:
                 found.append(end)
         return found
 
-    def _grown(self, node: gs.Node, computed: tuple[str, ...], of_scores: bool = False) -> GrownRegion:
-        """What grows from a product, read through as many views as nobody else owns."""
+    def _grown(self, node: gs.Node, computed: tuple[str, ...], softmax: gs.Node | None = None) -> GrownRegion:
+        """What grows from a product, read through as many views as nobody else owns; the scores of a softmax."""
         # Batches may lie apart: they are heads.
         if node.op not in ("MatMul", "Einsum") or self.rounds:
             computed = ()
@@ -221,7 +222,8 @@ class Attentions:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
             product = read_product(self.graph, node, through_views=False)
-        grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, of_scores)
+        shift = shift_of(self.graph, softmax) if softmax is not None and not self.rounds else ()
+        grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, softmax is not None, shift)
         if grown.refused:
             raise grown.refused[0][1]
         return grown

@@ -64,6 +64,7 @@ class GrownRegion:
         is_taken: Callable[[gs.Node], bool],
         rounds: bool = False,
         of_scores: bool = False,
+        shift: tuple[gs.Node, ...] = (),
     ) -> None:
         self.graph = graph
         self.products = products
@@ -77,6 +78,7 @@ class GrownRegion:
         self.arguments = Arguments(graph, self.epilogue, self.values, of_scores)
         self.turns: dict[str, int] = {}
         self._is_taken = is_taken
+        self._shift = shift  # nodes before a softmax that change no probability, the last of a value and one beside it
         self._sequences: dict[str, list[Columns]] = {}
         self._makers: dict[str, int] = {}
         self._queue: list[int] = []
@@ -175,7 +177,9 @@ class GrownRegion:
         inputs = node.inputs[:MAX_INPUTS]
         columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
         op = qualified_op(node)
-        if op == "SequenceAt":
+        if any(node is each for each in self._shift):
+            self._take(node, columns[0] if node is self._shift[-1] else None)
+        elif op == "SequenceAt":
             self._absorb_sequence_at(node)
         elif op == "Shape" or not columns or self._reads_type_alone(node):
             self._absorb_known(node)
