@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class AxisNames:
             return names if self.is_window else (PART_AXIS, *names)
         if _counts_parts(piece, self.width):
             return (PART_AXIS,)
-        end = piece.step * piece.size if isinstance(piece.size, int) else 0
+        end = piece.step * piece.size if isinstance(piece.size, int) else math.inf
         parts = sorted(zip(self.pieces, self.axes, strict=True), key=lambda entry: -entry[0].step)
         own = ((part.step, axis.name) for part, axis in parts if part.axis == piece.axis)
         return tuple(name for step, name in own if step == piece.step or piece.step < step < end)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
+from onnxfuse.graph import symbolic
 from onnxfuse.limits import MOST_LEVELS, STAGE_ROW_BYTES
 from onnxfuse.patterns.operand_views import Source
 from onnxfuse.patterns.views import COLUMNS, AxisKind, Dim, Piece, View, ViewAxis, is_repeated, refined, split
@@ -138,9 +139,10 @@ def _unified(left: Piece, right: Piece, names: tuple[_Names, _Names]) -> Dim:
 def _smaller(left: int | str, right: int | str) -> int | str:
     if left == right:
         return left
-    if isinstance(left, str) or isinstance(right, str) or 0 in (left, right):
+    number, other = (left, right) if isinstance(left, int) else (right, left)
+    if isinstance(number, str) or 0 in (left, right) or (isinstance(other, str) and not symbolic.divide(other, number)):
         raise NotFusable("unknown_broadcast", "", f"sizes of its inputs, {left} and {right}, do not provably agree")
-    return min(left, right)
+    return min(number, other) if isinstance(other, int) else number
 
 
 def _taken(pieces: list[Piece], size: int | str) -> Piece:
@@ -148,9 +150,10 @@ def _taken(pieces: list[Piece], size: int | str) -> Piece:
     own = pieces.pop()
     if own.size == size:
         return own
-    if isinstance(own.size, str) or isinstance(size, str) or own.size % size:
+    left = symbolic.divide(own.size, size) if isinstance(size, int) else None
+    if left is None:
         raise NotFusable("unknown_broadcast", "", f"sizes of its inputs, {own.size} and {size}, do not agree")
-    outer, inner = split(own, own.size // size)
+    outer, inner = split(own, left)
     pieces.append(outer)
     return inner
 

@@ -36,8 +36,9 @@ def shape_of(before: View, after: View, base: Base, prefer_base: bool = False) -
     entries = [
         size if isinstance(size, int) else 0 if is_same else -1 for size, is_same in zip(sizes, same, strict=True)
     ]
-    own = None if prefer_base else _taken_of(before, sizes, entries, OWN)
-    return own or _taken_of(base.view, sizes, entries, base.index, prefer_base)
+    own = _taken_of(before, sizes, entries, OWN)
+    of_base = _taken_of(base.view, sizes, entries, base.index, prefer_base)
+    return of_base or own if prefer_base else own or of_base
 
 
 def _taken_of(

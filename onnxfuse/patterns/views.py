@@ -6,6 +6,7 @@ Reshape groups and splits their pieces. There is no division in it: a Reshape th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -48,7 +49,7 @@ class Piece:
 
     Attributes:
         axis: the axis.
-        size: an int, or a symbol for what only the run knows; an axis of symbolic size is never split.
+        size: an int, or a symbol for what only the run knows: then it is the outermost piece of its axis.
     """
 
     axis: ViewAxis
@@ -110,10 +111,10 @@ def _take(pieces: list[Piece], size: Size) -> Dim:
 
 
 def split(piece: Piece, size: Size) -> tuple[Piece, Piece]:
-    """A piece in two, the outer one of the given size."""
-    if isinstance(piece.size, str) or not isinstance(size, int) or piece.size % size:
+    """A piece in two, the outer one of the given size; the inner one has a size that is known."""
+    inner = symbolic.divide(piece.size, size)
+    if size is None or not isinstance(inner, int):
         raise NotFusable("reshape_does_not_factor", "", "reshapes across the axes of the product")
-    inner = piece.size // size
     return replace(piece, size=size, step=piece.step * inner), replace(piece, size=inner)
 
 
@@ -127,17 +128,17 @@ def _joined(pieces: list[Piece]) -> Dim:
 
 
 def _one_piece(outer: Piece, inner: Piece) -> Piece | None:
-    if isinstance(outer.size, str) or isinstance(inner.size, str) or outer.axis != inner.axis:
+    if isinstance(inner.size, str) or outer.axis != inner.axis or outer.step != inner.step * inner.size:
         return None
-    return replace(inner, size=outer.size * inner.size) if outer.step == inner.step * inner.size else None
+    return replace(inner, size=extent((outer, inner)))
 
 
 def refined(view: View, other: View) -> View:
     """A view whose pieces are split where another view splits them."""
     bounds: dict[ViewAxis, set[int]] = {}
     for piece in (piece for dim in (*view, *other) for piece in dim):
-        if isinstance(piece.size, int):
-            bounds.setdefault(piece.axis, set()).update((piece.step, piece.step * piece.size))
+        ends = (piece.step, piece.step * piece.size) if isinstance(piece.size, int) else (piece.step,)
+        bounds.setdefault(piece.axis, set()).update(ends)
     return tuple(tuple(part for piece in dim for part in split_at(piece, bounds.get(piece.axis, ()))) for dim in view)
 
 
@@ -147,15 +148,24 @@ def split_at(piece: Piece, bounds: Iterable[int]) -> list[Piece]:
     Raises:
         NotFusable: the bounds do not divide each other.
     """
-    if isinstance(piece.size, str):
-        return [piece]
-    inside = sorted(bound for bound in bounds if piece.step <= bound <= piece.step * piece.size)
+    end = math.inf if isinstance(piece.size, str) else piece.step * piece.size
+    inside = sorted(bound for bound in bounds if piece.step <= bound <= end)
     parts: list[Piece] = []
     for inner, outer in pairwise(inside):
         if outer % inner:
             raise NotFusable("reshape_does_not_factor", "", f"an axis is split at {inner} and at {outer}")
         parts.insert(0, Piece(piece.axis, outer // inner, inner))
+    if isinstance(piece.size, str) and parts:
+        parts.insert(0, replace(piece, size=_rest(piece, inside[-1] // piece.step), step=inside[-1]))
     return parts or [piece]
+
+
+def _rest(piece: Piece, inner: int) -> int | str:
+    """How often some steps go into a piece."""
+    rest = symbolic.divide(piece.size, inner)
+    if rest is None:
+        raise NotFusable("reshape_does_not_factor", "", f"an axis of {piece.size} is split at {inner}")
+    return rest
 
 
 def is_column(piece: Piece) -> bool:

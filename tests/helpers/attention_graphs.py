@@ -124,6 +124,26 @@ def merged_batch(b: Builder) -> list[str]:
     return [b("Reshape", b("Transpose", out, perm=(0, 2, 1, 3)), b.integers(2, 40, HEADS * HEAD))]
 
 
+def masked_in_batches(b: Builder) -> list[str]:
+    """DeBERTa, SpeechT5: the same of as many batches as only the run knows, which a mask takes apart again."""
+
+    def length(name: str) -> str:
+        return b("Gather", b("Shape", name), b.integers(1))
+
+    def reshaped(x: str, *sizes: str) -> str:
+        return b("Reshape", x, b("Concat", b.integers(-1), *sizes, axis=0))
+
+    def batched(name: str, tokens: str) -> str:
+        return reshaped(split_heads(b, name, tokens), length(name), b.integers(HEAD))
+
+    s = b("MatMul", batched("query", "rows"), b("Transpose", batched("key", "keys"), perm=(0, 2, 1)))
+    s = reshaped(s, b.integers(HEADS), length("query"), length("key"))
+    s = b("Add", s, b.input("mask", ("batch", 1, "rows", "keys")))
+    p = b("Softmax", reshaped(s, length("query"), length("key")), axis=-1)
+    out = reshaped(b("MatMul", p, batched("value", "keys")), b.integers(HEADS), length("query"), b.integers(HEAD))
+    return [b("Reshape", b("Transpose", out, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * HEAD))]
+
+
 def by_einsum(b: Builder) -> list[str]:
     def heads(name: str, tokens: str) -> str:
         return b.input(name, ("batch", tokens, HEADS, HEAD))
@@ -143,7 +163,7 @@ FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
         plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap,
-        filled, grouped, merged_batch, by_einsum, without_heads,
+        filled, grouped, merged_batch, masked_in_batches, by_einsum, without_heads,
     )
 }  # fmt: skip
 

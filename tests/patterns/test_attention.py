@@ -76,6 +76,14 @@ def test_heads_that_share_keys_lie_inside() -> None:
     assert str(mapping) == "batch=b heads=h*g m=m n=n k=k o=o"
 
 
+@pytest.mark.parametrize("form", ["merged_batch", "masked_in_batches"])
+def test_heads_of_a_batch_are_read_as_they_lie(form: str) -> None:
+    attention = attention_of(model_of(form))
+    assert [tensor.dims for tensor in (attention.query, attention.keys, attention.values)] == [
+        (("b",), ("m",), ("h", "k")), (("b",), ("n",), ("h", "k")), (("b",), ("n",), ("h", "o")),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in LEFT_ALONE_IN_FP32])
 def test_every_architecture_has_a_kernel(form: str, dtype: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,33 @@ def test_sizes_that_only_the_run_knows_are_matched_by_symbol(wanted, expected) -
     else:
         found = regroup(view, wanted)
         assert [tuple(piece.size for piece in dim) for dim in found] == expected
+
+
+@pytest.mark.parametrize("wanted", [["b", 4, "s", 2], ["2*b", 2, "s", 2], ["2*b", 2, None], ["b", 2, 2, "2*s"]])
+def test_what_is_a_multiple_of_a_symbol_is_split_at_numbers(wanted: list[int | str | None]) -> None:
+    """And one piece again where it is merged; with numbers in place of the symbols, elements move as in NumPy."""
+    view = axis_view(("4*b", "2*s"), AxisKind.LHS)
+    split = regroup(view, wanted)
+    assert [size for size in wanted if size] == [extent(dim) for dim, size in zip(split, wanted, strict=True) if size]
+    assert regroup(split, ["4*b", "2*s"]) == view
+    known = as_run(split, {"b": 3, "s": 5})
+    base = np.arange(120).reshape(12, 10)
+    np.testing.assert_array_equal(as_numpy(known[::-1], base), base.reshape([*map(extent, known)]).T)
+
+
+def as_run(view: View, sizes: dict[str, int]) -> View:
+    """A view of which a run knows the sizes."""
+
+    def number(size: int | str) -> int:
+        return math.prod(sizes.get(factor) or int(factor) for factor in str(size).split("*"))
+
+    return tuple(tuple(replace(piece, size=number(piece.size)) for piece in dim) for dim in view)
+
+
+@pytest.mark.parametrize("wanted", [[4, "b", "s", 2], ["b", 3, None], [2, None], ["4*b", "s", 3]])
+def test_what_is_no_multiple_is_not_split(wanted: list[int | str | None]) -> None:
+    with pytest.raises(NotFusable):
+        regroup(axis_view(("4*b", "2*s"), AxisKind.LHS), wanted)
 
 
 def test_unnamed_sizes_equal_nothing_but_themselves() -> None:
