@@ -220,10 +220,11 @@ def _one_hot(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
         return None
     if not 0 < depth[0] <= MAX_ENTRIES or node.attrs.get("axis", -1) != -1:
         return None
-    entries = [pair.ravel()[0]] * depth[0]
+    off, on = pair.ravel().tolist()
+    entries = [off] * depth[0]
     if -depth[0] <= places[0] < depth[0]:
-        entries[places[0]] = pair.ravel()[1]
-    return _objects(entries)[None]
+        entries[places[0]] = on
+    return _objects(entries).reshape(*values[0].shape, -1)
 
 
 def _same(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:

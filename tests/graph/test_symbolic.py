@@ -211,6 +211,11 @@ def repeated_for_experts(b: Builder, x: str) -> str:
     return b("Mul", b("Reshape", tokens, b.integers(-1, 8)), b("Reshape", chosen, b.integers(-1, 1)))
 
 
+def twice_as_one_hot_says(b: Builder, x: str) -> str:
+    twice = b("OneHot", b.integers(-1), b.integers(3), b.integers(1, 2))
+    return b("Reshape", b("Concat", x, x, axis=-1), b("Mul", b("Shape", x), b("Reshape", twice, b.integers(-1))))
+
+
 ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
@@ -233,6 +238,7 @@ CHAINS = {
     "positions": with_positions,
     "tiled": lambda b, x: b("Tile", x, b.integers(2, 1, 3)),
     "experts": repeated_for_experts,
+    "one_hot": twice_as_one_hot_says,
     "windows": padded_to_windows,
     "causal": convolved_causally,
     "last": last_rows,
