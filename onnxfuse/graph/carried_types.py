@@ -6,10 +6,11 @@ makes that shape of it. What the body makes otherwise, a size or the rank, is fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, TypeProto, helper
 
 from onnxfuse.graph.functions import reads, subgraphs
 from onnxfuse.graph.load import is_large
@@ -17,6 +18,21 @@ from onnxfuse.graph.load import is_large
 Types = Mapping[str, TypeProto]
 MADE_UP = "unk__"  # begins the names that inference gives to sizes of which it knows nothing
 _BEFORE = 2  # inputs of a Loop, and of its body, before those that are carried; its outputs have one less
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """What bodies see of the model around them, of which the types are known and small numbers as well."""
+
+    model: ModelProto
+    types: Types
+    tensors: Mapping[str, TensorProto]
+    constants: Mapping[str, NodeProto]
+
+
+def loops(model: ModelProto) -> list[NodeProto]:
+    """Those of the main graph."""
+    return [node for node in model.graph.node if node.op_type == "Loop" and node.domain in ("", "ai.onnx")]
 
 
 def tell_bodies(model: ModelProto, known: Types) -> tuple[dict[str, TypeProto], bool]:
@@ -31,11 +47,11 @@ def tell_bodies(model: ModelProto, known: Types) -> tuple[dict[str, TypeProto], 
     """
     made: dict[str, TypeProto] = {}
     told = False
-    for node in model.graph.node:
-        if node.op_type != "Loop" or node.domain not in ("", "ai.onnx"):
-            continue
+    nodes = loops(model)
+    outside = _outside(model if nodes else ModelProto(), known)
+    for node in nodes:
         body = dict(subgraphs(node))["body"]
-        types = _carried(model, node, body, known)
+        types = _carried(outside, node, body)
         for value, kind in zip(body.input[_BEFORE:], types, strict=False):
             told |= _tell(value.type, kind)
         made |= {name: kind for name, kind in zip(node.output, types, strict=False) if name and _has_shape(kind)}
@@ -58,11 +74,16 @@ def _tell(own: TypeProto, kind: TypeProto) -> bool:
     return bool(own != before)
 
 
-def _carried(model: ModelProto, node: NodeProto, body: GraphProto, known: Types) -> list[TypeProto]:
+def _outside(model: ModelProto, known: Types) -> _Outside:
+    constants = {node.output[0]: node for node in model.graph.node if node.op_type == "Constant"}
+    return _Outside(model, known, {tensor.name: tensor for tensor in model.graph.initializer}, constants)
+
+
+def _carried(outside: _Outside, node: NodeProto, body: GraphProto) -> list[TypeProto]:
     """The types that hold in every iteration and behind a Loop; without a shape where its rank may change."""
-    types = [_sure(known.get(name)) for name in node.input[_BEFORE:]]
+    types = [_sure(outside.types.get(name)) for name in node.input[_BEFORE:]]
     while any(map(_has_shape, types)):
-        made = _made(model, body, types, known)
+        made = _made(outside, body, types)
         common = [_common(before, after) for before, after in zip(types, made, strict=True)]
         if common == types:
             break
@@ -70,23 +91,24 @@ def _carried(model: ModelProto, node: NodeProto, body: GraphProto, known: Types)
     return types
 
 
-def _made(model: ModelProto, body: GraphProto, types: Sequence[TypeProto], known: Types) -> list[TypeProto]:
+def _made(outside: _Outside, body: GraphProto, types: Sequence[TypeProto]) -> list[TypeProto]:
     """The types that a body makes of what it is given."""
-    alone = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    alone = ModelProto(ir_version=outside.model.ir_version, opset_import=outside.model.opset_import)
     graph = alone.graph
     graph.name = "body"
     graph.input.extend(body.input)
     for value, kind in zip(graph.input[_BEFORE:], types, strict=False):
         if kind.WhichOneof("value"):
             value.type.CopyFrom(kind)
-    outside = set(_reads(body)) - {name for node in body.node for name in node.output}
-    outside -= {value.name for value in (*body.input, *body.initializer)}
-    _add_stored(graph, body, {tensor.name for tensor in body.initializer})
-    _add_stored(graph, model.graph, outside)
-    graph.node.extend(node for node in model.graph.node if node.op_type == "Constant" and node.output[0] in outside)
+    read = set(_reads(body)) - {name for node in body.node for name in node.output}
+    read -= {value.name for value in (*body.input, *body.initializer)}
+    names = sorted(read)
+    _add_stored(graph, (*body.initializer, *(outside.tensors[name] for name in names if name in outside.tensors)))
+    graph.node.extend(outside.constants[name] for name in names if name in outside.constants)
     there = {name for node in graph.node for name in node.output}
     there |= {value.name for value in (*graph.input, *graph.initializer)}
-    graph.input.extend(helper.make_value_info(name, known[name]) for name in sorted(outside - there) if name in known)
+    seen = (name for name in names if name in outside.types and name not in there)
+    graph.input.extend(helper.make_value_info(name, outside.types[name]) for name in seen)
     graph.node.extend(body.node)
     inferred = onnx.shape_inference.infer_shapes(alone, data_prop=True).graph
     found = {value.name: value.type for value in (*inferred.input, *inferred.value_info)}
@@ -98,9 +120,9 @@ def _reads(body: GraphProto) -> Iterator[str]:
     return (name for node in body.node for name in reads(node))
 
 
-def _add_stored(graph: GraphProto, source: GraphProto, names: set[str]) -> None:
+def _add_stored(graph: GraphProto, tensors: Iterable[TensorProto]) -> None:
     """Initializers, large ones as inputs: inference needs no more than their types."""
-    for tensor in (each for each in source.initializer if each.name in names):
+    for tensor in tensors:
         if is_large(tensor):
             graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
         else:

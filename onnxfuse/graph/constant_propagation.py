@@ -224,7 +224,7 @@ def _one_hot(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     entries = [off] * depth[0]
     if -depth[0] <= places[0] < depth[0]:
         entries[places[0]] = on
-    return _objects(entries).reshape(*values[0].shape, -1)
+    return _objects(entries)[None]
 
 
 def _same(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto, helper
 
-from onnxfuse.graph.carried_types import MADE_UP, tell_bodies
+from onnxfuse.graph.carried_types import MADE_UP, loops, tell_bodies
 from onnxfuse.graph.functions import subgraphs
 
 Types = Mapping[str, TypeProto]
 MAX_PASSES = 8  # each of which may learn something from what the one before could not tell
+MAX_LOOPS = 64  # each of which may read what another carried, and has a pass of its own
 KEEP_TYPE = frozenset({"Imputer", "Normalizer", "Scaler"})  # of ai.onnx.ml, where ONNX infers nothing
 Dimension = TensorShapeProto.Dimension
 
@@ -36,7 +37,7 @@ def inferred_types(model: ModelProto) -> ModelProto:
     known = _types(inferred.graph)
     if any(_contradicts(known[name], kind) for name, kind in declared.items() if name in known):
         declared = {name: _without_sizes(kind) for name, kind in declared.items()}
-    for _ in range(MAX_PASSES):
+    for _ in range(MAX_PASSES + min(MAX_LOOPS, len(loops(model)))):
         carried, told = tell_bodies(model, known)
         learnt = dict(_learnt(inferred.graph, known, declared | carried))
         if not learnt and not told:

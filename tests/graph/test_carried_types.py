@@ -71,6 +71,19 @@ def test_two_that_change_places_have_what_both_have() -> None:
     assert [graph.shape(name) for name in ("y", "v")] == [("b", None, 16)] * 2
 
 
+def test_as_many_loops_in_a_row_as_models_have_layers() -> None:
+    last = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["" : 20]>
+        loops (float[b, s, 16] y0, int64 trips) => (float[] y24) { y24 = Loop(trips, , y0) <body = graph
+            (int64 i, bool go, float[] h) => (bool on, float[] out) { on = Identity(go) out = Tanh(h) }> }""")
+    (node,) = last.graph.node
+    for layer in range(24):
+        last.graph.node.add().CopyFrom(node)
+        last.graph.node[-1].input[2], last.graph.node[-1].output[0] = f"y{layer}", f"y{layer + 1}"
+    del last.graph.node[0]
+    assert Graph(load_model(last)).shape("y24") == ("b", "s", 16)
+
+
 @pytest.mark.parametrize("given", ["float[] h", "float[?, ?, ?] h", "float[b, s, 16] h"])
 def test_a_residual_on_what_is_carried_is_fused_inside_and_behind(given: str) -> None:
     model = looped(given, LAYER)
