@@ -23,9 +23,10 @@ from onnxfuse.ir.join import join
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.diagonal import diagonal_of
+from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
-from onnxfuse.patterns.operand_views import COMPUTED_VIEWS
+from onnxfuse.patterns.operand_views import COMPUTED_VIEWS, SCALES
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.probability_guard import NUMBERS, guard_of
@@ -86,7 +87,7 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
             continue
         if passed is None:
             return None
-        if len(value.outputs) > 1 or graph.is_escaping(value.name):
+        if [reader for reader in value.outputs if reader.op != "Shape"] != [passed] or graph.is_escaping(value.name):
             refusal = refusal or _is_read_beside(softmax, value)
         if is_anchor(graph, passed):
             return Candidate((), softmax, tuple(nodes), passed, guarded, refusal)
@@ -158,7 +159,7 @@ class Attentions:
 
     def _products(self, candidate: Candidate, product: gs.Node) -> tuple[Lowered, Iterator[Lowered]]:
         """Both products, whose factors are read before they are widened, or behind that where not all of them are."""
-        for computed in (COMPUTED_VIEWS, ("Mul",)):
+        for computed in (COMPUTED_VIEWS, SCALES):
             first = self._scores(candidate.softmax, product, computed)
             seconds = self._sums(candidate.second, computed)
             furthest = next(seconds)
@@ -237,12 +238,16 @@ class Attentions:
         between = [self.graph.index(node) for node in (candidate.softmax, *candidate.behind)]
         nodes = {*first.nodes, *between, *second.nodes}
         shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
+        spared = only_feeding(self.graph, [index for index in between if index in shapes])
+        for node in (candidate.softmax, *candidate.behind):
+            if any(self.graph.index(reader) not in nodes | spared for reader in node.outputs[0].outputs):
+                raise _is_read_beside(candidate.softmax, node.outputs[0])
         match = replace(
             second,
             products=(*first.products, *second.products),
             nodes=tuple(sorted(nodes)),
             copied=tuple(sorted({*first.copied, *second.copied} - nodes)),
-            folded=tuple(sorted({*first.folded, *second.folded} - nodes)),
+            folded=tuple(sorted({*first.folded, *second.folded, *spared} - nodes)),
             constants=tuple(dict.fromkeys((*first.constants, *second.constants))),
             shapes={**first.shapes, **shapes},
         )

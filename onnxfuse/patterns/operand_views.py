@@ -22,19 +22,20 @@ from onnxfuse.patterns.view_ops import INPUT_VIEWS, viewed
 from onnxfuse.patterns.views import AxisKind, View, axis_view
 
 STORED_VIEWS = frozenset({"Identity", "Transpose"})
-COMPUTED_VIEWS = ("Mul", "Cast")  # by a number; of 16 bits to fp32
+SCALES = ("Mul", "Div")  # by a number
+COMPUTED_VIEWS = (*SCALES, "Cast")  # of 16 bits to fp32
 MAX_STORED_VIEWS = 8
 MAX_VIEWS = 16  # before a product; repeated keys and values of grouped queries have five
 
 
 @dataclass(frozen=True)
 class InputView:
-    """A node that only regroups an input, widens it, or multiplies it by a number, which the product may do as well.
+    """A node that only regroups an input, widens it, or scales it by a number, which the product may do as well.
 
     Attributes:
         node: the node.
         shape: replaces the shape that it reads, if the run computes that.
-        factor: the number.
+        factor: the number that it multiplies or divides by.
     """
 
     node: gs.Node
@@ -168,11 +169,11 @@ def _widens(graph: Graph, node: gs.Node) -> bool:
 
 
 def _factor(graph: Graph, node: gs.Node) -> gs.Tensor | None:
-    """The number that a Mul multiplies a tensor by; None where there is none."""
-    if qualified_op(node) != "Mul":
+    """The number that a node multiplies or divides a tensor by; None where there is none."""
+    if qualified_op(node) not in SCALES:
         return None
     numbers = [tensor for tensor in node.inputs if graph.shape(tensor.name) in ((), (1,))]
-    return numbers[0] if len(numbers) == 1 else None
+    return numbers[0] if len(numbers) == 1 and (node.op == "Mul" or numbers[0] is node.inputs[1]) else None
 
 
 def _viewed(graph: Graph, node: gs.Node) -> gs.Tensor:

@@ -97,9 +97,9 @@ class Product:
         return (*(view.node for view in self.views), *self.stored_nodes)
 
     @property
-    def factors(self) -> tuple[gs.Tensor, ...]:
-        """The numbers that an input was to be multiplied by."""
-        return tuple(view.factor for view in self.views if view.factor is not None)
+    def factors(self) -> tuple[tuple[str, gs.Tensor], ...]:
+        """The numbers that an input was to be multiplied or divided by: `mul` or `div`, and the number."""
+        return tuple((view.node.op.lower(), view.factor) for view in self.views if view.factor is not None)
 
     @property
     def label(self) -> str:

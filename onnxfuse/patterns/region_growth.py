@@ -131,8 +131,8 @@ class GrownRegion:
         if product.bias is not None and product.beta != 0.0:
             self.arguments.operand(self.graph.tensor(product.bias), replace(value, view=product.biased))
         ref = made_value(self.epilogue, product, self.arguments.operands)
-        for factor in product.factors:  # of a product without a bias
-            ref = self.epilogue.apply("mul", ref, self.arguments.argument(factor, value))
+        for op, factor in product.factors:  # of a product without a bias
+            ref = self.epilogue.apply(op, ref, self.arguments.argument(factor, value))
         self._take(product.node, replace(value, ref=ref))
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:

@@ -125,10 +125,13 @@ def merged_batch(b: Builder) -> list[str]:
 
 
 def masked_in_batches(b: Builder) -> list[str]:
-    """DeBERTa, SpeechT5: the same of as many batches as only the run knows, which a mask takes apart again."""
+    """DeBERTa, SpeechT5: the same of as many batches as only the run knows, which a mask takes apart in between.
 
-    def length(name: str) -> str:
-        return b("Gather", b("Shape", name), b.integers(1))
+    The keys are divided where they lie transposed, and the probabilities are merged by their own shape.
+    """
+
+    def length(value: str, place: int = 1) -> str:
+        return b("Gather", b("Shape", value), b.integers(place))
 
     def reshaped(x: str, *sizes: str) -> str:
         return b("Reshape", x, b("Concat", b.integers(-1), *sizes, axis=0))
@@ -136,10 +139,10 @@ def masked_in_batches(b: Builder) -> list[str]:
     def batched(name: str, tokens: str) -> str:
         return reshaped(split_heads(b, name, tokens), length(name), b.integers(HEAD))
 
-    s = b("MatMul", batched("query", "rows"), b("Transpose", batched("key", "keys"), perm=(0, 2, 1)))
-    s = reshaped(s, b.integers(HEADS), length("query"), length("key"))
-    s = b("Add", s, b.input("mask", ("batch", 1, "rows", "keys")))
-    p = b("Softmax", reshaped(s, length("query"), length("key")), axis=-1)
+    k = b("Div", b("Transpose", batched("key", "keys"), perm=(0, 2, 1)), number(b, 4.0))
+    s = reshaped(b("MatMul", batched("query", "rows"), k), b.integers(HEADS), length("query"), length("key"))
+    p = b("Softmax", b("Add", s, b.input("mask", ("batch", 1, "rows", "keys"))), axis=-1)
+    p = reshaped(p, length(p, 2), length(p, 3))
     out = reshaped(b("MatMul", p, batched("value", "keys")), b.integers(HEADS), length("query"), b.integers(HEAD))
     return [b("Reshape", b("Transpose", out, perm=(0, 2, 1, 3)), b.integers(0, 0, HEADS * HEAD))]
 

@@ -112,6 +112,16 @@ def test_a_probability_that_is_read() -> None:
     assert reason_of(build) == "probability_is_read"
 
 
+def test_a_probability_whose_shape_is_read_elsewhere() -> None:
+    """What the shape is of is no value of the model any more."""
+
+    def build(b: Builder) -> list[str]:
+        p = b("Softmax", scores(b), axis=-1)
+        return [*merged(b, p), b("Cast", b("Shape", p), to=b.dtype)]
+
+    assert reason_of(build) == "probability_is_read"
+
+
 def test_another_axis() -> None:
     assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
 
