@@ -100,7 +100,7 @@ def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
     """The product of a probability, or a node that hands it on to one: a Cast, a view."""
     readers = [reader for reader in value.outputs if reader.op != "Shape"]
     second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
-    handed = (reader for reader in readers if reader.op in ("Cast", "Identity") or qualified_op(reader) in VIEWS)
+    handed = (reader for reader in readers if qualified_op(reader) in ("Cast", "Identity", *VIEWS))
     return second or next(handed, None)
 
 

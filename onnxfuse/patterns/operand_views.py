@@ -129,7 +129,7 @@ def _own_view(graph: Graph, name: str, kind: AxisKind) -> View:
 def _stored(graph: Graph, tensor: gs.Tensor, kind: AxisKind) -> Source | None:
     """A constant before nodes that others may read as well."""
     nodes: list[gs.Node] = []
-    while tensor.inputs and tensor.inputs[0].op in STORED_VIEWS and len(nodes) < MAX_STORED_VIEWS:
+    while tensor.inputs and qualified_op(tensor.inputs[0]) in STORED_VIEWS and len(nodes) < MAX_STORED_VIEWS:
         nodes.append(tensor.inputs[0])
         tensor = tensor.inputs[0].inputs[0]
     if not is_stored(graph, tensor):

@@ -88,8 +88,9 @@ def _nodes_of_itself(graph: Graph, value: gs.Tensor) -> tuple[list[gs.Node], dic
 
 def _is_simple(graph: Graph, node: gs.Node) -> bool:
     """Whether a node is one of the table's; of Casts those that leave numbers numbers and truth values such."""
-    if node.op != "Cast":
-        return qualified_op(node) in OPS
+    op = qualified_op(node)
+    if op != "Cast":
+        return op in OPS
     before, after = (graph.dtype(tensor.name) for tensor in (node.inputs[0], node.outputs[0]))
     return before == after == TensorProto.BOOL or (before in NUMBERS and after in NUMBERS)
 

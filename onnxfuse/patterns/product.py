@@ -400,7 +400,7 @@ LABELS_BY_OP: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
 def _is_constant(graph: Graph, source: Source) -> bool:
     """Whether every run multiplies with the same matrix, which lies as it is stored; its type may be another one."""
     tensor = graph.tensor(source.name)
-    while tensor.inputs and tensor.inputs[0].op == "Cast":
+    while tensor.inputs and qualified_op(tensor.inputs[0]) == "Cast":
         tensor = tensor.inputs[0].inputs[0]
     return not source.views and is_stored(graph, tensor)
 

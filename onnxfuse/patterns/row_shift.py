@@ -42,7 +42,7 @@ def _keeps_shifts(graph: Graph, node: gs.Node) -> bool:
     if node.op in ("Mul", "Div"):
         known = graph.known_value(node.inputs[1])
         return known is not None and known.size == 1
-    return node.op in CASTS
+    return qualified_op(node) in CASTS
 
 
 def _with_maximum(graph: Graph, difference: gs.Node) -> Nodes:

@@ -18,7 +18,7 @@ from onnxfuse.patterns.pointwise_table import MICROSOFT as ROWS
 from onnxfuse.pipeline import analyse_model
 from tests.helpers import corpus
 from tests.helpers.matching import FEED, K, N, draw, linear, only, refusal
-from tests.helpers.onnx_build import Builder, run
+from tests.helpers.onnx_build import FLOAT, Builder, run
 from tests.helpers.reference_fusion import evaluate
 from tests.tools import sweep
 
@@ -248,6 +248,20 @@ def test_an_op_of_the_same_name_in_another_domain_is_unknown() -> None:
     model.opset_import.append(helper.make_opsetid("somebody", 1))
     found = refusal(model)
     assert (found.reason, "somebody::Tanh" in found.detail) == ("unknown_op", True)
+
+
+@pytest.mark.parametrize("op", ["Cast", "Identity", "Transpose"])
+def test_a_weight_behind_such_an_op_is_none_that_is_stored(op: str) -> None:
+    b = Builder()
+    weight = b(op, b.array(np.ones((16, 16))), **({"to": FLOAT} if op == "Cast" else {}))
+    model = made(b, b("Tanh", b("MatMul", b.input("x", (8, 16)), weight)))
+    model.graph.value_info.append(helper.make_tensor_value_info(weight, FLOAT, (16, 16)))
+    next(node for node in model.graph.node if node.op_type == op).domain = "somebody"
+    model.opset_import.append(helper.make_opsetid("somebody", 1))
+    analysis = analyse_model(model, resolve("sm_80", list))
+    nodes = sweep.rewritten(analysis).graph.node
+    assert all(node.op_type in ("MatMul", "Tanh") or weight in (*node.input, *node.output) for node in nodes)
+    assert len(analysis.sites) <= 1
 
 
 def test_onnx_forgets_the_operators_again() -> None:

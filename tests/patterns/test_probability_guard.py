@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto
 
@@ -87,3 +88,18 @@ def test_a_guarded_probability_that_is_read_elsewhere_is_told() -> None:
     analysis = analyse_model(model, [ARCHITECTURES["sm_90a"]])
     assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
     assert analysis.skipped[0].reason == "probability_is_read"
+
+
+@pytest.mark.parametrize("op", ["Cast", "Identity"])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_an_op_of_the_same_name_in_another_domain_may_compute_anything(op: str, guarded: bool) -> None:
+    b = Builder(TensorProto.FLOAT16)
+    p = b(op, b("Softmax", scores(b), axis=-1), **({"to": TensorProto.FLOAT16} if op == "Cast" else {}))
+    model = onnx.shape_inference.infer_shapes(b.model(*merged(b, short(b, p) if guarded else p)), data_prop=True)
+    assert [
+        True for site in analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites if isinstance(site.fusion, Attention)
+    ]
+    next(node for node in model.graph.node if node.output[0] == p).domain = "elsewhere"
+    model.opset_import.append(onnx.helper.make_opsetid("elsewhere", 1))
+    analysis = analyse_model(model, [ARCHITECTURES["sm_90a"]])
+    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
