@@ -98,7 +98,7 @@ def _is_simple(graph: Graph, node: gs.Node) -> bool:
 def _constants(graph: Graph, node: gs.Node, made: set[str]) -> Iterator[tuple[str, float]]:
     for tensor in node.inputs:
         value = None if tensor.name in made else graph.known_value(tensor)
-        if value is not None and value.size == 1 and np.issubdtype(value.dtype, np.number):
+        if value is not None and value.size == 1 and graph.dtype(tensor.name) in NUMBERS:
             yield tensor.name, float(value.item())
 
 

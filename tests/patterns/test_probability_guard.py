@@ -72,9 +72,10 @@ def what_it_does(guard: Guarding) -> bool | None:
     return None if changes else not np.isnan(found[-1])
 
 
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.BFLOAT16], ids=["f16", "bf16"])
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.__name__)
-def test_guards_are_those_that_change_no_probability(guard: Guarding) -> None:
-    b = Builder(TensorProto.FLOAT16)
+def test_guards_are_those_that_change_no_probability(guard: Guarding, dtype: int) -> None:
+    b = Builder(dtype)
     model = b.model(*merged(b, guard(b, b("Softmax", scores(b), axis=-1))))
     sites = analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites
     attentions = [site.fusion for site in sites if isinstance(site.fusion, Attention)]
