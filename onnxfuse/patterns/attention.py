@@ -43,6 +43,14 @@ LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
 VALUES = 2  # their place among a fused node's inputs, behind the query and the keys
 
 
+class OtherScores(NotFusable):
+    """What a product makes is no score of a softmax but part of one, as a bias is."""
+
+    def __init__(self, softmax: gs.Node) -> None:
+        detail = "the last axis of the scores is not the keys"
+        super().__init__("no_attention_kernel", node_label(softmax), detail)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A softmax between two products.
@@ -177,8 +185,10 @@ class Attentions:
         if len(match.live_outs) > 1:
             raise _score_is_read(self.graph.tensor(match.live_outs[0].name), "what leads to the softmax")
         view = match.live_outs[0].view
+        if match.columns == 1:
+            raise _no_kernel(softmax, "there is one key, of which every probability is 1")
         if columns_dim(view) != len(view) - 1 or not _is_whole(match):
-            raise _no_kernel(softmax, "the last axis of the scores is not the keys")
+            raise OtherScores(softmax)
         return match, self._lowered(match)
 
     def _sums(self, product: gs.Node, computed: tuple[str, ...]) -> Iterator[Lowered]:

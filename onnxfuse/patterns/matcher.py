@@ -19,7 +19,7 @@ from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.limits import MAX_PARTS
-from onnxfuse.patterns.attention import Attentions, Candidate, candidates
+from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, candidates
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.insertion_points import InsertionPoints
@@ -180,14 +180,14 @@ class Search(Generic[SiteT]):
         return found, apart
 
     def _attention_of(self, attentions: Attentions, candidate: Candidate) -> Found[SiteT] | Apart:
-        """The attention of the nearest product that is one's; else why there is none with the nearest."""
+        """The attention of the nearest product that is one's; else why there is none with the nearest of scores."""
         refused: list[Apart] = []
         for product in candidate.products:
             try:
                 return self._made_attention(attentions, candidate, product)
             except NotFusable as refusal:
                 refused.append(Apart(candidate.softmax, product, refusal))
-        return refused[0]
+        return min(refused, key=lambda apart: isinstance(apart.refusal, OtherScores))
 
     def _made_attention(self, attentions: Attentions, candidate: Candidate, product: gs.Node) -> Found[SiteT]:
         """The one that reaches furthest behind the second product of those that a kernel computes."""

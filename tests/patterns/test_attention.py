@@ -122,6 +122,32 @@ def test_a_probability_whose_shape_is_read_elsewhere() -> None:
     assert reason_of(build) == "probability_is_read"
 
 
+def told(build) -> list[str]:
+    """What is said of the attentions that are none."""
+    b = Builder(FLOAT16)
+    skipped = analysed(b.model(*build(b))).skipped
+    return [entry.detail for entry in skipped if entry.reason == "no_attention_kernel"]
+
+
+def test_of_several_products_that_of_the_scores_is_told() -> None:
+    """ViTDet: biases of the rows and of the columns of an image are products too, and later ones."""
+
+    def build(b: Builder) -> list[str]:
+        s = b("Reshape", scores(b, "rows", 72), b.integers(0, 0, 0, 8, 9))
+        bias = b("MatMul", b.input("x", ("batch", HEADS, "rows", HEAD)), b.input("places", (HEAD, 8)))
+        s = b("Reshape", b("Add", s, b("Unsqueeze", bias, b.integers(4))), b.integers(0, 0, 0, 72))
+        return merged(b, b("Softmax", s, axis=-1), 72)
+
+    (detail,) = told(build)
+    assert "(n1 n2) in several groups" in detail
+
+
+def test_one_key() -> None:
+    assert told(lambda b: merged(b, b("Softmax", scores(b, "rows", 1), axis=-1), 1)) == [
+        "there is one key, of which every probability is 1"
+    ]
+
+
 def test_another_axis() -> None:
     assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
 
