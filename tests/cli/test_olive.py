@@ -1,9 +1,15 @@
-"""The pass of Olive writes a fused model. Olive needs torch, so CI has a stand-in for the few names that are used."""
+"""The pass of Olive writes a fused model. Olive needs torch, so CI has a stand-in for the few names that are used.
+
+Where olive-ai is installed it runs the pass itself.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,3 +62,24 @@ def test_the_package_config_has_olives_own_passes_as_well(module: ModuleType) ->
     assert list(passes) == ["Other", "OnnxFuse"]
     path, _, name = passes["OnnxFuse"]["module_path"].rpartition(".")
     assert getattr(sys.modules[path], name) is module.OnnxFuse
+
+
+@pytest.mark.skipif(importlib.util.find_spec("olive") is None, reason="pip install olive-ai brings Olive")
+def test_olive_itself_runs_the_pass(tmp_path: Path) -> None:
+    local = {
+        "type": "LocalSystem",
+        "accelerators": [{"device": "cpu", "execution_providers": ["CPUExecutionProvider"]}],
+    }
+    workflow = {
+        "input_model": {"type": "ONNXModel", "model_path": str(MODEL)},
+        "systems": {"local": local},
+        "passes": {"fuse": {"type": "OnnxFuse", "arch": "sm_80"}},
+        **{"host": "local", "target": "local", "output_dir": "out", "cache_dir": "cache"},
+    }
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    commands = ["onnxfuse.olive package.json", "olive run --config workflow.json --package-config package.json"]
+    for command in commands:
+        offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+        subprocess.run([sys.executable, "-m", *command.split()], cwd=tmp_path, env=offline, check=True)
+    (made,) = (tmp_path / "out").rglob("*.onnx")
+    assert any(node.domain == DOMAIN for node in onnx.load(made).graph.node)
