@@ -191,8 +191,8 @@ def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
         return len(range(size)[start:end:step])
     if start == 0 and step == 1 and _is_everything(size, end):
         return size
-    if start == 0 and step == 1 and symbolic.is_longer(size, end):
-        return end
+    if isinstance(start, int) and step == 1 and (length := symbolic.window(size, start, end)) is not None:
+        return length
     if isinstance(size, str) and start == symbolic.negative(size) and step == 1 and _is_everything(size, end):
         return size
     if isinstance(size, int) and start == 0 and step == 1 and isinstance(end, str):

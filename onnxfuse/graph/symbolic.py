@@ -17,10 +17,11 @@ Size = int | str | None
 MAX_LENGTH = 4096  # of a symbol
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
-_SUM = re.compile(r"\(\+ ([\w.:/-]+) (-?\d+)\)")
+_SUM = re.compile(r"\(\+ ([\w.:/-]+|\([^*]+\)) (-?\d+)\)")  # of an atom, which has no * inside
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 _NAMED_MINIMUM = re.compile(r"(?:Min\((\d+), |(\d+) - Max\(0, \2 - )(\w+)\)")
+_NAMED_QUOTIENT = re.compile(r"\(?([\w.:-]+)//(\d+)\)?")
 _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
@@ -70,11 +71,14 @@ class Monomial:
 def canonical(name: str) -> str:
     """A model's own name of a dimension as a symbol.
 
-    Exporters write `s1*s2`, `past_length + length`, and of the first or last `s1` rows of a table `Min(64, s1)` and
-    `64 - Max(0, 64 - s1)`.
+    Exporters write `s1*s2`, `s1//4`, `past_length + length`, and of the first or last `s1` rows of a table
+    `Min(64, s1)` and `64 - Max(0, 64 - s1)`.
     """
     if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
         return _atom(name)  # a name that looks like a number is none
+    quotient = _NAMED_QUOTIENT.fullmatch(name)
+    if quotient is not None:
+        return str(function("/", quotient[1], int(quotient[2])))
     if _PRODUCT.fullmatch(name):
         return str(Monomial.of(name))
     minimum = _NAMED_MINIMUM.fullmatch(name)
@@ -145,10 +149,20 @@ def negative(size: Size) -> Size:
     return -size if isinstance(size, int) else function("-", 0, size)
 
 
-def is_longer(size: Size, other: Size) -> bool:
-    """Whether a size is another one and a number that is not negative, as that of a padded sequence."""
+def window(size: Size, start: int, end: Size) -> Size:
+    """How many of `size` elements lie from `start` to `end` where all sizes are one and numbers added to it; else None.
+
+    A padded sequence has a size such as `(+ S 2)`, and windows of it from 0 to S, from 1 to `(+ S 1)`, ...
+    """
+    (whole, added), (bound, further) = _terms(size), _terms(end)
+    length = min(added, further) - start
+    return add(whole, length) if isinstance(whole, str) and whole == bound and start >= 0 <= length else None
+
+
+def _terms(size: Size) -> tuple[Size, int]:
+    """A size and the number that is added to it."""
     found = _SUM.fullmatch(size) if isinstance(size, str) else None
-    return found is not None and int(found[2]) >= 0 and add(other, int(found[2])) == size
+    return (size, 0) if found is None else (found[1], int(found[2]))
 
 
 def at_most(size: Size, limit: int) -> Size:

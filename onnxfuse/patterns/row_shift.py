@@ -23,7 +23,7 @@ def shift_of(graph: Graph, softmax: gs.Node) -> Nodes:
     value = softmax.inputs[0]
     for _ in range(MAX_NODES):
         node = _only_maker(graph, value)
-        if node is not None and node.op == "Sub":
+        if node is not None and qualified_op(node) == "Sub":
             return _with_maximum(graph, node)
         if node is None or not _keeps_shifts(graph, node):
             break
@@ -39,7 +39,7 @@ def _only_maker(graph: Graph, value: gs.Tensor) -> gs.Node | None:
 
 def _keeps_shifts(graph: Graph, node: gs.Node) -> bool:
     """Whether a node makes of a row whose numbers are all shifted by one number another such row."""
-    if node.op in ("Mul", "Div"):
+    if qualified_op(node) in ("Mul", "Div"):
         known = graph.known_value(node.inputs[1])
         return known is not None and known.size == 1
     return qualified_op(node) in CASTS

@@ -85,7 +85,21 @@ def test_numbers_that_are_added_one_after_another_are_one(numbers: list[int]) ->
     for number in numbers:
         size = symbolic.add(size, number)
     assert size == symbolic.add("S", sum(numbers))
-    assert symbolic.is_longer(size, "S") == (sum(numbers) > 0)
+
+
+@given(st.sampled_from(["S", "(/ S 4)", "2*S"]), *[st.integers(0, 4)] * 3, st.integers(0, 9))
+def test_a_window_has_as_many_elements_as_a_slice(name: str, added: int, start: int, further: int, known: int) -> None:
+    """Where it says how many: of those from no less than 0 to an end that lies as far from the whole in every run."""
+    size, end = symbolic.add(name, added), symbolic.add(name, further)
+    window = symbolic.window(size, start, end)
+    is_told = min(added, further) >= start and (name != "2*S" or (size == end and start == 0))
+    assert window == (symbolic.add(name, min(added, further) - start) if is_told else None)
+    assert not is_told or len(range(known + added)[start : known + further]) == known + min(added, further) - start
+    assert symbolic.window(size, start, "T") is None
+
+
+def test_a_quotient_is_what_shape_arithmetic_makes_of_it() -> None:
+    assert symbolic.canonical("(s1//4)") == symbolic.canonical("s1//4") == symbolic.function("/", "s1", 4)
 
 
 def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
