@@ -16,6 +16,7 @@ from onnxfuse.graph.functions import OPENED, FunctionKey, reads_inside, subgraph
 from onnxfuse.graph.load import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.graph.load import ModelProto as ModelProto
 from onnxfuse.graph.load import load_model as load_model
+from onnxfuse.graph.operators import name_of_op
 from onnxfuse.graph.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.graph.symbolic import Size as Size  # re-exported: what a dimension of the graph is
 
@@ -152,8 +153,9 @@ def _import(scope: Scope) -> tuple[gs.Node, ...]:
     model = onnx.ModelProto(graph=proto, ir_version=10, opset_import=[helper.make_opsetid("", scope.opsets.get("", 1))])
     with G_LOGGER.suppress(G_LOGGER.ERROR):  # it warns of every type that NumPy lacks
         nodes = tuple(gs.import_onnx(model).nodes)
-    if scope.label:
-        for node in nodes:
+    for node in nodes:
+        node.op = name_of_op(node)
+        if scope.label:
             node.name = f"{scope.label}/{node_label(node)}"
     return nodes
 

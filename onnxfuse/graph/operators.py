@@ -59,9 +59,17 @@ _ATTRIBUTES = {"axis": defs.OpSchema.AttrType.INT, "epsilon": defs.OpSchema.Attr
                "stash_type": defs.OpSchema.AttrType.INT}  # fmt: skip
 
 
+KNOWN_DOMAINS = (None, "", "ai.onnx", "com.microsoft")
+
+
+def name_of_op(node: gs.Node) -> str:
+    """What a graph calls a node's op: with its domain where nothing is known of that, or it might be another."""
+    return str(node.op) if node.domain in KNOWN_DOMAINS else f"{node.domain}::{node.op}"
+
+
 def qualified_op(node: gs.Node) -> str:
-    """A node's op with its domain, `com.microsoft::BiasGelu`; without one for ONNX's own."""
-    return str(node.op) if node.domain in (None, "", "ai.onnx") else f"{node.domain}::{node.op}"
+    """The op of a graph's node with its domain, `com.microsoft::BiasGelu`; without one for ONNX's own."""
+    return f"{node.domain}::{node.op}" if node.domain == "com.microsoft" else str(node.op)
 
 
 @contextmanager

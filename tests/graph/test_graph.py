@@ -149,3 +149,13 @@ def test_a_dynamic_dimension_is_not_known() -> None:
     value = b("Gather", b("Shape", x), b.integers(0), axis=0)
     graph = Graph(load_model(b.model(b("Add", b("Cast", value, to=1), b.array([1.0])))))
     assert graph.known_integers(graph.tensor(value)) is None
+
+
+@pytest.mark.parametrize(("domain", "there"), [("", True), ("ai.onnx", True), ("somebody", False)])
+def test_an_op_of_a_domain_that_nobody_knows_is_never_taken_for_another(domain: str, there: bool) -> None:
+    model = small()
+    for node in model.graph.node:
+        node.domain = domain
+    model.opset_import.append(helper.make_opsetid("somebody", 1))
+    ops = {node.op for node in Graph(load_model(model)).nodes}
+    assert ops == ({"MatMul", "Relu"} if there else {"somebody::MatMul", "somebody::Relu"})
