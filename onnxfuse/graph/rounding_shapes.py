@@ -18,14 +18,14 @@ from onnxfuse.graph.graph import Graph
 WHY = "ONNX Runtime's CPU provider rounds what this reads"
 # What has a kernel of 16 bits in ONNX Runtime 1.32 on x86_64: what computes, and what moves elements.
 COMPUTES = (
-    *("Attention", "Celu", "Clip", "GroupQueryAttention", "LayerNormalization", "MatMulNBits", "Max", "Min", "Mod"),
+    *("Attention", "Clip", "GroupQueryAttention", "LayerNormalization", "MatMulNBits", "Max", "Min", "Mod"),
     *("RMSNormalization", "RotaryEmbedding", "Round", "Shrink", "Sign", "SimplifiedLayerNormalization"),
     *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
 )
 MOVES = (
     *("Cast", "Compress", "Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "IsInf"),
-    *("IsNaN", "Reshape", "Scatter", "ScatterElements", "ScatterND", "Shape", "Slice", "Split", "Squeeze", "Transpose"),
-    *("Unsqueeze",),
+    *("IsNaN", "Reshape", "ReverseSequence", "Scatter", "ScatterElements", "ScatterND", "SequenceConstruct", "Shape"),
+    *("Slice", "Split", "SplitToSequence", "Squeeze", "Transpose", "Unsqueeze"),
 )
 ROUNDED_ANEW = (*COMPUTES, "Split")  # of which a fused node leaves some, or has a copy, with fewer readers
 
