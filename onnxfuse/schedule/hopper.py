@@ -14,7 +14,16 @@ from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
-from onnxfuse.schedule.hopper_tile import ARCH, FP32_BYTES, FRAGMENT_ROWS, HopperTile, block_k, rhs_pieces, tma_stored
+from onnxfuse.schedule.hopper_tile import (
+    ARCH,
+    FP32_BYTES,
+    FRAGMENT_ROWS,
+    HopperTile,
+    begins_anywhere,
+    block_k,
+    rhs_pieces,
+    tma_stored,
+)
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
@@ -162,7 +171,8 @@ def _main_loop(
     ragged = np.ceil(waves / np.maximum(np.ceil(problem.m / tile.block_m), 1)) / waves
     loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
     loading += known.hopper_box * (np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) - 1)
-    zeros = known.hopper_zero_row * (-problem.m % _box(tile)) * share
+    behind = np.where(begins_anywhere(spec) & (problem.m >= tile.block_m), 0, -problem.m % _box(tile))
+    zeros = known.hopper_zero_row * behind * share
     beside = math.hypot(
         products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
         known.round_trip["hopper"] * block_k(spec) / reads.depth,

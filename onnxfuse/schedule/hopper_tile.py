@@ -203,6 +203,11 @@ def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, i
     return piece.atom, rows // tile.cluster_m
 
 
+def begins_anywhere(spec: KernelSpec) -> bool:
+    """Whether a tile may begin at any row: accesses along m alone ask where it does, and rows come in boxes anywhere."""
+    return spec.lhs_order == "mk" and not any(access.transposed for access in (*spec.loads, *spec.outs))
+
+
 def tma_stored(out: Access) -> bool:
     """Whether TMA stores an output: 16-bit elements, rows on 16-byte boundaries, runs of columns that hold slabs."""
     in_runs = "n" not in out.two_levels or (out.run > 0 and out.run % calibration_of(ARCH).hopper_shortest_run == 0)

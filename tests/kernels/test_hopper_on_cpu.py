@@ -7,6 +7,7 @@ at once and with copies that land as late as they may.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxfuse.schedule.hopper_tile import begins_anywhere
 from tests.helpers.all_lanes_arrive import with_all_lanes
 from tests.helpers.hopper_cases import (
     HopperCase,
@@ -79,9 +81,17 @@ def _replaced(source: str, first: str, behind: str, text: str) -> str:
 
 
 def build(case: AnyCase, folder: Path, emitted: Callable[[Any], str] = emit) -> ctypes.CDLL:
-    library = build_library(host_source(emitted(case)), folder, f"-DEMULATED_BLOCKS={case.launch.cluster}")
+    flags = (f"-DEMULATED_BLOCKS={case.launch.cluster}", f"-DEMULATED_WRITES={writes_of(case)}")
+    library = build_library(host_source(emitted(case)), folder, *flags)
     library.emulate.restype = ctypes.c_char_p
     return library
+
+
+def writes_of(case: AnyCase) -> int:
+    """How often an element may be written: by the last tile down, by its neighbour, and by a tile behind both."""
+    if isinstance(case, QuantizedCase) or not begins_anywhere(case.spec):
+        return 1
+    return 1 + case.tile.cluster_m
 
 
 def tensor_maps(case: AnyCase, problem: Problem) -> tuple[np.ndarray, int, list[HostMap]]:
@@ -174,6 +184,26 @@ def test_a_block_ends_behind_those_that_need_its_memory(case: HopperCase, tmp_pa
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def _is_plain(case: HopperCase) -> bool:
+    return not case.spec.lhs_run and not any(each.two_levels for each in (*case.spec.loads, *case.spec.outs))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_a_row_gives_the_same_bits_anywhere_in_a_tile(splits: int, tmp_path: Path) -> None:
+    """The last tile down computes rows of its neighbour again, each at another place."""
+    every = [case for case in [*cases(), *SPLIT] if case.tile.splits == splits and begins_anywhere(case.spec)]
+    case = next(case for case in every if _is_plain(case) and all(load.kind == "row" for load in case.spec.loads))
+    size = replace(case.sizes[0], m=case.tile.block_m, k=512, batch=1)
+    library, problem = build(case, tmp_path), make_problem(case.spec, size)
+    first = launch(library, case, problem, 1, lazy=False)
+    rows = problem.lhs.index
+    for shift in (16, 24):
+        moved = copy.deepcopy(problem)
+        moved.lhs.data[rows] = problem.lhs.data[np.roll(rows, shift, axis=1)]
+        for before, after, out in zip(first, launch(library, case, moved, 1, lazy=False), problem.outs, strict=True):
+            np.testing.assert_array_equal(np.roll(before[out.index], shift, axis=1), after[out.index])
 
 
 def test_blocks_behind_the_end_of_k_do_not_read_the_next_batch(tmp_path: Path) -> None:

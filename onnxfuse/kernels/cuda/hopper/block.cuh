@@ -164,20 +164,27 @@ __device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUM
   }
 }
 
-// What the cluster's other blocks sent to this warp is added, in an order that depends on the block alone: `acc` has
-// all of k.
+// What the cluster's other blocks sent to this warp is added: `acc` has all of k. First the sums of blocks 0 and 1 and of
+// 2 and 3, then both, whichever of them is this block: a row's bits do not depend on where in a tile it lies.
 __device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* memory,
                                                 unsigned shared, int rank, int parity) {
   if (threadIdx.x == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SUMS_BYTES);
   barrier_wait(shared + SUMS_FULL_OFFSET, parity);
-#pragma unroll
-  for (int distance = 1; distance < SPLITS; ++distance) {
+  const auto sums_of = [&](int distance, int i) {
     const unsigned char* sums = memory + sums_offset(rank ^ distance, rank);
+    return *reinterpret_cast<const float4*>(sums + i / 4 * SUMS_PITCH);
+  };
+  const auto add = [](float* sums, const float4& others) {
+    sums[0] += others.x, sums[1] += others.y, sums[2] += others.z, sums[3] += others.w;
+  };
 #pragma unroll
-    for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
-      const float4 peer = *reinterpret_cast<const float4*>(sums + i / 4 * SUMS_PITCH);
-      float* own = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
-      own[0] += peer.x, own[1] += peer.y, own[2] += peer.z, own[3] += peer.w;
+  for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+    float* own = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+    add(own, sums_of(1, i));
+    if constexpr (SPLITS == 4) {
+      float4 pair = sums_of(2, i);
+      add(&pair.x, sums_of(3, i));
+      add(own, pair);
     }
   }
   // Sums that are added have been loaded; the peer's next tile overwrites them.
