@@ -15,7 +15,8 @@ from onnxfuse.schedule.hopper_tile import (
     WGMMA_STEPS,
     HopperFootprint,
     HopperTile,
-    begins_anywhere,
+    begins_at_any_column,
+    begins_at_any_row,
     block_k,
     footprint,
     rhs_box,
@@ -55,7 +56,8 @@ constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
 constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
 constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
 constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
-constexpr bool LAST_IS_FULL = {flag(begins_anywhere(spec))};
+constexpr bool LAST_ROWS_FULL = {flag(begins_at_any_row(spec))};
+constexpr bool LAST_COLUMNS_FULL = {flag(begins_at_any_column(spec))};
 {constants(_numbers(spec, tile, layout))}
 
 {access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _tma_stored)}

@@ -43,7 +43,8 @@ constexpr bool SWAPPED = true;
 constexpr bool APART = {flag(tile.apart)};
 constexpr bool PINGPONG = false;
 constexpr bool OPERANDS_AHEAD = false;
-constexpr bool LAST_IS_FULL = false;
+constexpr bool LAST_ROWS_FULL = false;
+constexpr bool LAST_COLUMNS_FULL = false;
 {constants(_numbers(spec, tile, layout))}
 
 {outs}

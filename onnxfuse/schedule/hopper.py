@@ -19,7 +19,7 @@ from onnxfuse.schedule.hopper_tile import (
     FP32_BYTES,
     FRAGMENT_ROWS,
     HopperTile,
-    begins_anywhere,
+    begins_at_any_row,
     block_k,
     rhs_pieces,
     tma_stored,
@@ -171,7 +171,7 @@ def _main_loop(
     ragged = np.ceil(waves / np.maximum(np.ceil(problem.m / tile.block_m), 1)) / waves
     loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
     loading += known.hopper_box * (np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) - 1)
-    behind = np.where(begins_anywhere(spec) & (problem.m >= tile.block_m), 0, -problem.m % _box(tile))
+    behind = np.where(begins_at_any_row(spec) & (problem.m >= tile.block_m), 0, -problem.m % _box(tile))
     zeros = known.hopper_zero_row * behind * share
     beside = math.hypot(
         products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],

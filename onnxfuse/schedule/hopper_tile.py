@@ -203,9 +203,14 @@ def rhs_box(spec: KernelSpec, tile: HopperTile, piece: RhsPiece) -> tuple[int, i
     return piece.atom, rows // tile.cluster_m
 
 
-def begins_anywhere(spec: KernelSpec) -> bool:
-    """Whether a tile may begin at any row: accesses along m alone ask where it does, and rows come in boxes anywhere."""
+def begins_at_any_row(spec: KernelSpec) -> bool:
+    """Whether a tile may begin at any row: only accesses along m ask where, and boxes of rows do not."""
     return spec.lhs_order == "mk" and not any(access.transposed for access in (*spec.loads, *spec.outs))
+
+
+def begins_at_any_column(spec: KernelSpec) -> bool:
+    """Whether a tile may begin a whole tile before the last column, of which every width is a divisor: not in runs."""
+    return not any("n" in access.two_levels for access in (*spec.loads, *spec.outs))
 
 
 def tma_stored(out: Access) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxfuse.schedule.hopper_tile import begins_anywhere
+from onnxfuse.schedule.hopper_tile import begins_at_any_column, begins_at_any_row
 from tests.helpers.all_lanes_arrive import with_all_lanes
 from tests.helpers.hopper_cases import (
     HopperCase,
@@ -88,10 +88,11 @@ def build(case: AnyCase, folder: Path, emitted: Callable[[Any], str] = emit) -> 
 
 
 def writes_of(case: AnyCase) -> int:
-    """How often an element may be written: by the last tile down, by its neighbour, and by a tile behind both."""
-    if isinstance(case, QuantizedCase) or not begins_anywhere(case.spec):
+    """How often an element may be written: by the last tile down, its neighbour, a tile behind both; and so on."""
+    if isinstance(case, QuantizedCase):
         return 1
-    return 1 + case.tile.cluster_m
+    rows = 1 + case.tile.cluster_m * begins_at_any_row(case.spec)
+    return rows * (1 + case.tile.cluster_n * begins_at_any_column(case.spec))
 
 
 def tensor_maps(case: AnyCase, problem: Problem) -> tuple[np.ndarray, int, list[HostMap]]:
@@ -193,7 +194,7 @@ def _is_plain(case: HopperCase) -> bool:
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_a_row_gives_the_same_bits_anywhere_in_a_tile(splits: int, tmp_path: Path) -> None:
     """The last tile down computes rows of its neighbour again, each at another place."""
-    every = [case for case in [*cases(), *SPLIT] if case.tile.splits == splits and begins_anywhere(case.spec)]
+    every = [case for case in [*cases(), *SPLIT] if case.tile.splits == splits and begins_at_any_row(case.spec)]
     case = next(case for case in every if _is_plain(case) and all(load.kind == "row" for load in case.spec.loads))
     size = replace(case.sizes[0], m=case.tile.block_m, k=512, batch=1)
     library, problem = build(case, tmp_path), make_problem(case.spec, size)

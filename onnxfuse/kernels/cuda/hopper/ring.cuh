@@ -89,11 +89,11 @@ struct RingPosition {
 };
 
 // Tile number -> place: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows; then the
-// next batch. The blocks of a cluster take neighbouring tiles. With LAST_IS_FULL the last tile down ends where the rows
-// end: some are computed twice, to the same bits, where rows of zeros would cost as much and stay behind the other tiles
-// that read the same columns of rhs.
+// next batch. The blocks of a cluster take neighbouring tiles. With LAST_ROWS_FULL the last tile down ends where the
+// rows end, and with LAST_COLUMNS_FULL the last one to the right where the columns do: some are computed twice, to the same
+// bits, because TMA takes three times as long for a row of a box that lies behind a tensor's end as for any other.
 struct TileScheduler {
-  int tiles_m, tiles_n, tiles, clusters, first, last_row;
+  int tiles_m, tiles_n, tiles, clusters, first, last_row, last_column;
 
   __device__ __forceinline__ TileScheduler(const OnnxfuseArguments& args) {
     tiles_m = (rows_of(args) - 1) / (BLOCK_M * CLUSTER_M) + 1;
@@ -101,7 +101,8 @@ struct TileScheduler {
     tiles = tiles_m * tiles_n * args.batch;
     clusters = gridDim.x / CLUSTER;
     first = blockIdx.x / CLUSTER;
-    last_row = LAST_IS_FULL ? max(rows_of(args) - BLOCK_M, 0) : rows_of(args);
+    last_row = LAST_ROWS_FULL ? max(rows_of(args) - BLOCK_M, 0) : rows_of(args);
+    last_column = LAST_COLUMNS_FULL ? max(columns_of(args) - TILE_COLUMNS, 0) : columns_of(args);
   }
 
   __device__ __forceinline__ OutTile at(int tile, int rank) const {
@@ -112,7 +113,8 @@ struct TileScheduler {
     const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
     const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0);
     const int tile_n = in_group / height * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0);
-    return {batch, LAST_IS_FULL ? min(tile_m * BLOCK_M, last_row) : tile_m * BLOCK_M, tile_n * TILE_COLUMNS, 0};
+    const int row = tile_m * BLOCK_M, column = tile_n * TILE_COLUMNS;
+    return {batch, LAST_ROWS_FULL ? min(row, last_row) : row, LAST_COLUMNS_FULL ? min(column, last_column) : column, 0};
   }
 };
 
