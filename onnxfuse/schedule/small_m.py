@@ -74,9 +74,12 @@ class SmallM(ProductFamily):
         tile: SmallMTile = entry.tile
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
         busy += cost_model.filling(tile, reads, problem, device, self.name)
+        known = calibration(device)
+        share = np.minimum(cost_model.tiles_of(tile, problem) / device.multiprocessors, 1.0)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
+        waiting *= known.small_m_alone + (1 - known.small_m_alone) * share
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
-        return calibration(device).launches[self.name] + np.maximum(np.hypot(busy, waiting), moving)
+        return known.launches[self.name] + np.maximum(np.hypot(busy, waiting), moving)
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""

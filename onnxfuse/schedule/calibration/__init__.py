@@ -67,6 +67,7 @@ class Calibration:
     hopper_loaded_row: float
     hopper_misaligned: Mapping[str, float]
     hopper_alone: float
+    small_m_alone: float
     hopper_zero_row: float
     hopper_box: float
     hopper_epilogue: Mapping[str, float]
