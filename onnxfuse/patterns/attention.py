@@ -211,13 +211,15 @@ class Attentions:
         """Where values are of the product's type, or of the values' where a product of fp32 widens them.
 
         What merges dimensions that only the run knows is left to its reader: as a view in front of a product it leaves
-        its rows what they are, and behind this fusion nobody could tell them apart.
+        its rows what they are, and behind this fusion nobody could tell them apart. What the product itself has as
+        one dimension nobody merges.
         """
         (product,) = partition.grown.products
         types = {self.graph.dtype(name) for name in (product.out, product.rhs)}
-        found = []
+        own = partition.live.value(product.out).columns
+        found, kept = [], own.view if own else ()
         for end, value in enumerate(values[0] for values in partition.live.values):
-            if value.columns is None or any(map(_merges_unknown, value.columns.view)):
+            if value.columns is None or any(_merges_unknown(dim) for dim in value.columns.view if dim not in kept):
                 continue
             if self.graph.dtype(value.name) in types:
                 found.append(end)

@@ -263,3 +263,30 @@ def test_a_projection_behind_it_still_has_its_residual(merge: tuple[int, int]) -
     for sizes in (SIZES, {"batch": 3, "rows": 5, "keys": 7}):
         feed = feeds(model, sizes)
         assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
+
+
+def test_heads_that_only_the_run_counts_with_the_batch_are_one_axis() -> None:
+    """nn.MultiheadAttention that gives its weights, with queries that the model stores: batch and heads are "4*batch".
+
+    The merge of (tokens, batch) behind it tells how those heads divide; the product's own rows do not depend on it.
+    """
+    b = Builder(FLOAT16)
+    tokens, heads, head = 8, 4, 16
+
+    def of_heads(name: str, length: int) -> tuple[str, str]:
+        whole = b.input(name, (length, "batch", heads * head))
+        batch = b("Slice", b("Shape", whole), b.integers(1), b.integers(2))
+        sizes = b("Concat", b.integers(length), b("Mul", batch, b.integers(heads)), b.integers(head), axis=0)
+        return b("Reshape", whole, sizes), batch
+
+    (q, batch), (k, _), (v, _) = of_heads("query", tokens), of_heads("key", 12), of_heads("value", 12)
+    s = b("MatMul", b("Transpose", q, perm=(1, 0, 2)), b("Transpose", k, perm=(1, 2, 0)))
+    o = b("MatMul", b("Softmax", b("Mul", s, number(b, 0.25)), axis=-1), b("Transpose", v, perm=(1, 0, 2)))
+    rows = b("Concat", b("Mul", b.integers(tokens), batch), b.integers(heads * head), axis=0)
+    model = b.model(b("Reshape", b("Transpose", o, perm=(1, 0, 2)), rows))
+    analysis = analysed(model)
+    assert [site.fusion.pattern for site in analysis.sites] == ["attention"]
+    fused = rewritten(analysis)
+    for size in (1, 3):
+        feed = feeds(model, {"batch": size})
+        assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
