@@ -35,6 +35,7 @@ class Arguments:
     Attributes:
         operands: what the expressions read, by name.
         masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
+        expanded: by operand, what an Expand makes it of and the value whose Shape it takes: broadcasting does the same.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Arguments:
         self._values = values
         self.operands: dict[str, Operand] = {}
         self.masks: dict[str, tuple[gs.Node, ...]] = {}
+        self.expanded: dict[str, tuple[gs.Tensor, Columns]] = {}
 
     def broadcast(self, node: gs.Node, view: View) -> View:
         """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
@@ -67,8 +69,26 @@ class Arguments:
         first, *vectors = node.inputs
         return [self.argument(first, value), *(self.argument(tensor, beside) for tensor in vectors)]
 
+    def expands(self, node: gs.Node) -> bool:
+        """Whether a node makes an operand as large as a value that has grown, as expand_as does, or casts such a mask.
+
+        A fused node has no such value whose shape others could read; and beside the value nobody needs the Expand.
+        """
+        if qualified_op(node) != "Expand":
+            return any(maker.inputs[0].name in self.expanded for maker in self._mask_makers(node.outputs[0]))
+        tensor, shape = node.inputs
+        of_whole = [maker for maker in shape.inputs if qualified_op(maker) == "Shape" and not maker.attrs]
+        value = self._values.get(of_whole[0].inputs[0].name) if of_whole else None
+        if value is None or tensor.name in self._values:
+            return False
+        self.expanded[str(node.outputs[0].name)] = tensor, value
+        return True
+
     def argument(self, tensor: gs.Tensor, beside: Columns) -> Ref:
         """An input's expression: a value of the match, a number, or an operand; -1 for an input left out."""
+        tensor, shaped = self.expanded.get(tensor.name, (tensor, beside))
+        if shaped.view != beside.view:
+            raise NotFusable("views_differ", "", f"{tensor.name!r} is expanded to another shape than that of the value")
         if tensor.is_empty():
             return -1
         value = self._values.get(tensor.name)
@@ -109,7 +129,8 @@ class Arguments:
         """What a Cast or a Not makes of a mask's zeros and ones; others may need the node as well."""
         mask = maker.inputs[0]
         ref = self.argument(mask, beside)
-        self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
+        if maker.outputs[0].name not in self._values:
+            self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
         return ref if maker.op == "Cast" else self._epilogue.apply("sub", self._epilogue.constant(1.0), ref)
 
     def operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:

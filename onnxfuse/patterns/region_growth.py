@@ -181,6 +181,8 @@ class GrownRegion:
             self._take(node, columns[0] if node is self._shift[-1] else None)
         elif op == "SequenceAt":
             self._absorb_sequence_at(node)
+        elif not columns and self.arguments.expands(node):
+            self._take(node, None)
         elif op == "Shape" or not columns or self._reads_type_alone(node):
             self._absorb_known(node)
         elif op in COLUMN_OPS:

@@ -53,7 +53,13 @@ def scaled_by_a_mask(b: Builder) -> str:
     return b("Mul", b("Gelu", linear(b)), b("Cast", mask, to=b.dtype))
 
 
-MODELS: tuple[Callable[[Builder], str], ...] = (causal, padding, every_kind, transposed, scaled_by_a_mask)
+def expanded(b: Builder) -> str:
+    t = linear(b)
+    mask = b("Expand", b.input("mask", ("rows", 1), BOOL), b("Shape", t))
+    return b("Where", b("Not", mask), t, b.array(-2.0))
+
+
+MODELS: tuple[Callable[[Builder], str], ...] = (causal, padding, every_kind, transposed, scaled_by_a_mask, expanded)
 
 
 def feed(model: ModelProto, batch: int, rows: int) -> dict[str, np.ndarray]:

@@ -290,3 +290,41 @@ def test_heads_that_only_the_run_counts_with_the_batch_are_one_axis() -> None:
     for size in (1, 3):
         feed = feeds(model, {"batch": size})
         assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
+
+
+@pytest.mark.parametrize("hand_on", ["Cast", "Not", None])
+def test_a_mask_expanded_to_the_shape_of_the_scores_is_read_as_it_is(hand_on: str | None) -> None:
+    """DistilBERT and XLM by TorchScript, `mask.expand_as(scores)`: the Shape is of what the kernel does not store."""
+
+    def build(b: Builder, expands: bool) -> Analysis:
+        s, mask = scores(b), b.input("mask", ("batch", 1, 1, "keys"), TensorProto.BOOL)
+        mask = b("Expand", mask, b("Shape", s)) if expands else mask
+        if hand_on is not None:
+            mask = b(hand_on, mask, **({"to": TensorProto.BOOL} if hand_on == "Cast" else {}))
+        s = b("Where", mask, number(b, -np.inf), s)
+        return analysed(b.model(*merged(b, b("Softmax", s, axis=-1))))
+
+    as_it_is, expanded = build(Builder(FLOAT16), False), build(Builder(FLOAT16), True)
+    assert [str(site.fusion).partition("\n")[2] for site in expanded.sites] == [
+        str(site.fusion).partition("\n")[2] for site in as_it_is.sites
+    ]
+    assert isinstance(expanded.sites[0].fusion, Attention)
+    assert not expanded.skipped
+    model = expanded.model.proto
+    fused, feed = rewritten(expanded), feeds(model)
+    assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
+
+
+def test_a_mask_expanded_to_another_shape_is_none_of_the_scores() -> None:
+    """The Shape is of the product; the mask meets the product transposed."""
+
+    def build(b: Builder) -> list[str]:
+        query, key = (b.input(name, ("batch", 40, HEAD)) for name in ("query", "key"))
+        s = b("MatMul", query, b("Transpose", key, perm=(0, 2, 1)))
+        mask = b("Expand", b.input("mask", ("batch", 1, 40), TensorProto.BOOL), b("Shape", s))
+        s = b("Where", mask, number(b, -np.inf), b("Transpose", s, perm=(0, 2, 1)))
+        return [b("MatMul", b("Softmax", s, axis=-1), b.input("value", ("batch", 40, HEAD)))]
+
+    b = Builder(FLOAT16)
+    analysis = analysed(b.model(*build(b)))
+    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
