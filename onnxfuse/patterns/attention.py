@@ -6,6 +6,7 @@ its own computes. What somebody else reads between is a reason, and no output: n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -29,7 +30,7 @@ from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.operand_views import COMPUTED_VIEWS, SCALES
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
-from onnxfuse.patterns.probability_guard import NUMBERS, guard_of
+from onnxfuse.patterns.probability_guard import NUMBERS, guard_of, masked_again
 from onnxfuse.patterns.product import is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.row_shift import shift_of
@@ -61,6 +62,7 @@ class Candidate:
         behind: the nodes between it and the second product.
         second: that product.
         guarded: whether rows of NaN become 0 among them.
+        masked: whether the scores under a mask are to be minus infinity, where the model has the lowest number.
         refusal: why nothing fuses, if that is clear already.
     """
 
@@ -69,6 +71,7 @@ class Candidate:
     behind: tuple[gs.Node, ...]
     second: gs.Node
     guarded: bool
+    masked: bool = False
     refusal: NotFusable | None = None
 
 
@@ -84,13 +87,13 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
 
 def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
     """What follows a softmax as far as a product of it; None where there is none."""
-    value, nodes, guarded = softmax.outputs[0], list[gs.Node](), False
+    value, nodes, guarded, masked = softmax.outputs[0], list[gs.Node](), False, False
     refusal: NotFusable | None = None
     for _ in range(MAX_BEHIND):
-        guard, passed = guard_of(graph, value), _reader(graph, value)
+        guard, passed = guard_of(graph, value) or masked_again(graph, softmax, value), _reader(graph, value)
         if guard is not None and (guard.is_alone or passed is None):
             refusal = refusal or (None if guard.is_alone else _is_read_beside(softmax, value))
-            value, guarded = guard.value, guarded or guard.clears
+            value, guarded, masked = guard.value, guarded or guard.clears, masked or guard.masks
             nodes += guard.nodes
             continue
         if passed is None:
@@ -98,7 +101,7 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
         if [reader for reader in value.outputs if reader.op != "Shape"] != [passed] or graph.is_escaping(value.name):
             refusal = refusal or _is_read_beside(softmax, value)
         if is_anchor(graph, passed):
-            return Candidate((), softmax, tuple(nodes), passed, guarded, refusal)
+            return Candidate((), softmax, tuple(nodes), passed, guarded, masked, refusal)
         value = passed.outputs[0]
         nodes.append(passed)
     return None
@@ -160,6 +163,8 @@ class Attentions:
         _check_axis(self.graph, candidate.softmax)
         _check_types(self.graph, candidate)
         (first, scores), seconds = self._products(candidate, product)
+        if candidate.masked:
+            scores = _without_masked(candidate.softmax, scores)
         for second, sums in seconds:
             attention = join(scores, sums, candidate.guarded)
             attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
@@ -264,6 +269,15 @@ class Attentions:
             shapes={**first.shapes, **shapes},
         )
         return self.points.placed(match)
+
+
+def _without_masked(softmax: gs.Node, scores: Fusion) -> Fusion:
+    """Scores of minus infinity for the number that a mask puts in their place in the last step."""
+    *before, last = scores.steps or (None,)
+    if last is None or last.op != "where" or last.result != scores.outs[0].value:
+        raise _no_kernel(softmax, "zeros are chosen by a mask that is not the last step of the scores")
+    inputs = tuple(-math.inf if isinstance(value, float) else value for value in last.inputs)
+    return replace(scores, steps=(*before, replace(last, inputs=inputs)))
 
 
 def _position(grown: GrownRegion, softmax: gs.Node, product: gs.Node) -> int:

@@ -2,6 +2,9 @@
 
 `Where(IsNaN(p), 0, p)` is the short form; `nan_to_num` looks for infinities too, of which a softmax makes none. What
 such nodes compute is computed here, for numbers on both sides of every constant that they compare with.
+
+`Where(mask, 0, p)` behind the softmax of `Where(mask, lowest, s)`, DeBERTa's XSoftmax, does the same once the scores
+under the mask are minus infinity: then the rows that are masked as a whole are those of NaN.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
-from onnxfuse.dtypes import FLOATS_BY_ONNX
+from onnxfuse.dtypes import BF16, F16, F32, FLOATS_BY_ONNX
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.operators import qualified_op
 
 MAX_NODES = 32
 NUMBERS = (*FLOATS_BY_ONNX, TensorProto.DOUBLE)  # TorchScript asks double ones whether they are infinite
+LOWEST = {F16.onnx: -65504.0, BF16.onnx: -(2 - 2**-7) * 2.0**127, F32.onnx: -(2 - 2**-23) * 2.0**127}
 OPS: Mapping[str, Callable[..., Any]] = {
     "And": np.logical_and,
     "Cast": lambda value: value,
@@ -46,12 +50,14 @@ class Guard:
         value: that one.
         clears: whether rows of NaN become 0.
         is_alone: whether nobody else reads the probabilities.
+        masks: whether rows of NaN are those that a mask takes as a whole, with minus infinity for its scores.
     """
 
     nodes: tuple[gs.Node, ...]
     value: gs.Tensor
     clears: bool
     is_alone: bool
+    masks: bool = False
 
 
 def guard_of(graph: Graph, probabilities: gs.Tensor) -> Guard | None:
@@ -67,6 +73,56 @@ def guard_of(graph: Graph, probabilities: gs.Tensor) -> Guard | None:
     read = [node.outputs[0] for node in nodes if is_read(node.outputs[0])]
     clears = _clears(nodes, constants, probabilities.name, read[0].name) if len(read) == 1 else None
     return None if clears is None else Guard(tuple(nodes), read[0], clears, not is_read(probabilities))
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A Where with a number.
+
+    Attributes:
+        casts: the nodes that hand its mask on.
+        mask: what they are of, and which input the number is.
+        number: that.
+    """
+
+    casts: tuple[gs.Node, ...]
+    mask: tuple[str, int]
+    number: float
+
+
+def masked_again(graph: Graph, softmax: gs.Node, probabilities: gs.Tensor) -> Guard | None:
+    """The Where that makes zeros of what a mask took before the softmax; None where there is none."""
+    readers = [reader for reader in probabilities.outputs if reader.op != "Shape"]
+    if len(readers) != 1 or len(softmax.inputs[0].inputs) != 1 or graph.is_escaping(probabilities.name):
+        return None
+    scores, zeros = _filled(graph, softmax.inputs[0].inputs[0]), _filled(graph, readers[0])
+    if scores is None or zeros is None or scores.mask != zeros.mask or zeros.number != 0:
+        return None
+    if scores.number > LOWEST.get(graph.dtype(softmax.inputs[0].name) or 0, -np.inf):
+        return None
+    own = tuple(cast for cast in zeros.casts if cast not in scores.casts)
+    return Guard((*reversed(own), readers[0]), readers[0].outputs[0], clears=True, is_alone=True, masks=True)
+
+
+def _filled(graph: Graph, node: gs.Node) -> Filled | None:
+    """A Where with a number as one of its two values."""
+    if qualified_op(node) != "Where":
+        return None
+    mask, *values = node.inputs
+    casts: list[gs.Node] = []
+    while len(mask.inputs) == 1 and _hands_a_mask_on(graph, mask.inputs[0]):
+        casts.append(mask.inputs[0])
+        mask = mask.inputs[0].inputs[0]
+    for place, tensor in enumerate(values):
+        known = graph.known_value(tensor)
+        if known is not None and known.size == 1 and known.dtype != object:
+            return Filled(tuple(casts), (str(mask.name), place), float(known.item()))
+    return None
+
+
+def _hands_a_mask_on(graph: Graph, node: gs.Node) -> bool:
+    types = {graph.dtype(tensor.name) for tensor in (*node.inputs, *node.outputs)}
+    return qualified_op(node) in ("Cast", "Identity") and types == {TensorProto.BOOL}
 
 
 def _nodes_of_itself(graph: Graph, value: gs.Tensor) -> tuple[list[gs.Node], dict[str, float]]:

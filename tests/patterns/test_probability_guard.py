@@ -12,8 +12,10 @@ from onnx import TensorProto
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.ir.attention import Attention
 from onnxfuse.pipeline import analyse_model
-from tests.helpers.attention_graphs import merged, number, scores
-from tests.helpers.onnx_build import FLOAT, Builder, run
+from tests.helpers.attention_graphs import SIZES, feeds, merged, number, scores
+from tests.helpers.onnx_build import BOOL, FLOAT, FLOAT16, Builder, run
+from tests.helpers.reference_attention import evaluate_attention
+from tests.tools.sweep import rewritten
 
 Guarding = Callable[[Builder, str], str]
 
@@ -104,3 +106,55 @@ def test_an_op_of_the_same_name_in_another_domain_may_compute_anything(op: str, 
     model.opset_import.append(onnx.helper.make_opsetid("elsewhere", 1))
     analysis = analyse_model(model, [ARCHITECTURES["sm_90a"]])
     assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+
+
+LOWEST = {FLOAT: float(np.finfo(np.float32).min), FLOAT16: -65504.0}
+
+
+def masked_twice(
+    b: Builder,
+    fill: float,
+    zero: float = 0.0,
+    other: str = "mask",
+    casts: bool = False,
+    keeps: tuple[bool, bool] = (False,) * 2,
+) -> onnx.ModelProto:
+    """An attention whose mask takes scores, and probabilities again, each time with a Cast of its own or none."""
+
+    def filled(mask: str, value: str, filling: str, keeps: bool) -> str:
+        mask = b("Cast", mask, to=BOOL) if casts else mask
+        return b("Where", mask, *((value, filling) if keeps else (filling, value)))
+
+    mask = b.input("mask", ("batch", 1, "rows", "keys"), BOOL)
+    mask_of_p = mask if other == "mask" else b.input(other, ("batch", 1, "rows", "keys"), BOOL)
+    s = filled(mask, b("Mul", scores(b), number(b, 0.25)), number(b, fill), keeps[0])
+    return b.model(*merged(b, filled(mask_of_p, b("Softmax", s, axis=-1), number(b, zero), keeps[1])))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("fill", ["lowest", "-inf"])
+def test_zeros_of_what_a_mask_took_before_are_a_guard(fill: str, casts: bool, keeps: bool, dtype: int) -> None:
+    """XSoftmax of DeBERTa and SEW-D; rows of which the mask leaves nothing are 0."""
+    lowest = LOWEST[dtype] if fill == "lowest" else -np.inf
+    model = masked_twice(Builder(dtype), lowest, casts=casts, keeps=(keeps, keeps))
+    analysis = analyse_model(model, [ARCHITECTURES["sm_90a"]])
+    (attention,) = [site.fusion for site in analysis.sites if isinstance(site.fusion, Attention)]
+    feed = feeds(model, SIZES)
+    feed["mask"][:, :, 3] = not keeps
+    (expected,) = run(model, feed)
+    assert not expected[:, 3].any()
+    np.testing.assert_allclose(evaluate_attention(attention, feed), expected.astype(np.float64), rtol=2**-9, atol=2**-9)
+    assert run(rewritten(analysis), feed)[0].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"fill": -10.0}, {"zero": 1.0}, {"other": "other"}, {"keeps": (False, True)}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_zeros_of_anything_else_are_none(changed: dict[str, object]) -> None:
+    model = masked_twice(Builder(FLOAT16), **{"fill": LOWEST[FLOAT16], **changed})
+    sites = analyse_model(model, [ARCHITECTURES["sm_90a"]]).sites
+    assert not [site for site in sites if isinstance(site.fusion, Attention)]
