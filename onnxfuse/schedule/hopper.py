@@ -63,6 +63,7 @@ TILES = (
     HopperTile(192, 64, pingpong=False, groups=3, splits=4),
 )
 NARROWEST_BOX = 16  # columns of rhs[k, n]
+WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
 CACHE_LINE = 128  # bytes: a row of a box that does not begin on one lies in two
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
@@ -110,6 +111,8 @@ class Hopper(ProductFamily):
         few = len(pieces) > 1 and pieces[-1].columns == NARROWEST_BOX and tile.block_m > FRAGMENT_ROWS
         if pieces[-1].atom == NARROWEST_BOX and not few:
             return "rhs with n contiguous would be read in the narrowest boxes, which is slow"
+        if len(pieces) > 1 and tile.block_m == FRAGMENT_ROWS and tile.block_n > WIDEST_BESIDE_REST:
+            return "rhs with n contiguous would be read in three boxes for 64 rows, which is slow"
         return hopper_tile.why_not(spec, tile, device.shared_bytes)
 
     def shared_bytes(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> int:

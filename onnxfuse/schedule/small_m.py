@@ -22,6 +22,7 @@ _THIRTY_TWO_BIT = tuple(replace(tile, block_k=tile.block_k // 2, stages=1) for t
 TILES: dict[str, tuple[SmallMTile, ...]] = {
     "f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _THIRTY_TWO_BIT, "fp32": (),
 }  # fmt: skip
+SECTOR = 32  # bytes that memory delivers at once at least
 _SINGLE = "element by element"
 PATHS = {
     "product": "along {axis} into registers",
@@ -53,7 +54,9 @@ class SmallM(ProductFamily):
         return tuple(Candidate(self, tile, paces[str(whole)]) for whole, tile in own)
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
-        """As `small_m_tile` says."""
+        """As `small_m_tile` says; rows of 16 bytes took three times as long as rows of 32 bytes."""
+        if spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes < SECTOR:
+            return "rhs with n contiguous would be read in halves of a sector"
         return small_m_tile.why_not(spec, tile, device.shared_bytes)
 
     def shared_bytes(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> int:

@@ -89,7 +89,7 @@ def build(case: AnyCase, folder: Path, emitted: Callable[[Any], str] = emit) -> 
 
 def writes_of(case: AnyCase) -> int:
     """How often an element may be written: by the last tile down, its neighbour, a tile behind both; and so on."""
-    if isinstance(case, QuantizedCase):
+    if not isinstance(case, HopperCase):
         return 1
     rows = 1 + case.tile.cluster_m * begins_at_any_row(case.spec)
     return rows * (1 + case.tile.cluster_n * begins_at_any_column(case.spec))
