@@ -28,6 +28,8 @@ def _numbers(spec: KernelSpec, tile: QuantizedSmallMTile) -> dict[str, int]:
         "STAGES": tile.stages,
         "SHARED_BYTES": shared_bytes(spec, tile),
         "LHS_SLOTS": tile.lhs_slots,
+        "KEPT_STEPS": tile.kept_steps,
+        "SPREAD": tile.spread,
         "WARPS_K": tile.warps_k,
         "LHS_WIDTH": min(spec.lhs_width, MAX_LHS_WIDTH),
         "RHS_BYTES": spec.rhs_width,

@@ -35,6 +35,7 @@ class Shape:
         warps: that share k.
         step: bytes of a column that a warp multiplies at once.
         stages: of a warp.
+        kept: whether lhs is kept in registers, spread as far as it may be.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Shape:
     warps: int
     step: int
     stages: int
+    kept: bool = False
 
 
 # More rows take more of shared memory, and so leave less of it for what is on its way; a tile of four rows is no faster
@@ -50,6 +52,8 @@ SHAPES = (
     Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(8, 32, 8, 128, 2),
     Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3), Shape(32, 32, 8, 32, 3),
     Shape(1, 32, 8, 128, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
+    Shape(1, 32, 8, 128, 3, kept=True), Shape(1, 32, 8, 128, 4, kept=True), Shape(4, 32, 8, 128, 3, kept=True),
+    Shape(8, 32, 8, 128, 3, kept=True), Shape(16, 32, 8, 64, 5, kept=True),
 )  # fmt: skip
 
 
@@ -60,6 +64,12 @@ def tile_of(shape: Shape, spec: KernelSpec, form: Quantization, slots: int) -> Q
         block_n = quantized_small_m_tile.FRAGMENT_COLUMNS
     depth = shape.step * 8 // form.bits
     return QuantizedSmallMTile(shape.rows, block_n, depth, shape.stages, slots, shape.warps)
+
+
+def spread_of(tile: QuantizedSmallMTile, form: Quantization) -> int:
+    """How far the rows and blocks of a tile allow kept rows to be spread, in powers of two."""
+    most = max(min(quantized_small_m_tile.MMA_ROWS // tile.block_m, tile.block_k // form.block), 1)
+    return 1 << most.bit_length() - 1
 
 
 class QuantizedSmallM(ProductFamily):
@@ -118,7 +128,8 @@ class QuantizedSmallM(ProductFamily):
 
 def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks read rows of lhs that do not stay in shared memory, once for each tile."""
-    read = np.where(_steps(tile, problem.k) > tile.lhs_slots, tile.block_m * problem.k * spec.dtype.bytes, 0)
+    held = max(tile.lhs_slots, tile.kept_steps)
+    read = np.where(_steps(tile, problem.k) > held, tile.block_m * problem.k * spec.dtype.bytes, 0)
     return cost_model.waves_of(tile, problem, device) * read / calibration(device).read_again
 
 
@@ -130,6 +141,11 @@ def _steps(tile: QuantizedSmallMTile, k: Count) -> Count:
 def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator[QuantizedSmallMTile]:
     for shape in SHAPES:
         ring = tile_of(shape, spec, form, shape.stages)
+        if shape.kept:
+            kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
+            if quantized_small_m_tile.why_not(spec, kept, limit) is None:
+                yield kept
+            continue
         whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
         yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
 

@@ -2,8 +2,10 @@
 
 Shared memory of one block:
 
-    warps       each its stages [all parts' columns, a step of k]: integers, scales, zero points; then its slots of lhs
+    warps       each its stages [all parts' columns, a step of k]: integers, scales, zero points; then its slots of lhs,
+                or what the sums of lhs that it keeps in registers begin with
     sums        [1 or 2 tiles, warps, rows, all parts' columns] in fp32
+    barriers    two
 
 `kernels/cuda/quantized_small_m/gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -24,6 +26,10 @@ MAX_LHS_WIDTH = 8  # elements
 WORD_BYTES = 4  # the narrowest copy of cp.async
 SUMS_PADDING = 4
 FP32_BYTES = 4
+BARRIERS_BYTES = 16
+BITS_WITH_EXCESS = 4  # in every type; of 8 bits, bf16 has none
+ELEMENTS_OF_REGISTER = 2
+MAX_KEPT = 128  # registers of one thread
 MAX_THREADS = 1024
 REGISTERS = 65536  # of one multiprocessor
 MAX_SUMS = 64  # of one thread, in fp32
@@ -43,6 +49,8 @@ class QuantizedSmallMTile:
         lhs_slots: steps of lhs that a warp has room for; where they are all, it reads lhs once.
         warps_k: warps that share k, each with sums of its own.
         resident: blocks that the compiler leaves registers for on one multiprocessor.
+        kept_steps: steps of lhs that a warp keeps in registers, and no slots; 0 where lhs is read from shared memory.
+        spread: columns of the mma that a kept row lies in, each with its own blocks of k.
     """
 
     block_m: int
@@ -52,6 +60,8 @@ class QuantizedSmallMTile:
     lhs_slots: int
     warps_k: int
     resident: int = 1
+    kept_steps: int = 0
+    spread: int = 1
 
     @property
     def threads(self) -> int:
@@ -65,7 +75,8 @@ class QuantizedSmallMTile:
 
     def __str__(self) -> str:
         shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        stages = f"stages {self.stages}, {self.lhs_slots} of lhs"
+        kept = f"{self.kept_steps} of lhs kept" + (f" and spread by {self.spread}" if self.spread > 1 else "")
+        stages = f"stages {self.stages}, {kept if self.kept_steps else f'{self.lhs_slots} of lhs'}"
         return f"{shape} few rows of quantized, {stages}, k shared by {self.warps_k} warps, {self.resident} blocks"
 
 
@@ -116,8 +127,23 @@ def sums_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
 @cache
 def shared_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
     """Dynamic shared memory of one block, in bytes."""
-    warp = tile.stages * stage_bytes(spec, tile) + tile.lhs_slots * slot_bytes(spec, tile)
-    return tile.warps_k * warp + sums_bytes(spec, tile)
+    warp = tile.stages * stage_bytes(spec, tile) + tile.lhs_slots * slot_bytes(spec, tile) + kept_bytes(spec, tile)
+    return tile.warps_k * warp + sums_bytes(spec, tile) + BARRIERS_BYTES
+
+
+def kept_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
+    """Shared memory of what the sums of one warp's kept rows begin with, and of its sums of rows alone."""
+    form = _form(spec)
+    blocks = max(tile.block_k // form.block, 1) // tile.spread
+    has_excess = form.bits == BITS_WITH_EXCESS or spec.math == "f16"
+    each = 4 * (4 * has_excess + 2 * form.zero_points) * FP32_BYTES
+    return tile.kept_steps * blocks * tile.row_groups * each
+
+
+def kept_registers(form: Quantization, tile: QuantizedSmallMTile) -> int:
+    """Registers of a thread that lhs takes."""
+    rows = tile.row_groups * MMA_ROWS
+    return tile.kept_steps * tile.block_k * rows // tile.spread // WARP_SIZE // ELEMENTS_OF_REGISTER
 
 
 def _form(spec: KernelSpec) -> Quantization:
@@ -145,8 +171,20 @@ def why_not(spec: KernelSpec, tile: QuantizedSmallMTile, shared_limit: int) -> s
         return f"{sums(spec, tile)} sums in a thread, of {MAX_SUMS} at most"
     if spec.quantization.block * spec.quantization.bits // 8 < PIECE_BYTES and tile.block_m > MAX_HALVED_ROWS:
         return f"two blocks in a row of ldmatrix: {tile.block_m} rows, of {MAX_HALVED_ROWS} at most"
+    if tile.kept_steps and (reason := _why_not_kept(spec.quantization, tile)):
+        return reason
     if shared_bytes(spec, tile) > shared_limit:
         return f"{shared_bytes(spec, tile)} bytes of shared memory, of {shared_limit} at most"
+    return None
+
+
+def _why_not_kept(form: Quantization, tile: QuantizedSmallMTile) -> str | None:
+    if form.block_bytes < PIECE_BYTES:
+        return "lhs is kept in whole pieces of a block"
+    if tile.spread > 1 and (tile.block_m * tile.spread > MMA_ROWS or tile.block_k // form.block % tile.spread):
+        return f"{tile.block_m} rows of {tile.block_k} are not spread by {tile.spread}"
+    if kept_registers(form, tile) > MAX_KEPT:
+        return f"{kept_registers(form, tile)} registers of lhs, of {MAX_KEPT} at most"
     return None
 
 

@@ -79,6 +79,11 @@ Vector load_cached(const typename Vector::Type* global, bool inside) {
 }
 
 template <typename Vector>
+Vector load_fresh(const typename Vector::Type* global, bool inside) {
+  return load_streamed<Vector>(global, inside);
+}
+
+template <typename Vector>
 void store_global(typename Vector::Type* global, const Vector& packed) {
   emulator::check_global(global, sizeof(Vector), true);
   memcpy(static_cast<void*>(global), &packed, sizeof(Vector));
@@ -97,6 +102,24 @@ inline unsigned load_shared_word(unsigned address) {
   unsigned value;
   memcpy(&value, emulator::shared(address, 4), 4);
   return value;
+}
+
+struct HostMbarrier {
+  short count, pending;
+  int phase;
+};
+inline HostMbarrier& host_mbarrier(unsigned address) {
+  return *reinterpret_cast<HostMbarrier*>(emulator::shared(address, sizeof(HostMbarrier)));
+}
+inline void mbarrier_init(unsigned barrier, int arrivals) {
+  host_mbarrier(barrier) = {static_cast<short>(arrivals), static_cast<short>(arrivals), 0};
+}
+inline void mbarrier_arrive(unsigned barrier) {
+  HostMbarrier& own = host_mbarrier(barrier);
+  if (--own.pending == 0) own.pending = own.count, ++own.phase;
+}
+inline void mbarrier_wait(unsigned barrier, int parity) {
+  while (host_mbarrier(barrier).phase % 2 == parity) emulator::yield();
 }
 
 inline void count_conflicts(const emulator::Warp& warp) {

@@ -153,8 +153,7 @@ def portable_source(source: str) -> str:
     start, end = (source.index(f"// ---- {name}") for name in ("hopper/fast_math.cuh", "generated"))
     text = portable_host_source(source[:start] + source[end:])
     text = text.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
-    text = text.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", "")
-    return text.replace('#include "cuda_host.h"', '#include "cuda_host.h"\n#include "shuffles.h"')
+    return text.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", "")
 
 
 def launch_portable(library: ctypes.CDLL, problem: AttentionProblem, tile: PortableAttentionTile, lazy: bool) -> None:

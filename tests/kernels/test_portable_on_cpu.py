@@ -234,7 +234,7 @@ def host_source(source: str) -> str:
     end = source.index("// ----", start + 1)
     ptx = (EMULATOR / "ptx_host.cuh").read_text()
     launch = (EMULATOR / "launch.h").read_text()
-    return f'#include "cuda_host.h"\n{source[:start]}{ptx}{source[end:]}{launch}'
+    return f'#include "cuda_host.h"\n#include "shuffles.h"\n{source[:start]}{ptx}{source[end:]}{launch}'
 
 
 def build(spec: TiledSpec, folder: Path) -> ctypes.CDLL:

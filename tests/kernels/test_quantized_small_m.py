@@ -19,8 +19,8 @@ from onnxfuse.limits import QUANTIZED_BITS as BITS
 from onnxfuse.limits import QUANTIZED_BLOCKS as BLOCKS
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.kernel_spec import KernelSpec
-from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
-from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
+from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M, spread_of
+from onnxfuse.schedule.quantized_small_m_tile import PIECE_BYTES, QuantizedSmallMTile
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.quantized_problem import Packed, QuantizedProblem, make_quantized_problem, quantized
 from tests.helpers.thinning import Taken
@@ -94,7 +94,22 @@ def other_depths() -> Iterator[Case]:
         yield Case(form, 1, tile(form.bits, 4, 16, 64, 3, 4), (Size(3, 19, k), *(Size(2, 5, each) for each in others)))
 
 
-CASES = [*every_form(), *other_depths()]
+def kept_in_registers() -> Iterator[Case]:
+    """Rows that are spread as far as blocks allow, and that are not; more of them than a tile has, and more steps than
+    are kept."""
+    rows, parts = itertools.cycle((1, 4, 2, 16, 8, 1, 3)), itertools.cycle((1, 2, 1, 2, 3))
+    types, depths = itertools.cycle((F16, BF16, F16)), itertools.cycle((520, 1064, 1288, 320))
+    for bits, block, zero_points in itertools.product(BITS, BLOCKS, (False, True)):
+        form, count, k = Quantization(bits, block, zero_points, next(types)), next(rows), next(depths)
+        if form.block_bytes < PIECE_BYTES:
+            continue
+        part_count = next(parts)
+        ring = tile(bits, count, {1: 32, 2: 8, 3: 16}[part_count], 64 if count > 8 else 128, 3)
+        kept = replace(ring, lhs_slots=0, kept_steps=1 + count % 2, spread=spread_of(ring, form))
+        yield Case(form, part_count, kept, (Size(count, 35, k), Size(2 * count + 1, 16, k)))
+
+
+CASES = [*every_form(), *other_depths(), *kept_in_registers()]
 
 
 @pytest.mark.one_in(5)
@@ -147,12 +162,16 @@ def test_any_number_of_blocks_computes_all_tiles(blocks: int, tmp_path: Path) ->
 
 def test_a_checked_kernel_reads_lhs_from_anywhere(tmp_path: Path) -> None:
     case = Case(Quantization(4, 32, True, F16), 1, tile(4, 4, 16, 64), (Size(3, 19, 200),))
-    spec = replace(case.spec, checked=True)
-    library = build_source(spec.source(), ENTRY, tmp_path)
-    for elements in (0, 1, 4):
-        problem = problem_of(spec, case.sizes[0])
-        elsewhere = replace(problem, lhs=moved(problem.lhs, elements))
-        elsewhere.check(launch(library, elsewhere, lazy=True))
+    kept = replace(case.tile, lhs_slots=0, kept_steps=1, spread=2)
+    for shape in (case.tile, kept):
+        spec = replace(case.spec, checked=True, tile=shape)
+        folder = tmp_path / str(shape.kept_steps)
+        folder.mkdir()
+        library = build_source(spec.source(), ENTRY, folder)
+        for elements in (0, 1, 4):
+            problem = problem_of(spec, case.sizes[0])
+            elsewhere = replace(problem, lhs=moved(problem.lhs, elements))
+            elsewhere.check(launch(library, elsewhere, lazy=True))
 
 
 def candidate_kernels(device: DeviceSpec) -> Iterator[TiledSpec]:

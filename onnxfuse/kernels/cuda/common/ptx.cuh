@@ -89,14 +89,14 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
       auto& bits = reinterpret_cast<uint4&>(packed);                                                                   \
       asm volatile(                                                                                                    \
           "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "         \
-          "@p ld.global.nc" OPERATORS ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                              \
+          "@p ld.global" OPERATORS ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                              \
           : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)                                                 \
           : "l"(global), "r"(valid));                                                                                  \
     } else {                                                                                                           \
       auto& bits = reinterpret_cast<uint2&>(packed);                                                                   \
       asm volatile(                                                                                                    \
           "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "                                       \
-          "@p ld.global.nc" OPERATORS ".v2.u32 {%0, %1}, [%2]; }"                                                      \
+          "@p ld.global" OPERATORS ".v2.u32 {%0, %1}, [%2]; }"                                                      \
           : "=&r"(bits.x), "=&r"(bits.y)                                                                               \
           : "l"(global), "r"(valid));                                                                                  \
     }                                                                                                                  \
@@ -104,9 +104,10 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
   }
 
 // What is read only once goes past L1, with the rest of its 128-byte line, which a neighbour reads next; what other
-// blocks of the multiprocessor read as well goes through it.
-ONNXFUSE_WIDE_LOAD(load_streamed, ".L1::no_allocate.L2::128B")
-ONNXFUSE_WIDE_LOAD(load_cached, "")
+// blocks of the multiprocessor read as well goes through it; what the kernel before may just have written comes from L2.
+ONNXFUSE_WIDE_LOAD(load_streamed, ".nc.L1::no_allocate.L2::128B")
+ONNXFUSE_WIDE_LOAD(load_cached, ".nc")
+ONNXFUSE_WIDE_LOAD(load_fresh, ".cg")
 #undef ONNXFUSE_WIDE_LOAD
 
 // In PTX where it is wide: the compiler takes a vector that it has seen as elements apart into stores of 4 bytes.
@@ -139,6 +140,23 @@ __device__ __forceinline__ unsigned load_shared_word(unsigned shared) {
   unsigned value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared));
   return value;
+}
+
+// An mbarrier: a phase ends when all arrivals are in, and those that wait see what was written before them.
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, int parity) {
+  unsigned done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  }
 }
 
 // Four 8 x 8 matrices of 16-bit elements, or 8 x 4 of 32-bit elements; lanes 8i .. 8i+7 give the row addresses of

@@ -1,0 +1,180 @@
+// What a block of the kernel for few rows of quantized computes, and where it lies in shared memory.
+#pragma once
+#include "common/arguments.cuh"
+#include "common/ptx.cuh"
+#include "common/addressing.cuh"
+#include "common/checked_access.cuh"
+#include "quantized_small_m/unpack.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_SIZE = 32;
+constexpr int MMA_ROWS = 8;
+constexpr int FRAGMENT_COLUMNS = 16;
+constexpr int WIDTH = PARTS * BLOCK_N;  // columns of a pass
+constexpr int FRAGMENTS = WIDTH / FRAGMENT_COLUMNS;
+constexpr int ROW_GROUPS = (BLOCK_M - 1) / MMA_ROWS + 1;
+
+constexpr int PIECE_BYTES = 16;  // of a column: a row of ldmatrix
+constexpr int PIECE_K = 8 * PIECE_BYTES / QUANTIZED_BITS;
+constexpr int STEP_BYTES = BLOCK_K * QUANTIZED_BITS / 8;  // of a column
+constexpr int PIECES = STEP_BYTES / PIECE_BYTES;
+constexpr int PIECE_PAIRS = WORD_PAIRS;             // of lhs, in one lane
+constexpr int MULTIPLICATIONS = PIECE_PAIRS / 2;    // of one piece
+constexpr int BLOCKS = BLOCK_K > QUANTIZED_BLOCK ? BLOCK_K / QUANTIZED_BLOCK : 1;  // of k, in a step
+constexpr int BLOCK_PIECES = PIECES > BLOCKS ? PIECES / BLOCKS : 1;
+constexpr int SIDES = PIECE_K > QUANTIZED_BLOCK ? PIECE_K / QUANTIZED_BLOCK : 1;  // blocks of one piece
+
+// Rows of lhs that are kept in registers, those of KEPT_STEPS steps, may be spread: each lies in SPREAD of the mma's
+// columns, zero in all but one of as many blocks, so that the sums of all of these blocks are scaled at once.
+constexpr bool KEPT = KEPT_STEPS > 0;
+constexpr int SPREAD_K = SPREAD * QUANTIZED_BLOCK;
+constexpr int SPREADS = BLOCKS / SPREAD;  // in a step
+constexpr int KEPT_PIECES = SPREADS * BLOCK_PIECES;
+
+// Sums begin with what they will be too large by, where it is known by then; otherwise it is added at last.
+constexpr bool ADDS_EXCESS = HAS_EXCESS && PIECE_K < QUANTIZED_BLOCK && !KEPT;
+constexpr bool SCALES_AHEAD = ROW_GROUPS == 1;  // with more sums, registers are short
+
+constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int in_pieces(int bytes) { return (bytes + 15) / 16 * 16; }
+
+// What each column has beside its integers in a step, BYTES that begin on boundaries of ALIGNMENT bytes: copied as they
+// lie or, where cp.async moves no so little, as the whole words that they lie in.
+template <int BYTES, int ALIGNMENT>
+struct Beside {
+  static constexpr int ALIGNED = least(16, least(BYTES, ALIGNMENT));
+  static constexpr bool IN_WORDS = ALIGNED < 4;
+  static constexpr int COPY = IN_WORDS ? 4 : ALIGNED;
+  static constexpr int COPIES = IN_WORDS ? (4 - ALIGNED + BYTES + 3) / 4 : BYTES / COPY;
+  static constexpr int PITCH = COPIES * COPY;
+  static constexpr int OF_LANE = (WIDTH * COPIES - 1) / WARP_SIZE + 1;
+
+  const unsigned char* columns[OF_LANE];  // where each begins
+
+  static __device__ __forceinline__ int copy_of(int i) { return threadIdx.x % WARP_SIZE + i * WARP_SIZE; }
+
+  // start(i) is where what belongs to column i of a pass begins.
+  template <typename Start>
+  __device__ __forceinline__ void go_to(const Start& start) {
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) columns[i] = start(least(copy_of(i) / COPIES, WIDTH - 1));
+  }
+
+  // The bytes from `first` on, of which `valid` exist in a column.
+  __device__ __forceinline__ void copy(unsigned shared, int first, int valid) const {
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+      const int index = copy_of(i);
+      if (WIDTH * COPIES % WARP_SIZE != 0 && index >= WIDTH * COPIES) break;
+      const int along = first + index % COPIES * COPY;
+      const unsigned char* from = columns[i] + along;
+      if constexpr (IN_WORDS) {
+        const int before = reinterpret_cast<unsigned long long>(from) % COPY;
+        copy_async_part(shared + index * COPY, from - before, max(min(valid - along + before, COPY), 0));
+      } else {
+        copy_async<COPY>(shared + index * COPY, from, along < valid);
+      }
+    }
+  }
+
+  // Where a column's bytes lie in shared memory, if they begin at an address.
+  static __device__ __forceinline__ int offset(int column, unsigned address) {
+    return column * PITCH + (IN_WORDS ? address % COPY : 0);
+  }
+};
+
+using Scales = Beside<BLOCKS * int(sizeof(Element)), SCALES_WIDTH * int(sizeof(Element))>;
+constexpr int ZERO_BYTES = BLOCKS * QUANTIZED_BITS > 8 ? BLOCKS * QUANTIZED_BITS / 8 : 1;
+using Zeros = Beside<ZERO_BYTES, ZERO_POINTS_WIDTH>;
+
+// Rows of ldmatrix are 16 bytes longer than the data: then no banks conflict. Of lhs, which a piece of integers meets in
+// LHS_PIECE bytes of a row, those pieces are swizzled within 128 bytes instead: all of it may stay in shared memory.
+constexpr int COLUMN_PITCH = STEP_BYTES + PIECE_BYTES;
+constexpr int ROW_PITCH = BLOCK_K * int(sizeof(Element));
+constexpr int LHS_PIECE = PIECE_K * int(sizeof(Element));
+constexpr int BANKS_BYTES = 128;
+constexpr int SPAN_ROWS = ROW_PITCH < BANKS_BYTES ? BANKS_BYTES / ROW_PITCH : 1;  // in the banks' bytes
+constexpr int SWIZZLES = BANKS_BYTES / LHS_PIECE / SPAN_ROWS;
+constexpr int SCALES_OFFSET = WIDTH * COLUMN_PITCH;
+constexpr int ZEROS_OFFSET = SCALES_OFFSET + in_pieces(WIDTH * Scales::PITCH);
+constexpr int STAGE_BYTES = ZEROS_OFFSET + (ZERO_POINTS ? in_pieces(WIDTH * Zeros::PITCH) : 0);
+constexpr int SLOT_BYTES = BLOCK_M * ROW_PITCH;
+// Of a group of rows of kept lhs and a block, a lane's sums with the constants of the excess, and with ones.
+constexpr int STARTS = KEPT_STEPS * SPREADS * ROW_GROUPS;
+constexpr int STARTS_BYTES = HAS_EXCESS ? STARTS * 4 * 16 : 0;
+constexpr int KEPT_BYTES = STARTS_BYTES + (ZERO_POINTS ? STARTS * 4 * 8 : 0);
+constexpr int WARP_BYTES = STAGES * STAGE_BYTES + LHS_SLOTS * SLOT_BYTES + KEPT_BYTES;
+
+// Two adjacent rows' sums of a lane lie apart such that all lanes' first ones are in different banks.
+constexpr int SUMS_PITCH = WIDTH + 4;
+constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
+constexpr int SUMS = WARPS_K * WARP_SUMS;
+// One pass's sums are added while another's are stored where that takes little memory.
+constexpr int SUM_BUFFERS = BLOCK_M <= MMA_ROWS ? 2 : 1;
+constexpr int SUMS_BYTES = SUM_BUFFERS * SUMS * int(sizeof(float));
+constexpr int BARRIER_BYTES = 8, BARRIERS = 2;
+
+static_assert(WIDTH % FRAGMENT_COLUMNS == 0 && PIECES % 2 == 0, "whole fragments and ldmatrix");
+static_assert((KEPT || LHS_SLOTS >= STAGES) && STAGES >= 2, "tile");
+static_assert(!KEPT || SIDES == 1, "whole blocks are kept");
+static_assert(SPREAD == 1 || (KEPT && BLOCK_M * SPREAD <= MMA_ROWS && BLOCKS % SPREAD == 0), "columns of the mma");
+static_assert(SHARED_BYTES == WARPS_K * WARP_BYTES + SUMS_BYTES + BARRIERS * BARRIER_BYTES,
+              "footprint and kernel agree");
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP_SIZE; }
+__device__ __forceinline__ int lane_group() { return threadIdx.x % WARP_SIZE / 4; }  // g
+__device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / WARP_SIZE; }
+
+// What the bytes of a row of lhs are swizzled with in shared memory.
+__device__ __forceinline__ int swizzle(int row) { return row / SPAN_ROWS % SWIZZLES * LHS_PIECE; }
+
+// What a block computes, tile after tile, and where it lies.
+struct Work {
+  const OnnxfuseArguments& args;
+  int batch;
+  int tiles_m;
+  int passes;  // tiles of this block
+  int steps;   // of this warp
+  int blocks;  // of k
+  bool is_wide;  // whether copies of LHS_WIDTH are legal
+
+  __device__ __forceinline__ Work(const OnnxfuseArguments& args, int batch) : args(args), batch(batch) {
+    tiles_m = (args.m - 1) / BLOCK_M + 1;
+    const int tiles = ((args.n - 1) / BLOCK_N + 1) * tiles_m;
+    passes = max(tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1, 0) / gridDim.x;
+    steps = max((args.k + BLOCK_K - 1) / BLOCK_K - warp() + WARPS_K - 1, 0) / WARPS_K;
+    blocks = (args.k + QUANTIZED_BLOCK - 1) / QUANTIZED_BLOCK;
+    const long long batches = LHS_OUTER_BATCH ? args.lhs_outer.batch_stride : 0;
+    is_wide = is_legal<Element, LHS_WIDTH>(args.lhs.pointer, args.lhs.column_stride,
+                                           args.lhs.row_stride | args.lhs.batch_stride | batches | args.k);
+  }
+
+  // Tiles of the same columns are neighbours: all but the first find rhs in L2.
+  __device__ __forceinline__ int tile(int pass) const { return blockIdx.x + pass * gridDim.x; }
+  __device__ __forceinline__ int row(int pass) const { return tile(pass) % tiles_m * BLOCK_M; }
+  __device__ __forceinline__ int rows(int pass) const { return min(args.m - row(pass), BLOCK_M); }
+  __device__ __forceinline__ int column(int pass) const { return tile(pass) / tiles_m * BLOCK_N; }
+
+  // Columns beyond the tensor repeat its last one: their results are never stored.
+  __device__ __forceinline__ int column_of(int pass, int index) const {
+    return min(column(pass) + index % BLOCK_N, args.n - 1);
+  }
+  __device__ __forceinline__ const unsigned char* scales(int pass, int index) const {
+    const OnnxfuseScales& part = args.scales[index / BLOCK_N];
+    return static_cast<const unsigned char*>(part.scales) +
+           column_of(pass, index) * part.scales_pitch * int(sizeof(Element));
+  }
+  __device__ __forceinline__ const unsigned char* zeros(int pass, int index) const {
+    const OnnxfuseScales& part = args.scales[index / BLOCK_N];
+    return static_cast<const unsigned char*>(part.zero_points) + column_of(pass, index) * part.zero_points_pitch;
+  }
+  // Of this warp's steps, the first k; and where a step's scales and zero points begin in those of a column.
+  __device__ __forceinline__ int depth(int step) const { return (step * WARPS_K + warp()) * BLOCK_K; }
+  __device__ __forceinline__ int first_scale(int step) const {
+    return depth(step) / QUANTIZED_BLOCK * int(sizeof(Element));
+  }
+  __device__ __forceinline__ int first_zero(int step) const { return depth(step) / QUANTIZED_BLOCK * QUANTIZED_BITS / 8; }
+};
+
+}  // namespace onnxfuse

@@ -1,0 +1,242 @@
+// Rows of lhs as the mma takes them.
+#pragma once
+#include "quantized_small_m/ring.cuh"
+
+namespace onnxfuse {
+
+// k of one piece of a row of lhs in the order of unpacked integers.
+__device__ __forceinline__ void permute(unsigned (&pairs)[PIECE_PAIRS], const unsigned (&words)[PIECE_PAIRS]) {
+#pragma unroll
+  for (int i = 0; i < PIECE_PAIRS; ++i) {
+    if constexpr (QUANTIZED_BITS == 4) {
+      pairs[i] = permute_bytes(words[i / 2], words[i / 2 + 2], i % 2 == 0 ? 0x5410 : 0x7632);
+    } else {
+      pairs[i] = words[i];
+    }
+  }
+}
+
+// One piece of a row in shared memory.
+__device__ __forceinline__ void read_row(unsigned (&pairs)[PIECE_PAIRS], const unsigned char* slot, int row, int piece) {
+  const int existing = least(row, BLOCK_M - 1), along = piece * LHS_PIECE;
+  const int span = along % BANKS_BYTES ^ swizzle(existing);
+  const unsigned char* from = slot + existing * ROW_PITCH + along / BANKS_BYTES * BANKS_BYTES + span;
+  const auto words = load_packed<Packed<unsigned, PIECE_PAIRS>>(
+      reinterpret_cast<const unsigned*>(from + lane() % 4 * PIECE_PAIRS * 4));
+  permute(pairs, words.values);
+}
+
+using RowPairs = unsigned[ROW_GROUPS][PIECE_PAIRS];
+using GroupSums = float[ROW_GROUPS][4];
+using Sums = GroupSums[FRAGMENTS];
+
+// sums = start + one piece of 16 columns and all rows; of a block that is half of a piece, the rows of other lanes count
+// as zero.
+__device__ __forceinline__ void multiply(GroupSums& sums, const GroupSums& start, const unsigned (&first)[WORD_PAIRS],
+                                         const unsigned (&second)[WORD_PAIRS],
+                                         const RowPairs& rows, int side) {
+  const GroupSums& own_sums = sums;
+#pragma unroll
+  for (int j = 0; j < MULTIPLICATIONS; ++j) {
+    const unsigned columns[4] = {first[2 * j], second[2 * j], first[2 * j + 1], second[2 * j + 1]};
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      const bool own = SIDES == 1 || lane() % 4 * SIDES / 4 == side;
+      const unsigned own_rows[2] = {own ? rows[group][2 * j] : 0, own ? rows[group][2 * j + 1] : 0};
+      multiply_onto(Element(), sums[group], j == 0 ? start[group] : own_sums[group], columns, own_rows);
+    }
+  }
+}
+
+// What a block's sums are too large by, if its numbers are multiplied with what unpacking leaves in them: the same for
+// all columns but for their zero points, so it is multiplied once for all, by columns of constants.
+struct Excess {
+  GroupSums sums;  // negative
+  GroupSums rows;  // of lhs alone
+
+  // The rows of a piece, the first of a block or not.
+  __device__ __forceinline__ void add(const RowPairs& lhs, int side, bool first) {
+    const GroupSums none = {};
+    const GroupSums &own_sums = sums, &own_rows = rows;
+    unsigned pairs[WORD_PAIRS], ones[WORD_PAIRS];
+#pragma unroll
+    for (int i = 0; i < WORD_PAIRS; ++i) {
+      pairs[i] = negative_excess(i);
+      ones[i] = IS_BF16 ? 0x3f803f80 : 0x3c003c00;
+    }
+    if constexpr (HAS_EXCESS) multiply(sums, first ? none : own_sums, pairs, pairs, lhs, side);
+    if constexpr (ZERO_POINTS) multiply(rows, first ? none : own_rows, ones, ones, lhs, side);
+  }
+};
+
+// Rows of lhs in shared memory, of one step.
+struct SharedRows {
+  const unsigned char* slot;
+
+  __device__ __forceinline__ void read(RowPairs& rows, int piece) const {
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      read_row(rows[group], slot, group * MMA_ROWS + lane_group(), piece);
+    }
+  }
+  __device__ __forceinline__ void read_excess(Excess (&excess)[SIDES], const RowPairs& rows, int piece) const {
+#pragma unroll
+    for (int side = 0; side < SIDES; ++side) {
+      excess[side].add(rows, side, piece * PIECE_K % QUANTIZED_BLOCK == 0 || SIDES > 1 || piece == 0);
+    }
+  }
+};
+
+// Rows of lhs in registers, of KEPT_STEPS steps; and in shared memory, the excess of their blocks, which is multiplied
+// once. What is kept is changed where a tile has other rows, or a warp's share of k has more steps.
+struct KeptRows {
+  unsigned pairs[KEPT ? KEPT_STEPS : 1][KEPT ? KEPT_PIECES : 1][ROW_GROUPS][PIECE_PAIRS];
+  unsigned char* starts;
+  int kept_row = -1, kept_step = 0;
+
+  explicit __device__ __forceinline__ KeptRows(unsigned char* starts) : starts(starts) {}
+
+  // The rows of a pass, from a step on.
+  __device__ __forceinline__ void keep(const Work& work, int pass, int step) {
+    if (work.row(pass) == kept_row && step == kept_step) return;
+    kept_row = work.row(pass);
+    kept_step = step;
+    if constexpr (CHECKED && LHS_WIDTH > 1) {
+      if (work.is_wide) load<LHS_WIDTH>(work, pass, step);
+      if (!work.is_wide) load<1>(work, pass, step);
+    } else {
+      load<LHS_WIDTH>(work, pass, step);
+    }
+    multiply_excess();
+  }
+
+  // Where a lane's piece begins in those of a step.
+  static __device__ __forceinline__ int depth(int piece) {
+    const int block = piece / BLOCK_PIECES * SPREAD + lane_group() % SPREAD;
+    return (block * BLOCK_PIECES + piece % BLOCK_PIECES) * PIECE_K;
+  }
+
+  template <int WIDE>
+  __device__ __forceinline__ void load(const Work& work, int pass, int step) {
+    constexpr int ELEMENTS = 2 * PIECE_PAIRS;  // of a lane and piece
+    const int row = work.row(pass) + lane_group() / SPREAD, rows = work.row(pass) + work.rows(pass);
+    const int k = work.depth(step) + depth(0) + lane() % 4 * ELEMENTS;
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      const int own = row + group * MMA_ROWS;
+      const Element* from = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch, own, k);
+#pragma unroll
+      for (int s = 0; s < KEPT_STEPS; ++s) {
+#pragma unroll
+        for (int piece = 0; piece < KEPT_PIECES; ++piece) {
+          const int along = s * WARPS_K * BLOCK_K + depth(piece) - depth(0);
+          load_words<WIDE>(pairs[s][piece][group], from + along, own < rows ? work.args.k - k - along : 0);
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < KEPT_STEPS; ++s) {
+#pragma unroll
+      for (int piece = 0; piece < KEPT_PIECES; ++piece) {
+#pragma unroll
+        for (int group = 0; group < ROW_GROUPS; ++group) {
+          const RowPairs& loaded = pairs[s][piece];
+          unsigned words[PIECE_PAIRS];
+#pragma unroll
+          for (int i = 0; i < PIECE_PAIRS; ++i) words[i] = loaded[group][i];
+          permute(pairs[s][piece][group], words);
+        }
+      }
+    }
+  }
+
+  // A lane's words of a piece, of which so many elements exist.
+  template <int WIDE>
+  static __device__ __forceinline__ void load_words(unsigned (&words)[PIECE_PAIRS], const Element* from, int existing) {
+    constexpr int COPY = least(WIDE, 2 * PIECE_PAIRS);
+    if constexpr (COPY >= 4) {
+#pragma unroll
+      for (int i = 0; i < PIECE_PAIRS; i += COPY / 2) {
+        const auto vector = load_fresh<Packed<unsigned, COPY / 2>>(reinterpret_cast<const unsigned*>(from) + i,
+                                                                   2 * i < existing);
+#pragma unroll
+        for (int j = 0; j < COPY / 2; ++j) words[i + j] = vector.values[j];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < PIECE_PAIRS; ++i) {
+        const unsigned low = load_small<2>(from + 2 * i, 2 * i < existing);
+        words[i] = low | load_small<2>(from + 2 * i + 1, 2 * i + 1 < existing) << 16;
+      }
+    }
+  }
+
+  __device__ __forceinline__ int start(int step, int spread, int group) const {
+    return ((step * SPREADS + spread) * ROW_GROUPS + group) * 4 + lane() % 4;
+  }
+  __device__ __forceinline__ float* excess_at(int start) const { return reinterpret_cast<float*>(starts) + start * 4; }
+  __device__ __forceinline__ float* rows_at(int start) const {
+    return reinterpret_cast<float*>(starts + STARTS_BYTES) + start * 2;
+  }
+
+  // The constants are the same for all blocks: each column of the mma has the sums of its own.
+  __device__ __forceinline__ void multiply_excess() {
+    __syncwarp();  // all have read what is overwritten
+#pragma unroll
+    for (int s = 0; s < KEPT_STEPS; ++s) {
+#pragma unroll
+      for (int spread = 0; spread < SPREADS; ++spread) {
+        Excess excess;
+#pragma unroll
+        for (int i = 0; i < BLOCK_PIECES; ++i) excess.add(pairs[s][spread * BLOCK_PIECES + i], 0, i == 0);
+#pragma unroll
+        for (int group = 0; group < ROW_GROUPS; ++group) {
+          if (lane_group() != 0) continue;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (HAS_EXCESS) excess_at(start(s, spread, group))[e] = excess.sums[group][e];
+            if (ZERO_POINTS && e < 2) rows_at(start(s, spread, group))[e] = excess.rows[group][e];
+          }
+        }
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// The kept rows of one step.
+struct KeptStep {
+  const KeptRows& kept;
+  int step;
+
+  __device__ __forceinline__ void read(RowPairs& rows, int piece) const {
+    const int block = piece / BLOCK_PIECES;
+    const bool own = SPREAD == 1 || lane_group() % SPREAD == block % SPREAD;
+    const RowPairs& from = kept.pairs[step][block / SPREAD * BLOCK_PIECES + piece % BLOCK_PIECES];
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+#pragma unroll
+      for (int i = 0; i < PIECE_PAIRS; ++i) rows[group][i] = own ? from[group][i] : 0;
+    }
+  }
+  // As one vector: of two numbers that are copied the compiler makes four by moves.
+  __device__ __forceinline__ void read_excess(Excess (&excess)[SIDES], const RowPairs&, int piece) const {
+    if (piece % (SPREAD * BLOCK_PIECES) != 0) return;
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      const int start = kept.start(step, piece / (SPREAD * BLOCK_PIECES), group);
+      if constexpr (HAS_EXCESS) {
+        const auto sums = load_packed<Packed<float, 4>>(kept.excess_at(start));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) excess[0].sums[group][e] = sums.values[e];
+      }
+      if constexpr (ZERO_POINTS) {
+        const auto rows = load_packed<Packed<float, 2>>(kept.rows_at(start));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) excess[0].rows[group][e] = rows.values[e % 2];
+      }
+    }
+  }
+};
+
+}  // namespace onnxfuse
