@@ -85,9 +85,8 @@ class QuantizedSmallM(ProductFamily):
         if form is None or spec.math not in quantized_small_m_tile.MATH:
             return ()
         paces = calibration(device).pace[self.name]
-        return tuple(
-            Candidate(self, tile, paces[str(tile.block_m)]) for tile in _tiles(spec, form, device.shared_bytes, k)
-        )
+        tiles = _tiles(spec, form, device.shared_bytes, k)
+        return tuple(Candidate(self, tile, paces[_pace(tile)]) for tile in tiles)
 
     def why_not(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> str | None:
         """As `quantized_small_m_tile` says."""
@@ -126,6 +125,11 @@ class QuantizedSmallM(ProductFamily):
         return m <= tile.block_m
 
 
+def _pace(tile: QuantizedSmallMTile) -> str:
+    """The key of its pace."""
+    return f"{tile.block_m} kept" if tile.kept_steps else str(tile.block_m)
+
+
 def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks read rows of lhs that do not stay in shared memory, once for each tile."""
     held = max(tile.lhs_slots, tile.kept_steps)
@@ -140,14 +144,20 @@ def _steps(tile: QuantizedSmallMTile, k: Count) -> Count:
 
 def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator[QuantizedSmallMTile]:
     for shape in SHAPES:
-        ring = tile_of(shape, spec, form, shape.stages)
-        if shape.kept:
-            kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
-            if quantized_small_m_tile.why_not(spec, kept, limit) is None:
-                yield kept
-            continue
-        whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
+        yield from tiles_of_shape(shape, spec, form, limit, k)
+
+
+def tiles_of_shape(
+    shape: Shape, spec: KernelSpec, form: Quantization, limit: int, k: int
+) -> Iterator[QuantizedSmallMTile]:
+    """The tile of a shape, if its lhs is to be kept and can be; else with lhs in shared memory, as a whole if it fits."""
+    ring = tile_of(shape, spec, form, shape.stages)
+    whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
+    kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
+    if not shape.kept:
         yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
+    elif quantized_small_m_tile.why_not(spec, kept, limit) is None:
+        yield kept
 
 
 QUANTIZED_SMALL_M = QuantizedSmallM()
