@@ -30,6 +30,7 @@ def _numbers(spec: KernelSpec, tile: QuantizedSmallMTile) -> dict[str, int]:
         "LHS_SLOTS": tile.lhs_slots,
         "KEPT_STEPS": tile.kept_steps,
         "SPREAD": tile.spread,
+        "STREAMED": int(tile.streamed),
         "WARPS_K": tile.warps_k,
         "LHS_WIDTH": min(spec.lhs_width, MAX_LHS_WIDTH),
         "RHS_BYTES": spec.rhs_width,

@@ -150,13 +150,16 @@ def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator
 def tiles_of_shape(
     shape: Shape, spec: KernelSpec, form: Quantization, limit: int, k: int
 ) -> Iterator[QuantizedSmallMTile]:
-    """The tile of a shape, if its lhs is to be kept and can be; else with lhs in shared memory, as a whole if it fits."""
+    """The tile of a shape: with lhs in shared memory, as a whole if it fits, or kept in registers, or streamed to them."""
     ring = tile_of(shape, spec, form, shape.stages)
     whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
     kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
     if not shape.kept:
         yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
-    elif quantized_small_m_tile.why_not(spec, kept, limit) is None:
+        return
+    if quantized_small_m_tile.kept_registers(form, kept) > quantized_small_m_tile.MAX_KEPT:
+        kept = replace(kept, kept_steps=1, streamed=True)
+    if quantized_small_m_tile.why_not(spec, kept, limit) is None:
         yield kept
 
 

@@ -51,6 +51,7 @@ class QuantizedSmallMTile:
         resident: blocks that the compiler leaves registers for on one multiprocessor.
         kept_steps: steps of lhs that a warp keeps in registers, and no slots; 0 where lhs is read from shared memory.
         spread: columns of the mma that a kept row lies in, each with its own blocks of k.
+        streamed: whether the one step that is kept changes, and the next one is on its way to registers.
     """
 
     block_m: int
@@ -62,6 +63,7 @@ class QuantizedSmallMTile:
     resident: int = 1
     kept_steps: int = 0
     spread: int = 1
+    streamed: bool = False
 
     @property
     def threads(self) -> int:
@@ -75,7 +77,7 @@ class QuantizedSmallMTile:
 
     def __str__(self) -> str:
         shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        kept = f"{self.kept_steps} of lhs kept" + (f" and spread by {self.spread}" if self.spread > 1 else "")
+        kept = f"{self.kept_steps} of lhs {'streamed' if self.streamed else 'kept'}" + (f" and spread by {self.spread}" if self.spread > 1 else "")
         stages = f"stages {self.stages}, {kept if self.kept_steps else f'{self.lhs_slots} of lhs'}"
         return f"{shape} few rows of quantized, {stages}, k shared by {self.warps_k} warps, {self.resident} blocks"
 
@@ -133,6 +135,8 @@ def shared_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
 
 def kept_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
     """Shared memory of what the sums of one warp's kept rows begin with, and of its sums of rows alone."""
+    if tile.streamed:
+        return 0
     form = _form(spec)
     blocks = max(tile.block_k // form.block, 1) // tile.spread
     has_excess = form.bits == BITS_WITH_EXCESS or spec.math == "f16"
@@ -142,8 +146,8 @@ def kept_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
 
 def kept_registers(form: Quantization, tile: QuantizedSmallMTile) -> int:
     """Registers of a thread that lhs takes."""
-    rows = tile.row_groups * MMA_ROWS
-    return tile.kept_steps * tile.block_k * rows // tile.spread // WARP_SIZE // ELEMENTS_OF_REGISTER
+    rows, steps = tile.row_groups * MMA_ROWS, tile.kept_steps + tile.streamed
+    return steps * tile.block_k * rows // tile.spread // WARP_SIZE // ELEMENTS_OF_REGISTER
 
 
 def _form(spec: KernelSpec) -> Quantization:

@@ -96,7 +96,7 @@ def other_depths() -> Iterator[Case]:
 
 def kept_in_registers() -> Iterator[Case]:
     """Rows that are spread as far as blocks allow, and that are not; more of them than a tile has, and more steps than
-    are kept."""
+    are kept; or streamed."""
     rows, parts = itertools.cycle((1, 4, 2, 16, 8, 1, 3)), itertools.cycle((1, 2, 1, 2, 3))
     types, depths = itertools.cycle((F16, BF16, F16)), itertools.cycle((520, 1064, 1288, 320))
     for bits, block, zero_points in itertools.product(BITS, BLOCKS, (False, True)):
@@ -106,6 +106,7 @@ def kept_in_registers() -> Iterator[Case]:
         part_count = next(parts)
         ring = tile(bits, count, {1: 32, 2: 8, 3: 16}[part_count], 64 if count > 8 else 128, 3)
         kept = replace(ring, lhs_slots=0, kept_steps=1 + count % 2, spread=spread_of(ring, form))
+        kept = replace(kept, streamed=kept.kept_steps == 1 and block in (32, 256))
         yield Case(form, part_count, kept, (Size(count, 35, k), Size(2 * count + 1, 16, k)))
 
 

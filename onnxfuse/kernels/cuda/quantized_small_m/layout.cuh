@@ -101,7 +101,7 @@ constexpr int ZEROS_OFFSET = SCALES_OFFSET + in_pieces(WIDTH * Scales::PITCH);
 constexpr int STAGE_BYTES = ZEROS_OFFSET + (ZERO_POINTS ? in_pieces(WIDTH * Zeros::PITCH) : 0);
 constexpr int SLOT_BYTES = BLOCK_M * ROW_PITCH;
 // Of a group of rows of kept lhs and a block, a lane's sums with the constants of the excess, and with ones.
-constexpr int STARTS = KEPT_STEPS * SPREADS * ROW_GROUPS;
+constexpr int STARTS = STREAMED ? 0 : KEPT_STEPS * SPREADS * ROW_GROUPS;
 constexpr int STARTS_BYTES = HAS_EXCESS ? STARTS * 4 * 16 : 0;
 constexpr int KEPT_BYTES = STARTS_BYTES + (ZERO_POINTS ? STARTS * 4 * 8 : 0);
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES + LHS_SLOTS * SLOT_BYTES + KEPT_BYTES;
@@ -118,6 +118,7 @@ constexpr int BARRIER_BYTES = 8, BARRIERS = 2;
 static_assert(WIDTH % FRAGMENT_COLUMNS == 0 && PIECES % 2 == 0, "whole fragments and ldmatrix");
 static_assert((KEPT || LHS_SLOTS >= STAGES) && STAGES >= 2, "tile");
 static_assert(!KEPT || SIDES == 1, "whole blocks are kept");
+static_assert(!STREAMED || KEPT_STEPS == 1, "one step at a time");
 static_assert(SPREAD == 1 || (KEPT && BLOCK_M * SPREAD <= MMA_ROWS && BLOCKS % SPREAD == 0), "columns of the mma");
 static_assert(SHARED_BYTES == WARPS_K * WARP_BYTES + SUMS_BYTES + BARRIERS * BARRIER_BYTES,
               "footprint and kernel agree");

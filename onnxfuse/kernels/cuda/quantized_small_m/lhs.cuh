@@ -88,9 +88,13 @@ struct SharedRows {
 };
 
 // Rows of lhs in registers, of KEPT_STEPS steps; and in shared memory, the excess of their blocks, which is multiplied
-// once. What is kept is changed where a tile has other rows, or a warp's share of k has more steps.
+// once. What is kept is changed where a tile has other rows, or a warp's share of k has more steps. Rows that are
+// streamed change with every step, and the next step's are on their way.
 struct KeptRows {
-  unsigned pairs[KEPT ? KEPT_STEPS : 1][KEPT ? KEPT_PIECES : 1][ROW_GROUPS][PIECE_PAIRS];
+  using Words = unsigned[KEPT ? KEPT_STEPS : 1][KEPT ? KEPT_PIECES : 1][ROW_GROUPS][PIECE_PAIRS];
+
+  Words pairs;
+  Words coming;  // as they lie in memory
   unsigned char* starts;
   int kept_row = -1, kept_step = 0;
 
@@ -98,16 +102,27 @@ struct KeptRows {
 
   // The rows of a pass, from a step on.
   __device__ __forceinline__ void keep(const Work& work, int pass, int step) {
-    if (work.row(pass) == kept_row && step == kept_step) return;
-    kept_row = work.row(pass);
-    kept_step = step;
-    if constexpr (CHECKED && LHS_WIDTH > 1) {
-      if (work.is_wide) load<LHS_WIDTH>(work, pass, step);
-      if (!work.is_wide) load<1>(work, pass, step);
+    if constexpr (STREAMED) {
+      if (kept_row < 0) load(work, pass, step);
+      kept_row = 0;
+      permute_all();
+      const bool is_last = step + 1 == work.steps;
+      if (!is_last || pass + 1 < work.passes) load(work, pass + is_last, is_last ? 0 : step + 1);
     } else {
-      load<LHS_WIDTH>(work, pass, step);
+      if (work.row(pass) == kept_row && step == kept_step) return;
+      kept_row = work.row(pass);
+      kept_step = step;
+      load(work, pass, step);
+      permute_all();
+      multiply_excess();
     }
-    multiply_excess();
+  }
+
+  __device__ __forceinline__ void load(const Work& work, int pass, int step) {
+    if constexpr (CHECKED && LHS_WIDTH > 1) {
+      if (!work.is_wide) return load<1>(work, pass, step);
+    }
+    load<LHS_WIDTH>(work, pass, step);
   }
 
   // Where a lane's piece begins in those of a step.
@@ -130,22 +145,19 @@ struct KeptRows {
 #pragma unroll
         for (int piece = 0; piece < KEPT_PIECES; ++piece) {
           const int along = s * WARPS_K * BLOCK_K + depth(piece) - depth(0);
-          load_words<WIDE>(pairs[s][piece][group], from + along, own < rows ? work.args.k - k - along : 0);
+          load_words<WIDE>(coming[s][piece][group], from + along, own < rows ? work.args.k - k - along : 0);
         }
       }
     }
+  }
+
+  __device__ __forceinline__ void permute_all() {
 #pragma unroll
     for (int s = 0; s < KEPT_STEPS; ++s) {
 #pragma unroll
       for (int piece = 0; piece < KEPT_PIECES; ++piece) {
 #pragma unroll
-        for (int group = 0; group < ROW_GROUPS; ++group) {
-          const RowPairs& loaded = pairs[s][piece];
-          unsigned words[PIECE_PAIRS];
-#pragma unroll
-          for (int i = 0; i < PIECE_PAIRS; ++i) words[i] = loaded[group][i];
-          permute(pairs[s][piece][group], words);
-        }
+        for (int group = 0; group < ROW_GROUPS; ++group) permute(pairs[s][piece][group], coming[s][piece][group]);
       }
     }
   }
@@ -180,6 +192,10 @@ struct KeptRows {
   }
 
   // The constants are the same for all blocks: each column of the mma has the sums of its own.
+  __device__ __forceinline__ void add_excess(Excess& excess, int step, int spread) const {
+#pragma unroll
+    for (int i = 0; i < BLOCK_PIECES; ++i) excess.add(pairs[step][spread * BLOCK_PIECES + i], 0, i == 0);
+  }
   __device__ __forceinline__ void multiply_excess() {
     __syncwarp();  // all have read what is overwritten
 #pragma unroll
@@ -187,8 +203,7 @@ struct KeptRows {
 #pragma unroll
       for (int spread = 0; spread < SPREADS; ++spread) {
         Excess excess;
-#pragma unroll
-        for (int i = 0; i < BLOCK_PIECES; ++i) excess.add(pairs[s][spread * BLOCK_PIECES + i], 0, i == 0);
+        add_excess(excess, s, spread);
 #pragma unroll
         for (int group = 0; group < ROW_GROUPS; ++group) {
           if (lane_group() != 0) continue;
@@ -221,10 +236,12 @@ struct KeptStep {
   }
   // As one vector: of two numbers that are copied the compiler makes four by moves.
   __device__ __forceinline__ void read_excess(Excess (&excess)[SIDES], const RowPairs&, int piece) const {
+    const int spread = piece / (SPREAD * BLOCK_PIECES);
     if (piece % (SPREAD * BLOCK_PIECES) != 0) return;
+    if constexpr (STREAMED) return kept.add_excess(excess[0], step, spread);
 #pragma unroll
     for (int group = 0; group < ROW_GROUPS; ++group) {
-      const int start = kept.start(step, piece / (SPREAD * BLOCK_PIECES), group);
+      const int start = kept.start(step, spread, group);
       if constexpr (HAS_EXCESS) {
         const auto sums = load_packed<Packed<float, 4>>(kept.excess_at(start));
 #pragma unroll
