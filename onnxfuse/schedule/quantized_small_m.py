@@ -157,7 +157,7 @@ def tiles_of_shape(
     if not shape.kept:
         yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
         return
-    if quantized_small_m_tile.kept_registers(form, kept) > quantized_small_m_tile.MAX_KEPT:
+    if quantized_small_m_tile.kept_registers(form, kept) > quantized_small_m_tile.max_kept(spec):
         kept = replace(kept, kept_steps=1, streamed=True)
     if quantized_small_m_tile.why_not(spec, kept, limit) is None:
         yield kept

@@ -29,11 +29,13 @@ FP32_BYTES = 4
 BARRIERS_BYTES = 16
 BITS_WITH_EXCESS = 4  # in every type; of 8 bits, bf16 has none
 ELEMENTS_OF_REGISTER = 2
-MAX_KEPT = 128  # registers of one thread
+MAX_KEPT = (128, 96, 48)  # registers of one thread, by what else takes many
 MAX_THREADS = 1024
 REGISTERS = 65536  # of one multiprocessor
 MAX_SUMS = 64  # of one thread, in fp32
 MAX_HALVED_ROWS = 16  # of a block of k that is half of a row of ldmatrix, which takes sums of its own
+MANY_BLOCKS = 128  # shorter ones
+MANY_PARTS = 2  # more than that
 MATH = ("f16", "bf16")
 
 
@@ -77,7 +79,9 @@ class QuantizedSmallMTile:
 
     def __str__(self) -> str:
         shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        kept = f"{self.kept_steps} of lhs {'streamed' if self.streamed else 'kept'}" + (f" and spread by {self.spread}" if self.spread > 1 else "")
+        kept = f"{self.kept_steps} of lhs {'streamed' if self.streamed else 'kept'}" + (
+            f" and spread by {self.spread}" if self.spread > 1 else ""
+        )
         stages = f"stages {self.stages}, {kept if self.kept_steps else f'{self.lhs_slots} of lhs'}"
         return f"{shape} few rows of quantized, {stages}, k shared by {self.warps_k} warps, {self.resident} blocks"
 
@@ -175,20 +179,29 @@ def why_not(spec: KernelSpec, tile: QuantizedSmallMTile, shared_limit: int) -> s
         return f"{sums(spec, tile)} sums in a thread, of {MAX_SUMS} at most"
     if spec.quantization.block * spec.quantization.bits // 8 < PIECE_BYTES and tile.block_m > MAX_HALVED_ROWS:
         return f"two blocks in a row of ldmatrix: {tile.block_m} rows, of {MAX_HALVED_ROWS} at most"
-    if tile.kept_steps and (reason := _why_not_kept(spec.quantization, tile)):
+    if tile.kept_steps and (reason := _why_not_kept(spec, tile)):
         return reason
     if shared_bytes(spec, tile) > shared_limit:
         return f"{shared_bytes(spec, tile)} bytes of shared memory, of {shared_limit} at most"
     return None
 
 
-def _why_not_kept(form: Quantization, tile: QuantizedSmallMTile) -> str | None:
+def max_kept(spec: KernelSpec) -> int:
+    """Registers of a thread that lhs may take without spills of others."""
+    form = _form(spec)
+    zero_points = form.zero_points and form.block < MANY_BLOCKS
+    parts = spec.parts > MANY_PARTS and (zero_points or spec.math == "bf16")
+    return MAX_KEPT[zero_points + parts]
+
+
+def _why_not_kept(spec: KernelSpec, tile: QuantizedSmallMTile) -> str | None:
+    form = _form(spec)
     if form.block_bytes < PIECE_BYTES:
         return "lhs is kept in whole pieces of a block"
     if tile.spread > 1 and (tile.block_m * tile.spread > MMA_ROWS or tile.block_k // form.block % tile.spread):
         return f"{tile.block_m} rows of {tile.block_k} are not spread by {tile.spread}"
-    if kept_registers(form, tile) > MAX_KEPT:
-        return f"{kept_registers(form, tile)} registers of lhs, of {MAX_KEPT} at most"
+    if kept_registers(form, tile) > max_kept(spec):
+        return f"{kept_registers(form, tile)} registers of lhs, of {max_kept(spec)} at most"
     return None
 
 
