@@ -150,7 +150,7 @@ def _tiles(spec: KernelSpec, form: Quantization, limit: int, k: int) -> Iterator
 def tiles_of_shape(
     shape: Shape, spec: KernelSpec, form: Quantization, limit: int, k: int
 ) -> Iterator[QuantizedSmallMTile]:
-    """The tile of a shape: with lhs in shared memory, as a whole if it fits, or kept in registers, or streamed to them."""
+    """The tile of a shape: lhs in shared memory, as a whole if it fits, or kept in registers, or streamed to them."""
     ring = tile_of(shape, spec, form, shape.stages)
     whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
     kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
