@@ -5,7 +5,7 @@ Shared memory of one block:
     warps       each its stages [all parts' columns, a step of k]: integers, scales, zero points; then its slots of lhs,
                 or what the sums of lhs that it keeps in registers begin with
     sums        [1 or 2 tiles, warps, rows, all parts' columns] in fp32
-    barriers    two
+    barriers    two, where lhs is kept in registers
 
 `kernels/cuda/quantized_small_m/gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -134,7 +134,7 @@ def sums_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
 def shared_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
     """Dynamic shared memory of one block, in bytes."""
     warp = tile.stages * stage_bytes(spec, tile) + tile.lhs_slots * slot_bytes(spec, tile) + kept_bytes(spec, tile)
-    return tile.warps_k * warp + sums_bytes(spec, tile) + BARRIERS_BYTES
+    return tile.warps_k * warp + sums_bytes(spec, tile) + BARRIERS_BYTES * (tile.kept_steps > 0)
 
 
 def kept_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:

@@ -80,7 +80,7 @@ FORMS = [
 def test_kernel_computes_the_fusion(form: str, every_case: list[Case], tmp_path: Path) -> None:
     """Likewise with a grid of fewer blocks than tiles, to the bit."""
     chosen = [case for case in every_case if case.name.startswith((f"{form}-",))]
-    assert len(chosen) > 5
+    assert len(chosen) >= 5
     sources = {case.name: (case.spec.source(), case.spec.shared_bytes(device_spec())) for case in chosen}
     kernels = Kernels(sources, device_spec(), tmp_path)
     for case in chosen:

@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_step(Sums& acc, Ring& ring, const KeptR
   place.advance(ring.work.steps, ring.slots);
 }
 
-// One turn more than there are passes, in which the last one's sums are added.
+// Where sums are added late, one turn more than there are passes, in which the last one's are.
 __device__ __forceinline__ void compute_tiles(const OnnxfuseArguments& args, int batch, unsigned char* shared,
                                               Exchange& exchange) {
   constexpr int AT_ONCE = KEPT ? KEPT_STEPS : 1;
@@ -61,19 +61,23 @@ __device__ __forceinline__ void compute_tiles(const OnnxfuseArguments& args, int
   Place place;
   ring.fill();
 #pragma unroll 1
-  for (int pass = 0; pass <= work.passes; ++pass) {
-    const int steps = pass < work.passes ? work.steps : 0;
+  for (int pass = 0; pass < work.passes + LATE; ++pass) {
+    const int steps = !LATE || pass < work.passes ? work.steps : 0;
     Sums acc = {};
 #pragma unroll 1
-    for (int first = 0; first == 0 || first < steps; first += AT_ONCE) {
+    for (int first = 0; (LATE && first == 0) || first < steps; first += AT_ONCE) {
       if (KEPT && steps > 0) kept.keep(work, pass, first);
 #pragma unroll
       for (int step = 0; step < AT_ONCE; ++step) {
-        if (first + step < steps) multiply_step(acc, ring, kept, place, step);
-        if (step == 0 && first == 0 && pass > 0) exchange.add(work, pass - 1);
+        if (!LATE || first + step < steps) multiply_step(acc, ring, kept, place, step);
+        if (LATE && step == 0 && first == 0 && pass > 0) exchange.add(work, pass - 1);
       }
     }
-    if (pass < work.passes) exchange.leave(acc);
+    if constexpr (!LATE) {
+      exchange.add_now(acc, work, pass);
+    } else if (pass < work.passes) {
+      exchange.leave(acc);
+    }
   }
 }
 
@@ -86,6 +90,6 @@ extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDE
   onnxfuse::Exchange exchange(onnxfuse_shared + onnxfuse::WARPS_K * onnxfuse::WARP_BYTES);
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
     onnxfuse::compute_tiles(args, batch, onnxfuse_shared, exchange);
-    __syncwarp();  // the next product's loads overwrite what other lanes may still read
+    exchange.end();
   }
 }

@@ -113,7 +113,9 @@ constexpr int SUMS = WARPS_K * WARP_SUMS;
 // One pass's sums are added while another's are stored where that takes little memory.
 constexpr int SUM_BUFFERS = BLOCK_M <= MMA_ROWS ? 2 : 1;
 constexpr int SUMS_BYTES = SUM_BUFFERS * SUMS * int(sizeof(float));
-constexpr int BARRIER_BYTES = 8, BARRIERS = 2;
+// Added late, behind the next tile's first step: this pays where no rows of lhs are read from shared memory meanwhile.
+constexpr bool LATE = KEPT;
+constexpr int BARRIER_BYTES = 8, BARRIERS = LATE ? 2 : 0;
 
 static_assert(WIDTH % FRAGMENT_COLUMNS == 0 && PIECES % 2 == 0, "whole fragments and ldmatrix");
 static_assert((KEPT || LHS_SLOTS >= STAGES) && STAGES >= 2, "tile");

@@ -53,8 +53,8 @@ __device__ __forceinline__ void finish(const float* sums, const Work& work, int 
   }
 }
 
-// Where warps leave their sums, one tile after the other, for all of them to add. None waits for the others: a tile's
-// sums are added behind the first step of the next one.
+// Where warps leave their sums, one tile after the other, for all of them to add. Where they are added LATE, none waits
+// for the others: a tile's sums are added behind the first step of the next one.
 struct Exchange {
   float* memory;
   unsigned barriers;
@@ -63,6 +63,7 @@ struct Exchange {
   // All threads together.
   explicit __device__ __forceinline__ Exchange(unsigned char* shared)
       : memory(reinterpret_cast<float*>(shared)), barriers(shared_address(shared + SUMS_BYTES)) {
+    if constexpr (!LATE) return;
     if (threadIdx.x == 0) {
       for (int i = 0; i < BARRIERS; ++i) mbarrier_init(barriers + i * BARRIER_BYTES, WARPS_K);
     }
@@ -85,6 +86,22 @@ struct Exchange {
     store_sums(buffer(tiles) + warp() * WARP_SUMS, acc);
     arrive(full(tiles));
     ++tiles;
+  }
+  // Stores and adds at once, all warps together.
+  __device__ __forceinline__ void add_now(const Sums& acc, const Work& work, int pass) const {
+    float* own = memory + pass % SUM_BUFFERS * SUMS;
+    store_sums(own + warp() * WARP_SUMS, acc);
+    __syncthreads();
+    finish(own, work, pass);
+    if (SUM_BUFFERS == 1) __syncthreads();
+  }
+  // Of a product: the next one's loads overwrite what other lanes may still read, or its sums what other warps may.
+  static __device__ __forceinline__ void end() {
+    if constexpr (LATE) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
   }
   // The newest tile's, which was that of a pass.
   __device__ __forceinline__ void add(const Work& work, int pass) const {
