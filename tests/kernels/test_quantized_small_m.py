@@ -95,7 +95,7 @@ def other_depths() -> Iterator[Case]:
 
 
 def kept_in_registers() -> Iterator[Case]:
-    """Rows that are spread as far as they may be, kept or streamed; more than a tile has, of more steps than are kept."""
+    """Rows spread as far as they may be, kept or streamed; more than a tile has, of more steps than are kept."""
     rows, parts = itertools.cycle((1, 4, 2, 16, 8, 1, 3)), itertools.cycle((1, 2, 1, 2, 3))
     types, depths = itertools.cycle((F16, BF16, F16)), itertools.cycle((520, 1064, 1288, 320))
     for bits, block, zero_points in itertools.product(BITS, BLOCKS, (False, True)):
