@@ -36,6 +36,7 @@ class Shape:
         step: bytes of a column that a warp multiplies at once.
         stages: of a warp.
         kept: whether lhs is kept in registers, spread as far as it may be.
+        streamed: whether it is streamed to them where it cannot be kept.
     """
 
     rows: int
@@ -44,17 +45,20 @@ class Shape:
     step: int
     stages: int
     kept: bool = False
+    streamed: bool = False
 
 
-# More rows take more of shared memory, and so leave less of it for what is on its way; a tile of four rows is no faster
-# than one of eight. The last three are for chips with less of it, and fit everywhere.
+# More rows take more of shared memory, and so leave less of it for what is on its way: 32 rows are two tiles of 16.
+# With lhs there, a tile of four rows is no faster than one of eight. The three before lhs in registers are for chips
+# with less of it, and fit everywhere.
 SHAPES = (
     Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(8, 32, 8, 128, 2),
-    Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3), Shape(32, 32, 8, 32, 3),
+    Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3),
     Shape(1, 32, 8, 128, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
-    Shape(1, 32, 8, 128, 3, kept=True), Shape(1, 32, 8, 128, 4, kept=True), Shape(4, 32, 8, 128, 3, kept=True),
-    Shape(8, 32, 8, 128, 3, kept=True), Shape(16, 32, 8, 64, 5, kept=True),
+    Shape(1, 32, 8, 128, 4, kept=True), Shape(4, 32, 8, 128, 3, kept=True), Shape(8, 32, 8, 128, 3, kept=True),
+    Shape(16, 32, 8, 64, 4, kept=True, streamed=True),
 )  # fmt: skip
+STREAMED_BITS = 4  # lhs of 8 bits has twice the steps, whose loads the warps would wait for: 26 us became 39
 
 
 def tile_of(shape: Shape, spec: KernelSpec, form: Quantization, slots: int) -> QuantizedSmallMTile:
@@ -111,14 +115,15 @@ class QuantizedSmallM(ProductFamily):
         return Flow(device.multiprocessors, tile.warps_k * tile.block_k * (tile.stages - 1))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """Unpacking, multiplying and reading lhs again; or rhs once for every tile of rows, if that is longer."""
+        """Unpacking, multiplying and reading lhs again hide behind reading rhs, once a tile of rows, or that does."""
         tile: QuantizedSmallMTile = entry.tile
         known = calibration(device)
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
         busy = busy + _reading_again(tile, spec, problem, device)
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
-        return known.launches[self.name] + np.hypot(np.maximum(busy, moving), waiting)
+        beside = _beside(tile, spec, problem, device)
+        return known.launches[self.name] + beside + np.hypot(np.cbrt(busy**3 + moving**3), waiting)
 
     def is_on_par(self, tile: QuantizedSmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""
@@ -127,7 +132,8 @@ class QuantizedSmallM(ProductFamily):
 
 def _pace(tile: QuantizedSmallMTile) -> str:
     """The key of its pace."""
-    return f"{tile.block_m} kept" if tile.kept_steps else str(tile.block_m)
+    kept = " streamed" if tile.streamed else " kept" if tile.kept_steps else ""
+    return f"{tile.block_m}{kept}"
 
 
 def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
@@ -135,6 +141,14 @@ def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem
     held = max(tile.lhs_slots, tile.kept_steps)
     read = np.where(_steps(tile, problem.k) > held, tile.block_m * problem.k * spec.dtype.bytes, 0)
     return cost_model.waves_of(tile, problem, device) * read / calibration(device).read_again
+
+
+def _beside(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which nothing else is done: rows of lhs come to registers, or a tile's sums are added at once."""
+    known, form = calibration(device), spec.quantization
+    if not tile.kept_steps or form is None:
+        return cost_model.waves_of(tile, problem, device) * known.sums_added
+    return quantized_small_m_tile.kept_registers(form, tile) * known.kept_register
 
 
 def _steps(tile: QuantizedSmallMTile, k: Count) -> Count:
@@ -158,6 +172,8 @@ def tiles_of_shape(
         yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
         return
     if quantized_small_m_tile.kept_registers(form, kept) > quantized_small_m_tile.max_kept(spec):
+        if not shape.streamed or form.bits != STREAMED_BITS:
+            return
         kept = replace(kept, kept_steps=1, streamed=True)
     if quantized_small_m_tile.why_not(spec, kept, limit) is None:
         yield kept

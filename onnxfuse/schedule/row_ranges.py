@@ -4,7 +4,8 @@ Costs jump where a tile more begins, so m is looked at in ranges that end where 
 ends. A set of kernels has a regret in each range: how much longer its best takes than the best of all candidates. The
 set grows by the kernel that lowers the regret most, as a mean over the logarithm of m, until no range has more than
 `regret`, loses again what is not needed for that, and exchanges a kernel for another as long as the mean falls. One row
-counts for more than its logarithm: a text is read once, and then written token by token.
+counts for more than its logarithm, and its regret is as many times less: a text is read once, and then written token
+by token.
 """
 
 from __future__ import annotations
@@ -77,12 +78,15 @@ def choose_ranges(
         price: microseconds of a candidate at numbers of rows; infinite where it is not to be taken, finite for one of
             them at any m.
         regret: that is worth no other kernel, as a part of the best one's time.
-        one: what m = 1 counts, times any other range of an octave; 1 where m stands for columns.
+        one: what m = 1 counts, times any other range of an octave, and by how much its regret is less; 1 where m stands
+            for columns.
     """
     prices = np.stack([at_both_ends(partial(price, entry)) for entry in candidates], axis=-1)
     losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
-    weights = np.log((range_ends() + 1) / range_lows()) * np.where(range_ends() == 1, one, 1.0)
-    chosen = _without_needless(_grown(losses, weights, regret), losses, regret)
+    counts = np.where(range_ends() == 1, one, 1.0)
+    weights = np.log((range_ends() + 1) / range_lows()) * counts
+    regrets = math.log1p(regret) / counts
+    chosen = _without_needless(_grown(losses, weights, regrets), losses, regrets)
     chosen = _exchanged(chosen, losses, weights)
     picked: list[int] = []
     for row in losses:
@@ -92,12 +96,12 @@ def choose_ranges(
     return tuple(_joined(picked, candidates))
 
 
-def _grown(losses: Losses, weights: NDArray[np.float64], regret: float) -> list[int]:
+def _grown(losses: Losses, weights: NDArray[np.float64], regrets: NDArray[np.float64]) -> list[int]:
     """Candidates, the one that helps most first."""
     chosen: list[int] = []
     least = np.full(len(losses), WORST)
     floors = losses.min(axis=1)
-    while len(chosen) < MOST_KERNELS and (least - floors > math.log1p(regret)).any():
+    while len(chosen) < MOST_KERNELS and (least - floors > regrets).any():
         helps = int(np.argmin(weights @ np.minimum(losses, least[:, None])))
         if helps in chosen:
             break
@@ -106,9 +110,9 @@ def _grown(losses: Losses, weights: NDArray[np.float64], regret: float) -> list[
     return chosen
 
 
-def _without_needless(chosen: list[int], losses: Losses, regret: float) -> list[int]:
-    """The same without candidates whose ranges others take as well, within `regret`."""
-    allowed = np.maximum(losses[:, chosen].min(axis=1), losses.min(axis=1) + math.log1p(regret))
+def _without_needless(chosen: list[int], losses: Losses, regrets: NDArray[np.float64]) -> list[int]:
+    """The same without candidates whose ranges others take as well, within `regrets`."""
+    allowed = np.maximum(losses[:, chosen].min(axis=1), losses.min(axis=1) + regrets)
     for each in list(chosen):
         others = [other for other in chosen if other != each]
         if others and (losses[:, others].min(axis=1) <= allowed).all():

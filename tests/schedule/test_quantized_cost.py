@@ -23,7 +23,7 @@ DEVICE = ARCHITECTURES["sm_90a"]
 MLP = {1: 59, 4: 70, 16: 105, 64: 143, 300: 325, 2048: 1326}
 WIDTH, HIDDEN = 4096, 14336
 # One H200, docs/kernel-notes.md: microseconds of gate + up and of down, by the best tile of each number of rows.
-FEW_ROWS = {1: (21.3, 12.0), 8: (22.5, 15.3), 16: (33.6, 22.0), 32: (68.7, 39.8)}
+FEW_ROWS = {1: (19.5, 11.6), 4: (20.0, 12.9), 8: (21.4, 14.6), 16: (29.9, 21.2), 32: (54.8, 36.5)}
 
 
 @pytest.mark.parametrize("m", MLP)
@@ -53,14 +53,14 @@ def test_few_rows_take_what_was_measured(rows: int) -> None:
                 entry, QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE), spec, sizes.at(rows), DEVICE
             )
             for entry in QUANTIZED_SMALL_M.candidates(spec, DEVICE, sizes.k)
-            if entry.tile.block_m == rows and QUANTIZED_SMALL_M.why_not(spec, entry.tile, DEVICE) is None
+            if QUANTIZED_SMALL_M.why_not(spec, entry.tile, DEVICE) is None
         ]
-        assert 0.83 * measured < np.min(estimates) < 1.12 * measured
+        assert 0.92 * measured < np.min(estimates) < 1.1 * measured
 
 
 def test_one_row_has_the_kernel_that_was_fastest() -> None:
     """Of an LLM with any number of rows: what writes token by token."""
-    for (spec, sizes), tile in zip(part_specs(), ("1x16x256", "1x32x256"), strict=True):
+    for (spec, sizes), tile in zip(part_specs(), ("4x16x256", "1x32x256"), strict=True):
         candidates = [
             entry
             for entry in QUANTIZED_SMALL_M.candidates(spec, DEVICE, sizes.k)
@@ -72,7 +72,7 @@ def test_one_row_has_the_kernel_that_was_fastest() -> None:
             return QUANTIZED_SMALL_M.cost(entry, flow, spec, sizes.at(rows), DEVICE)
 
         first = choose_ranges(candidates, price, calibration(DEVICE).regret)[0]
-        assert (first.low, first.high) == (0, 1)
+        assert first.low == 0
         assert str(first.entry.tile).startswith(tile)
 
 

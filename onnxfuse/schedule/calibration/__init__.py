@@ -48,6 +48,8 @@ class Calibration:
     fill: Mapping[str, float]
     round_trip: Mapping[str, float]
     read_again: float
+    sums_added: float
+    kept_register: float
     copied: Mapping[str, float]
     launch: float
     odds: float
