@@ -12,7 +12,7 @@
 //                  |  less what the rows make of the constant, times the block's scale
 //   registers   acc[column][row]                                     all columns, this warp's share of k
 //                  |
-//   shared      sums[warp][row][all parts side by side]              the only barrier
+//   shared      sums[warp][row][all parts side by side]              a barrier
 //                  |  added warp after warp: the same input gives the same bits
 //   registers   acc of all parts of one output element in the same thread -> Epilogue -> global
 //
@@ -23,8 +23,10 @@
 // of 4 bits, k 8t .. 8t+7 of 32, of 8 bits, k 4t .. 4t+3 of 16. Those k of row g are neighbours in lhs.
 //
 // A block computes tiles of BLOCK_N columns of each part one after the other, and loads ahead across them. Rows of lhs
-// stay in shared memory where there is one tile of rows and all steps of a warp fit into its LHS_SLOTS. What it reads of
-// rhs at first, it reads before the kernel before it has ended.
+// stay in shared memory where there is one tile of rows and all steps of a warp fit into its LHS_SLOTS. Or they lie in
+// registers (lhs.cuh), as they are multiplied: all of a warp's share of k, or the step that is next (STREAMED). Then no
+// barrier is for all warps at once: a tile's sums are added behind the next one's first step (sums.cuh). What a block
+// reads of rhs at first, it reads before the kernel before it has ended.
 //
 // Launch and arguments: as the portable kernel's, or a persistent grid. Contract: k of lhs is contiguous, and copies of
 // LHS_WIDTH elements are legal unless the kernel is CHECKED; integers of a column begin on RHS_BYTES boundaries, scales
