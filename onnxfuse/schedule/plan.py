@@ -24,7 +24,7 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
-from onnxfuse.schedule.row_ranges import ONE_ROW, choose_ranges
+from onnxfuse.schedule.row_ranges import FEW_ROWS, MOST_KERNELS, MOST_QUANTIZED, choose_ranges
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
@@ -200,7 +200,8 @@ def _ranged(
     base: KernelSpec, candidates: Sequence[Candidate], price: Price, sizes: Sizes, device: DeviceSpec
 ) -> list[ProductVariant]:
     """Few tiles of which one is good at any number of rows, or columns."""
-    ranges = choose_ranges(candidates, price, calibration(device).regret, 1.0 if sizes.by == "n" else ONE_ROW)
+    few, most = 1.0 if sizes.by == "n" else FEW_ROWS, MOST_QUANTIZED if base.quantization else MOST_KERNELS
+    ranges = choose_ranges(candidates, price, calibration(device).regret, few, most)
     return [_variant(base, each.entry, each.low, each.high, sizes.label) for each in ranges]
 
 

@@ -3,9 +3,9 @@
 Costs jump where a tile more begins, so m is looked at in ranges that end where some tile does, each at both of its
 ends. A set of kernels has a regret in each range: how much longer its best takes than the best of all candidates. The
 set grows by the kernel that lowers the regret most, as a mean over the logarithm of m, until no range has more than
-`regret`, loses again what is not needed for that, and exchanges a kernel for another as long as the mean falls. One row
-counts for more than its logarithm, and its regret is as many times less: a text is read once, and then written token
-by token.
+`regret`, loses again what is not needed for that, and exchanges a kernel for another as long as the mean falls. Up to
+16 rows count for more than their logarithm, and the regret of one is as many times less: a text is read once, and then
+written token by token, as are several at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.kernel_family import Amount, Candidate
 
 MOST_KERNELS = 8  # of one site and architecture
+MOST_QUANTIZED = 12  # few and many rows have kernels of their own, and eight are up to 30 % behind the best
 SAME = 0.01  # a kernel is not changed for less
 LARGEST = 16384  # the last range has no end: what is best there is best behind it
 SMALLEST_END = 16
 STEPS = 16  # ranges from one power of two to the next
 WORST = 1e3  # a loss that is as bad as any
-ONE_ROW = 4.0  # times what one row counts as any other range of an octave: an assumption
+FEW_ROWS = 4.0  # times what up to 16 rows count as any other range of an octave: an assumption
 
 Losses = NDArray[np.float64]
 """[ranges, candidates]: how much longer a candidate takes than the best one, as a logarithm, at the worse end."""
@@ -69,7 +70,8 @@ def choose_ranges(
     candidates: Sequence[Candidate],
     price: Callable[[Candidate, NDArray[np.int64]], Amount],
     regret: float,
-    one: float = ONE_ROW,
+    few: float = FEW_ROWS,
+    most: int = MOST_KERNELS,
 ) -> tuple[RowRange, ...]:
     """The kernels and their ranges of m, which cover every m once.
 
@@ -78,15 +80,15 @@ def choose_ranges(
         price: microseconds of a candidate at numbers of rows; infinite where it is not to be taken, finite for one of
             them at any m.
         regret: that is worth no other kernel, as a part of the best one's time.
-        one: what m = 1 counts, times any other range of an octave, and by how much its regret is less; 1 where m stands
-            for columns.
+        few: what up to 16 rows count, times any other range of an octave, and by how much the regret of m = 1 is less;
+            1 where m stands for columns.
+        most: kernels.
     """
     prices = np.stack([at_both_ends(partial(price, entry)) for entry in candidates], axis=-1)
     losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
-    counts = np.where(range_ends() == 1, one, 1.0)
-    weights = np.log((range_ends() + 1) / range_lows()) * counts
-    regrets = math.log1p(regret) / counts
-    chosen = _without_needless(_grown(losses, weights, regrets), losses, regrets)
+    weights = np.log((range_ends() + 1) / range_lows()) * np.where(range_ends() <= SMALLEST_END, few, 1.0)
+    regrets = math.log1p(regret) / np.where(range_ends() == 1, few, 1.0)
+    chosen = _without_needless(_grown(losses, weights, regrets, most), losses, regrets)
     chosen = _exchanged(chosen, losses, weights)
     picked: list[int] = []
     for row in losses:
@@ -96,12 +98,12 @@ def choose_ranges(
     return tuple(_joined(picked, candidates))
 
 
-def _grown(losses: Losses, weights: NDArray[np.float64], regrets: NDArray[np.float64]) -> list[int]:
+def _grown(losses: Losses, weights: NDArray[np.float64], regrets: NDArray[np.float64], most: int) -> list[int]:
     """Candidates, the one that helps most first."""
     chosen: list[int] = []
     least = np.full(len(losses), WORST)
     floors = losses.min(axis=1)
-    while len(chosen) < MOST_KERNELS and (least - floors > regrets).any():
+    while len(chosen) < most and (least - floors > regrets).any():
         helps = int(np.argmin(weights @ np.minimum(losses, least[:, None])))
         if helps in chosen:
             break

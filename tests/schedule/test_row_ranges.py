@@ -9,7 +9,6 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.limits import MAX_M
-from onnxfuse.schedule import row_ranges
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count
 from onnxfuse.schedule.row_ranges import choose_ranges, range_ends, range_lows
 from onnxfuse.schedule.small_m import SMALL_M
@@ -39,10 +38,9 @@ def mean_loss(prices: dict[Candidate, np.ndarray], chosen: set[Candidate]) -> fl
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
-def test_no_other_kernel_in_the_place_of_one_is_better(seed: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_ranges, "MOST_KERNELS", most)
+def test_no_other_kernel_in_the_place_of_one_is_better(seed: int, most: int) -> None:
     prices = drawn_prices(seed)
-    ranges = choose_ranges(CANDIDATES, lambda entry, rows: price_of(prices, entry, rows), REGRET, one=1.0)
+    ranges = choose_ranges(CANDIDATES, lambda entry, rows: price_of(prices, entry, rows), REGRET, few=1.0, most=most)
     assert (ranges[0].low, ranges[-1].high) == (0, MAX_M)
     assert all(before.high + 1 == behind.low for before, behind in pairwise(ranges))
     chosen = {each.entry for each in ranges}
@@ -51,10 +49,9 @@ def test_no_other_kernel_in_the_place_of_one_is_better(seed: int, most: int, mon
     assert mean_loss(prices, chosen) <= 1.02 * min((mean_loss(prices, other) for other in neighbours), default=np.inf)
 
 
-@pytest.mark.parametrize(("one", "own"), [(1.0, False), (4.0, True)])
-def test_one_row_has_a_kernel_before_rarer_ranges(one: float, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("few", "own"), [(1.0, False), (4.0, True)])
+def test_one_row_has_a_kernel_before_rarer_ranges(few: float, own: bool) -> None:
     """Two kernels for three ranges: one row, where another takes 8 % longer, and the largest, where it takes 5."""
-    monkeypatch.setattr(row_ranges, "MOST_KERNELS", 2)
     of_one, of_few, of_many = CANDIDATES[:3]
     ends = range_ends()
     prices = {
@@ -62,5 +59,19 @@ def test_one_row_has_a_kernel_before_rarer_ranges(one: float, own: bool, monkeyp
         of_few: np.where(ends == 1, 1.08, np.where(ends < 4096, 1.0, 1.05)),
         of_many: np.where(ends < 4096, 3.0, 1.0),
     }
-    ranges = choose_ranges([*prices], lambda entry, rows: price_of(prices, entry, rows), REGRET, one)
+    ranges = choose_ranges([*prices], lambda entry, rows: price_of(prices, entry, rows), REGRET, few, most=2)
     assert (ranges[0].entry is of_one) == own
+
+
+@pytest.mark.parametrize(("few", "own"), [(1.0, False), (4.0, True)])
+def test_rows_of_several_texts_have_a_kernel_before_rarer_ranges(few: float, own: bool) -> None:
+    """The same of 9 to 16 rows."""
+    of_sixteen, of_others, of_many = CANDIDATES[:3]
+    ends = range_ends()
+    prices = {
+        of_sixteen: np.where(ends == 16, 1.0, 3.0),
+        of_others: np.where(ends == 16, 1.1, np.where(ends < 4096, 1.0, 1.08)),
+        of_many: np.where(ends < 4096, 3.0, 1.0),
+    }
+    ranges = choose_ranges([*prices], lambda entry, rows: price_of(prices, entry, rows), REGRET, few, most=2)
+    assert (of_sixteen in {each.entry for each in ranges}) == own
