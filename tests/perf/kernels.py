@@ -367,24 +367,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only problems whose text contains this")
     options = parser.parse_args()
     device = spec_of(driver.local_architectures()[0])
-    rows = []
+    result: dict[str, Any] = origin("python -m tests.perf.kernels --out results/h200-kernels.json") | {"rows": []}
     print(f"{'problem':30} order  cuBLAS us  ours us  ratio   bar  tile", flush=True)
     problems = [(row, order) for row in ROWS for order in ("kn", "nk") if options.only in str(row)]
     with tempfile.TemporaryDirectory() as folder:
         for row, order in problems:
             made = time_row(row, order, device, Path(folder))
-            rows.append(made)
+            result["rows"].append(made)
+            write_result(options.out, result)
             print(
                 f"{made['problem']:30} {order:5} {made['cublas_us']:10.1f} {made['fused_us']:8.1f} "
                 f"{made['ratio']:6.3f} {'    -' if row.bar is None else f'{row.bar:5.2f}'}  {made['tile']}",
                 flush=True,
             )
             cupy.get_default_memory_pool().free_all_blocks()
-    result = {
-        **origin("python -m tests.perf.kernels --out results/h200-kernels.json"),
-        "rows": rows,
-    }
-    write_result(options.out, result)
     sys.exit(compare(result, options.against, kernel_costs))
 
 
