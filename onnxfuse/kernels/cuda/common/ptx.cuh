@@ -89,14 +89,14 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
       auto& bits = reinterpret_cast<uint4&>(packed);                                                                   \
       asm volatile(                                                                                                    \
           "{ .reg .pred p; setp.ne.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; "         \
-          "@p ld.global" OPERATORS ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                              \
+          "@p ld.global" OPERATORS ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                                 \
           : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)                                                 \
           : "l"(global), "r"(valid));                                                                                  \
     } else {                                                                                                           \
       auto& bits = reinterpret_cast<uint2&>(packed);                                                                   \
       asm volatile(                                                                                                    \
           "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "                                       \
-          "@p ld.global" OPERATORS ".v2.u32 {%0, %1}, [%2]; }"                                                      \
+          "@p ld.global" OPERATORS ".v2.u32 {%0, %1}, [%2]; }"                                                         \
           : "=&r"(bits.x), "=&r"(bits.y)                                                                               \
           : "l"(global), "r"(valid));                                                                                  \
     }                                                                                                                  \
