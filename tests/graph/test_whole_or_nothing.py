@@ -22,9 +22,12 @@ from onnxfuse.graph import save
 from onnxfuse.staging import PREFIX, drop_leftovers
 from tests.graph.test_save import hub_cache, session_outputs
 
-# The command line, with a pause behind the model's bytes, when its data have been copied as well.
+# The command line, with a pause behind the model's bytes, when its data have been copied as well. What runs the tests
+# may ignore signals, as nohup does, and hand that on.
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from onnxfuse import cli
 from onnxfuse.graph import save
 whole = save._serialized
