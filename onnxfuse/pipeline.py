@@ -96,7 +96,9 @@ def analyse_model(
     planner = Planner(tuple(devices), fp32 == "exact", rounding == "onnx", frozenset(), attention)
     find = functools.partial(_find_sites, model, planner, keep_weights)
     sites, skipped = _selected(*find(graphs), selection)
-    reached = reached_functions((site.graph, (*site.match.shared, *site.match.nodes)) for site in sites)
+    reached = reached_functions(
+        (site.graph, (*site.match.shared, *site.match.nodes, *site.match.told)) for site in sites
+    )
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
         graphs = all_graphs(model, reached)
         sites, _ = _selected(*find(graphs), selection)

@@ -18,6 +18,7 @@ from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.graph.packed_data import Packing, unpacking
 from onnxfuse.graph.rounding_shapes import has_readers_of_16_bits, read_in_16_bits, unread_shapes
 from onnxfuse.graph.rows_in_turn import taking_turns
+from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.transposed_data import Order
 
 RESTORING = "brings a stored weight into the order that the model had"  # of those nodes of a body; they have no names
@@ -64,6 +65,7 @@ class Replacement:
         kind: `FusedGemm`, or `FusedPointwise` where the products stay.
         retained: indices of matched nodes that stay as they are, right before the fused node.
         shapes: by node, what takes the place of the shape that a Reshape reads from outside.
+        told: by node, what takes the place of a Shape of a value that no kernel stores.
         transposed: by input, how the stored weight is transposed: dimension i of it is `perm[i]` of the model's; or how
             its integers are packed.
     """
@@ -81,6 +83,7 @@ class Replacement:
     kind: str = FUSED_GEMM
     retained: tuple[int, ...] = ()
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
+    told: Mapping[int, ToldShape] = field(default_factory=dict)
     transposed: Mapping[str, Order] = field(default_factory=dict)
 
 

@@ -23,6 +23,7 @@ from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
 from onnxfuse.graph.rounding_shapes import read_again, read_in_16_bits
 from onnxfuse.graph.scopes import graph_at
+from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.transposed_data import Order, transpose
 
 KERNELS = "onnxfuse.kernels"
@@ -64,6 +65,9 @@ def rewrite(
             fused[replacement.insertion_point] = [*retained, node]
             lost -= read_in_16_bits(body.node, dict(zip(body.input, inputs, strict=True)))
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
+        for index, shape in _told(group).items():
+            fused[index] = shape.nodes(scope.node[index].output[0], functools.partial(_new_name, taken=taken))
+            matched.add(index)
         _replace_nodes(scope, matched, fused, weights.keys())
         read_again(graph, scope, lost - read_in_16_bits(scope.node), functools.partial(_new_name, taken=taken))
         read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
@@ -78,6 +82,14 @@ def rewrite(
     _declare_domain(proto)
     _transpose_weights(proto, weights)
     return proto
+
+
+def _told(replacements: Iterable[Replacement]) -> dict[int, ToldShape]:
+    """The shapes that are made anew, but those that nobody needs any more."""
+    replacements = tuple(replacements)
+    folded = {index for replacement in replacements for index in replacement.folded}
+    told = (each for replacement in replacements for each in replacement.told.items())
+    return {index: shape for index, shape in told if index not in folded}
 
 
 def left_of_opened(graph: Graph) -> dict[str, tuple[int, int]]:

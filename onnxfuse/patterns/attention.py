@@ -184,9 +184,10 @@ class Attentions:
         """The fusion from the first product to what the softmax is of."""
         value, grown = softmax.inputs[0], self._grown(product, computed, softmax)
         position = _position(grown, softmax, product)
-        if len(value.outputs) > 1 or self.graph.is_escaping(value.name):
-            raise _score_is_read(value, "the softmax")
         match = Partition(grown, self.points).closed(grown.needs[position], position)
+        readers = [reader for reader in value.outputs if self.graph.index(reader) not in match.told]
+        if len(readers) > 1 or self.graph.is_escaping(value.name):
+            raise _score_is_read(value, "the softmax")
         if len(match.live_outs) > 1:
             raise _score_is_read(self.graph.tensor(match.live_outs[0].name), "what leads to the softmax")
         view = match.live_outs[0].view
@@ -267,6 +268,7 @@ class Attentions:
             folded=tuple(sorted({*first.folded, *second.folded, *spared} - nodes)),
             constants=tuple(dict.fromkeys((*first.constants, *second.constants))),
             shapes={**first.shapes, **shapes},
+            told=first.told,
         )
         return self.points.placed(match)
 

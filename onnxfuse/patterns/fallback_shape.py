@@ -68,7 +68,7 @@ def fallback_shape(graph: Graph, node: gs.Node, before: View, after: View, base:
     if node.op == "Expand":
         return _repeats(after, base)
     read = list(_sources(node.inputs[1]))
-    if any(_would_be_rounded_otherwise(graph, tensor) for tensor in read):
+    if any(is_rounded_otherwise(graph, tensor) for tensor in read):
         raise NotFusable("unknown_shape", "", "reshapes to the shape of a value that is rounded for being read")
     shape = shape_of(before, after, base, any(tensor.name == base.name for tensor in read))
     if shape is None:
@@ -117,7 +117,7 @@ def _dies(graph: Graph, value: gs.Tensor, dead: Collection[int], views: Collecti
     )
 
 
-def _would_be_rounded_otherwise(graph: Graph, tensor: gs.Tensor) -> bool:
+def is_rounded_otherwise(graph: Graph, tensor: gs.Tensor) -> bool:
     """Whether ONNX Runtime's CPU provider rounds a 16-bit value, or does not, because its shape is read.
 
     What computes has no kernel of 16 bits there: what it makes is rounded, unless a Cast to 32 bits alone reads it.

@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.patterns.match import Match
 
 
@@ -22,6 +23,7 @@ class InsertionPoints:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._points: dict[int, int] = {}
+        self._told: dict[str, list[int]] = {}  # by value, where shapes of others are told by its own
         self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
 
     def is_taken(self, node: gs.Node) -> bool:
@@ -42,6 +44,9 @@ class InsertionPoints:
                 own.add(index)
                 self._points[index] = match.insertion_point
         self._folded.update(match.folded)
+        for index, shape in match.told.items():
+            for name, _ in shape.bases:
+                self._told.setdefault(name, []).append(index)
 
     def _feeds_only(self, index: int, own: Collection[int]) -> bool:
         """Whether all readers of a node are some others."""
@@ -60,7 +65,7 @@ class InsertionPoints:
         """
         after, before = max(self._makers(match), default=-1), min(self._readers(match), default=len(self.graph.nodes))
         points = [index for index in match.nodes if after < index < before]
-        if not points:
+        if not points or not all(self._is_told_in_time(index, shape) for index, shape in match.told.items()):
             detail = "an operand is computed from a value of the fusion, or from its shape"
             raise NotFusable("needs_its_own_result", match.label, detail)
         return replace(match, insertion_point=points[-1])
@@ -75,12 +80,18 @@ class InsertionPoints:
             for tensor in self.graph.nodes[index].inputs[: 1 if index in match.shapes else None]:
                 yield from (self._point(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
 
+    def _is_told_in_time(self, index: int, shape: ToldShape) -> bool:
+        """Whether what tells a shape is made before it is read."""
+        makers = (maker for name, _ in shape.bases for maker in self.graph.tensor(name).inputs)
+        return all(self._point(maker) < index for maker in makers)
+
     def _readers(self, match: Match) -> Iterator[int]:
         inside = {*match.nodes, *match.folded}
         names = {out.name for out in match.live_outs}
         for index in match.nodes:
             for tensor in self.graph.nodes[index].outputs:
                 if tensor.name in names:
+                    yield from self._told.get(tensor.name, ())
                     yield from self._readers_of(tensor, inside)
 
     def _readers_of(self, tensor: gs.Tensor, inside: set[int]) -> Iterator[int]:

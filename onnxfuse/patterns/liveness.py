@@ -1,7 +1,8 @@
 """Which values of what has grown are needed outside of a region, and which nodes nothing needs any more.
 
 A value that is read outside of a region, or is an output of the graph, lives out of it: the one rule for intermediates.
-Shape arithmetic is no reader, where it is a constant or dies with the region.
+Shape arithmetic is no reader, where it is a constant or dies with the region; nor is a Shape of scores, which what
+their product multiplies tells.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import node_label
+from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.match import Columns
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.region_growth import GrownRegion
+from onnxfuse.patterns.told_shapes import told_shape
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Liveness:
         self.foldable = self._find_foldable()
         self._reshaped = grown.those(lambda node: grown.graph.index(node) in grown.shapes)
         self._spared_by: dict[Region, frozenset[int]] = {}
+        self._told = dict(self._find_told()) if grown.of_scores else {}
 
     def position(self, node: gs.Node) -> int:
         """Where a node stands in what has grown."""
@@ -82,7 +86,7 @@ class Liveness:
         """Whether somebody needs a value of a region whom its fusion leaves in the model."""
         if value.escapes:
             return True
-        if not self.spared(region):
+        if not self.spared(region) and not self._told:
             return bool(value.outside or value.readers - region - self.foldable)
         return bool(self.readers_outside(value, region))
 
@@ -90,7 +94,19 @@ class Liveness:
         """The readers of a value that a fusion of the region leaves in the model."""
         others = (self.grown.nodes[position] for position in value.readers - region - self.foldable)
         spared, index = self.spared(region), self.grown.graph.index
-        return [reader for reader in (*value.outside, *others) if index(reader) not in spared]
+        return [
+            reader
+            for reader in (*value.outside, *others)
+            if index(reader) not in spared and index(reader) not in self._told
+        ]
+
+    def told(self, region: Region) -> dict[int, ToldShape]:
+        """By node of the graph, the shapes of values of a region that others read."""
+        values = (value for position in region for value in self.values[position])
+        readers = (reader for value in values for reader in self.grown.graph.readers(value.name))
+        inside = {*self.folded(region), *self.grown.indices(region)}
+        found = dict.fromkeys(map(self.grown.graph.index, readers))
+        return {index: self._told[index] for index in found if index in self._told and index not in inside}
 
     def spared(self, region: Region) -> frozenset[int]:
         """The nodes of the graph that only make shapes which views of the region take from elsewhere."""
@@ -122,6 +138,13 @@ class Liveness:
         outside = tuple(node for node in tensor.outputs if id(node) not in self._positions)
         escapes = self.grown.graph.is_escaping(tensor.name)
         return GrownValue(tensor.name, self.grown.values[tensor.name], maker, readers, outside, escapes)
+
+    def _find_told(self) -> Iterator[tuple[int, ToldShape]]:
+        (product,), graph = self.grown.products, self.grown.graph
+        for name, columns in self.grown.values.items():
+            if columns is not None:
+                found = ((each, told_shape(graph, product, each, columns.view)) for each in graph.readers(name))
+                yield from ((graph.index(reader), shape) for reader, shape in found if shape is not None)
 
     def _find_foldable(self) -> Region:
         foldable = Region()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import FallbackShape
+from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import View
@@ -87,6 +88,7 @@ class Match:
         epilogue: expressions; the live-out values are among them.
         operands: what the epilogue may read, by name.
         shapes: by node, the shape that a Reshape reads from outside of the match.
+        told: by node, what takes the place of a Shape of scores that others read.
         stop: what kept the match from growing further, if anything did.
     """
 
@@ -102,6 +104,7 @@ class Match:
     epilogue: EpilogueGraph
     operands: dict[str, Operand] = field(default_factory=dict)
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
+    told: dict[int, ToldShape] = field(default_factory=dict)
     stop: NotFusable | None = None
     shared: tuple[int, ...] = ()
 

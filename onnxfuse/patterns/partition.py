@@ -202,6 +202,7 @@ class Partition:
             epilogue=grown.epilogue,
             operands=grown.arguments.operands,
             shapes=grown.shapes_of(products, every),
+            told=self.live.told(region),
             stop=self._stop_after(region, shared),
             shared=tuple(sorted(map(index, beside))),
         )

@@ -55,6 +55,7 @@ class GrownRegion:
         refused: products that cannot begin it, and why: what grew has none of them.
         arguments: what the nodes read beside the products.
         turns: by product, how many parts growth stopped at whose columns take turns.
+        of_scores: whether what grows are the scores of a softmax.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class GrownRegion:
         self.shapes: dict[int, FallbackShape] = {}
         self.arguments = Arguments(graph, self.epilogue, self.values, of_scores)
         self.turns: dict[str, int] = {}
+        self.of_scores = of_scores
         self._is_taken = is_taken
         self._shift = shift  # nodes before a softmax that change no probability, the last of a value and one beside it
         self._sequences: dict[str, list[Columns]] = {}
