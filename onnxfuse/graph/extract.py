@@ -6,13 +6,17 @@ Copy i reads `x0_i, x1_i, ...`, the fused node's inputs in their order, weights 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
 from onnx import FunctionProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
 
 from onnxfuse.graph.fallback_body import Replacement, needed, renamed, renamed_subgraph
 from onnxfuse.graph.functions import DOMAIN
+from onnxfuse.graph.known_nodes import constant
 from onnxfuse.graph.rewrite import FUNCTION_IR_VERSION
+from onnxfuse.graph.told_shape import expansion
 
 Ports = Sequence[tuple[str, int, Sequence[int]]]
 """Name, ONNX element type and shape of what one copy reads or makes."""
@@ -31,14 +35,29 @@ def stock_nodes(whole: Replacement) -> list[NodeProto]:
     return renamed_subgraph(whole)[0]
 
 
-def fused_nodes(whole: Replacement, implementation: Replacement) -> list[NodeProto]:
-    """The site's nodes with those of one implementation replaced by its fused node."""
+def fused_nodes(
+    whole: Replacement, implementation: Replacement, expanded: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> list[NodeProto]:
+    """The site's nodes with those of one implementation replaced by its fused node.
+
+    Args:
+        whole: the site.
+        implementation: what replaces its nodes.
+        expanded: what inputs are expanded to in front of the fused node.
+    """
     nodes, names = renamed_subgraph(whole)
     retained = {names[value] for index in implementation.retained for value in whole.graph.scope.nodes[index].output}
+    expanding: list[NodeProto] = []
+    for name, shape in expanded.items():
+        value, wide = names[name], f"{names[name]}/expanded"
+        made = constant(f"{wide}/shape", np.array(shape, np.int64))
+        node = expansion(whole.graph, name, implementation.expanded[name], (value, made.output[0]), wide)
+        expanding += [made, node]
+        names[name] = wide
     inputs = [KERNELS, *(names[name] for name in implementation.inputs)]
     outputs = [names[name] for name in implementation.outputs]
     fused = helper.make_node(implementation.kind, inputs, outputs, domain=DOMAIN, **implementation.attributes)
-    return [*needed(nodes, retained), fused]
+    return [*needed(nodes, retained), *expanding, fused]
 
 
 def site_model(

@@ -65,6 +65,7 @@ class Replacement:
         kind: `FusedGemm`, or `FusedPointwise` where the products stay.
         retained: indices of matched nodes that stay as they are, right before the fused node.
         shapes: by node, what takes the place of the shape that a Reshape reads from outside.
+        expanded: by input, what it is expanded to in front of the node.
         told: by node, what takes the place of a Shape of a value that no kernel stores.
         transposed: by input, how the stored weight is transposed: dimension i of it is `perm[i]` of the model's; or how
             its integers are packed.
@@ -83,6 +84,7 @@ class Replacement:
     kind: str = FUSED_GEMM
     retained: tuple[int, ...] = ()
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
+    expanded: Mapping[str, ToldShape] = field(default_factory=dict)
     told: Mapping[int, ToldShape] = field(default_factory=dict)
     transposed: Mapping[str, Order] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
@@ -23,7 +23,7 @@ from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
 from onnxfuse.graph.rounding_shapes import read_again, read_in_16_bits
 from onnxfuse.graph.scopes import graph_at
-from onnxfuse.graph.told_shape import ToldShape
+from onnxfuse.graph.told_shape import ToldShape, expansion
 from onnxfuse.graph.transposed_data import Order, transpose
 
 KERNELS = "onnxfuse.kernels"
@@ -58,11 +58,13 @@ def rewrite(
         for replacement in group:
             retained = [scope.node[index] for index in replacement.retained]
             body, constants = fallback_body(replacement)
-            inputs = [kernels_name, *(_stored(name, replacement, weights) for name in replacement.inputs)]
+            expanded, expanding = _expanded_inputs(replacement, functools.partial(_new_name, taken=taken))
+            own = (expanded.get(name) or _stored(name, replacement, weights) for name in replacement.inputs)
+            inputs = [kernels_name, *own]
             node = _fused_node(replacement, inputs, _add_function(proto, op_names, body), constants)
             node.name = _unlike(node.name, names)
             names.add(node.name)
-            fused[replacement.insertion_point] = [*retained, node]
+            fused[replacement.insertion_point] = [*retained, *expanding, node]
             lost -= read_in_16_bits(body.node, dict(zip(body.input, inputs, strict=True)))
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         for index, shape in _told(group).items():
@@ -90,6 +92,19 @@ def _told(replacements: Iterable[Replacement]) -> dict[int, ToldShape]:
     folded = {index for replacement in replacements for index in replacement.folded}
     told = (each for replacement in replacements for each in replacement.told.items())
     return {index: shape for index, shape in told if index not in folded}
+
+
+def _expanded_inputs(
+    replacement: Replacement, new_name: Callable[[str], str]
+) -> tuple[dict[str, str], list[NodeProto]]:
+    """What each expanded input is called then, and the nodes that make it."""
+    names: dict[str, str] = {}
+    nodes: list[NodeProto] = []
+    for name, shape in replacement.expanded.items():
+        wanted, names[name] = new_name(f"{name}/expanded/shape"), new_name(f"{name}/expanded")
+        nodes += shape.nodes(wanted, new_name)
+        nodes.append(expansion(replacement.graph, name, shape, (name, wanted), names[name]))
+    return names, nodes
 
 
 def left_of_opened(graph: Graph) -> dict[str, tuple[int, int]]:

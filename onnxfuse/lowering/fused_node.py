@@ -56,6 +56,7 @@ def replacement(implementation: Implementation, kernel: str) -> Replacement:
         attributes=node_attributes(implementation, kernel),
         kind=implementation.kind,
         shapes=implementation.match.shapes,
+        expanded=implementation.match.expanded,
         told=implementation.match.told,
         transposed=implementation.transposed,
     )

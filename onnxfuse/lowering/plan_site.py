@@ -236,7 +236,8 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
     moves = sum(graph.nodes[index].op == "Transpose" for index in {*match.nodes, *match.copied})
-    times = {plan.device: _attention_times(attention, mapping, plan, moves) for plan in plans}
+    expanded = [tensor for tensor in attention.operands if tensor.name in match.expanded]
+    times = {plan.device: _attention_times(attention, mapping, plan, moves, expanded) for plan in plans}
     site = Site(graph, match, attention, mapping, (), None, choose(times), times, attention=whole)
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
@@ -260,9 +261,11 @@ def _check_resolved(fusion: Fusion) -> None:
         raise NotFusable("unknown_shape", fusion.anchor, detail)
 
 
-def _attention_times(attention: Attention, mapping: AxisMapping, plan: AttentionPlan, moves: int) -> tuple[Times, ...]:
+def _attention_times(
+    attention: Attention, mapping: AxisMapping, plan: AttentionPlan, moves: int, expanded: Sequence[Tensor]
+) -> tuple[Times, ...]:
     """Microseconds of the kernel and of the nodes, each of whose steps is one between the products."""
-    pairs = estimates(attention, mapping, plan, len(attention.steps), moves)
+    pairs = estimates(attention, mapping, plan, len(attention.steps), moves, expanded)
     return tuple({Strategy.ONE_KERNEL: own, Strategy.LEFT_ALONE: stock} for own, stock in pairs)
 
 

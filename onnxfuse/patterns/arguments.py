@@ -151,7 +151,7 @@ class Arguments:
         if self.operands.get(name, Operand(name, view, 1)).view != view:
             raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
         has_columns = any(is_column(piece) for dim in view for piece in dim)
-        self.operands[name] = Operand(name, view, beside.length if has_columns else 1)
+        self.operands[name] = Operand(name, view, beside.length if has_columns else 1, beside.view)
         return self._epilogue.load(name, has_columns)
 
     def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:

@@ -24,6 +24,7 @@ from onnxfuse.ir.join import join
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.diagonal import diagonal_of
+from onnxfuse.patterns.expanded_operands import with_expanded_operands
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
@@ -163,12 +164,19 @@ class Attentions:
         _check_axis(self.graph, candidate.softmax)
         _check_types(self.graph, candidate)
         (first, scores), seconds = self._products(candidate, product)
-        if candidate.masked:
-            scores = _without_masked(candidate.softmax, scores)
-        for second, sums in seconds:
-            attention = join(scores, sums, candidate.guarded)
-            attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
-            yield self._joined(candidate, first, second, attention), attention
+        ends: list[Lowered] = []
+        for end in seconds:
+            ends.append(end)
+            yield self._attention(candidate, (first, scores), end)
+        for expanded in with_expanded_operands(self.graph, first):
+            for end in ends:
+                yield self._attention(candidate, (expanded, self._lowered(expanded)), end)
+
+    def _attention(self, candidate: Candidate, first: Lowered, second: Lowered) -> tuple[Match, Attention]:
+        scores = _without_masked(candidate.softmax, first[1]) if candidate.masked else first[1]
+        attention = join(scores, second[1], candidate.guarded)
+        attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
+        return self._joined(candidate, first[0], second[0], attention), attention
 
     def _products(self, candidate: Candidate, product: gs.Node) -> tuple[Lowered, Iterator[Lowered]]:
         """Both products, whose factors are read before they are widened, or behind that where not all of them are."""
@@ -268,6 +276,7 @@ class Attentions:
             folded=tuple(sorted({*first.folded, *second.folded, *spared} - nodes)),
             constants=tuple(dict.fromkeys((*first.constants, *second.constants))),
             shapes={**first.shapes, **shapes},
+            expanded=first.expanded,
             told=first.told,
         )
         return self.points.placed(match)

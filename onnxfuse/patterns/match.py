@@ -48,11 +48,13 @@ class Operand:
         name: the value's name.
         view: its dimensions in pieces of the product's axes.
         columns: of the value that reads it, where it varies along them; else 1.
+        beside: the dimensions of that value.
     """
 
     name: str
     view: View
     columns: int | str
+    beside: View = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Match:
         epilogue: expressions; the live-out values are among them.
         operands: what the epilogue may read, by name.
         shapes: by node, the shape that a Reshape reads from outside of the match.
+        expanded: by operand of scores, what it is expanded to for the kernel.
         told: by node, what takes the place of a Shape of scores that others read.
         stop: what kept the match from growing further, if anything did.
     """
@@ -104,6 +107,7 @@ class Match:
     epilogue: EpilogueGraph
     operands: dict[str, Operand] = field(default_factory=dict)
     shapes: dict[int, FallbackShape] = field(default_factory=dict)
+    expanded: dict[str, ToldShape] = field(default_factory=dict)
     told: dict[int, ToldShape] = field(default_factory=dict)
     stop: NotFusable | None = None
     shared: tuple[int, ...] = ()

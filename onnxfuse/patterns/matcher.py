@@ -204,7 +204,7 @@ class Search(Generic[SiteT]):
             else:
                 self.points.take(match)
                 return made
-        raise refusals[0]
+        raise min(refusals, key=lambda refusal: refusal.reason == "no_attention_kernel")
 
     def match_group(self, group: Group) -> tuple[list[Found[SiteT]], list[Refused]]:
         """Partition what a group grows into until no match is left: the matches, and the products that have none."""

@@ -1,18 +1,20 @@
-"""Shapes of scores, which no kernel stores: what the product multiplies tells them."""
+"""Sizes that what a product multiplies tells: of scores, which no kernel stores, and of what is expanded to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
+from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.operators import qualified_op
-from onnxfuse.graph.told_shape import ToldShape
+from onnxfuse.graph.told_shape import ToldShape, ToldSize
 from onnxfuse.patterns.fallback_shape import is_rounded_otherwise
 from onnxfuse.patterns.operand_views import is_stored
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import View, extent
+from onnxfuse.patterns.views import AxisKind, View, axis_view, extent
 
 
 def told_shape(graph: Graph, product: Product, reader: gs.Node, view: View) -> ToldShape | None:
@@ -26,16 +28,25 @@ def told_shape(graph: Graph, product: Product, reader: gs.Node, view: View) -> T
     """
     if qualified_op(reader) != "Shape" or is_rounded_otherwise(graph, reader.inputs[0]):
         return None
-    bases = [(name, dims) for name, dims in ((product.lhs, product.lhs_view), (product.rhs, product.rhs_view))]
-    bases = [(name, dims) for name, dims in bases if _tells(graph, name)]
-    entries = list(_entries(view, [dims for _, dims in bases]))[reader.attrs.get("start", 0) : reader.attrs.get("end")]
+    sizes = [extent(dim) for dim in view][reader.attrs.get("start", 0) : reader.attrs.get("end")]
+    return told_sizes(graph, product, sizes)
+
+
+def told_sizes(graph: Graph, product: Product, sizes: Sequence[int | str]) -> ToldShape | None:
+    """Sizes by the shapes of what a product multiplies, or of the scope's inputs; None where these tell too few."""
+    factors = [(product.lhs, product.lhs_view), (product.rhs, product.rhs_view)]
+    bases = [(name, view) for name, view in factors if _tells(graph, name)]
+    bases += [
+        (name, axis_view(shape, AxisKind.LHS)) for name in sorted(graph.scope.inputs) if (shape := graph.shape(name))
+    ]
+    entries = [size if isinstance(size, int) else _told(size, [view for _, view in bases]) for size in sizes]
     known = [entry for entry in entries if entry is not None]
-    used = sorted({entry[0] for entry in known if isinstance(entry, tuple)})
-    if not used or len(known) < len(entries):
+    if len(known) < len(entries):
         return None
+    used = sorted({entry.base for entry in known if isinstance(entry, ToldSize)})
     return ToldShape(
         tuple((bases[index][0], len(bases[index][1])) for index in used),
-        tuple(entry if isinstance(entry, int) else (used.index(entry[0]), entry[1]) for entry in known),
+        tuple(replace(each, base=used.index(each.base)) if isinstance(each, ToldSize) else each for each in known),
     )
 
 
@@ -45,9 +56,13 @@ def _tells(graph: Graph, name: str) -> bool:
     return not is_stored(graph, tensor) and not is_rounded_otherwise(graph, tensor)
 
 
-def _entries(view: View, bases: list[View]) -> Iterator[int | tuple[int, int] | None]:
-    """The sizes of a value: numbers, or which dimension of which base has them."""
-    sizes = {extent(dim): (base, index) for base, dims in enumerate(bases) for index, dim in enumerate(dims)}
-    for dim in view:
-        size = extent(dim)
-        yield size if isinstance(size, int) else sizes.get(size)
+def _told(size: str, bases: Sequence[View]) -> ToldSize | None:
+    """A size that only the run knows, as a multiple or a part of a dimension."""
+    for base, view in enumerate(bases):
+        for index, dim in enumerate(view):
+            times, by = symbolic.divide(size, extent(dim)), symbolic.divide(extent(dim), size)
+            if isinstance(times, int):
+                return ToldSize(base, index, times=times)
+            if isinstance(by, int):
+                return ToldSize(base, index, by=by)
+    return None

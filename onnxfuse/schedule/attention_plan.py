@@ -9,6 +9,7 @@ head. The model's own nodes pass over a tensor of rows x keys several times, and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onnxfuse.analysis.attention_mapping import attention_widths, head_size, lies_by_heads
@@ -233,7 +234,12 @@ def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, devi
 
 
 def estimates(
-    attention: Attention, mapping: AxisMapping, plan: AttentionPlan, nodes: int, moves: int = 0
+    attention: Attention,
+    mapping: AxisMapping,
+    plan: AttentionPlan,
+    nodes: int,
+    moves: int = 0,
+    expanded: Sequence[Tensor] = (),
 ) -> list[tuple[float, float]]:
     """Microseconds of the kernel and of the model's own nodes, at every number of rows that a plan is made for.
 
@@ -243,11 +249,13 @@ def estimates(
         plan: the kernels.
         nodes: of the model between the products that each read and write rows x keys, beside the softmax.
         moves: of the model that each write q, keys, values or the result in another order.
+        expanded: operands that are written in front of the kernel.
     """
     found = []
     for rows in _rows(attention, mapping):
         first = next(variant for variant in plan.variants if variant.min_m <= rows <= variant.max_m)
         own = _time(first.spec, first.tile, attention, mapping, rows, plan.device)
+        own += sum(_expand(attention, mapping, rows, tensor, plan.device) for tensor in expanded)
         moving = moves * _move(attention, mapping, rows, plan.device)
         found.append((own, _stock(attention, mapping, rows, nodes, plan.device) + moving))
     return found
@@ -264,6 +272,14 @@ def _move(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceS
     head = math.isqrt(math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o)))
     size = batch * (rows + keys) / 2 * head * attention.query.dtype.bytes
     return float(calibration(device).launch + from_memory(2 * size, device))
+
+
+def _expand(attention: Attention, mapping: AxisMapping, rows: int, tensor: Tensor, device: DeviceSpec) -> float:
+    """Microseconds in which an operand is written, and read again."""
+    _, keys = _batch_and_keys(attention, mapping, rows, device)
+    unknown = dict.fromkeys(mapping.m, rows) | dict.fromkeys(mapping.n, keys)
+    size = math.prod(attention.size(axis) or unknown.get(axis, UNKNOWN_BATCH) for axis in tensor.axes)
+    return float(calibration(device).launch + from_memory(2 * size * tensor.dtype.bytes, device))
 
 
 def _stock(attention: Attention, mapping: AxisMapping, rows: int, nodes: int, device: DeviceSpec) -> float:

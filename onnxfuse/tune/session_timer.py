@@ -113,20 +113,35 @@ def trial_models(trial: Trial, inputs: Sequence[Port], outputs: Sequence[Port], 
     )
     models = {}
     for name, implementation in trial.implementations.items():
-        nodes, archive = _written(trial.site, implementation, kernels)
+        nodes, archive = _written(trial, implementation, kernels)
         shapes = _shapes(trial, implementation, inputs)
         read = [(port.name, port.element, shape) for port, shape in zip(inputs, shapes, strict=True)]
         models[name] = site_model(opsets_of(trial.site.graph, nodes), nodes, read, made, copies, archive)
     return models
 
 
-def _written(site: Site, implementation: Implementation | None, kernels: Kernels) -> tuple[list[Any], bytes]:
+def _written(trial: Trial, implementation: Implementation | None, kernels: Kernels) -> tuple[list[Any], bytes]:
     """The site's nodes in one implementation, and the kernels that they read."""
-    whole = replacement(replace(site.one_kernel, transposed={}), "")
+    whole = replacement(replace(trial.site.one_kernel, transposed={}), "")
     if implementation is None:
         return stock_nodes(whole), b""
     archive, (kernel,) = pack_implementations([implementation], kernels)
-    return fused_nodes(whole, replacement(implementation, kernel)), archive
+    sizes = _sizes(trial)
+    wide = {
+        tensor.name: _shape(tensor, sizes) for tensor in trial.site.fusion.operands if tensor.name in whole.expanded
+    }
+    factors = {name: _factors(trial.site, name, shape) for name, shape in wide.items()}
+    return fused_nodes(whole, replacement(implementation, kernel), factors), archive
+
+
+def _factors(site: Site, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Along each dimension how often an expanded operand has what the model gives."""
+    told = site.match.expanded.get(name)
+    return (
+        (1,) * len(shape)
+        if told is None
+        else tuple(1 if entry == 1 else size for entry, size in zip(told.entries, shape, strict=True))
+    )
 
 
 def _shapes(trial: Trial, implementation: Implementation | None, inputs: Sequence[Port]) -> Iterator[tuple[int, ...]]:
@@ -149,12 +164,18 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
     scales |= {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
     inputs = [
-        Port(f"x{index}", tensor.dtype.onnx, _shape(tensor, sizes), scales.get(tensor.name, 1.0))
+        Port(f"x{index}", tensor.dtype.onnx, _given(trial.site, tensor, sizes), scales.get(tensor.name, 1.0))
         for index, tensor in enumerate(fusion.inputs)
     ]
     return inputs, [
         Port(f"y{index}", tensor.dtype.onnx, _shape(tensor, sizes)) for index, tensor in enumerate(fusion.outputs)
     ]
+
+
+def _given(site: Site, tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape that an input has before it is expanded."""
+    shape = _shape(tensor, sizes)
+    return tuple(size // times for size, times in zip(shape, _factors(site, tensor.name, shape), strict=True))
 
 
 def _sizes(trial: Trial) -> dict[str, int]:

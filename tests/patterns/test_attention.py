@@ -136,7 +136,7 @@ def test_of_several_products_that_of_the_scores_is_told() -> None:
         s = b("Reshape", scores(b, "rows", 72), b.integers(0, 0, 0, 8, 9))
         bias = b("MatMul", b.input("x", ("batch", HEADS, "rows", HEAD)), b.input("places", (HEAD, 8)))
         s = b("Reshape", b("Add", s, b("Unsqueeze", bias, b.integers(4))), b.integers(0, 0, 0, 72))
-        return merged(b, b("Softmax", s, axis=-1), 72)
+        return [b("Identity", b("MatMul", b("Softmax", s, axis=-1), b.input("value", ("batch", HEADS, 72, 20))))]
 
     (detail,) = told(build)
     assert "(n1 n2) in several groups" in detail

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, numpy_helper
 
 from onnxfuse.device import ARCHITECTURES, resolve, tuning_device
 from onnxfuse.errors import DeviceError, SettingError
@@ -492,3 +492,23 @@ def test_what_an_attention_is_measured_beside_is_the_model(form: str) -> None:
         feed[value.name], given[tensor.name] = numbers, numbers
     for found, expected in zip(run(models[LEFT_ALONE], feed), run(model_of(form), given), strict=True):
         np.testing.assert_array_equal(found, expected.reshape(found.shape))
+
+
+def test_an_operand_that_is_expanded_is_measured_as_the_model_has_it() -> None:
+    """A bias along one half of the keys: the fused node's model expands it as well."""
+    b = Builder(FLOAT16)
+    query, key, value = (b.input(name, ("batch", 64, 16)) for name in ("query", "key", "value"))
+    s = b("Reshape", b("MatMul", query, b("Transpose", key, perm=(0, 2, 1))), b.integers(-1, 64, 4, 16))
+    s = b("Reshape", b("Add", s, b.input("bias", ("batch", 64, 4, 1))), b.integers(-1, 64, 64))
+    outputs = [b("Identity", b("MatMul", b("Softmax", s, axis=-1), value))]
+    (site,) = analyse_model(b.model(*outputs), [DEVICE]).sites
+    trial = Trial(site, 64, {"attention": site.attention, LEFT_ALONE: None})
+    inputs, made = ports(trial)
+    batch = inputs[0].shape[0]
+    assert inputs[-1].shape == (batch, 64, 4, 1)
+    models = {name: onnx.load_from_string(data) for name, data in trial_models(trial, inputs, made, 1).items()}
+    assert "Tile" not in [node.op_type for node in models[LEFT_ALONE].graph.node]
+    graph = models["attention"].graph
+    assert [node.op_type for node in graph.node] == ["Constant", "Tile", "FusedAttention"]
+    assert numpy_helper.to_array(graph.node[0].attribute[0].t).tolist() == [1, 1, 1, 16]
+    assert graph.node[1].output[0] in graph.node[2].input
