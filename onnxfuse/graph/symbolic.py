@@ -18,6 +18,7 @@ MAX_LENGTH = 4096  # of a symbol
 
 _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+|\([^*]+\)) (-?\d+)\)")  # of an atom, which has no * inside
+_NAME = re.compile(r"[\w.:/]+")  # of a size; no function, which may be negative
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 _NAMED_MINIMUM = re.compile(r"(?:Min\((\d+), |(\d+) - Max\(0, \2 - )(\w+)\)")
@@ -179,7 +180,16 @@ def broadcast(first: Size, second: Size) -> Size:
     for bounded, whole in ((first, second), (second, first)):
         if is_bounded(bounded, whole):
             return whole
-    return next((size for size in (first, second) if isinstance(size, int) and size > 1), None)
+    fixed = (size for size in (first, second) if isinstance(size, int) and size > 1)
+    return next(fixed, next(filter(is_never_one, (first, second)), None))
+
+
+def is_never_one(size: Size) -> bool:
+    """Whether a size is 1 in no run: a multiple, or a sequence that 2 or more were added to."""
+    if not isinstance(size, str):
+        return isinstance(size, int) and size != 1
+    name, added = _terms(size)
+    return Monomial.of(size).factor > 1 or (added > 1 and isinstance(name, str) and _NAME.fullmatch(name) is not None)
 
 
 def is_bounded(bounded: Size, whole: Size) -> bool:

@@ -40,7 +40,9 @@ def test_products_and_quotients_are_right(first: symbolic.Size, second: symbolic
     [(1, "S", "S"), ("S", 1, "S"), ("S", "S", "S"), ("S", 4, 4), (4, "S", 4), (3, 3, 3), ("S", "T", None),
      (None, 1, None), (None, 4, 4), (None, "S", None), (symbolic.at_most("S", 64), "S", "S"),
      ("2*S", symbolic.at_most("2*S", 64), "2*S"), (symbolic.at_most("S", 64), "T", None),
-     (symbolic.at_most("S", 1), "S", None)],
+     (symbolic.at_most("S", 1), "S", None), ("S", "2*T", "2*T"), ("2*T", None, "2*T"),
+     (symbolic.add("S", 2), "T", symbolic.add("S", 2)), ("T", symbolic.add("S", 2), symbolic.add("S", 2)),
+     (symbolic.add("S", 1), "T", None), (symbolic.add(symbolic.negative("S"), 3), "T", None)],
 )  # fmt: skip
 def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbolic.Size) -> None:
     assert symbolic.broadcast(first, second) == expected

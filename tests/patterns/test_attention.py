@@ -328,3 +328,19 @@ def test_a_mask_expanded_to_another_shape_is_none_of_the_scores() -> None:
     b = Builder(FLOAT16)
     analysis = analysed(b.model(*build(b)))
     assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+
+
+def test_a_mask_of_keys_that_others_were_put_in_front_of() -> None:
+    """Pegasus-X by TorchScript: nothing proves the mask to be as long; but keys beside global ones are never one."""
+    b = Builder(FLOAT16)
+    first = b.input("global", ("batch", HEADS, 8, HEAD))
+    keys, values = (
+        b("Concat", first, b.input(name, ("batch", HEADS, "keys", HEAD)), axis=2) for name in ("key", "value")
+    )
+    mask = b("Pad", b.input("mask", ("batch", 1, 1, "more")), b.integers(0, 0, 0, 8, 0, 0, 0, 0))
+    s = b("Add", b("Einsum", first, keys, equation="bhgd,bhnd->bhgn"), mask)
+    model = b.model(b("Einsum", b("Softmax", s, axis=-1), values, equation="bhgn,bhnd->bhgd"))
+    analysis = analysed(model)
+    assert [site.fusion.pattern for site in analysis.sites] == ["attention"]
+    fused, feed = rewritten(analysis), feeds(model, {"batch": 2, "keys": 24, "more": 24})
+    assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(fused, feed)]
