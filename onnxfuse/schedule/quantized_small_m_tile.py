@@ -191,8 +191,7 @@ def max_kept(spec: KernelSpec) -> int:
     form = _form(spec)
     zero_points = form.zero_points and form.block < MANY_BLOCKS
     zero_bytes = form.zero_points and form.bits > BITS_WITH_EXCESS
-    parts = spec.parts > MANY_PARTS and (zero_points or spec.math == "bf16")
-    return MAX_KEPT[zero_points + (parts or zero_bytes)]
+    return MAX_KEPT[zero_points + (spec.parts > MANY_PARTS or zero_bytes)]
 
 
 def _why_not_kept(spec: KernelSpec, tile: QuantizedSmallMTile) -> str | None:

@@ -95,6 +95,8 @@ struct KeptRows {
 
   Words pairs;
   Words coming;  // as they lie in memory
+  const Element* coming_from[ROW_GROUPS];  // where a lane's first piece of a row begins
+  int coming_depth[ROW_GROUPS];            // k that exist from there on
   unsigned char* starts;
   int kept_row = -1, kept_step = 0;
 
@@ -103,26 +105,47 @@ struct KeptRows {
   // The rows of a pass, from a step on.
   __device__ __forceinline__ void keep(const Work& work, int pass, int step) {
     if constexpr (STREAMED) {
-      if (kept_row < 0) load(work, pass, step);
+      if (kept_row < 0) {
+        go_to(work, work.tile(pass));
+        load(work, step);
+      }
       kept_row = 0;
       permute_all();
       const bool is_last = step + 1 == work.steps;
-      if (!is_last || pass + 1 < work.passes) load(work, pass + is_last, is_last ? 0 : step + 1);
+      if (is_last) {
+        if (pass + 1 == work.passes) return;
+        go_to(work, work.tile(pass + 1));
+      }
+      load(work, is_last ? 0 : step + 1);
     } else {
-      if (work.row(pass) == kept_row && step == kept_step) return;
-      kept_row = work.row(pass);
+      const Tile tile = work.tile(pass);
+      if (tile.row == kept_row && step == kept_step) return;
+      kept_row = tile.row;
       kept_step = step;
-      load(work, pass, step);
+      go_to(work, tile);
+      load(work, step);
       permute_all();
       multiply_excess();
     }
   }
 
-  __device__ __forceinline__ void load(const Work& work, int pass, int step) {
-    if constexpr (CHECKED && LHS_WIDTH > 1) {
-      if (!work.is_wide) return load<1>(work, pass, step);
+  __device__ __forceinline__ void go_to(const Work& work, const Tile& tile) {
+    constexpr int ELEMENTS = 2 * PIECE_PAIRS;  // of a lane and piece
+    const int k = work.depth(0) + depth(0) + lane() % 4 * ELEMENTS;
+#pragma unroll
+    for (int group = 0; group < ROW_GROUPS; ++group) {
+      const int row = lane_group() / SPREAD + group * MMA_ROWS;
+      coming_from[group] = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch,
+                                                                    tile.row + row, k);
+      coming_depth[group] = row < work.rows(tile) ? work.args.k - k : 0;
     }
-    load<LHS_WIDTH>(work, pass, step);
+  }
+
+  __device__ __forceinline__ void load(const Work& work, int step) {
+    if constexpr (CHECKED && LHS_WIDTH > 1) {
+      if (!work.is_wide) return load<1>(step);
+    }
+    load<LHS_WIDTH>(step);
   }
 
   // Where a lane's piece begins in those of a step.
@@ -132,20 +155,15 @@ struct KeptRows {
   }
 
   template <int WIDE>
-  __device__ __forceinline__ void load(const Work& work, int pass, int step) {
-    constexpr int ELEMENTS = 2 * PIECE_PAIRS;  // of a lane and piece
-    const int row = work.row(pass) + lane_group() / SPREAD, rows = work.row(pass) + work.rows(pass);
-    const int k = work.depth(step) + depth(0) + lane() % 4 * ELEMENTS;
+  __device__ __forceinline__ void load(int first) {
 #pragma unroll
     for (int group = 0; group < ROW_GROUPS; ++group) {
-      const int own = row + group * MMA_ROWS;
-      const Element* from = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch, own, k);
 #pragma unroll
       for (int s = 0; s < KEPT_STEPS; ++s) {
 #pragma unroll
         for (int piece = 0; piece < KEPT_PIECES; ++piece) {
-          const int along = s * WARPS_K * BLOCK_K + depth(piece) - depth(0);
-          load_words<WIDE>(coming[s][piece][group], from + along, own < rows ? work.args.k - k - along : 0);
+          const int along = (first + s) * WARPS_K * BLOCK_K + depth(piece) - depth(0);
+          load_words<WIDE>(coming[s][piece][group], coming_from[group] + along, coming_depth[group] - along);
         }
       }
     }

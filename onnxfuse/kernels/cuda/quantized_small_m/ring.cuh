@@ -5,7 +5,7 @@
 
 namespace onnxfuse {
 
-// A pass's columns of integers.
+// A tile's columns of integers.
 struct Integers {
   static constexpr int LANES = STEP_BYTES / RHS_BYTES;  // of a column
   static constexpr int COLUMNS = WARP_SIZE / LANES;     // of one copy of all lanes
@@ -16,8 +16,8 @@ struct Integers {
 
   static __device__ __forceinline__ int along() { return lane() % LANES * RHS_BYTES; }
 
-  __device__ __forceinline__ void go_to(const Work& work, int pass) {
-    const int first = work.column(pass) + lane() / LANES;
+  __device__ __forceinline__ void go_to(const Work& work, const Tile& tile) {
+    const int first = tile.column + lane() / LANES;
     columns = work.args.n - first;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -42,9 +42,9 @@ struct Integers {
 
 // Rows of lhs in copies of ELEMENTS. Rows that the tensor does not have stay what they are: nothing of theirs is stored.
 template <int ELEMENTS>
-__device__ __forceinline__ void copy_rows(const Work& work, unsigned slot, int pass, int step) {
+__device__ __forceinline__ void copy_rows(const Work& work, unsigned slot, const Tile& tile, int step) {
   constexpr int LANES = BLOCK_K / ELEMENTS, BYTES = ELEMENTS * int(sizeof(Element));
-  const int k = work.depth(step), rows = work.rows(pass), first = work.row(pass);
+  const int k = work.depth(step), rows = work.rows(tile), first = tile.row;
   const auto copy_of = [&](int index) {
     const int row = index / LANES, along = index % LANES * ELEMENTS;
     const auto* from = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch,
@@ -101,9 +101,10 @@ struct Ring {
   __device__ __forceinline__ void load_rhs(const Place& place) {
     if (!exists(place)) return;
     if (place.step == 0) {
-      integers.go_to(work, place.pass);
-      scales.go_to([&](int column) { return work.scales(place.pass, column); });
-      if constexpr (ZERO_POINTS) zeros.go_to([&](int column) { return work.zeros(place.pass, column); });
+      const Tile tile = work.tile(place.pass);
+      integers.go_to(work, tile);
+      scales.go_to([&](int column) { return work.scales(tile, column); });
+      if constexpr (ZERO_POINTS) zeros.go_to([&](int column) { return work.zeros(tile, column); });
     }
     const unsigned shared = shared_address(stage_at(place.stage));
     integers.copy(work, shared, place.step);
@@ -116,9 +117,9 @@ struct Ring {
     if (KEPT || !exists(place) || (stays && place.pass > 0)) return;
     const unsigned slot = shared_address(slot_at(place.slot));
     if constexpr (CHECKED && LHS_WIDTH > 1) {
-      if (!work.is_wide) return copy_rows<1>(work, slot, place.pass, place.step);
+      if (!work.is_wide) return copy_rows<1>(work, slot, work.tile(place.pass), place.step);
     }
-    copy_rows<LHS_WIDTH>(work, slot, place.pass, place.step);
+    copy_rows<LHS_WIDTH>(work, slot, work.tile(place.pass), place.step);
   }
 
   // All stages but one; rhs, which no kernel writes, before the kernel before this one has ended.

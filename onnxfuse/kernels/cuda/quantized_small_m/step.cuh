@@ -18,7 +18,8 @@ struct Multiplier {
   int first_block;
 
   __device__ __forceinline__ Multiplier(const Work& work, const Ring& ring, const Place& place) {
-    const int pass = place.pass, step = place.step;
+    const Tile tile = work.tile(place.pass);
+    const int step = place.step;
     stage = ring.stage_at(place.stage);
     first_block = work.depth(step) / QUANTIZED_BLOCK;
 #pragma unroll
@@ -26,11 +27,11 @@ struct Multiplier {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int column = f * FRAGMENT_COLUMNS + half * 8 + lane_group();
-        const unsigned scale = Scales::IN_WORDS ? low_word(work.scales(pass, column)) + work.first_scale(step) : 0;
+        const unsigned scale = Scales::IN_WORDS ? low_word(work.scales(tile, column)) + work.first_scale(step) : 0;
         scales[f][half] = SCALES_OFFSET + Scales::offset(column, scale);
         if constexpr (SCALES_AHEAD) read_scales(scales_ahead[f][half], stage + scales[f][half]);
         if constexpr (ZERO_POINTS) {
-          const unsigned zero = Zeros::IN_WORDS ? low_word(work.zeros(pass, column)) + work.first_zero(step) : 0;
+          const unsigned zero = Zeros::IN_WORDS ? low_word(work.zeros(tile, column)) + work.first_zero(step) : 0;
           zeros[f][half] = ZEROS_OFFSET + Zeros::offset(column, zero);
         }
       }

@@ -33,14 +33,15 @@ __device__ __forceinline__ void store_sums(float* sums, const Sums& acc) {
 
 // Adds the sums of all warps, always in the same order, and stores what the epilogue makes of them. Another warp begins
 // in every pass, so that none is behind the others for long.
-__device__ __forceinline__ void finish(const float* sums, const Work& work, int pass) {
-  const int rows = work.rows(pass), first_row = work.row(pass), first_column = work.column(pass);
+__device__ __forceinline__ void finish(const float* sums, const Work& work, unsigned pass) {
+  const Tile tile = work.tile(pass);
+  const int rows = work.rows(tile);
   const int thread = (threadIdx.x + THREADS - pass % WARPS_K * WARP_SIZE) % THREADS;
 #pragma unroll 1
   for (int element = thread; element < rows * BLOCK_N; element += THREADS) {
     const int row = element / BLOCK_N, column = element % BLOCK_N;
-    if (first_column + column >= work.args.n) continue;
-    const Operands operands(work.args, work.batch, first_row + row, first_column + column);
+    if (tile.column + column >= work.args.n) continue;
+    const Operands operands(work.args, work.batch, tile.row + row, tile.column + column);
     float acc[PARTS] = {};
 #pragma unroll
     for (int warp = 0; warp < WARPS_K; ++warp) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void finish(const float* sums, const Work& work, int 
         acc[part] += sums[warp * WARP_SUMS + row * SUMS_PITCH + part * BLOCK_N + column];
       }
     }
-    store_outputs(acc, operands, work.args, work.batch, first_row + row, first_column + column);
+    store_outputs(acc, operands, work.args, work.batch, tile.row + row, tile.column + column);
   }
 }
 
@@ -58,7 +59,7 @@ __device__ __forceinline__ void finish(const float* sums, const Work& work, int 
 struct Exchange {
   float* memory;
   unsigned barriers;
-  int tiles = 0;  // whose sums this warp has left
+  unsigned tiles = 0;  // whose sums this warp has left
 
   // All threads together.
   explicit __device__ __forceinline__ Exchange(unsigned char* shared)
@@ -70,10 +71,12 @@ struct Exchange {
     __syncthreads();
   }
 
-  __device__ __forceinline__ float* buffer(int tile) const { return memory + tile % SUM_BUFFERS * SUMS; }
+  __device__ __forceinline__ float* buffer(unsigned tile) const { return memory + tile % SUM_BUFFERS * SUMS; }
   // Complete when all sums of a tile are there; and, where it is the only buffer, when all of them are added. Of two,
   // one is free when all have left their sums in the other.
-  __device__ __forceinline__ unsigned full(int tile) const { return barriers + tile % SUM_BUFFERS * BARRIER_BYTES; }
+  __device__ __forceinline__ unsigned full(unsigned tile) const {
+    return barriers + tile % SUM_BUFFERS * BARRIER_BYTES;
+  }
   __device__ __forceinline__ unsigned empty() const { return barriers + BARRIER_BYTES; }
 
   static __device__ __forceinline__ void arrive(unsigned barrier) {
@@ -105,7 +108,7 @@ struct Exchange {
   }
   // The newest tile's, which was that of a pass.
   __device__ __forceinline__ void add(const Work& work, int pass) const {
-    const int tile = tiles - 1;
+    const unsigned tile = tiles - 1;
     mbarrier_wait(full(tile), tile / SUM_BUFFERS % 2);
     finish(buffer(tile), work, pass);
     if (SUM_BUFFERS == 1) arrive(empty());
