@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from onnxfuse.dtypes import BF16, F32
 from onnxfuse.kernels.epilogue import straight_line
+from onnxfuse.kernels.hopper import cluster_attribute
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
 from onnxfuse.schedule.attention_tile import (
     AttentionSpec,
@@ -37,13 +38,16 @@ def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
         "CONSUMERS": tile.consumers,
         "RESIDENTS": tile.residents,
         "STAGES": tile.stages,
+        "SPLITS": tile.splits,
         "RESCALE_ABOVE": tile.rescale_above,
         "MASK_BYTES": sum(masks),
         "SHARED_BYTES": shared_bytes(spec, tile),
     }
     flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
-    offsets, products = [sum(masks[:index]) for index in range(len(masks))], _wgmma_products(spec, tile)
-    return assembled(_generated(spec, tile, numbers, flags, offsets, products), "hopper/attention.cuh", USES)
+    offsets = [sum(masks[:index]) for index in range(len(masks))]
+    generated = _generated(spec, tile, numbers, flags, offsets, _wgmma_products(spec, tile))
+    cluster = f"#define ONNXFUSE_CLUSTER {cluster_attribute(tile.splits)}\n"
+    return assembled(generated + cluster, "hopper/attention.cuh", USES)
 
 
 def emit_portable(spec: AttentionSpec, tile: PortableAttentionTile) -> str:

@@ -55,7 +55,7 @@ class AttentionFamily(KernelFamily):
             for index, load in enumerate(spec.loads)
             if is_mapped(load)
         ]
-        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared_bytes(spec, tile), 1, tuple(maps))
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared_bytes(spec, tile), tile.splits, tuple(maps))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

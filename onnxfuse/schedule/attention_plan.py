@@ -24,7 +24,9 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.access import access
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.attention_tile import (
+    GROUP_ROWS,
     VECTOR_BYTES,
+    WARP_ROWS,
     AttentionSpec,
     AttentionTile,
     PortableAttentionTile,
@@ -50,7 +52,11 @@ LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
 PORTABLE_TILES = {2: ((4, 128), (4, 64), (4, 32), (2, 16)), 4: ((8, 64), (8, 32), (4, 32), (4, 16), (2, 16))}
 MOST_PORTABLE_VALUES = 128  # columns of a head beside blocks of as many keys; with more, registers spill
 FEW_ROWS = 64  # that four warps have
-ROWS = (64, 256, 1024, 4096)  # of a query whose number only the run knows
+ROWS = (WARP_ROWS, 64, 256, 1024, 4096)  # of a query whose number only the run knows
+SPLITS = (2, 4, 8)  # of the keys of few rows
+MOST_ALONE = 4  # blocks of a cluster that have a multiprocessor each
+MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of the registers
+OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide
 UNKNOWN_BATCH = 2  # with and without a condition, as images are made
 
 
@@ -138,23 +144,31 @@ def _variants(
     """The fastest tile of a known number of rows, or of some ranges."""
     found: list[AttentionVariant] = []
     for rows in _rows(attention, mapping):
-        family, tile = _best(spec, attention, mapping, rows, device)
-        if found and found[-1].tile == tile:
+        own = _of_few_rows(spec) if rows <= WARP_ROWS else spec
+        family, tile = _best(own, attention, mapping, rows, device)
+        if found and (found[-1].spec, found[-1].tile) == (own, tile):
             found[-1] = replace(found[-1], max_m=rows)
         else:
             low = found[-1].max_m + 1 if found else 0
-            found.append(AttentionVariant(family, spec, tile, low, rows))
+            found.append(AttentionVariant(family, own, tile, low, rows))
     found[-1] = replace(found[-1], max_m=MAX_M)
     return found
+
+
+def _of_few_rows(spec: AttentionSpec) -> AttentionSpec:
+    """They see nearly all keys, which are split: a diagonal is forgotten where a row may have to look behind it."""
+    if looks_again(spec) and spec.diagonal is not None and spec.diagonal.first is None:
+        return replace(spec, diagonal=None)
+    return spec
 
 
 def _has_wgmma(spec: AttentionSpec, device: DeviceSpec) -> bool:
     return device.arch in ARCHITECTURES and spec.dtype != F32 and not spec.checked
 
 
-def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
+def tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[AttentionTile]:
     """Those that the kernel by wgmma runs well with: registers and shared memory hold them."""
-    every = [
+    whole = [
         AttentionTile(groups, width, rescale_above=LAZY if groups == 3 or (groups == 2 and spec.head >= 128) else 0)
         for groups, registers in REGISTERS.items()
         for width in WIDTHS
@@ -162,7 +176,18 @@ def tiles(spec: AttentionSpec, device: DeviceSpec) -> list[AttentionTile]:
         and spec.head <= MOST_HEAD[groups]
         and not (groups == 3 and looks_again(spec))  # what is noted of a tile takes registers as well
     ]
-    return [tile for tile in every if shared_bytes(spec, tile) <= device.shared_bytes]
+    few = rows <= WARP_ROWS and not looks_again(spec)
+    split = [_split(spec, tile, splits, device) for tile in whole if tile.consumers == 1 for splits in SPLITS if few]
+    split = [tile for tile in split if tile.residents > 1 or tile.splits <= MOST_ALONE]
+    return [tile for tile in (*whole, *split) if shared_bytes(spec, tile) <= device.shared_bytes]
+
+
+def _split(spec: AttentionSpec, tile: AttentionTile, splits: int, device: DeviceSpec) -> AttentionTile:
+    """Two blocks of a multiprocessor where they fit: the chip has not room for as many clusters of one each."""
+    alone = replace(tile, splits=splits)
+    fits = tile.block_n <= MOST_BESIDE and spec.value_head <= MOST_BESIDE
+    fits = fits and 2 * shared_bytes(spec, alone) <= device.shared_bytes
+    return replace(alone, residents=2) if fits else alone
 
 
 def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[PortableAttentionTile]:
@@ -183,7 +208,7 @@ def _best(
     spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
 ) -> tuple[KernelFamily, AttentionTile | PortableAttentionTile]:
     if _has_wgmma(spec, device):
-        fitting = tiles(spec, device)
+        fitting = tiles(spec, rows, device)
         if fitting:
             return ATTENTION, min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
     portable = portable_tiles(spec, rows, device)
@@ -207,11 +232,23 @@ def _time(
 ) -> float:
     """Microseconds of a launch."""
     batch, keys = _batch_and_keys(attention, mapping, rows, device)
-    waves = math.ceil(math.ceil(rows / tile.block_m) * batch / device.multiprocessors)
-    blocks = math.ceil(keys / tile.block_n) * _looked_at(spec, tile, rows)
+    splits = tile.splits if isinstance(tile, AttentionTile) else 1
     known = calibration(device).attention_launch
-    block = known["block"] + tile.block_m * tile.block_n * _pace(spec, tile, device) * 1e-6
-    return known["beginning"] + waves * (known["tile"] + blocks * block)
+    waves = math.ceil(math.ceil(rows / tile.block_m) * batch / (_at_once(tile, device) // splits))
+    blocks = math.ceil(math.ceil(keys / tile.block_n) / splits) * _looked_at(spec, tile, rows)
+    multiplied = GROUP_ROWS if splits > 1 else tile.block_m
+    block = known["block"] + multiplied * tile.block_n * _pace(spec, tile, device) * 1e-6
+    multiplying = waves * (known["tile"] + blocks * block + (known["share"] if splits > 1 else 0.0))
+    size = batch * ((rows + keys) * (spec.head + spec.value_head)) * spec.dtype.bytes
+    reading = float(from_memory(size, device))
+    return known["beginning"] + max(multiplying, reading) + OVERLAP * min(multiplying, reading)
+
+
+def _at_once(tile: AttentionTile | PortableAttentionTile, device: DeviceSpec) -> int:
+    """Blocks that a chip has room for, of those that are launched."""
+    if isinstance(tile, PortableAttentionTile) or tile.residents > 1:
+        return device.multiprocessors
+    return calibration(device).hopper_clustered[str(tile.splits)]
 
 
 def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, rows: int) -> float:

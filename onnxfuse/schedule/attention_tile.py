@@ -11,7 +11,8 @@ from onnxfuse.ir.fusion import Step, Value
 from onnxfuse.schedule.kernel_spec import Access, QuantizedAccess
 
 GROUP_ROWS = 64  # of one wgmma
-WARP_ROWS = 16  # of one mma.sync
+WARP_ROWS = 16  # of one mma.sync, and of a warp's part of wgmma
+LANES = 32
 ROW_BYTES = 128  # of shared memory: the widest swizzle
 BARRIER_BYTES = 8
 WARPS_OF_GROUP = 4
@@ -109,6 +110,7 @@ class AttentionTile:
         stages: blocks of keys, and of values, in shared memory.
         turns: whether groups line their products up behind each other.
         together: the groups have the same rows of neighbouring heads, which share keys, values and masks.
+        splits: blocks of a cluster that share 16 rows, each a range of their keys.
         residents: blocks of a multiprocessor.
         rescale_above: sums are scaled down where a maximum grows by more than a factor of 2 to this power; 0: always.
     """
@@ -120,9 +122,12 @@ class AttentionTile:
     rescale_above: int = 0
     residents: int = 1
     together: bool = False
+    splits: int = 1
 
     def __str__(self) -> str:
-        keys = f"{self.consumers}x{GROUP_ROWS} rows {self.block_n} keys stages {self.stages}"
+        rows = f"{WARP_ROWS} rows" if self.splits > 1 else f"{self.consumers}x{GROUP_ROWS} rows"
+        keys = f"{rows} {self.block_n} keys stages {self.stages}"
+        keys += f" split by {self.splits}" if self.splits > 1 else ""
         return f"{keys} lazy {self.rescale_above}" if self.rescale_above else keys
 
     def pace(self, dtype: DType) -> str:
@@ -137,6 +142,8 @@ class AttentionTile:
     @property
     def block_m(self) -> int:
         """Rows of one head."""
+        if self.splits > 1:
+            return WARP_ROWS
         return GROUP_ROWS if self.together else self.consumers * GROUP_ROWS
 
 
@@ -200,7 +207,14 @@ def shared_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
     barriers = (4 * tile.stages + 2 * tile.consumers) * BARRIER_BYTES
     if looks_again(spec):
         barriers += BARRIER_BYTES + LOOKED_AT * tile.consumers * WARPS_OF_GROUP
+    if tile.splits > 1:
+        barriers += 2 * BARRIER_BYTES + (tile.splits - 1) * share_bytes(spec)
     return tile.consumers * GROUP_ROWS * keys * ROW_BYTES + tile.stages * stage + barriers
+
+
+def share_bytes(spec: AttentionSpec) -> int:
+    """What one block of a cluster sends: of each thread of a warp its sums, and of two rows the maxima and row sums."""
+    return LANES * (spec.value_head // 2 + 4) * F32.bytes
 
 
 def portable_shared_bytes(spec: AttentionSpec, tile: PortableAttentionTile) -> int:

@@ -42,7 +42,7 @@ struct Position {
 inline Position threadIdx, blockIdx, gridDim;
 
 // Of the blocks of a cluster, each behind 24 bits of offset; memory that no block touches costs nothing.
-constexpr int EMULATED_MAX_BLOCKS = 4;
+constexpr int EMULATED_MAX_BLOCKS = 8;
 constexpr int EMULATED_SHARED_BYTES = 228 * 1024;
 constexpr int EMULATED_BLOCK_PITCH = 1 << 24;
 extern "C" {

@@ -60,9 +60,15 @@ def memory_of(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+def small(variant):
+    """A tile of which a few make a small problem, split as that of a variant."""
+    tile, splits = SMALL[variant.family], getattr(variant.tile, "splits", 1)
+    return tile if splits == 1 else replace(tile, consumers=1, splits=splits)
+
+
 def launch(implementation, given: Bound, folder: Path) -> int:
     """Choose a record as the bridge does and run it on the CPU; its index."""
-    variants = [replace(variant, tile=SMALL[variant.family]) for _, variant in implementation.variants]
+    variants = [replace(variant, tile=small(variant)) for _, variant in implementation.variants]
     images = Kernels({(kernel_source(variant, SM_90A), SM_90A.arch): IMAGE for variant in variants})
     archive = pack([launch_record("ab12", SM_90A, variant, images) for variant in variants])
     chosen = bridge().choose(archive, given.node, given.arguments, element_bytes=given.element_bytes)
@@ -88,10 +94,11 @@ def launch(implementation, given: Bound, folder: Path) -> int:
         *(Range(each.ctypes.data, each.nbytes, index >= len(given.arrays), 0) for index, each in enumerate(arrays))
     )
     source = kernel_source(variants[chosen], SM_90A)
-    library = build_library(host_source(source), folder, "-DEMULATED_BLOCKS=1")
+    splits = variants[chosen].tile.splits
+    library = build_library(host_source(source), folder, f"-DEMULATED_BLOCKS={splits}")
     library.emulate.restype = ctypes.c_char_p
     failure = library.emulate(
-        ctypes.byref(given.arguments), ctypes.c_void_p(memory.ctypes.data + start), 2,
+        ctypes.byref(given.arguments), ctypes.c_void_p(memory.ctypes.data + start), 2 * splits,
         variants[chosen].tile.threads, 0, ranges, len(arrays),
     )  # fmt: skip
     assert failure == b"", failure
@@ -130,7 +137,18 @@ def check(model, form: str, sizes: dict[str, int], folder: Path, lie=memory_of) 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", NUMBERS)
 def test_the_kernel_computes_what_the_graph_computes(form: str, tmp_path: Path) -> None:
-    assert check(model_of(form), form, SIZES, tmp_path) == 0
+    model = model_of(form)
+    ranges = [(each.min_m, each.max_m) for _, each in site_of(model).implementation.variants]
+    first = next(index for index, (low, high) in enumerate(ranges) if low <= SIZES["rows"] <= high)
+    assert check(model, form, SIZES, tmp_path) == first
+
+
+@pytest.mark.parametrize("form", ["scaled_before", "two_biases"])
+def test_blocks_share_the_keys_of_few_rows(form: str, tmp_path: Path) -> None:
+    model = model_of(form)
+    _, few = next(iter(site_of(model).implementation.variants))
+    assert few.tile.splits > 1
+    assert check(model, form, {**SIZES, "rows": 5}, tmp_path) == 0
 
 
 def test_masks_of_odd_length_go_to_the_kernel_that_reads_them_anyhow(tmp_path: Path) -> None:

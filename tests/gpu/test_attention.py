@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif("sm_90a" not in local_architectures(), reason="there is no attention kernel for this GPU"),
 ]
 DYNAMIC = [
+    {"batch": 1, "rows": 1, "keys": 4000},
+    {"batch": 2, "rows": 16, "keys": 1500},
     SIZES,
     {"batch": 1, "rows": 129, "keys": 256},
     {"batch": 3, "rows": 1, "keys": 8},

@@ -62,6 +62,21 @@ CASES = {
         AttentionTile(1, 64),
         AttentionSize(2, 1, 33, 104, masks=((2, 1, 33, 104), (1, 1, 1, 104))),
     ),
+    "split by 4, the last blocks with fewer keys": (
+        AttentionSpec(F16, 64, 40, scale=0.125),
+        AttentionTile(1, 48, splits=4),
+        AttentionSize(2, 3, 9, 430, kv_heads=1),
+    ),
+    "split by 2, masks": (
+        AttentionSpec(BF16, 64, 64, MASK, MASKED, "t1"),
+        AttentionTile(1, 64, splits=2, rescale_above=8),
+        AttentionSize(1, 2, 33, 264, masks=((1, 2, 33, 264),)),
+    ),
+    "split by 8, blocks without keys": (
+        AttentionSpec(F16, 32, 32, MASK, MASKED, "t1", guarded=True),
+        AttentionTile(1, 48, splits=8),
+        AttentionSize(1, 3, 5, 88, masks=((1, 1, 5, 88),)),
+    ),
 }
 
 
@@ -205,12 +220,12 @@ def test_keys_and_values_may_lie_transposed(dtype: DType, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     spec, tile, size = CASES[name]
-    library = build_library(host_source(emit(spec, tile)), tmp_path, "-DEMULATED_BLOCKS=1")
+    library = build_library(host_source(emit(spec, tile)), tmp_path, f"-DEMULATED_BLOCKS={tile.splits}")
     problem = make_attention(spec, size)
     if problem.loads:
         problem.loads[0][..., 3, :] = -np.inf
-    eager = launch(library, problem, tile, 1, lazy=False)
-    late = launch(library, problem, tile, 2, lazy=True)
+    eager = launch(library, problem, tile, tile.splits, lazy=False)
+    late = launch(library, problem, tile, 2 * tile.splits, lazy=True)
     np.testing.assert_array_equal(eager.view(np.uint16), late.view(np.uint16))
     check_numbers(problem, eager)
 

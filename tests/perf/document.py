@@ -39,6 +39,7 @@ def document() -> str:
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),
             *_if_there("h200-genai", _decoding),
+            *_if_there("h200-few-queries", _few_queries),
             *_if_there("h200-prefer-nhwc", _nhwc),
             *_launches(result("h200-launch")),
             *_kernels(result("h200-kernels")),
@@ -50,6 +51,20 @@ def document() -> str:
             *_soaked(result("h200-soak")),
         )
     )
+
+
+def _few_queries(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (row["problem"], f"{row['stock_us']:.1f} us", f"{row['fused_us']:.1f} us", f"{row['ratio']:.2f}x")
+        for row in found["rows"]
+    ]
+    return [
+        "## Attention of few query rows\n",
+        "What a decoder that was exported with its cache computes for a token, fp16, rows and keys dynamic: MatMul,",
+        "Mul, Softmax, MatMul and Transpose beside one kernel, whose blocks split the keys.\n",
+        _source(found),
+        *_table(("attention", "stock", "fused", "faster"), rows),
+    ]
 
 
 def _quantized(found: Mapping[str, Any]) -> list[str]:

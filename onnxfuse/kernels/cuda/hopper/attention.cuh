@@ -18,6 +18,9 @@
 //                    products:      group 0  [q k, p v] max, exp   [q k, p v] ...
 //                                   group 1             [q k, p v]  max, exp  [q k, p v]
 //
+//   few rows         with SPLITS the blocks of a cluster share a tile of 16 rows, each a range of its keys: the first warp
+//                    of the others sends maxima, row sums and sums to that of the first one, which scales and adds them
+//
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1), at most one for each tile.
 // Arguments: lhs is q [batch, m, k], rhs[0] the keys [batch, k, n], rhs[1] the values [batch, n, o], loads [batch, m,
 // n], outs[0] [batch, m, o]. Batches are heads, and in lhs_outer.batches of them the next outer batch begins;
@@ -32,7 +35,7 @@
 namespace onnxfuse {
 
 constexpr int GROUP_ROWS = 64;  // of one wgmma
-constexpr int BLOCK_M = TOGETHER ? GROUP_ROWS : CONSUMERS * GROUP_ROWS;
+constexpr int BLOCK_M = SPLITS > 1 ? WARP_ROWS : TOGETHER ? GROUP_ROWS : CONSUMERS * GROUP_ROWS;
 constexpr int BLOCK_HEADS = TOGETHER ? CONSUMERS : 1;
 constexpr int ROW_BYTES = 128;  // the widest swizzle
 constexpr int ATOM = ROW_BYTES / sizeof(Element);
@@ -47,7 +50,12 @@ constexpr int VALUE_BYTES = VALUE_ATOMS * BLOCK_N * ROW_BYTES;
 constexpr int KEYS_OFFSET = CONSUMERS * QUERY_BYTES;
 constexpr int VALUES_OFFSET = KEYS_OFFSET + STAGES * KEY_BYTES;
 constexpr int MASKS_OFFSET = VALUES_OFFSET + STAGES * VALUE_BYTES;
-constexpr int BARRIERS_OFFSET = MASKS_OFFSET + STAGES * MASK_BYTES;
+// What another block of the cluster found: four numbers of all lanes side by side, and then the next four. First the
+// maxima and row sums of a thread's two rows.
+constexpr int SHARE_PITCH = WARP_SIZE * 4 * int(sizeof(float));
+constexpr int SHARE_BYTES = (1 + SUMS / 4) * SHARE_PITCH;
+constexpr int SHARES_OFFSET = MASKS_OFFSET + STAGES * MASK_BYTES;
+constexpr int BARRIERS_OFFSET = SHARES_OFFSET + (SPLITS - 1) * SHARE_BYTES;
 constexpr int KEYS_FULL = BARRIERS_OFFSET;
 constexpr int KEYS_EMPTY = KEYS_FULL + STAGES * 8;
 constexpr int VALUES_FULL = KEYS_EMPTY + STAGES * 8;
@@ -60,7 +68,10 @@ static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
 constexpr int VERDICT = QUERY_EMPTY + CONSUMERS * 8;  // all consumers have noted what is to be looked at again
 constexpr int NOTED = VERDICT + 8;                    // a byte for each warp of the first tiles of a block
 constexpr int NOTED_TILES = LOOKS_AGAIN ? 64 : 0;
-static_assert(SHARED_BYTES == VERDICT + (LOOKS_AGAIN ? 8 + NOTED_TILES * CONSUMER_WARPS : 0),
+constexpr int SHARES_FULL = VERDICT;                  // of all other blocks of the cluster
+constexpr int SHARES_READ = SHARES_FULL + 8;          // of this block, by the first one
+static_assert(SPLITS == 1 || (CONSUMERS == 1 && !LOOKS_AGAIN), "one warp sends, and all that it found");
+static_assert(SHARED_BYTES == VERDICT + (LOOKS_AGAIN ? 8 + NOTED_TILES * CONSUMER_WARPS : SPLITS > 1 ? 16 : 0),
               "footprint and kernel agree");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "one wgmma and one box");
 
@@ -202,7 +213,7 @@ struct Producer {
 // The tile that a block comes to as its `number`th. Behind a diagonal lie fewer and fewer keys: every other time the
 // blocks take theirs in the opposite order, so that they have as much to do.
 __device__ __forceinline__ int tile_of(int number) {
-  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int block = static_cast<int>(blockIdx.x) / SPLITS, blocks = static_cast<int>(gridDim.x) / SPLITS;
   return number * blocks + (DIAGONAL && number % 2 ? blocks - 1 - block : block);
 }
 
@@ -213,13 +224,20 @@ __device__ __forceinline__ bool is_to_be_looked_at(const unsigned char* memory, 
   return again;
 }
 
+// Of a tile's blocks of keys, those of this block of the cluster: none where there are fewer.
+__device__ __forceinline__ Blocks share_of(const Blocks& all) {
+  if constexpr (SPLITS == 1) return all;
+  const int rank = cluster_rank(), count = all.end - all.first;
+  return {all.first + count * rank / SPLITS, all.first + count * (rank + 1) / SPLITS};
+}
+
 // Which tiles a block looks at, in order, with the blocks of keys: all with those in sight, and then tiles again, with
 // all keys, of which a warp has noted that it found nothing there.
 //   body(place, blocks, number): number is the tile's among the block's, or -1 where nothing is noted of it
 template <typename Body, typename Verdict>
 __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, const unsigned char* memory,
                                               const Body& body, const Verdict& verdict) {
-  const int tiles_m = (args.m - 1) / BLOCK_M + 1, blocks = static_cast<int>(gridDim.x);
+  const int tiles_m = (args.m - 1) / BLOCK_M + 1, blocks = static_cast<int>(gridDim.x) / SPLITS;
   const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
 #pragma unroll 1
   for (int pass = 0; pass < (LOOKS_AGAIN ? 2 : 1); ++pass) {
@@ -230,7 +248,8 @@ __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, con
       if (tile_of(number) >= tiles || (pass > 0 && !(is_noted && is_to_be_looked_at(memory, number)))) continue;
       const Place place(args, tile_of(number), tiles_m);
       const bool is_cut = DIAGONAL && pass == 0 && (!LOOKS_AGAIN || is_noted);
-      body(place, is_cut ? blocks_in_sight(args, place.row, BLOCK_M) : every_block(args), is_noted ? number : -1);
+      const Blocks all = is_cut ? blocks_in_sight(args, place.row, BLOCK_M) : every_block(args);
+      body(place, share_of(all), is_noted ? number : -1);
     }
   }
 }
@@ -239,6 +258,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
                                         unsigned shared) {
   Producer producer = {args, maps, shared};
   const auto load = [&](const Place& place, const Blocks& blocks, int) {
+    if (SPLITS > 1 && blocks.first == blocks.end) return;
     int block = blocks.end - 1;
     producer.load_query(place);
     producer.load_keys(place, block);
@@ -358,6 +378,61 @@ __device__ __forceinline__ void line_up(int group) {
   }
 }
 
+// ---- shares of a cluster
+
+// What one warp found -> the first block of the cluster, when that has read what it was sent before.
+__device__ __forceinline__ void send_share(const float (&sums)[SUMS], const Softmax& softmax, unsigned shared,
+                                           int tiles) {
+  const unsigned own = SHARES_OFFSET + (cluster_rank() - 1) * SHARE_BYTES + lane() * 16;
+  const unsigned target = peer_address(shared + own, 0), full = peer_address(shared + SHARES_FULL, 0);
+  if (tiles > 0) barrier_wait(shared + SHARES_READ, (tiles - 1) % 2);
+  store_peer(target, {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]}, full);
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 4) {
+    store_peer(target + (1 + i / 4) * SHARE_PITCH, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}, full);
+  }
+}
+
+// The factors of what is found so far and of a share, whose maxima become one.
+__device__ __forceinline__ void merge_maxima(Softmax& softmax, const float (&maximum)[2], float (&own)[2],
+                                             float (&others)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float greatest = fmaxf(softmax.maximum[row], maximum[row]);
+    const float offset = greatest == minus_infinity() ? 0.0f : greatest;
+    own[row] = pointwise::fast_exp2((softmax.maximum[row] - offset) * SCALE);
+    others[row] = pointwise::fast_exp2((maximum[row] - offset) * SCALE);
+    softmax.maximum[row] = greatest;
+  }
+}
+
+// Adds what the cluster's other blocks found, always in the same order.
+__device__ __forceinline__ void add_shares(float (&sums)[SUMS], Softmax& softmax, const unsigned char* memory,
+                                           unsigned shared, int tiles) {
+  if (lane() == 0) barrier_arrive_expect(shared + SHARES_FULL, (SPLITS - 1) * SHARE_BYTES);
+  barrier_wait(shared + SHARES_FULL, tiles % 2);
+#pragma unroll 1
+  for (int share = 0; share < SPLITS - 1; ++share) {
+    const unsigned char* from = memory + SHARES_OFFSET + share * SHARE_BYTES + lane() * 16;
+    const float4 found = *reinterpret_cast<const float4*>(from);
+    const float maximum[2] = {found.x, found.y}, found_sum[2] = {found.z, found.w};
+    float own[2], others[2];
+    merge_maxima(softmax, maximum, own, others);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) softmax.sum[row] = softmax.sum[row] * own[row] + found_sum[row] * others[row];
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + (1 + i / 4) * SHARE_PITCH);
+      const float found_sums[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i + j] = sums[i + j] * own[j / 2] + found_sums[j] * others[j / 2];
+    }
+  }
+  pin_all(sums);  // they have been read: the next ones overwrite them
+  __syncwarp();
+  if (lane() > 0 && lane() < SPLITS) barrier_arrive_peer(shared + SHARES_READ, lane());
+}
+
 // A group of consumers, and where it is in both rings.
 struct Consumer {
   const OnnxfuseArguments& args;
@@ -366,7 +441,9 @@ struct Consumer {
   int group;
   RingPosition keys, values;
   bool is_again = false;  // tiles are looked at for the second time
+  int shared_tiles = 0;   // with the other blocks of the cluster
 
+  static __device__ __forceinline__ bool has_rows(int warp_row) { return SPLITS == 1 || warp_row == 0; }
   __device__ __forceinline__ void await_keys() const {
     barrier_wait(shared + KEYS_FULL + keys.stage * 8, keys.parity);
   }
@@ -387,7 +464,7 @@ struct Consumer {
     pin_all(scores);
     at.masks = shared + MASKS_OFFSET + keys.stage * MASK_BYTES;
     at.memory = memory + MASKS_OFFSET + keys.stage * MASK_BYTES;
-    apply_score<LAST>(scores, args, place, at);
+    if (has_rows(at.warp_row)) apply_score<LAST>(scores, args, place, at);
     release(shared + KEYS_EMPTY + keys.stage * 8);
     keys.next();
   }
@@ -410,12 +487,11 @@ __device__ __forceinline__ bool is_left_for_later(const Consumer& own, const Sof
   return low;
 }
 
-// One tile: its keys, from the last block to the first.
-__device__ __forceinline__ void attend(Consumer& own, const Place& place, const Blocks& blocks, int number,
-                                       int warp_row) {
-  float scores[SCORES], sums[SUMS], rescale[2];
+// The keys of a tile, from the last block to the first.
+__device__ __forceinline__ void walk(float (&sums)[SUMS], Softmax& softmax, Consumer& own, const Place& place,
+                                     const Blocks& blocks, int warp_row) {
+  float scores[SCORES], rescale[2];
   unsigned probabilities[WORDS];
-  Softmax softmax;
   Operands at = {0, nullptr, warp_row, (blocks.end - 1) * BLOCK_N + lane() % 4 * 2, own.args.n};
   own.await_keys();
   own.multiply_query(scores);
@@ -444,8 +520,41 @@ __device__ __forceinline__ void attend(Consumer& own, const Place& place, const 
   own.await_values();
   own.multiply_probabilities(sums, probabilities, blocks.end - blocks.first > 1);
   own.finish_sums(sums);
+}
+
+// Whether this warp has the whole of its rows now.
+__device__ __forceinline__ bool share(float (&sums)[SUMS], Softmax& softmax, Consumer& own, int warp_row) {
+  if (!own.has_rows(warp_row)) return false;
+  const int tiles = own.shared_tiles++;
+  if (cluster_rank() > 0) {
+    send_share(sums, softmax, own.shared, tiles);
+    return false;
+  }
+  add_shares(sums, softmax, own.memory, own.shared, tiles);
+  return true;
+}
+
+// A block that has ended has no shared memory: not before the first one has read its share.
+__device__ __forceinline__ void await_share(const Consumer& own, int warp_row) {
+  if (!own.has_rows(warp_row) || cluster_rank() == 0 || own.shared_tiles == 0) return;
+  barrier_wait(own.shared + SHARES_READ, (own.shared_tiles - 1) % 2);
+}
+
+__device__ __forceinline__ void attend(Consumer& own, const Place& place, const Blocks& blocks, int number,
+                                       int warp_row) {
+  float sums[SUMS];
+  Softmax softmax;
+  if (SPLITS == 1 || blocks.first < blocks.end) {
+    walk(sums, softmax, own, place, blocks, warp_row);
+  } else {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+  }
   if constexpr (LOOKS_AGAIN) {
     if (is_left_for_later(own, softmax, place, blocks, number, warp_row)) return;
+  }
+  if constexpr (SPLITS > 1) {
+    if (!share(sums, softmax, own, warp_row)) return;
   }
   finish(sums, softmax, own.args, place, warp_row);
 }
@@ -458,8 +567,10 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
   line_up(group);
   const auto look = [&](Place place, const Blocks& blocks, int number) {
     place.head = place.head_of(group);
-    barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
-    query_parity ^= 1;
+    if (SPLITS == 1 || blocks.first < blocks.end) {
+      barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
+      query_parity ^= 1;
+    }
     attend(own, place, blocks, number, warp_row);
   };
   for_each_tile(args, memory, look, [&] {
@@ -468,6 +579,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
     barrier_wait(shared + VERDICT, 0);
     own.is_again = true;
   });
+  if constexpr (SPLITS > 1) await_share(own, warp_row);
 }
 
 __device__ __forceinline__ void init_barriers(unsigned shared) {
@@ -484,12 +596,16 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     barrier_init(shared + QUERY_EMPTY + group * 8, WARP_GROUP / WARP_SIZE);
   }
   if constexpr (LOOKS_AGAIN) barrier_init(shared + VERDICT, CONSUMER_WARPS);
+  if constexpr (SPLITS > 1) {
+    barrier_init(shared + SHARES_FULL, 1);
+    barrier_init(shared + SHARES_READ, 1);
+  }
   barrier_init_fence();
 }
 
 }  // namespace onnxfuse
 
-extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENTS)
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENTS) ONNXFUSE_CLUSTER
 onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_constant__ onnxfuse::Maps maps) {
   using namespace onnxfuse;
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
@@ -500,7 +616,12 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
     prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
   }
   for (int i = threadIdx.x; i < NOTED_TILES * CONSUMER_WARPS; i += THREADS) onnxfuse_shared[NOTED + i] = 0;
-  __syncthreads();
+  if constexpr (SPLITS > 1) {
+    __syncwarp();
+    cluster_meet();
+  } else {
+    __syncthreads();
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
