@@ -1,9 +1,10 @@
 """Attentions of few query rows: `python -m tests.perf.few_queries --out results/h200-few-queries.json`.
 
-What a decoder exported with its cache computes for a token, fp16: scaled scores of some heads, Softmax, the mean of the
-values. Of fixed problems, and of some drawn by `--seed`; rows and keys are dynamic, the plan is the default. Stock ONNX Runtime and the fused model, each captured in a CUDA graph, are replayed
-in turn; there are as many attentions, with tensors of their own, as it takes to miss the L2 cache. Microseconds of one.
-The fused outputs are compared with stock's.
+What a decoder exported with its cache computes for a token, fp16: scaled scores of some heads, Softmax, the mean of
+the values. Of fixed problems, and of some drawn by `--seed`; rows and keys are dynamic, the plan is the default.
+Stock ONNX Runtime and the fused model, each captured in a CUDA graph, are replayed in turn; there are as many
+attentions, with tensors of their own, as it takes to miss the L2 cache. Microseconds of one. The fused outputs are
+compared with stock's.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12, help="of drawn problems")
     options = parser.parse_args()
     arch, rows = spec_of(driver.local_architectures()[0]).arch, []
-    command = f"python -m tests.perf.few_queries --seed {options.seed} --out results/h200-few-queries.json"
+    drawn_as = f"--seed {options.seed} --count {options.count}"
+    command = f"python -m tests.perf.few_queries {drawn_as} --out results/h200-few-queries.json"
     with tempfile.TemporaryDirectory() as name:
         for problem in (*NAMED, *drawn(options.seed, options.count)):
             row = measure(problem, Path(name), arch)
