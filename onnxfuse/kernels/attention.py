@@ -33,21 +33,24 @@ HUGE = 1e37  # as the lowest number in place of minus infinity is; no fp16 numbe
 def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
     """The CUDA source of the sm_90a kernel."""
     masks = mask_bytes(spec, tile)
-    numbers = {
+    flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
+    offsets = [sum(masks[:index]) for index in range(len(masks))]
+    generated = _generated(spec, tile, _wgmma_numbers(spec, tile), flags, offsets, _wgmma_products(spec, tile))
+    cluster = f"#define ONNXFUSE_CLUSTER {cluster_attribute(tile.splits)}\n"
+    return assembled(generated + cluster, "hopper/attention.cuh", USES)
+
+
+def _wgmma_numbers(spec: AttentionSpec, tile: AttentionTile) -> dict[str, int]:
+    return {
         "TILE_LOADS": sum(map(is_mapped, spec.loads)),
         "CONSUMERS": tile.consumers,
         "RESIDENTS": tile.residents,
         "STAGES": tile.stages,
         "SPLITS": tile.splits,
         "RESCALE_ABOVE": tile.rescale_above,
-        "MASK_BYTES": sum(masks),
+        "MASK_BYTES": sum(mask_bytes(spec, tile)),
         "SHARED_BYTES": shared_bytes(spec, tile),
     }
-    flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
-    offsets = [sum(masks[:index]) for index in range(len(masks))]
-    generated = _generated(spec, tile, numbers, flags, offsets, _wgmma_products(spec, tile))
-    cluster = f"#define ONNXFUSE_CLUSTER {cluster_attribute(tile.splits)}\n"
-    return assembled(generated + cluster, "hopper/attention.cuh", USES)
 
 
 def emit_portable(spec: AttentionSpec, tile: PortableAttentionTile) -> str:

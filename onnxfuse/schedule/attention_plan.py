@@ -9,7 +9,7 @@ head. The model's own nodes pass over a tensor of rows x keys several times, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from onnxfuse.analysis.attention_mapping import attention_widths, head_size, lies_by_heads
@@ -58,6 +58,9 @@ MOST_ALONE = 4  # blocks of a cluster that have a multiprocessor each
 MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of the registers
 OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide
 UNKNOWN_BATCH = 2  # with and without a condition, as images are made
+
+
+Tile = AttentionTile | PortableAttentionTile
 
 
 def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -> AttentionSpec:
@@ -177,17 +180,19 @@ def tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[AttentionT
         and not (groups == 3 and looks_again(spec))  # what is noted of a tile takes registers as well
     ]
     few = rows <= WARP_ROWS and not looks_again(spec)
-    split = [_split(spec, tile, splits, device) for tile in whole if tile.consumers == 1 for splits in SPLITS if few]
-    split = [tile for tile in split if tile.residents > 1 or tile.splits <= MOST_ALONE]
+    split = [each for tile in whole if few and tile.consumers == 1 for each in _splits(spec, tile, device)]
     return [tile for tile in (*whole, *split) if shared_bytes(spec, tile) <= device.shared_bytes]
 
 
-def _split(spec: AttentionSpec, tile: AttentionTile, splits: int, device: DeviceSpec) -> AttentionTile:
+def _splits(spec: AttentionSpec, tile: AttentionTile, device: DeviceSpec) -> Iterator[AttentionTile]:
     """Two blocks of a multiprocessor where they fit: the chip has not room for as many clusters of one each."""
-    alone = replace(tile, splits=splits)
-    fits = tile.block_n <= MOST_BESIDE and spec.value_head <= MOST_BESIDE
-    fits = fits and 2 * shared_bytes(spec, alone) <= device.shared_bytes
-    return replace(alone, residents=2) if fits else alone
+    for splits in SPLITS:
+        alone = replace(tile, splits=splits)
+        fits = max(tile.block_n, spec.value_head) <= MOST_BESIDE
+        if fits and 2 * shared_bytes(spec, alone) <= device.shared_bytes:
+            yield replace(alone, residents=2)
+        elif splits <= MOST_ALONE:
+            yield alone
 
 
 def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[PortableAttentionTile]:
@@ -206,7 +211,7 @@ def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[P
 
 def _best(
     spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
-) -> tuple[KernelFamily, AttentionTile | PortableAttentionTile]:
+) -> tuple[KernelFamily, Tile]:
     if _has_wgmma(spec, device):
         fitting = tiles(spec, rows, device)
         if fitting:
@@ -223,12 +228,7 @@ def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int, devic
 
 
 def _time(
-    spec: AttentionSpec,
-    tile: AttentionTile | PortableAttentionTile,
-    attention: Attention,
-    mapping: AxisMapping,
-    rows: int,
-    device: DeviceSpec,
+    spec: AttentionSpec, tile: Tile, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
 ) -> float:
     """Microseconds of a launch."""
     batch, keys = _batch_and_keys(attention, mapping, rows, device)
@@ -236,22 +236,26 @@ def _time(
     known = calibration(device).attention_launch
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / (_at_once(tile, device) // splits))
     blocks = math.ceil(math.ceil(keys / tile.block_n) / splits) * _looked_at(spec, tile, rows)
-    multiplied = GROUP_ROWS if splits > 1 else tile.block_m
-    block = known["block"] + multiplied * tile.block_n * _pace(spec, tile, device) * 1e-6
-    multiplying = waves * (known["tile"] + blocks * block + (known["share"] if splits > 1 else 0.0))
-    size = batch * ((rows + keys) * (spec.head + spec.value_head)) * spec.dtype.bytes
-    reading = float(from_memory(size, device))
+    sharing = known["share"] if splits > 1 else 0.0
+    multiplying = waves * (known["tile"] + blocks * _block_time(spec, tile, device) + sharing)
+    reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
     return known["beginning"] + max(multiplying, reading) + OVERLAP * min(multiplying, reading)
 
 
-def _at_once(tile: AttentionTile | PortableAttentionTile, device: DeviceSpec) -> int:
+def _block_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
+    """Microseconds of a block of keys; wgmma multiplies 64 rows, however few there are."""
+    rows = tile.consumers * GROUP_ROWS if isinstance(tile, AttentionTile) else tile.block_m
+    return calibration(device).attention_launch["block"] + rows * tile.block_n * _pace(spec, tile, device) * 1e-6
+
+
+def _at_once(tile: Tile, device: DeviceSpec) -> int:
     """Blocks that a chip has room for, of those that are launched."""
     if isinstance(tile, PortableAttentionTile) or tile.residents > 1:
         return device.multiprocessors
     return calibration(device).hopper_clustered[str(tile.splits)]
 
 
-def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, rows: int) -> float:
+def _looked_at(spec: AttentionSpec, tile: Tile, rows: int) -> float:
     """The part of all keys that is in sight."""
     if spec.diagonal is None:
         return 1.0
@@ -261,7 +265,7 @@ def _looked_at(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile,
     return min(part, (spec.diagonal.offset - spec.diagonal.first + tile.block_m + tile.block_n) / max(rows, 1))
 
 
-def _pace(spec: AttentionSpec, tile: AttentionTile | PortableAttentionTile, device: DeviceSpec) -> float:
+def _pace(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
     """Picoseconds of a row and a key."""
     known, kernel = calibration(device), tile.pace(spec.dtype)
     base = known.attention_pace[kernel] + known.attention_column[kernel] * (spec.head + spec.value_head) / 2

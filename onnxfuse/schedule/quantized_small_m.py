@@ -166,11 +166,17 @@ def tiles_of_shape(
 ) -> Iterator[QuantizedSmallMTile]:
     """The tile of a shape: lhs in shared memory, as a whole if it fits, or kept in registers, or streamed to them."""
     ring = tile_of(shape, spec, form, shape.stages)
-    whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
-    kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
-    if not shape.kept:
-        yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
+    if shape.kept:
+        yield from _in_registers(shape, ring, spec, form, limit, k)
         return
+    whole = replace(ring, lhs_slots=max(_steps(ring, k), ring.stages))
+    yield whole if quantized_small_m_tile.shared_bytes(spec, whole) <= limit else ring
+
+
+def _in_registers(
+    shape: Shape, ring: QuantizedSmallMTile, spec: KernelSpec, form: Quantization, limit: int, k: int
+) -> Iterator[QuantizedSmallMTile]:
+    kept = replace(ring, lhs_slots=0, kept_steps=_steps(ring, k), spread=spread_of(ring, form))
     if quantized_small_m_tile.kept_registers(form, kept) > quantized_small_m_tile.max_kept(spec):
         if not shape.streamed or form.bits != STREAMED_BITS:
             return

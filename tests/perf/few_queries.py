@@ -102,19 +102,23 @@ def recorded(path: Path, feeds: dict[str, np.ndarray]) -> tuple[Capture, list[np
     return capture(stream, contender.submit), outputs
 
 
+def feeds_of(problem: Problem) -> dict[str, np.ndarray]:
+    """Drawn numbers for every input."""
+    numbers = np.random.default_rng(problem.keys).standard_normal(1 << 22, np.float32).astype(np.float16)
+    rows = {"query": problem.rows, "keys": problem.keys, "values": problem.keys}
+    names = [(f"{name}{index}", rows[name]) for index in range(problem.copies) for name in rows]
+    return {
+        name: np.resize(np.roll(numbers, 977 * place), (problem.batch, problem.heads, count, problem.head))
+        for place, (name, count) in enumerate(names)
+    }
+
+
 def measure(problem: Problem, folder: Path, arch: str) -> dict[str, Any]:
     """Microseconds of one attention, stock and fused."""
     paths = folder / "stock.onnx", folder / "fused.onnx"
     onnx.save(model(problem), paths[0])
     report = onnxfuse.optimize_file(*paths, arch=arch, force=True)
-    numbers = np.random.default_rng(problem.keys).standard_normal(1 << 22, np.float32).astype(np.float16)
-    feeds = {}
-    for index in range(problem.copies):
-        for place, (name, rows) in enumerate(
-            (("query", problem.rows), ("keys", problem.keys), ("values", problem.keys))
-        ):
-            shape = (problem.batch, problem.heads, rows, problem.head)
-            feeds[f"{name}{index}"] = np.resize(np.roll(numbers, 977 * (3 * index + place)), shape)
+    feeds = feeds_of(problem)
     (stock, expected), (fused, found) = (recorded(path, feeds) for path in paths)
     apart = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected, strict=True))
     assert apart <= MOST_APART, f"{problem}: {apart}"
