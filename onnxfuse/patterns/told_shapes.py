@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import onnx_graphsurgeon as gs
@@ -36,9 +36,7 @@ def told_sizes(graph: Graph, product: Product, sizes: Sequence[int | str]) -> To
     """Sizes by the shapes of what a product multiplies, or of the scope's inputs; None where these tell too few."""
     factors = [(product.lhs, product.lhs_view), (product.rhs, product.rhs_view)]
     bases = [(name, view) for name, view in factors if _tells(graph, name)]
-    bases += [
-        (name, axis_view(shape, AxisKind.LHS)) for name in sorted(graph.scope.inputs) if (shape := graph.shape(name))
-    ]
+    bases += list(_inputs(graph))
     entries = [size if isinstance(size, int) else _told(size, [view for _, view in bases]) for size in sizes]
     known = [entry for entry in entries if entry is not None]
     if len(known) < len(entries):
@@ -48,6 +46,14 @@ def told_sizes(graph: Graph, product: Product, sizes: Sequence[int | str]) -> To
         tuple((bases[index][0], len(bases[index][1])) for index in used),
         tuple(replace(each, base=used.index(each.base)) if isinstance(each, ToldSize) else each for each in known),
     )
+
+
+def _inputs(graph: Graph) -> Iterator[tuple[str, View]]:
+    """The inputs of the scope that it reads."""
+    for name in sorted(graph.scope.inputs):
+        shape = graph.shape(name)
+        if shape and graph.readers(name):
+            yield name, axis_view(shape, AxisKind.LHS)
 
 
 def _tells(graph: Graph, name: str) -> bool:

@@ -131,3 +131,23 @@ def test_keys_that_the_model_stores_tell_nothing() -> None:
     assert len(attentions(analysis)) == 1
     model, feed = analysis.model.proto, feeds(analysis.model.proto, {"batch": 2, "rows": 9})
     assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(rewritten(analysis), feed)]
+
+
+def test_inputs_tell_what_a_factor_may_not() -> None:
+    """A Slice of what is computed in fp16 is rounded for being read. An input that nobody reads is no value to tell."""
+    b = Builder(FLOAT16)
+    b.input("aside", ("batch", "rows"))
+
+    def part(name: str, tokens: str) -> str:
+        whole = b("Mul", b.input(name, ("batch", HEADS, tokens, 2 * HEAD)), number(b, 1.3))
+        return b("Slice", whole, b.integers(0), b.integers(HEAD), b.integers(-1))
+
+    s = b("MatMul", part("query", "rows"), b("Transpose", part("key", "keys"), perm=(0, 1, 3, 2)))
+    outputs = [*merged(b, b("Softmax", s, axis=-1)), b("Cast", b("Shape", s), to=b.dtype)]
+    analysis = analysed(b, outputs)
+    assert len(attentions(analysis)) == 1
+    (told,) = (shape for site in analysis.sites for shape in site.match.told.values())
+    assert "query" in dict(told.bases)
+    assert "aside" not in dict(told.bases)
+    model, feed = analysis.model.proto, feeds(analysis.model.proto, {"batch": 2, "rows": 9, "keys": 12})
+    assert [out.tobytes() for out in run(model, feed)] == [out.tobytes() for out in run(rewritten(analysis), feed)]
