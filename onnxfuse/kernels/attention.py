@@ -55,7 +55,12 @@ def _wgmma_numbers(spec: AttentionSpec, tile: AttentionTile) -> dict[str, int]:
 
 def emit_portable(spec: AttentionSpec, tile: PortableAttentionTile) -> str:
     """The CUDA source of the kernel of sm_80 and later."""
-    numbers = {"RESCALE_ABOVE": 0, "SHARED_BYTES": portable_shared_bytes(spec, tile)}
+    numbers = {
+        "RESCALE_ABOVE": 0,
+        "SPLITS": tile.splits,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": portable_shared_bytes(spec, tile),
+    }
     flags = {"BY_TMA": False, "WIDE": not spec.checked}
     generated = _generated(spec, tile, numbers, flags, [0] * len(spec.loads), "")
     return assembled(generated, "portable/attention.cuh", USES)

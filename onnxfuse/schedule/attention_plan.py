@@ -51,6 +51,7 @@ LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
 # Warps and keys by bytes of an element, the faster first; of those that a multiprocessor has two of if it can.
 PORTABLE_TILES = {2: ((4, 128), (4, 64), (4, 32), (2, 16)), 4: ((8, 64), (8, 32), (4, 32), (4, 16), (2, 16))}
 MOST_PORTABLE_VALUES = 128  # columns of a head beside blocks of as many keys; with more, registers spill
+PORTABLE_SPLITS = ((4, 32), (4, 16), (2, 16))  # warps that share 16 rows, and keys of a step
 FEW_ROWS = 64  # that four warps have
 ROWS = (WARP_ROWS, 64, 256, 1024, 4096)  # of a query whose number only the run knows
 SPLITS = (2, 4, 8)  # of the keys of few rows
@@ -209,6 +210,14 @@ def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[P
     return list(dict.fromkeys(tile for most_bytes in room for tile in every if sizes[tile] <= most_bytes))
 
 
+def portable_splits(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[PortableAttentionTile]:
+    """Those of the portable kernel whose warps share few rows, that shared memory holds."""
+    if rows > WARP_ROWS or looks_again(spec):
+        return []
+    every = [PortableAttentionTile(warps, keys, splits=warps) for warps, keys in PORTABLE_SPLITS]
+    return [tile for tile in every if portable_shared_bytes(spec, tile) <= device.shared_bytes]
+
+
 def _best(
     spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
 ) -> tuple[KernelFamily, Tile]:
@@ -216,6 +225,9 @@ def _best(
         fitting = tiles(spec, rows, device)
         if fitting:
             return ATTENTION, min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
+    split = portable_splits(spec, rows, device)
+    if split:
+        return PORTABLE_ATTENTION, min(split, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
     portable = portable_tiles(spec, rows, device)
     if not portable:
         raise _refusal(attention, f"every tile needs more shared memory than {device.arch} has")
@@ -232,11 +244,10 @@ def _time(
 ) -> float:
     """Microseconds of a launch."""
     batch, keys = _batch_and_keys(attention, mapping, rows, device)
-    splits = tile.splits if isinstance(tile, AttentionTile) else 1
     known = calibration(device).attention_launch
-    waves = math.ceil(math.ceil(rows / tile.block_m) * batch / (_at_once(tile, device) // splits))
-    blocks = math.ceil(math.ceil(keys / tile.block_n) / splits) * _looked_at(spec, tile, rows)
-    sharing = known["share"] if splits > 1 else 0.0
+    waves = math.ceil(math.ceil(rows / tile.block_m) * batch / _at_once(spec, tile, device))
+    blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
+    sharing = known["share"] if tile.splits > 1 else 0.0
     multiplying = waves * (known["tile"] + blocks * _block_time(spec, tile, device) + sharing)
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
     return known["beginning"] + max(multiplying, reading) + OVERLAP * min(multiplying, reading)
@@ -244,15 +255,21 @@ def _time(
 
 def _block_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
     """Microseconds of a block of keys; wgmma multiplies 64 rows, however few there are."""
+    known = calibration(device).attention_launch
+    if isinstance(tile, PortableAttentionTile) and tile.splits > 1:
+        return known["warp"] + known["element"] * tile.block_n * (spec.head + spec.value_head)
     rows = tile.consumers * GROUP_ROWS if isinstance(tile, AttentionTile) else tile.block_m
-    return calibration(device).attention_launch["block"] + rows * tile.block_n * _pace(spec, tile, device) * 1e-6
+    return known["block"] + rows * tile.block_n * _pace(spec, tile, device) * 1e-6
 
 
-def _at_once(tile: Tile, device: DeviceSpec) -> int:
-    """Blocks that a chip has room for, of those that are launched."""
-    if isinstance(tile, PortableAttentionTile) or tile.residents > 1:
-        return device.multiprocessors
-    return calibration(device).hopper_clustered[str(tile.splits)]
+def _at_once(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> int:
+    """Tiles that a chip has room for, of those that are launched."""
+    if isinstance(tile, PortableAttentionTile):
+        residents = device.shared_bytes // portable_shared_bytes(spec, tile) if tile.splits > 1 else 1
+        return device.multiprocessors * residents
+    if tile.residents > 1:
+        return device.multiprocessors // tile.splits
+    return calibration(device).hopper_clustered[str(tile.splits)] // tile.splits
 
 
 def _looked_at(spec: AttentionSpec, tile: Tile, rows: int) -> float:

@@ -154,12 +154,18 @@ class PortableAttentionTile:
     Attributes:
         warps: of 16 rows each.
         block_n: keys of one step.
+        splits: all warps, where they have the same 16 rows and keys of their own; else 1.
+        stages: blocks of keys, and of values, in shared memory, or in each of such a warp's own.
     """
 
     warps: int
     block_n: int
+    splits: int = 1
+    stages: int = 2
 
     def __str__(self) -> str:
+        if self.splits > 1:
+            return f"{WARP_ROWS} rows {self.splits}x{self.block_n} keys stages {self.stages}"
         return f"{self.warps}x{WARP_ROWS} rows {self.block_n} keys"
 
     def pace(self, dtype: DType) -> str:
@@ -174,7 +180,7 @@ class PortableAttentionTile:
     @property
     def block_m(self) -> int:
         """Rows of one head."""
-        return self.warps * WARP_ROWS
+        return WARP_ROWS if self.splits > 1 else self.warps * WARP_ROWS
 
 
 def atoms(columns: int, bytes_each: int) -> int:
@@ -218,7 +224,7 @@ def share_bytes(spec: AttentionSpec) -> int:
 
 
 def portable_shared_bytes(spec: AttentionSpec, tile: PortableAttentionTile) -> int:
-    """Of one block of the portable kernel: q, and two stages of keys and values, in rows that are padded."""
+    """Of one block of the portable kernel: q, and the stages of keys and values, in rows that are padded."""
     chunk = VECTOR_BYTES // spec.dtype.bytes
     pitch = -(-spec.head // (2 * chunk)) * 2 * chunk + chunk
     values = (
@@ -226,4 +232,4 @@ def portable_shared_bytes(spec: AttentionSpec, tile: PortableAttentionTile) -> i
         if spec.dtype == F32
         else -(-spec.value_head // 16) * 16 + chunk
     )
-    return spec.dtype.bytes * (tile.block_m * pitch + 2 * tile.block_n * (pitch + values))
+    return spec.dtype.bytes * (tile.block_m * pitch + tile.stages * tile.block_n * tile.splits * (pitch + values))

@@ -110,6 +110,16 @@ PORTABLE = {
         PortableAttentionTile(2, 32),
         AttentionSize(2, 2, 33, 77, tokens_first=True, masks=((2, 1, 33, 77), (1, 1, 1, 77))),
     ),
+    "fp32, split by 4, a mask, stages without keys for all": (
+        AttentionSpec(F32, 40, 24, ONE_MASK, MASKED, "t1", out_width=4),
+        PortableAttentionTile(4, 16, 4, 3),
+        AttentionSize(2, 2, 21, 204, masks=((2, 1, 21, 204),)),
+    ),
+    "16-bit, split by 2, keys of one warp": (
+        AttentionSpec(F16, 64, 40, scale=0.2),
+        PortableAttentionTile(2, 32, 2, 4),
+        AttentionSize(1, 4, 5, 24, kv_heads=2),
+    ),
     "fp32, element by element": (
         AttentionSpec(F32, 24, 24, scale=0.2, out_width=1, checked=True),
         PortableAttentionTile(1, 32),

@@ -337,6 +337,45 @@ __device__ __forceinline__ void finish(const float (&sums)[SUMS], const Softmax&
   }
 }
 
+// ---- shares: what another warp found with other keys of the same rows
+
+// Four numbers of all lanes side by side, and then the next four. First the maxima and row sums of a thread's two rows.
+constexpr int SHARE_PITCH = WARP_SIZE * 4 * int(sizeof(float));
+constexpr int SHARE_BYTES = (1 + SUMS / 4) * SHARE_PITCH;
+
+// The factors of what is found so far and of a share, whose maxima become one.
+__device__ __forceinline__ void merge_maxima(Softmax& softmax, const float (&maximum)[2], float (&own)[2],
+                                             float (&others)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float greatest = fmaxf(softmax.maximum[row], maximum[row]);
+    const float offset = greatest == minus_infinity() ? 0.0f : greatest;
+    own[row] = pointwise::fast_exp2((softmax.maximum[row] - offset) * SCALE);
+    others[row] = pointwise::fast_exp2((maximum[row] - offset) * SCALE);
+    softmax.maximum[row] = greatest;
+  }
+}
+
+__device__ __forceinline__ void add_share(float (&sums)[SUMS], Softmax& softmax, const unsigned char* share) {
+  const auto four_at = [&](int number) {
+    return load_packed<Packed<float, 4>>(reinterpret_cast<const float*>(share + number * SHARE_PITCH) + lane() * 4);
+  };
+  const Packed<float, 4> found = four_at(0);
+  const float maximum[2] = {found.values[0], found.values[1]};
+  float own[2], others[2];
+  merge_maxima(softmax, maximum, own, others);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    softmax.sum[row] = softmax.sum[row] * own[row] + found.values[2 + row] * others[row];
+  }
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 4) {
+    const Packed<float, 4> four = four_at(1 + i / 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[i + j] = sums[i + j] * own[j / 2] + four.values[j] * others[j / 2];
+  }
+}
+
 __device__ __forceinline__ void scale_sums(float (&sums)[SUMS], const float (&rescale)[2]) {
   if (RESCALE_ABOVE == 0 || rescale[0] != 1.0f || rescale[1] != 1.0f) {
 #pragma unroll

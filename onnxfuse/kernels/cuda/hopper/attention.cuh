@@ -50,10 +50,6 @@ constexpr int VALUE_BYTES = VALUE_ATOMS * BLOCK_N * ROW_BYTES;
 constexpr int KEYS_OFFSET = CONSUMERS * QUERY_BYTES;
 constexpr int VALUES_OFFSET = KEYS_OFFSET + STAGES * KEY_BYTES;
 constexpr int MASKS_OFFSET = VALUES_OFFSET + STAGES * VALUE_BYTES;
-// What another block of the cluster found: four numbers of all lanes side by side, and then the next four. First the
-// maxima and row sums of a thread's two rows.
-constexpr int SHARE_PITCH = WARP_SIZE * 4 * int(sizeof(float));
-constexpr int SHARE_BYTES = (1 + SUMS / 4) * SHARE_PITCH;
 constexpr int SHARES_OFFSET = MASKS_OFFSET + STAGES * MASK_BYTES;
 constexpr int BARRIERS_OFFSET = SHARES_OFFSET + (SPLITS - 1) * SHARE_BYTES;
 constexpr int KEYS_FULL = BARRIERS_OFFSET;
@@ -393,19 +389,6 @@ __device__ __forceinline__ void send_share(const float (&sums)[SUMS], const Soft
   }
 }
 
-// The factors of what is found so far and of a share, whose maxima become one.
-__device__ __forceinline__ void merge_maxima(Softmax& softmax, const float (&maximum)[2], float (&own)[2],
-                                             float (&others)[2]) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    const float greatest = fmaxf(softmax.maximum[row], maximum[row]);
-    const float offset = greatest == minus_infinity() ? 0.0f : greatest;
-    own[row] = pointwise::fast_exp2((softmax.maximum[row] - offset) * SCALE);
-    others[row] = pointwise::fast_exp2((maximum[row] - offset) * SCALE);
-    softmax.maximum[row] = greatest;
-  }
-}
-
 // Adds what the cluster's other blocks found, always in the same order.
 __device__ __forceinline__ void add_shares(float (&sums)[SUMS], Softmax& softmax, const unsigned char* memory,
                                            unsigned shared, int tiles) {
@@ -413,20 +396,7 @@ __device__ __forceinline__ void add_shares(float (&sums)[SUMS], Softmax& softmax
   barrier_wait(shared + SHARES_FULL, tiles % 2);
 #pragma unroll 1
   for (int share = 0; share < SPLITS - 1; ++share) {
-    const unsigned char* from = memory + SHARES_OFFSET + share * SHARE_BYTES + lane() * 16;
-    const float4 found = *reinterpret_cast<const float4*>(from);
-    const float maximum[2] = {found.x, found.y}, found_sum[2] = {found.z, found.w};
-    float own[2], others[2];
-    merge_maxima(softmax, maximum, own, others);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) softmax.sum[row] = softmax.sum[row] * own[row] + found_sum[row] * others[row];
-#pragma unroll
-    for (int i = 0; i < SUMS; i += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(from + (1 + i / 4) * SHARE_PITCH);
-      const float found_sums[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[i + j] = sums[i + j] * own[j / 2] + found_sums[j] * others[j / 2];
-    }
+    add_share(sums, softmax, memory + SHARES_OFFSET + share * SHARE_BYTES);
   }
   pin_all(sums);  // they have been read: the next ones overwrite them
   __syncwarp();

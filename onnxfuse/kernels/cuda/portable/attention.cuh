@@ -7,6 +7,8 @@
 //   a warp, 16 rows  scores = q * keys         fragments by ldmatrix
 //                    score(), maximum, exp2, row sums                       common/online_softmax.cuh
 //                    sums += probabilities * values                         the probabilities' registers are an operand
+//   few rows         with SPLITS all warps have the same 16 rows, and each a ring of its own with every SPLITS-th block of
+//                    keys, which no other warp waits for; at last the first one adds what all have found
 //
 // A fragment of TF32 probabilities wants neighbouring threads' columns. Their order along the sum is free, so element t
 // of four is column 2t of eight, and t + 4 is 2t + 1, and the values are read in that order.
@@ -22,7 +24,7 @@
 
 namespace onnxfuse {
 
-constexpr int BLOCK_M = THREADS / WARP_SIZE * WARP_ROWS;
+constexpr int BLOCK_M = SPLITS > 1 ? WARP_ROWS : THREADS / WARP_SIZE * WARP_ROWS;
 constexpr int CHUNK = 16 / sizeof(Element);  // of one address of ldmatrix
 constexpr int STEP = 2 * CHUNK;              // depth of one mma
 constexpr int DEPTH = (HEAD + STEP - 1) / STEP * STEP;
@@ -39,8 +41,13 @@ constexpr int KEY_BYTES = BLOCK_N * PITCH * sizeof(Element);
 constexpr int VALUE_BYTES = BLOCK_N * VALUE_PITCH * sizeof(Element);
 constexpr int STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
 
-static_assert(SHARED_BYTES == QUERY_BYTES + 2 * STAGE_BYTES, "footprint and kernel agree");
+static_assert(SHARED_BYTES == QUERY_BYTES + SPLITS * STAGES * STAGE_BYTES, "footprint and kernel agree");
 static_assert(BLOCK_N % 16 == 0 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "whole fragments");
+static_assert(SPLITS == 1 || (SPLITS == THREADS / WARP_SIZE && !LOOKS_AGAIN), "all warps share");
+static_assert((SPLITS - 1) * SHARE_BYTES <= SPLITS * STAGES * STAGE_BYTES, "shares lie where stages were");
+static_assert(SPLITS > 1 || STAGES == 2, "one stage ahead");
+// What one warp alone copies and reads is rounded as it is read.
+constexpr bool ROUNDS_FRAGMENTS = IS_TF32 && SPLITS > 1;
 
 struct Place {
   int row, head, batch;
@@ -48,12 +55,12 @@ struct Place {
 
 // ---- shared memory: rows as they come
 
-// body(row, column) for every vector, or element, that this thread copies.
-template <int ROWS, int COLUMNS, typename Body>
+// body(row, column) for every vector, or element, that this thread copies: one of the block's, or of its warp's.
+template <int ROWS, int COLUMNS, int COPIERS, typename Body>
 __device__ __forceinline__ void for_own_copies(bool down, const Body& body) {
   constexpr int WIDTH = WIDE ? CHUNK : 1;
   constexpr int COUNT = COLUMNS / WIDTH;
-  for (int i = threadIdx.x; i < ROWS * COUNT; i += THREADS) {
+  for (int i = threadIdx.x % COPIERS; i < ROWS * COUNT; i += COPIERS) {
     if (!WIDE && down) {
       body(i % ROWS, i / ROWS);
     } else {
@@ -68,9 +75,9 @@ struct Matrix {
   long long row_stride, column_stride;
 };
 
-template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH>
+template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH, int COPIERS = THREADS>
 __device__ __forceinline__ void copy_rows(unsigned target, const Matrix& matrix, int rows) {
-  for_own_copies<ROWS, PADDED>(matrix.row_stride == 1, [&](int row, int column) {
+  for_own_copies<ROWS, PADDED, COPIERS>(matrix.row_stride == 1, [&](int row, int column) {
     const bool inside = row < rows && column < COLUMNS;
     const unsigned place = target + (row * ROW_PITCH + column) * static_cast<int>(sizeof(Element));
     const Element* source = matrix.first + (inside ? row * matrix.row_stride + column * matrix.column_stride : 0);
@@ -88,7 +95,7 @@ __device__ __forceinline__ void copy_rows(unsigned target, const Matrix& matrix,
 template <int ROWS, int PADDED, int ROW_PITCH>
 __device__ __forceinline__ void round_rows(unsigned char* memory, bool down) {
   if constexpr (IS_TF32) {
-    for_own_copies<ROWS, PADDED>(down, [&](int row, int column) {
+    for_own_copies<ROWS, PADDED, THREADS>(down, [&](int row, int column) {
       unsigned* words = reinterpret_cast<unsigned*>(memory) + row * ROW_PITCH + column;
 #pragma unroll
       for (int i = 0; i < (WIDE ? CHUNK : 1); ++i) round_to_tf32(words[i]);
@@ -100,6 +107,14 @@ __device__ __forceinline__ void round_rows(unsigned char* memory, bool down) {
 
 __device__ __forceinline__ void multiply(float* acc, const unsigned (&lhs)[4], const unsigned (&rhs)[2]) {
   multiply_fragment(Element(), reinterpret_cast<float(&)[4]>(*acc), lhs, rhs);
+}
+
+template <int COUNT>
+__device__ __forceinline__ void round_fragment(unsigned (&words)[COUNT]) {
+  if constexpr (ROUNDS_FRAGMENTS) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) round_to_tf32(words[i]);
+  }
 }
 
 __device__ __forceinline__ void multiply_query(float (&scores)[SCORES], unsigned query, unsigned keys) {
@@ -114,6 +129,7 @@ __device__ __forceinline__ void multiply_query(float (&scores)[SCORES], unsigned
       const int row = column + lane() % 8 + lane() / 16 * 8;
       unsigned rhs[4];
       load_matrices(rhs, keys + (row * PITCH + step + lane() / 8 % 2 * CHUNK) * static_cast<int>(sizeof(Element)));
+      round_fragment(rhs);
       multiply(scores + column / 2, lhs, {rhs[0], rhs[1]});
       multiply(scores + column / 2 + 4, lhs, {rhs[2], rhs[3]});
     }
@@ -136,7 +152,9 @@ __device__ __forceinline__ void multiply_words(float (&sums)[SUMS], const unsign
 #pragma unroll
   for (int column = 0; column < VALUE_HEAD; column += 8) {
     const unsigned first = values + (lane() % 4 * 2 * VALUE_PITCH + column + lane() / 4) * 4;
-    multiply(sums + column / 2, lhs, {load_shared_word(first), load_shared_word(first + VALUE_PITCH * 4)});
+    unsigned rhs[2] = {load_shared_word(first), load_shared_word(first + VALUE_PITCH * 4)};
+    round_fragment(rhs);
+    multiply(sums + column / 2, lhs, rhs);
   }
 }
 
@@ -172,15 +190,20 @@ struct Block {
   Place place;
   Matrix keys, values;
 
-  __device__ __forceinline__ int stage(int block) const { return QUERY_BYTES + block % 2 * STAGE_BYTES; }
+  // Of a warp's own ring, the blocks count from the last one on.
+  __device__ __forceinline__ int stage(int block) const {
+    if constexpr (SPLITS == 1) return QUERY_BYTES + block % STAGES * STAGE_BYTES;
+    return QUERY_BYTES + (block % SPLITS * STAGES + block / SPLITS % STAGES) * STAGE_BYTES;
+  }
 
   __device__ __forceinline__ void copy(int block) const {
+    constexpr int COPIERS = SPLITS > 1 ? WARP_SIZE : THREADS;
     const int key = block * BLOCK_N;
     const Matrix own_keys = {keys.first + key * keys.row_stride, keys.row_stride, keys.column_stride};
     const Matrix own_values = {values.first + key * values.row_stride, values.row_stride, values.column_stride};
-    copy_rows<BLOCK_N, HEAD, DEPTH, PITCH>(shared + stage(block), own_keys, args.n - key);
-    copy_rows<BLOCK_N, VALUE_HEAD, VALUE_HEAD, VALUE_PITCH>(shared + stage(block) + KEY_BYTES, own_values,
-                                                            args.n - key);
+    copy_rows<BLOCK_N, HEAD, DEPTH, PITCH, COPIERS>(shared + stage(block), own_keys, args.n - key);
+    copy_rows<BLOCK_N, VALUE_HEAD, VALUE_HEAD, VALUE_PITCH, COPIERS>(shared + stage(block) + KEY_BYTES, own_values,
+                                                                     args.n - key);
   }
 
   __device__ __forceinline__ void round(int block) const {
@@ -200,6 +223,51 @@ __device__ __forceinline__ void attend_block(const Block& own, int block, int wa
   exponentiate(scores, softmax, rescale);
   scale_sums(sums, rescale);
   multiply_probabilities(sums, scores, own.shared + own.stage(block) + KEY_BYTES);
+}
+
+// All warps' shares -> the first one's.
+__device__ __forceinline__ void gather_shares(float (&sums)[SUMS], Softmax& softmax, unsigned char* memory) {
+  const int warp = threadIdx.x / WARP_SIZE;
+  __syncthreads();  // the stages are read
+  if (warp > 0) {
+    auto* to = reinterpret_cast<Packed<float, 4>*>(memory + (warp - 1) * SHARE_BYTES) + lane();
+    *to = {{softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]}};
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4) {
+      to[(1 + i / 4) * WARP_SIZE] = {{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}};
+    }
+  }
+  __syncthreads();
+  if (warp > 0) return;
+#pragma unroll 1
+  for (int share = 0; share < SPLITS - 1; ++share) add_share(sums, softmax, memory + share * SHARE_BYTES);
+}
+
+// This warp's blocks of keys, from the last one to the first.
+__device__ __forceinline__ void attend_share(const Block& own, const Matrix& query, const Blocks& blocks,
+                                             float (&sums)[SUMS], Softmax& softmax) {
+  const int warp = static_cast<int>(threadIdx.x) / WARP_SIZE;
+  const int last = blocks.end - 1 - (blocks.end - 1 - warp + SPLITS) % SPLITS;  // may lie before the first
+  copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
+  copy_async_commit();
+  int ahead = last;
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage, ahead -= SPLITS) {
+    if (ahead >= blocks.first) own.copy(ahead);
+    copy_async_commit();
+  }
+  copy_async_wait<STAGES - 1>();
+  round_rows<BLOCK_M, DEPTH, PITCH>(own.memory, query.row_stride == 1);
+  __syncthreads();
+#pragma unroll 1
+  for (int block = last; block >= blocks.first; block -= SPLITS, ahead -= SPLITS) {
+    copy_async_wait<STAGES - 2>();
+    __syncwarp();  // all lanes' copies have landed, and all have read what is copied over
+    if (ahead >= blocks.first) own.copy(ahead);
+    copy_async_commit();
+    attend_block<true>(own, block, 0, sums, softmax);
+  }
+  gather_shares(sums, softmax, own.memory + QUERY_BYTES);
 }
 
 // Whether any warp of the block has rows of nothing but low scores; all stages are free then.
@@ -237,6 +305,11 @@ __device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
   const int last = blocks.end - 1;
   float sums[SUMS] = {};
   Softmax softmax;
+  if constexpr (SPLITS > 1) {
+    attend_share(own, query, blocks, sums, softmax);
+    if (threadIdx.x < WARP_SIZE) finish(sums, softmax, own.args, own.place, 0);
+    return;
+  }
   copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
   own.copy(last);
   copy_async_commit();
