@@ -47,6 +47,7 @@ def rewrite(
     inlined = replacements[0].graph.scope.inlined
     inline(proto, {key: function for key, function in functions_and_openings(proto).items() if key in inlined})
     taken = _names(proto.graph)
+    new_name = functools.partial(_new_name, taken=taken)
     kernels_name = _unlike(KERNELS, taken)
     weights = _stored_names(replacements, taken)
     op_names = OpNames(proto.functions)
@@ -58,7 +59,7 @@ def rewrite(
         for replacement in group:
             retained = [scope.node[index] for index in replacement.retained]
             body, constants = fallback_body(replacement)
-            expanded, expanding = _expanded_inputs(replacement, functools.partial(_new_name, taken=taken))
+            expanded, expanding = _expanded_inputs(replacement, new_name)
             own = (expanded.get(name) or _stored(name, replacement, weights) for name in replacement.inputs)
             inputs = [kernels_name, *own]
             node = _fused_node(replacement, inputs, _add_function(proto, op_names, body), constants)
@@ -68,22 +69,31 @@ def rewrite(
             lost -= read_in_16_bits(body.node, dict(zip(body.input, inputs, strict=True)))
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         for index, shape in _told(group).items():
-            fused[index] = shape.nodes(scope.node[index].output[0], functools.partial(_new_name, taken=taken))
+            fused[index] = shape.nodes(scope.node[index].output[0], new_name)
             matched.add(index)
         _replace_nodes(scope, matched, fused, weights.keys())
-        read_again(graph, scope, lost - read_in_16_bits(scope.node), functools.partial(_new_name, taken=taken))
-        read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
-        stored = dict.fromkeys(name for replacement in group for name in replacement.constants if name in read)
-        scope.initializer.extend(numpy_helper.from_array(known_array(graph, name), name) for name in stored)
-        add_zeros(scope, left_of_opened(graph), functools.partial(_new_name, taken=taken))
-    proto.graph.initializer.append(
-        TensorProto(name=kernels_name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
-    )
-    if description:
-        proto.metadata_props.add(key=kernels_name, value=description)
+        read_again(graph, scope, lost - read_in_16_bits(scope.node), new_name)
+        _store_constants(scope, graph, group)
+        add_zeros(scope, left_of_opened(graph), new_name)
+    _add_kernels(proto, kernels_name, kernels, description)
     _declare_domain(proto)
     _transpose_weights(proto, weights)
     return proto
+
+
+def _store_constants(scope: GraphProto, graph: Graph, replacements: Iterable[Replacement]) -> None:
+    """Make initializers of the computed constants that a scope still reads."""
+    read = {name for node in scope.node for name in reads(node)} | {value.name for value in scope.output}
+    stored = dict.fromkeys(name for replacement in replacements for name in replacement.constants if name in read)
+    scope.initializer.extend(numpy_helper.from_array(known_array(graph, name), name) for name in stored)
+
+
+def _add_kernels(proto: ModelProto, name: str, kernels: bytes, description: str) -> None:
+    proto.graph.initializer.append(
+        TensorProto(name=name, data_type=TensorProto.UINT8, dims=[len(kernels)], raw_data=kernels)
+    )
+    if description:
+        proto.metadata_props.add(key=name, value=description)
 
 
 def _told(replacements: Iterable[Replacement]) -> dict[int, ToldShape]:

@@ -221,17 +221,12 @@ def portable_splits(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[
 def _best(
     spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
 ) -> tuple[KernelFamily, Tile]:
-    if _has_wgmma(spec, device):
-        fitting = tiles(spec, rows, device)
-        if fitting:
-            return ATTENTION, min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
-    split = portable_splits(spec, rows, device)
-    if split:
-        return PORTABLE_ATTENTION, min(split, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
-    portable = portable_tiles(spec, rows, device)
-    if not portable:
+    by_wgmma = tiles(spec, rows, device) if _has_wgmma(spec, device) else []
+    fitting: Sequence[Tile] = by_wgmma or portable_splits(spec, rows, device) or portable_tiles(spec, rows, device)[:1]
+    if not fitting:
         raise _refusal(attention, f"every tile needs more shared memory than {device.arch} has")
-    return PORTABLE_ATTENTION, portable[0]
+    family = ATTENTION if by_wgmma else PORTABLE_ATTENTION
+    return family, min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
 
 
 def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec) -> tuple[int, int]:

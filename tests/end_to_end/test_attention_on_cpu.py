@@ -62,7 +62,7 @@ def memory_of(array: np.ndarray) -> np.ndarray:
 
 def small(variant):
     """A tile of which a few make a small problem, split as that of a variant."""
-    tile, splits = SMALL[variant.family], getattr(variant.tile, "splits", 1)
+    tile, splits = SMALL[variant.family], variant.tile.splits
     if splits == 1:
         return tile
     if variant.family is PORTABLE_ATTENTION:

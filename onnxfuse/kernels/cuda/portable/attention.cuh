@@ -190,7 +190,7 @@ struct Block {
   Place place;
   Matrix keys, values;
 
-  // Of a warp's own ring, the blocks count from the last one on.
+  // With SPLITS a block lies in the ring of the warp that it belongs to.
   __device__ __forceinline__ int stage(int block) const {
     if constexpr (SPLITS == 1) return QUERY_BYTES + block % STAGES * STAGE_BYTES;
     return QUERY_BYTES + (block % SPLITS * STAGES + block / SPLITS % STAGES) * STAGE_BYTES;
