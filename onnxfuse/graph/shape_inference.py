@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.constant_propagation import Array, integers
+from onnxfuse.graph.einsum import einsum_labels
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.symbolic import Size
 
@@ -268,14 +269,17 @@ def _padded(size: Size, before: Size, behind: Size) -> Size:
 
 def _einsum(known: Known) -> list[Shape | None]:
     """Each label's size; equal labels are of equal sizes, or one of them is 1."""
-    terms, arrow, out = str(known.node.attrs["equation"]).replace(" ", "").partition("->")
+    shapes = [shape for shape in known.shapes if shape is not None]
+    if not shapes or len(shapes) < len(known.shapes):
+        return [None]
+    terms, out = einsum_labels(str(known.node.attrs["equation"]), [len(shape) for shape in shapes])
     sizes: dict[str, Size] = {}
-    for term, shape in zip(terms.split(","), known.shapes, strict=True):
-        if not arrow or "." in terms or shape is None or len(shape) != len(term):
+    for term, shape in zip(terms, shapes, strict=True):
+        if len(term) != len(shape) or not (term or "a").isalpha():
             return [None]
         for label, size in zip(term, shape, strict=True):
             sizes[label] = symbolic.broadcast(sizes.get(label, 1), size)
-    return [tuple(sizes[label] for label in out)]
+    return [tuple(sizes[label] for label in out) if set(out) <= set(sizes) else None]
 
 
 def _convolution(known: Known) -> list[Shape | None]:
@@ -297,7 +301,7 @@ def _convolution(known: Known) -> list[Shape | None]:
 def _windows(size: Size, padding: int, step: int, ceil: int) -> Size:
     if step == 1:
         return size if padding == 0 else symbolic.add(size, padding)
-    if isinstance(size, int) and not ceil:
+    if isinstance(size, int) and (not ceil or (size + padding - 1) % step == 0):  # else a last one may begin in the pad
         return (size + padding - 1) // step + 1
     return symbolic.function("windows", size, padding, step, ceil)
 
@@ -446,20 +450,21 @@ def _channels_last(known: Known) -> list[Shape | None]:
 
 
 _MICROSOFT: dict[str, Rule] = {
-    **dict.fromkeys(("BiasAdd", "BiasDropout", "BiasGelu", "FastGelu", "Gelu", "GroupNorm", "QuickGelu"), _same),
+    **dict.fromkeys(("BiasAdd", "BiasDropout", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm"), _same),
     **dict.fromkeys(("MultiHeadAttention", "PackedMultiHeadAttention"), _heads),
     **dict.fromkeys(("Attention", "PackedAttention"), _attention),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
     "BiasSplitGelu": _half_columns,
     "DecoderMaskedMultiHeadAttention": _heads,
     "EmbedLayerNormalization": _embedding,
+    "FusedConv": _convolution,
     "FusedGemm": _gemm,
     "FusedMatMul": _fused_matmul,
     "GemmaRotaryEmbedding": _rotated,
     "GroupQueryAttention": _grouped_heads,
     "MatMulNBits": _quantized_columns,
     "NhwcConv": _channels_last,
-    "RotaryEmbedding": _same,
+    **dict.fromkeys(("MoE", "QMoE", "QuickGelu", "RotaryEmbedding"), _same),
     "SkipGroupNorm": _with_sum,
     "SwiGLU": _gate,
 }

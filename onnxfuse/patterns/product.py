@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
+from onnxfuse.graph.einsum import einsum_labels
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import CONVOLUTIONS, NBITS, PRODUCTS, qualified_op
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_addressable
@@ -40,7 +41,6 @@ QUANTIZED = frozenset(
 )
 
 BATCHES = "abcdefghij"  # labels of batch dimensions
-ELLIPSIS = "αβγδεζηθ"  # labels of what an Einsum calls `...`
 DIMENSIONS = "abcdefgh"  # labels of dimensions in order
 Activation = Callable[[EpilogueGraph, Ref], Ref]
 
@@ -344,12 +344,7 @@ def _splits_channels(conv: gs.Node) -> bool:
 
 def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labels:
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
-    terms, arrow, out = str(node.attrs.get("equation", "")).replace(" ", "").partition("->")
-    lhs, _, rhs = terms.partition(",")
-    lhs, rhs = _without_ellipsis(lhs, len(lhs_view)), _without_ellipsis(rhs, len(rhs_view))
-    out = out.replace("...", "".join(label for label in ELLIPSIS if label in lhs + rhs))
-    if not arrow:
-        out = "".join(sorted(label for label in lhs + rhs if (lhs + rhs).count(label) == 1))
+    (lhs, rhs), out = einsum_labels(str(node.attrs.get("equation", "")), (len(lhs_view), len(rhs_view)))
     summed = (set(lhs) | set(rhs)) - set(out)
     known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
     ranks = (len(lhs), len(rhs)) == (len(lhs_view), len(rhs_view))
@@ -357,12 +352,6 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
     return Labels(lhs, rhs, out, broadcasts=True)
-
-
-def _without_ellipsis(term: str, rank: int) -> str:
-    """`...` are the dimensions that have no letter, those of both inputs from the last one on."""
-    count = rank - len(term.replace("...", ""))
-    return term.replace("...", ELLIPSIS[-count:] if count > 0 else "") if 0 <= count <= len(ELLIPSIS) else term
 
 
 def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:

@@ -88,6 +88,21 @@ CASES = {
     "convolution": Case(
         "NhwcConv", (half("b", 9, 11, 16), half(24, 3, 3, 16)), (("b", 5, 6, 24),),
         {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}, runs=False),
+    "convolution with an activation": Case(
+        "FusedConv", (half("b", 16, 9, 11), half(24, 16, 3, 3), half(24)), (("b", 24, 5, 6),),
+        {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1], "activation": "Relu"}),
+    "convolution with a sum": Case(
+        "FusedConv", (half("b", 16, 9, 11), half(24, 16, 1, 1), half(24), half("b", 24, 9, 11)), (("b", 24, 9, 11),),
+        {"kernel_shape": [1, 1]}),
+    "softmax of a sum": Case(
+        "BiasSoftmax", (half("b", 4, "s", 8), half("b", 1, "s", 8)), (("b", 4, "s", 8),),
+        {"axis": 3, "is_inner_broadcast": 0}, runs=False),
+    "experts": Case(
+        "MoE", (half("b", "s", 16), half("tokens", 4), half(4, 8, 16), None, half(4, 16, 8)), (("b", "s", 16),),
+        {"k": 2}, runs=False),
+    "experts of few bits": Case(
+        "QMoE", (half("b", "s", 16), half("tokens", 4), (UINT8, (4, 8, 8)), half(4, 8), None, (UINT8, (4, 16, 4))),
+        (("b", "s", 16),), {"k": 2}, runs=False),
     "four bits": Case(
         "MatMulNBits", (half("b", "s", 64), (UINT8, (48, 2, 16)), half(48, 2)), (("b", "s", 48),),
         {"K": 64, "N": 48, "bits": 4, "block_size": 32}),

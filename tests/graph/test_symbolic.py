@@ -261,6 +261,11 @@ CHAINS = {
     "sizes": merged_to_sizes_of_a_split,
     "padded_rows": lambda b, x: b("Pad", x, b.integers(1, 2), "", b.integers(1)),
     "einsum": lambda b, x: b("Einsum", x, x, equation="bsk,btk->bst"),
+    "einsum_of_any_batch": lambda b, x: b("Einsum", x, x, equation="...sk,...tk->...st"),
+    "einsum_without_arrow": lambda b, x: b("Einsum", x, x, equation="bsk,btk"),
+    "pooled_up": lambda b, x: b(
+        "MaxPool", b("Reshape", x, b.integers(-1, 1, 8)), kernel_shape=[2], strides=[2], ceil_mode=1
+    ),
     "signs": lambda b, x: b("Sign", x),
     "counted": lambda b, x: b("Range", b.array(0.0), b.array(4.0), b.array(2.0)),
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
@@ -297,6 +302,9 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("last", ("B", "S", 8)),
         ("padded_rows", ("B", "(+ S 3)", 8)),
         ("einsum", ("B", "S", "S")),
+        ("einsum_of_any_batch", ("B", "S", "S")),
+        ("einsum_without_arrow", ("S", "S")),
+        ("pooled_up", ("B*S", 1, 4)),
         ("counted", (2,)),
     ],
 )
