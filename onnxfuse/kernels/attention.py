@@ -27,6 +27,8 @@ from onnxfuse.schedule.attention_tile import (
 ENTRY = "onnxfuse_attention"
 LOG2_E = math.log2(math.e)
 USES = (*GENERATED_USES, "hopper/fast_math.cuh")
+# Blocks of few rows that a multiprocessor holds: without a number the compiler makes room for more, and spills.
+RESIDENTS = 2
 HUGE = 1e37  # as the lowest number in place of minus infinity is; no fp16 number
 
 
@@ -36,8 +38,7 @@ def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
     flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
     offsets = [sum(masks[:index]) for index in range(len(masks))]
     generated = _generated(spec, tile, _wgmma_numbers(spec, tile), flags, offsets, _wgmma_products(spec, tile))
-    cluster = f"#define ONNXFUSE_CLUSTER {cluster_attribute(tile.splits)}\n"
-    return assembled(generated + cluster, "hopper/attention.cuh", USES)
+    return assembled(generated + _cluster(tile.splits), "hopper/attention.cuh", USES)
 
 
 def _wgmma_numbers(spec: AttentionSpec, tile: AttentionTile) -> dict[str, int]:
@@ -58,12 +59,17 @@ def emit_portable(spec: AttentionSpec, tile: PortableAttentionTile) -> str:
     numbers = {
         "RESCALE_ABOVE": 0,
         "SPLITS": tile.splits,
-        "STAGES": tile.stages,
+        "CLUSTER": tile.cluster,
+        "RESIDENTS": RESIDENTS if tile.splits > 1 else 0,
         "SHARED_BYTES": portable_shared_bytes(spec, tile),
     }
     flags = {"BY_TMA": False, "WIDE": not spec.checked}
     generated = _generated(spec, tile, numbers, flags, [0] * len(spec.loads), "")
-    return assembled(generated, "portable/attention.cuh", USES)
+    return assembled(generated + _cluster(tile.cluster), "portable/attention.cuh", USES)
+
+
+def _cluster(blocks: int) -> str:
+    return f"#define ONNXFUSE_CLUSTER {cluster_attribute(blocks)}\n"
 
 
 def _generated(

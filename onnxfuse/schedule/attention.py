@@ -70,8 +70,9 @@ class PortableAttentionFamily(KernelFamily):
     tile_type = PortableAttentionTile
 
     def launch(self, spec: AttentionSpec, tile: PortableAttentionTile, device: DeviceSpec) -> Launch:
-        """A block for each tile of rows of each head."""
-        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, portable_shared_bytes(spec, tile), 0, ())
+        """A block for each tile of rows of each head, or a persistent grid of clusters."""
+        cluster = tile.cluster if tile.cluster > 1 else 0
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, portable_shared_bytes(spec, tile), cluster, ())
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

@@ -54,7 +54,8 @@ MOST_PORTABLE_VALUES = 128  # columns of a head beside blocks of as many keys; w
 PORTABLE_SPLITS = ((4, 32), (4, 16), (2, 16))  # warps that share 16 rows, and keys of a step
 FEW_ROWS = 64  # that four warps have
 ROWS = (WARP_ROWS, 64, 256, 1024, 4096)  # of a query whose number only the run knows
-SPLITS = (2, 4, 8)  # of the keys of few rows
+SPLITS = (2, 4, 8)  # blocks of a cluster that share the keys of few rows
+CLUSTERS_SINCE = 90  # compute capability
 MOST_ALONE = 4  # blocks of a cluster that have a multiprocessor each
 MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of the registers
 OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide
@@ -211,10 +212,11 @@ def portable_tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[P
 
 
 def portable_splits(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[PortableAttentionTile]:
-    """Those of the portable kernel whose warps share few rows, that shared memory holds."""
+    """Those of the portable kernel whose warps share few rows, of a block or a cluster, that shared memory holds."""
     if rows > WARP_ROWS or looks_again(spec):
         return []
-    every = [PortableAttentionTile(warps, keys, splits=warps) for warps, keys in PORTABLE_SPLITS]
+    clusters = (1, *SPLITS) if device.capability >= CLUSTERS_SINCE else (1,)
+    every = [PortableAttentionTile(*each, each[0] * cluster) for cluster in clusters for each in PORTABLE_SPLITS]
     return [tile for tile in every if portable_shared_bytes(spec, tile) <= device.shared_bytes]
 
 
@@ -242,8 +244,7 @@ def _time(
     known = calibration(device).attention_launch
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / _at_once(spec, tile, device))
     blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
-    sharing = known["share"] if tile.splits > 1 else 0.0
-    multiplying = waves * (known["tile"] + blocks * _block_time(spec, tile, device) + sharing)
+    multiplying = waves * (known["tile"] + blocks * _block_time(spec, tile, device) + _sharing(spec, tile, device))
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
     return known["beginning"] + max(multiplying, reading) + OVERLAP * min(multiplying, reading)
 
@@ -257,14 +258,30 @@ def _block_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
     return known["block"] + rows * tile.block_n * _pace(spec, tile, device) * 1e-6
 
 
+def _sharing(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
+    """Microseconds in which the shares of a tile's keys become one; a cluster of portable blocks does it twice."""
+    known = calibration(device).attention_launch
+    if tile.splits == 1:
+        return 0.0
+    if isinstance(tile, AttentionTile) or tile.cluster == 1:
+        return known["share"]
+    return 2 * known["share"] + (tile.cluster - 1) * known["added"] * spec.value_head
+
+
 def _at_once(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> int:
     """Tiles that a chip has room for, of those that are launched."""
-    if isinstance(tile, PortableAttentionTile):
-        residents = device.shared_bytes // portable_shared_bytes(spec, tile) if tile.splits > 1 else 1
-        return device.multiprocessors * residents
-    if tile.residents > 1:
-        return device.multiprocessors // tile.splits
-    return calibration(device).hopper_clustered[str(tile.splits)] // tile.splits
+    if isinstance(tile, AttentionTile):
+        return _clusters_at_once(tile.splits, tile.residents, device)
+    residents = device.shared_bytes // portable_shared_bytes(spec, tile) if tile.splits > 1 else 1
+    if tile.cluster > 1:
+        return _clusters_at_once(tile.cluster, residents, device)
+    return device.multiprocessors * residents
+
+
+def _clusters_at_once(blocks: int, residents: int, device: DeviceSpec) -> int:
+    """Clusters that a chip has room for; one is launched with no more blocks than it has multiprocessors."""
+    at_once = device.multiprocessors if residents > 1 else calibration(device).hopper_clustered[str(blocks)]
+    return at_once // blocks
 
 
 def _looked_at(spec: AttentionSpec, tile: Tile, rows: int) -> float:

@@ -17,6 +17,7 @@ ROW_BYTES = 128  # of shared memory: the widest swizzle
 BARRIER_BYTES = 8
 WARPS_OF_GROUP = 4
 LOOKED_AT = 64  # tiles of a block of which it is noted whether they are to be looked at again
+PORTABLE_STAGES = 2  # blocks of keys, and of values, of a block, or of each of its warps that have keys of their own
 VECTOR_BYTES = 16  # that every row of a tensor map begins at a multiple of
 
 
@@ -154,19 +155,24 @@ class PortableAttentionTile:
     Attributes:
         warps: of 16 rows each.
         block_n: keys of one step.
-        splits: all warps, where they have the same 16 rows and keys of their own; else 1.
-        stages: blocks of keys, and of values, in shared memory, or in each of such a warp's own.
+        splits: all warps of a block, or of a cluster of blocks, where they have the same 16 rows and keys of their own;
+            else 1.
     """
 
     warps: int
     block_n: int
     splits: int = 1
-    stages: int = 2
 
     def __str__(self) -> str:
         if self.splits > 1:
-            return f"{WARP_ROWS} rows {self.splits}x{self.block_n} keys stages {self.stages}"
+            cluster = f" cluster {self.cluster}" if self.cluster > 1 else ""
+            return f"{WARP_ROWS} rows {self.warps}x{self.block_n} keys{cluster}"
         return f"{self.warps}x{WARP_ROWS} rows {self.block_n} keys"
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that share rows."""
+        return max(self.splits // self.warps, 1)
 
     def pace(self, dtype: DType) -> str:
         """The row of the calibration's tables."""
@@ -224,7 +230,7 @@ def share_bytes(spec: AttentionSpec) -> int:
 
 
 def portable_shared_bytes(spec: AttentionSpec, tile: PortableAttentionTile) -> int:
-    """Of one block of the portable kernel: q, and the stages of keys and values, in rows that are padded."""
+    """Of one block of the portable kernel: q, stages of keys and values in rows that are padded, a cluster's shares."""
     chunk = VECTOR_BYTES // spec.dtype.bytes
     pitch = -(-spec.head // (2 * chunk)) * 2 * chunk + chunk
     values = (
@@ -232,4 +238,6 @@ def portable_shared_bytes(spec: AttentionSpec, tile: PortableAttentionTile) -> i
         if spec.dtype == F32
         else -(-spec.value_head // 16) * 16 + chunk
     )
-    return spec.dtype.bytes * (tile.block_m * pitch + tile.stages * tile.block_n * tile.splits * (pitch + values))
+    keys = PORTABLE_STAGES * tile.block_n * (tile.warps if tile.splits > 1 else 1)
+    shares = 2 * BARRIER_BYTES + (tile.cluster - 1) * share_bytes(spec) if tile.cluster > 1 else 0
+    return spec.dtype.bytes * (tile.block_m * pitch + keys * (pitch + values)) + shares

@@ -54,6 +54,7 @@ inline Cluster cluster;
 // All threads of the blocks `first` and following, until they end or something fails.
 inline void run_cluster(int blocks, int threads, int first, const std::function<void()>& kernel) {
   cluster.blocks = std::vector<Block>(blocks);
+  for (Block& each : cluster.blocks) each.lazy = block.lazy;
   cluster.barriers.assign(blocks, {});
   cluster.all = {blocks * threads};
   cluster.copies.clear();

@@ -1,5 +1,5 @@
-// Stands in for hopper/ptx.cuh: the same functions in C++, for the blocks of a cluster, whose threads are fibers of one
-// thread. A shared-memory address holds the block's rank above 24 bits of offset.
+// Stands in for hopper/ptx.cuh: the same functions in C++. A shared-memory address holds the block's rank above 24 bits of
+// offset.
 namespace onnxfuse {
 
 constexpr int WARP_GROUP = 128;
@@ -16,48 +16,8 @@ struct HostMap {
 };
 
 inline const HostMap& host_map(const TensorMap& map) { return *reinterpret_cast<const HostMap*>(map.opaque[0]); }
-inline int cluster_rank() { return emulator::cluster.rank; }
-inline unsigned own_address(unsigned address) { return address | static_cast<unsigned>(cluster_rank()) << 24; }
-inline unsigned peer_address(unsigned shared, int rank) {
-  return (shared & 0xffffff) | static_cast<unsigned>(rank) << 24;
-}
 
-// ---- mbarrier
-
-struct HostBarrier {
-  int bytes;
-  short pending;
-  unsigned short count : 15, parity : 1;
-};
-static_assert(sizeof(HostBarrier) == 8);
-
-inline HostBarrier& host_barrier(unsigned address) {
-  return *reinterpret_cast<HostBarrier*>(emulator::shared(address, 8));
-}
-
-inline void update(HostBarrier& barrier, int arrivals, int bytes) {
-  barrier.pending -= arrivals;
-  barrier.bytes += bytes;
-  if (barrier.pending < 0) emulator::fail("more arrivals than a phase of a barrier has");
-  if (barrier.pending > 0 || barrier.bytes != 0) return;
-  barrier.pending = barrier.count;
-  barrier.parity ^= 1;
-}
-
-inline void barrier_init(unsigned barrier, int arrivals) {
-  host_barrier(barrier) = {0, static_cast<short>(arrivals), static_cast<unsigned short>(arrivals), 0};
-}
-inline void barrier_init_fence() {}
-inline void barrier_arrive(unsigned barrier) { update(host_barrier(barrier), 1, 0); }
-inline void barrier_arrive_expect(unsigned barrier, int bytes) { update(host_barrier(barrier), 1, bytes); }
 inline void barrier_arrive_copied(unsigned barrier) { update(host_barrier(barrier), 2, 0); }
-inline void barrier_arrive_peer(unsigned barrier, int rank) { barrier_arrive(peer_address(barrier, rank)); }
-inline void barrier_wait(unsigned barrier, int parity) {
-  for (bool newest = false; host_barrier(barrier).parity == parity; newest = !newest) {
-    emulator::cluster.land(newest);
-    emulator::yield();
-  }
-}
 
 // ---- TMA
 
@@ -134,7 +94,6 @@ void multiply_wait() {
   constexpr int BEHIND_NAMED = 16;
   emulator::wait(emulator::cluster.named(BEHIND_NAMED + threadIdx.x / WARP_GROUP, WARP_GROUP));
 }
-inline void pin(float&) {}
 inline void pause() {}
 
 // Where an element of an operand lies: `outer` along m or n, `k` along k. PTX ISA, "Matrix Descriptor".
@@ -279,7 +238,7 @@ unsigned pack_pair(T, float first, float second) {
   return packed;
 }
 
-// ---- warp groups and clusters
+// ---- warp groups
 
 template <int REGISTERS>
 void take_registers() {}
@@ -288,14 +247,6 @@ void give_registers() {}
 
 inline void named_arrive(int barrier, int threads) { emulator::arrive(emulator::cluster.named(barrier, threads)); }
 inline void named_sync(int barrier, int threads) { emulator::wait(emulator::cluster.named(barrier, threads)); }
-inline void cluster_meet() { emulator::wait(emulator::cluster.all); }
-
-inline void store_peer(unsigned peer, float4 values, unsigned barrier) {
-  emulator::cluster.later([=] {
-    memcpy(emulator::shared(peer, 16), &values, 16);
-    update(host_barrier(barrier), 0, -16);
-  });
-}
 
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}

@@ -15,7 +15,6 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.graph.archive import pack
 from onnxfuse.graph.op_names import FUSED_ATTENTION, kind_of
 from onnxfuse.graph.rewrite import rewrite
-from onnxfuse.kernels.attention import ENTRY
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.fused_node import replacement
@@ -33,7 +32,7 @@ from tests.helpers.host_build import build_library
 from tests.helpers.matching import run_inputs
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
 from tests.helpers.tensor_maps import MAP_BYTES
-from tests.kernels.test_attention_on_cpu import host_source, portable_source
+from tests.kernels.test_attention_on_cpu import build_portable, host_source, portable_grid
 from tests.kernels.test_hopper_on_cpu import HostMap
 from tests.kernels.test_portable_on_cpu import Range
 
@@ -66,7 +65,7 @@ def small(variant):
     if splits == 1:
         return tile
     if variant.family is PORTABLE_ATTENTION:
-        return replace(tile, warps=splits, block_n=16, splits=splits)
+        return replace(tile, block_n=16, splits=tile.warps * variant.tile.cluster)
     return replace(tile, consumers=1, splits=splits)
 
 
@@ -113,13 +112,12 @@ def launch_portable(variant, arguments, arrays: list[np.ndarray], inputs: int, f
     ranges = (Range * len(arrays))(
         *(Range(each.ctypes.data, each.nbytes, index >= inputs, 0) for index, each in enumerate(arrays))
     )
-    source = portable_source(kernel_source(variant, SM_90A))
-    library = build_library(source, folder, f"-DONNXFUSE_ENTRY={ENTRY}")
+    library = build_portable(variant.spec, variant.tile, folder)
     library.emulate.restype = ctypes.c_char_p
+    grid = portable_grid(arguments.m, arguments.batch, variant.tile, fewer=False)
     failure = library.emulate(
-        ctypes.byref(arguments), -(-arguments.m // variant.tile.block_m), arguments.batch,
-        variant.tile.threads, 1, ranges, len(arrays), ctypes.byref(ctypes.c_int()),
-    )  # fmt: skip
+        ctypes.byref(arguments), *grid, variant.tile.threads, 1, ranges, len(arrays), ctypes.byref(ctypes.c_int())
+    )
     assert failure == b"", failure
 
 

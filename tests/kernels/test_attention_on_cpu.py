@@ -112,13 +112,28 @@ PORTABLE = {
     ),
     "fp32, split by 4, a mask, stages without keys for all": (
         AttentionSpec(F32, 40, 24, ONE_MASK, MASKED, "t1", out_width=4),
-        PortableAttentionTile(4, 16, 4, 3),
+        PortableAttentionTile(4, 16, 4),
         AttentionSize(2, 2, 21, 204, masks=((2, 1, 21, 204),)),
     ),
     "16-bit, split by 2, keys of one warp": (
         AttentionSpec(F16, 64, 40, scale=0.2),
-        PortableAttentionTile(2, 32, 2, 4),
+        PortableAttentionTile(2, 32, 2),
         AttentionSize(1, 4, 5, 24, kv_heads=2),
+    ),
+    "fp32, a cluster of 4, heads that share keys": (
+        AttentionSpec(F32, 64, 40, scale=0.2, out_width=4),
+        PortableAttentionTile(2, 16, 8),
+        AttentionSize(1, 4, 5, 500, kv_heads=2),
+    ),
+    "fp32, a cluster of 2, masks, rows of two tiles": (
+        AttentionSpec(F32, 40, 24, ONE_MASK, MASKED, "t1", guarded=True, out_width=4),
+        PortableAttentionTile(4, 16, 8),
+        AttentionSize(2, 2, 21, 204, masks=((2, 1, 21, 204),)),
+    ),
+    "16-bit, a cluster of 8, blocks without keys": (
+        AttentionSpec(BF16, 32, 32, NARROW[:1], MASKED, "t1", out_width=1, checked=True),
+        PortableAttentionTile(2, 32, 16),
+        AttentionSize(1, 3, 9, 77, masks=((1, 1, 9, 77),)),
     ),
     "fp32, element by element": (
         AttentionSpec(F32, 24, 24, scale=0.2, out_width=1, checked=True),
@@ -128,21 +143,21 @@ PORTABLE = {
 }
 
 
-def host_source(source: str) -> str:
-    def replaced(text: str, first: str, behind: str, by: str) -> str:
-        start = text.index(first)
-        return text[:start] + by + text[text.index(behind, start) :]
+def replaced(text: str, first: str, behind: str, by: str) -> str:
+    start = text.index(first)
+    return text[:start] + by + text[text.index(behind, start) :]
 
+
+def host_source(source: str) -> str:
     def host(name: str) -> str:
         return (EMULATOR / name).read_text()
 
     source = replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", host("ptx_host.cuh"))
     source = replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
     source = replaced(source, "// acc[64, BLOCK_N]", "}  // namespace onnxfuse", "")
-    source = replaced(source, "// ---- hopper/ptx.cuh", "// ---- hopper/attention.cuh", host("hopper_ptx_host.cuh"))
-    shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
-    source = source.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", shared)
-    source = source.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
+    ptx = host("cluster_ptx_host.cuh") + host("hopper_ptx_host.cuh")
+    source = replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- common/cluster_shares.cuh", ptx)
+    source = on_the_cpu(source)
     launch = host("cluster_launch.h").replace("onnxfuse_gemm", "onnxfuse_attention")
     return f'#include "cuda_host.h"\n#include "cluster_host.h"\n{source}{launch}'
 
@@ -174,11 +189,31 @@ def launch(library: ctypes.CDLL, problem: AttentionProblem, tile: AttentionTile,
 
 
 def portable_source(source: str) -> str:
-    """The same of the portable kernel, which runs without the header of clusters but for its shuffles."""
-    start, end = (source.index(f"// ---- {name}") for name in ("hopper/fast_math.cuh", "generated"))
-    text = portable_host_source(source[:start] + source[end:])
-    text = text.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
-    return text.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", "")
+    """The same of the portable kernel."""
+    source = replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
+    ptx = (EMULATOR / "cluster_ptx_host.cuh").read_text()
+    source = replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- common/cluster_shares.cuh", ptx)
+    return f'#include "cluster_host.h"\n{on_the_cpu(portable_host_source(source))}'
+
+
+def on_the_cpu(source: str) -> str:
+    """With the exponentials of the CPU, and the shared memory of a block of the emulated cluster."""
+    shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + onnxfuse::cluster_rank() * EMULATED_BLOCK_PITCH;"
+    source = source.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", shared)
+    return source.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
+
+
+def build_portable(spec: AttentionSpec, tile: PortableAttentionTile, folder: Path) -> ctypes.CDLL:
+    blocks = [f"-DEMULATED_BLOCKS={tile.cluster}"] if tile.cluster > 1 else []
+    return build_library(portable_source(emit_portable(spec, tile)), folder, f"-DONNXFUSE_ENTRY={ENTRY}", *blocks)
+
+
+def portable_grid(rows: int, heads: int, tile: PortableAttentionTile, fewer: bool) -> tuple[int, int]:
+    """Blocks of x and z: one, or a cluster, for each tile of rows of each head, or not for all."""
+    tiles = -(-rows // tile.block_m)
+    if tile.cluster > 1:
+        return (tiles * heads - int(fewer)) * tile.cluster, 1
+    return tiles, heads - int(fewer)
 
 
 def launch_portable(library: ctypes.CDLL, problem: AttentionProblem, tile: PortableAttentionTile, lazy: bool) -> None:
@@ -186,12 +221,12 @@ def launch_portable(library: ctypes.CDLL, problem: AttentionProblem, tile: Porta
     problem.out[...] = np.nan
     arguments = problem.arguments([tensor.ctypes.data for tensor in tensors])
     ranges = (Range * len(tensors))(*(Range(each.ctypes.data, each.nbytes, each is problem.out, 0) for each in tensors))
-    heads = problem.size.batch * problem.size.heads
+    grid = portable_grid(problem.size.rows, problem.size.batch * problem.size.heads, tile, fewer=lazy)
     conflicts = ctypes.c_int()
     library.emulate.restype = ctypes.c_char_p
     failure = library.emulate(
-        ctypes.c_void_p(arguments.ctypes.data), -(-problem.size.rows // tile.block_m), heads - 1 if lazy else heads,
-        tile.threads, int(lazy), ranges, len(tensors), ctypes.byref(conflicts),
+        ctypes.c_void_p(arguments.ctypes.data), *grid, tile.threads, int(lazy), ranges, len(tensors),
+        ctypes.byref(conflicts),
     )  # fmt: skip
     assert failure == b"", failure
     assert conflicts.value == 0
@@ -201,15 +236,14 @@ def launch_portable(library: ctypes.CDLL, problem: AttentionProblem, tile: Porta
 def test_portable_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     """By mma.sync, of all types, vectors or elements; with fewer blocks than heads the rest follows."""
     spec, tile, size = PORTABLE[name]
-    source = portable_source(emit_portable(spec, tile))
-    library = build_library(source, tmp_path, f"-DONNXFUSE_ENTRY={ENTRY}")
+    library = build_portable(spec, tile, tmp_path)
     problem = make_attention(spec, size)
     if problem.loads:
         problem.loads[0][..., 3, :] = -np.inf
     launch_portable(library, problem, tile, lazy=False)
     eager = problem.out.copy()
     launch_portable(library, problem, tile, lazy=True)
-    np.testing.assert_array_equal(eager, problem.out)
+    np.testing.assert_array_equal(eager.view(np.uint8), problem.out.view(np.uint8))
     check_numbers(problem, eager)
 
 
@@ -218,7 +252,7 @@ def test_keys_and_values_may_lie_transposed(dtype: DType, tmp_path: Path) -> Non
     """[d, n] in memory: the kernel that reads elements walks whatever strides there are."""
     spec = AttentionSpec(dtype, 24, 16, scale=0.3, out_width=1, checked=True)
     tile = PortableAttentionTile(2, 32)
-    library = build_library(portable_source(emit_portable(spec, tile)), tmp_path, f"-DONNXFUSE_ENTRY={ENTRY}")
+    library = build_portable(spec, tile, tmp_path)
     problem = make_attention(spec, AttentionSize(2, 2, 33, 45))
     problem.keys = np.ascontiguousarray(problem.keys.swapaxes(2, 3)).swapaxes(2, 3)
     problem.values = np.ascontiguousarray(problem.values.swapaxes(2, 3)).swapaxes(2, 3)
@@ -330,7 +364,7 @@ def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, tmp_path: P
 def test_the_portable_kernel_leaves_them_out_too(diagonal: Diagonal, tmp_path: Path) -> None:
     spec = AttentionSpec(F32, 16, 16, (Access("tile", F32, 4),), MASKED, "t1", out_width=4, diagonal=diagonal)
     tile = PortableAttentionTile(2, 16)
-    library = build_library(portable_source(emit_portable(spec, tile)), tmp_path, f"-DONNXFUSE_ENTRY={ENTRY}")
+    library = build_portable(spec, tile, tmp_path)
     problem = causal_problem(spec, AttentionSize(1, 2, 90, 120, masks=((1, 1, 90, 120),)))
     launch_portable(library, problem, tile, lazy=True)
     check_numbers(problem, problem.out.copy(), rows_of_nothing=np.isinf(diagonal.fill))

@@ -65,7 +65,8 @@ def host_source(source: str) -> str:
     source = _replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", _text("ptx_host.cuh"))
     source = _replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", ACCURATE_GELU)
     source = _replaced(source, "// acc[64, ", "}  // namespace onnxfuse", "")
-    source = _replaced(source, "// ---- hopper/ptx.cuh", "// ---- hopper/epilogue.cuh", _text("hopper_ptx_host.cuh"))
+    ptx = _text("cluster_ptx_host.cuh") + _text("hopper_ptx_host.cuh")
+    source = _replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- hopper/epilogue.cuh", ptx)
     shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
     source = re.sub(r"extern __shared__ [^;]*;", shared, source).replace("pointwise::fast_", "pointwise::")
     return f'#include "cuda_host.h"\n#include "cluster_host.h"\n{source}{_text("cluster_launch.h")}'

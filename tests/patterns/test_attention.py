@@ -8,13 +8,14 @@ from onnx import ModelProto, TensorProto
 
 from onnxfuse.analysis.attention_mapping import attention_widths, map_attention
 from onnxfuse.device import ARCHITECTURES
+from onnxfuse.dtypes import F32
 from onnxfuse.ir.attention import Attention
 from onnxfuse.kernels.attention import emit
 from onnxfuse.limits import MAX_M
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
-from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan
-from onnxfuse.schedule.attention_tile import AttentionTile, PortableAttentionTile
+from onnxfuse.schedule.attention_plan import attention_spec, make_attention_plan, portable_splits
+from onnxfuse.schedule.attention_tile import AttentionSpec, AttentionTile, PortableAttentionTile
 from tests.helpers.attention_graphs import (
     FORMS,
     HEAD,
@@ -186,7 +187,9 @@ def few_rows(b: Builder, rows: int | str, keys: int | str = 4096, heads: int = H
 
 
 def test_few_scores_in_fp32_stay_with_the_library() -> None:
-    assert not [site for site in analysed(few_rows(Builder(FLOAT), 1)).sites if isinstance(site.fusion, Attention)]
+    """The warps of a cluster have as many keys each as one block's warps had of an eighth of them."""
+    sites = analysed(few_rows(Builder(FLOAT), 1, keys=32768)).sites
+    assert not [site for site in sites if isinstance(site.fusion, Attention)]
 
 
 # Microseconds of an H200, whole and split as the plan has it: 41.1, 22.6; 17.2, 6.1; 10.0, 5.1; 20.7, 26.3; 68.7, 94.2.
@@ -213,6 +216,22 @@ def test_warps_share_few_rows_of_the_portable_kernel(heads: int, keys: int, widt
     attention = attention_over(Builder(FLOAT), heads, 1, keys, 64)
     (first, *_) = make_attention_plan(attention, map_attention(attention), SM_90A).variants
     assert first.tile == PortableAttentionTile(4, width, splits=4)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_blocks_share_few_rows_where_the_device_has_clusters(arch: str) -> None:
+    device = ARCHITECTURES[arch]
+    clusters = {tile.cluster for tile in portable_splits(AttentionSpec(F32, 64, 64), 1, device)}
+    assert clusters == ({1, 2, 4, 8} if device.capability >= 90 else {1})
+
+
+# Fewer heads than multiprocessors: clusters of 8; where heads are as many as those, none.
+@pytest.mark.parametrize(("heads", "keys", "cluster"), [(8, 2048, 8), (12, 1024, 8), (192, 256, 1)])
+def test_few_heads_over_many_keys_are_split_over_blocks(heads: int, keys: int, cluster: int) -> None:
+    attention = attention_over(Builder(FLOAT), heads, 1, keys, 64)
+    (first, *_) = make_attention_plan(attention, map_attention(attention), SM_90A).variants
+    assert isinstance(first.tile, PortableAttentionTile)
+    assert first.tile.cluster == cluster
 
 
 def test_few_of_any_number_of_rows_have_a_kernel_of_their_own() -> None:

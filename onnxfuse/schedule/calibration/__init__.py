@@ -37,7 +37,8 @@ class Calibration:
         hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
             of a block, and of a `step` of the ring.
         attention_launch: `beginning` of a kernel, `tile` of rows, `block` of keys, `share` of a tile that is split; of
-            a warp that shares rows, `warp` for a block of keys and `element` for each of theirs.
+            each column of a share, that is `added`; of a warp that shares rows, `warp` for a block of keys and
+            `element` for each of theirs.
         attention_pace: of a row and a key, by kernel; likewise `attention_column`.
         attention_operand: that comes in `vectors` or by `elements`.
         pace: by table, then by tile or schedule.

@@ -343,6 +343,21 @@ __device__ __forceinline__ void finish(const float (&sums)[SUMS], const Softmax&
 constexpr int SHARE_PITCH = WARP_SIZE * 4 * int(sizeof(float));
 constexpr int SHARE_BYTES = (1 + SUMS / 4) * SHARE_PITCH;
 
+// body(number, four) for what this thread has of a share.
+template <typename Body>
+__device__ __forceinline__ void for_each_four_of_share(const float (&sums)[SUMS], const Softmax& softmax,
+                                                       const Body& body) {
+  body(0, Packed<float, 4>{{softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]}});
+#pragma unroll
+  for (int i = 0; i < SUMS; i += 4) body(1 + i / 4, Packed<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
+}
+
+__device__ __forceinline__ void write_share(const float (&sums)[SUMS], const Softmax& softmax, unsigned char* share) {
+  for_each_four_of_share(sums, softmax, [&](int number, const Packed<float, 4>& four) {
+    reinterpret_cast<Packed<float, 4>*>(share + number * SHARE_PITCH)[lane()] = four;
+  });
+}
+
 // The factors of what is found so far and of a share, whose maxima become one.
 __device__ __forceinline__ void merge_maxima(Softmax& softmax, const float (&maximum)[2], float (&own)[2],
                                              float (&others)[2]) {

@@ -31,6 +31,7 @@
 #pragma once
 #include "common/online_softmax.cuh"
 #include "hopper/ptx.cuh"
+#include "common/cluster_shares.cuh"
 
 namespace onnxfuse {
 
@@ -64,10 +65,9 @@ static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
 constexpr int VERDICT = QUERY_EMPTY + CONSUMERS * 8;  // all consumers have noted what is to be looked at again
 constexpr int NOTED = VERDICT + 8;                    // a byte for each warp of the first tiles of a block
 constexpr int NOTED_TILES = LOOKS_AGAIN ? 64 : 0;
-constexpr int SHARES_FULL = VERDICT;                  // of all other blocks of the cluster
-constexpr int SHARES_READ = SHARES_FULL + 8;          // of this block, by the first one
+using Shares = ClusterShares<SPLITS, SHARES_OFFSET, VERDICT>;
 static_assert(SPLITS == 1 || (CONSUMERS == 1 && !LOOKS_AGAIN), "one warp sends, and all that it found");
-static_assert(SHARED_BYTES == VERDICT + (LOOKS_AGAIN ? 8 + NOTED_TILES * CONSUMER_WARPS : SPLITS > 1 ? 16 : 0),
+static_assert(SHARED_BYTES == VERDICT + (LOOKS_AGAIN ? 8 + NOTED_TILES * CONSUMER_WARPS : SPLITS > 1 ? Shares::BARRIER_BYTES : 0),
               "footprint and kernel agree");
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "one wgmma and one box");
 
@@ -300,12 +300,6 @@ __device__ __forceinline__ void start_sums(float (&sums)[SUMS], const unsigned (
   multiply_commit();
 }
 
-template <int COUNT>
-__device__ __forceinline__ void pin_all(float (&values)[COUNT]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) pin(values[i]);
-}
-
 // ---- masks: what TMA has brought beside the keys
 
 __device__ __forceinline__ float to_float_low(__half, unsigned word) { return __half2float(__ushort_as_half(static_cast<unsigned short>(word))); }
@@ -374,35 +368,6 @@ __device__ __forceinline__ void line_up(int group) {
   }
 }
 
-// ---- shares of a cluster
-
-// What one warp found -> the first block of the cluster, when that has read what it was sent before.
-__device__ __forceinline__ void send_share(const float (&sums)[SUMS], const Softmax& softmax, unsigned shared,
-                                           int tiles) {
-  const unsigned own = SHARES_OFFSET + (cluster_rank() - 1) * SHARE_BYTES + lane() * 16;
-  const unsigned target = peer_address(shared + own, 0), full = peer_address(shared + SHARES_FULL, 0);
-  if (tiles > 0) barrier_wait(shared + SHARES_READ, (tiles - 1) % 2);
-  store_peer(target, {softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]}, full);
-#pragma unroll
-  for (int i = 0; i < SUMS; i += 4) {
-    store_peer(target + (1 + i / 4) * SHARE_PITCH, {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}, full);
-  }
-}
-
-// Adds what the cluster's other blocks found, always in the same order.
-__device__ __forceinline__ void add_shares(float (&sums)[SUMS], Softmax& softmax, const unsigned char* memory,
-                                           unsigned shared, int tiles) {
-  if (lane() == 0) barrier_arrive_expect(shared + SHARES_FULL, (SPLITS - 1) * SHARE_BYTES);
-  barrier_wait(shared + SHARES_FULL, tiles % 2);
-#pragma unroll 1
-  for (int share = 0; share < SPLITS - 1; ++share) {
-    add_share(sums, softmax, memory + SHARES_OFFSET + share * SHARE_BYTES);
-  }
-  pin_all(sums);  // they have been read: the next ones overwrite them
-  __syncwarp();
-  if (lane() > 0 && lane() < SPLITS) barrier_arrive_peer(shared + SHARES_READ, lane());
-}
-
 // A group of consumers, and where it is in both rings.
 struct Consumer {
   const OnnxfuseArguments& args;
@@ -411,7 +376,7 @@ struct Consumer {
   int group;
   RingPosition keys, values;
   bool is_again = false;  // tiles are looked at for the second time
-  int shared_tiles = 0;   // with the other blocks of the cluster
+  Shares shares = {memory, shared};
 
   static __device__ __forceinline__ bool has_rows(int warp_row) { return SPLITS == 1 || warp_row == 0; }
   __device__ __forceinline__ void await_keys() const {
@@ -492,24 +457,6 @@ __device__ __forceinline__ void walk(float (&sums)[SUMS], Softmax& softmax, Cons
   own.finish_sums(sums);
 }
 
-// Whether this warp has the whole of its rows now.
-__device__ __forceinline__ bool share(float (&sums)[SUMS], Softmax& softmax, Consumer& own, int warp_row) {
-  if (!own.has_rows(warp_row)) return false;
-  const int tiles = own.shared_tiles++;
-  if (cluster_rank() > 0) {
-    send_share(sums, softmax, own.shared, tiles);
-    return false;
-  }
-  add_shares(sums, softmax, own.memory, own.shared, tiles);
-  return true;
-}
-
-// A block that has ended has no shared memory: not before the first one has read its share.
-__device__ __forceinline__ void await_share(const Consumer& own, int warp_row) {
-  if (!own.has_rows(warp_row) || cluster_rank() == 0 || own.shared_tiles == 0) return;
-  barrier_wait(own.shared + SHARES_READ, (own.shared_tiles - 1) % 2);
-}
-
 __device__ __forceinline__ void attend(Consumer& own, const Place& place, const Blocks& blocks, int number,
                                        int warp_row) {
   float sums[SUMS];
@@ -524,7 +471,7 @@ __device__ __forceinline__ void attend(Consumer& own, const Place& place, const 
     if (is_left_for_later(own, softmax, place, blocks, number, warp_row)) return;
   }
   if constexpr (SPLITS > 1) {
-    if (!share(sums, softmax, own, warp_row)) return;
+    if (!own.has_rows(warp_row) || !own.shares.gather(sums, softmax)) return;
   }
   finish(sums, softmax, own.args, place, warp_row);
 }
@@ -549,7 +496,9 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
     barrier_wait(shared + VERDICT, 0);
     own.is_again = true;
   });
-  if constexpr (SPLITS > 1) await_share(own, warp_row);
+  if constexpr (SPLITS > 1) {
+    if (own.has_rows(warp_row)) own.shares.await_read();
+  }
 }
 
 __device__ __forceinline__ void init_barriers(unsigned shared) {
@@ -566,10 +515,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     barrier_init(shared + QUERY_EMPTY + group * 8, WARP_GROUP / WARP_SIZE);
   }
   if constexpr (LOOKS_AGAIN) barrier_init(shared + VERDICT, CONSUMER_WARPS);
-  if constexpr (SPLITS > 1) {
-    barrier_init(shared + SHARES_FULL, 1);
-    barrier_init(shared + SHARES_READ, 1);
-  }
+  if constexpr (SPLITS > 1) Shares::init_barriers(shared);
   barrier_init_fence();
 }
 

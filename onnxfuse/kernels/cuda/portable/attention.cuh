@@ -8,23 +8,28 @@
 //                    score(), maximum, exp2, row sums                       common/online_softmax.cuh
 //                    sums += probabilities * values                         the probabilities' registers are an operand
 //   few rows         with SPLITS all warps have the same 16 rows, and each a ring of its own with every SPLITS-th block of
-//                    keys, which no other warp waits for; at last the first one adds what all have found
+//                    keys, which no other warp waits for; at last the first one adds what all have found. They may be
+//                    those of a CLUSTER of blocks (sm_90 and later), of which the first one's adds what the others' have
 //
 // A fragment of TF32 probabilities wants neighbouring threads' columns. Their order along the sum is free, so element t
 // of four is column 2t of eight, and t + 4 is 2t + 1, and the values are read in that order.
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (tiles of rows, 1, heads of all batches or
-// fewer). Arguments as those of hopper/attention.cuh. Where rows of q, keys and values do not begin at whole vectors
-// (not WIDE), or lie transposed, they are read element by element, wherever their strides say.
+// fewer); with clusters of (as many for each tile of rows of each head or fewer, 1, 1). Arguments as those of
+// hopper/attention.cuh. Where rows of q, keys and values do not begin at whole vectors (not WIDE), or lie transposed,
+// they are read element by element, wherever their strides say.
 //
 // The generated text before this file defines Element, Stored, the constants, the table Load<I>, and the functors Score
 // and Result.
 #pragma once
 #include "common/online_softmax.cuh"
+#include "common/cluster_shares.cuh"
 
 namespace onnxfuse {
 
-constexpr int BLOCK_M = SPLITS > 1 ? WARP_ROWS : THREADS / WARP_SIZE * WARP_ROWS;
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int STAGES = 2;  // of a block, or of each of its warps
+constexpr int BLOCK_M = SPLITS > 1 ? WARP_ROWS : WARPS * WARP_ROWS;
 constexpr int CHUNK = 16 / sizeof(Element);  // of one address of ldmatrix
 constexpr int STEP = 2 * CHUNK;              // depth of one mma
 constexpr int DEPTH = (HEAD + STEP - 1) / STEP * STEP;
@@ -41,11 +46,15 @@ constexpr int KEY_BYTES = BLOCK_N * PITCH * sizeof(Element);
 constexpr int VALUE_BYTES = BLOCK_N * VALUE_PITCH * sizeof(Element);
 constexpr int STAGE_BYTES = KEY_BYTES + VALUE_BYTES;
 
-static_assert(SHARED_BYTES == QUERY_BYTES + SPLITS * STAGES * STAGE_BYTES, "footprint and kernel agree");
+constexpr int RING_BYTES = (SPLITS > 1 ? WARPS : 1) * STAGES * STAGE_BYTES;
+constexpr int SHARES_OFFSET = QUERY_BYTES + RING_BYTES;  // of the other blocks of the cluster
+using Shares = ClusterShares<CLUSTER, SHARES_OFFSET, SHARES_OFFSET + (CLUSTER - 1) * SHARE_BYTES>;
+
+static_assert(SHARED_BYTES == SHARES_OFFSET + (CLUSTER > 1 ? Shares::BYTES + Shares::BARRIER_BYTES : 0),
+              "footprint and kernel agree");
 static_assert(BLOCK_N % 16 == 0 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "whole fragments");
-static_assert(SPLITS == 1 || (SPLITS == THREADS / WARP_SIZE && !LOOKS_AGAIN), "all warps share");
-static_assert((SPLITS - 1) * SHARE_BYTES <= SPLITS * STAGES * STAGE_BYTES, "shares lie where stages were");
-static_assert(SPLITS > 1 || STAGES == 2, "one stage ahead");
+static_assert(SPLITS == 1 ? CLUSTER == 1 : SPLITS == WARPS * CLUSTER && !LOOKS_AGAIN, "all warps share");
+static_assert(SPLITS == 1 || (WARPS - 1) * SHARE_BYTES <= RING_BYTES, "shares lie where stages were");
 // What one warp alone copies and reads is rounded as it is read.
 constexpr bool ROUNDS_FRAGMENTS = IS_TF32 && SPLITS > 1;
 
@@ -190,10 +199,10 @@ struct Block {
   Place place;
   Matrix keys, values;
 
-  // With SPLITS a block lies in the ring of the warp that it belongs to.
+  // With SPLITS a block lies in the ring of the warp that it belongs to: neighbours are of different multiprocessors.
   __device__ __forceinline__ int stage(int block) const {
     if constexpr (SPLITS == 1) return QUERY_BYTES + block % STAGES * STAGE_BYTES;
-    return QUERY_BYTES + (block % SPLITS * STAGES + block / SPLITS % STAGES) * STAGE_BYTES;
+    return QUERY_BYTES + (block % SPLITS / CLUSTER * STAGES + block / SPLITS % STAGES) * STAGE_BYTES;
   }
 
   __device__ __forceinline__ void copy(int block) const {
@@ -225,49 +234,55 @@ __device__ __forceinline__ void attend_block(const Block& own, int block, int wa
   multiply_probabilities(sums, scores, own.shared + own.stage(block) + KEY_BYTES);
 }
 
-// All warps' shares -> the first one's.
-__device__ __forceinline__ void gather_shares(float (&sums)[SUMS], Softmax& softmax, unsigned char* memory) {
+// All warps' shares -> the first one's. Whether this is that one.
+__device__ __forceinline__ bool gather_shares(float (&sums)[SUMS], Softmax& softmax, unsigned char* memory) {
   const int warp = threadIdx.x / WARP_SIZE;
   __syncthreads();  // the stages are read
-  if (warp > 0) {
-    auto* to = reinterpret_cast<Packed<float, 4>*>(memory + (warp - 1) * SHARE_BYTES) + lane();
-    *to = {{softmax.maximum[0], softmax.maximum[1], softmax.sum[0], softmax.sum[1]}};
-#pragma unroll
-    for (int i = 0; i < SUMS; i += 4) {
-      to[(1 + i / 4) * WARP_SIZE] = {{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}};
-    }
-  }
+  if (warp > 0) write_share(sums, softmax, memory + (warp - 1) * SHARE_BYTES);
   __syncthreads();
-  if (warp > 0) return;
+  if (warp > 0) return false;
 #pragma unroll 1
-  for (int share = 0; share < SPLITS - 1; ++share) add_share(sums, softmax, memory + share * SHARE_BYTES);
+  for (int share = 0; share < WARPS - 1; ++share) add_share(sums, softmax, memory + share * SHARE_BYTES);
+  return true;
 }
 
 // This warp's blocks of keys, from the last one to the first.
 __device__ __forceinline__ void attend_share(const Block& own, const Matrix& query, const Blocks& blocks,
                                              float (&sums)[SUMS], Softmax& softmax) {
   const int warp = static_cast<int>(threadIdx.x) / WARP_SIZE;
-  const int last = blocks.end - 1 - (blocks.end - 1 - warp + SPLITS) % SPLITS;  // may lie before the first
+  const int number = CLUSTER > 1 ? warp * CLUSTER + cluster_rank() : warp;
+  const int last = blocks.end - 1 - (blocks.end - 1 - number + SPLITS) % SPLITS;  // may lie before the first
   copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
   copy_async_commit();
-  int ahead = last;
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage, ahead -= SPLITS) {
-    if (ahead >= blocks.first) own.copy(ahead);
+  const auto copy = [&](int block) {
+    if (block >= blocks.first) own.copy(block);
     copy_async_commit();
-  }
-  copy_async_wait<STAGES - 1>();
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) copy(last - stage * SPLITS);
+  copy_async_wait<STAGES>();
   round_rows<BLOCK_M, DEPTH, PITCH>(own.memory, query.row_stride == 1);
   __syncthreads();
 #pragma unroll 1
-  for (int block = last; block >= blocks.first; block -= SPLITS, ahead -= SPLITS) {
-    copy_async_wait<STAGES - 2>();
-    __syncwarp();  // all lanes' copies have landed, and all have read what is copied over
-    if (ahead >= blocks.first) own.copy(ahead);
-    copy_async_commit();
+  for (int block = last; block >= blocks.first; block -= SPLITS) {
+    copy_async_wait<STAGES - 1>();
+    __syncwarp();  // all lanes' copies have landed
     attend_block<true>(own, block, 0, sums, softmax);
+    __syncwarp();  // all have read what is copied over
+    copy(block - STAGES * SPLITS);
   }
-  gather_shares(sums, softmax, own.memory + QUERY_BYTES);
+}
+
+__device__ __forceinline__ void attend_together(const Block& own, const Matrix& query, Shares& shares) {
+  float sums[SUMS] = {};
+  Softmax softmax;
+  attend_share(own, query, blocks_in_sight(own.args, own.place.row, BLOCK_M), sums, softmax);
+  if constexpr (CLUSTER > 1) shares.meet();
+  if (!gather_shares(sums, softmax, own.memory + QUERY_BYTES)) return;
+  if constexpr (CLUSTER > 1) {
+    if (!shares.gather(sums, softmax)) return;
+  }
+  finish(sums, softmax, own.args, own.place, 0);
 }
 
 // Whether any warp of the block has rows of nothing but low scores; all stages are free then.
@@ -305,11 +320,6 @@ __device__ __forceinline__ void attend(const Block& own, const Matrix& query) {
   const int last = blocks.end - 1;
   float sums[SUMS] = {};
   Softmax softmax;
-  if constexpr (SPLITS > 1) {
-    attend_share(own, query, blocks, sums, softmax);
-    if (threadIdx.x < WARP_SIZE) finish(sums, softmax, own.args, own.place, 0);
-    return;
-  }
   copy_rows<BLOCK_M, HEAD, DEPTH, PITCH>(own.shared, query, own.args.m - own.place.row);
   own.copy(last);
   copy_async_commit();
@@ -342,27 +352,66 @@ __device__ __forceinline__ const Element* first_of(const OnnxfuseArguments& args
   return static_cast<const Element*>(part.pointer) + head * part.batch_stride + place.batch * outer.batch_stride;
 }
 
-__device__ __forceinline__ void attend_head(const OnnxfuseArguments& args, unsigned char* memory, int number) {
+// The rows of one head, or of one number of all batches' heads.
+__device__ __forceinline__ void attend_head(const OnnxfuseArguments& args, unsigned char* memory, int row, int number,
+                                            Shares& shares) {
   const int batch = number / args.lhs_outer.batches;
-  const Place place = {static_cast<int>(blockIdx.x) * BLOCK_M, number - batch * args.lhs_outer.batches, batch};
+  const Place place = {row, number - batch * args.lhs_outer.batches, batch};
   const OnnxfuseTensor &q = args.lhs, &k = args.rhs[0], &v = args.rhs[1];
   const Element* first = static_cast<const Element*>(q.pointer) + place.head * q.batch_stride +
                          place.batch * args.lhs_outer.batch_stride + place.row * q.row_stride;
   const Block block = {args, memory, shared_address(memory), place,
                        {first_of(args, k, args.rhs_outer, place), k.column_stride, k.row_stride},
                        {first_of(args, v, args.values_outer, place), v.row_stride, v.column_stride}};
-  attend(block, {first, q.row_stride, q.column_stride});
+  const Matrix query = {first, q.row_stride, q.column_stride};
+  if constexpr (SPLITS > 1) {
+    attend_together(block, query, shares);
+  } else {
+    attend(block, query);
+  }
+}
+
+// A block for each tile of rows, and of as many heads as it takes.
+__device__ __forceinline__ void attend_heads(const OnnxfuseArguments& args, unsigned char* memory, Shares& shares) {
+  const int row = static_cast<int>(blockIdx.x) * BLOCK_M;
+  if (row >= args.m) return;
+#pragma unroll 1
+  for (int number = blockIdx.z; number < args.batch; number += gridDim.z) {
+    attend_head(args, memory, row, number, shares);
+    __syncthreads();
+  }
+}
+
+// A cluster for each tile of rows of each head, or of as many as it takes.
+__device__ __forceinline__ void attend_tiles(const OnnxfuseArguments& args, unsigned char* memory, Shares& shares) {
+  const int tiles_m = (args.m - 1) / BLOCK_M + 1, clusters = static_cast<int>(gridDim.x) / CLUSTER;
+  if (threadIdx.x == 0) {
+    Shares::init_barriers(shares.shared);
+    barrier_init_fence();
+  }
+  __syncwarp();
+  cluster_arrive();
+  wait_for_kernel_before();
+  let_kernel_behind_start();
+#pragma unroll 1
+  for (int tile = static_cast<int>(blockIdx.x) / CLUSTER; tile < tiles_m * args.batch; tile += clusters) {
+    const int number = tile / tiles_m;
+    attend_head(args, memory, (tile - number * tiles_m) * BLOCK_M, number, shares);
+    __syncthreads();
+  }
+  shares.meet();
+  if (threadIdx.x < WARP_SIZE) shares.await_read();
 }
 
 }  // namespace onnxfuse
 
-extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS)
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENTS) ONNXFUSE_CLUSTER
 onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args) {
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
-  if (static_cast<int>(blockIdx.x) * onnxfuse::BLOCK_M >= args.m) return;
-#pragma unroll 1
-  for (int number = blockIdx.z; number < args.batch; number += gridDim.z) {
-    onnxfuse::attend_head(args, onnxfuse_shared, number);
-    __syncthreads();
+  onnxfuse::Shares shares = {onnxfuse_shared, onnxfuse::shared_address(onnxfuse_shared)};
+  if constexpr (onnxfuse::CLUSTER > 1) {
+    onnxfuse::attend_tiles(args, onnxfuse_shared, shares);
+  } else {
+    onnxfuse::attend_heads(args, onnxfuse_shared, shares);
   }
 }
