@@ -84,8 +84,28 @@ struct Matrix {
   long long row_stride, column_stride;
 };
 
+// Where a thread's vectors lie below each other: a pointer goes down the rows.
+template <int ROWS, int COLUMNS, int COLUMN_VECTORS, int ROW_PITCH, int COPIERS>
+__device__ __forceinline__ void copy_down(unsigned target, const Matrix& matrix, int rows) {
+  constexpr int DOWN = COPIERS / COLUMN_VECTORS;
+  const int own = static_cast<int>(threadIdx.x) % COPIERS;
+  const int row = own / COLUMN_VECTORS, column = own % COLUMN_VECTORS * CHUNK;
+  const int left = column < COLUMNS ? rows - row : 0;
+  const unsigned place = target + (row * ROW_PITCH + column) * static_cast<int>(sizeof(Element));
+  const Element* source = matrix.first + row * matrix.row_stride + column;
+#pragma unroll
+  for (int i = 0; i < ROWS; i += DOWN, source += DOWN * matrix.row_stride) {
+    copy_async<16>(place + i * ROW_PITCH * static_cast<int>(sizeof(Element)), source, i < left);
+  }
+}
+
 template <int ROWS, int COLUMNS, int PADDED, int ROW_PITCH, int COPIERS = THREADS>
 __device__ __forceinline__ void copy_rows(unsigned target, const Matrix& matrix, int rows) {
+  constexpr int VECTORS = PADDED / CHUNK;
+  if constexpr (WIDE && SPLITS > 1 && COPIERS % VECTORS == 0 && ROWS * VECTORS % COPIERS == 0) {
+    copy_down<ROWS, COLUMNS, VECTORS, ROW_PITCH, COPIERS>(target, matrix, rows);
+    return;
+  }
   for_own_copies<ROWS, PADDED, COPIERS>(matrix.row_stride == 1, [&](int row, int column) {
     const bool inside = row < rows && column < COLUMNS;
     const unsigned place = target + (row * ROW_PITCH + column) * static_cast<int>(sizeof(Element));
