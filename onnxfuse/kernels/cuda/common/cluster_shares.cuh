@@ -37,11 +37,11 @@ struct ClusterShares {
     has_met = true;
   }
 
-  // What one warp found -> the first block of the cluster, when that has read what it was sent before.
-  __device__ __forceinline__ void send(const float (&sums)[SUMS], const Softmax& softmax) const {
+  // What one warp found -> the first block of the cluster, when that has read what it was sent of the tiles before.
+  __device__ __forceinline__ void send(const float (&sums)[SUMS], const Softmax& softmax, int before) const {
     const unsigned own = SHARES + (cluster_rank() - 1) * SHARE_BYTES + lane() * 16;
     const unsigned target = peer_address(shared + own, 0), full = peer_address(shared + FULL, 0);
-    if (tiles > 0) barrier_wait(shared + READ, (tiles - 1) % 2);
+    if (before > 0) barrier_wait(shared + READ, (before - 1) % 2);
     for_each_four_of_share(sums, softmax, [&](int number, const Packed<float, 4>& four) {
       const float4 values = {four.values[0], four.values[1], four.values[2], four.values[3]};
       store_peer(target + number * SHARE_PITCH, values, full);
@@ -49,9 +49,9 @@ struct ClusterShares {
   }
 
   // Adds what the cluster's other blocks found, always in the same order.
-  __device__ __forceinline__ void add(float (&sums)[SUMS], Softmax& softmax) const {
+  __device__ __forceinline__ void add(float (&sums)[SUMS], Softmax& softmax, int before) const {
     if (lane() == 0) barrier_arrive_expect(shared + FULL, BYTES);
-    barrier_wait(shared + FULL, tiles % 2);
+    barrier_wait(shared + FULL, before % 2);
 #pragma unroll 1
     for (int share = 0; share < BLOCKS - 1; ++share) add_share(sums, softmax, memory + SHARES + share * SHARE_BYTES);
     pin_all(sums);  // they have been read: the next ones overwrite them
@@ -61,19 +61,19 @@ struct ClusterShares {
 
   // Whether this warp has the whole of its rows now.
   __device__ __forceinline__ bool gather(float (&sums)[SUMS], Softmax& softmax) {
-    const bool is_first = cluster_rank() == 0;
-    if (is_first) {
-      add(sums, softmax);
-    } else {
-      send(sums, softmax);
+    const int before = tiles++;
+    if (cluster_rank() > 0) {
+      send(sums, softmax, before);
+      return false;
     }
-    ++tiles;
-    return is_first;
+    add(sums, softmax, before);
+    return true;
   }
 
   // A block that has ended has no shared memory: not before the first one has read its share.
   __device__ __forceinline__ void await_read() const {
-    if (cluster_rank() > 0 && tiles > 0) barrier_wait(shared + READ, (tiles - 1) % 2);
+    if (cluster_rank() == 0 || tiles == 0) return;
+    barrier_wait(shared + READ, (tiles - 1) % 2);
   }
 };
 
