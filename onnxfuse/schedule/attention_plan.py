@@ -59,6 +59,7 @@ CLUSTERS_SINCE = 90  # compute capability
 MOST_ALONE = 4  # blocks of a cluster that have a multiprocessor each
 MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of the registers
 OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide
+FEW_OVERLAP = 0.4  # the same of few rows, whose first keys nothing hides
 UNKNOWN_BATCH = 2  # with and without a condition, as images are made
 
 
@@ -241,31 +242,33 @@ def _time(
 ) -> float:
     """Microseconds of a launch."""
     batch, keys = _batch_and_keys(attention, mapping, rows, device)
-    known = calibration(device).attention_launch
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / _at_once(spec, tile, device))
     blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
-    multiplying = waves * (known["tile"] + blocks * _block_time(spec, tile, device) + _sharing(spec, tile, device))
+    multiplying = waves * (_tile_time(spec, tile, device) + blocks * _block_time(spec, tile, device))
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
-    return known["beginning"] + max(multiplying, reading) + OVERLAP * min(multiplying, reading)
+    few, known = rows <= WARP_ROWS, calibration(device)
+    beginning = (known.attention_shares if few else known.attention_launch)["beginning"]
+    return beginning + max(multiplying, reading) + (FEW_OVERLAP if few else OVERLAP) * min(multiplying, reading)
 
 
 def _block_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
     """Microseconds of a block of keys; wgmma multiplies 64 rows, however few there are."""
     known = calibration(device).attention_launch
     if isinstance(tile, PortableAttentionTile) and tile.splits > 1:
-        return known["warp"] + known["element"] * tile.block_n * (spec.head + spec.value_head)
+        slower = calibration(device).attention_by_elements if spec.checked else 1.0
+        return slower * calibration(device).attention_shares["element"] * tile.block_n * (spec.head + spec.value_head)
     rows = tile.consumers * GROUP_ROWS if isinstance(tile, AttentionTile) else tile.block_m
     return known["block"] + rows * tile.block_n * _pace(spec, tile, device) * 1e-6
 
 
-def _sharing(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
-    """Microseconds in which the shares of a tile's keys become one; a cluster of portable blocks does it twice."""
-    known = calibration(device).attention_launch
+def _tile_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
+    """Microseconds of a tile of rows beside its blocks of keys, and in which the shares of its keys become one."""
+    launch, shares = calibration(device).attention_launch, calibration(device).attention_shares
     if tile.splits == 1:
-        return 0.0
-    if isinstance(tile, AttentionTile) or tile.cluster == 1:
-        return known["share"]
-    return 2 * known["share"] + (tile.cluster - 1) * known["added"] * spec.value_head
+        return launch["tile"]
+    if isinstance(tile, AttentionTile):
+        return launch["tile"] + launch["share"]
+    return shares["tile"] + (tile.cluster - 1) * shares["added"] * spec.value_head
 
 
 def _at_once(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> int:
@@ -358,7 +361,18 @@ def _stock(attention: Attention, mapping: AxisMapping, rows: int, nodes: int, de
     scores = batch * rows * keys * attention.query.dtype.bytes
     head = math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o))
     factors = batch * (rows + keys) * math.isqrt(head) * attention.query.dtype.bytes
+    if rows <= WARP_ROWS:
+        return _stock_of_few_rows(scores, factors, keys, nodes, device)
     launch = calibration(device).launch
     product = max(calibration(device).attention_product, from_memory(scores + factors, device))
     a_pass = max(launch, from_memory(2 * scores, device)) + launch
     return float(2 * product + (1 + nodes) * a_pass)
+
+
+def _stock_of_few_rows(scores: int, factors: int, keys: int, nodes: int, device: DeviceSpec) -> float:
+    """The same of few rows, whose products wait for one block's keys as much as for memory; of sizes in bytes."""
+    known = calibration(device).attention_few_rows
+    reading = known["reading"] * float(from_memory(2 * factors, device))
+    waiting = known["key"] * min(keys, known["most_keys"])
+    passes = nodes * max(calibration(device).launch, float(from_memory(2 * scores, device)))
+    return known["beginning"] + reading + waiting + known["score"] * float(from_memory(scores, device)) + passes

@@ -36,9 +36,11 @@ class Calibration:
         hopper_enough_products: by warp groups of a tile.
         hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
             of a block, and of a `step` of the ring.
-        attention_launch: `beginning` of a kernel, `tile` of rows, `block` of keys, `share` of a tile that is split; of
-            each column of a share, that is `added`; of a warp that shares rows, `warp` for a block of keys and
-            `element` for each of theirs.
+        attention_launch: `beginning` of a kernel, `tile` of rows, `block` of keys, `share` of a tile that is split.
+        attention_shares: `beginning` of a kernel for few rows; of warps that share them, a `tile` of rows, an `element`
+            of a block of keys, and a column of a block's share that is `added`.
+        attention_few_rows: of the model's own nodes, `beginning` of all, `reading` over memory's time for q, keys and
+            values, of a `key` up to `most_keys`, and of a `score` over memory's time for all of them.
         attention_pace: of a row and a key, by kernel; likewise `attention_column`.
         attention_operand: that comes in `vectors` or by `elements`.
         pace: by table, then by tile or schedule.
@@ -93,6 +95,8 @@ class Calibration:
     attention_operand: Mapping[str, float]
     attention_by_elements: float
     attention_product: float
+    attention_shares: Mapping[str, float]
+    attention_few_rows: Mapping[str, float]
     pointwise_most_rows: int
     hopper_one_wave_group_rows: int
     pace: Mapping[str, Mapping[str, float]]
