@@ -129,3 +129,10 @@ def _kind(context: InferenceContext, index: int) -> int:
     """The element type of an input; 0 where it is not known."""
     given = context.get_input_type(index) if index < context.get_num_inputs() else None
     return 0 if given is None else int(given.tensor_type.elem_type)
+
+
+def is_copy(node: gs.Node) -> bool:
+    """Whether a node is a transpose that is run; the runtime's products read what only its last two axes change."""
+    perm = tuple(node.attrs.get("perm", ()))
+    kept = tuple(range(len(perm) - 2))
+    return node.op == "Transpose" and perm != (*kept, len(perm) - 1, len(perm) - 2)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ParamSpec
 
-import onnx_graphsurgeon as gs
-
 from onnxfuse.analysis.attention_mapping import map_attention
 from onnxfuse.analysis.axis_mapping import (
     AxisMapping,
@@ -26,7 +24,7 @@ from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM_ON, FUSED_POINTWISE
-from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.operators import is_copy, qualified_op
 from onnxfuse.graph.rows_in_turn import RowsInTurn
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
@@ -237,22 +235,13 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     mapping = _mapped_attention(attention)
     plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
-    moves = sum(_moves_data(graph.nodes[index]) for index in {*match.nodes, *match.copied})
+    moves = sum(is_copy(graph.nodes[index]) for index in {*match.nodes, *match.copied})
     expanded = [tensor for tensor in attention.operands if tensor.name in match.expanded]
     times = {plan.device: _attention_times(attention, mapping, plan, moves, expanded) for plan in plans}
     site = Site(graph, match, attention, mapping, (), None, choose(times), times, attention=whole)
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
     return site
-
-
-def _moves_data(node: gs.Node) -> bool:
-    """Whether a node is a transpose that copies; the runtime's products read operands whose last axes alone change."""
-    if node.op != "Transpose":
-        return False
-    perm = tuple(node.attrs.get("perm", ()))
-    kept = tuple(range(len(perm) - 2))
-    return perm != (*kept, len(perm) - 1, len(perm) - 2)
 
 
 def _mapped_attention(attention: Attention) -> AxisMapping:
