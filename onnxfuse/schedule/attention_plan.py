@@ -36,7 +36,7 @@ from onnxfuse.schedule.attention_tile import (
     shared_bytes,
 )
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.cost_model import from_memory
+from onnxfuse.schedule.cost_model import clusters_at_once, from_memory
 from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.variant import AttentionPlan, AttentionVariant
@@ -274,17 +274,11 @@ def _tile_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
 def _at_once(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> int:
     """Tiles that a chip has room for, of those that are launched."""
     if isinstance(tile, AttentionTile):
-        return _clusters_at_once(tile.splits, tile.residents, device)
+        return clusters_at_once(tile.splits, tile.residents, device)
     residents = device.shared_bytes // portable_shared_bytes(spec, tile) if tile.splits > 1 else 1
     if tile.cluster > 1:
-        return _clusters_at_once(tile.cluster, residents, device)
+        return clusters_at_once(tile.cluster, residents, device)
     return device.multiprocessors * residents
-
-
-def _clusters_at_once(blocks: int, residents: int, device: DeviceSpec) -> int:
-    """Clusters that a chip has room for; one is launched with no more blocks than it has multiprocessors."""
-    at_once = device.multiprocessors if residents > 1 else calibration(device).hopper_clustered[str(blocks)]
-    return at_once // blocks
 
 
 def _looked_at(spec: AttentionSpec, tile: Tile, rows: int) -> float:

@@ -32,6 +32,12 @@ def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec) -> Amount:
     return np.ceil(tiles_of(tile, problem) / device.multiprocessors)
 
 
+def clusters_at_once(blocks: int, residents: int, device: DeviceSpec) -> int:
+    """Clusters that a chip has room for; one is launched with no more blocks than it has multiprocessors."""
+    at_once = device.multiprocessors if residents > 1 else calibration(device).hopper_clustered[str(blocks)]
+    return at_once // blocks
+
+
 def products_of(tile: AnyTile, spec: KernelSpec) -> int:
     """Products of one k of a block."""
     return tile.block_m * tile.block_n * spec.parts

@@ -10,9 +10,9 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule import cost_model, small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
-from onnxfuse.schedule.small_m_tile import SmallMTile
+from onnxfuse.schedule.small_m_tile import FRAGMENT_COLUMNS, SmallMTile
 
 # Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more of k a block has on its
 # way, the fewer times it waits. A tile's block_n is the width of all parts together.
@@ -22,6 +22,22 @@ _THIRTY_TWO_BIT = tuple(replace(tile, block_k=tile.block_k // 2, stages=1) for t
 TILES: dict[str, tuple[SmallMTile, ...]] = {
     "f16": _SIXTEEN_BIT, "bf16": _SIXTEEN_BIT, "tf32": _THIRTY_TWO_BIT, "3xtf32": _THIRTY_TWO_BIT, "fp32": (),
 }  # fmt: skip
+# Where n is small: narrower ones, and clusters that share k. The narrowest read too few bytes of a row of rhs[k, n].
+_NARROW = (
+    SmallMTile(16, 64, 1, 8), SmallMTile(16, 128, 1, 8), SmallMTile(16, 64, 1, 16, 2), SmallMTile(16, 64, 1, 8, 8),
+)  # fmt: skip
+_WIDE = (SmallMTile(32, 32, 1, 8, 8), SmallMTile(64, 32, 1, 8, 4), SmallMTile(64, 32, 1, 8, 8))
+_DEEP = (SmallMTile(32, 32, 1, 16, 2), SmallMTile(32, 32, 1, 16, 4))
+_SPLIT_TF32 = (
+    SmallMTile(16, 32, 1, 16), SmallMTile(16, 32, 1, 8, 2), SmallMTile(16, 32, 1, 8, 8), SmallMTile(32, 16, 1, 16, 2),
+    SmallMTile(32, 16, 1, 16, 4), SmallMTile(32, 16, 1, 16, 8), SmallMTile(64, 16, 1, 8, 8),
+)  # fmt: skip
+FEW_COLUMNS: dict[tuple[str, str], tuple[SmallMTile, ...]] = {
+    ("f16", "nk"): (*_NARROW, *_DEEP), ("f16", "kn"): (*_WIDE, *_DEEP),
+    ("bf16", "nk"): (*_NARROW, *_DEEP), ("bf16", "kn"): (*_WIDE, *_DEEP),
+    ("tf32", "nk"): _SPLIT_TF32, ("tf32", "kn"): _SPLIT_TF32,
+}  # fmt: skip
+CLUSTERS_SINCE = 90  # compute capability
 SECTOR = 32  # bytes that memory delivers at once at least
 _SINGLE = "element by element"
 PATHS = {
@@ -31,13 +47,21 @@ PATHS = {
 }
 
 
-def small_m_tiles(math_mode: str, parts: int) -> tuple[SmallMTile, ...]:
-    """The candidate tiles, with block_n the columns of one part."""
-    return tuple(_for_parts(tile, parts) for tile in TILES[math_mode])
+def whole_tiles(math_mode: str, parts: int, rhs_order: str, device: DeviceSpec) -> tuple[SmallMTile, ...]:
+    """The candidate tiles, with block_n the columns of all parts."""
+    if device.capability < CLUSTERS_SINCE:
+        return TILES[math_mode]
+    few = FEW_COLUMNS.get((math_mode, rhs_order), ())
+    return (*TILES[math_mode], *(tile for tile in few if parts * FRAGMENT_COLUMNS <= tile.block_n))
+
+
+def small_m_tiles(math_mode: str, parts: int, rhs_order: str, device: DeviceSpec) -> tuple[SmallMTile, ...]:
+    """The same with block_n the columns of one part."""
+    return tuple(_for_parts(tile, parts) for tile in whole_tiles(math_mode, parts, rhs_order, device))
 
 
 def _for_parts(tile: SmallMTile, parts: int) -> SmallMTile:
-    return replace(tile, block_n=max(tile.block_n // parts // 8, 1) * 8)
+    return replace(tile, block_n=max(tile.block_n // parts // FRAGMENT_COLUMNS, 1) * FRAGMENT_COLUMNS)
 
 
 class SmallM(ProductFamily):
@@ -48,10 +72,10 @@ class SmallM(ProductFamily):
     tile_type = SmallMTile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
-        """The same tiles on every device."""
+        """The same tiles on every device, but for those that were measured beside clusters."""
         paces = calibration(device).pace["small_m_3xtf32" if spec.math == "3xtf32" else "small_m"]
-        own = zip(TILES[spec.math], small_m_tiles(spec.math, spec.parts), strict=True)
-        return tuple(Candidate(self, tile, paces[str(whole)]) for whole, tile in own)
+        whole = whole_tiles(spec.math, spec.parts, spec.rhs_order, device)
+        return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in whole)
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
         """As `small_m_tile` says; rows of 16 bytes took three times as long as rows of 32 bytes."""
@@ -63,30 +87,58 @@ class SmallM(ProductFamily):
         """The sums of the warps."""
         return small_m_tile.shared_bytes(spec, tile)
 
+    def launch(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Launch:
+        """A block for each tile, or a persistent grid of clusters."""
+        alone = super().launch(spec, tile, device)
+        return alone if tile.splits == 1 else replace(alone, cluster=tile.splits)
+
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""
         return path(PATHS, role, access)
 
     def flow(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> Flow:
-        """As many blocks as registers hold."""
-        resident = small_m_tile.resident_blocks(spec, tile)
-        return Flow(resident * device.multiprocessors, tile.warps_k * tile.block_k * tile.stages)
+        """As many blocks as registers hold, or as many clusters as the chip has room for. A cluster counts as one."""
+        blocks = small_m_tile.resident_blocks(spec, tile)
+        if tile.splits > 1:
+            at_once = cost_model.clusters_at_once(tile.splits, blocks, device)
+        else:
+            at_once = blocks * device.multiprocessors
+        return Flow(at_once, tile.splits * tile.warps_k * tile.block_k * tile.stages)
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and the warps' sums; or reading rhs once for every 16 rows, if that is longer."""
         tile: SmallMTile = entry.tile
-        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
+        busy = _multiplying(entry, spec, problem, device)
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         known = calibration(device)
-        share = np.minimum(cost_model.tiles_of(tile, problem) / device.multiprocessors, 1.0)
+        share = np.minimum(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         waiting *= known.small_m_alone + (1 - known.small_m_alone) * share
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
-        return known.launches[self.name] + np.maximum(np.hypot(busy, waiting), moving)
+        together = np.maximum(np.hypot(busy, waiting), moving)
+        return known.launches[self.name] + together + _meeting(tile, reads, spec, problem, device)
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""
         return m <= tile.block_m
+
+
+def _multiplying(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which a multiprocessor multiplies its share of k of each of its tiles."""
+    tile: SmallMTile = entry.tile
+    waves = np.ceil(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors)
+    products = cost_model.products_of(tile, spec) * waves * problem.k / tile.splits
+    return products / entry.pace / calibration(device).products[spec.math]
+
+
+def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which the blocks of a cluster wait for each other and send their sums, of all rows that exist."""
+    if tile.splits == 1:
+        return 0.0
+    known = calibration(device).small_m_meeting
+    sums = np.minimum(problem.m, tile.block_m) * tile.block_n * spec.parts * (tile.splits - 1)
+    tiles = np.ceil(cost_model.tiles_of(tile, problem) / reads.blocks)
+    return tiles * (known["cluster"] + known["sum"] * sums)
 
 
 SMALL_M = SmallM()

@@ -1,6 +1,7 @@
 """Tiles of the kernel for small M: which are legal, and what they need of shared memory.
 
 Shared memory of one block holds the sums of its warps, each of another share of k: [warps_k, 16, all parts] in fp32.
+In a cluster it has room for those of the other blocks too, [splits - 1, 16, all parts], and for a barrier.
 
 `kernels/cuda/small_m/gemm.cuh` asserts the same numbers, so the two cannot disagree.
 """
@@ -25,6 +26,7 @@ MAX_ROUNDED_PARTS = 3  # of rhs[k, n] in fp32: with four, ptxas has too few regi
 ADDRESS_REGISTERS = 3  # of each fragment: a pointer, and a part of what advances it
 REGISTERS = 65536  # of one multiprocessor
 FP32_BYTES = 4
+BARRIER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class SmallMTile:
         block_n: columns of the output tile, of each part.
         block_k: depth of one pipeline stage of a warp, in elements.
         stages: depth of the pipeline in registers.
-        warps_k: warps that share k, each with sums of its own.
+        warps_k: warps of a block that share k, each with sums of its own.
+        splits: blocks of a cluster that share k; 1, 2, 4 or 8.
     """
 
     block_n: int
     block_k: int
     stages: int
     warps_k: int
+    splits: int = 1
 
     @property
     def block_m(self) -> int:
@@ -55,7 +59,9 @@ class SmallMTile:
 
     def __str__(self) -> str:
         stages = f", stages {self.stages}" if self.stages > 1 else ""
-        return f"{self.block_m}x{self.block_n}x{self.block_k} few rows{stages}, k shared by {self.warps_k} warps"
+        blocks = f" of {self.splits} blocks" if self.splits > 1 else ""
+        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{size} few rows{stages}, k shared by {self.warps_k} warps{blocks}"
 
 
 def chunk(spec: KernelSpec) -> int:
@@ -83,7 +89,9 @@ def sums_pitch(spec: KernelSpec, tile: SmallMTile) -> int:
 
 def shared_bytes(spec: KernelSpec, tile: SmallMTile) -> int:
     """Dynamic shared memory of one block, in bytes."""
-    return tile.warps_k * ROWS * sums_pitch(spec, tile) * FP32_BYTES
+    shares = (tile.splits - 1) * ROWS * spec.parts * tile.block_n
+    barrier = BARRIER_BYTES if tile.splits > 1 else 0
+    return (tile.warps_k * ROWS * sums_pitch(spec, tile) + shares) * FP32_BYTES + barrier
 
 
 def registers(spec: KernelSpec, tile: SmallMTile) -> int:
@@ -93,10 +101,14 @@ def registers(spec: KernelSpec, tile: SmallMTile) -> int:
 
 
 def resident_blocks(spec: KernelSpec, tile: SmallMTile) -> int:
-    """Blocks that the compiler leaves registers for on one multiprocessor."""
+    """Blocks that the compiler leaves registers for on one multiprocessor.
+
+    Of clusters as many blocks are launched as there are multiprocessors; where two fit, all clusters run at once.
+    """
     needed = registers(spec, tile) + OTHER_REGISTERS + ADDRESS_REGISTERS * columns(spec, tile) // FRAGMENT_COLUMNS
     needed += ROUNDING_REGISTERS.get(spec.math, 0)
-    return max(REGISTERS // (tile.threads * needed), 1)
+    resident = max(REGISTERS // (tile.threads * needed), 1)
+    return resident if tile.splits == 1 else min(resident, 2)
 
 
 def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None:

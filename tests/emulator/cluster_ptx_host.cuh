@@ -48,18 +48,26 @@ inline void barrier_wait(unsigned barrier, int parity) {
 
 inline void cluster_meet() { emulator::wait(emulator::cluster.all); }
 
-// Once in a kernel.
-inline void cluster_arrive() { emulator::arrive(emulator::cluster.all); }
+// In turn, by each thread: it waits for the end of the phase in which it arrived last.
+inline void cluster_arrive() {
+  emulator::fiber().phase = emulator::cluster.all.generation;
+  emulator::arrive(emulator::cluster.all);
+}
 inline void cluster_wait() {
-  while (emulator::cluster.all.generation == 0) emulator::yield();
+  const int phase = emulator::fiber().phase;
+  while (emulator::cluster.all.generation == phase) emulator::yield();
 }
 
-inline void store_peer(unsigned peer, float4 values, unsigned barrier) {
+template <typename Vector>
+inline void store_later(unsigned peer, Vector values, unsigned barrier) {
   emulator::cluster.later([=] {
-    memcpy(emulator::shared(peer, 16), &values, 16);
-    update(host_barrier(barrier), 0, -16);
+    memcpy(emulator::shared(peer, sizeof(values)), &values, sizeof(values));
+    update(host_barrier(barrier), 0, -static_cast<int>(sizeof(values)));
   });
 }
+
+inline void store_peer(unsigned peer, float4 values, unsigned barrier) { store_later(peer, values, barrier); }
+inline void store_peer(unsigned peer, float2 values, unsigned barrier) { store_later(peer, values, barrier); }
 
 inline void pin(float&) {}
 

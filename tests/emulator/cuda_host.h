@@ -98,6 +98,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool finished;
   std::vector<std::vector<PendingCopy>> groups;  // of cp.async, the open one last
+  int phase;  // of the barrier of a cluster, in which it arrived there last
 };
 
 struct Warp {

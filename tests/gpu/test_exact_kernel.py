@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from onnxfuse.device import ARCHITECTURES
 from onnxfuse.schedule.kernel_spec import EXACT, Tile
 from onnxfuse.schedule.portable import tiles_for
 from onnxfuse.schedule.small_m import small_m_tiles
@@ -46,7 +47,8 @@ Multiply = Callable[..., np.ndarray]
 def multiply(tmp_path_factory: pytest.TempPathFactory) -> Multiply:
     """Lhs * rhs in an arithmetic, both tensors in an order."""
     specs = {(kind, *order): spec_of(kind, LARGE, *order) for kind in EXACT for order in ORDERS}
-    specs |= {(SMALL_M, "mk", order): small_m_spec(small_m_tiles("3xtf32", 1)[0], order) for order in ("kn", "nk")}
+    small = {order: small_m_tiles("3xtf32", 1, order, ARCHITECTURES["sm_90a"])[0] for order in ("kn", "nk")}
+    specs |= {(SMALL_M, "mk", order): small_m_spec(tile, order) for order, tile in small.items()}
     sources = {"-".join(key): (spec.source(), spec.shared_bytes(device_spec())) for key, spec in specs.items()}
     folder: Path = tmp_path_factory.mktemp("exact")
     kernels = Kernels(sources, device_spec(), folder)

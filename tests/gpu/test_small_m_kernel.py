@@ -14,6 +14,7 @@ import pytest
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.schedule.small_m import small_m_tiles
+from onnxfuse.schedule.small_m_tile import SmallMTile
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_portable_kernel import Case, device_spec, launch
 from tests.helpers.kernel_problem import Size, in_chunks, make_problem, make_spec
@@ -32,12 +33,16 @@ WIDE = [
 NARROW_N = [(1, 1, 8), (2, 3, 40), (5, 13, 520), (16, 67, 136), (17, 33, 1032), (9, 129, 4096)]  # for rhs[n, k] only
 
 
+def some_tile(math: str, parts: int) -> SmallMTile:
+    return small_m_tiles(math, parts, "nk", MOST)[0]
+
+
 def product_cases() -> Iterator[Case]:
     turn = 0
     for math in ("f16", "bf16", "tf32"):
         for order in ("kn", "nk"):
             for parts in (1, 2, 3, 4):
-                for tile in small_m_tiles(math, parts):
+                for tile in small_m_tiles(math, parts, order, MOST):
                     turn += 1
                     sizes = tuple(Size(*WIDE[(turn * 5 + index) % len(WIDE)]) for index in range(8))
                     sizes += tuple(Size(*shape) for shape in NARROW_N) if order == "nk" else ()
@@ -53,20 +58,20 @@ def operand_cases() -> Iterator[Case]:
         for name, out in outs.items():
             for order in ("kn", "nk"):
                 size = Size(13, 152, 104, pad=8)
-                spec = in_chunks(make_spec(math, 2, order, small_m_tiles(math, 2)[0], size, "mixed", out))
+                spec = in_chunks(make_spec(math, 2, order, some_tile(math, 2), size, "mixed", out))
                 yield Case(f"{math}-{order}-out-{name}", spec, (size, replace(size, m=35, pad=24)))
         batch = Size(9, 72, 40, batch=5, broadcast_rhs=False)
         yield Case(
             f"{math}-batch",
-            in_chunks(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], batch, "mixed")),
+            in_chunks(make_spec(math, 1, "kn", some_tile(math, 1), batch, "mixed")),
             (batch,),
             grid_z=2,
         )
         runs = Size(9, 72, 40, 6, 8, False, lhs_batch_run=2, rhs_batch_run=3)
-        spec = in_chunks(make_spec(math, 1, "nk", small_m_tiles(math, 1)[0], runs, "mixed"))
+        spec = in_chunks(make_spec(math, 1, "nk", some_tile(math, 1), runs, "mixed"))
         yield Case(f"{math}-batch-runs", spec, (runs,))
         swapped = Size(13, 40, 48, batch=2, pad=8, transposed=True)
-        spec = in_chunks(make_spec(math, 1, "kn", small_m_tiles(math, 1)[0], swapped, "mixed", narrow=True))
+        spec = in_chunks(make_spec(math, 1, "kn", some_tile(math, 1), swapped, "mixed", narrow=True))
         yield Case(f"{math}-transposed", spec, (swapped,))
 
 

@@ -171,6 +171,11 @@ class TiledSpec(KernelSpec):
         return TEXTS[self.family.name].emit(self, self.tile, device)
 
 
+def cluster_of(tile: object) -> int:
+    """Blocks that share a tile; most kernels have one of each."""
+    return int(getattr(tile, "splits", 1))
+
+
 @dataclass
 class Problem:
     spec: TiledSpec
@@ -188,6 +193,8 @@ class Problem:
     def grid(self) -> tuple[int, int, int]:
         tile = self.spec.tile
         tiles = math.ceil(self.size.m / tile.block_m) * math.ceil(self.size.n / tile.block_n)
+        if (blocks := cluster_of(tile)) > 1:
+            return tiles * self.size.batch * blocks, 1, 1
         return tiles, 1, min(self.size.batch, 65535)
 
     def arguments(self, addresses: Sequence[int]) -> np.ndarray:

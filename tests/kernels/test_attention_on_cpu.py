@@ -24,7 +24,7 @@ from tests.helpers.host_build import EMULATOR, build_library
 from tests.helpers.kernel_problem import ROUNDING
 from tests.helpers.tensor_maps import MAP_BYTES
 from tests.kernels.test_hopper_on_cpu import HostMap
-from tests.kernels.test_portable_on_cpu import Range
+from tests.kernels.test_portable_on_cpu import SHARED_MEMORY, SHARED_MEMORY_OF_BLOCK, Range
 from tests.kernels.test_portable_on_cpu import host_source as portable_host_source
 
 TF32_ROUNDING = 2.0**-11
@@ -191,15 +191,12 @@ def launch(library: ctypes.CDLL, problem: AttentionProblem, tile: AttentionTile,
 def portable_source(source: str) -> str:
     """The same of the portable kernel."""
     source = replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
-    ptx = (EMULATOR / "cluster_ptx_host.cuh").read_text()
-    source = replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- common/cluster_shares.cuh", ptx)
-    return f'#include "cluster_host.h"\n{on_the_cpu(portable_host_source(source))}'
+    return on_the_cpu(portable_host_source(source))
 
 
 def on_the_cpu(source: str) -> str:
     """With the exponentials of the CPU, and the shared memory of a block of the emulated cluster."""
-    shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + onnxfuse::cluster_rank() * EMULATED_BLOCK_PITCH;"
-    source = source.replace("extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];", shared)
+    source = source.replace(SHARED_MEMORY, SHARED_MEMORY_OF_BLOCK)
     return source.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
 
 

@@ -7,6 +7,7 @@ once, ldmatrix meets no bank conflict, and the result does not depend on when as
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,14 @@ from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.schedule.kernel_spec import Tile
 from onnxfuse.schedule.small_m_tile import SmallMTile
 from tests.helpers.host_build import EMULATOR, build_library
-from tests.helpers.kernel_problem import Buffer, Problem, Size, TiledSpec, make_problem, make_spec
+from tests.helpers.kernel_problem import Buffer, Problem, Size, TiledSpec, cluster_of, make_problem, make_spec
+
+NEXT_FILE = re.compile(r"// ---- (\S+\.cuh|generated)\n")
+CLUSTER_PTX = "// ---- common/cluster_ptx.cuh"
+SHARED_MEMORY = "extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];"
+SHARED_MEMORY_OF_BLOCK = (
+    "unsigned char* onnxfuse_shared = ::onnxfuse_shared + onnxfuse::cluster_rank() * EMULATED_BLOCK_PITCH;"
+)
 
 
 class Range(ctypes.Structure):
@@ -229,30 +237,43 @@ CASES += [
 
 
 def host_source(source: str) -> str:
-    """An emitted source with the PTX wrappers replaced by C++."""
-    start = source.index("// ---- common/ptx.cuh")
-    end = source.index("// ----", start + 1)
-    ptx = (EMULATOR / "ptx_host.cuh").read_text()
-    launch = (EMULATOR / "launch.h").read_text()
-    return f'#include "cuda_host.h"\n#include "shuffles.h"\n{source[:start]}{ptx}{source[end:]}{launch}'
+    """An emitted source with the PTX wrappers replaced by C++, and of a cluster the shared memory of each block."""
+    source = _replaced(source, "// ---- common/ptx.cuh", "ptx_host.cuh")
+    headers = ("cuda_host.h", "shuffles.h")
+    if CLUSTER_PTX in source:
+        source = _replaced(source, CLUSTER_PTX, "cluster_ptx_host.cuh")
+        source = source.replace(SHARED_MEMORY, SHARED_MEMORY_OF_BLOCK)
+        headers += ("cluster_host.h",)
+    included = "".join(f'#include "{header}"\n' for header in headers)
+    return f"{included}{source}{(EMULATOR / 'launch.h').read_text()}"
+
+
+def _replaced(source: str, file: str, by: str) -> str:
+    start = source.index(file)
+    behind = NEXT_FILE.search(source, start + 1)
+    assert behind is not None
+    return source[:start] + (EMULATOR / by).read_text() + source[behind.start() :]
 
 
 def build(spec: TiledSpec, folder: Path) -> ctypes.CDLL:
-    return build_source(spec.source(), ENTRY, folder)
+    return build_source(spec.source(), ENTRY, folder, cluster_of(spec.tile))
 
 
-def build_source(source: str, entry: str, folder: Path) -> ctypes.CDLL:
-    library = build_library(host_source(source), folder, f"-DONNXFUSE_ENTRY={entry}")
+def build_source(source: str, entry: str, folder: Path, cluster: int = 1) -> ctypes.CDLL:
+    blocks = [f"-DEMULATED_BLOCKS={cluster}"] if cluster > 1 else []
+    library = build_library(host_source(source), folder, f"-DONNXFUSE_ENTRY={entry}", *blocks)
     library.emulate.restype = ctypes.c_char_p
     return library
 
 
-def launch(library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None) -> list[np.ndarray]:
-    return launch_counted(library, problem, lazy, grid_z)[0]
+def launch(
+    library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None, grid_x: int | None = None
+) -> list[np.ndarray]:
+    return launch_counted(library, problem, lazy, grid_z, grid_x)[0]
 
 
 def launch_counted(
-    library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None
+    library: ctypes.CDLL, problem: Problem, lazy: bool, grid_z: int | None = None, grid_x: int | None = None
 ) -> tuple[list[np.ndarray], list[int]]:
     """The outputs, and the bytes of the widest access to each of the problem's buffers."""
     for out in problem.outs:
@@ -265,7 +286,7 @@ def launch_counted(
     conflicts = ctypes.c_int()
     failure = library.emulate(
         ctypes.c_void_p(arguments.ctypes.data),
-        problem.grid[0],
+        grid_x or problem.grid[0],
         grid_z or problem.grid[2],
         problem.spec.tile.threads,
         int(lazy),

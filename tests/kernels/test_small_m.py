@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
@@ -21,8 +23,8 @@ from tests.kernels.test_portable_on_cpu import Case, build, launch
 from tests.schedule.test_plan import planned
 
 
-def tile(block_n: int, block_k: int = 32, stages: int = 2, warps_k: int = 2) -> SmallMTile:
-    return SmallMTile(block_n, block_k, stages, warps_k)
+def tile(block_n: int, block_k: int = 32, stages: int = 2, warps_k: int = 2, splits: int = 1) -> SmallMTile:
+    return SmallMTile(block_n, block_k, stages, warps_k, splits)
 
 
 TAIL = Size(37, 40, 136, pad=8)
@@ -61,6 +63,15 @@ CASES = [
     Case("tf32 batch", "tf32", 1, "kn", tile(32, 16), (Size(6, 36, 44, batch=3, broadcast_rhs=False),), "masks"),
     Case("tf32 transposed", "tf32", 2, "nk", tile(16, 16), (Size(5, 40, 72),), "mixed", layout="transposed"),
 ]  # fmt: skip
+CLUSTERS = [
+    Case("f16 nk", "f16", 1, "nk", tile(32, splits=2), (Size(1, 8, 8), Size(16, 67, 264), TAIL), "masks"),
+    Case("bf16 kn", "bf16", 1, "kn", tile(64, splits=4), (Size(16, 72, 104), Size(1, 8, 8), TAIL), "residual"),
+    Case("f16 gate", "f16", 2, "kn", tile(32, splits=8), (Size(5, 48, 64, pad=8), Size(9, 200, 168)), "mixed", (F32,)),
+    Case("f16 batch", "f16", 1, "kn", tile(64, splits=2), (Size(6, 40, 40, batch=3, broadcast_rhs=False),), "mixed"),
+    Case("tf32 three", "tf32", 3, "nk", tile(8, 16, 3, 4, 8), (Size(7, 21, 524), Size(20, 8, 4))),
+    Case("tf32 heads", "tf32", 1, "kn", tile(32, 16, splits=4), (Size(6, 48, 40, 2, n_run=16),), layout="heads"),
+    Case("3xtf32", "3xtf32", 2, "kn", tile(32, 16, splits=4), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "mixed"),
+]  # fmt: skip
 
 
 @pytest.mark.one_in(3)
@@ -73,6 +84,42 @@ def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
         problem = make_problem(spec, size)
         problem.check(launch(library, problem, lazy=False))
         problem.check(launch(library, problem, lazy=False, grid_z=1))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CLUSTERS, ids=lambda case: case.name)
+def test_clusters_share_k(case: Case, tmp_path: Path) -> None:
+    """With a cluster for each tile, and with one for all of them, whenever what a block sends lands: the same bits."""
+    spec = replace(in_chunks(case.spec), outs=tuple(replace(out, width=1) for out in case.spec.outs))
+    assert spec.why_not(ARCHITECTURES["sm_90a"]) is None
+    library = build(spec, tmp_path)
+    for size in case.sizes:
+        problem = make_problem(spec, size)
+        outs = launch(library, problem, lazy=False)
+        problem.check(outs)
+        for lazy, grid_x in ((True, None), (True, case.tile.splits), (False, case.tile.splits)):
+            others = launch(library, problem, lazy=lazy, grid_x=grid_x)
+            assert [out.tobytes() for out in others] == [out.tobytes() for out in outs]
+
+
+def test_what_is_not_finite_stays_so_behind_a_cluster(tmp_path: Path) -> None:
+    """Exact fp32: a share with an infinity is computed again, whichever block has it, as without a cluster."""
+    libraries = []
+    for splits in (1, 4):
+        spec = in_chunks(make_spec("3xtf32", 1, "nk", tile(32, 16, splits=splits), Size(3, 32, 512)))
+        folder = tmp_path / str(splits)
+        folder.mkdir()
+        libraries.append((spec, build(spec, folder)))
+    for k in (0, 40, 130, 511):
+        alone, together = (_with_an_infinity(spec, library, k) for spec, library in libraries)
+        assert not np.isfinite(together[:, 5]).any()
+        np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
+
+
+def _with_an_infinity(spec: TiledSpec, library: ctypes.CDLL, k: int) -> np.ndarray:
+    problem = make_problem(spec, Size(3, 32, 512))
+    problem.rhs[0].view[0, k, 5] = np.inf
+    return launch(library, problem, lazy=False)[0].reshape(3, 32)
 
 
 def small_kernels(arch: str) -> list[TiledSpec]:
@@ -88,7 +135,7 @@ def small_kernels(arch: str) -> list[TiledSpec]:
         for order in ("nk", "kn")
         for parts in (1, 2, 3, 4)
         for math in (("f16", "bf16")[parts % 2], "tf32", *({"3xtf32"} & {calibration(ARCHITECTURES[arch]).exact}))
-        for tile in small_m_tiles(math, parts)
+        for tile in small_m_tiles(math, parts, order, ARCHITECTURES[arch])
         for kind in (kinds[parts] if math in ("f16", "bf16") else (next(turn),))
     ]
     return [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]

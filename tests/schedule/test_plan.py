@@ -117,7 +117,7 @@ def test_ranges_of_m_do_not_overlap_and_small_m_gets_a_small_tile() -> None:
 def test_every_candidate_that_was_not_taken_says_why() -> None:
     plan = planned(ARCHITECTURES["sm_86"], dtype=F32)
     taken = {variant.tile for variant in plan.variants}
-    everything = {*tiles_for("tf32", 1), *small_m_tiles("tf32", 1)}
+    everything = {*tiles_for("tf32", 1), *small_m_tiles("tf32", 1, "kn", ARCHITECTURES["sm_86"])}
     assert taken | {entry.tile for entry in plan.rejected} == everything
     assert all(entry.reason for entry in plan.rejected)
 

@@ -28,6 +28,7 @@ class Calibration:
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
         library_quantized: `read` and `row` of MatMulNBits by itself, up to `few` rows, and `unpacked` of all of rhs.
         normalising: by the op's type.
+        small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and `rhs`.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
@@ -74,6 +75,7 @@ class Calibration:
     hopper_misaligned: Mapping[str, float]
     hopper_alone: float
     small_m_alone: float
+    small_m_meeting: Mapping[str, float]
     hopper_zero_row: float
     hopper_box: float
     hopper_epilogue: Mapping[str, float]

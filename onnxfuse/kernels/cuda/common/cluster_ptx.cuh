@@ -72,6 +72,12 @@ __device__ __forceinline__ void store_peer(unsigned peer, float4 values, unsigne
                ::"r"(peer), "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(barrier) : "memory");
 }
 
+// Likewise 8 bytes.
+__device__ __forceinline__ void store_peer(unsigned peer, float2 values, unsigned barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               ::"r"(peer), "f"(values.x), "f"(values.y), "r"(barrier) : "memory");
+}
+
 // ---- registers
 
 // Keeps the compiler from moving reads of an accumulator to before this place, and what it computes of it to behind it.

@@ -11,6 +11,8 @@
 //                  |
 //   shared      sums[warp][16][all parts side by side]                      the only barrier
 //                  |  added warp after warp: the same input gives the same bits
+//   shared      shares[block][16][all parts side by side]                   with SPLITS: of the other blocks of a cluster,
+//                  |  added block after block                               whose warps have shares of k too (sm_90 and later)
 //   registers   acc of all parts of one output element in the same thread -> Epilogue -> global
 //
 // The order of k inside of a product is free, and so is the order of columns. Both are chosen such that what a lane has
@@ -24,15 +26,20 @@
 // So it is for 16-bit types. Of fp32, 16 bytes are four elements instead of eight: k 4t .. 4t+3, two for each mma, and
 // columns 4g .. 4g+3.
 //
-// Launch and arguments: as the portable kernel's. Contract: pointers, strides and the extents of lhs and rhs along
+// Where n is small, a block for each tile leaves most multiprocessors without work, and reads what it needs no faster
+// than one of them can. So a tile may have a cluster of SPLITS blocks, the first of which gets the sums of the others by
+// st.async through distributed shared memory, and does all that follows.
+//
+// Launch and arguments: as the portable kernel's; with SPLITS a grid of (as many clusters as there are tiles of all
+// batches, or fewer, 1, 1). Contract: pointers, strides and the extents of lhs and rhs along
 // their contiguous axes are multiples of 16 bytes; loads and outputs are read and written element by element.
 //
 // The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K,
-// STAGES, RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
+// SPLITS, STAGES, RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
 #pragma once
 #include "common/arguments.cuh"
 #include "portable/split_fp32.cuh"
-#include "common/ptx.cuh"
+#include "common/cluster_ptx.cuh"
 #include "common/addressing.cuh"
 #include "common/epilogue_element.cuh"
 
@@ -58,12 +65,19 @@ constexpr int SET_LOADS = RHS_K_CONTIGUOUS ? 1 : CHUNK;
 constexpr int SET_FRAGMENTS = FRAGMENTS / SETS;
 constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
 
+// Of a cluster, in the first block's shared memory: a share of each other block, and a barrier that counts their bytes.
+constexpr int SHARES = SPLITS - 1;
+constexpr int SHARE_SUMS = BLOCK_M * WIDTH;
+constexpr int SHARES_OFFSET = WARPS_K * WARP_SUMS * static_cast<int>(sizeof(float));
+constexpr int BARRIER_OFFSET = SHARES_OFFSET + SHARES * SHARE_SUMS * static_cast<int>(sizeof(float));
+constexpr int BARRIER_BYTES = SPLITS > 1 ? 8 : 0;
+
 static_assert(BLOCK_M == 16, "the rows of one mma");
 static_assert(BLOCK_N % FRAGMENT_COLUMNS == 0 && BLOCK_K % STEP_K == 0, "whole fragments and chunks");
 static_assert(MATH != Math::fp32, "exact fp32 is computed on the tensor cores");
 constexpr bool IS_SPLIT = MATH == Math::split_fp32;
 static_assert(SUMS_PITCH >= FRAGMENTS * FRAGMENT_COLUMNS && SUMS_PITCH % 2 == 0, "footprint and kernel agree");
-static_assert(SHARED_BYTES == WARPS_K * WARP_SUMS * sizeof(float), "footprint and kernel agree");
+static_assert(SHARED_BYTES == BARRIER_OFFSET + BARRIER_BYTES, "footprint and kernel agree");
 
 // Neighbours of one tensor, as the registers that they are.
 template <int ELEMENTS>
@@ -252,14 +266,19 @@ struct Stage {
   }
 };
 
+__device__ __forceinline__ int block_of_cluster() {
+  if constexpr (SPLITS > 1) return cluster_rank();
+  return 0;
+}
+
 // acc += lhs * rhs over this warp's blocks of k; what lies beyond k is zero. Registers are loaded again as soon as they
 // have been multiplied, so nearly all of them are on their way at any time.
 __device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const LhsStream& lhs, const Rhs& rhs,
                                               int depth) {
-  constexpr int STRIDE = WARPS_K * BLOCK_K;
+  constexpr int STRIDE = SPLITS * WARPS_K * BLOCK_K;
   constexpr int AHEAD = STAGES * STRIDE;
   Stage stages[STAGES];
-  int k = static_cast<int>(threadIdx.x) / WARP_SIZE * BLOCK_K;
+  int k = (block_of_cluster() * WARPS_K + static_cast<int>(threadIdx.x) / WARP_SIZE) * BLOCK_K;
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
 #pragma unroll
@@ -312,10 +331,44 @@ __device__ __forceinline__ bool are_far_from_infinity(const float (&acc)[FRAGMEN
   return far;
 }
 
-// Adds the sums of all warps, always in the same order, and stores what the epilogue makes of them. Unless `valid`, the
-// sums are computed again.
+// The sums of all warps of one element of WIDTH columns and of its neighbour, always added in the same order.
+__device__ __forceinline__ float2 add_warps(const float* sums, int row, int column) {
+  float2 total = {};
+#pragma unroll
+  for (int warp = 0; warp < WARPS_K; ++warp) {
+    const float2 pair = *reinterpret_cast<const float2*>(sums + warp * WARP_SUMS + row * SUMS_PITCH + column);
+    total.x += pair.x;
+    total.y += pair.y;
+  }
+  return total;
+}
+
+// The sums of this block -> its share in the first one's shared memory. One that is not valid must not become so by
+// what it is added to.
+__device__ __forceinline__ void send_share(const float* sums, bool valid, int rows, unsigned shared) {
+  constexpr int PAIRS = WIDTH / 2;
+  const unsigned own = SHARES_OFFSET + (cluster_rank() - 1) * SHARE_SUMS * static_cast<int>(sizeof(float));
+  const unsigned share = peer_address(shared + own, 0), full = peer_address(shared + BARRIER_OFFSET, 0);
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < rows * PAIRS; pair += THREADS) {
+    float2 total = add_warps(sums, pair / PAIRS, pair % PAIRS * 2);
+    if (!valid) total.x = total.y = __int_as_float(0x7fffffff);  // NaN
+    store_peer(share + pair * static_cast<int>(sizeof(float2)), total, full);
+  }
+}
+
+// Until the other blocks' sums of so many rows are there.
+__device__ __forceinline__ void await_shares(int rows, unsigned shared, int tiles_before) {
+  const unsigned full = shared + BARRIER_OFFSET;
+  if (threadIdx.x == 0) barrier_arrive_expect(full, SHARES * rows * WIDTH * static_cast<int>(sizeof(float)));
+  barrier_wait(full, tiles_before % 2);
+}
+
+// Adds the sums of all warps, and those of the cluster's other blocks, always in the same order, and stores what the
+// epilogue makes of them. Unless they are `valid`, they are computed again.
 __device__ __forceinline__ void finish(const float* sums, bool valid, const OnnxfuseArguments& args, int batch,
                                        int first_row, int first_column) {
+  const float* shares = sums + SHARES_OFFSET / sizeof(float);
   const int rows = min(args.m - first_row, BLOCK_M);
 #pragma unroll 1
   for (int element = threadIdx.x; element < rows * BLOCK_N; element += THREADS) {
@@ -329,8 +382,17 @@ __device__ __forceinline__ void finish(const float* sums, bool valid, const Onnx
         acc[part] += sums[warp * WARP_SUMS + row * SUMS_PITCH + part * BLOCK_N + column];
       }
     }
+#pragma unroll
+    for (int share = 0; share < SHARES; ++share) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        acc[part] += shares[share * SHARE_SUMS + row * WIDTH + part * BLOCK_N + column];
+      }
+    }
     if constexpr (IS_SPLIT) {
-      for (int part = 0; !valid && part < PARTS; ++part) {
+#pragma unroll 1
+      for (int part = 0; part < PARTS; ++part) {
+        if (valid && (SPLITS == 1 || is_far_from_infinity(acc[part]))) continue;
         acc[part] = product_by_ffma(args, part, batch, first_row + row, first_column + column);
       }
     }
@@ -339,12 +401,9 @@ __device__ __forceinline__ void finish(const float* sums, bool valid, const Onnx
   }
 }
 
-__device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int batch, float* sums) {
-  // Tiles of the same columns are neighbours: all but the first find rhs in L2.
-  const int tiles_m = (args.m - 1) / BLOCK_M + 1;
-  const int row = static_cast<int>(blockIdx.x) % tiles_m * BLOCK_M;
-  const int column = static_cast<int>(blockIdx.x) / tiles_m * BLOCK_N;
-
+// This block's sums of a tile, each warp's apart; whether the tensor cores could compute them.
+__device__ __forceinline__ bool multiply_tile(const OnnxfuseArguments& args, int batch, int row, int column,
+                                              float* sums) {
   float acc[FRAGMENTS][4] = {};
   run_main_loop(acc, LhsStream(args, batch, row), Rhs(args, batch, column), args.k);
 
@@ -354,22 +413,63 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
     float* target = sums + threadIdx.x / WARP_SIZE * WARP_SUMS + own_row * SUMS_PITCH;
     if (row + own_row < args.m) Rhs::store(target, acc, half);
   }
-  bool valid = true;
-  if constexpr (IS_SPLIT) {
-    valid = !__syncthreads_or(!are_far_from_infinity(acc));
-  } else {
-    __syncthreads();
+  if constexpr (IS_SPLIT) return !__syncthreads_or(!are_far_from_infinity(acc));
+  __syncthreads();
+  return true;
+}
+
+__device__ __forceinline__ int tiles_down(const OnnxfuseArguments& args) { return (args.m - 1) / BLOCK_M + 1; }
+
+// Tiles of the same columns are neighbours: all but the first find rhs in L2.
+__device__ __forceinline__ void compute_tiles_alone(const OnnxfuseArguments& args, float* sums) {
+  const int row = static_cast<int>(blockIdx.x) % tiles_down(args) * BLOCK_M;
+  const int column = static_cast<int>(blockIdx.x) / tiles_down(args) * BLOCK_N;
+  for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
+    finish(sums, multiply_tile(args, batch, row, column, sums), args, batch, row, column);
+    __syncthreads();  // the next product's sums overwrite what the epilogue still reads
   }
-  finish(sums, valid, args, batch, row, column);
+}
+
+// The blocks of a cluster meet behind each main loop: the first one has read what it was sent of the tile before.
+__device__ __forceinline__ void compute_tiles_together(const OnnxfuseArguments& args, float* sums) {
+  const unsigned shared = shared_address(sums);
+  const int tiles_m = tiles_down(args), tiles = tiles_m * ((args.n - 1) / BLOCK_N + 1);
+  const int clusters = static_cast<int>(gridDim.x) / SPLITS, first = static_cast<int>(blockIdx.x) / SPLITS;
+  if (threadIdx.x == 0) {
+    barrier_init(shared + BARRIER_OFFSET, 1);
+    barrier_init_fence();
+  }
+  __syncwarp();
+  cluster_arrive();
+  wait_for_kernel_before();
+#pragma unroll 1
+  for (int tile = first, before = 0; tile < tiles * args.batch; tile += clusters, ++before) {
+    const int batch = tile / tiles, own = tile - batch * tiles;
+    const int row = own % tiles_m * BLOCK_M, column = own / tiles_m * BLOCK_N;
+    const bool valid = multiply_tile(args, batch, row, column, sums);
+    let_kernel_behind_start();
+    cluster_wait();
+    const int rows = min(args.m - row, BLOCK_M);
+    if (cluster_rank() > 0) {
+      send_share(sums, valid, rows, shared);
+    } else {
+      await_shares(rows, shared, before);
+      finish(sums, valid, args, batch, row, column);
+    }
+    if (tile + clusters >= tiles * args.batch) break;
+    __syncthreads();  // the next product's sums overwrite what is still read
+    cluster_arrive();
+  }
 }
 
 }  // namespace onnxfuse
 
-extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENT_BLOCKS)
-    onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args) {
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENT_BLOCKS) ONNXFUSE_CLUSTER
+onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args) {
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
-  for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
-    onnxfuse::compute_tile(args, batch, reinterpret_cast<float*>(onnxfuse_shared));
-    __syncthreads();  // the next product's sums overwrite what the epilogue still reads
+  if constexpr (onnxfuse::SPLITS > 1) {
+    onnxfuse::compute_tiles_together(args, reinterpret_cast<float*>(onnxfuse_shared));
+  } else {
+    onnxfuse::compute_tiles_alone(args, reinterpret_cast<float*>(onnxfuse_shared));
   }
 }
