@@ -3,8 +3,8 @@
 Costs jump where a tile more begins, so m is looked at in ranges that end where some tile does, each at both of its
 ends. A set of kernels has a regret in each range: how much longer its best takes than the best of all candidates. The
 set grows by the kernel that lowers the regret most, as a mean over the logarithm of m, until no range has more than
-`regret`, loses again what is not needed for that, and exchanges a kernel for another as long as the mean falls. Up to
-16 rows count for more than their logarithm, and the regret of one is as many times less: a text is read once, and then
+`regret`, loses again what is not needed for that, exchanges a kernel for another as long as the mean falls, and grows
+again where that has left one without rows. Up to 16 rows count for more than their logarithm, and the regret of one is as many times less: a text is read once, and then
 written token by token, as are several at once.
 """
 
@@ -88,8 +88,10 @@ def choose_ranges(
     losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
     weights = np.log((range_ends() + 1) / range_lows()) * np.where(range_ends() <= SMALLEST_END, few, 1.0)
     regrets = math.log1p(regret) / np.where(range_ends() == 1, few, 1.0)
-    chosen = _without_needless(_grown(losses, weights, regrets, most), losses, regrets)
+    chosen = _without_needless(_grown([], losses, weights, regrets, most), losses, regrets)
     chosen = _exchanged(chosen, losses, weights)
+    used = [each for each in chosen if each in {chosen[best] for best in losses[:, chosen].argmin(axis=1)}]
+    chosen = _grown(used, losses, weights, regrets, most)
     picked: list[int] = []
     for row in losses:
         best = chosen[int(np.argmin(row[chosen]))]
@@ -98,10 +100,12 @@ def choose_ranges(
     return tuple(_joined(picked, candidates))
 
 
-def _grown(losses: Losses, weights: NDArray[np.float64], regrets: NDArray[np.float64], most: int) -> list[int]:
-    """Candidates, the one that helps most first."""
-    chosen: list[int] = []
-    least = np.full(len(losses), WORST)
+def _grown(
+    chosen: Sequence[int], losses: Losses, weights: NDArray[np.float64], regrets: NDArray[np.float64], most: int
+) -> list[int]:
+    """So many candidates at most: those that are chosen, then the one that helps most first."""
+    chosen = list(chosen)
+    least = losses[:, chosen].min(axis=1, initial=WORST)
     floors = losses.min(axis=1)
     while len(chosen) < most and (least - floors > regrets).any():
         helps = int(np.argmin(weights @ np.minimum(losses, least[:, None])))
