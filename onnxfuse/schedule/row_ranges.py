@@ -4,8 +4,8 @@ Costs jump where a tile more begins, so m is looked at in ranges that end where 
 ends. A set of kernels has a regret in each range: how much longer its best takes than the best of all candidates. The
 set grows by the kernel that lowers the regret most, as a mean over the logarithm of m, until no range has more than
 `regret`, loses again what is not needed for that, exchanges a kernel for another as long as the mean falls, and grows
-again where that has left one without rows. Up to 16 rows count for more than their logarithm, and the regret of one is as many times less: a text is read once, and then
-written token by token, as are several at once.
+again where that has left one without rows. Up to 16 rows count for more than their logarithm, and the regret of one is
+as many times less: a text is read once, and then written token by token, as are several at once.
 """
 
 from __future__ import annotations

