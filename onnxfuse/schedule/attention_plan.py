@@ -36,7 +36,7 @@ from onnxfuse.schedule.attention_tile import (
     shared_bytes,
 )
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.cost_model import clusters_at_once, from_memory
+from onnxfuse.schedule.cost_model import CLUSTERS_SINCE, clusters_at_once, from_memory
 from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.variant import AttentionPlan, AttentionVariant
@@ -55,7 +55,6 @@ PORTABLE_SPLITS = ((4, 32), (4, 16), (2, 16))  # warps that share 16 rows, and k
 FEW_ROWS = 64  # that four warps have
 ROWS = (WARP_ROWS, 64, 256, 1024, 4096)  # of a query whose number only the run knows
 SPLITS = (2, 4, 8)  # blocks of a cluster that share the keys of few rows
-CLUSTERS_SINCE = 90  # compute capability
 MOST_ALONE = 4  # blocks of a cluster that have a multiprocessor each
 MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of the registers
 OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide

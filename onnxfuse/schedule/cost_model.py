@@ -19,6 +19,7 @@ from onnxfuse.schedule.kernel_family import Amount, AnyTile, Count, Flow, Proble
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
 FP32_BYTES = 4
+CLUSTERS_SINCE = 90  # compute capability
 LIBRARY_ALIGNMENT = 16  # bytes that the pitches of the library's fastest kernels are multiples of
 
 
@@ -27,9 +28,9 @@ def tiles_of(tile: AnyTile, problem: Problem) -> Amount:
     return problem.batch * np.ceil(problem.m / tile.block_m) * np.ceil(problem.n / tile.block_n)
 
 
-def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec) -> Amount:
-    """Blocks that a multiprocessor computes one after the other."""
-    return np.ceil(tiles_of(tile, problem) / device.multiprocessors)
+def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec, splits: int = 1) -> Amount:
+    """Blocks that a multiprocessor computes one after the other; `splits` of them share a tile along k."""
+    return np.ceil(tiles_of(tile, problem) * splits / device.multiprocessors)
 
 
 def clusters_at_once(blocks: int, residents: int, device: DeviceSpec) -> int:
@@ -43,9 +44,11 @@ def products_of(tile: AnyTile, spec: KernelSpec) -> int:
     return tile.block_m * tile.block_n * spec.parts
 
 
-def multiplying(tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """Microseconds in which a multiprocessor multiplies."""
-    depth = waves_of(tile, problem, device) * problem.k
+def multiplying(
+    tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec, splits: int = 1
+) -> Amount:
+    """Microseconds in which a multiprocessor multiplies; `splits` blocks share a tile along k."""
+    depth = waves_of(tile, problem, device, splits) * problem.k / splits
     return products_of(tile, spec) * depth / pace / calibration(device).products[spec.math]
 
 

@@ -37,7 +37,6 @@ FEW_COLUMNS: dict[tuple[str, str], tuple[SmallMTile, ...]] = {
     ("bf16", "nk"): (*_NARROW, *_DEEP), ("bf16", "kn"): (*_WIDE, *_DEEP),
     ("tf32", "nk"): _SPLIT_TF32, ("tf32", "kn"): _SPLIT_TF32,
 }  # fmt: skip
-CLUSTERS_SINCE = 90  # compute capability
 SECTOR = 32  # bytes that memory delivers at once at least
 _SINGLE = "element by element"
 PATHS = {
@@ -49,7 +48,7 @@ PATHS = {
 
 def whole_tiles(math_mode: str, parts: int, rhs_order: str, device: DeviceSpec) -> tuple[SmallMTile, ...]:
     """The candidate tiles, with block_n the columns of all parts."""
-    if device.capability < CLUSTERS_SINCE:
+    if device.capability < cost_model.CLUSTERS_SINCE:
         return TILES[math_mode]
     few = FEW_COLUMNS.get((math_mode, rhs_order), ())
     return (*TILES[math_mode], *(tile for tile in few if parts * FRAGMENT_COLUMNS <= tile.block_n))
@@ -108,7 +107,7 @@ class SmallM(ProductFamily):
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and the warps' sums; or reading rhs once for every 16 rows, if that is longer."""
         tile: SmallMTile = entry.tile
-        busy = _multiplying(entry, spec, problem, device)
+        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device, tile.splits)
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         known = calibration(device)
         share = np.minimum(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
@@ -121,14 +120,6 @@ class SmallM(ProductFamily):
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""
         return m <= tile.block_m
-
-
-def _multiplying(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """Microseconds in which a multiprocessor multiplies its share of k of each of its tiles."""
-    tile: SmallMTile = entry.tile
-    waves = np.ceil(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors)
-    products = cost_model.products_of(tile, spec) * waves * problem.k / tile.splits
-    return products / entry.pace / calibration(device).products[spec.math]
 
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
