@@ -9,7 +9,6 @@ A problem with an array of rows has an array of costs, one for each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -108,7 +107,7 @@ def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpe
 
 def _of_integers(spec: KernelSpec, m: Count, n: Count, k: Count, of_floats: Amount, device: DeviceSpec) -> Amount:
     """The same of ONNX Runtime's MatMulNBits, in the faster of its modes: by itself, or behind unpacking all of rhs."""
-    launch, known = calibration(device).library_launch, calibration(device).library_quantized
+    launch, known = calibration(device).library_launch[_units(spec)], calibration(device).library_quantized
     reading = from_memory(n * column_bytes(spec, k), device)
     crowd = np.sqrt(np.maximum(m / known["few"], 1.0))
     by_itself = reading * (known["read"] + known["row"] * np.sqrt(m)) * crowd
@@ -116,18 +115,28 @@ def _of_integers(spec: KernelSpec, m: Count, n: Count, k: Count, of_floats: Amou
     return launch + np.minimum(by_itself, unpacking + of_floats)
 
 
+def _units(spec: KernelSpec) -> str:
+    """By what the library multiplies."""
+    return "tf32" if spec.dtype.bytes == FP32_BYTES else spec.dtype.name
+
+
 def _of_floats(spec: KernelSpec, m: Count, n: Count, k: Count, device: DeviceSpec) -> Amount:
-    """One product of the library."""
+    """One product of the library: in its fastest kernels, or in those that any address suits."""
     known, size = calibration(device), spec.dtype.bytes
+    math = _units(spec)
     whole = np.ceil(m / known.library_granule) * np.ceil(n / known.library_granule) * known.library_granule**2
-    pace = known.library_products.get(spec.math, known.products["tf32" if size == FP32_BYTES else spec.math])
+    pace = known.library_products.get(spec.math, known.products[math])
     computing = whole * k / device.multiprocessors / pace
-    memory = from_memory((m * k + k * n + m * n) * size, device)
-    busy = np.hypot(np.hypot(computing, memory), k * size * known.library_depth)
-    return known.library_launch + busy * _misaligned(known.library_misaligned, k * size, n * size)
+    memory, row = from_memory((m * k + k * n + m * n) * size, device), k * size
+    turned = known.library_turned.get(f"{math} {spec.rhs_order}", 1.0)
+    busy = np.hypot(np.hypot(computing * turned, memory), row * known.library_depth[math])
+    aligned = known.library_launch[math] + busy
+    alignment = functools.reduce(np.gcd, (row, n * size), LIBRARY_ALIGNMENT)
+    return np.where(alignment == LIBRARY_ALIGNMENT, aligned, _misaligned(computing, memory, row, alignment, device))
 
 
-def _misaligned(known: Mapping[str, float], *pitches: Count) -> Amount:
-    """How much longer the library takes, by what all pitches are multiples of."""
-    alignment = functools.reduce(np.gcd, pitches, LIBRARY_ALIGNMENT)
-    return sum((alignment == int(each)) * factor for each, factor in known.items())
+def _misaligned(computing: Amount, memory: Amount, row: Count, alignment: Count, device: DeviceSpec) -> Amount:
+    """The library's product whose pitches are multiples of fewer bytes than 16; `row` is those of a row of lhs."""
+    known = calibration(device).library_misaligned
+    slower = sum((alignment == each) * known.get(str(each), 0.0) for each in (2, 4, 8))
+    return known["launch"] + computing * slower + np.hypot(memory * known["memory"], row * known["depth"])

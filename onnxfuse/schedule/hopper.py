@@ -11,7 +11,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.ir.fusion import NONLINEAR
 from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
-from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.calibration import Calibration, calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.hopper_tile import (
@@ -24,7 +24,7 @@ from onnxfuse.schedule.hopper_tile import (
     rhs_pieces,
     tma_stored,
 )
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 # Small M comes in a box that is little taller than M. A tile's block_n is the width of all parts together.
@@ -66,6 +66,7 @@ NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
 CACHE_LINE = 128  # bytes: a row of a box that does not begin on one lies in two
+SECTOR = 32  # bytes: and where it begins on none of these either, TMA is much slower
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
     "product": "TMA",
@@ -190,10 +191,16 @@ def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: Devic
     lhs = np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) * _box(tile)
     boxes = sum(math.ceil(piece.columns / piece.atom) for piece in rhs_pieces(spec, tile))
     rhs = float(spec.parts * (tile.block_n if spec.rhs_order == "nk" else boxes * block_k(spec)))
-    width, whole = spec.dtype.bytes, known.hopper_misaligned
-    rhs_pitch = problem.k if spec.rhs_order == "nk" else problem.n
-    lhs = lhs * (1 + whole["lhs"] * (problem.k * width % CACHE_LINE > 0))
-    return known.hopper_loaded_row * (lhs + rhs * (1 + whole["rhs"] * (rhs_pitch * width % CACHE_LINE > 0)))
+    width, order = spec.dtype.bytes, spec.rhs_order
+    lhs *= _in_pieces("lhs", problem.k * width, known)
+    rhs *= _in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
+    return known.hopper_loaded_row * (lhs + rhs)
+
+
+def _in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:
+    """How much longer the rows of a box take whose pitch is no multiple of a cache line, or not even of a sector."""
+    lines = known.hopper_misaligned[operand] * (pitch % CACHE_LINE > 0)
+    return 1 + np.where(pitch % SECTOR > 0, known.hopper_in_sectors[operand], lines)
 
 
 def epilogue_time(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> float:

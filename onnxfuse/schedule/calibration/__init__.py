@@ -25,12 +25,15 @@ class Calibration:
         copied: by bytes of a copy.
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
-        library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
+        library_launch: by arithmetic, as `library_depth`.
+        library_turned: by arithmetic and the order of rhs; 1 where there is no row.
+        library_misaligned: where pitches are no multiples of 16 bytes: `launch`, times of `memory`,
+            microseconds of each byte of a row's `depth`, and by bytes that all are multiples of, times of computing.
         library_quantized: `read` and `row` of MatMulNBits by itself, up to `few` rows, and `unpacked` of all of rhs.
         normalising: by the op's type.
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         exact: arithmetic of exact fp32.
-        hopper_misaligned: of `lhs` and `rhs`.
+        hopper_misaligned: of `lhs` and of `rhs` by its order, as `hopper_in_sectors`.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
             operand, each that is `copied` out by threads.
         hopper_clustered: by blocks of a cluster.
@@ -62,9 +65,10 @@ class Calibration:
     exact: str
     library_advantage: Mapping[str, float]
     library_products: Mapping[str, float]
-    library_launch: float
-    library_depth: float
+    library_launch: Mapping[str, float]
+    library_depth: Mapping[str, float]
     library_granule: int
+    library_turned: Mapping[str, float]
     library_misaligned: Mapping[str, float]
     library_quantized: Mapping[str, float]
     normalising: Mapping[str, float]
@@ -73,6 +77,7 @@ class Calibration:
     pointwise_bytes_in_flight: int
     hopper_loaded_row: float
     hopper_misaligned: Mapping[str, float]
+    hopper_in_sectors: Mapping[str, float]
     hopper_alone: float
     small_m_alone: float
     small_m_meeting: Mapping[str, float]
