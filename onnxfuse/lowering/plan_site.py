@@ -485,7 +485,7 @@ def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilog
             for index in epilogue_only.replaced
             if index not in one_node
         )
-        + sum(product.activation is not None for product in epilogue_only.match.products),
+        + sum((product.activation is not None) + product.is_biased_gemm for product in epilogue_only.match.products),
         products=len(products),
         normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], across)) for sums in opened),
     )

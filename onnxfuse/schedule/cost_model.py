@@ -107,12 +107,12 @@ def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpe
 
 def _of_integers(spec: KernelSpec, m: Count, n: Count, k: Count, of_floats: Amount, device: DeviceSpec) -> Amount:
     """The same of ONNX Runtime's MatMulNBits, in the faster of its modes: by itself, or behind unpacking all of rhs."""
-    launch, known = calibration(device).library_launch[_units(spec)], calibration(device).library_quantized
+    known = calibration(device).library_quantized
     reading = from_memory(n * column_bytes(spec, k), device)
     crowd = np.sqrt(np.maximum(m / known["few"], 1.0))
     by_itself = reading * (known["read"] + known["row"] * np.sqrt(m)) * crowd
     unpacking = known["unpacked"] * from_memory(n * k * spec.dtype.bytes, device)
-    return launch + np.minimum(by_itself, unpacking + of_floats)
+    return known["launch"] + np.minimum(by_itself, unpacking + of_floats)
 
 
 def _units(spec: KernelSpec) -> str:
@@ -121,22 +121,22 @@ def _units(spec: KernelSpec) -> str:
 
 
 def _of_floats(spec: KernelSpec, m: Count, n: Count, k: Count, device: DeviceSpec) -> Amount:
-    """One product of the library: in its fastest kernels, or in those that any address suits."""
-    known, size = calibration(device), spec.dtype.bytes
-    math = _units(spec)
+    """One product of the library: of a vector, in its fastest kernels, or in those that any address suits."""
+    known, size, units = calibration(device), spec.dtype.bytes, _units(spec)
     whole = np.ceil(m / known.library_granule) * np.ceil(n / known.library_granule) * known.library_granule**2
-    pace = known.library_products.get(spec.math, known.products[math])
+    pace = known.library_products.get(spec.math, known.products[units])
     computing = whole * k / device.multiprocessors / pace
-    memory, row = from_memory((m * k + k * n + m * n) * size, device), k * size
-    turned = known.library_turned.get(f"{math} {spec.rhs_order}", 1.0)
-    busy = np.hypot(np.hypot(computing * turned, memory), row * known.library_depth[math])
-    aligned = known.library_launch[math] + busy
-    alignment = functools.reduce(np.gcd, (row, n * size), LIBRARY_ALIGNMENT)
-    return np.where(alignment == LIBRARY_ALIGNMENT, aligned, _misaligned(computing, memory, row, alignment, device))
-
-
-def _misaligned(computing: Amount, memory: Amount, row: Count, alignment: Count, device: DeviceSpec) -> Amount:
-    """The library's product whose pitches are multiples of fewer bytes than 16; `row` is those of a row of lhs."""
-    known = calibration(device).library_misaligned
-    slower = sum((alignment == each) * known.get(str(each), 0.0) for each in (2, 4, 8))
-    return known["launch"] + computing * slower + np.hypot(memory * known["memory"], row * known["depth"])
+    memory = from_memory((m * k + k * n + m * n) * size, device)
+    turned = known.library_turned.get(f"{units} {spec.rhs_order}", 1.0)
+    is_vector = (m == 1) | (n == 1)
+    alignment = functools.reduce(np.gcd, (k * size, n * size), LIBRARY_ALIGNMENT)
+    slower = sum((alignment == int(each)) * factor for each, factor in known.library_misaligned.items())
+    ways = {
+        "vector": np.hypot(computing, memory),
+        units: np.hypot(computing * turned, memory),
+        "misaligned": computing * slower + memory * known.library_misaligned_memory,
+    }
+    vector, aligned, misaligned = (
+        known.library_launch[way] + known.library_depth[way] * np.sqrt(k) + busy for way, busy in ways.items()
+    )
+    return np.where(is_vector, vector, np.where(alignment == LIBRARY_ALIGNMENT, aligned, misaligned))

@@ -76,7 +76,7 @@ class Traffic:
         product: of one row of the product.
         rest: of one row of everything else that the epilogue reads or writes.
         passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
-            activation of a FusedGemm is one too.
+            activation of a FusedGemm is one too, and the bias of a Gemm, which the runtime writes ahead of the product.
         products: that the library makes one after the other, each of as many columns.
         normalised: by ops that were taken apart.
     """

@@ -24,7 +24,7 @@ from tests.helpers.matching import draw
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
 from tests.tools import sweep
 
-K, N = 32, 64
+K, N = 256, 256
 SKIP, SIMPLIFIED = "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"
 KINDS = (SKIP, SIMPLIFIED)
 VARIANTS = [

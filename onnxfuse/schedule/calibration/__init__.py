@@ -25,11 +25,11 @@ class Calibration:
         copied: by bytes of a copy.
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
-        library_launch: by arithmetic, as `library_depth`.
+        library_launch: by arithmetic, of a `vector`, and of a product with a pitch of no multiple of 16 bytes,
+            `misaligned`; as `library_depth`.
         library_turned: by arithmetic and the order of rhs; 1 where there is no row.
-        library_misaligned: where pitches are no multiples of 16 bytes: `launch`, times of `memory`,
-            microseconds of each byte of a row's `depth`, and by bytes that all are multiples of, times of computing.
-        library_quantized: `read` and `row` of MatMulNBits by itself, up to `few` rows, and `unpacked` of all of rhs.
+        library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
+        library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows, and `unpacked` of all of rhs.
         normalising: by the op's type.
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         exact: arithmetic of exact fp32.
@@ -70,6 +70,7 @@ class Calibration:
     library_granule: int
     library_turned: Mapping[str, float]
     library_misaligned: Mapping[str, float]
+    library_misaligned_memory: float
     library_quantized: Mapping[str, float]
     normalising: Mapping[str, float]
     unknown_size: int
