@@ -29,7 +29,7 @@ class Calibration:
             `misaligned`; as `library_depth`.
         library_turned: by arithmetic and the order of rhs; 1 where there is no row.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
-        library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows, and `unpacked` of all of rhs.
+        library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows; `unpacked` of all rhs.
         normalising: by the op's type.
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         exact: arithmetic of exact fp32.
