@@ -9,6 +9,7 @@ A problem with an array of rows has an array of costs, one for each.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 
@@ -68,8 +69,13 @@ def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amoun
 
 def moving_factors(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
     """Microseconds in which memory delivers lhs, and rhs so many times."""
-    rhs = passes * problem.n * spec.parts * column_bytes(spec, problem.k)
-    return from_memory(problem.batch * (problem.m * problem.k * spec.dtype.bytes + rhs), device)
+    rhs = problem.batch * passes * problem.n * spec.parts * column_bytes(spec, problem.k)
+    return from_memory(_lhs_bytes(spec, problem) + rhs, device)
+
+
+def _lhs_bytes(spec: KernelSpec, problem: Problem) -> Amount:
+    """All of lhs; what batches share is read once."""
+    return (1 if problem.shared_lhs else problem.batch) * problem.m * problem.k * spec.dtype.bytes
 
 
 def moving_rows(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
@@ -100,18 +106,18 @@ def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpe
     """
     if spec.math not in calibration(device).library_products and spec.quantization is None:
         return None
-    m, n = problem.m * problem.batch, problem.n * spec.parts // products
-    each = _of_floats(spec, m, n, problem.k, device)
-    return products * (each if spec.quantization is None else _of_integers(spec, m, n, problem.k, each, device))
+    each = replace(problem, n=problem.n * spec.parts // products)
+    of_floats = _of_floats(spec, each, device)
+    return products * (of_floats if spec.quantization is None else _of_integers(spec, each, of_floats, device))
 
 
-def _of_integers(spec: KernelSpec, m: Count, n: Count, k: Count, of_floats: Amount, device: DeviceSpec) -> Amount:
+def _of_integers(spec: KernelSpec, problem: Problem, of_floats: Amount, device: DeviceSpec) -> Amount:
     """The same of ONNX Runtime's MatMulNBits, in the faster of its modes: by itself, or behind unpacking all of rhs."""
-    known = calibration(device).library_quantized
-    reading = from_memory(n * column_bytes(spec, k), device)
-    crowd = np.sqrt(np.maximum(m / known["few"], 1.0))
-    by_itself = reading * (known["read"] + known["row"] * np.sqrt(m)) * crowd
-    unpacking = known["unpacked"] * from_memory(n * k * spec.dtype.bytes, device)
+    known, rows = calibration(device).library_quantized, problem.m * problem.batch
+    reading = from_memory(problem.n * column_bytes(spec, problem.k), device)
+    crowd = np.sqrt(np.maximum(rows / known["few"], 1.0))
+    by_itself = reading * (known["read"] + known["row"] * np.sqrt(rows)) * crowd
+    unpacking = known["unpacked"] * from_memory(problem.n * problem.k * spec.dtype.bytes, device)
     return known["launch"] + np.minimum(by_itself, unpacking + of_floats)
 
 
@@ -120,15 +126,16 @@ def _units(spec: KernelSpec) -> str:
     return "tf32" if spec.dtype.bytes == FP32_BYTES else spec.dtype.name
 
 
-def _of_floats(spec: KernelSpec, m: Count, n: Count, k: Count, device: DeviceSpec) -> Amount:
+def _of_floats(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """One product of the library: of a vector, in its fastest kernels, or in those that any address suits."""
     known, size, units = calibration(device), spec.dtype.bytes, _units(spec)
-    whole = np.ceil(m / known.library_granule) * np.ceil(n / known.library_granule) * known.library_granule**2
+    m, n, k, granule = problem.m, problem.n, problem.k, known.library_granule
+    whole = problem.batch * np.ceil(m / granule) * np.ceil(n / granule) * granule**2
     pace = known.library_products.get(spec.math, known.products[units])
     computing = whole * k / device.multiprocessors / pace
-    memory = from_memory((m * k + k * n + m * n) * size, device)
+    memory = from_memory(_lhs_bytes(spec, problem) + problem.batch * (k + m) * n * size, device)
     turned = known.library_turned.get(f"{units} {spec.rhs_order}", 1.0)
-    is_vector = (m == 1) | (n == 1)
+    is_vector = ((m == 1) | (n == 1)) & (problem.batch == 1)
     alignment = functools.reduce(np.gcd, (k * size, n * size), LIBRARY_ALIGNMENT)
     slower = sum((alignment == int(each)) * factor for each, factor in known.library_misaligned.items())
     ways = {

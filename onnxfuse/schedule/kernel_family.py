@@ -6,7 +6,7 @@ each under the same name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ Count = Any
 Amount = Any
 
 BATCHES = (1, 2, 4, 8, 16)  # that columns of all batches may be of
+SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
+SAMPLED_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # of known columns
 NARROWEST = 16  # columns of one such batch
 
 
@@ -95,6 +97,8 @@ class Problem:
         batch: counts those with an rhs of their own; of columns of all batches, as many as they are.
         guessed: n or the batch may be larger at run time.
         by: which size kernels are chosen by, `m` or `n`.
+        columns: of all batches together, where those are what kernels are chosen by and n is known.
+        shared_lhs: all batches are of one lhs, as images of a convolution's weight.
     """
 
     m: Any
@@ -103,11 +107,14 @@ class Problem:
     batch: Any = 1
     guessed: bool = False
     by: str = "m"
+    columns: Any = None
+    shared_lhs: bool = False
 
     @property
     def size(self) -> Any:
         """The size that kernels are chosen by."""
-        return self.n if self.by == "n" else self.m
+        columns = self.n if self.columns is None else self.columns
+        return columns if self.by == "n" else self.m
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class Sizes:
         batch: counts those with an rhs of their own, but for those that only the run knows.
         guessed: the batch may be larger at run time.
         typical: an unknown n or k where m is smaller, an unknown k where n is.
+        shared_lhs: all batches are of one lhs.
     """
 
     m: int | None
@@ -126,11 +134,12 @@ class Sizes:
     batch: int
     guessed: bool
     typical: int
+    shared_lhs: bool = False
 
     @property
     def by(self) -> str:
-        """Which size kernels are chosen by: `m`, or `n` where that alone is not known, as of an image."""
-        return "n" if self.m is not None and self.n is None else "m"
+        """Which size kernels are chosen by: `m`, or `n` where that or the batch alone is not known, as of images."""
+        return "n" if self.m is not None and (self.n is None or self.guessed) else "m"
 
     @property
     def label(self) -> str:
@@ -140,14 +149,26 @@ class Sizes:
     @property
     def known(self) -> int | None:
         """The size that kernels are chosen by; None where only the run knows."""
-        return self.n if self.by == "n" else self.m
+        return None if self.by == "n" else self.m
+
+    @property
+    def sampled(self) -> Sequence[int]:
+        """The size that kernels are chosen by, or some that it may be."""
+        if self.known is not None:
+            return (self.known,)
+        return SAMPLED if self.by == "m" or self.n is None else [self.n * count for count in SAMPLED_BATCHES]
 
     def at(self, size: Count) -> Problem:
         """The problem with so many rows, or columns: what else is not known is a sequence as well."""
         unknown = max(size, self.typical) if isinstance(size, int) else np.maximum(size, self.typical)
-        if self.by == "n":
-            return Problem(self.m, size, self.k or unknown, self.batch, self.guessed, "n")
-        return Problem(self.m or size, self.n or unknown, self.k or unknown, self.batch, self.guessed or self.n is None)
+        shared = self.shared_lhs
+        problem = Problem(self.m or size, size, self.k or unknown, self.batch, self.guessed, self.by, shared_lhs=shared)
+        if self.by == "m":
+            return replace(problem, n=self.n or unknown, guessed=self.guessed or self.n is None)
+        if self.n is None:
+            return problem
+        batches = np.maximum(np.ceil(size / self.n), 1)
+        return replace(problem, n=self.n, batch=self.batch * batches, guessed=False, columns=size)
 
     def guesses(self, size: Count) -> tuple[Problem, ...]:
         """The problems that so many rows, or columns, may be of; several where more is not known."""

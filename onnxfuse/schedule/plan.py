@@ -28,7 +28,6 @@ from onnxfuse.schedule.row_ranges import FEW_ROWS, MOST_KERNELS, MOST_QUANTIZED,
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
-SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
 FALLBACK = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
 Price = Callable[[Candidate, Count], Amount]  # microseconds of a tile at a size that plans go by, or at several
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
@@ -49,8 +48,9 @@ def make_plan(
     m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
     guessed = not shared and static_size(fusion, mapping.batch) is None
-    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size)
-    problems = [sizes.at(size) for size in ([sizes.known] if sizes.known else SAMPLED)]
+    one_lhs = not any(axis in fusion.lhs.axes for axis in mapping.batch)
+    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size, one_lhs)
+    problems = [sizes.at(size) for size in sizes.sampled]
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
     if not fitting and fusion.quantization is not None:

@@ -100,7 +100,8 @@ def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
 
 def _count(ranked: Ranked) -> int:
     """Rows, or columns, of all batches."""
-    return int(ranked.size * ranked.problem.batch)
+    problem = ranked.problem
+    return int((problem.n if problem.by == "n" else problem.m) * problem.batch)
 
 
 def beside_stock(plan: ProductPlan, products: int, passes: int) -> Iterator[Times]:

@@ -24,7 +24,7 @@ from onnxfuse.schedule.strategy import Strategy, Times, choose
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
 FEW = 4  # tiles of one kernel that are timed at each number of rows
-TUNED = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m or n is timed, of plan.SAMPLED: ragged where ranges are narrow
+TUNED = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m or n is timed, some SAMPLED: ragged where ranges are narrow
 MIDDLE_FIRST = (1024, 77, 300, 16, 4096, 1)  # in which order, for a budget that does not last
 
 OF_ATTENTION = (1024, 256, 4096, 64)  # the same of an attention's queries
@@ -102,7 +102,8 @@ def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
     if not site.plans or site.only not in (None, device.arch):
         return []
     ranked = {entry.size: entry for entry in _plan_of(site, device).ranked}
-    sizes = [size for size in MIDDLE_FIRST if size in ranked] if len(ranked) > 1 else list(ranked)
+    sizes = [size for size in MIDDLE_FIRST if size in ranked] if len(ranked) > 1 else []
+    sizes = sizes or sorted(ranked, key=lambda size: abs(list(ranked).index(size) - len(ranked) // 2))
     return [Trial(site, size, _implementations(site, device, ranked[size])) for size in sizes]
 
 

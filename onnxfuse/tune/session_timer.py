@@ -198,7 +198,8 @@ def _loops(trial: Trial) -> list[tuple[tuple[str, ...], int]]:
     # Of batches that share rhs, the rows count together.
     shared = not any(axis in site.fusion.rhs[0].axes for axis in mapping.batch)
     rows = (*mapping.batch, *mapping.m) if shared else mapping.m
-    return [(rows, problem.m), (mapping.n, problem.n), (mapping.k, problem.k)]
+    batches = [] if shared else [(mapping.batch, int(problem.batch))]
+    return [(rows, problem.m), (mapping.n, problem.n), (mapping.k, problem.k), *batches]
 
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:

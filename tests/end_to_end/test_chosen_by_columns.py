@@ -1,4 +1,4 @@
-"""Kernels are chosen by m, or by n where that alone is not known: the plan and the bridge agree which, and use it.
+"""Kernels are chosen by m, or by n where that or the batch alone is not known: plan and bridge agree which, and use it.
 
 Of a batch that only the run knows, the columns count together.
 """
@@ -21,10 +21,12 @@ from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, Record, pack
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.row_ranges import MOST_KERNELS
 from onnxfuse.schedule.variant import ProductPlan, ProductVariant
+from onnxfuse.tune import search
 from onnxfuse.tune.search import Trial
 from onnxfuse.tune.session_timer import ports
 from tests.graph.test_archive import RECORD
@@ -187,6 +189,29 @@ def test_images_of_any_number_have_a_good_kernel() -> None:
     assert fmean(found) <= 0.06, "planned and chosen for one image it was 0.5"
 
 
+def test_images_of_a_known_size_have_a_good_kernel_at_any_number() -> None:
+    """As vision models are exported: the batch alone is open, and decides how many tiles there are."""
+    site = only_site(convolution("height", "width"))
+    (plan,) = site.plans
+    size = SIZES["height"] * SIZES["width"]
+    assert (plan.sizes.by, plan.sizes.label, plan.sizes.n) == ("n", "batch*n", size)
+    problems = [dataclasses.replace(plan.sizes.at(size), batch=batch) for batch in range(1, 129)]
+    found = regrets(site, [(size * problem.batch, problem) for problem in problems])
+    assert found[64] <= calibration(DEVICE).regret
+    assert found[-1] <= 0.25
+    alone = next(entry for entry in plan.ranked if entry.size == size)
+    many = [entry.tiles[0][0] for entry in plan.ranked if entry.size == 64 * size]
+    assert many[0] > 3 * alone.tiles[0][0], "64 images are not priced as one"
+
+
+def test_a_weight_is_read_once_for_all_images() -> None:
+    spec, sizes = only_site(convolution("height", "width")).plans[0].variants[0].spec, Problem(N, 1, K, batch=64)
+    images, weight = 64 * K * spec.dtype.bytes, N * K * spec.dtype.bytes
+    for shared_lhs, weights in ((True, 1), (False, 64)):
+        moved = cost_model.moving_factors(spec, dataclasses.replace(sizes, shared_lhs=shared_lhs), DEVICE)
+        assert moved == pytest.approx(cost_model.from_memory(images + weights * weight, DEVICE))
+
+
 def test_scores_of_any_batch_have_a_good_kernel() -> None:
     site = only_site(heads())
     sizes, draws = site.plans[0].sizes, Random(0)
@@ -202,6 +227,15 @@ def test_an_image_is_timed_at_sizes_of_its_own() -> None:
     inputs, outputs = ports(Trial(site, 300, {}))
     assert inputs[0].shape[:2] == (2, K) or inputs[1].shape[:2] == (2, K)
     assert outputs[0].shape == (2, N, 1, 300)
+
+
+def test_images_of_a_known_size_are_timed_at_several_numbers() -> None:
+    site = only_site(convolution("height", "width"))
+    size = SIZES["height"] * SIZES["width"]
+    trials = search._trials(site, DEVICE)
+    assert {trial.size // size for trial in trials} == {1, 2, 4, 8, 16, 32, 64}
+    assert trials[0].size == 8 * size, "the middle first"
+    assert {ports(trial)[1][0].shape for trial in trials} == {(trial.size // size, N, 6, 20) for trial in trials}
 
 
 def test_scores_are_timed_with_as_many_keys_as_they_are_planned_for() -> None:

@@ -318,8 +318,8 @@ bool contains(const Group& group, int axis) { return std::find(group.begin(), gr
 
 namespace {
 
-// Whether kernels are chosen by n: where m was known when the model was optimized and n was not, as of an image. The
-// same rule is `Sizes.by` in schedule/kernel_family.py.
+// Whether kernels are chosen by n: where m was known when the model was optimized and n or the number of batches was
+// not, as of images. The same rule is `Sizes.by` in schedule/kernel_family.py.
 bool is_chosen_by_columns(const Contract& contract) {
   if (!contract.has_product() || contract.is_attention()) return false;
   const auto is_known = [&](int axis) { return contract.axes[axis].size != kUnknown; };
@@ -329,9 +329,9 @@ bool is_chosen_by_columns(const Contract& contract) {
   };
   // Of batches that share rhs, the rows count together.
   const bool shared = std::none_of(contract.batch.begin(), contract.batch.end(), is_of_rhs);
-  return std::all_of(contract.m.begin(), contract.m.end(), is_known) &&
-         (!shared || std::all_of(contract.batch.begin(), contract.batch.end(), is_known)) &&
-         !std::all_of(contract.n.begin(), contract.n.end(), is_known);
+  const auto are_known = [&](const Group& axes) { return std::all_of(axes.begin(), axes.end(), is_known); };
+  const bool same_batches = are_known(contract.batch);
+  return are_known(contract.m) && (!shared || same_batches) && !(are_known(contract.n) && same_batches);
 }
 
 }  // namespace
