@@ -12,10 +12,12 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.graph.constant_propagation import FLOAT_OPS, MAX_ENTRIES, Array, integers
 from onnxfuse.graph.data_propagation import Facts
+from onnxfuse.graph.foldable import FOLDED_TYPES, foldable_values
 from onnxfuse.graph.functions import OPENED, FunctionKey, reads_inside, subgraphs
 from onnxfuse.graph.load import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.graph.load import ModelProto as ModelProto
 from onnxfuse.graph.load import load_model as load_model
+from onnxfuse.graph.load import overridable
 from onnxfuse.graph.operators import name_of_op
 from onnxfuse.graph.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.graph.symbolic import Size as Size  # re-exported: what a dimension of the graph is
@@ -83,6 +85,14 @@ class Graph:
     def is_initializer(self, name: str) -> bool:
         """Whether the value is stored in the model."""
         return name in self.scope.stored
+
+    def is_folded(self, name: str) -> bool:
+        """Whether ONNX Runtime computes a value once, as it loads the model: from what is stored, in fp32 or fp64."""
+        return name in self._foldable and self.dtype(name) in FOLDED_TYPES
+
+    @cached_property
+    def _foldable(self) -> frozenset[str]:
+        return foldable_values(self.scope, overridable(self.model.proto))
 
     def shape(self, name: str) -> tuple[Size, ...] | None:
         """Dimensions: an int, a symbol, or None where nothing is known; None for an unknown rank."""

@@ -122,6 +122,7 @@ def _products(graph: Graph, points: InsertionPoints) -> tuple[list[Product], lis
             continue
         try:
             _check_scope(graph, node)
+            _check_runs(graph, node)
             products.append(read_product(graph, node))
         except NotFusable as refusal:
             refused.append((node, refusal))
@@ -135,6 +136,13 @@ def _check_scope(graph: Graph, node: gs.Node) -> None:
     if graph.opset < OLDEST_OPSET:
         detail = f"operator set {graph.opset} spells broadcasting otherwise than those from {OLDEST_OPSET} on"
         raise NotFusable("opset_too_old", node_label(node), detail)
+
+
+def _check_runs(graph: Graph, node: gs.Node) -> None:
+    """What no run changes needs no kernel."""
+    if graph.is_folded(node.outputs[0].name):
+        detail = "computed from stored tensors alone: ONNX Runtime does that once, as it loads the model"
+        raise NotFusable("constant", node_label(node), detail)
 
 
 def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:
@@ -192,6 +200,7 @@ class Search(Generic[SiteT]):
     def _made_attention(self, attentions: Attentions, candidate: Candidate, product: gs.Node) -> Found[SiteT]:
         """The one that reaches furthest behind the second product of those that a kernel computes."""
         _check_scope(self.graph, product)
+        _check_runs(self.graph, product)
         refusals = []
         for match, fusion in attentions.matches(candidate, product):
             try:

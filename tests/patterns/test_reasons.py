@@ -130,6 +130,12 @@ def of_unknown_rank(b: Builder) -> str:
     return b("Relu", b("MatMul", reshaped, b.array(draw(K, N))))
 
 
+def of_stored_tensors(b: Builder) -> str:
+    """A table that every run projects alike, as relative positions are, beside a product of the input."""
+    table = b("Relu", b("MatMul", b("Tanh", b.array(draw(4, K))), b.array(draw(K, N))))
+    return b("Add", product(b, shape=(4, K)), table)
+
+
 def outer_product(b: Builder) -> str:
     return b("Relu", b("MatMul", b.input("x", (3, 4, 1)), b.input("y", (3, 1, 5))))
 
@@ -139,6 +145,7 @@ CASES = {
     "batch_transposed": permuted_batch,
     "bounds_not_constant": bound_of_the_run,
     "broadcasts_the_product": lambda b: b("Add", product(b), b.array(draw(3, 1, 1, 1))),
+    "constant": of_stored_tensors,
     "cast_to_non_float": lambda b: b("Cast", product(b), to=TensorProto.INT32),
     "columns_differ": two_widths,
     "empty_slice": lambda b: sliced(b, product(b), 3, 3),

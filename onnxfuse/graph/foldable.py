@@ -1,0 +1,39 @@
+"""Values that no run changes: ONNX Runtime computes them once, as it loads a model, where it has a CPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from onnx import NodeProto, TensorProto
+
+from onnxfuse.graph.functions import subgraphs
+from onnxfuse.graph.scopes import Scope
+
+# Of each run anew, or left as they are (a DequantizeLinear is for the kernel behind it); so are ops in other domains.
+NOT_FOLDED = frozenset({"Bernoulli", "DequantizeLinear", "EyeLike", "Multinomial", "QuantizeLinear"})
+RANDOM = "Random"
+FOLDED_TYPES = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE})  # that its products on x86 CPUs are of
+
+
+def foldable_values(scope: Scope, overridable: Set[str]) -> frozenset[str]:
+    """Those of a scope that its nodes compute from stored tensors alone, without the stored ones.
+
+    Args:
+        scope: with its nodes in the order in which they run.
+        overridable: stored tensors that a run may replace.
+    """
+    found: set[str] = set()
+
+    def is_fixed(name: str) -> bool:
+        return not name or name in found or (name in scope.stored and name not in overridable)
+
+    for node in scope.nodes:
+        if _is_folded(node) and all(map(is_fixed, node.input)):
+            found.update(filter(None, node.output))
+    return frozenset(found)
+
+
+def _is_folded(node: NodeProto) -> bool:
+    if node.domain not in ("", "ai.onnx") or node.op_type in NOT_FOLDED or node.op_type.startswith(RANDOM):
+        return False
+    return not any(subgraphs(node))
