@@ -473,6 +473,7 @@ def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilog
     shared, walked, across = _walks(fusion, mapping, by)
     products = epilogue_only.fusion.operands[: len(fusion.rhs)]
     others = (*fusion.operands, *fusion.outputs)
+    own = sum((product.activation is not None) + product.is_biased_gemm for product in epilogue_only.match.products)
     opened = {graph.opened_sums[index] for index in epilogue_only.replaced if index in graph.opened_sums}
     one_node = frozenset[int]().union(*opened)
     return Traffic(
@@ -485,7 +486,8 @@ def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilog
             for index in epilogue_only.replaced
             if index not in one_node
         )
-        + sum((product.activation is not None) + product.is_biased_gemm for product in epilogue_only.match.products),
+        + own,
+        own_passes=own,
         products=len(products),
         normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], across)) for sums in opened),
     )

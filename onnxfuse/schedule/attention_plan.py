@@ -50,6 +50,8 @@ MOST_HEAD = {3: 96, 2: 256, 1: 256}  # three groups with narrow blocks of keys w
 LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
 # Warps and keys by bytes of an element, the faster first; of those that a multiprocessor has two of if it can.
 PORTABLE_TILES = {2: ((4, 128), (4, 64), (4, 32), (2, 16)), 4: ((8, 64), (8, 32), (4, 32), (4, 16), (2, 16))}
+FULL_WARPS = {2: 4, 4: 8}  # with which the portable kernel's pace was measured
+ALONE = 1.5  # power of how many fewer there are: two took 8 times as long (128 rows, 4 heads of 256, fp32: 37 us)
 MOST_PORTABLE_VALUES = 128  # columns of a head beside blocks of as many keys; with more, registers spill
 PORTABLE_SPLITS = ((4, 32), (4, 16), (2, 16))  # warps that share 16 rows, and keys of a step
 FEW_ROWS = 64  # that four warps have
@@ -296,6 +298,8 @@ def _pace(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
     base = known.attention_pace[kernel] + known.attention_column[kernel] * (spec.head + spec.value_head) / 2
     operands = ("vectors" if load.width > 1 else "elements" for load in spec.loads if load.kind == "tile")
     base += sum(known.attention_operand[each] for each in operands)
+    if isinstance(tile, PortableAttentionTile):  # fewer warps leave the multiprocessor waiting
+        base *= max(1.0, FULL_WARPS[spec.dtype.bytes] / tile.warps) ** ALONE
     return base * (known.attention_by_elements if spec.checked else 1.0)
 
 

@@ -78,6 +78,7 @@ class Traffic:
         passes: nodes of the epilogue, each of which reads and writes what one kernel keeps in registers; the
             activation of a FusedGemm is one too, and the bias of a Gemm, which the runtime writes ahead of the product.
         products: that the library makes one after the other, each of as many columns.
+        own_passes: those of the passes that a product's node makes itself, and goes on to make where it stays.
         normalised: by ops that were taken apart.
     """
 
@@ -87,6 +88,7 @@ class Traffic:
     rest: int
     passes: int
     products: int = 1
+    own_passes: int = 0
     normalised: tuple[Normalising, ...] = ()
 
 
@@ -158,7 +160,7 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
     return {
         Strategy.ONE_KERNEL: one_kernel + rest,
         Strategy.LEFT_ALONE: library + traffic.passes * a_pass + whole,
-        Strategy.EPILOGUE_ONLY: library + a_pass + rest,
+        Strategy.EPILOGUE_ONLY: library + (traffic.own_passes + 1) * a_pass + rest,
     }
 
 
