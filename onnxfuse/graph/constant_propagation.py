@@ -135,6 +135,25 @@ def _square_root(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
         return np.asarray(np.sqrt(value))
 
 
+def _rounded(apply: Callable[[Array], Array]) -> Callable[[gs.Node, Values, Shapes], Array | None]:
+    """Of floats to whole numbers, as in what is to be padded so that strides divide an image."""
+
+    def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+        value = values[0]
+        return None if value is None or not _are_floats(value) else np.asarray(apply(value))
+
+    return evaluate
+
+
+def _clip(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    given = [value for value, tensor in zip(values, node.inputs, strict=True) if not tensor.is_empty()]
+    known = [value for value in given if value is not None and value.dtype != object]
+    if len(known) < len(given) or node.attrs:  # the limits were attributes once
+        return None
+    least, most = (*values[1:], None, None)[:2]
+    return known[0] if least is None and most is None else np.asarray(np.clip(known[0], least, most))
+
+
 def _negative(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     value = values[0]
     if value is None or value.size > MAX_ENTRIES:
@@ -236,7 +255,8 @@ def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     if value is None or value.dtype != object:
         return None if value is None else _cast_plain(value, to)
     if to in (6, 7):
-        return value
+        whole = [int(each) if isinstance(each, float | np.floating) else each for each in value.ravel()]
+        return _objects(whole).reshape(value.shape)
     known = integers(value)
     return None if known is None else _cast_plain(np.reshape(known, value.shape), to)
 
@@ -307,6 +327,9 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Identity": _same,
     "Neg": _negative,
     "Sqrt": _square_root,
+    "Ceil": _rounded(np.ceil),
+    "Floor": _rounded(np.floor),
+    "Clip": _clip,
     "Cast": _cast,
     "CastLike": _cast,
     "Equal": _elementwise(_equality),

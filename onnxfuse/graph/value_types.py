@@ -11,10 +11,15 @@ DOUBLE = "tensor(double)"
 FLOAT = "tensor(float)"
 FLOAT_TENSORS = frozenset({DOUBLE, FLOAT, "tensor(float16)", "tensor(bfloat16)"})
 
-_NAMES = {int(number): name.lower() for name, number in TensorProto.DataType.items() if number}
+_NAMES: dict[int, str] = {int(number): name.lower() for name, number in TensorProto.DataType.items() if number}
 _NUMBERS = {name: number for number, name in _NAMES.items()}
 _FLOAT_INSIDE = re.compile(r"(?<!_)tensor\((float|float16|bfloat16)\)")
 _NESTED = re.compile(r"(\w+)\((.*)\)")
+
+
+def element_text(element: int | None) -> str:
+    """An ONNX element type in words: of a value of which no type is known, that is said."""
+    return _NAMES.get(element or 0, "an unknown type, for ONNX infers none of it")
 
 
 def tensor_text(element: int) -> str:

@@ -22,10 +22,11 @@ from onnxfuse.analysis.weight_order import has_columns_in_turn, with_k_innermost
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM_ON, FUSED_POINTWISE
 from onnxfuse.graph.operators import is_copy, qualified_op
 from onnxfuse.graph.rows_in_turn import RowsInTurn
+from onnxfuse.graph.skip_norms import is_added_and_normalised, is_bias_of_it
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
@@ -45,12 +46,13 @@ from onnxfuse.schedule.strategy import (
     choose,
     estimate,
     is_faster,
+    is_normalised_faster_with_sum,
     is_nowhere_slower,
     least_loss,
     named,
     saves,
 )
-from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
+from onnxfuse.schedule.variant import AttentionPlan, ProductPlan, Ranked
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
@@ -192,6 +194,7 @@ def _planned(
     widths = analyse(fusion, mapping)
     nameless = _nameless(fusion)
     plans = tuple(planner.make_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
+    _check_sum(graph, match, fusion, plans)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None
@@ -206,6 +209,29 @@ def _planned(
     if site.opens_ops and strategy is not Strategy.ONE_KERNEL:  # a smaller one may leave the op as it is
         raise slower(site, fusion.anchor)
     return site
+
+
+def _check_sum(graph: Graph, match: Match, fusion: Fusion, plans: Sequence[ProductPlan]) -> None:
+    """A sum that ONNX Runtime adds and normalises in one kernel stays outside where that is faster.
+
+    Raises:
+        NotFusable: `normalised`.
+    """
+    makers = {tensor.name: graph.nodes[index] for index in match.nodes for tensor in graph.nodes[index].outputs}
+    for out in fusion.outputs:
+        if not is_added_and_normalised(graph, makers[out.name]):
+            continue
+        sizes = {plan.device: [_elements(fusion, out, each) for each in plan.ranked] for plan in plans}
+        if all(is_normalised_faster_with_sum(device, sizes[device], out.dtype.bytes) for device in named(sizes)):
+            detail = f"ONNX Runtime adds and normalises {out.name!r} in one kernel, which takes less time"
+            raise NotFusable("normalised", node_label(makers[out.name]), detail)
+
+
+def _elements(fusion: Fusion, tensor: Tensor, ranked: Ranked) -> int:
+    """Of a tensor, with the rows of one problem for what is not known."""
+    known = math.prod(fusion.size(axis) or 1 for axis in tensor.axes)
+    is_open = any(fusion.size(axis) is None for axis in tensor.axes)
+    return known * int(ranked.size) if is_open else known
 
 
 def _on_one_architecture(site: Site) -> Site:
@@ -484,7 +510,7 @@ def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilog
         passes=sum(
             graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX
             for index in epilogue_only.replaced
-            if index not in one_node
+            if index not in one_node and not is_bias_of_it(graph, graph.nodes[index])
         )
         + own,
         own_passes=own,

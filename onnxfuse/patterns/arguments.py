@@ -13,6 +13,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Graph, Size
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.value_types import element_text
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import CHANNELS
@@ -142,7 +143,9 @@ class Arguments:
         name = str(tensor.name)
         shape = self._graph.shape(name)
         if self._graph.dtype(name) not in BY_ONNX:
-            raise NotFusable("unsupported_dtype", "", f"reads {name!r} of ONNX element type {self._graph.dtype(name)}")
+            raise NotFusable(
+                "unsupported_dtype", "", f"reads {name!r}, which is {element_text(self._graph.dtype(name))}"
+            )
         if shape is None:
             raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
         if len(shape) > len(beside.view):

@@ -18,6 +18,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import OWN, FallbackShape
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.ir.join import join
@@ -326,7 +327,7 @@ def _check_types(graph: Graph, candidate: Candidate) -> None:
     for node in (candidate.softmax, *candidate.behind):
         for tensor in node.outputs:
             if graph.dtype(tensor.name) not in (TensorProto.BOOL, *NUMBERS):
-                raise _no_kernel(node, f"makes ONNX element type {graph.dtype(tensor.name)}")
+                raise _no_kernel(node, f"makes {element_text(graph.dtype(tensor.name))}")
 
 
 def _no_kernel(node: gs.Node, detail: str) -> NotFusable:

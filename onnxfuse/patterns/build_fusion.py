@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onnxfuse.dtypes import BY_ONNX, STORED, U8, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.features import features_of
 from onnxfuse.ir.fusion import (
     MAX_STEPS,
@@ -152,7 +153,7 @@ def _range(match: Match, columns: int | str, first: int) -> tuple[int | None, in
 def _dtype(graph: Graph, name: str) -> DType:
     number = graph.dtype(name)
     if number not in BY_ONNX:
-        raise NotFusable("unsupported_dtype", name, f"{name!r} is of ONNX element type {number}")
+        raise NotFusable("unsupported_dtype", name, f"{name!r} is {element_text(number)}")
     return BY_ONNX[number]
 
 

@@ -19,6 +19,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.einsum import einsum_labels
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import CONVOLUTIONS, NBITS, PRODUCTS, qualified_op
+from onnxfuse.graph.value_types import element_text
 from onnxfuse.patterns.contraction import Contraction, Labels, contract, is_addressable
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import Base
@@ -418,5 +419,7 @@ def _common_dtype(graph: Graph, node: gs.Node) -> DType:
     numbers = {graph.dtype(tensor.name) for tensor in _inputs(node)}
     (number,) = numbers if len(numbers) == 1 else (None,)
     if number not in FLOATS_BY_ONNX:
-        raise NotFusable("unsupported_dtype", node_label(node), f"ONNX element types {sorted(map(str, numbers))}")
+        raise NotFusable(
+            "unsupported_dtype", node_label(node), "its inputs are " + " and ".join(sorted(map(element_text, numbers)))
+        )
     return FLOATS_BY_ONNX[number]

@@ -17,6 +17,7 @@ from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.packed_data import ELEMENTS, Packing
 from onnxfuse.graph.rows_in_turn import RowsInTurn
 from onnxfuse.graph.transposed_data import Order
+from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.limits import QUANTIZED_BITS, QUANTIZED_BLOCKS
 from onnxfuse.patterns.operand_views import Source, is_stored, shape_text
@@ -145,11 +146,11 @@ def _dtype(graph: Graph, node: gs.Node) -> DType:
     numbers = {graph.dtype(node.inputs[place].name) for place in (ACTIVATIONS, SCALES)}
     (number,) = numbers if len(numbers) == 1 else (None,)
     if number not in FLOATS_BY_ONNX:
-        detail = f"activations and scales of ONNX element types {sorted(map(str, numbers))}"
+        detail = f"its activations and scales are {' and '.join(sorted(map(element_text, numbers)))}"
         raise NotFusable("unsupported_dtype", node_label(node), detail)
     weight = graph.dtype(node.inputs[WEIGHT].name)
     if weight != U8.onnx:
-        raise NotFusable("invalid_model", node_label(node), f"its weight is of ONNX element type {weight}, not uint8")
+        raise NotFusable("invalid_model", node_label(node), f"its weight is {element_text(weight)}, not uint8")
     return FLOATS_BY_ONNX[number]
 
 
@@ -229,7 +230,7 @@ def _of_blocks(graph: Graph, maker: gs.Node, sizes: tuple[int, int, int]) -> lis
     few = (blocks, n) if _is_turned(maker) else (n, blocks)
     uneven = len(given) > 2 and bool(blocks * bits % 8)
     return [
-        (form, bits == 0, f"integers of ONNX element type {element}; kernels read those of 4 or 8 bits"),
+        (form, bits == 0, f"integers are {element_text(element)}; kernels read those of 4 or 8 bits"),
         (form, block not in QUANTIZED_BLOCKS, f"blocks of {block} elements; kernels read {_either(QUANTIZED_BLOCKS)}"),
         (form, k != blocks * block or uneven, "its last block is not full, or zero points of a column no whole bytes"),
         (form, not signed and len(given) < 3, "numbers without a sign and without zero points: zero is not implied"),

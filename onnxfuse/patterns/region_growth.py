@@ -18,6 +18,7 @@ from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.arguments import Arguments
@@ -249,7 +250,7 @@ class GrownRegion:
     def _check_keeps_shape(self, node: gs.Node, rank: int) -> None:
         number = self.graph.dtype(node.outputs[0].name)
         if number not in FLOATS_BY_ONNX:
-            raise NotFusable("unsupported_dtype", "", f"makes ONNX element type {number}")
+            raise NotFusable("unsupported_dtype", "", f"makes {element_text(number)}")
         shape = self.graph.shape(node.outputs[0].name)
         if shape is not None and len(shape) != rank:
             raise NotFusable("broadcasts_the_product", "", "an operand has more dimensions than the product")

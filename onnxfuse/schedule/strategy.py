@@ -164,6 +164,26 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
     }
 
 
+def is_normalised_faster_with_sum(device: DeviceSpec, sizes: Iterable[int], element_bytes: int) -> bool:
+    """Whether ONNX Runtime adds and normalises in less time than a kernel adds and ONNX Runtime then normalises.
+
+    Args:
+        device: the chip; False where nothing was measured of the library.
+        sizes: elements of the sum, at every number of rows.
+        element_bytes: of each.
+    """
+    known, skip = calibration(device), "SkipLayerNormalization"
+    if not known.library_products:
+        return False
+    lost = 0.0
+    for elements in sizes:
+        tensor = float(cost_model.from_memory(elements * element_bytes, device))
+        alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * elements
+        together = known.launch + known.normalising[skip] * 3 * tensor  # of the product, the skip and the result
+        lost += math.log((alone + tensor) / together)
+    return lost > 0
+
+
 def _normalising(device: DeviceSpec, m: int, ops: Iterable[tuple[str, int]]) -> float:
     """Microseconds of ONNX Runtime's ops that normalise m rows of so many bytes each."""
     known = calibration(device)

@@ -1,7 +1,8 @@
-"""A 1x1 convolution whose image and batch only the run knows: right at any size, by whatever kernel that size takes."""
+"""A 1x1 convolution whose image or batch only the run knows: right at any size, by whatever kernel that size takes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +19,34 @@ IMAGES = [
     (1, 8, 8), (2, 8, 8), (16, 8, 8), (1, 1, 1), (3, 5, 7), (1, 32, 32), (2, 32, 32), (5, 27, 31), (1, 64, 64),
     (2, 64, 64), (8, 64, 64), (1, 96, 40), (1, 128, 128), (2, 1, 77),
 ]  # fmt: skip
+BATCHES = (1, 2, 3, 5, 8, 16, 33, 64, 130)
 
 
-def test_a_convolution_of_any_image(tmp_path: Path) -> None:
+def check(folder: Path, image: Sequence[int | str], drawn: Sequence[tuple[int, int, int]]) -> str:
+    """Run images of several sizes against float64; the kernels that there were."""
     rng = np.random.default_rng(0)
     weight, bias = rng.standard_normal((N, K, 1, 1)).astype(np.float16) / 16, rng.standard_normal(N).astype(np.float16)
     b = Builder(F16)
-    x = b.input("x", ["batch", K, "height", "width"])
+    x = b.input("x", ["batch", K, *image])
     model = b.model(b("Relu", b("Conv", x, b.array(weight, "weight"), b.array(bias, "bias"), kernel_shape=[1, 1])))
     fused, report = onnxfuse.optimize(model, arch="native")
     (site,) = report.fused
-    live = session(fused, tmp_path / "fused.onnx", fused=True)
-    for batch, height, width in IMAGES:
-        image = rng.standard_normal((batch, K, height, width)).astype(np.float16)
-        sums = np.einsum("nk,bkhw->bnhw", as_float64(weight[:, :, 0, 0]), as_float64(image), optimize=True)
+    live = session(fused, folder / "fused.onnx", fused=True)
+    for batch, height, width in drawn:
+        pixels = rng.standard_normal((batch, K, height, width)).astype(np.float16)
+        sums = np.einsum("nk,bkhw->bnhw", as_float64(weight[:, :, 0, 0]), as_float64(pixels), optimize=True)
         expected = np.maximum(sums + as_float64(bias)[:, None, None], 0)
-        error = np.abs(run_cuda(live, image, F16) - expected).max()
+        error = np.abs(run_cuda(live, pixels, F16) - expected).max()
         bound = ULPS * EPSILON[F16] * max(1.0, expected.max())
         assert error <= bound, f"{batch} x {height} x {width}: error {error:.3g} over {bound:.3g}; {site.kernel}"
+    return site.kernel
+
+
+def test_a_convolution_of_any_image(tmp_path: Path) -> None:
+    check(tmp_path, ("height", "width"), IMAGES)
+
+
+@pytest.mark.parametrize("image", [(7, 7), (14, 14), (28, 28)])
+def test_a_convolution_of_any_number_of_images(tmp_path: Path, image: tuple[int, int]) -> None:
+    """As vision models are exported; few and many images have kernels of their own."""
+    assert ", " in check(tmp_path, image, [(batch, *image) for batch in BATCHES])

@@ -335,3 +335,22 @@ def test_a_number_from_a_rank_that_was_learnt_late_is_one() -> None:
     scale = b("Sqrt", b("Cast", width, to=b.dtype))
     graph = Graph(load_model(b.model(b("Mul", heads, scale))))
     assert (graph.shape(heads), graph.shape(scale)) == (("B", "S", 4, 16), (1,))
+
+
+@given(size=st.integers(1, 300), kernel=st.integers(1, 7), stride=st.integers(1, 4))
+def test_what_is_padded_so_that_strides_divide_an_image_is_known(size: int, kernel: int, stride: int) -> None:
+    """As TorchScript writes TensorFlow's padding: in floats, with a ceiling and a bound."""
+    b = Builder()
+    x = b.input("x", ("B", size))
+    rows = b("Cast", b("Gather", b("Shape", x), b.integers(1)), to=onnx.TensorProto.FLOAT)
+    outs = b("Ceil", b("Div", rows, b.array(float(stride))))
+    reached = b("Add", b("Mul", b("Sub", outs, b.array(1.0)), b.array(float(stride))), b.array(float(kernel)))
+    missing = b("Clip", b("Sub", reached, rows), b.array(0.0), "")
+    before = b("Floor", b("Div", missing, b.array(2.0)))
+    model = b.model(b("Identity", before), b("Identity", missing))
+    graph = Graph(load_model(model))
+    expected = run(model, {"x": np.zeros((2, size), np.float32)})
+    for name, value in zip((before, missing), expected, strict=True):
+        known = graph.known_value(graph.tensor(name))
+        assert known is not None
+        np.testing.assert_array_equal(known.reshape(-1), value.reshape(-1))

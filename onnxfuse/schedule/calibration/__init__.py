@@ -31,6 +31,7 @@ class Calibration:
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
         library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows; `unpacked` of all rhs.
         normalising: by the op's type.
+        normalising_alone: `launch` of a LayerNormalization, and of each `element`.
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and of `rhs` by its order, as `hopper_in_sectors`.
@@ -73,6 +74,7 @@ class Calibration:
     library_misaligned_memory: float
     library_quantized: Mapping[str, float]
     normalising: Mapping[str, float]
+    normalising_alone: Mapping[str, float]
     unknown_size: int
     pointwise_blocks: int
     pointwise_bytes_in_flight: int
