@@ -8,9 +8,12 @@ head. The model's own nodes pass over a tensor of rows x keys several times, and
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
+from typing import NamedTuple
 
 from onnxfuse.analysis.attention_mapping import attention_widths, head_size, lies_by_heads
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
@@ -61,7 +64,9 @@ MOST_ALONE = 4  # blocks of a cluster that have a multiprocessor each
 MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of the registers
 OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide
 FEW_OVERLAP = 0.4  # the same of few rows, whose first keys nothing hides
-UNKNOWN_BATCH = 2  # with and without a condition, as images are made
+UNKNOWN_BATCHES = (1, 2, 8, 32)  # where only the run knows: no tile may be slow for one, or for many
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # that have tiles of their own where the rows are known
+SAME = 0.02  # a tile is not changed for less
 
 
 Tile = AttentionTile | PortableAttentionTile
@@ -148,18 +153,39 @@ def _narrow(load: Access) -> Access:
 def _variants(
     attention: Attention, mapping: AxisMapping, spec: AttentionSpec, device: DeviceSpec
 ) -> list[AttentionVariant]:
-    """The fastest tile of a known number of rows, or of some ranges."""
+    """The fastest tile of a known number of rows, of some ranges, or of some ranges of batches."""
     found: list[AttentionVariant] = []
-    for rows in _rows(attention, mapping):
-        own = _of_few_rows(spec) if rows <= WARP_ROWS else spec
-        family, tile = _best(own, attention, mapping, rows, device)
-        if found and (found[-1].spec, found[-1].tile) == (own, tile):
-            found[-1] = replace(found[-1], max_m=rows)
+    for size, sizes in _problems(attention, mapping, device):
+        own = _of_few_rows(spec) if sizes[0].rows <= WARP_ROWS else spec
+        last = found[-1].tile if found and found[-1].spec == own else None
+        family, tile = _best(own, attention, sizes, device, last)
+        if last is not None and tile == last:
+            found[-1] = replace(found[-1], max_m=size)
         else:
             low = found[-1].max_m + 1 if found else 0
-            found.append(AttentionVariant(family, own, tile, low, rows))
+            found.append(AttentionVariant(family, own, tile, low, size, _by(attention, mapping)))
     found[-1] = replace(found[-1], max_m=MAX_M)
     return found
+
+
+def _by(attention: Attention, mapping: AxisMapping) -> str:
+    """What kernels are chosen by."""
+    return "batch" if _is_by_batches(attention, mapping) else "m"
+
+
+def _is_by_batches(attention: Attention, mapping: AxisMapping) -> bool:
+    """Whether the batches alone are open, as of vision models and of decoders of one token."""
+    return static_size(attention, mapping.m) is not None and len(_batches(attention, mapping)) > 1
+
+
+def _problems(attention: Attention, mapping: AxisMapping, device: DeviceSpec) -> Iterator[tuple[int, list[_Sizes]]]:
+    """The sizes that kernels are chosen by, and the problems that each may be of."""
+    for rows in _rows(attention, mapping):
+        if _is_by_batches(attention, mapping):
+            yield from ((count, [_sizes(attention, mapping, rows, count, device)]) for count in BATCHES)
+        else:
+            counts = _batches(attention, mapping)
+            yield rows, [_sizes(attention, mapping, rows, count, device) for count in counts]
 
 
 def _of_few_rows(spec: AttentionSpec) -> AttentionSpec:
@@ -223,26 +249,44 @@ def portable_splits(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[
 
 
 def _best(
-    spec: AttentionSpec, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
+    spec: AttentionSpec, attention: Attention, every: Sequence[_Sizes], device: DeviceSpec, last: Tile | None
 ) -> tuple[KernelFamily, Tile]:
+    """The tile that is fastest in the mean of several problems, or one that is nearly so."""
+    rows = every[0].rows
     by_wgmma = tiles(spec, rows, device) if _has_wgmma(spec, device) else []
     fitting: Sequence[Tile] = by_wgmma or portable_splits(spec, rows, device) or portable_tiles(spec, rows, device)[:1]
     if not fitting:
         raise _refusal(attention, f"every tile needs more shared memory than {device.arch} has")
-    family = ATTENTION if by_wgmma else PORTABLE_ATTENTION
-    return family, min(fitting, key=lambda tile: _time(spec, tile, attention, mapping, rows, device))
+    times = {tile: fmean(math.log(_time(spec, tile, sizes, device)) for sizes in every) for tile in fitting}
+    best = min(fitting, key=lambda tile: times[tile])
+    if last in times and times[last] <= times[best] + SAME:
+        best = last
+    return ATTENTION if by_wgmma else PORTABLE_ATTENTION, best
 
 
-def _batch_and_keys(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec) -> tuple[int, int]:
-    batch = math.prod(attention.size(axis) or UNKNOWN_BATCH for axis in (*mapping.batch, *mapping.heads))
-    return batch, static_size(attention, mapping.n) or max(rows, calibration(device).unknown_size)
+class _Sizes(NamedTuple):
+    """Of one problem: rows and keys of a head, and heads of all batches."""
+
+    rows: int
+    keys: int
+    heads: int
 
 
-def _time(
-    spec: AttentionSpec, tile: Tile, attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec
-) -> float:
+def _batches(attention: Attention, mapping: AxisMapping) -> tuple[int, ...]:
+    """Batches that there may be, where only the run knows; else one."""
+    axes = (*mapping.batch, *mapping.heads)
+    return UNKNOWN_BATCHES if any(attention.size(axis) is None for axis in axes) else (1,)
+
+
+def _sizes(attention: Attention, mapping: AxisMapping, rows: int, batches: int, device: DeviceSpec) -> _Sizes:
+    known = math.prod(attention.size(axis) or 1 for axis in (*mapping.batch, *mapping.heads))
+    keys = static_size(attention, mapping.n) or max(rows, calibration(device).unknown_size)
+    return _Sizes(rows, keys, known * batches)
+
+
+def _time(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -> float:
     """Microseconds of a launch."""
-    batch, keys = _batch_and_keys(attention, mapping, rows, device)
+    rows, keys, batch = sizes
     waves = math.ceil(math.ceil(rows / tile.block_m) * batch / _at_once(spec, tile, device))
     blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
     multiplying = waves * (_tile_time(spec, tile, device) + blocks * _block_time(spec, tile, device))
@@ -311,7 +355,7 @@ def estimates(
     moves: int = 0,
     expanded: Sequence[Tensor] = (),
 ) -> list[tuple[float, float]]:
-    """Microseconds of the kernel and of the model's own nodes, at every number of rows that a plan is made for.
+    """Microseconds of the kernel and of the model's own nodes, at every number of rows and batches that it is made for.
 
     Args:
         attention: what is computed.
@@ -322,12 +366,14 @@ def estimates(
         expanded: operands that are written in front of the kernel.
     """
     found = []
-    for rows in _rows(attention, mapping):
-        first = next(variant for variant in plan.variants if variant.min_m <= rows <= variant.max_m)
-        own = _time(first.spec, first.tile, attention, mapping, rows, plan.device)
-        own += sum(_expand(attention, mapping, rows, tensor, plan.device) for tensor in expanded)
-        moving = moves * _move(attention, mapping, rows, plan.device)
-        found.append((own, _stock(attention, mapping, rows, nodes, plan.device) + moving))
+    for rows, batches in itertools.product(_rows(attention, mapping), _batches(attention, mapping)):
+        size = batches if _is_by_batches(attention, mapping) else rows
+        first = next(variant for variant in plan.variants if variant.min_m <= size <= variant.max_m)
+        sizes = _sizes(attention, mapping, rows, batches, plan.device)
+        own = _time(first.spec, first.tile, sizes, plan.device)
+        own += sum(_expand(attention, mapping, sizes, batches, tensor, plan.device) for tensor in expanded)
+        moving = moves * _move(attention, mapping, sizes, plan.device)
+        found.append((own, _stock(attention, mapping, sizes, nodes, plan.device) + moving))
     return found
 
 
@@ -336,25 +382,26 @@ def _rows(attention: Attention, mapping: AxisMapping) -> tuple[int, ...]:
     return (m,) if m else ROWS
 
 
-def _move(attention: Attention, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float:
+def _move(attention: Attention, mapping: AxisMapping, sizes: _Sizes, device: DeviceSpec) -> float:
     """Microseconds of a copy of as many rows as there are queries and keys on the mean."""
-    batch, keys = _batch_and_keys(attention, mapping, rows, device)
+    rows, keys, batch = sizes
     head = math.isqrt(math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o)))
     size = batch * (rows + keys) / 2 * head * attention.query.dtype.bytes
     return float(calibration(device).launch + from_memory(2 * size, device))
 
 
-def _expand(attention: Attention, mapping: AxisMapping, rows: int, tensor: Tensor, device: DeviceSpec) -> float:
+def _expand(
+    attention: Attention, mapping: AxisMapping, sizes: _Sizes, batches: int, tensor: Tensor, device: DeviceSpec
+) -> float:
     """Microseconds in which an operand is written, and read again."""
-    _, keys = _batch_and_keys(attention, mapping, rows, device)
-    unknown = dict.fromkeys(mapping.m, rows) | dict.fromkeys(mapping.n, keys)
-    size = math.prod(attention.size(axis) or unknown.get(axis, UNKNOWN_BATCH) for axis in tensor.axes)
+    unknown = dict.fromkeys(mapping.m, sizes.rows) | dict.fromkeys(mapping.n, sizes.keys)
+    size = math.prod(attention.size(axis) or unknown.get(axis, batches) for axis in tensor.axes)
     return float(calibration(device).launch + from_memory(2 * size * tensor.dtype.bytes, device))
 
 
-def _stock(attention: Attention, mapping: AxisMapping, rows: int, nodes: int, device: DeviceSpec) -> float:
+def _stock(attention: Attention, mapping: AxisMapping, sizes: _Sizes, nodes: int, device: DeviceSpec) -> float:
     """Microseconds of a product, a softmax, a product, and what lies between: what they move, or that they begin."""
-    batch, keys = _batch_and_keys(attention, mapping, rows, device)
+    rows, keys, batch = sizes
     scores = batch * rows * keys * attention.query.dtype.bytes
     head = math.prod(attention.size(axis) or 1 for axis in (*mapping.k, *mapping.o))
     factors = batch * (rows + keys) * math.isqrt(head) * attention.query.dtype.bytes

@@ -1,5 +1,7 @@
 """Kernels are chosen by m, or by n where that or the batch alone is not known: plan and bridge agree which, and use it.
 
+Those of an attention whose queries are known are chosen by its batches.
+
 Of a batch that only the run knows, the columns count together.
 """
 
@@ -21,7 +23,7 @@ from onnxfuse.graph.archive import FIRST_LOAD, FIRST_OUT, Record, pack
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import analyse_model
-from onnxfuse.schedule import cost_model
+from onnxfuse.schedule import attention_plan, cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.row_ranges import MOST_KERNELS
@@ -68,6 +70,15 @@ def heads(*known: str) -> onnx.ModelProto:
     b = Builder(FLOAT16)
     product = b("MatMul", b.input("q", ["batch", 12, "rows", 64]), b.input("k", ["batch", 12, 64, "width"]))
     return b.model(b("Relu", b("Mul", product, b.array(0.125))))
+
+
+def attention(*known: str) -> onnx.ModelProto:
+    """Heads of a batch; the queries and keys are `rows`."""
+    b = Builder(FLOAT16)
+    batch, rows = (SIZES[axis] if axis in known else axis for axis in ("batch", "rows"))
+    q, k, v = (b.input(name, [batch, 12, rows, 64]) for name in "qkv")
+    scores = b("MatMul", q, b("Transpose", k, perm=[0, 1, 3, 2]))
+    return b.model(b("MatMul", b("Softmax", b("Mul", scores, b.array(0.125)), axis=-1), v))
 
 
 def of_first_spec(plan: ProductPlan) -> list[ProductVariant]:
@@ -227,6 +238,38 @@ def test_an_image_is_timed_at_sizes_of_its_own() -> None:
     inputs, outputs = ports(Trial(site, 300, {}))
     assert inputs[0].shape[:2] == (2, K) or inputs[1].shape[:2] == (2, K)
     assert outputs[0].shape == (2, N, 1, 300)
+
+
+@pytest.mark.parametrize("known", subsets("batch", "rows"))
+def test_an_attention_goes_by_its_batches_where_they_alone_are_open(known: tuple[str, ...]) -> None:
+    site = only_site(attention(*known))
+    assert site.attention is not None
+    variants = [
+        each for each in site.attention.plans[0].variants if each.spec == site.attention.plans[0].variants[0].spec
+    ]
+    by_batches = known == ("rows",)
+    assert {each.by for each in variants} == {"batch" if by_batches else "m"}
+    node = fused_node(site)
+    records = [dataclasses.replace(anywhere(site), min_m=each, max_m=each) for each in range(200)]
+    for batch, rows in ((1, 7), (3, 40), (11, 150)):
+        batch, rows = SIZES["batch"] if "batch" in known else batch, SIZES["rows"] if "rows" in known else rows
+        arguments, _ = bridge().arguments(node, [(batch, 12, rows, 64)] * 3, element_bytes=2)
+        assert bridge().choose(pack(records), node, arguments) == (batch if by_batches else rows)
+
+
+def test_few_and_many_images_have_attentions_of_their_own() -> None:
+    """197 rows: with one image tiles of 64 rows are more blocks, with many tiles of 128 read the keys less often."""
+    site = only_site(attention("rows"))
+    assert site.attention is not None
+    (plan,) = site.attention.plans
+    own = [each for each in plan.variants if each.spec == plan.variants[0].spec]
+    assert [each.min_m for each in own] == [0, *(each.max_m + 1 for each in own[:-1])]
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        sizes = attention_plan._sizes(site.fusion, site.mapping, SIZES["rows"], count, DEVICE)
+        tiles = attention_plan.tiles(own[0].spec, SIZES["rows"], DEVICE)
+        times = {tile: attention_plan._time(own[0].spec, tile, sizes, DEVICE) for tile in tiles}
+        taken = next(each.tile for each in own if each.min_m <= count <= each.max_m)
+        assert times[taken] <= min(times.values()) * (1 + 2 * attention_plan.SAME)
 
 
 def test_images_of_a_known_size_are_timed_at_several_numbers() -> None:

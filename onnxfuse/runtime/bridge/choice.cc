@@ -208,10 +208,12 @@ void check_counts(const Record& record, const Contract& contract) {
        contract.loads.size() + parts, " and ", contract.outs.size(), kRemedy);
 }
 
-// Batches beyond those that were known when the model was optimized.
+// Batches, and heads, beyond those that were known when the model was optimized.
 int64_t unknown_batches(const Contract& contract, int64_t batch) {
-  for (const int axis : contract.batch) {
-    if (contract.axes[axis].size > 1) batch /= contract.axes[axis].size;
+  for (const Group* group : {&contract.batch, &contract.heads}) {
+    for (const int axis : *group) {
+      if (contract.axes[axis].size > 1) batch /= contract.axes[axis].size;
+    }
   }
   return batch;
 }
@@ -220,7 +222,9 @@ int64_t unknown_batches(const Contract& contract, int64_t batch) {
 // Columns count together in batches whose number only the run knows; `Sizes.guesses` in schedule/kernel_family.py.
 int64_t planned_size(const Contract& contract, const OnnxfuseArguments& arguments) {
   constexpr int64_t kMost = std::numeric_limits<int>::max();
-  if (contract.by_columns) return std::min(arguments.n * unknown_batches(contract, arguments.batch), kMost);
+  const int64_t batches = unknown_batches(contract, arguments.batch);
+  if (contract.chosen_by == ChosenBy::kColumns) return std::min(arguments.n * batches, kMost);
+  if (contract.chosen_by == ChosenBy::kBatches) return std::min(batches, kMost);
   const auto is_shared = [](const OnnxfuseTensor& rhs) { return rhs.batch_stride == 0; };
   const bool shared = contract.has_product() && !contract.is_attention() &&
                       std::all_of(arguments.rhs, arguments.rhs + contract.rhs.size(), is_shared);
@@ -252,7 +256,8 @@ bool covers(const Record& record, int64_t size) { return record.min_m <= size &&
     if (covers(*record, size) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
   }
   if (alignment.empty()) {
-    const char* by = contract.by_columns ? "n=" : "m=";
+    constexpr const char* kNames[] = {"m=", "n=", "batch="};
+    const char* by = kNames[static_cast<int>(contract.chosen_by)];
     fail("no kernel ", contract.kernel, " for ", by, size, " (the model's are for ", by, ranges,
          "); optimize the original again for this range");
   }

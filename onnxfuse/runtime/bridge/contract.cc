@@ -318,20 +318,24 @@ bool contains(const Group& group, int axis) { return std::find(group.begin(), gr
 
 namespace {
 
-// Whether kernels are chosen by n: where m was known when the model was optimized and n or the number of batches was
-// not, as of images. The same rule is `Sizes.by` in schedule/kernel_family.py.
-bool is_chosen_by_columns(const Contract& contract) {
-  if (!contract.has_product() || contract.is_attention()) return false;
+// Kernels are chosen by n where m was known when the model was optimized and n or the number of batches was not, as of
+// images; those of an attention by its batches where the queries were known. The same rules are `Sizes.by` in
+// schedule/kernel_family.py and `_is_by_batches` in schedule/attention_plan.py.
+ChosenBy chosen_by(const Contract& contract) {
+  if (!contract.has_product()) return ChosenBy::kRows;
   const auto is_known = [&](int axis) { return contract.axes[axis].size != kUnknown; };
+  const auto are_known = [&](const Group& axes) { return std::all_of(axes.begin(), axes.end(), is_known); };
+  const bool same_batches = are_known(contract.batch) && are_known(contract.heads);
+  if (!are_known(contract.m)) return ChosenBy::kRows;
+  if (contract.is_attention()) return same_batches ? ChosenBy::kRows : ChosenBy::kBatches;
   const auto& rhs = contract.inputs[contract.rhs[0].tensor];
   const auto is_of_rhs = [&](int axis) {
     return std::any_of(rhs.begin(), rhs.end(), [&](const Group& dimension) { return contains(dimension, axis); });
   };
   // Of batches that share rhs, the rows count together.
   const bool shared = std::none_of(contract.batch.begin(), contract.batch.end(), is_of_rhs);
-  const auto are_known = [&](const Group& axes) { return std::all_of(axes.begin(), axes.end(), is_known); };
-  const bool same_batches = are_known(contract.batch);
-  return are_known(contract.m) && (!shared || same_batches) && !(are_known(contract.n) && same_batches);
+  if (shared && !same_batches) return ChosenBy::kRows;
+  return are_known(contract.n) && same_batches ? ChosenBy::kRows : ChosenBy::kColumns;
 }
 
 }  // namespace
@@ -354,7 +358,7 @@ Contract parse_contract(const NodeText& node) {
   contract.out_types = parse_types("out_types", node.out_types);
   if (!node.in_types.empty()) contract.in_types = parse_types("in_types", node.in_types);
   check_counts(contract);
-  contract.by_columns = is_chosen_by_columns(contract);
+  contract.chosen_by = chosen_by(contract);
   return contract;
 }
 

@@ -47,6 +47,9 @@ struct Reference {
   int64_t start = 0;
 };
 
+// Which size of a run decides which kernel it takes.
+enum class ChosenBy { kRows, kColumns, kBatches };
+
 struct Contract {
   std::string kernel;
   std::vector<Axis> axes;
@@ -57,7 +60,7 @@ struct Contract {
   std::vector<Reference> rhs, loads, outs;
   std::vector<Reference> scales, zero_points;   // of a quantized rhs, one for each part; zero points may be implied
   std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
-  bool by_columns = false;   // whether kernels are chosen by n
+  ChosenBy chosen_by = ChosenBy::kRows;
 
   // Whether the kernel multiplies; otherwise it only does what follows a product, and there is neither lhs nor rhs.
   bool has_product() const { return !rhs.empty(); }
