@@ -5,7 +5,7 @@ Values are named by position, so that equal matches have equal bodies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import constant, known_nodes
 from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.graph.packed_data import Packing, unpacking
-from onnxfuse.graph.rounding_shapes import has_readers_of_16_bits, read_in_16_bits, unread_shapes
+from onnxfuse.graph.rounding_shapes import MOVES, has_readers_of_16_bits, read_in_16_bits, unread_shapes
 from onnxfuse.graph.rows_in_turn import taking_turns
 from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.transposed_data import Order
@@ -162,14 +162,16 @@ def _nodes(replacement: Replacement) -> list[NodeProto]:
             nodes += _reshape(node, replacement.shapes[index], replacement.inputs)
         else:
             nodes.append(node)
-    return _rounded_as_before(replacement.graph, nodes)
+    shaped = {value for index in replacement.folded for value in scope[index].input}
+    return _rounded_as_before(replacement.graph, nodes, shaped)
 
 
-def _rounded_as_before(graph: Graph, nodes: list[NodeProto]) -> list[NodeProto]:
-    """The same nodes, and Shapes where copied ones have readers less."""
-    splits = [node.output[0] for node in nodes if node.op_type == "Split"]
-    lost = {value for value in splits if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)
-    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, str))]
+def _rounded_as_before(graph: Graph, nodes: list[NodeProto], shaped: Collection[str]) -> list[NodeProto]:
+    """The same nodes, and Shapes where copied ones have readers less, or where a Shape became a number."""
+    values = {node.output[0] for node in nodes if node.op_type == "Split"}
+    values |= {node.output[0] for node in nodes if node.op_type in MOVES and node.output[0] in shaped}
+    lost = {value for value in values if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)
+    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, str, MOVES))]
 
 
 def _reshape(node: NodeProto, shape: FallbackShape, inputs: Sequence[str]) -> list[NodeProto]:

@@ -42,7 +42,11 @@ def has_readers_of_16_bits(graph: Graph, value: str) -> bool:
 
 
 def unread_shapes(
-    graph: Graph, nodes: Iterable[NodeProto], lost: Collection[str], new_name: Callable[[str], str]
+    graph: Graph,
+    nodes: Iterable[NodeProto],
+    lost: Collection[str],
+    new_name: Callable[[str], str],
+    ops: Collection[str] = ROUNDED_ANEW,
 ) -> Iterator[tuple[NodeProto, NodeProto]]:
     """The nodes whose results would no longer be rounded, and for each the Shape that takes a reader's place.
 
@@ -51,9 +55,10 @@ def unread_shapes(
         nodes: what is left of it or copied.
         lost: values that nodes with kernels of 16 bits read no more.
         new_name: makes a name that is not taken.
+        ops: of the nodes to look at.
     """
     for node in nodes:
-        value = node.output[0] if node.op_type in ROUNDED_ANEW else ""
+        value = node.output[0] if node.op_type in ops else ""
         if value in lost and graph.dtype(value) == TensorProto.FLOAT16:
             name = new_name(f"{value}/shape")
             yield node, helper.make_node("Shape", [value], [name], name=name, doc_string=WHY)
