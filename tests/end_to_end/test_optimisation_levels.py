@@ -171,3 +171,24 @@ def test_a_value_whose_shape_nobody_read_is_rounded_no_more_than_before() -> Non
     for level in ("ORT_DISABLE_ALL", *LEVELS):
         expected, actual = (outputs(each, level, feed) for each in files)
         assert expected[0].tobytes() == actual[0].tobytes(), level
+
+
+def padded_behind_a_transpose(b: Builder) -> tuple[str, str]:
+    """MaxViT's shortcut in fp16 by TorchScript: what is padded is computed from the shape of what a kernel stores."""
+    product = b("MatMul", b.input("x", ("batch", 4, 4, 32)), b.array(draw(32, 16, seed=1), "w"))
+    total = b("Add", b.input("skip", ("batch", 4, 4, 16)), b("Add", b.array(draw(16, seed=2), "bias"), product))
+    image = b("Transpose", total, perm=[0, 3, 1, 2])
+    ends = [b("Sub", b.integers(5), b("Gather", b("Shape", image), b.integers(place), axis=0)) for place in (2, 3)]
+    padded = b("Pad", image, b("Concat", b.integers(*[0] * 6), *ends, axis=0))
+    statistics = [b.array(np.abs(draw(16, seed=seed)) + 0.5, f"statistic{seed}") for seed in range(4)]
+    return b("Sqrt", b("Abs", padded)), b("Sqrt", b("Abs", b("BatchNormalization", image, *statistics)))
+
+
+def test_a_value_whose_shape_became_a_number_is_rounded_as_before() -> None:
+    b = Builder(TensorProto.FLOAT16, opset=17)
+    model = b.model(*padded_behind_a_transpose(b))
+    files = model.SerializeToString(), fused(model)
+    feed = {"x": draw(2, 4, 4, 32).astype(np.float16), "skip": draw(2, 4, 4, 16, seed=3).astype(np.float16)}
+    for level in ("ORT_DISABLE_ALL", *LEVELS):
+        expected, actual = (outputs(each, level, feed) for each in files)
+        assert [each.tobytes() for each in expected] == [each.tobytes() for each in actual], level
