@@ -5,7 +5,7 @@ Values are named by position, so that equal matches have equal bodies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -162,12 +162,13 @@ def _nodes(replacement: Replacement) -> list[NodeProto]:
             nodes += _reshape(node, replacement.shapes[index], replacement.inputs)
         else:
             nodes.append(node)
-    shaped = {value for index in replacement.folded for value in scope[index].input}
-    return _rounded_as_before(replacement.graph, nodes, shaped)
+    return _rounded_as_before(replacement, nodes)
 
 
-def _rounded_as_before(graph: Graph, nodes: list[NodeProto], shaped: Collection[str]) -> list[NodeProto]:
+def _rounded_as_before(replacement: Replacement, nodes: list[NodeProto]) -> list[NodeProto]:
     """The same nodes, and Shapes where copied ones have readers less, or where a Shape became a number."""
+    graph = replacement.graph
+    shaped = {value for index in replacement.folded for value in graph.scope.nodes[index].input}
     values = {node.output[0] for node in nodes if node.op_type == "Split"}
     values |= {node.output[0] for node in nodes if node.op_type in MOVES and node.output[0] in shaped}
     lost = {value for value in values if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)

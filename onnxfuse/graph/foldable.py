@@ -22,15 +22,11 @@ def foldable_values(scope: Scope, overridable: Set[str]) -> frozenset[str]:
         scope: with its nodes in the order in which they run.
         overridable: stored tensors that a run may replace.
     """
-    found: set[str] = set()
-
-    def is_fixed(name: str) -> bool:
-        return not name or name in found or (name in scope.stored and name not in overridable)
-
+    fixed = {"", *(scope.stored - overridable)}
     for node in scope.nodes:
-        if _is_folded(node) and all(map(is_fixed, node.input)):
-            found.update(filter(None, node.output))
-    return frozenset(found)
+        if _is_folded(node) and fixed.issuperset(node.input):
+            fixed.update(node.output)
+    return frozenset(fixed - scope.stored - {""})
 
 
 def _is_folded(node: NodeProto) -> bool:

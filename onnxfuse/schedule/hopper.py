@@ -65,6 +65,7 @@ TILES = (
 NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
+FEW_ROWS_POWER = 2.5  # of the norm that joins work and memory where lhs comes in boxes: less of it is zeros, more hides
 CACHE_LINE = 128  # bytes: a row of a box that does not begin on one lies in two
 SECTOR = 32  # bytes: and where it begins on none of these either, TMA is much slower
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
@@ -149,8 +150,7 @@ class Hopper(ProductFamily):
             busy = (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
         else:
             busy = waves * (main_loop + epilogue)
-        together = np.hypot(busy, cost_model.moving(spec, problem, device))
-        together *= 1 + known.hopper_long * np.minimum(together, LONGEST)
+        together = _together(tile, busy, cost_model.moving(spec, problem, device), known)
         exchanging = exchange_time(tile, spec, problem, device)
         # A tile for every multiprocessor is faster than a share of one.
         too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
@@ -163,6 +163,13 @@ class Hopper(ProductFamily):
     def alike(self, tile: HopperTile) -> HopperTile:
         """Tiles that differ in the boxes of lhs alone."""
         return replace(tile, lhs_rows=0)
+
+
+def _together(tile: HopperTile, busy: Amount, moving: Amount, known: Calibration) -> Amount:
+    """Microseconds of a multiprocessor's work and of memory's; what multiplies, and no more, meets the chip's power."""
+    power = FEW_ROWS_POWER if tile.lhs_rows else 2.0
+    both = (busy**power + moving**power) ** (1 / power)
+    return both * (1 + known.hopper_long * (busy / both) ** 2 * np.minimum(both, LONGEST))
 
 
 def _main_loop(

@@ -172,16 +172,16 @@ def is_normalised_faster_with_sum(device: DeviceSpec, sizes: Iterable[int], elem
         sizes: elements of the sum, at every number of rows.
         element_bytes: of each.
     """
-    known, skip = calibration(device), "SkipLayerNormalization"
-    if not known.library_products:
-        return False
-    lost = 0.0
-    for elements in sizes:
+    known = calibration(device)
+
+    def loss(elements: int) -> float:
         tensor = float(cost_model.from_memory(elements * element_bytes, device))
         alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * elements
-        together = known.launch + known.normalising[skip] * 3 * tensor  # of the product, the skip and the result
-        lost += math.log((alone + tensor) / together)
-    return lost > 0
+        # Of the product, the skip and the result.
+        together = known.launch + known.normalising["SkipLayerNormalization"] * 3 * tensor
+        return math.log((alone + tensor) / together)
+
+    return bool(known.library_products) and sum(map(loss, sizes)) > 0
 
 
 def _normalising(device: DeviceSpec, m: int, ops: Iterable[tuple[str, int]]) -> float:
