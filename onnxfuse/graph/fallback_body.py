@@ -172,7 +172,12 @@ def _rounded_as_before(replacement: Replacement, nodes: list[NodeProto]) -> list
     values = {node.output[0] for node in nodes if node.op_type == "Split"}
     values |= {node.output[0] for node in nodes if node.op_type in MOVES and node.output[0] in shaped}
     lost = {value for value in values if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)
-    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, str, MOVES))]
+    return [*nodes, *(shape for _, shape in unread_shapes(graph, nodes, lost, _unread, MOVES))]
+
+
+def _unread(name: str) -> str:
+    """Unlike a Shape that a Reshape reads."""
+    return f"{name}/unread"
 
 
 def _reshape(node: NodeProto, shape: FallbackShape, inputs: Sequence[str]) -> list[NodeProto]:

@@ -192,3 +192,24 @@ def test_a_value_whose_shape_became_a_number_is_rounded_as_before() -> None:
     for level in ("ORT_DISABLE_ALL", *LEVELS):
         expected, actual = (outputs(each, level, feed) for each in files)
         assert [each.tobytes() for each in expected] == [each.tobytes() for each in actual], level
+
+
+def padded_behind_a_reshape(b: Builder) -> tuple[str, str]:
+    """The same behind a Reshape to sizes of the run, which the function reads from a Shape of its own."""
+    x = b.input("x", ("batch", 16, 32))
+    product = b("Add", b("MatMul", x, b.array(draw(32, 16, seed=1), "w")), b.array(draw(16, seed=2), "bias"))
+    batch = b("Gather", b("Shape", b.input("ids", ("batch", 3), TensorProto.INT64)), b.integers(0), axis=0)
+    image = b("Reshape", product, b("Concat", batch, b.integers(4, 4, 16), axis=0))
+    ends = [b("Sub", b.integers(5), b("Gather", b("Shape", image), b.integers(place), axis=0)) for place in (1, 2)]
+    padded = b("Pad", image, b("Concat", b.integers(*[0] * 5), *ends, b.integers(0), axis=0))
+    return b("Sqrt", b("Abs", padded)), b("Sqrt", b("Abs", b("Add", image, b.array(draw(16, seed=3), "last"))))
+
+
+def test_a_shape_that_became_a_number_has_a_name_of_its_own() -> None:
+    b = Builder(TensorProto.FLOAT16, opset=17)
+    model = b.model(*padded_behind_a_reshape(b))
+    files = model.SerializeToString(), fused(model)
+    feed = {"x": draw(2, 16, 32).astype(np.float16), "ids": np.zeros((2, 3), np.int64)}
+    for level in ("ORT_DISABLE_ALL", *LEVELS):
+        expected, actual = (outputs(each, level, feed) for each in files)
+        assert [each.tobytes() for each in expected] == [each.tobytes() for each in actual], level
