@@ -40,7 +40,7 @@ from onnxfuse.schedule.attention_tile import (
 )
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import CLUSTERS_SINCE, clusters_at_once, from_memory
-from onnxfuse.schedule.kernel_family import KernelFamily
+from onnxfuse.schedule.kernel_family import SAMPLED_BATCHES, KernelFamily
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.variant import AttentionPlan, AttentionVariant
 
@@ -65,7 +65,6 @@ MOST_BESIDE = 128  # keys, and columns of a head, of a block that has half of th
 OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slower does not hide
 FEW_OVERLAP = 0.4  # the same of few rows, whose first keys nothing hides
 UNKNOWN_BATCHES = (1, 2, 8, 32)  # where only the run knows: no tile may be slow for one, or for many
-BATCHES = (1, 2, 4, 8, 16, 32, 64)  # that have tiles of their own where the rows are known
 SAME = 0.02  # a tile is not changed for less
 
 
@@ -182,7 +181,7 @@ def _problems(attention: Attention, mapping: AxisMapping, device: DeviceSpec) ->
     """The sizes that kernels are chosen by, and the problems that each may be of."""
     for rows in _rows(attention, mapping):
         if _is_by_batches(attention, mapping):
-            yield from ((count, [_sizes(attention, mapping, rows, count, device)]) for count in BATCHES)
+            yield from ((count, [_sizes(attention, mapping, rows, count, device)]) for count in SAMPLED_BATCHES)
         else:
             counts = _batches(attention, mapping)
             yield rows, [_sizes(attention, mapping, rows, count, device) for count in counts]

@@ -21,7 +21,7 @@ Amount = Any
 
 BATCHES = (1, 2, 4, 8, 16)  # that columns of all batches may be of
 SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
-SAMPLED_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # of known columns
+SAMPLED_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # where they alone are not known
 NARROWEST = 16  # columns of one such batch
 
 
