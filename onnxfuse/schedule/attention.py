@@ -14,7 +14,7 @@ from onnxfuse.schedule.attention_tile import (
     portable_shared_bytes,
     shared_bytes,
 )
-from onnxfuse.schedule.kernel_family import KernelFamily, Launch, MapRule
+from onnxfuse.schedule.kernel_family import KernelFamily, Launch, MapRule, starts_early
 from onnxfuse.schedule.kernel_spec import Access
 
 ALL_COLUMNS = 1 << 16  # a block walks them all: tiles are counted along the rows only
@@ -72,7 +72,8 @@ class PortableAttentionFamily(KernelFamily):
     def launch(self, spec: AttentionSpec, tile: PortableAttentionTile, device: DeviceSpec) -> Launch:
         """A block for each tile of rows of each head, or a persistent grid of clusters."""
         cluster = tile.cluster if tile.cluster > 1 else 0
-        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, portable_shared_bytes(spec, tile), cluster, ())
+        shared = portable_shared_bytes(spec, tile)
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared, cluster, waits=starts_early(device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

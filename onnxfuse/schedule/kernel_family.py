@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onnxfuse.device import DeviceSpec
+from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 # A number, or an array with one for each of several numbers of rows; of their union mypy allows no arithmetic.
@@ -23,6 +23,7 @@ BATCHES = (1, 2, 4, 8, 16)  # that columns of all batches may be of
 SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 8192, 16384)
 SAMPLED_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # where they alone are not known
 NARROWEST = 16  # columns of one such batch
+EARLY_SINCE = 90  # compute capability, of programmatic dependent launch
 
 
 class AnyTile(Hashable, Protocol):
@@ -77,6 +78,7 @@ class Launch:
         shared_bytes: dynamic shared memory of one block.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second argument; None is one that says nothing.
+        waits: the kernel itself waits for the end of the one before it; each of a persistent grid does anyway.
     """
 
     block_m: int
@@ -85,6 +87,12 @@ class Launch:
     shared_bytes: int
     cluster: int = 0
     maps: tuple[MapRule | None, ...] = ()
+    waits: bool = False
+
+
+def starts_early(device: DeviceSpec) -> bool:
+    """Whether a kernel is launched beside the end of the one before it, for which it waits by itself."""
+    return device.arch != PTX and device.capability >= EARLY_SINCE
 
 
 @dataclass(frozen=True)
@@ -243,7 +251,8 @@ class ProductFamily(KernelFamily, Protocol):
 
     def launch(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Launch:
         """How a legal tile is launched: by default one block a tile."""
-        return Launch(tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device))
+        shared = self.shared_bytes(spec, tile, device)
+        return Launch(tile.block_m, tile.block_n, tile.threads, shared, waits=starts_early(device))
 
     def copying(self, tile: Any, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Of them, those for copies of single elements through registers, which a library does not need."""

@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxfuse.device import PTX, DeviceSpec
+from onnxfuse.device import DeviceSpec
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model, quantized_small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily, starts_early
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from onnxfuse.schedule.small_m import PATHS as ELEMENT_PATHS
 
-EARLY = 90  # compute capability from which on a kernel may start before the one before it has ended
 PATHS = {
     **ELEMENT_PATHS,
     "product": "cp.async along {axis}",
@@ -103,8 +102,7 @@ class QuantizedSmallM(ProductFamily):
     def launch(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> Launch:
         """A persistent grid that starts early where the chip can; elsewhere one block a tile."""
         shared = self.shared_bytes(spec, tile, device)
-        starts_early = device.arch != PTX and device.capability >= EARLY
-        return Launch(tile.block_m, tile.block_n, tile.threads, shared, cluster=int(starts_early))
+        return Launch(tile.block_m, tile.block_n, tile.threads, shared, cluster=int(starts_early(device)))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

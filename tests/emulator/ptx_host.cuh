@@ -224,6 +224,7 @@ inline void round_to_tf32(unsigned& value) {
 
 inline void wait_for_kernel_before() {}
 inline void let_kernel_behind_start() {}
+inline void prefetch_into_l2(const void*) {}
 
 inline unsigned permute_bytes(unsigned first, unsigned second, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(second) << 32 | first;

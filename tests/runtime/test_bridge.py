@@ -434,6 +434,7 @@ def fields(record: Record) -> list[str]:
     tail = (
         *record.flags,
         record.cluster,
+        int(record.waits),
         len(record.maps),
         *maps,
         int(record.library),
@@ -489,7 +490,7 @@ def test_resealed_mutations_never_crash(data: st.DataObject) -> None:
         width = data.draw(st.sampled_from((1, 4, 8)))
         archive[position : position + width] = data.draw(st.binary(min_size=width, max_size=width))
     with contextlib.suppress(BridgeError):
-        assert all((len(record) - 55) == 6 * int(record[47]) for record in bridge().archive(resealed(archive)))
+        assert all((len(record) - 56) == 6 * int(record[48]) for record in bridge().archive(resealed(archive)))
 
 
 # ---- Which record is launched ----------------------------------------------------------------------------------------

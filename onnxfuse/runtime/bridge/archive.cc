@@ -152,9 +152,11 @@ bool is_possible(const MapRule& rule, const Record& record) {
 }
 
 void parse_maps(Cursor& cursor, Record& record) {
-  record.cluster = cursor.number<uint32_t>();
+  record.cluster = cursor.number<uint16_t>();
+  const auto waits = cursor.number<uint16_t>();
+  record.waits = waits != 0;
   const auto count = cursor.number<uint32_t>();
-  if (count > kMaxMaps || record.cluster > kMaxCluster) fail("a record holds impossible numbers", kRemedy);
+  if (count > kMaxMaps || record.cluster > kMaxCluster || waits > 1) fail("a record holds impossible numbers", kRemedy);
   for (size_t i = 0; i < kMaxMaps; ++i) {
     const MapRule rule = parse_map(cursor);
     if (i >= count) continue;

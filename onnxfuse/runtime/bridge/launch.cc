@@ -39,7 +39,7 @@ void launch_kernel(const Loaded& code, size_t chosen, const Contract& contract, 
   const Record& record = *code.records[chosen];
   TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
   encode_maps(record, contract, bytes, arguments, maps);
-  const bool waits = record.cluster > 0;  // the persistent kernel does
+  const bool waits = record.waits || record.cluster > 0;
   cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
                         record.shared_bytes, waits, stream, &arguments, record.maps.empty() ? nullptr : maps);
 }

@@ -11,10 +11,7 @@
 //     x ROWS    |  ...                         |   a thread's rows lie ROW_THREADS apart
 //               +------------------------------+
 #pragma once
-#include "common/arguments.cuh"
-#include "common/ptx.cuh"
-#include "common/addressing.cuh"
-#include "common/checked_access.cuh"
+#include "common/span.cuh"
 
 namespace onnxfuse {
 
@@ -23,16 +20,6 @@ constexpr int ROW_THREADS = THREADS / COLUMN_THREADS;
 constexpr int ROWS = BLOCK_M / ROW_THREADS;
 static_assert(COLUMN_THREADS * ROW_THREADS == THREADS && ROWS * ROW_THREADS == BLOCK_M && ROWS > 0,
               "threads tile the block");
-
-// SPAN neighbours of one row of a tensor, in accesses of WIDTH elements.
-template <typename Access>
-struct Span {
-  static constexpr int WIDTH = Access::WIDTH;
-  Packed<typename Access::Type, WIDTH> chunks[SPAN / WIDTH];
-
-  __device__ __forceinline__ auto& at(int element) { return chunks[element / WIDTH].values[element % WIDTH]; }
-  __device__ __forceinline__ auto at(int element) const { return chunks[element / WIDTH].values[element % WIDTH]; }
-};
 
 // What a thread has read of the loads 0 .. COUNT - 1.
 template <int COUNT>
@@ -45,26 +32,6 @@ struct Operands<0> {};
 template <int INDEX>
 __device__ __forceinline__ auto& own_span(Operands<LOADS>& operands) {
   return static_cast<Operands<INDEX + 1>&>(operands).own;
-}
-
-constexpr bool varies_along_rows(Kind kind) { return kind == Kind::column || kind == Kind::tile; }
-constexpr bool varies_along_columns(Kind kind) { return kind == Kind::row || kind == Kind::tile; }
-
-// In accesses of the way's WIDTH. `left` columns of the tensor begin at the span's first; a chunk lies inside or
-// outside as a whole.
-template <typename Way, typename Access>
-__device__ __forceinline__ void read_span(Span<Access>& span, const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer,
-                                          int batch, int row, int column, int left) {
-  using Chunk = Packed<typename Access::Type, Way::WIDTH>;
-#pragma unroll
-  for (int i = 0; i < SPAN; i += Way::WIDTH) {
-    const auto* element = element_of<Access>(tensor, outer, batch, row, column + i);
-    if constexpr (Way::WIDTH == Access::WIDTH) {
-      if (i < left) span.chunks[i / Way::WIDTH] = load_global<Chunk>(element);
-    } else {
-      if (i < left) span.at(i) = load_global<Chunk>(element).values[0];
-    }
-  }
 }
 
 // Reads the operands that vary along the rows, or those that do not.
@@ -109,9 +76,7 @@ __device__ __forceinline__ void compute_element(Results<OUTS>& results, Operands
   Epilogue::apply(operands, values);
   static_for<0, OUTS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    typename Out<I>::Type rounded[2];
-    store_pair(rounded, values[I], values[I]);
-    static_cast<Results<I + 1>&>(results).own.at(element) = rounded[0];
+    round_into(static_cast<Results<I + 1>&>(results).own, element, values[I]);
   });
 }
 
@@ -119,12 +84,8 @@ __device__ __forceinline__ void store_results(const Results<OUTS>& results, cons
                                               int row, int column) {
   static_for<0, OUTS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    constexpr int WIDTH = Out<I>::WIDTH;
-#pragma unroll
-    for (int i = 0; i < SPAN; i += WIDTH) {
-      auto* element = element_of<Out<I>>(args.outs[I], args.outs_outer[I], batch, row, column + i);
-      if (column + i < args.n) store_global(element, static_cast<const Results<I + 1>&>(results).own.chunks[i / WIDTH]);
-    }
+    write_span(static_cast<const Results<I + 1>&>(results).own, args.outs[I], args.outs_outer[I], batch, row, column,
+               args.n - column);
   });
 }
 
@@ -155,5 +116,7 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
 
 extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 2)
     onnxfuse_pointwise(const __grid_constant__ OnnxfuseArguments args) {
+  onnxfuse::wait_for_kernel_before();
+  onnxfuse::let_kernel_behind_start();
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) onnxfuse::compute_tile(args, batch);
 }

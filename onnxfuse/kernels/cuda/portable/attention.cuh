@@ -432,6 +432,8 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args) {
   if constexpr (onnxfuse::CLUSTER > 1) {
     onnxfuse::attend_tiles(args, onnxfuse_shared, shares);
   } else {
+    onnxfuse::wait_for_kernel_before();
+    onnxfuse::let_kernel_behind_start();
     onnxfuse::attend_heads(args, onnxfuse_shared, shares);
   }
 }

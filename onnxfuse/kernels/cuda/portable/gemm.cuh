@@ -214,6 +214,8 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
 extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1)
     onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args) {
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  onnxfuse::wait_for_kernel_before();
+  onnxfuse::let_kernel_behind_start();
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
     onnxfuse::compute_tile(args, batch, onnxfuse_shared);
     __syncthreads();  // the next product's copies may overwrite what the epilogue still read

@@ -271,6 +271,22 @@ __device__ __forceinline__ int block_of_cluster() {
   return 0;
 }
 
+// What the main loop loads of rhs at first, on its way into L2 beside the end of the kernel before: where that kernel
+// makes rhs, nothing old stays there. A line for each thread and turn.
+__device__ __forceinline__ void prefetch_first(const OnnxfuseArguments& args, int batch, int column) {
+  constexpr int LINE = 128 / sizeof(Element), DEPTH = STAGES * WARPS_K * BLOCK_K;
+  constexpr int ALONG = RHS_K_CONTIGUOUS ? DEPTH : BLOCK_N, ACROSS = RHS_K_CONTIGUOUS ? BLOCK_N : DEPTH;
+  constexpr int LINES = (ALONG - 1) / LINE + 1;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < PARTS * ACROSS * LINES; i += THREADS) {
+    const int across = i / LINES % ACROSS, along = i % LINES * LINE;
+    const int k = RHS_K_CONTIGUOUS ? along : across, n = column + (RHS_K_CONTIGUOUS ? across : along);
+    if (k >= args.k || n >= args.n) continue;
+    const OnnxfuseTensor& tensor = args.rhs[i / (ACROSS * LINES)];
+    prefetch_into_l2(factor_pointer<Element, RHS_OUTER_BATCH>(tensor, args.rhs_outer, batch, k, n));
+  }
+}
+
 // acc += lhs * rhs over this warp's blocks of k; what lies beyond k is zero. Registers are loaded again as soon as they
 // have been multiplied, so nearly all of them are on their way at any time.
 __device__ __forceinline__ void run_main_loop(float (&acc)[FRAGMENTS][4], const LhsStream& lhs, const Rhs& rhs,
@@ -424,6 +440,9 @@ __device__ __forceinline__ int tiles_down(const OnnxfuseArguments& args) { retur
 __device__ __forceinline__ void compute_tiles_alone(const OnnxfuseArguments& args, float* sums) {
   const int row = static_cast<int>(blockIdx.x) % tiles_down(args) * BLOCK_M;
   const int column = static_cast<int>(blockIdx.x) / tiles_down(args) * BLOCK_N;
+  prefetch_first(args, static_cast<int>(blockIdx.z), column);
+  wait_for_kernel_before();
+  let_kernel_behind_start();
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
     finish(sums, multiply_tile(args, batch, row, column, sums), args, batch, row, column);
     __syncthreads();  // the next product's sums overwrite what the epilogue still reads
