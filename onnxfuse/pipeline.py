@@ -115,7 +115,7 @@ def _find_sites(
     skipped: list[SkippedSite] = []
     for graph in graphs:
         make_site = functools.partial(plan_site, planner, graph)
-        found = match_sites(graph, make_site, is_profitable_together, planner.rounds, planner.attention)
+        found = match_sites(graph, make_site, is_profitable_together, planner.rounds, planner.attention, True)
         skipped += (skipped_site(node_label(node), refusal) for node, refusal in found.skipped)
         for site in found.fused:
             if site.is_left_alone:  # only now: several such sites may be worth one kernel together
@@ -136,10 +136,27 @@ def _selected(
     left = tuple(
         skipped_site(label, NotFusable("not_selected", label, refusal))
         for site, refusal in zip(sites, refusals, strict=True)
-        for label in ([site.match.name] if site.match.shared else [product.label for product in site.match.products])
+        for label in _labels(site)
         if refusal
     )
-    return tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal), skipped + left
+    kept = tuple(site for site, refusal in zip(sites, refusals, strict=True) if not refusal)
+    return _without_whole_ops(kept), skipped + left
+
+
+def _without_whole_ops(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The same but for the normalisations of ops that no product's kernel takes sums of: those stay whole, and add."""
+    taken = {(id(site.graph), index) for site in sites for index in site.match.nodes}
+    return tuple(
+        site
+        for site in sites
+        if not (sums := site.graph.sums_before(site.match.nodes)) or {(id(site.graph), each) for each in sums} & taken
+    )
+
+
+def _labels(site: Site) -> list[str]:
+    """What it is called where it is left alone: each of its products, or itself."""
+    products = [] if site.match.shared else [product.label for product in site.match.products]
+    return products or [site.match.name]
 
 
 def _found(site: Site) -> FoundFusion:

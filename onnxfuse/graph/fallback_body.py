@@ -14,7 +14,9 @@ from onnx import AttributeProto, FunctionProto, NodeProto, OperatorSetIdProto, T
 from onnxfuse.graph.functions import DOMAIN
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import constant, known_nodes
+from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.op_names import FUSED_GEMM
+from onnxfuse.graph.opened_ops import adding_zeros
 from onnxfuse.graph.packed_data import Packing, unpacking
 from onnxfuse.graph.rounding_shapes import MOVES, has_readers_of_16_bits, read_in_16_bits, unread_shapes
 from onnxfuse.graph.rows_in_turn import taking_turns
@@ -119,7 +121,8 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
 
     Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
     """
-    nodes = _nodes(replacement)
+    rows = left_of_opened(replacement.graph)
+    nodes = [new for node in _nodes(replacement) for new in adding_zeros(_with_stash_type(node), rows, str)]
     names = {name: f"x{index}" for index, name in reversed(list(enumerate(replacement.inputs)))}
     body = known_nodes(replacement.graph, nodes, names)
     stored = {name: names[name] for name in replacement.transposed}
@@ -129,6 +132,15 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
     orders = replacement.transposed.items()
     restoring = (node for name, order in orders for node in _restoring(stored[name], names[name], order))
     return [*restoring, *(renamed(node, names) for node in body)], names
+
+
+def _with_stash_type(node: NodeProto) -> NodeProto:
+    """The node with what ONNX Runtime (1.32) ends the process for where a body leaves it out: the default."""
+    if node.op_type != "SimplifiedLayerNormalization" or any(each.name == "stash_type" for each in node.attribute):
+        return node
+    told = renamed(node, {})
+    told.attribute.append(helper.make_attribute("stash_type", TensorProto.FLOAT))
+    return told
 
 
 def _restoring(stored: str, name: str, order: Order) -> list[NodeProto]:

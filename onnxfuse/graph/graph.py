@@ -57,6 +57,12 @@ class Graph:
         origins = self.scope.origins.get(self.scope.nodes[self.index(node)].name, ())
         return [key for key in origins if key[:2] in OPENED]
 
+    def sums_before(self, nodes: Iterable[int]) -> frozenset[int]:
+        """The Adds of the ops that nodes are what is left of; none for nodes of the model's own, and for the Adds."""
+        left = [self.nodes[index] for index in nodes if index not in self.opened_sums]
+        keys = {key for node in left for key in self.opened(node)}
+        return frozenset(index for index in self.opened_sums if keys & {*self.opened(self.nodes[index])})
+
     @property
     def opset(self) -> int:
         """Version of the default operator set."""

@@ -100,15 +100,15 @@ def add_zeros(scope: GraphProto, rows: Mapping[str, tuple[int, int]], named: Cal
         named: a name that is not taken, near to one.
     """
     if rows:
-        nodes = [new for node in scope.node for new in _adding_zeros(node, rows, named)]
+        nodes = [new for node in scope.node for new in adding_zeros(node, rows, named)]
         del scope.node[:]
         scope.node.extend(nodes)
 
 
-def _adding_zeros(
+def adding_zeros(
     node: NodeProto, rows: Mapping[str, tuple[int, int]], named: Callable[[str], str]
 ) -> Iterable[NodeProto]:
-    """Zeros `[1, 1, length]` are repeated over the sum's rows `[rows, 1, length]`."""
+    """The node, or the op in its place: zeros `[1, 1, length]` are repeated over the sum's rows `[rows, 1, length]`."""
     if node.op_type not in _WHOLE or node.output[0] not in rows:
         return [node]
     (length, dtype), (total, *scales), (y,) = rows[node.output[0]], node.input, node.output

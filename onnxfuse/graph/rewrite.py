@@ -18,6 +18,7 @@ from onnxfuse.graph.fallback_body import Replacement, fallback_body
 from onnxfuse.graph.functions import DOMAIN, inline, reads, walk
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import known_array
+from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION
 from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
@@ -115,17 +116,6 @@ def _expanded_inputs(
         nodes += shape.nodes(wanted, new_name)
         nodes.append(expansion(replacement.graph, name, shape, (name, wanted), names[name]))
     return names, nodes
-
-
-def left_of_opened(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Length and type of the rows of each normalisation that is left of an opened op, by what it makes."""
-    found: dict[str, tuple[int, int]] = {}
-    for total in {graph.nodes[max(sums)].outputs[0].name for sums in graph.opened_sums.values()}:
-        length, dtype = (graph.shape(total) or (None,))[-1], graph.dtype(total)
-        if isinstance(length, int) and dtype is not None:
-            left = (node for node in graph.readers(total) if graph.opened(node))
-            found |= {node.outputs[0].name: (length, dtype) for node in left}
-    return found
 
 
 def _stored_names(replacements: Iterable[Replacement], taken: set[str]) -> dict[str, tuple[str, Order]]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from onnx import GraphProto, NodeProto, TensorProto, helper
 
+from onnxfuse.graph.functions import DOMAIN
 from onnxfuse.graph.graph import Graph
 
 WHY = "ONNX Runtime's CPU provider rounds what this reads"
@@ -58,10 +59,16 @@ def unread_shapes(
         ops: of the nodes to look at.
     """
     for node in nodes:
-        value = node.output[0] if node.op_type in ops else ""
+        value = node.output[0] if _op_of(graph, node) in ops else ""
         if value in lost and graph.dtype(value) == TensorProto.FLOAT16:
             name = new_name(f"{value}/shape")
             yield node, helper.make_node("Shape", [value], [name], name=name, doc_string=WHY)
+
+
+def _op_of(graph: Graph, node: NodeProto) -> str:
+    """A node's op; of a fused node that of the model's own node which makes its first output."""
+    readers = graph.readers(node.output[0]) if node.domain == DOMAIN else ()
+    return str(graph.tensor(node.output[0]).inputs[0].op) if readers else node.op_type
 
 
 def read_again(graph: Graph, scope: GraphProto, lost: Collection[str], new_name: Callable[[str], str]) -> None:

@@ -1,8 +1,7 @@
 """Sums that ONNX Runtime's optimiser adds and normalises in one kernel, SkipLayerNormalization.
 
-It does where nobody else reads the sum, as in BERT and other layers that normalise last. Its kernel for a
-LayerNormalization by itself takes two to three times as long as that one, which reads the product, the skip and a bias:
-with 4,096 rows of 768 in fp16, on an H200, 15.5 us against 7.5. So a kernel that has made the sum has made it slower.
+It does where nobody else reads the sum, as in BERT and other layers that normalise last. So a kernel that makes such a
+sum saves no launch and no pass over it, but the reading of one tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.graph.graph import Graph, Size
 
 RANK = 3  # of the values that it does that for
+OPTIMISED = "SkipLayerNormalization"
 
 
 def is_added_and_normalised(graph: Graph, add: gs.Node) -> bool:

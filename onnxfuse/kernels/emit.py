@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.kernels import attention, gemm, hopper, hopper_quantized, pointwise, portable, quantized_small_m, small_m
+from onnxfuse.kernels import (
+    attention,
+    gemm,
+    hopper,
+    hopper_quantized,
+    norm,
+    pointwise,
+    portable,
+    quantized_small_m,
+    small_m,
+)
 from onnxfuse.schedule.variant import AnyVariant
 
 
@@ -33,6 +43,7 @@ TEXTS = {
     "small_m": Text(gemm.ENTRY, lambda spec, tile, device: small_m.emit(spec, tile)),
     "quantized_small_m": Text(gemm.ENTRY, lambda spec, tile, device: quantized_small_m.emit(spec, tile)),
     "pointwise": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec, tile)),
+    "norm": Text(norm.ENTRY, lambda spec, tile, device: norm.emit(spec, tile)),
     "attention": Text(attention.ENTRY, lambda spec, tile, device: attention.emit(spec, tile)),
     "portable_attention": Text(attention.ENTRY, lambda spec, tile, device: attention.emit_portable(spec, tile)),
     "library": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec.epilogue, tile.pointwise)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from onnxfuse.ir.fusion import Step, Value, acc_name, load_name
 from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
 SHORT_BYTES = 2  # of an output for which the shorter gelu is exact enough
@@ -114,6 +115,12 @@ def functor(spec: KernelSpec, fast: bool = False) -> str:
 def pointwise_functor(spec: PointwiseSpec) -> str:
     """The same without a product: operands of one output element in, results out."""
     return _struct("", _body(spec, _steps(spec)))
+
+
+def norm_functor(spec: NormSpec) -> str:
+    """The same of one normalised element and the parameters of its column; the first operand is the row itself."""
+    loads = [f"    const float {load_name(index)} = operands[{index}];" for index in range(1, len(spec.loads))]
+    return _struct(f"float {acc_name(0)}, ", [*loads, *_steps(spec), f"    results[0] = {_text(spec.out_values[0])};"])
 
 
 def straight_line(name: str, loads: int, steps: Sequence[Step], value: Value) -> str:

@@ -32,10 +32,11 @@ from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
+from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.variant import AnyVariant, Variant
 
-_PLAIN = (KernelSpec, PointwiseSpec, LibrarySpec, AttentionSpec, Diagonal, Access, Step, Quantization)
+_PLAIN = (KernelSpec, PointwiseSpec, NormSpec, LibrarySpec, AttentionSpec, Diagonal, Access, Step, Quantization)
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in (*_PLAIN, *(each.tile_type for each in FAMILIES))}
 _DTYPES = {dtype.name: dtype for dtype in ALL}
 _FAMILIES = {family.name: family for family in FAMILIES}

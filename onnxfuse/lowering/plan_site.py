@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ParamSpec
@@ -22,19 +22,21 @@ from onnxfuse.analysis.weight_order import has_columns_in_turn, with_k_innermost
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM_ON, FUSED_POINTWISE
 from onnxfuse.graph.operators import is_copy, qualified_op
 from onnxfuse.graph.rows_in_turn import RowsInTurn
-from onnxfuse.graph.skip_norms import is_added_and_normalised, is_bias_of_it
+from onnxfuse.graph.skip_norms import OPTIMISED, is_added_and_normalised, is_bias_of_it
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, StoredRhs, Tensor, acc_name, load_name
+from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
+from onnxfuse.schedule.norm_plan import make_norm_plan, own_time, rows_of, stock_time
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
 from onnxfuse.schedule.strategy import (
@@ -46,13 +48,12 @@ from onnxfuse.schedule.strategy import (
     choose,
     estimate,
     is_faster,
-    is_normalised_faster_with_sum,
     is_nowhere_slower,
     least_loss,
     named,
     saves,
 )
-from onnxfuse.schedule.variant import AttentionPlan, ProductPlan, Ranked
+from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
@@ -82,7 +83,7 @@ class Planner:
     )
 
 
-def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> Site:
+def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation) -> Site:
     """Decide everything about a match that can be decided without a measurement.
 
     Args:
@@ -96,6 +97,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> S
     """
     if isinstance(fusion, Attention):
         return _plan_attention(planner, graph, match, fusion)
+    if isinstance(fusion, Normalisation):
+        return _plan_normalisation(planner, graph, match, fusion)
     fusion = fusion if planner.rounds else simplify(fusion)
     if broadcast_product_axes(fusion):
         return _plan_broadcast_product(planner, graph, match, fusion)
@@ -194,7 +197,6 @@ def _planned(
     widths = analyse(fusion, mapping)
     nameless = _nameless(fusion)
     plans = tuple(planner.make_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
-    _check_sum(graph, match, fusion, plans)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None
@@ -209,29 +211,6 @@ def _planned(
     if site.opens_ops and strategy is not Strategy.ONE_KERNEL:  # a smaller one may leave the op as it is
         raise slower(site, fusion.anchor)
     return site
-
-
-def _check_sum(graph: Graph, match: Match, fusion: Fusion, plans: Sequence[ProductPlan]) -> None:
-    """A sum that ONNX Runtime adds and normalises in one kernel stays outside where that is faster.
-
-    Raises:
-        NotFusable: `normalised`.
-    """
-    makers = {tensor.name: graph.nodes[index] for index in match.nodes for tensor in graph.nodes[index].outputs}
-    for out in fusion.outputs:
-        if not is_added_and_normalised(graph, makers[out.name]):
-            continue
-        sizes = {plan.device: [_elements(fusion, out, each) for each in plan.ranked] for plan in plans}
-        if all(is_normalised_faster_with_sum(device, sizes[device], out.dtype.bytes) for device in named(sizes)):
-            detail = f"ONNX Runtime adds and normalises {out.name!r} in one kernel, which takes less time"
-            raise NotFusable("normalised", node_label(makers[out.name]), detail)
-
-
-def _elements(fusion: Fusion, tensor: Tensor, ranked: Ranked) -> int:
-    """Of a tensor, with the rows of one problem for what is not known."""
-    known = math.prod(fusion.size(axis) or 1 for axis in tensor.axes)
-    is_open = any(fusion.size(axis) is None for axis in tensor.axes)
-    return known * int(ranked.size) if is_open else known
 
 
 def _on_one_architecture(site: Site) -> Site:
@@ -264,10 +243,36 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     moves = sum(is_copy(graph.nodes[index]) for index in {*match.nodes, *match.copied})
     expanded = [tensor for tensor in attention.operands if tensor.name in match.expanded]
     times = {plan.device: _attention_times(attention, mapping, plan, moves, expanded) for plan in plans}
-    site = Site(graph, match, attention, mapping, (), None, choose(times), times, attention=whole)
+    site = Site(graph, match, attention, mapping, (), None, choose(times), times, whole=whole)
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
     return site
+
+
+def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: Normalisation) -> Site:
+    """The site of a normalisation, which is one kernel or none.
+
+    Raises:
+        NotFusable: ONNX Runtime's own kernel is faster.
+    """
+    *rows, columns = (axis.name for axis in fusion.axes)
+    mapping = AxisMapping((), tuple(rows), (columns,), ())
+    plans = tuple(make_norm_plan(fusion, mapping, device) for device in planner.devices)
+    whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
+    times = {device: _normalisation_times(fusion, mapping, device) for device in planner.devices}
+    site = Site(graph, match, fusion, mapping, (), None, choose(times), times, whole=whole)
+    if site.is_left_alone:
+        raise slower(site, fusion.anchor)
+    return site
+
+
+def _normalisation_times(fusion: Normalisation, mapping: AxisMapping, device: DeviceSpec) -> tuple[Times, ...]:
+    times = []
+    for rows in rows_of(fusion, mapping):
+        stock = stock_time(fusion, mapping, rows, device)
+        own = {Strategy.ONE_KERNEL: own_time(fusion, mapping, rows, device)}
+        times.append(own if stock is None else {**own, Strategy.LEFT_ALONE: stock})
+    return tuple(times)
 
 
 def _mapped_attention(attention: Attention) -> AxisMapping:
@@ -510,13 +515,27 @@ def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilog
         passes=sum(
             graph.dtype(graph.nodes[index].outputs[0].name) in FLOATS_BY_ONNX
             for index in epilogue_only.replaced
-            if index not in one_node and not is_bias_of_it(graph, graph.nodes[index])
+            if index not in one_node and not _is_made_by_a_norm(graph, index)
         )
         + own,
         own_passes=own,
         products=len(products),
         normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], across)) for sums in opened),
+        added=tuple(_added(graph, epilogue_only.replaced, _row_bytes(fusion, products[0], across))),
     )
+
+
+def _is_made_by_a_norm(graph: Graph, index: int) -> bool:
+    """Whether the runtime's kernel for a normalisation adds as well what a node adds."""
+    node = graph.nodes[index]
+    return is_bias_of_it(graph, node) or is_added_and_normalised(graph, node)
+
+
+def _added(graph: Graph, nodes: Iterable[int], size: int) -> Iterator[Normalising]:
+    """The ops that the runtime's optimiser makes of sums and what normalises them, of rows of so many bytes."""
+    for index in nodes:
+        if is_added_and_normalised(graph, graph.nodes[index]):
+            yield Normalising(OPTIMISED, 3 * size, 2 * size)
 
 
 def _normalised(graph: Graph, last: int, size: int) -> Normalising:

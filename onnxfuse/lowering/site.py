@@ -13,6 +13,7 @@ from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_GEMM_ON
 from onnxfuse.graph.packed_data import Packing
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.fusion import Fusion, Pointwise
+from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.patterns import Match
 from onnxfuse.schedule.strategy import Strategy, Times
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant, ProductPlan
@@ -68,13 +69,13 @@ class Site:
         transposed: the weights that the fusion reads otherwise than the model stores them, and how.
         as_stored: the same site of weights as the model stores them, of any strategy, or why there is none; None where
             all are so.
-        attention: the only implementation of a site of two products and a softmax; None for all others.
+        whole: the only implementation of a site of two products and a softmax, or of none; None for all others.
         only: the architecture whose GPUs run the kernel, where the nodes that it stands for run on all others.
     """
 
     graph: Graph
     match: Match
-    fusion: Fusion
+    fusion: Fusion | Normalisation
     mapping: AxisMapping
     plans: tuple[ProductPlan, ...]
     epilogue_only: Implementation | None = None
@@ -83,7 +84,7 @@ class Site:
     timings: str = ""
     transposed: Mapping[str, Order] = field(default_factory=dict)
     as_stored: Site | NotFusable | None = None
-    attention: Implementation | None = None
+    whole: Implementation | None = None
     only: str | None = None
 
     @property
@@ -113,8 +114,8 @@ class Site:
     @property
     def one_kernel(self) -> Implementation:
         """The implementation with the product in the kernel."""
-        if self.attention is not None:
-            return self.attention
+        if self.whole is not None:
+            return self.whole
         kind = FUSED_GEMM if self.only is None else FUSED_GEMM_ON[self.only]
         plans = tuple(plan for plan in self.plans if self.only in (None, plan.device.arch))
         return Implementation(self.graph, self.match, kind, (), self.fusion, self.mapping, plans, self.transposed)

@@ -7,6 +7,7 @@ sibling_gemms  products of one input, each with an epilogue and an output of its
 column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed. Or one
 range of any width
 attention      two products and the softmax between them (attention.py)
+normalisation  no product at all: rows less their mean, over their deviation (normalisation.py)
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ PATTERNS: dict[str, Callable[[Match], bool]] = {
     "sibling_gemms": _are_siblings,
     "column_ranges": lambda match: True,
     "attention": lambda match: True,  # two matches of one product each; never asked
+    "normalisation": lambda match: not match.products,
 }
 """What a match looks like, by the name of the pattern; the first that holds."""
 

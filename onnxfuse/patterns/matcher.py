@@ -18,12 +18,14 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.ir.fusion import Fusion
+from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, candidates
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.normalisation import normalisations
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
@@ -32,7 +34,7 @@ from onnxfuse.patterns.siblings import siblings
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 
 SiteT = TypeVar("SiteT")
-MakeSite = Callable[[Match, Fusion], SiteT]
+MakeSite = Callable[[Match, Fusion | Normalisation], SiteT]
 IsProfitable = Callable[[SiteT, Sequence[SiteT]], bool]
 Group = tuple[Product, ...]
 Refused = tuple[gs.Node, NotFusable]
@@ -75,6 +77,7 @@ def match_sites(
     is_profitable: IsProfitable[SiteT] | None = None,
     rounds: bool = False,
     attention: bool = False,
+    normalisation: bool = False,
 ) -> Sites[SiteT]:
     """Find every fusion of a model; they share no node.
 
@@ -85,6 +88,7 @@ def match_sites(
             same input; without it none become one.
         rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
         attention: whether two products and the softmax between them become one fusion.
+        normalisation: whether what normalises rows does, without a product.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
     found, apart = search.match_attentions() if attention else ([], [])
@@ -93,10 +97,16 @@ def match_sites(
         matched, refused = search.match_group(group)
         found += matched
         skipped += refused
+    found += search.match_normalisations() if normalisation else []
     skipped = _with_apart(graph, skipped, apart)
-    found.sort(key=lambda each: (graph.index(each.match.products[0].node), each.match.insertion_point))
+    found.sort(key=lambda each: (_place(graph, each.match), each.match.insertion_point))
     skipped.sort(key=lambda entry: graph.index(entry[0]))
     return Sites(tuple(each.site for each in found), tuple(skipped))
+
+
+def _place(graph: Graph, match: Match) -> int:
+    """Where it begins: at its first product."""
+    return graph.index(match.products[0].node) if match.products else match.nodes[0]
 
 
 def _with_apart(graph: Graph, skipped: list[Refused], apart: list[Apart]) -> list[Refused]:
@@ -151,11 +161,16 @@ def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:
     Raises:
         NotFusable: with the reason and the node at fault.
     """
-    sites = match_sites(graph, lambda match, fusion: (match, fusion))
+    sites = match_sites(graph, _with_product)
     refusal = next((refusal for anchor, refusal in sites.skipped if anchor is node), None)
     if refusal is not None:
         raise refusal
     return next(site for site in sites.fused if graph.index(node) in (*site[0].shared, *site[0].nodes))
+
+
+def _with_product(match: Match, fusion: Fusion | Normalisation) -> tuple[Match, Fusion]:
+    assert isinstance(fusion, Fusion), "normalisations were not asked for"
+    return match, fusion
 
 
 @dataclass(frozen=True)
@@ -214,6 +229,19 @@ class Search(Generic[SiteT]):
                 self.points.take(match)
                 return made
         raise min(refusals, key=lambda refusal: refusal.reason == "no_attention_kernel")
+
+    def match_normalisations(self) -> list[Found[SiteT]]:
+        """Every normalisation that a kernel computes faster than ONNX Runtime; the others have no product to report."""
+        found: list[Found[SiteT]] = []
+        if self.graph.scope.fault or self.graph.opset < OLDEST_OPSET:
+            return found
+        for match, fusion in normalisations(self.graph, self.points, self.rounds):
+            try:
+                found.append(Found(match, self.make_site(match, fusion)))
+            except NotFusable:
+                continue
+            self.points.take(match)
+        return found
 
     def match_group(self, group: Group) -> tuple[list[Found[SiteT]], list[Refused]]:
         """Partition what a group grows into until no match is left: the matches, and the products that have none."""

@@ -7,6 +7,7 @@ from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.kernel_family import KernelFamily, ProductFamily
 from onnxfuse.schedule.library import LIBRARY
+from onnxfuse.schedule.norm import NORM
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
@@ -15,4 +16,4 @@ from onnxfuse.schedule.small_m import SMALL_M
 # In the order in which a plan lists their tiles: of equals the first is taken, and the last two run everything,
 # whether rhs is quantized or not.
 PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, HOPPER, HOPPER_QUANTIZED, PORTABLE, QUANTIZED_SMALL_M)
-FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, LIBRARY, ATTENTION, PORTABLE_ATTENTION)
+FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, NORM, LIBRARY, ATTENTION, PORTABLE_ATTENTION)

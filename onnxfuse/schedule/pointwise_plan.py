@@ -22,7 +22,7 @@ from onnxfuse.schedule.variant import PointwisePlan, PointwiseVariant
 def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: DeviceSpec) -> PointwisePlan:
     """Choose the kernels of what follows a product for one architecture."""
     widths = analyse_epilogue(pointwise, mapping)
-    loads, outs = _accesses(pointwise, mapping, widths)
+    loads, outs = accesses(pointwise, mapping, widths)
     columns = math.prod(pointwise.size(axis) or 1 for axis in mapping.n)
     rows = rows_in_flight(loads, span_of(loads, outs), device)
     tall, flat = (tile_for(loads, outs, columns, count) for count in (rows, 1))
@@ -46,9 +46,10 @@ def _variant(spec: PointwiseSpec, tile: PointwiseTile, min_m: int, max_m: int) -
     return PointwiseVariant(POINTWISE, spec, tile, min_m, max_m)
 
 
-def _accesses(
+def accesses(
     pointwise: Pointwise, mapping: AxisMapping, widths: EpilogueWidths
 ) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+    """How a kernel without a product reaches what it loads, and what it stores."""
     operands = [
         _along_n(access(pointwise, operand, mapping, width))
         for operand, width in zip(pointwise.operands, widths.operands, strict=True)
@@ -81,5 +82,9 @@ def checked_tile(spec: PointwiseSpec, span: int, columns: int, device: DeviceSpe
 
 def _narrow(spec: PointwiseSpec) -> PointwiseSpec:
     """The same kernel with single-element accesses: legal for every pointer and pitch."""
-    loads = tuple(replace(load, width=1) for load in spec.loads)
-    return replace(spec, loads=loads, outs=tuple(replace(out, width=1) for out in spec.outs))
+    return replace(spec, loads=tuple(map(narrowed, spec.loads)), outs=tuple(map(narrowed, spec.outs)))
+
+
+def narrowed(way: Access) -> Access:
+    """The same tensor, element by element."""
+    return replace(way, width=1)

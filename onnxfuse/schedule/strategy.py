@@ -80,6 +80,7 @@ class Traffic:
         products: that the library makes one after the other, each of as many columns.
         own_passes: those of the passes that a product's node makes itself, and goes on to make where it stays.
         normalised: by ops that were taken apart.
+        added: by those that the runtime's optimiser makes; where nothing was measured of its kernels, a pass each.
     """
 
     weights: int
@@ -90,6 +91,7 @@ class Traffic:
     products: int = 1
     own_passes: int = 0
     normalised: tuple[Normalising, ...] = ()
+    added: tuple[Normalising, ...] = ()
 
 
 def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
@@ -155,33 +157,16 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
         one_kernel: microseconds of the one kernel.
     """
     a_pass = calibration(device).launch + cost_model.from_memory(m * (traffic.product + traffic.rest), device)
-    whole = _normalising(device, m, ((each.op, each.whole) for each in traffic.normalised))
-    rest = _normalising(device, m, ((each.op, each.rest) for each in traffic.normalised))
+    is_known = bool(calibration(device).library_products)
+    passes = traffic.passes + (0 if is_known else len(traffic.added))
+    normalised = (*traffic.normalised, *(traffic.added if is_known else ()))
+    whole = _normalising(device, m, ((each.op, each.whole) for each in normalised))
+    rest = _normalising(device, m, ((each.op, each.rest) for each in normalised))
     return {
         Strategy.ONE_KERNEL: one_kernel + rest,
-        Strategy.LEFT_ALONE: library + traffic.passes * a_pass + whole,
+        Strategy.LEFT_ALONE: library + passes * a_pass + whole,
         Strategy.EPILOGUE_ONLY: library + (traffic.own_passes + 1) * a_pass + rest,
     }
-
-
-def is_normalised_faster_with_sum(device: DeviceSpec, sizes: Iterable[int], element_bytes: int) -> bool:
-    """Whether ONNX Runtime adds and normalises in less time than a kernel adds and ONNX Runtime then normalises.
-
-    Args:
-        device: the chip; False where nothing was measured of the library.
-        sizes: elements of the sum, at every number of rows.
-        element_bytes: of each.
-    """
-    known = calibration(device)
-
-    def loss(elements: int) -> float:
-        tensor = float(cost_model.from_memory(elements * element_bytes, device))
-        alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * elements
-        # Of the product, the skip and the result.
-        together = known.launch + known.normalising["SkipLayerNormalization"] * 3 * tensor
-        return math.log((alone + tensor) / together)
-
-    return bool(known.library_products) and sum(map(loss, sizes)) > 0
 
 
 def _normalising(device: DeviceSpec, m: int, ops: Iterable[tuple[str, int]]) -> float:

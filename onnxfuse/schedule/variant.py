@@ -14,6 +14,7 @@ from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.kernel_family import Candidate, KernelFamily, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
+from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
 CARRIED = 1.02  # where the library is faster at all rows, a model need not carry kernels beside: the epilogue only
@@ -140,10 +141,12 @@ class Plan(Generic[Spec, TensorWidths]):
 
 ProductVariant = Variant[KernelSpec]
 PointwiseVariant = Variant[PointwiseSpec]
+NormVariant = Variant[NormSpec]
 LibraryVariant = Variant[LibrarySpec]
 AttentionVariant = Variant[AttentionSpec]
 ProductPlan = Plan[KernelSpec, Widths]
 PointwisePlan = Plan[PointwiseSpec, EpilogueWidths]
+NormPlan = Plan[NormSpec, EpilogueWidths]
 AttentionPlan = Plan[AttentionSpec, Widths]
-AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant | AttentionVariant
-AnyPlan = ProductPlan | PointwisePlan | AttentionPlan
+AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant | AttentionVariant | NormVariant
+AnyPlan = ProductPlan | PointwisePlan | AttentionPlan | NormPlan

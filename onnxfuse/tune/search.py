@@ -27,8 +27,8 @@ FEW = 4  # tiles of one kernel that are timed at each number of rows
 TUNED = (1, 16, 77, 300, 1024, 4096)  # where a dynamic m or n is timed, some SAMPLED: ragged where ranges are narrow
 MIDDLE_FIRST = (1024, 77, 300, 16, 4096, 1)  # in which order, for a budget that does not last
 
-OF_ATTENTION = (1024, 256, 4096, 64)  # the same of an attention's queries
-ATTENTION = "attention"
+OF_WHOLE = (1024, 256, 4096, 64)  # the same of an attention's queries, and of rows that are normalised
+OWN = "its kernels"
 
 LEFT_ALONE, EPILOGUE_ONLY = Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value
 
@@ -96,8 +96,8 @@ def _breadth_first(groups: Sequence[Sequence[Site]], device: DeviceSpec) -> Iter
 
 
 def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
-    if site.attention is not None:
-        return _trials_of_attention(site, site.attention, device)
+    if site.whole is not None:
+        return _trials_of_whole(site, site.whole, device)
     # No kernel has the product in it, or none for this device: there is nothing to choose.
     if not site.plans or site.only not in (None, device.arch):
         return []
@@ -107,12 +107,12 @@ def _trials(site: Site, device: DeviceSpec) -> list[Trial]:
     return [Trial(site, size, _implementations(site, device, ranked[size])) for size in sizes]
 
 
-def _trials_of_attention(site: Site, attention: Implementation, device: DeviceSpec) -> list[Trial]:
+def _trials_of_whole(site: Site, whole: Implementation, device: DeviceSpec) -> list[Trial]:
     """The kernels of its plan beside its nodes; queries and keys that only the run knows are as many."""
-    plans = tuple(plan for plan in attention.plans if plan.device == device)
-    implementations = {ATTENTION: replace(attention, plans=plans), LEFT_ALONE: None}
+    plans = tuple(plan for plan in whole.plans if plan.device == device)
+    implementations = {OWN: replace(whole, plans=plans), LEFT_ALONE: None}
     known = static_size(site.fusion, site.mapping.m)
-    sizes = OF_ATTENTION if known is None else (known,)
+    sizes = OF_WHOLE if known is None else (known,)
     return [Trial(site, size, implementations) for size in sizes] if plans else []
 
 
@@ -172,11 +172,11 @@ def decide(site: Site, device: DeviceSpec, times: Mapping[int, Mapping[str, floa
     if not measured:
         return site
     strategy = choose({**site.estimates, device: [strategy_times(each) for _, each in measured]})
-    by = "m" if site.attention is not None else _plan_of(site, device).ranked[0].problem.by
+    by = "m" if site.whole is not None else _plan_of(site, device).ranked[0].problem.by
     figures = "; ".join(f"{by}={size}: {times_text(each)}" for size, each in measured)
     if strategy is Strategy.LEFT_ALONE:
         raise NotFusable("slower", site.fusion.anchor, f"measured on {device.arch}: {figures}")
-    if site.attention is not None:
+    if site.whole is not None:
         return replace(site, strategy=strategy, timings=figures)
     return _retuned(site, device, strategy, dict(measured), figures)
 

@@ -13,7 +13,7 @@ from typing import Any
 from onnxfuse.device import DeviceSpec
 from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.graph.fallback_body import opsets_of
-from onnxfuse.ir.fusion import Fusion, Tensor
+from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels, compile_implementations
 from onnxfuse.lowering.fused_node import replacement
@@ -45,7 +45,7 @@ def group_sites(sites: Iterable[Site]) -> list[list[Site]]:
     return list(groups.values())
 
 
-def sizes_at(fusion: Fusion, loop: Sequence[str], size: int) -> dict[str, int]:
+def sizes_at(fusion: Pointwise, loop: Sequence[str], size: int) -> dict[str, int]:
     """A size for every axis such that a loop has about so many steps.
 
     Its innermost unknown axis takes what the others leave.
@@ -161,8 +161,7 @@ def _digest(device: DeviceSpec, variant: AnyVariant) -> str:
 def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     """What one copy of the trial's site reads and makes."""
     fusion, sizes = trial.site.fusion, _sizes(trial)
-    scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
-    scales |= {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
+    scales = _weight_scales(fusion) if isinstance(fusion, Fusion) else {}
     inputs = [
         Port(f"x{index}", tensor.dtype.onnx, _given(trial.site, tensor, sizes), scales.get(tensor.name, 1.0))
         for index, tensor in enumerate(fusion.inputs)
@@ -170,6 +169,12 @@ def ports(trial: Trial) -> tuple[list[Port], list[Port]]:
     return inputs, [
         Port(f"y{index}", tensor.dtype.onnx, _shape(tensor, sizes)) for index, tensor in enumerate(fusion.outputs)
     ]
+
+
+def _weight_scales(fusion: Fusion) -> dict[str, float]:
+    """Of the random values of what holds rhs."""
+    scales = {tensor.name: WEIGHT_SCALE for group in fusion.stored_rhs for tensor in group}
+    return scales | {each.scales.name: WEIGHT_SCALE / LARGE_INTEGER for each in fusion.stored}
 
 
 def _given(site: Site, tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -190,16 +195,21 @@ def _sizes(trial: Trial) -> dict[str, int]:
 def _loops(trial: Trial) -> list[tuple[tuple[str, ...], int]]:
     """The loops and their sizes; those of an attention are equal."""
     site, mapping = trial.site, trial.site.mapping
-    if site.attention is not None:
+    if site.whole is not None:
         return [(mapping.m, trial.size), (mapping.n, trial.size)]
-    sizes = site.plans[0].sizes
+    sizes, rhs = site.plans[0].sizes, _rhs(site.fusion)
     assert sizes is not None, "a plan of a product has them"
     problem = sizes.at(trial.size)
     # Of batches that share rhs, the rows count together.
-    shared = not any(axis in site.fusion.rhs[0].axes for axis in mapping.batch)
+    shared = not any(axis in rhs.axes for axis in mapping.batch)
     rows = (*mapping.batch, *mapping.m) if shared else mapping.m
     batches = [] if shared else [(mapping.batch, int(problem.batch))]
     return [(rows, problem.m), (mapping.n, problem.n), (mapping.k, problem.k), *batches]
+
+
+def _rhs(fusion: Pointwise) -> Tensor:
+    assert isinstance(fusion, Fusion), "a product has one"
+    return fusion.rhs[0]
 
 
 def _shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from tests.helpers.onnx_build import FLOAT, Builder
 from tests.helpers.optimized_layers import Sizes, layers
 
 SMALL = Sizes(width=64, hidden=128, heads=4, groups=2)
+FUSED = 6 + 5  # products and normalisations of two layers
 DECODER = {"session_options": {"log_id": "onnxruntime-genai"}, "filename": "model.onnx", "head_size": 16}
 
 
@@ -60,7 +61,7 @@ def test_the_folder_runs_as_before(tmp_path: Path) -> None:
     assert not (target / "libonnxfuse.so").is_symlink()
     assert contents(target)["tokenizer/vocabulary.json"] == before["tokenizer/vocabulary.json"]
     fused = onnx.load(target / "model.onnx", load_external_data=False)
-    assert sum(node.domain == DOMAIN for node in fused.graph.node) == 6
+    assert sum(node.domain == DOMAIN for node in fused.graph.node) == FUSED
     feed = {"x": np.random.default_rng(0).standard_normal((1, 5, 64)).astype(np.float32)}
     outputs = []
     for place, library in ((source, ""), (target, str(target / "libonnxfuse.so"))):
@@ -80,7 +81,7 @@ def test_every_model_of_a_pipeline_is_fused(tmp_path: Path) -> None:
     b = Builder()
     onnx.save(b.model(b("Neg", b.input("x", (2, 3)))), source / "plain.onnx")
     reports = export_genai(source, tmp_path / "out", Path(library_path()), planned, silent)
-    assert {file: len(report.fused) for file, report in reports.items()} == {"a.onnx": 6, "plain.onnx": 0}
+    assert {file: len(report.fused) for file, report in reports.items()} == {"a.onnx": FUSED, "plain.onnx": 0}
     model = json.loads((tmp_path / "out" / "genai_config.json").read_text())["model"]
     named = [settings["session_options"] for stage in model["decoder"]["pipeline"] for settings in stage.values()]
     assert named == [{"custom_ops_library": "libonnxfuse.so"}] * 2

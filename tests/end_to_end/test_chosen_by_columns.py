@@ -243,10 +243,8 @@ def test_an_image_is_timed_at_sizes_of_its_own() -> None:
 @pytest.mark.parametrize("known", subsets("batch", "rows"))
 def test_an_attention_goes_by_its_batches_where_they_alone_are_open(known: tuple[str, ...]) -> None:
     site = only_site(attention(*known))
-    assert site.attention is not None
-    variants = [
-        each for each in site.attention.plans[0].variants if each.spec == site.attention.plans[0].variants[0].spec
-    ]
+    assert site.whole is not None
+    variants = [each for each in site.whole.plans[0].variants if each.spec == site.whole.plans[0].variants[0].spec]
     by_batches = known == ("rows",)
     assert {each.by for each in variants} == {"batch" if by_batches else "m"}
     node = fused_node(site)
@@ -260,8 +258,8 @@ def test_an_attention_goes_by_its_batches_where_they_alone_are_open(known: tuple
 def test_few_and_many_images_have_attentions_of_their_own() -> None:
     """197 rows: with one image tiles of 64 rows are more blocks, with many tiles of 128 read the keys less often."""
     site = only_site(attention("rows"))
-    assert site.attention is not None
-    (plan,) = site.attention.plans
+    assert site.whole is not None
+    (plan,) = site.whole.plans
     own = [each for each in plan.variants if each.spec == plan.variants[0].spec]
     assert [each.min_m for each in own] == [0, *(each.max_m + 1 for each in own[:-1])]
     for count in (1, 2, 4, 8, 16, 32, 64):

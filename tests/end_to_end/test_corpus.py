@@ -10,7 +10,7 @@ import pytest
 
 from onnxfuse.device import resolve
 from onnxfuse.graph.functions import reads
-from onnxfuse.ir.fusion import Fusion
+from onnxfuse.ir.fusion import Pointwise
 from onnxfuse.patterns import is_anchor
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.verify.verify import verify
@@ -22,7 +22,7 @@ from tests.tools import sweep
 LEFT = {"glu_last_used_twice": 1}
 
 
-def count(fusions: list[Fusion]) -> Counter[str]:
+def count(fusions: list[Pointwise]) -> Counter[str]:
     return Counter(kind for fusion in fusions for kind in sweep.kinds_of(fusion))
 
 

@@ -21,7 +21,7 @@ from tests.tools.sweep import rewritten
 
 WIDTH = 16
 BLOCK_NODES = 26
-SITES = 4  # of a block: gate, down projection, query, output projection
+SITES = 6  # of a block: gate, down projection, query, output projection, two normalisations
 SECONDS = 12.0  # of one core for 8,000 nodes
 GROWTH = 8  # times the nodes; a cost that is quadratic and counts at all shows up far beyond NOISE
 NOISE = 2.0  # times the linear cost that a measurement may take: other processes share the machine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -86,9 +88,16 @@ def test_a_number_that_the_model_computes_stays_computed(elsewhere: bool) -> Non
         assert expected[0].tobytes() == actual[0].tobytes(), level
 
 
-def sizes_of_a_normalisation(b: Builder) -> str:
-    """Attention of fp16 whose heads are split by the sizes of a normalised input, as TorchScript writes it."""
-    normed = b("LayerNormalization", b.input("x", ("batch", "rows", 32)), b.array(draw(32), "scale"))
+def normalised(b: Builder, x: str) -> str:
+    return b("LayerNormalization", x, b.array(draw(32), "scale"))
+
+
+def clipped(b: Builder, x: str) -> str:
+    return b("Clip", x, b.array(-0.71), b.array(0.71))
+
+
+def split_by_its_sizes(b: Builder, normed: str) -> str:
+    """Attention of fp16 whose heads are split by the sizes of its input, as TorchScript writes it."""
     sizes = b("Slice", b("Shape", normed), b.integers(0), b.integers(2))
     split = b("Concat", sizes, b.integers(2, 16), axis=0)
     factors = (b("MatMul", normed, b.array(draw(32, 32, seed=seed), f"w{seed}")) for seed in range(3))
@@ -99,12 +108,17 @@ def sizes_of_a_normalisation(b: Builder) -> str:
     return b("Add", merged, normed)
 
 
-def test_a_value_whose_shape_was_read_is_rounded_as_before() -> None:
+@pytest.mark.parametrize("is_computed", [False, True], ids=["given", "computed"])
+@pytest.mark.parametrize("form", [normalised, clipped], ids=lambda form: form.__name__)
+def test_a_value_whose_shape_was_read_is_rounded_as_before(form: Callable[..., str], is_computed: bool) -> None:
+    """By a node that a kernel has as well as by one that it has not, and where all neighbours are of 32 bits."""
     b = Builder(TensorProto.FLOAT16, opset=17)
-    model = b.model(sizes_of_a_normalisation(b))
+    x = b.input("x", ("batch", "rows", 32))
+    model = b.model(split_by_its_sizes(b, form(b, b("Sin", x) if is_computed else x)))
     files = model.SerializeToString(), fused(model)
-    (last,) = (node for node in onnx.load_model_from_string(files[1]).graph.node if node.op_type == "Shape")
-    assert last.doc_string, "the Shape that the model has is needed by nothing"
+    after = onnx.load_model_from_string(files[1])
+    nodes = [node for body in (after.graph, *after.functions) for node in body.node]
+    assert all(node.doc_string for node in nodes if node.op_type == "Shape"), "the model's is needed by nothing"
     feed = {"x": draw(2, 5, 32).astype(np.float16)}
     for level in ("ORT_DISABLE_ALL", *LEVELS):
         expected, actual = (outputs(each, level, feed) for each in files)

@@ -9,7 +9,9 @@ from onnx import numpy_helper
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.ir.fusion import Fusion
+from onnxfuse.lowering.site import Site
 from onnxfuse.patterns import Match, match_sites
+from onnxfuse.pipeline import Analysis
 from tests.helpers.onnx_build import Builder, run
 from tests.helpers.reference_fusion import evaluate
 
@@ -20,6 +22,11 @@ def sites(model) -> list[tuple[Match, Fusion] | NotFusable]:
     graph = Graph(load_model(model))
     found = match_sites(graph, lambda match, fusion: (match, fusion))
     return [*found.fused, *(refusal for _, refusal in found.skipped)]
+
+
+def with_product(analysis: Analysis) -> list[Site]:
+    """The fusions of a model but for its normalisations, which have no product."""
+    return [site for site in analysis.sites if site.match.products]
 
 
 def only(model) -> tuple[Match, Fusion]:

@@ -22,7 +22,7 @@ from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
 from onnxfuse.schedule.strategy import Strategy
 from tests.helpers import corpus
 from tests.helpers.fusions import dims, fusion
-from tests.helpers.matching import check_meaning
+from tests.helpers.matching import check_meaning, with_product
 from tests.helpers.onnx_build import FLOAT16, Builder, run
 from tests.helpers.reference_fusion import OPS, evaluate, spread
 from tests.patterns.test_products import feed_of
@@ -132,8 +132,9 @@ def test_no_kernel_follows_one_that_fits_everything() -> None:
 def behind_everywhere(model: ModelProto) -> tuple[Analysis, ModelProto]:
     """The model with epilogues only wherever a site allows it: all but those that reshape by the product's input."""
     analysis = analyse_model(model, resolve("sm_80", list), attention=False)  # one kernel or none
-    assert analysis.sites
-    assert all(site.epilogue_only is not None or site.match.shapes for site in analysis.sites)
+    sites = with_product(analysis)
+    assert sites
+    assert all(site.epilogue_only is not None or site.match.shapes for site in sites)
     return analysis, rewritten(analysis, epilogue_only=True)
 
 
@@ -146,8 +147,10 @@ def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     analysis, fused = behind_everywhere(original)
     onnx.checker.check_model(fused)
     made = [kind_of(node.op_type) for node in fused.graph.node]
-    assert made.count(FUSED_POINTWISE) == sum(site.epilogue_only is not None for site in analysis.sites)
-    assert made.count(FUSED_GEMM) == sum(site.epilogue_only is None for site in analysis.sites)
+    sites = with_product(analysis)
+    behind = sum(site.epilogue_only is not None for site in sites)
+    assert made.count(FUSED_POINTWISE) == behind + len(analysis.sites) - len(sites), "and normalisations"
+    assert made.count(FUSED_GEMM) == sum(site.epilogue_only is None for site in sites)
     for index in (0, 1):
         feed = corpus.feed(key, index)
         for expected, actual in zip(run(original, feed), run(fused, feed), strict=True):
@@ -189,7 +192,7 @@ def test_an_architecture_without_a_kernel_of_its_own_gets_the_epilogue_only(arch
     analysis = analyse_model(corpus.folder() / key, resolve(arch, list))
     # Scores write more than they multiply: one kernel, however fast the library is. So it is where q, k and v share a
     # product: behind it would stand several.
-    own = [site for site in analysis.sites if not site.match.shared]
+    own = [site for site in with_product(analysis) if not site.match.shared]
     weighted = [site for site in own if all(product.is_weight for product in site.match.products)]
     assert {site.strategy for site in weighted} == {strategy}
 

@@ -89,10 +89,10 @@ def test_heads_of_a_batch_are_read_as_they_lie(form: str) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in LEFT_ALONE_IN_FP32])
 def test_every_architecture_has_a_kernel(form: str, dtype: int) -> None:
     """The last one of each reads what lies anyhow."""
-    (site,) = [site for site in analysed(model_of(form, dtype), "sm_90a", "sm_80").sites if site.attention]
+    (site,) = [site for site in analysed(model_of(form, dtype), "sm_90a", "sm_80").sites if site.whole]
     family = ATTENTION if dtype == FLOAT16 else PORTABLE_ATTENTION
-    assert site.attention.plans[0].variants[0].family is family
-    for plan in site.attention.plans:
+    assert site.whole.plans[0].variants[0].family is family
+    for plan in site.whole.plans:
         assert [variant.spec.checked for variant in plan.variants] == [False] * (len(plan.variants) - 1) + [True]
         assert (plan.variants[-1].min_m, plan.variants[-1].max_m) == (0, MAX_M)
 
@@ -156,7 +156,7 @@ def test_another_axis() -> None:
 def test_fp32_is_tf32_and_not_exact() -> None:
     model = model_of("two_biases", FLOAT)
     (site,) = analysed(model).sites
-    assert {variant.spec.math for _, variant in site.attention.variants} == {"tf32"}
+    assert {variant.spec.math for _, variant in site.whole.variants} == {"tf32"}
     analysis = analyse_model(model, [SM_90A], fp32="exact", attention=True)
     assert "no_attention_kernel" in [entry.reason for entry in analysis.skipped]
 

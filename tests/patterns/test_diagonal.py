@@ -202,7 +202,7 @@ def attention(b: Builder, mask: Mask, scaled: bool = True) -> tuple[list[str], s
 
 
 def diagonal(model: onnx.ModelProto) -> Diagonal | None:
-    (site,) = [site for site in analyse_model(model, [ARCHITECTURES["sm_90a"]], attention=True).sites if site.attention]
+    (site,) = [site for site in analyse_model(model, [ARCHITECTURES["sm_90a"]], attention=True).sites if site.whole]
     return site.fusion.diagonal
 
 

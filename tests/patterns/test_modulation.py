@@ -10,7 +10,7 @@ import pytest
 from onnxfuse.device import resolve
 from onnxfuse.limits import MAX_OUTS
 from onnxfuse.pipeline import analyse_model
-from tests.helpers.matching import draw
+from tests.helpers.matching import draw, with_product
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
 from tests.tools.sweep import rewritten
 
@@ -59,7 +59,8 @@ def test_the_product_and_its_bias_are_one_kernel_before_the_ranges(
     model = b.model(modulated(b, b.input("x", ("batch", "rows", N)), split(b, t, count)))
     analysis = analyse_model(model, resolve("sm_90a", list))
     assert not analysis.skipped
-    first, second = analysis.sites
+    first, second = with_product(analysis)
+    assert len(analysis.sites) - 2 == count // 3, "and each normalisation one of its own, before its modulation"
     assert first.fusion.features == ("activation", "bias")
     assert [tensor.einops for tensor in second.fusion.outputs] == ["m n"]
     assert (second.fusion.features, second.fusion.size("n")) == (("bias",), count * N)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's ops that add and normalise: behind a product their sums are the kernel's, and the rest is an op."""
+"""ONNX Runtime's ops that add and normalise: behind a product a kernel makes their sums, and another the rest."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from onnxfuse.device import ARCHITECTURES, resolve
+from onnxfuse.graph.extract import stock_nodes
 from onnxfuse.graph.functions import DOMAIN, walk
+from onnxfuse.lowering.fused_node import replacement
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.strategy import Normalising, Strategy, Traffic, estimate_from
 from onnxfuse.selection import Selection
-from onnxfuse.tune.search import _trials
+from onnxfuse.tune.search import LEFT_ALONE, _trials
 from onnxfuse.verify.verify import verify
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
@@ -77,22 +79,29 @@ def ops(proto: ModelProto) -> list[str]:
     return [node.op_type for node in walk(proto.graph.node) if node.domain != DOMAIN]
 
 
+def bodies(proto: ModelProto, op: str) -> list[list[str]]:
+    """What the fused nodes that have an op stand for."""
+    made = [[node.op_type for node in function.node] for function in proto.functions]
+    return [body for body in made if op in body]
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
 @pytest.mark.parametrize(("op", "beta", "bias", "total"), VARIANTS)
 def test_the_sums_are_the_products_kernels(
     op: str, beta: bool, bias: bool, total: bool, dtype: int, tmp_path: Path
 ) -> None:
-    """One node less, no op of both kinds left, and numbers as good as the original's."""
+    """The rest of the op is a kernel of its own, whose own nodes add zeros; numbers are as good as the original's."""
     original = model(layer(op, beta, bias, total, dtype))
     analysis = analysed(original)
     assert not analysis.skipped
-    first = analysis.sites[0].fusion
+    first, norm = (site.fusion for site in analysis.sites[:2])
     assert {"residual", *(["bias"] if bias else [])} <= {*first.features}
     assert [out.name == "sum" for out in first.outputs] == [total]
     fused = sweep.rewritten(analysis)
-    assert ops(fused) == left(op)
-    as_rows, back = (node for node in fused.graph.node if node.op_type == "Reshape")
-    assert [as_rows.input[0], back.output[0]] == [first.outputs[0].name, "y"]
+    assert norm.pattern == "normalisation"
+    assert [*norm.features] == [*(["bias"] if beta else []), "scale"]
+    assert (norm.inputs[0].name, [out.name for out in norm.outputs]) == (first.outputs[0].name, ["y"])
+    assert (ops(fused), bodies(fused, op)) == ([], [left(op)])
     onnx.save(original, tmp_path / "before.onnx")
     onnx.save(fused, tmp_path / "after.onnx")
     result = verify(tmp_path / "before.onnx", tmp_path / "after.onnx", shapes={"x": (2, 5, K), "skip": (2, 5, N)})
@@ -118,8 +127,8 @@ def test_the_product_may_be_either_addend(skip_first: bool) -> None:
     if skip_first:
         norm = b.nodes[-1]
         norm.input[0], norm.input[1] = norm.input[1], norm.input[0]
-    (site,) = analysed(model(b)).sites
-    assert len(site.match.nodes) == 3
+    product, norm = analysed(model(b)).sites
+    assert (len(product.match.nodes), len(norm.match.nodes)) == (3, 1)
 
 
 def test_an_op_without_a_product_stays_as_it_is() -> None:
@@ -129,7 +138,7 @@ def test_an_op_without_a_product_stays_as_it_is() -> None:
     out = b(SKIP, "y", "skip", *vectors, domain="com.microsoft", epsilon=1e-3)
     original = model(b, out)
     fused = sweep.rewritten(analysed(original))
-    assert ops(fused) == [*left(SKIP), SKIP]
+    assert (ops(fused), bodies(fused, SKIP)) == ([SKIP], [left(SKIP)])
     assert fused.graph.node[-1].SerializeToString() == original.graph.node[-1].SerializeToString()
 
 
@@ -173,7 +182,7 @@ def test_in_a_branch() -> None:
     b.inputs.append(flag)
     original = model(b)
     fused = sweep.rewritten(analysed(original))
-    assert sorted(ops(fused)) == sorted(["Identity", "If", *left(SKIP)])
+    assert (sorted(ops(fused)), bodies(fused, SKIP)) == (["Identity", "If"], [left(SKIP)])
     feed = {"x": draw(2, 5, K).astype(np.float32), "skip": draw(2, 5, N).astype(np.float32), "flag": np.array(True)}
     np.testing.assert_allclose(run(fused, feed)[0], run(original, feed)[0], rtol=2e-5, atol=2e-5)
 
@@ -207,8 +216,15 @@ def test_an_op_whose_kernel_does_not_pay_stays_whole() -> None:
 
 
 def test_tuning_takes_no_word_of_nodes_that_the_model_has_not() -> None:
-    (site,) = analysed(model(layer(total=False))).sites
-    trials = _trials(site, ARCHITECTURES["sm_90a"])
+    product, _ = analysed(model(layer(total=False))).sites
+    trials = _trials(product, ARCHITECTURES["sm_90a"])
     assert trials
     names = {name for trial in trials for name in trial.implementations}
     assert not names & {Strategy.LEFT_ALONE.value, Strategy.EPILOGUE_ONLY.value}
+
+
+def test_a_normalisation_is_measured_beside_the_op_that_adds_zeros() -> None:
+    """Which is what the model has where no kernel normalises."""
+    _, norm = analysed(model(layer(total=False))).sites
+    assert {LEFT_ALONE in trial.implementations for trial in _trials(norm, ARCHITECTURES["sm_90a"])} == {True}
+    assert [node.op_type for node in stock_nodes(replacement(norm.one_kernel, ""))] == left(SKIP)

@@ -180,9 +180,8 @@ CASES = {
     "views_differ": two_orders,
 }  # fmt: skip
 # ONNX's checker finds a contradiction first, and every architecture that is known has room for the smallest tile.
-# test_behind_product.py and test_tuning.py; test_op_names.py; test_quantized.py; test_quantized_models.py;
-# test_skip_norms.py
-ELSEWHERE = {"slower", "slower_elsewhere", "too_many_bodies", "quantized_form", "quantized_fp32", "normalised"}
+# test_behind_product.py and test_tuning.py; test_op_names.py; test_quantized.py; test_quantized_models.py
+ELSEWHERE = {"slower", "slower_elsewhere", "too_many_bodies", "quantized_form", "quantized_fp32"}
 OF_ATTENTION = {"no_attention_kernel", "probability_is_read", "score_is_read"}  # test_attention.py
 UNREACHED = {"invalid_model", "no_tile_fits"}
 

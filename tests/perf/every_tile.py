@@ -50,9 +50,10 @@ class Planned:
 def plan_of(problem: Drawn, device: DeviceSpec, keep_weights: bool = False) -> tuple[Fusion, ProductPlan] | None:
     """The fusion and the plan of a site by itself; None where the model leaves it to ONNX Runtime."""
     sites = analyse_model(model(problem, 1, 1), (device,), keep_weights=keep_weights).sites
-    if len(sites) != 1 or not sites[0].plans:
+    fusion = sites[0].fusion if len(sites) == 1 else None
+    if not isinstance(fusion, Fusion) or not sites[0].plans:
         return None
-    return sites[0].fusion, sites[0].plans[0]
+    return fusion, sites[0].plans[0]
 
 
 def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.ir.fusion import Fusion
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime import driver
@@ -80,6 +81,7 @@ def report(cases: Iterable[Case], device: DeviceSpec) -> None:
         ways = (LABEL, EPILOGUE_ONLY, LEFT_ALONE)
         tile = min((name for name in times if name not in ways), key=lambda name: times[name])
         figures = [times.get(name, float("nan")) for name in (LABEL, tile, EPILOGUE_ONLY, LEFT_ALONE)]
+        assert isinstance(site.fusion, Fusion), "of a product"
         expected = library_time(plan.variants[0].spec, plan.ranked[0].problem, len(site.fusion.rhs), device)
         taken = f"{site.strategy.value}{', by the library' if plan.library_rows else ''}"
         print(f"{case!s:<34}" + "".join(f"{each:9.1f}" for each in figures) + f"{expected:10.1f}  {taken}; {tile}")

@@ -18,6 +18,7 @@ from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access, Tile
 from onnxfuse.schedule.library import LIBRARY
+from onnxfuse.schedule.norm import NORM
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.small_m import SMALL_M
@@ -27,6 +28,7 @@ from tests.helpers.onnx_build import FLOAT16, Builder
 
 TILE = Tile(128, 64, 64, 2, 2, 3)
 OF_ATTENTION = (ATTENTION, PORTABLE_ATTENTION)
+ALONG_ROWS = (POINTWISE, NORM, LIBRARY)  # those kernels go along n only
 VECTOR = "once per tile through shared memory"
 
 
@@ -39,6 +41,7 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
         "few rows",
         "few rows of quantized",
         "behind the product",
+        "normalisation",
         "cuBLASLt + epilogue",
         "attention",
         "attention, portable",
@@ -56,7 +59,7 @@ def test_attention_has_a_path_to_what_its_plan_lets_through(family: KernelFamily
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each not in OF_ATTENTION], ids=lambda each: each.label)
 @pytest.mark.parametrize("kind", ["scalar", "row", "column", "tile"])
 def test_every_operand_has_a_path(family: KernelFamily, kind: str) -> None:
-    turns = (False, True) if family not in (POINTWISE, LIBRARY) else (False,)  # that kernel goes along n only
+    turns = (False, True) if family not in ALONG_ROWS else (False,)
     for dtype, width, transposed in itertools.product((F16, F32, BOOL), (1, 2, 4), turns):
         assert family.access_path("load", Access(kind, dtype, width, transposed))
         assert family.access_path("out", Access("tile", dtype, width, transposed))

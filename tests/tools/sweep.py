@@ -30,11 +30,11 @@ from onnxfuse.analysis.axis_mapping import broadcast_product_axes
 from onnxfuse.device import resolve
 from onnxfuse.graph.functions import inline
 from onnxfuse.graph.graph import Model, ModelProto
+from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.opened_ops import add_zeros, openings
-from onnxfuse.graph.rewrite import left_of_opened
 from onnxfuse.graph.save import save_model
 from onnxfuse.ir.attention import Attention
-from onnxfuse.ir.fusion import Fusion
+from onnxfuse.ir.fusion import Fusion, Pointwise
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import Analysis, analyse_model, optimize_model
 from onnxfuse.runtime.feeds import input_specs, make_feeds
@@ -82,9 +82,9 @@ class Outcome:
         return wrong
 
 
-def kinds_of(fusion: Fusion) -> Iterator[str]:
+def kinds_of(fusion: Pointwise) -> Iterator[str]:
     """What the manifest would count a fusion as: it knows linear layers, whose weight is the rhs."""
-    if any(axis[0] not in "knp" for axis in fusion.rhs[0].axes):
+    if not isinstance(fusion, Fusion) or any(axis[0] not in "knp" for axis in fusion.rhs[0].axes):
         return
     if fusion.pattern == "split_gemm":
         yield "dual_gates" if len(fusion.rhs) > 1 else "packed_gates"
@@ -170,13 +170,14 @@ def _as_stored(site: Site) -> Site:
 
 def _bare(site: Site, epilogue_only: bool) -> Site:
     second = site.epilogue_only and replace(site.epilogue_only, plans=())
-    taken = second and (epilogue_only or broadcast_product_axes(site.fusion))
-    attention = site.attention and replace(site.attention, plans=())
+    fusion = site.fusion
+    taken = second and (epilogue_only or (isinstance(fusion, Fusion) and broadcast_product_axes(fusion)))
+    whole = site.whole and replace(site.whole, plans=())
     return replace(
         site,
         plans=(),
         epilogue_only=second,
-        attention=attention,
+        whole=whole,
         strategy=Strategy.EPILOGUE_ONLY if taken else Strategy.ONE_KERNEL,
     )
 

@@ -31,7 +31,8 @@ def test_fused_layers_write_the_same_into_a_shared_cache(form: str, tmp_path: Pa
     stock, fused = tmp_path / "stock.onnx", tmp_path / "fused.onnx"
     onnx.save(Decoder(SMALL, FORMS[form]).decoder(), stock)
     report = onnxfuse.optimize_file(stock, fused, arch=ARCH)
-    assert len(report.fused) >= 3 * COUNT  # o, the gate, down
+    products = [site for site in report.fused if site.pattern != "normalisation"]
+    assert len(products) >= 3 * COUNT  # o, the gate, down
     runs = [bound(path, feeds_of(SMALL, 2), "cpu", {}) for path in (stock, fused)]
     first, second = map(output_of, runs)
     assert first.std() > 0.1

@@ -23,7 +23,7 @@ from onnxfuse.pipeline import Analysis, analyse_model, optimize_model, tune_mode
 from onnxfuse.runtime.timing import ROUNDS, Port, copies_for, require_gpu, side_by_side, time_models
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.tune import session_timer as trial_module
-from onnxfuse.tune.search import EPILOGUE_ONLY, FEW, LEFT_ALONE, LIBRARY, TUNED, Trial, contenders
+from onnxfuse.tune.search import EPILOGUE_ONLY, FEW, LEFT_ALONE, LIBRARY, OWN, TUNED, Trial, contenders
 from onnxfuse.tune.session_timer import SessionTimer, group_sites, ports, sizes_at, trial_models
 from onnxfuse.tune.timing_cache import read_times, write_times
 from tests.conftest import has_gpu
@@ -59,7 +59,8 @@ class Stopwatch:
         return {name: self.microseconds(trial, name) for name in trial.implementations}
 
     def microseconds(self, trial: Trial, name: str) -> float:
-        return self.times.get("epilogue_only" if name == EPILOGUE_ONLY else name.split()[0], 10.0)
+        known = {EPILOGUE_ONLY: "epilogue_only", OWN: "own"}
+        return self.times.get(known.get(name, name.split()[0]), 10.0)
 
 
 def analysed(*names: str, arch: str = "sm_90a", fp32: str = "tf32", **model: object) -> Analysis:
@@ -462,18 +463,18 @@ def attention_of(form: str = "masked_and_guarded") -> Analysis:
 
 
 def test_an_attention_is_measured_beside_its_own_nodes() -> None:
-    timer = Stopwatch(attention=5, left=30)
+    timer = Stopwatch(own=5, left=30)
     (site,) = tune_model(attention_of(), DEVICE, timer=timer).sites
     assert [(set(trial.implementations), trial.size) for trial in timer.trials] == [
-        ({"attention", LEFT_ALONE}, size) for size in (1024, 256, 4096, 64)
+        ({OWN, LEFT_ALONE}, size) for size in (1024, 256, 4096, 64)
     ]
-    assert site.attention is not None
+    assert site.whole is not None
     assert "m=64: one kernel 5.0 us, left alone 30.0 us" in site.timings
 
 
 def test_an_attention_whose_own_nodes_are_faster_is_left_alone() -> None:
-    analysis = tune_model(attention_of(), DEVICE, timer=Stopwatch(attention=30, left=5))
-    assert not [site for site in analysis.sites if site.attention]
+    analysis = tune_model(attention_of(), DEVICE, timer=Stopwatch(own=30, left=5))
+    assert not [site for site in analysis.sites if site.whole]
     assert [(entry.reason, "measured on sm_90a" in entry.detail) for entry in analysis.skipped] == [("slower", True)]
 
 
@@ -481,10 +482,10 @@ def test_an_attention_whose_own_nodes_are_faster_is_left_alone() -> None:
 def test_what_an_attention_is_measured_beside_is_the_model(form: str) -> None:
     """Keys that only the run knows are as many as queries."""
     (site,) = attention_of(form).sites
-    trial = Trial(site, 48, {"attention": site.attention, LEFT_ALONE: None})
+    trial = Trial(site, 48, {OWN: site.whole, LEFT_ALONE: None})
     inputs, outputs = ports(trial)
     models = {name: onnx.load_from_string(data) for name, data in trial_models(trial, inputs, outputs, 1).items()}
-    assert [node.op_type for node in models["attention"].graph.node if node.domain] == ["FusedAttention"]
+    assert [node.op_type for node in models[OWN].graph.node if node.domain] == ["FusedAttention"]
     rng, feed, given = np.random.default_rng(0), {}, {}
     for value, tensor in zip(models[LEFT_ALONE].graph.input, site.fusion.inputs, strict=True):
         shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -502,13 +503,13 @@ def test_an_operand_that_is_expanded_is_measured_as_the_model_has_it() -> None:
     s = b("Reshape", b("Add", s, b.input("bias", ("batch", 64, 4, 1))), b.integers(-1, 64, 64))
     outputs = [b("Identity", b("MatMul", b("Softmax", s, axis=-1), value))]
     (site,) = analyse_model(b.model(*outputs), [DEVICE]).sites
-    trial = Trial(site, 64, {"attention": site.attention, LEFT_ALONE: None})
+    trial = Trial(site, 64, {OWN: site.whole, LEFT_ALONE: None})
     inputs, made = ports(trial)
     batch = inputs[0].shape[0]
     assert inputs[-1].shape == (batch, 64, 4, 1)
     models = {name: onnx.load_from_string(data) for name, data in trial_models(trial, inputs, made, 1).items()}
     assert "Tile" not in [node.op_type for node in models[LEFT_ALONE].graph.node]
-    graph = models["attention"].graph
+    graph = models[OWN].graph
     assert [node.op_type for node in graph.node] == ["Constant", "Tile", "FusedAttention"]
     assert numpy_helper.to_array(graph.node[0].attribute[0].t).tolist() == [1, 1, 1, 16]
     assert graph.node[1].output[0] in graph.node[2].input

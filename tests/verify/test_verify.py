@@ -471,8 +471,10 @@ def test_per_site_tells_which_fusion_is_wrong(tmp_path: Path) -> None:
     assert {check.name for check in result.runs[0].sites} == set(made)
     assert len(made) >= len(report.fused)
     assert result.passed
-    broken = next(node for node in fused.graph.node if node.domain == "onnxfuse")
-    weight = next(tensor for tensor in fused.graph.initializer if tensor.name in broken.input and len(tensor.dims) == 2)
+    weights = {tensor.name: tensor for tensor in fused.graph.initializer if len(tensor.dims) == 2}
+    fused_nodes = [node for node in fused.graph.node if node.domain == "onnxfuse"]
+    broken = next(node for node in fused_nodes if not weights.keys().isdisjoint(node.input))
+    weight = next(weights[name] for name in broken.input if name in weights)
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.1), weight.name))
     sites = verify.verify(source, save(fused, tmp_path / "bad.onnx"), per_site=True).runs[0].sites
     wrong = next(check for check in sites if not check.passed)

@@ -32,6 +32,7 @@ class Calibration:
         library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows; `unpacked` of all rhs.
         normalising: by the op's type.
         normalising_alone: `launch` of a LayerNormalization, and of each `element`.
+        norm_launch: of this project's kernel, beside what memory takes.
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and of `rhs` by its order, as `hopper_in_sectors`.
@@ -75,6 +76,7 @@ class Calibration:
     library_quantized: Mapping[str, float]
     normalising: Mapping[str, float]
     normalising_alone: Mapping[str, float]
+    norm_launch: float
     unknown_size: int
     pointwise_blocks: int
     pointwise_bytes_in_flight: int

@@ -1,0 +1,33 @@
+"""The IR of a normalisation: rows less their mean, over their deviation, and a straight line of pointwise steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.ir.fusion import Pointwise, acc_name, load_name
+
+NORMAL = acc_name(0)  # what steps call an element of a normalised row
+ROW = load_name(0)  # what is normalised
+
+
+@dataclass(frozen=True)
+class Normalisation(Pointwise):
+    """`normal[m, n] = (x[m, n] - mean[m]) / sqrt(variance[m] + epsilon)`, and the steps over it and over loads.
+
+    The first operand is x, whose mean and variance along n they are; all others are of columns alone. Layer
+    normalisation (Ba, Kiros and Hinton, 2016) is centred; RMSNorm (Zhang and Sennrich, 2019) takes the mean for 0.
+
+    Attributes:
+        centred: whether the mean is subtracted.
+        epsilon: what is added to the variance.
+    """
+
+    centred: bool
+    epsilon: float
+
+    def __str__(self) -> str:
+        moments = "mean and variance" if self.centred else "mean square"
+        text = f"{NORMAL} = in0, normalised by {moments} along n, epsilon {self.epsilon:.6g}"
+        head, *rows = super().__str__().split("\n")
+        place = next(index for index, row in enumerate(rows) if not row.startswith(("in", "axes")))
+        return "\n".join([head, *rows[:place], f"{'':<7} {text}", *rows[place:]])

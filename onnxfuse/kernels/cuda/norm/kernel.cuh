@@ -1,0 +1,143 @@
+// A normalisation of rows: out[row, column] = epilogue((x - mean) / sqrt(variance + EPSILON), loads[column] ...), where
+// mean and variance are those of the row's n columns; of RMSNorm the mean is 0 (not CENTRED).
+//
+// Memory bounds it: a row is read once and stays in the registers of its ROW_THREADS threads, each of which has SPANS
+// spans of SPAN neighbours. So the variance is that of numbers less their mean (the squares of all numbers less the
+// square of the mean would cancel), and adding up takes two short reductions, by shuffles within a warp and through
+// shared memory between the warps of a long row.
+//
+//            SPAN   x ROW_THREADS   | again, SPANS times
+//          +-----------------------------------------+
+//   row 0  | t0 | t1 | t2 | ...     | t0 | t1 | ...   |    BLOCK_M rows of one block
+//   row 1  | t8 | t9 | ...          | t8 | ...        |
+//          +-----------------------------------------+
+#pragma once
+#include "common/span.cuh"
+
+namespace onnxfuse {
+
+constexpr int WARP_LANES = 32;
+constexpr int LANES = ROW_THREADS < WARP_LANES ? ROW_THREADS : WARP_LANES;  // of a warp that share a row
+constexpr int WARPS = (ROW_THREADS + WARP_LANES - 1) / WARP_LANES;          // that share it
+static_assert(ROW_THREADS * BLOCK_M == THREADS && ROW_THREADS % LANES == 0, "threads tile the block");
+
+using Row = Span<Load<0>>[SPANS];
+
+__device__ __forceinline__ int first_column(int thread, int span) { return (span * ROW_THREADS + thread) * SPAN; }
+
+// The sum of a row's threads, in all of them and in the same order. Between warps it lies in `sums`, [BLOCK_M, WARPS].
+__device__ __forceinline__ float sum_of_row(float sum, float* sums, int row, int thread) {
+#pragma unroll
+  for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  if constexpr (WARPS > 1) {
+    __syncthreads();  // the sums before these are read
+    if (thread % WARP_LANES == 0) sums[row * WARPS + thread / WARP_LANES] = sum;
+    __syncthreads();
+    sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) sum += sums[row * WARPS + warp];
+  }
+  return sum;
+}
+
+__device__ __forceinline__ void read_row(Row& x, const OnnxfuseArguments& args, int row, int thread) {
+#pragma unroll
+  for (int span = 0; span < SPANS; ++span) {
+    const int column = first_column(thread, span);
+    read_span<Load<0>>(x[span], args.loads[0], args.loads_outer[0], 0, row, column, args.n - column);
+  }
+}
+
+// The sum of body(x) over a thread's columns that exist.
+template <typename Body>
+__device__ __forceinline__ float sum_over(const Row& x, int n, int thread, const Body& body) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int span = 0; span < SPANS; ++span) {
+    const int left = n - first_column(thread, span);
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i) {
+      if (i < left) sum += body(to_float(x[span].at(i)));
+    }
+  }
+  return sum;
+}
+
+// What the epilogue reads beside x of a span: rows of parameters, or one number.
+template <int COUNT>
+struct Parameters : Parameters<COUNT - 1> {
+  Span<Load<COUNT - 1>> own;
+};
+template <>
+struct Parameters<1> {};
+
+__device__ __forceinline__ void read_parameters(Parameters<LOADS>& parameters, const OnnxfuseArguments& args,
+                                                int column) {
+  static_for<1, LOADS>([&](auto index) {
+    constexpr int I = decltype(index)::value;
+    auto& span = static_cast<Parameters<I + 1>&>(parameters).own;
+    if constexpr (varies_along_columns(Load<I>::KIND)) {
+      read_span<Load<I>>(span, args.loads[I], args.loads_outer[I], 0, 0, column, args.n - column);
+    } else {
+      span.chunks[0] = load_global<Packed<typename Load<I>::Type, 1>>(
+          element_of<Load<I>>(args.loads[I], args.loads_outer[I], 0, 0, 0));
+    }
+  });
+}
+
+__device__ __forceinline__ float epilogue_of(float normal, const Parameters<LOADS>& parameters, int element) {
+  float operands[LOADS + 1], values[OUTS];
+  static_for<1, LOADS>([&](auto index) {
+    constexpr int I = decltype(index)::value;
+    const auto& span = static_cast<const Parameters<I + 1>&>(parameters).own;
+    operands[I] = to_float(span.at(varies_along_columns(Load<I>::KIND) ? element : 0));
+  });
+  Epilogue::apply(normal, operands, values);
+  return values[0];
+}
+
+__device__ __forceinline__ void write_row(const Row& x, float mean, float scale, const OnnxfuseArguments& args, int row,
+                                          int thread) {
+#pragma unroll
+  for (int span = 0; span < SPANS; ++span) {
+    const int column = first_column(thread, span);
+    if (column >= args.n) break;
+    Parameters<LOADS> parameters;
+    read_parameters(parameters, args, column);
+    Span<Out<0>> result;
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i) {
+      round_into(result, i, epilogue_of((to_float(x[span].at(i)) - mean) * scale, parameters, i));
+    }
+    write_span(result, args.outs[0], args.outs_outer[0], 0, row, column, args.n - column);
+  }
+}
+
+// Every thread of the block takes part in the sums, also one whose row does not exist.
+__device__ __forceinline__ void normalise(const OnnxfuseArguments& args, float* sums) {
+  const int own = static_cast<int>(threadIdx.x) / ROW_THREADS, thread = static_cast<int>(threadIdx.x) % ROW_THREADS;
+  const int left = args.m - static_cast<int>(blockIdx.x) * BLOCK_M;
+  const int row = static_cast<int>(blockIdx.x) * BLOCK_M + own;
+  const bool exists = own < left;
+  Row x;
+  if (exists) read_row(x, args, row, thread);
+  const int columns = exists ? args.n : 0;
+  float mean = 0.0f;
+  if constexpr (CENTRED) {
+    mean = sum_of_row(sum_over(x, columns, thread, [](float value) { return value; }), sums, own, thread) / args.n;
+  }
+  const auto squared = [&](float value) { return (value - mean) * (value - mean); };
+  const float variance = sum_of_row(sum_over(x, columns, thread, squared), sums, own, thread) / args.n;
+  if (exists) write_row(x, mean, 1.0f / sqrtf(variance + EPSILON), args, row, thread);
+}
+
+}  // namespace onnxfuse
+
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS)
+    onnxfuse_norm(const __grid_constant__ OnnxfuseArguments args) {
+  using namespace onnxfuse;
+  extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
+  wait_for_kernel_before();
+  let_kernel_behind_start();
+  normalise(args, reinterpret_cast<float*>(onnxfuse_shared));
+}

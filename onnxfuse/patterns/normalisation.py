@@ -1,0 +1,360 @@
+"""Normalisations of rows: an op, or the nodes that exporters write for one, and the parameters of columns behind it.
+
+They are looked for when all products have their nodes. What ONNX Runtime's ops were taken apart for (opened_ops.py) is
+one where a product has the sums; else the op stays whole, which adds as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph, Size, node_label
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.skip_norms import is_added_and_normalised
+from onnxfuse.ir.fusion import Axis, Load, Out, Step, Tensor, Value, load_name, step_name
+from onnxfuse.ir.normalisation import NORMAL, Normalisation
+from onnxfuse.limits import MOST_NORMALISED
+from onnxfuse.patterns.epilogue_graph import EpilogueGraph
+from onnxfuse.patterns.insertion_points import InsertionPoints
+from onnxfuse.patterns.match import LiveOut, Match
+
+PATTERN = "normalisation"
+CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
+DEFAULT_EPSILON = 1e-5  # of every op's
+MOST_BEHIND = 6  # nodes behind a normalised row: casts, a scale, a bias
+AFFINE = {"Mul": "mul", "Add": "add"}
+ROWS, COLUMNS = "m", "n"
+Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
+"""What a value is of: the nodes between, and that."""
+
+
+@dataclass(frozen=True)
+class NormalisationMatch(Match):
+    """The nodes of one normalisation, which has no product.
+
+    Attributes:
+        anchor: name of its node, or of that which takes the mean of squares.
+    """
+
+    anchor: str = field(default="", kw_only=True)
+
+    @property
+    def label(self) -> str:
+        """Name of its node."""
+        return self.anchor
+
+
+@dataclass(frozen=True)
+class Core:
+    """The nodes that normalise, without parameters or with those of an op.
+
+    Attributes:
+        anchor: the node that it is named after.
+        nodes: all of them.
+        x: what is normalised.
+        normal: what they make.
+        centred: whether the mean is subtracted.
+        epsilon: what is added to the variance.
+        affine: the ops with parameters that the nodes hold, in their order.
+    """
+
+    anchor: gs.Node
+    nodes: tuple[gs.Node, ...]
+    x: gs.Tensor
+    normal: gs.Tensor
+    centred: bool
+    epsilon: float
+    affine: tuple[tuple[str, gs.Tensor], ...] = ()
+
+
+def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Iterator[tuple[Match, Normalisation]]:
+    """Every normalisation of a scope whose nodes no fusion has.
+
+    Args:
+        graph: the scope.
+        points: who owns its nodes.
+        rounds: whether fusions round every intermediate as the model does; then only an op by itself is one.
+    """
+    for node in graph.nodes:
+        core = _of_op(graph, node) or (None if rounds else _of_nodes(graph, node))
+        if core is None or graph.is_folded(core.normal.name) or not _is_left_to_a_kernel(graph, points, core):
+            continue
+        core = core if rounds else _with_parameters(graph, core, points)
+        lowered = _lowered(graph, core)
+        if lowered is None or any(map(points.is_taken, core.nodes)):
+            continue
+        try:
+            yield points.placed(_match(graph, core)), lowered
+        except NotFusable:  # its parameters are computed of what it makes
+            continue
+
+
+def _is_left_to_a_kernel(graph: Graph, points: InsertionPoints, core: Core) -> bool:
+    """Whether it is no part of an op of ONNX Runtime that adds and normalises."""
+    return _is_of_taken_sums(graph, points, core.anchor) and not _is_added_by_the_runtime(graph, points, core.x)
+
+
+def _is_of_taken_sums(graph: Graph, points: InsertionPoints, node: gs.Node) -> bool:
+    """Whether a node is a model's own, or what is left of an op whose sums a product's kernel makes."""
+    sums = graph.sums_before([graph.index(node)])
+    return not sums or any(points.is_taken(graph.nodes[index]) for index in sums)
+
+
+def _is_added_by_the_runtime(graph: Graph, points: InsertionPoints, x: gs.Tensor) -> bool:
+    """Whether what is normalised is a sum that no product's kernel makes, and ONNX Runtime adds as it normalises."""
+    return any(is_added_and_normalised(graph, add) and not points.is_taken(add) for add in x.inputs)
+
+
+def _of_op(graph: Graph, node: gs.Node) -> Core | None:
+    """An op that normalises the last axis, and of which nobody reads the mean or the deviation."""
+    op = qualified_op(node)
+    if op not in CENTRED or len(node.inputs) < 2 or any(out.name for out in node.outputs[1:]):
+        return None
+    x, *parameters = node.inputs
+    rank = len(graph.shape(x.name) or ())
+    if rank == 0 or node.attrs.get("axis", -1) not in (-1, rank - 1):
+        return None
+    affine = [each for each in zip(("mul", "add"), parameters, strict=False) if each[1].name]
+    epsilon = float(node.attrs.get("epsilon", DEFAULT_EPSILON))
+    return Core(node, (node,), x, node.outputs[0], CENTRED[op], epsilon, tuple(affine))
+
+
+def _of_nodes(graph: Graph, node: gs.Node) -> Core | None:
+    """What is written as a mean of squares, its root, and a quotient or a product with the reciprocal."""
+    square = _maker(node.inputs[0], "Pow", "Mul") if node.op == "ReduceMean" else None
+    if square is None or not _is_of_rows(graph, node) or not _is_square(graph, square):
+        return None
+    ends = _divided(graph, node)
+    if ends is None:
+        return None
+    between, last, divided, epsilon = ends
+    for source in (_before_cast, _itself):
+        centring, x, other = _centring(graph, square.inputs[0], divided, source)
+        nodes = (*centring, square, node, *between, last)
+        if x is other and _is_closed(graph, nodes, last):
+            is_centred = any(each.op == "Sub" for each in centring)
+            return Core(node, nodes, x, last.outputs[0], is_centred, epsilon)
+    return None
+
+
+def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Tensor, float] | None:
+    """What lies behind a mean of squares: the nodes to its root or the reciprocal, what is divided, and epsilon."""
+    add = _reader(mean, "Add")
+    epsilon = None if add is None else _number(graph, _other(add, mean.outputs[0]))
+    if add is None or epsilon is None:
+        return None
+    nodes, root = [add], _reader(add, "Sqrt", "Pow")
+    if root is None or (root.op == "Pow" and _number(graph, root.inputs[1]) != -0.5):
+        return None
+    nodes.append(root)
+    if root.op == "Sqrt":
+        after = _reader(root, "Div", "Reciprocal")
+        if after is None or after.inputs[-1] is not root.outputs[0]:
+            return None
+        if after.op == "Div" and _number(graph, after.inputs[0]) != 1.0:
+            return nodes, after, after.inputs[0], epsilon
+        nodes.append(after)
+    last = _reader(nodes[-1], "Mul")
+    return None if last is None else (nodes, last, _other(last, nodes[-1].outputs[0]), epsilon)
+
+
+def _centring(
+    graph: Graph, value: gs.Tensor, divided: gs.Tensor, source: Source
+) -> tuple[list[gs.Node], gs.Tensor, gs.Tensor]:
+    """The nodes before what is squared and what is divided, casts and a mean that is subtracted, and what both are of.
+
+    Those of a RMSNorm are the casts alone.
+    """
+    pairs = [_before(graph, tensor, source) for tensor in (value, divided)]
+    nodes = {graph.index(node): node for own, _ in pairs for node in own}
+    return [nodes[index] for index in sorted(nodes)], pairs[0][1], pairs[1][1]
+
+
+def _before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Node], gs.Tensor]:
+    """The same of one of the two."""
+    sub = _maker(tensor, "Sub")
+    mean = None if sub is None else _maker(sub.inputs[1], "ReduceMean")
+    if sub is None or mean is None or not _is_of_rows(graph, mean):
+        return source(graph, tensor)
+    casts, whole = source(graph, sub.inputs[0])
+    others, averaged = source(graph, mean.inputs[0])
+    return [*casts, *others, mean, sub], whole if averaged is whole else sub.inputs[0]
+
+
+def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
+    """The cast that widens what a tensor is of, and that."""
+    cast = _maker(tensor, "Cast")
+    if cast is None or graph.dtype(cast.inputs[0].name) not in FLOATS_BY_ONNX:
+        return [], tensor
+    return [cast], cast.inputs[0]
+
+
+def _itself(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
+    return [], tensor
+
+
+def _is_closed(graph: Graph, nodes: Sequence[gs.Node], last: gs.Node) -> bool:
+    """Whether nobody else reads what is made on the way."""
+    own = {graph.index(node) for node in nodes}
+    return all(
+        not graph.is_escaping(out.name) and all(graph.index(reader) in own for reader in out.outputs)
+        for node in nodes
+        if node is not last
+        for out in node.outputs
+    )
+
+
+def _maker(tensor: gs.Tensor, *ops: str) -> gs.Node | None:
+    """The node of one of some ops that makes a value."""
+    return next((node for node in tensor.inputs if node.op in ops), None)
+
+
+def _reader(node: gs.Node, *ops: str) -> gs.Node | None:
+    """The node of one of some ops that alone reads what another makes."""
+    readers = node.outputs[0].outputs
+    return readers[0] if len(readers) == 1 and readers[0].op in ops else None
+
+
+def _other(node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
+    first, second = node.inputs
+    return second if first is tensor else first
+
+
+def _number(graph: Graph, tensor: gs.Tensor) -> float | None:
+    """A number that is known before the run."""
+    known = graph.known_value(tensor)
+    if known is None or known.size != 1 or not isinstance(known.flat[0], (int, float, np.number)):
+        return None
+    return float(known.flat[0])
+
+
+def _is_square(graph: Graph, node: gs.Node) -> bool:
+    first, second = node.inputs
+    return first is second if node.op == "Mul" else _number(graph, second) == 2.0
+
+
+def _is_of_rows(graph: Graph, mean: gs.Node) -> bool:
+    """Whether a mean is along the last axis, which stays as one element."""
+    rank = len(graph.shape(mean.inputs[0].name) or ())
+    axes = graph.known_integers(mean.inputs[1]) if len(mean.inputs) > 1 else [*mean.attrs.get("axes", ())]
+    return rank > 0 and axes in ([-1], [rank - 1]) and mean.attrs.get("keepdims", 1) == 1
+
+
+def _with_parameters(graph: Graph, core: Core, points: InsertionPoints) -> Core:
+    """The same with the casts behind it, and what scales it and is added to it by columns."""
+    for _ in range(MOST_BEHIND):
+        node = _reader_alone(graph, core.normal)
+        own = None if node is None or points.is_taken(node) else _taken_in(graph, core, node)
+        if node is None or own is None:
+            break
+        core = replace(core, nodes=(*core.nodes, node), normal=node.outputs[0], affine=(*core.affine, *own))
+    return core
+
+
+def _reader_alone(graph: Graph, value: gs.Tensor) -> gs.Node | None:
+    """The only reader of a value."""
+    return value.outputs[0] if len(value.outputs) == 1 and not graph.is_escaping(value.name) else None
+
+
+def _taken_in(graph: Graph, core: Core, node: gs.Node) -> tuple[tuple[str, gs.Tensor], ...] | None:
+    """What a node does to each element, nothing for a cast; None where a kernel does not take it in."""
+    if node.op == "Cast":
+        return () if graph.dtype(node.outputs[0].name) in FLOATS_BY_ONNX else None
+    if node.op not in AFFINE or (parameter := _other(node, core.normal)) is core.normal:
+        return None
+    return ((AFFINE[node.op], parameter),) if _is_of_columns(graph, core, parameter) else None
+
+
+def _is_of_columns(graph: Graph, core: Core, parameter: gs.Tensor) -> bool:
+    """Whether a value has as many elements as a row, or one, and makes nothing longer of what it is multiplied with."""
+    shape, rows = graph.shape(parameter.name), graph.shape(core.x.name) or ()
+    if shape is None or graph.dtype(parameter.name) not in FLOATS_BY_ONNX or len(shape) > len(rows):
+        return False
+    return all(size == 1 for size in shape[:-1]) and shape[-1:] in ((), (1,), rows[-1:])
+
+
+def _lowered(graph: Graph, core: Core) -> Normalisation | None:
+    """The fusion; None where its types or sizes are no kernel's."""
+    shape, out = graph.shape(core.x.name), core.normal.name
+    dtypes = [FLOATS_BY_ONNX.get(graph.dtype(name) or 0) for name in (core.x.name, out)]
+    if not shape or None in dtypes or not isinstance(shape[-1], int) or not 1 < shape[-1] <= MOST_NORMALISED:
+        return None
+    if not all(_is_of_columns(graph, core, parameter) for _, parameter in core.affine):
+        return None
+    axes = _axes(shape)
+    dims = tuple((axis.name,) for axis in axes)
+    x, made = (Tensor(name, _known(dtype), dims) for name, dtype in zip((core.x.name, out), dtypes, strict=True))
+    steps, operands = _steps(graph, core)
+    return Normalisation(
+        anchor=node_label(core.anchor),
+        pattern=PATTERN,
+        features=tuple(sorted({"add": "bias", "mul": "scale"}[op] for op in {op for op, _ in core.affine})),
+        axes=axes,
+        operands=(x, *operands),
+        loads=tuple(map(Load, range(1 + len(operands)))),
+        steps=steps,
+        outs=(Out(made, steps[-1].result if steps else NORMAL),),
+        centred=core.centred,
+        epsilon=core.epsilon,
+    )
+
+
+def _known(dtype: DType | None) -> DType:
+    assert dtype is not None, "a float"
+    return dtype
+
+
+def _axes(shape: Sequence[Size]) -> tuple[Axis, ...]:
+    """One for each dimension, `m0 m1 n`."""
+    *rows, columns = (size if isinstance(size, int) else None for size in shape)
+    names = [ROWS] if len(rows) == 1 else [f"{ROWS}{place}" for place in range(len(rows))]
+    return (*map(Axis, names, rows), Axis(COLUMNS, columns))
+
+
+def _steps(graph: Graph, core: Core) -> tuple[tuple[Step, ...], tuple[Tensor, ...]]:
+    """What is done to a normalised element, and the parameters that it takes; known numbers are none."""
+    steps: list[Step] = []
+    operands: dict[str, Tensor] = {}
+    last: Value = NORMAL
+    for op, parameter in core.affine:
+        value: Value | None = _number(graph, parameter)
+        if value is None:
+            operands.setdefault(parameter.name, _parameter(graph, parameter))
+            value = load_name(1 + [*operands].index(parameter.name))
+        last = step_name(len(steps))
+        steps.append(Step(last, op, (steps[-1].result if steps else NORMAL, value)))
+    return tuple(steps), tuple(operands.values())
+
+
+def _parameter(graph: Graph, parameter: gs.Tensor) -> Tensor:
+    shape = graph.shape(parameter.name) or ()
+    dims = tuple(() if size == 1 else (COLUMNS,) for size in shape)
+    return Tensor(parameter.name, _known(FLOATS_BY_ONNX.get(graph.dtype(parameter.name) or 0)), dims)
+
+
+def _match(graph: Graph, core: Core) -> NormalisationMatch:
+    """Its nodes; what lives out of it is one value."""
+    return NormalisationMatch(
+        products=(),
+        nodes=tuple(sorted(map(graph.index, core.nodes))),
+        copied=(),
+        insertion_point=graph.index(core.nodes[-1]),
+        folded=(),
+        constants=(),
+        columns=_columns(graph, core),
+        live_outs=(LiveOut(core.normal.name, (), ()),),
+        split=frozenset(),
+        epilogue=EpilogueGraph(),
+        anchor=node_label(core.anchor),
+    )
+
+
+def _columns(graph: Graph, core: Core) -> int | str:
+    (*_, columns) = graph.shape(core.x.name) or (0,)
+    return columns or 0

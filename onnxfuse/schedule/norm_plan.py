@@ -1,0 +1,81 @@
+"""The plan of the kernel that normalises rows, and how long it and ONNX Runtime's own take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
+from onnxfuse.analysis.vector_width import analyse_epilogue
+from onnxfuse.device import DeviceSpec
+from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.limits import MAX_M
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.cost_model import from_memory
+from onnxfuse.schedule.kernel_family import SAMPLED
+from onnxfuse.schedule.norm import NORM
+from onnxfuse.schedule.norm_tile import MOST_ELEMENTS, NormSpec, NormTile, norm_tile
+from onnxfuse.schedule.pointwise_plan import accesses, narrowed
+from onnxfuse.schedule.pointwise_tile import span_of
+from onnxfuse.schedule.variant import NormPlan, NormVariant
+
+# Spans of a thread, and elements of a multiprocessor up to which rows have such tiles: where they are few what takes
+# time is that of one row, where they are many memory.
+TIERS = ((1, 1 << 13), (2, 1 << 15), (4, None))
+
+
+def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSpec) -> NormPlan:
+    """Choose the kernels of a normalisation for one architecture: one if rows are known, and one for any address."""
+    widths = analyse_epilogue(fusion, mapping)
+    loads, outs = accesses(fusion, mapping, widths)
+    columns, rows = static_size(fusion, mapping.n) or 1, static_size(fusion, mapping.m)
+    values = tuple(out.value for out in fusion.outs)
+    spec = NormSpec(loads, outs, fusion.steps, values, centred=fusion.centred, epsilon=fusion.epsilon)
+    span = span_of(loads, outs)
+    variants = [_variant(spec, *each) for each in _ranges(span, columns, rows, device)]
+    if span > 1:
+        narrow = replace(spec, loads=tuple(map(narrowed, loads)), outs=tuple(map(narrowed, outs)))
+        variants.append(_variant(narrow, norm_tile(1, columns, MOST_ELEMENTS), 0, MAX_M))
+    return NormPlan(device, tuple(variants), widths)
+
+
+def _ranges(span: int, columns: int, rows: int | None, device: DeviceSpec) -> list[tuple[NormTile, int, int]]:
+    """The tiles, each with the rows that have it; one if their number is known."""
+    tiles = {norm_tile(span, columns, spans): last for spans, last in _tiers(columns, device)}
+    firsts = (0, *(last + 1 for last in tiles.values()))
+    ranges = [(tile, first, last) for first, (tile, last) in zip(firsts, tiles.items(), strict=False)]
+    if rows is None:
+        return ranges
+    return [(tile, 0, MAX_M) for tile, first, last in ranges if first <= rows <= last]
+
+
+def _tiers(columns: int, device: DeviceSpec) -> Iterator[tuple[int, int]]:
+    """Spans of a thread, and the last number of rows that has them."""
+    for spans, elements in TIERS:
+        yield spans, MAX_M if elements is None else elements * device.multiprocessors // columns
+
+
+def _variant(spec: NormSpec, tile: NormTile, min_m: int, max_m: int) -> NormVariant:
+    return NormVariant(NORM, spec, tile, min_m, max_m)
+
+
+def rows_of(fusion: Normalisation, mapping: AxisMapping) -> Sequence[int]:
+    """How many there are, or may be."""
+    rows = static_size(fusion, mapping.m)
+    return SAMPLED if rows is None else (rows,)
+
+
+def own_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float:
+    """Microseconds of the kernel: every element once from memory and once into it."""
+    moved = fusion.operands[0].dtype.bytes + fusion.outs[0].tensor.dtype.bytes
+    elements = rows * math.prod(fusion.size(axis) or 1 for axis in mapping.n)
+    return calibration(device).norm_launch + float(from_memory(elements * moved, device))
+
+
+def stock_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float | None:
+    """The same of ONNX Runtime's kernel, which computes; None where nothing was measured of its kernels."""
+    known = calibration(device)
+    elements = rows * math.prod(fusion.size(axis) or 1 for axis in mapping.n)
+    alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * elements
+    return alone if known.library_products else None

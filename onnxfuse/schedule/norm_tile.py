@@ -1,0 +1,79 @@
+"""The kernel that normalises rows: what its text depends on, and its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxfuse.limits import MOST_NORMALISED
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec
+
+WARP = 32
+MOST_THREADS = 1024  # of a block, and so of a row
+MOST_ELEMENTS = MOST_NORMALISED // MOST_THREADS  # of a thread: registers hold them
+FEWEST = 8  # threads of a row: a line of memory
+THREADS = 128  # of a block, unless a row has more: many small blocks keep memory busy
+SUM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class NormTile:
+    """The shape of one thread block's work.
+
+    Attributes:
+        block_m: rows of the tile.
+        row_threads: threads that share a row, a power of two.
+        span: adjacent columns that a thread reads at once.
+        spans: how many of them.
+    """
+
+    block_m: int
+    row_threads: int
+    span: int
+    spans: int
+
+    @property
+    def block_n(self) -> int:
+        """Columns of the tile: a whole row."""
+        return self.row_threads * self.span * self.spans
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return self.block_m * self.row_threads
+
+    @property
+    def shared_bytes(self) -> int:
+        """For the sums of the warps of a row."""
+        warps = self.row_threads // WARP
+        return SUM_BYTES * self.block_m * warps if warps > 1 else 0
+
+    def __str__(self) -> str:
+        columns = f"{self.span} columns" if self.spans == 1 else f"{self.spans} x {self.span} columns"
+        return f"{self.block_m} rows, {self.row_threads} threads each, {columns} a thread"
+
+
+@dataclass(frozen=True)
+class NormSpec(PointwiseSpec):
+    """Everything but its tile that the text of the kernel depends on; sizes and strides are run-time arguments.
+
+    Attributes:
+        centred: whether the mean is subtracted.
+        epsilon: what is added to the variance.
+    """
+
+    centred: bool = True
+    epsilon: float = 0.0
+
+
+def norm_tile(span: int, columns: int, spans: int) -> NormTile:
+    """The tile whose threads have at most so many spans of a row each, where that is possible.
+
+    Args:
+        span: adjacent columns that a thread reads at once.
+        columns: of a row, MOST_NORMALISED at most.
+        spans: of a thread; more where a row would have too many threads.
+    """
+    row_threads = FEWEST
+    while row_threads < MOST_THREADS and row_threads * spans * span < columns:
+        row_threads *= 2
+    return NormTile(max(THREADS // row_threads, 1), row_threads, span, -(-columns // (row_threads * span)))

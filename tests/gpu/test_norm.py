@@ -1,0 +1,97 @@
+"""Normalisations in ONNX Runtime's CUDA sessions: against float64 for any length and number of rows, and in chains."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+import onnxfuse
+from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, run_cuda, session
+from tests.helpers.onnx_build import Builder
+
+pytestmark = pytest.mark.gpu
+
+NUMPY = {F16: np.float16, BF16: ml_dtypes.bfloat16, F32: np.float32}
+COLUMNS = (2, 64, 77, 197, 320, 768, 1026, 4096, 20000)
+ROWS = (1, 3, 131, 133, 528, 5000)
+SMALL = 1e-5
+WIDTH = 768  # of the chain
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_any_number_of_rows(tmp_path: Path, columns: int, dtype: int, rms: bool) -> None:
+    rng = np.random.default_rng(columns)
+    scale, bias = (rng.standard_normal(columns).astype(NUMPY[dtype]) for _ in range(2))
+    b = Builder(dtype, opset=17)
+    x = b.input("x", ("rows", columns))
+    op, parameters = ("SimplifiedLayerNormalization", (scale,)) if rms else ("LayerNormalization", (scale, bias))
+    names = [b.array(each, name) for each, name in zip(parameters, ("scale", "bias"), strict=False)]
+    fused, report = onnxfuse.optimize(b.model(b(op, x, *names, axis=-1, epsilon=SMALL)), arch="native")
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    for rows in ROWS:
+        given = (rng.standard_normal((rows, columns)) * 2 + 0.5).astype(NUMPY[dtype])
+        own = as_float64(given) - (0 if rms else as_float64(given).mean(-1, keepdims=True))
+        normal = own / np.sqrt((own**2).mean(-1, keepdims=True) + SMALL)
+        expected = normal * as_float64(scale) + (0 if rms else as_float64(bias))
+        error = np.abs(run_cuda(live, given, dtype) - expected)
+        # Sums of fp32 over a row, and rounding of what is stored.
+        bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + EPSILON[F32] * (1 + np.abs(normal)) * 8)
+        assert (error <= bound).all(), (
+            f"{rows} x {columns}: {error.max():.3g}, {(error / bound).max():.2f} of the bound"
+        )
+
+
+def chain(folder: Path, **options: str) -> Any:
+    """Norm, product, norm, a product with residual: each kernel begins beside the end of the one before it."""
+    rng = np.random.default_rng(0)
+    b = Builder(F16, opset=17)
+    value = b.input("x", ("rows", WIDTH))
+    for layer in range(3):
+        scale = b.array(1 + rng.standard_normal(WIDTH) / 8, f"scale{layer}")
+        normal = b("LayerNormalization", value, scale, b.array(rng.standard_normal(WIDTH), f"bias{layer}"), axis=-1)
+        weight = b.array(rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5, f"weight{layer}")
+        value = b("Add", b("Relu", b("MatMul", normal, weight)), value)
+    fused, _ = onnxfuse.optimize(b.model(value), arch="native")
+    onnx.save(fused, folder / "chain.onnx")
+    providers: list[str | tuple[str, dict[str, str]]] = [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+    return onnxfuse.InferenceSession(folder / "chain.onnx", providers=providers)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 300, 4000])
+def test_captured_chains_replay_with_new_rows(tmp_path: Path, rows: int) -> None:
+    import onnxruntime
+
+    plain, live = chain(tmp_path), chain(tmp_path, enable_cuda_graph="1")
+    given = [np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float16) for seed in range(4)]
+    expected = [plain.run(None, {"x": x})[0] for x in given]
+    bound = onnxruntime.OrtValue.ortvalue_from_numpy(given[0], "cuda", 0)
+    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([rows, WIDTH], np.float16, "cuda", 0)
+    binding = live.io_binding()
+    binding.bind_ortvalue_input("x", bound)
+    binding.bind_ortvalue_output(live.get_outputs()[0].name, out)
+    for which in (0, 0, 1, 2, 3, 0) * 20:
+        bound.update_inplace(given[which])
+        live.run_with_iobinding(binding)
+        np.testing.assert_array_equal(out.numpy(), expected[which])
+
+
+def test_threads_share_a_chain(tmp_path: Path) -> None:
+    live = chain(tmp_path)
+    given = [np.random.default_rng(rows).standard_normal((rows, WIDTH)).astype(np.float16) for rows in (1, 7, 130, 900)]
+    expected = [live.run(None, {"x": x})[0].tobytes() for x in given]
+
+    def work(index: int) -> bool:
+        which = index % len(given)
+        return live.run(None, {"x": given[which]})[0].tobytes() == expected[which]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(400)))

@@ -1,0 +1,268 @@
+"""Normalisations: every way in which they are written, what they take in, and what they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from onnx import ModelProto, TensorProto, helper
+
+from onnxfuse.device import resolve
+from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.limits import MOST_NORMALISED
+from onnxfuse.lowering.site import Site
+from onnxfuse.pipeline import Analysis, analyse_model
+from onnxfuse.selection import Selection
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+from tests.tools import sweep
+
+N = 48
+ROWS = ("batch", "rows")
+
+
+def vector(b: Builder, seed: int = 0) -> str:
+    return b.array(1 + draw(N, seed=seed) / 8, f"vector{seed}")
+
+
+def layer_norm(b: Builder, x: str) -> str:
+    return b("LayerNormalization", x, vector(b), vector(b, 1), axis=-1, epsilon=1e-6)
+
+
+def without_a_bias(b: Builder, x: str) -> str:
+    return b("LayerNormalization", x, vector(b), axis=2)
+
+
+def simplified(b: Builder, x: str) -> str:
+    return b("SimplifiedLayerNormalization", x, vector(b), axis=-1, epsilon=1e-6)
+
+
+def mean(b: Builder, x: str) -> str:
+    return b("ReduceMean", x, axes=[-1], keepdims=1)
+
+
+def root(b: Builder, squared: str) -> str:
+    return b("Sqrt", b("Add", mean(b, squared), b.array(1e-5)))
+
+
+def spelled_out(b: Builder, x: str) -> str:
+    """As TorchScript writes it for operator sets without the op."""
+    centred = b("Sub", x, mean(b, x))
+    normal = b("Div", centred, root(b, b("Pow", centred, b.array(2.0))))
+    return b("Add", b("Mul", normal, vector(b)), vector(b, 1))
+
+
+def subtracted_twice(b: Builder, x: str) -> str:
+    average = mean(b, x)
+    squared = b("Pow", b("Sub", x, average), b.array(2.0))
+    return b("Mul", vector(b), b("Div", b("Sub", x, average), root(b, squared)))
+
+
+def multiplied_by_itself(b: Builder, x: str) -> str:
+    return b("Mul", b("Div", x, root(b, b("Mul", x, x))), vector(b))
+
+
+def one_over(b: Builder, x: str) -> str:
+    return b("Mul", b("Mul", x, b("Div", b.array(1.0), root(b, b("Pow", x, b.array(2.0))))), vector(b))
+
+
+def to_a_power(b: Builder, x: str) -> str:
+    average = b("Add", mean(b, b("Pow", x, b.array(2.0))), b.array(1e-5))
+    return b("Mul", vector(b), b("Mul", x, b("Pow", average, b.array(-0.5))))
+
+
+def widened(b: Builder, x: str) -> str:
+    """As Llama has it: in fp32, and back before the scale."""
+    wide = b("Cast", x, to=FLOAT)
+    two, epsilon = b.raw(np.float32(2), "two"), b.raw(np.float32(1e-6), "epsilon")
+    squares = b("ReduceMean", b("Pow", wide, two), axes=[-1], keepdims=1)
+    scale = b("Reciprocal", b("Sqrt", b("Add", squares, epsilon)))
+    return b("Mul", vector(b), b("Cast", b("Mul", wide, scale), to=b.dtype))
+
+
+def one_plus(b: Builder, x: str) -> str:
+    """As Gemma has it: what scales is one more than what is stored."""
+    return b("Mul", b("Div", x, root(b, b("Pow", x, b.array(2.0)))), b("Add", vector(b), b.array(1.0)))
+
+
+FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
+         to_a_power, widened, one_plus)  # fmt: skip
+OPS = (layer_norm, without_a_bias, simplified)
+
+
+def model_of(form: Callable[[Builder, str], str], dtype: int = FLOAT, *rows: int | str) -> ModelProto:
+    b = Builder(dtype, opset=17)
+    return b.model(form(b, b.input("x", (*(rows or ROWS), N))))
+
+
+def analysed(model: ModelProto, **arguments: str) -> Analysis:
+    return analyse_model(model, resolve("sm_90a", list), **arguments)
+
+
+def the_norm(model: ModelProto) -> tuple[Site, Normalisation]:
+    (site,) = analysed(model).sites
+    assert isinstance(site.fusion, Normalisation)
+    return site, site.fusion
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_a_form_is_one_kernel_and_has_the_bits_of_the_model(form: Callable[..., str], dtype: int) -> None:
+    model = model_of(form, dtype)
+    analysis = analysed(model)
+    (site,) = analysis.sites
+    assert site.fusion.pattern == "normalisation"
+    fused = sweep.rewritten(analysis)
+    assert [node.op_type for node in fused.graph.node if node.op_type != "Add"] == ["FusedPointwise_0"]
+    x = draw(2, 5, N).astype(helper.tensor_dtype_to_np_dtype(dtype))
+    assert not sweep.difference(model, fused, [{"x": x}])
+
+
+def test_it_reads_as_what_it_is() -> None:
+    _, fusion = the_norm(model_of(layer_norm))
+    assert str(fusion).split("\n")[2:] == [
+        "in0     f32[m0, m1, n]  x",
+        "in1     f32[n]  vector0",
+        "in2     f32[n]  vector1",
+        "        acc0 = in0, normalised by mean and variance along n, epsilon 1e-06",
+        "        t0 = acc0 * in1",
+        "        t1 = t0 + in2",
+        "out     f32[m0, m1, n] <- t1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "centred"), [(layer_norm, True), (spelled_out, True), (simplified, False), (widened, False)]
+)
+def test_what_it_means(form: Callable[..., str], centred: bool) -> None:
+    """The widened form reads 16 bits and writes 16 bits."""
+    _, fusion = the_norm(model_of(form, FLOAT16))
+    assert fusion.centred == centred
+    assert {tensor.dtype.name for tensor in (*fusion.inputs, *fusion.outputs)} == {"f16"}
+
+
+def along_another_axis(b: Builder, x: str) -> str:
+    return b("LayerNormalization", x, b.array(draw(5, N)), axis=1)
+
+
+def cubed(b: Builder, x: str) -> str:
+    return b("Div", x, root(b, b("Pow", x, b.array(3.0))))
+
+
+def without_the_axis(b: Builder, x: str) -> str:
+    squares = b("ReduceMean", b("Pow", x, b.array(2.0)), axes=[-1], keepdims=0)
+    return b("Div", b("Transpose", x, perm=[2, 0, 1]), b("Sqrt", b("Add", squares, b.array(1e-5))))
+
+
+def of_another_tensor(b: Builder, x: str) -> str:
+    return b("Div", b.input("other", (*ROWS, N)), root(b, b("Pow", x, b.array(2.0))))
+
+
+def with_an_epsilon_of_the_run(b: Builder, x: str) -> str:
+    average = b("Add", mean(b, b("Pow", x, b.array(2.0))), b.input("epsilon", ()))
+    return b("Div", x, b("Sqrt", average))
+
+
+@pytest.mark.parametrize(
+    "form", [along_another_axis, cubed, without_the_axis, of_another_tensor, with_an_epsilon_of_the_run]
+)
+def test_what_is_none_is_none(form: Callable[..., str]) -> None:
+    rows = (2, 5) if form is along_another_axis else ROWS
+    analysis = analysed(model_of(form, FLOAT, *rows))
+    assert not analysis.sites
+    assert not analysis.skipped
+
+
+@pytest.mark.parametrize("position", [2, 3])
+def test_what_others_read_on_the_way_is_made(position: int) -> None:
+    """A mean, a variance: no kernel stores them."""
+    b = Builder(FLOAT, opset=17)
+    out = spelled_out(b, b.input("x", (*ROWS, N)))
+    inner = b.nodes[position].output[0]
+    assert not analysed(b.model(out, inner)).sites
+
+
+def test_a_normalised_row_that_is_an_output_takes_in_nothing_behind_it() -> None:
+    b = Builder(FLOAT, opset=17)
+    y = layer_norm(b, b.input("x", (*ROWS, N)))
+    site, _ = the_norm(b.model(b("Mul", y, vector(b, 2)), y))
+    assert len(site.match.nodes) == 1
+
+
+def test_what_varies_along_rows_stays_behind() -> None:
+    """As adaLN's modulation: a scale of each image."""
+    b = Builder(FLOAT, opset=17)
+    y = layer_norm(b, b.input("x", (*ROWS, N)))
+    site, fusion = the_norm(b.model(b("Mul", y, b.input("scale", ("batch", 1, N)))))
+    assert [tensor.name for tensor in fusion.operands] == ["x", "vector0", "vector1"]
+    assert site.match.out == y
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [("columns", FLOAT), (MOST_NORMALISED + 1, FLOAT), (1, FLOAT), (N, TensorProto.DOUBLE)]
+)
+def test_a_length_or_type_of_no_kernel(columns: int | str, dtype: int) -> None:
+    b = Builder(dtype, opset=17)
+    scale = b.input("scale", (columns,))
+    assert not analysed(b.model(b("LayerNormalization", b.input("x", (*ROWS, columns)), scale))).sites
+
+
+def test_where_intermediates_are_rounded_only_ops_are_kernels() -> None:
+    for form in FORMS:
+        found = analysed(model_of(form, FLOAT16), rounding="onnx").sites
+        assert [len(site.match.nodes) for site in found] == ([1] if form in OPS else [])
+
+
+def test_what_is_not_selected_or_needs_no_run_stays() -> None:
+    model = model_of(layer_norm)
+    left = analyse_model(model, resolve("sm_90a", list), selection=Selection(skip=("normalisation",)))
+    assert not left.sites
+    assert [entry.reason for entry in left.skipped] == ["not_selected"]
+    b = Builder(FLOAT, opset=17)
+    assert not analysed(b.model(b("Add", layer_norm(b, b.array(draw(3, N))), b.input("x", (3, N))))).sites
+
+
+def test_products_before_and_behind_are_kernels_of_their_own() -> None:
+    b = Builder(FLOAT16, opset=17)
+    x = b.input("x", (*ROWS, 512))
+    residual = b("Add", b("MatMul", x, b.array(draw(512, N))), b.input("skip", (*ROWS, N)))
+    y = layer_norm(b, residual)
+    model = b.model(b("Add", b("Relu", b("Add", b("MatMul", y, b.array(draw(N, N))), vector(b, 3))), residual))
+    analysis = analysed(model)
+    assert not analysis.skipped
+    patterns = [site.fusion.pattern for site in analysis.sites]
+    assert patterns == ["gemm_epilogue", "normalisation", "gemm_epilogue"]
+    assert len(sweep.rewritten(analysis).graph.node) == 3
+
+
+def test_two_of_one_row_are_two() -> None:
+    b = Builder(FLOAT, opset=17)
+    x = b.input("x", (*ROWS, N))
+    names = [b.array(draw(N), name) for name in ("first", "second")]
+    made = [
+        b(op, x, name) for op, name in zip(("LayerNormalization", "SimplifiedLayerNormalization"), names, strict=True)
+    ]
+    assert len(analysed(b.model(*made)).sites) == 2
+
+
+def test_in_a_branch() -> None:
+    inner = Builder(FLOAT, opset=17)
+    out = layer_norm(inner, "x")
+    value = helper.make_tensor_value_info(out, FLOAT, (*ROWS, N))
+    then = helper.make_graph(inner.nodes, "then", [], [value], inner.initializers)
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["z"])],
+        "else",
+        [],
+        [helper.make_tensor_value_info("z", FLOAT, (*ROWS, N))],
+    )
+    b = Builder(FLOAT, opset=17)
+    b.input("x", (*ROWS, N))
+    b.inputs.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, []))
+    b.nodes.append(helper.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other))
+    model = b.model("y")
+    analysis = analysed(model)
+    assert [site.fusion.pattern for site in analysis.sites] == ["normalisation"]
+    feeds = [{"x": draw(2, 5, N).astype(np.float32), "flag": np.array(flag)} for flag in (True, False)]
+    assert not sweep.difference(model, sweep.rewritten(analysis), feeds)
