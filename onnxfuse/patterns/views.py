@@ -71,9 +71,14 @@ def axis_view(shape: Sequence[Size], kind: AxisKind) -> View:
 
 
 def extent(pieces: Iterable[Piece]) -> int | str:
-    """The size of some pieces together."""
+    """The size of some pieces together.
+
+    Raises:
+        NotFusable: it is none that has a name, as where names of dimensions are kilobytes long.
+    """
     size = symbolic.multiply(piece.size for piece in pieces)
-    assert size is not None, "pieces have sizes"
+    if size is None:
+        raise NotFusable("unknown_shape", "", "the sizes of several dimensions together have no name")
     return size
 
 

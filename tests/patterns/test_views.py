@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxfuse.device import resolve
 from onnxfuse.errors import NotFusable
 from onnxfuse.patterns.views import AxisKind, View, axis_view, extent, refined, regroup
+from onnxfuse.pipeline import analyse_model
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import FLOAT16, Builder
 
 
 def as_numpy(view: View, base: np.ndarray) -> np.ndarray:
@@ -115,3 +119,14 @@ def test_unnamed_sizes_equal_nothing_but_themselves() -> None:
     assert [len(dim) for dim in regroup(view, [None, 6])] == [2, 1]
     with pytest.raises(NotFusable):
         regroup(view, [extent(view[1]), None, 6])
+
+
+@pytest.mark.parametrize("length", [10, 3000, 5000])
+def test_dimensions_whose_names_are_kilobytes_long_are_no_traceback(length: int) -> None:
+    """Of two such together nobody can speak: a site that would have to is left alone, with a reason."""
+    b = Builder(FLOAT16)
+    rows = b("Reshape", b.input("x", ("a" * length, "b" * length, 64)), b.integers(-1, 64))
+    product = b("MatMul", rows, b.array(draw(64, 32)))
+    model = b.model(b("Relu", b("Add", product, b.array(draw(32)))))
+    analysis = analyse_model(model, resolve("sm_80", list))
+    assert len(analysis.sites) + len(analysis.skipped) == 1
