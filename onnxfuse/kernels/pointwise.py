@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxfuse.kernels.epilogue import pointwise_functor
-from onnxfuse.kernels.source import access_tables, assembled, constants, flag
+from onnxfuse.kernels.source import assembled, without_product
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
 
 ENTRY = "onnxfuse_pointwise"
@@ -11,30 +11,8 @@ ENTRY = "onnxfuse_pointwise"
 
 def emit(spec: PointwiseSpec, tile: PointwiseTile) -> str:
     """The CUDA source of a kernel."""
-    return assembled(_generated(spec, tile), "pointwise/kernel.cuh")
+    return assembled(without_product(spec, _numbers(tile), "", pointwise_functor(spec)), "pointwise/kernel.cuh")
 
 
-def _generated(spec: PointwiseSpec, tile: PointwiseTile) -> str:
-    numbers = {
-        "LOADS": len(spec.loads),
-        "OUTS": len(spec.outs),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "SPAN": tile.span,
-        "THREADS": tile.threads,
-    }
-    tables = access_tables(spec.loads, (0,) * len(spec.loads), spec.outs, (0,) * len(spec.outs))
-    return f"""\
-// ---- generated
-namespace onnxfuse {{
-
-enum class Kind {{ scalar, row, column, tile }};
-
-{constants(numbers)}
-constexpr bool CHECKED = {flag(spec.checked)};
-
-{tables}
-
-{pointwise_functor(spec)}
-}}  // namespace onnxfuse
-"""
+def _numbers(tile: PointwiseTile) -> dict[str, int]:
+    return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SPAN": tile.span, "THREADS": tile.threads}

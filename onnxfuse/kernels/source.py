@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.shared_memory import copy_width
 
 TEMPLATES = Path(__file__).parent / "cuda"
@@ -54,6 +55,33 @@ def template(name: str) -> str:
 def constants(numbers: Mapping[str, int]) -> str:
     """A line of C++ for each number."""
     return "\n".join(f"constexpr int {name} = {value};" for name, value in numbers.items())
+
+
+def without_product(spec: PointwiseSpec, numbers: Mapping[str, int], more: str, functor: str) -> str:
+    """The generated text of a kernel that multiplies nothing.
+
+    Args:
+        spec: what to compute.
+        numbers: of its tile.
+        more: lines of the kernel's own.
+        functor: the steps.
+    """
+    tables = access_tables(spec.loads, (0,) * len(spec.loads), spec.outs, (0,) * len(spec.outs))
+    counts = {"LOADS": len(spec.loads), "OUTS": len(spec.outs)}
+    return f"""\
+// ---- generated
+namespace onnxfuse {{
+
+enum class Kind {{ scalar, row, column, tile }};
+
+{constants({**counts, **numbers})}
+constexpr bool CHECKED = {flag(spec.checked)};
+{more}
+{tables}
+
+{functor}
+}}  // namespace onnxfuse
+"""
 
 
 def quantized_numbers(spec: KernelSpec) -> dict[str, int]:

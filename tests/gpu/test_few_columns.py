@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import onnxfuse
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import analyse_model, optimize_model
 from onnxfuse.runtime.driver import local_architectures
+from tests.gpu.sessions import check_replays, check_threads
 from tests.gpu.test_ort_session import BF16, F16, gate_model
 from tests.gpu.test_tune import check
 from tests.helpers.onnx_build import Builder
@@ -62,29 +62,10 @@ def inputs() -> list[np.ndarray]:
 
 
 def test_captured_graphs_replay_it(tmp_path: Path) -> None:
-    import onnxruntime
-
-    plain, live = live_session(tmp_path), live_session(tmp_path, enable_cuda_graph="1")
     given = [np.random.default_rng(seed).standard_normal((5, DEPTH)).astype(np.float16) for seed in range(4)]
-    expected = [plain.run(None, {"x": x})[0] for x in given]
-    bound = onnxruntime.OrtValue.ortvalue_from_numpy(given[0], "cuda", 0)
-    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([5, DEPTH], np.float16, "cuda", 0)
-    binding = live.io_binding()
-    binding.bind_ortvalue_input("x", bound)
-    binding.bind_ortvalue_output(live.get_outputs()[0].name, out)
-    for which in (0, 0, 1, 2, 3, 0):
-        bound.update_inplace(given[which])
-        live.run_with_iobinding(binding)
-        np.testing.assert_array_equal(out.numpy(), expected[which])
+    check_replays(live_session(tmp_path), live_session(tmp_path, enable_cuda_graph="1"), given)
 
 
 def test_threads_share_a_session(tmp_path: Path) -> None:
-    live, given = live_session(tmp_path), inputs()
-    expected = [live.run(None, {"x": x})[0].tobytes() for x in given]
-
-    def work(index: int) -> bool:
-        which = index % len(given)
-        return live.run(None, {"x": given[which]})[0].tobytes() == expected[which]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(400)))
+    live = live_session(tmp_path)
+    check_threads([(live, x) for x in inputs()])

@@ -20,6 +20,7 @@ from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.schedule.plan import by_library
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.schedule.variant import ProductPlan
+from tests.gpu.sessions import check_replays, check_threads
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, TF32_EPSILON, ULPS, as_float64, gate_model, session
 from tests.gpu.test_tune import check
 from tests.helpers.matching import run_values
@@ -157,21 +158,9 @@ def chain(dtype: int, sites: int, k: int) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("k", [136, 331])
 def test_captured_graphs_replay_it(tmp_path: Path, k: int) -> None:
-    import onnxruntime
-
     fused = optimized(chain(F16, 6, k), sites=6)
-    plain, live = live_session(fused, tmp_path), live_session(fused, tmp_path, enable_cuda_graph="1")
     inputs = [np.random.default_rng(seed).standard_normal((154, k)).astype(np.float16) for seed in range(4)]
-    expected = [plain.run(None, {"x": x})[0] for x in inputs]
-    bound = onnxruntime.OrtValue.ortvalue_from_numpy(inputs[0], "cuda", 0)
-    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([154, k], np.float16, "cuda", 0)
-    binding = live.io_binding()
-    binding.bind_ortvalue_input("x", bound)
-    binding.bind_ortvalue_output(live.get_outputs()[0].name, out)
-    for which in (0, 0, 1, 2, 3, 0):
-        bound.update_inplace(inputs[which])
-        live.run_with_iobinding(binding)
-        np.testing.assert_array_equal(out.numpy(), expected[which])
+    check_replays(live_session(fused, tmp_path), live_session(fused, tmp_path, enable_cuda_graph="1"), inputs)
 
 
 def test_a_captured_graph_and_plain_runs_of_other_sizes_take_turns(tmp_path: Path) -> None:
@@ -203,14 +192,7 @@ def test_threads_share_a_session_and_a_library(tmp_path: Path) -> None:
     second = live_session(optimized(chain(F16, 3, 264), sites=3), tmp_path)
     problems = [(live, k, m) for live, k in ((first, 331), (second, 264)) for m in (1, 17, 64, 300, 1000)]
     inputs = [np.random.default_rng(m * k).standard_normal((m, k)).astype(np.float16) for _, k, m in problems]
-    expected = [live.run(None, {"x": x})[0].tobytes() for (live, _, _), x in zip(problems, inputs, strict=True)]
-
-    def work(index: int) -> bool:
-        which = index % len(problems)
-        return problems[which][0].run(None, {"x": inputs[which]})[0].tobytes() == expected[which]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(400)))
+    check_threads([(live, x) for (live, _, _), x in zip(problems, inputs, strict=True)])
 
 
 def test_it_runs_on_the_users_stream(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import onnx
 import pytest
 
 import onnxfuse
+from tests.gpu.sessions import TURNS, check_replays, check_threads
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, run_cuda, session
 from tests.helpers.onnx_build import Builder
 
@@ -70,30 +70,11 @@ def chain(folder: Path, **options: str) -> Any:
 
 @pytest.mark.parametrize("rows", [1, 16, 300, 4000])
 def test_captured_chains_replay_with_new_rows(tmp_path: Path, rows: int) -> None:
-    import onnxruntime
-
-    plain, live = chain(tmp_path), chain(tmp_path, enable_cuda_graph="1")
     given = [np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float16) for seed in range(4)]
-    expected = [plain.run(None, {"x": x})[0] for x in given]
-    bound = onnxruntime.OrtValue.ortvalue_from_numpy(given[0], "cuda", 0)
-    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([rows, WIDTH], np.float16, "cuda", 0)
-    binding = live.io_binding()
-    binding.bind_ortvalue_input("x", bound)
-    binding.bind_ortvalue_output(live.get_outputs()[0].name, out)
-    for which in (0, 0, 1, 2, 3, 0) * 20:
-        bound.update_inplace(given[which])
-        live.run_with_iobinding(binding)
-        np.testing.assert_array_equal(out.numpy(), expected[which])
+    check_replays(chain(tmp_path), chain(tmp_path, enable_cuda_graph="1"), given, TURNS * 20)
 
 
 def test_threads_share_a_chain(tmp_path: Path) -> None:
     live = chain(tmp_path)
     given = [np.random.default_rng(rows).standard_normal((rows, WIDTH)).astype(np.float16) for rows in (1, 7, 130, 900)]
-    expected = [live.run(None, {"x": x})[0].tobytes() for x in given]
-
-    def work(index: int) -> bool:
-        which = index % len(given)
-        return live.run(None, {"x": given[which]})[0].tobytes() == expected[which]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(400)))
+    check_threads([(live, x) for x in given])

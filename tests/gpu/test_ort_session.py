@@ -19,6 +19,7 @@ import onnxfuse
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.pipeline import Fp32
+from tests.gpu.sessions import check_replays, check_threads
 from tests.helpers.onnx_build import Builder
 from tests.helpers.reference_fusion import evaluate
 
@@ -167,42 +168,22 @@ def test_batches_that_lie_apart(tmp_path: Path, dtype: int, equation: str) -> No
 
 
 def test_eight_threads_share_a_session(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     model = gate_model(F16, "kn", 2, 320, 640)
     fused, _ = onnxfuse.optimize(model, arch="native")
     live = session(fused, tmp_path / "fused.onnx", fused=True)
     inputs = [np.random.default_rng(m).standard_normal((m, 320)).astype(np.float16) for m in (1, 17, 64, 300, 1000)]
-    expected = [live.run(None, {"x": x})[0].tobytes() for x in inputs]
-
-    def work(index: int) -> bool:
-        which = index % len(inputs)
-        return live.run(None, {"x": inputs[which]})[0].tobytes() == expected[which]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(200)))
+    check_threads([(live, x) for x in inputs], 200)
 
 
 def test_cuda_graph_capture_and_replay(tmp_path: Path) -> None:
-    import onnxruntime
-
     model = gate_model(F16, "kn", 2, 320, 640)
     fused, _ = onnxfuse.optimize(model, arch="native")
     path = tmp_path / "fused.onnx"
     onnx.save(fused, path)
     live = onnxfuse.InferenceSession(path, providers=[("CUDAExecutionProvider", {"enable_cuda_graph": "1"})])
-    rng = np.random.default_rng(0)
-    first, second = (rng.standard_normal((128, 320)).astype(np.float16) for _ in range(2))
-    bound = onnxruntime.OrtValue.ortvalue_from_numpy(first, "cuda", 0)
-    out = onnxruntime.OrtValue.ortvalue_from_shape_and_type([128, 640], np.float16, "cuda", 0)
-    binding = live.io_binding()
-    binding.bind_ortvalue_input("x", bound)
-    binding.bind_ortvalue_output(live.get_outputs()[0].name, out)
     plain = onnxfuse.InferenceSession(path, providers=["CUDAExecutionProvider"])
-    for x in (first, first, second):
-        bound.update_inplace(x)
-        live.run_with_iobinding(binding)
-        np.testing.assert_array_equal(out.numpy(), plain.run(None, {"x": x})[0])
+    rng = np.random.default_rng(0)
+    check_replays(plain, live, [rng.standard_normal((128, 320)).astype(np.float16) for _ in range(2)], (0, 0, 1))
 
 
 def test_a_misaligned_pointer_takes_the_narrow_kernel(tmp_path: Path) -> None:
