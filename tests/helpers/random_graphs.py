@@ -346,6 +346,23 @@ def _normalised(s: Sketch) -> None:
     s.add(s.b("Div", value.name, s.b("Add", mean, s.b.array(1.0))), value.sizes)
 
 
+def _row_norm(s: Sketch) -> None:
+    """A LayerNormalization, or the nodes of a RMSNorm, whose mean somebody may read as well."""
+    value = s.value()
+    columns = value.sizes[-1]
+    if columns < 2:
+        return
+    scale = s.b.array(s.numbers(columns))
+    if s.draw(st.booleans()):
+        s.add(s.b("LayerNormalization", value.name, scale, axis=-1, epsilon=1e-2), value.sizes)
+        return
+    mean = s.b("ReduceMean", s.b("Mul", value.name, value.name), s.b.integers(-1))
+    root = s.b("Sqrt", s.b("Add", mean, s.b.array(1e-2)))
+    if s.draw(st.integers(0, 3)) == 0:
+        s.add(s.b("Add", value.name, mean), value.sizes)
+    s.add(s.b("Mul", s.b("Div", value.name, root), scale), value.sizes)
+
+
 def _half_by_shape(s: Sketch) -> None:
     """The first half of the columns, or a value regrouped, by arithmetic on its shape."""
     value = s.value()
@@ -362,5 +379,5 @@ def _half_by_shape(s: Sketch) -> None:
 STEPS: tuple[Callable[[Sketch], None], ...] = (
     _unary, _unary, _unary, _binary, _binary, _binary, _binary, _operand, _operand, _masked, _masked, _split, _gate,
     _gate, _heads, _reader, _another, _scores, _scores_of_unsplit_heads, _repeating, _from_the_left, _normalised,
-    _half_by_shape,
+    _half_by_shape, _row_norm, _row_norm,
 )  # fmt: skip

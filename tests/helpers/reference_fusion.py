@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
+from onnxfuse.ir.normalisation import Normalisation
 from tests.helpers.quantized import dequantized
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -74,8 +75,22 @@ def _window(tensor: Tensor, value: np.ndarray, start: int, sizes: dict[str, int]
     return value.take(range(start, start + width), dimension)
 
 
-def evaluate(fusion: Fusion, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+def evaluate_rows(fusion: Normalisation, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The output of a normalisation in float64, given its inputs by name."""
+    x, *_ = given = [np.asarray(values[operand.name], np.float64) for operand in fusion.operands]
+    own = x - x.mean(-1, keepdims=True) if fusion.centred else x
+    names = {f"op{index}": given[load.operand] for index, load in enumerate(fusion.loads)}
+    names["acc0"] = own / np.sqrt((own * own).mean(-1, keepdims=True) + fusion.epsilon)
+    for step in fusion.steps:
+        inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
+        names[step.result] = OPS[step.op](*inputs)
+    return [names[out.value] for out in fusion.outs]
+
+
+def evaluate(fusion: Fusion | Normalisation, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs of a fusion in float64, given its inputs by name."""
+    if isinstance(fusion, Normalisation):
+        return evaluate_rows(fusion, values)
     integers = values
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}
     sizes = {axis.name: axis.size for axis in fusion.axes}
