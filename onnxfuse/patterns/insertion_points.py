@@ -24,11 +24,17 @@ class InsertionPoints:
         self.graph = graph
         self._points: dict[int, int] = {}
         self._told: dict[str, list[int]] = {}  # by value, where shapes of others are told by its own
+        self._reserved: frozenset[int] = frozenset()
         self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
 
     def is_taken(self, node: gs.Node) -> bool:
-        """Whether a fusion owns the node."""
-        return self.graph.index(node) in self._points
+        """Whether a fusion owns the node, or it is reserved for one."""
+        index = self.graph.index(node)
+        return index in self._points or index in self._reserved
+
+    def reserve(self, nodes: Collection[int]) -> None:
+        """Keep nodes for fusions that are looked for later, and those that were kept before no more."""
+        self._reserved = frozenset(nodes)
 
     def take(self, match: Match) -> None:
         """Give a match its nodes, the views of its inputs, what it shares: no other fusion may swallow what they read.

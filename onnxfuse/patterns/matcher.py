@@ -25,7 +25,7 @@ from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
-from onnxfuse.patterns.normalisation import normalisations
+from onnxfuse.patterns.normalisation import normalisations, reserved
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
@@ -91,6 +91,7 @@ def match_sites(
         normalisation: whether what normalises rows does, without a product.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
+    search.points.reserve(reserved(graph) if normalisation and not rounds else ())
     found, apart = search.match_attentions() if attention else ([], [])
     products, skipped = _products(graph, search.points)
     for group in siblings(graph, products):
@@ -233,6 +234,7 @@ class Search(Generic[SiteT]):
     def match_normalisations(self) -> list[Found[SiteT]]:
         """Every normalisation that a kernel computes faster than ONNX Runtime; the others have no product to report."""
         found: list[Found[SiteT]] = []
+        self.points.reserve(())
         if self.graph.scope.fault or self.graph.opset < OLDEST_OPSET:
             return found
         for match, fusion in normalisations(self.graph, self.points, self.rounds):

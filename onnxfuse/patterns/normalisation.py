@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
+from onnxfuse.dtypes import F32, FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import qualified_op
@@ -93,6 +93,12 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
             yield points.placed(_match(graph, core)), lowered
         except NotFusable:  # its parameters are computed of what it makes
             continue
+
+
+def reserved(graph: Graph) -> frozenset[int]:
+    """The nodes of normalisations that are spelled out: a product that took a cast of them would leave the others."""
+    cores = (_of_nodes(graph, node) for node in graph.nodes)
+    return frozenset(graph.index(node) for core in cores if core and _lowered(graph, core) for node in core.nodes)
 
 
 def _is_left_to_a_kernel(graph: Graph, points: InsertionPoints, core: Core) -> bool:
@@ -188,11 +194,17 @@ def _before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.No
 
 
 def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
-    """The cast that widens what a tensor is of, and that."""
-    cast = _maker(tensor, "Cast")
-    if cast is None or graph.dtype(cast.inputs[0].name) not in FLOATS_BY_ONNX:
-        return [], tensor
-    return [cast], cast.inputs[0]
+    """The casts that widen what a tensor is of, and that."""
+    casts: list[gs.Node] = []
+    while (cast := _maker(tensor, "Cast")) is not None and _widens(graph, cast):
+        casts.append(cast)
+        tensor = cast.inputs[0]
+    return casts, tensor
+
+
+def _widens(graph: Graph, cast: gs.Node) -> bool:
+    types = [FLOATS_BY_ONNX.get(graph.dtype(tensor.name) or 0) for tensor in (cast.inputs[0], cast.outputs[0])]
+    return None not in types and types[1] == F32
 
 
 def _itself(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:

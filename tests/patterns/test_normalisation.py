@@ -86,8 +86,17 @@ def one_plus(b: Builder, x: str) -> str:
     return b("Mul", b("Div", x, root(b, b("Pow", x, b.array(2.0)))), b("Add", vector(b), b.array(1.0)))
 
 
+def widened_twice(b: Builder, x: str) -> str:
+    """As TorchScript writes two casts of which the second changes nothing."""
+    first = b("Cast", x, to=FLOAT)
+    second, two, epsilon = b("Cast", first, to=FLOAT), b.raw(np.float32(2), "two"), b.raw(np.float32(1e-6), "epsilon")
+    average = b("Add", b("ReduceMean", b("Pow", first, two), axes=[-1], keepdims=1), epsilon)
+    normal = b("Mul", second, b("Div", b.raw(np.float32(1), "one"), b("Sqrt", average)))
+    return b("Mul", vector(b), b("Cast", normal, to=b.dtype))
+
+
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         to_a_power, widened, one_plus)  # fmt: skip
+         to_a_power, widened, widened_twice, one_plus)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
@@ -234,6 +243,19 @@ def test_products_before_and_behind_are_kernels_of_their_own() -> None:
     patterns = [site.fusion.pattern for site in analysis.sites]
     assert patterns == ["gemm_epilogue", "normalisation", "gemm_epilogue"]
     assert len(sweep.rewritten(analysis).graph.node) == 3
+
+
+@pytest.mark.parametrize("form", [widened, widened_twice])
+def test_a_product_leaves_the_cast_of_a_normalisation_to_it(form: Callable[..., str]) -> None:
+    """So it stores 16 bits, and one kernel reads them; with the cast it would store two tensors of 32."""
+    b = Builder(FLOAT16, opset=17)
+    product = b("Add", b("MatMul", b.input("x", (*ROWS, 512)), b.array(draw(512, N))), vector(b, 4))
+    model = b.model(form(b, product))
+    first, second = analysed(model).sites
+    assert [tensor.dtype.name for tensor in first.fusion.outputs] == ["f16"]
+    assert second.match.out == model.graph.output[0].name
+    feed = {"x": draw(2, 3, 512).astype(np.float16)}
+    assert not sweep.difference(model, sweep.rewritten(analysed(model)), [feed])
 
 
 def test_two_of_one_row_are_two() -> None:
