@@ -11,6 +11,8 @@ WARP = 32
 MOST_THREADS = 1024  # of a block, and so of a row
 MOST_ELEMENTS = MOST_NORMALISED // MOST_THREADS  # of a thread: registers hold them
 FEWEST = 8  # threads of a row: a line of memory
+VECTOR = 8  # columns of 16 bits that a thread reads at once; of wider types it was not measured
+MOST_SPANS = 5  # of such a thread
 THREADS = 128  # of a block, unless a row has more: many small blocks keep memory busy
 SUM_BYTES = 4
 
@@ -66,14 +68,29 @@ class NormSpec(PointwiseSpec):
 
 
 def norm_tile(span: int, columns: int, spans: int) -> NormTile:
-    """The tile whose threads have at most so many spans of a row each, where that is possible.
+    """The tile whose threads have about so many spans of a row each.
 
     Args:
         span: adjacent columns that a thread reads at once.
         columns: of a row, MOST_NORMALISED at most.
-        spans: of a thread; more where a row would have too many threads.
+        spans: of a thread; more where a row would have too many threads, or where threads would have no column.
     """
     row_threads = FEWEST
     while row_threads < MOST_THREADS and row_threads * spans * span < columns:
         row_threads *= 2
+    if spans > 1 and span == VECTOR:
+        row_threads = min(_fewer(row_threads, span, columns), key=lambda threads: _beyond(threads, span, columns))
     return NormTile(max(THREADS // row_threads, 1), row_threads, span, -(-columns // (row_threads * span)))
+
+
+def _fewer(row_threads: int, span: int, columns: int) -> list[int]:
+    """So many threads, and fewer whose registers hold a row."""
+    found = [row_threads]
+    while found[-1] > FEWEST and columns <= found[-1] // 2 * MOST_SPANS * span:
+        found.append(found[-1] // 2)
+    return found
+
+
+def _beyond(row_threads: int, span: int, columns: int) -> int:
+    """Columns of a row's threads that do not exist."""
+    return -columns % (row_threads * span)
