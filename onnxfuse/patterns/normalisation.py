@@ -6,6 +6,7 @@ one where a product has the sums; else the op stays whole, which adds as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -178,6 +179,8 @@ def _centring(
     Those of a RMSNorm are the casts alone.
     """
     pairs = [_before(graph, tensor, source) for tensor in (value, divided)]
+    if len({any(node.op == "Sub" for node in own) for own, _ in pairs}) > 1:  # one of them is centred, and no norm
+        return [], value, divided
     nodes = {graph.index(node): node for own, _ in pairs for node in own}
     return [nodes[index] for index in sorted(nodes)], pairs[0][1], pairs[1][1]
 
@@ -190,7 +193,7 @@ def _before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.No
         return source(graph, tensor)
     casts, whole = source(graph, sub.inputs[0])
     others, averaged = source(graph, mean.inputs[0])
-    return [*casts, *others, mean, sub], whole if averaged is whole else sub.inputs[0]
+    return ([*casts, *others, mean, sub], whole) if averaged is whole else source(graph, tensor)
 
 
 def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
@@ -298,6 +301,8 @@ def _lowered(graph: Graph, core: Core) -> Normalisation | None:
     if not shape or None in dtypes or not isinstance(shape[-1], int) or not 1 < shape[-1] <= MOST_NORMALISED:
         return None
     if not all(_is_of_columns(graph, core, parameter) for _, parameter in core.affine):
+        return None
+    if len(graph.shape(out) or ()) != len(shape) or not math.isfinite(core.epsilon):
         return None
     axes = _axes(shape)
     dims = tuple((axis.name,) for axis in axes)
