@@ -24,6 +24,7 @@ from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
+from onnxfuse.patterns.row_shift import reduced_axes
 
 PATTERN = "normalisation"
 CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
@@ -91,7 +92,7 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
         if lowered is None or any(map(points.is_taken, core.nodes)):
             continue
         try:
-            yield points.placed(_match(graph, core)), lowered
+            yield points.placed(_match(graph, core, lowered)), lowered
         except NotFusable:  # its parameters are computed of what it makes
             continue
 
@@ -257,8 +258,7 @@ def _is_square(graph: Graph, node: gs.Node) -> bool:
 def _is_of_rows(graph: Graph, mean: gs.Node) -> bool:
     """Whether a mean is along the last axis, which stays as one element."""
     rank = len(graph.shape(mean.inputs[0].name) or ())
-    axes = graph.known_integers(mean.inputs[1]) if len(mean.inputs) > 1 else [*mean.attrs.get("axes", ())]
-    return rank > 0 and axes in ([-1], [rank - 1]) and mean.attrs.get("keepdims", 1) == 1
+    return rank > 0 and reduced_axes(graph, mean) in ([-1], [rank - 1]) and mean.attrs.get("keepdims", 1) == 1
 
 
 def _with_parameters(graph: Graph, core: Core, points: InsertionPoints) -> Core:
@@ -344,8 +344,8 @@ def _steps(graph: Graph, core: Core) -> tuple[tuple[Step, ...], tuple[Tensor, ..
         if value is None:
             operands.setdefault(parameter.name, _parameter(graph, parameter))
             value = load_name(1 + [*operands].index(parameter.name))
-        last = step_name(len(steps))
-        steps.append(Step(last, op, (steps[-1].result if steps else NORMAL, value)))
+        steps.append(Step(step_name(len(steps)), op, (last, value)))
+        last = steps[-1].result
     return tuple(steps), tuple(operands.values())
 
 
@@ -355,7 +355,7 @@ def _parameter(graph: Graph, parameter: gs.Tensor) -> Tensor:
     return Tensor(parameter.name, _known(FLOATS_BY_ONNX.get(graph.dtype(parameter.name) or 0)), dims)
 
 
-def _match(graph: Graph, core: Core) -> NormalisationMatch:
+def _match(graph: Graph, core: Core, lowered: Normalisation) -> NormalisationMatch:
     """Its nodes; what lives out of it is one value."""
     return NormalisationMatch(
         products=(),
@@ -364,14 +364,9 @@ def _match(graph: Graph, core: Core) -> NormalisationMatch:
         insertion_point=graph.index(core.nodes[-1]),
         folded=(),
         constants=(),
-        columns=_columns(graph, core),
+        columns=lowered.size(COLUMNS) or 0,
         live_outs=(LiveOut(core.normal.name, (), ()),),
         split=frozenset(),
         epilogue=EpilogueGraph(),
-        anchor=node_label(core.anchor),
+        anchor=lowered.anchor,
     )
-
-
-def _columns(graph: Graph, core: Core) -> int | str:
-    (*_, columns) = graph.shape(core.x.name) or (0,)
-    return columns or 0

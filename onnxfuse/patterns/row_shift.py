@@ -68,11 +68,11 @@ def _is_of_rows(graph: Graph, nodes: Nodes, rank: int) -> bool:
         return False
     place = ops.index("ReduceMax")
     alike = {*ops[:place]} <= CASTS and {*ops[place + 1 :]} <= CASTS | VIEWS
-    return alike and _axes(graph, nodes[place]) in ([-1], [rank - 1])
+    return alike and reduced_axes(graph, nodes[place]) in ([-1], [rank - 1])
 
 
-def _axes(graph: Graph, node: gs.Node) -> list[int] | None:
-    """An attribute up to opset 17 and an input from 18 on."""
+def reduced_axes(graph: Graph, node: gs.Node) -> list[int] | None:
+    """Of a reduction: an attribute up to opset 17 and an input from 18 on."""
     if len(node.inputs) > 1:
         return graph.known_integers(node.inputs[1])
     return list(node.attrs.get("axes", ())) or None

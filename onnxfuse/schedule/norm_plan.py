@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -69,13 +68,16 @@ def rows_of(fusion: Normalisation, mapping: AxisMapping) -> Sequence[int]:
 def own_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float:
     """Microseconds of the kernel: every element once from memory and once into it."""
     moved = fusion.operands[0].dtype.bytes + fusion.outs[0].tensor.dtype.bytes
-    elements = rows * math.prod(fusion.size(axis) or 1 for axis in mapping.n)
-    return calibration(device).norm_launch + float(from_memory(elements * moved, device))
+    moving = from_memory(_elements(fusion, mapping, rows) * moved, device)
+    return calibration(device).norm_launch + float(moving)
 
 
 def stock_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float | None:
     """The same of ONNX Runtime's kernel, which computes; None where nothing was measured of its kernels."""
     known = calibration(device)
-    elements = rows * math.prod(fusion.size(axis) or 1 for axis in mapping.n)
-    alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * elements
+    alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * _elements(fusion, mapping, rows)
     return alone if known.library_products else None
+
+
+def _elements(fusion: Normalisation, mapping: AxisMapping, rows: int) -> int:
+    return rows * (static_size(fusion, mapping.n) or 1)
