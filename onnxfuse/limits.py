@@ -12,4 +12,4 @@ QUANTIZED_BLOCKS = (16, 32, 64, 128)  # elements of k that share a scale
 MAX_M = 2**31 - 1  # the kernels count rows in 32 bits
 MOST_LEVELS = 2  # strides that walk one loop of a tensor: within a run, and from run to run
 STAGE_ROW_BYTES = 128  # of k in a stage of the sm_90a kernel's ring, the widest swizzle; a run of k is a multiple of it
-MOST_NORMALISED = 1 << 15  # columns of a row that is normalised: threads of one block hold it in registers
+MOST_NORMALISED = 1 << 14  # columns of a row that is normalised: the registers of 1,024 threads hold them

@@ -66,6 +66,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
 }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __expf(float x) { return expf(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
 inline float __fdividef(float x, float y) {
   if (fabsf(y) > 0x1p126f) return std::isinf(x) ? NAN : (std::isnan(x) || std::isnan(y) ? NAN : 0.0f * x);

@@ -25,8 +25,10 @@ from onnxfuse.schedule.norm_plan import make_norm_plan
 from onnxfuse.schedule.norm_tile import MOST_THREADS, NormSpec, NormTile, norm_tile
 from tests.helpers.kernel_problem import GROWTH, Bounded, Buffer, Problem, Size, _stored, make_operand, make_output
 from tests.helpers.reference_fusion import OPS
+from tests.helpers.thinning import Taken
 from tests.kernels.test_portable_on_cpu import build_source, launch
 
+PLANNED_COLUMNS = (64, 320, 768, 1000, 1536, 4096, 9000, 11008, 12287, MOST_NORMALISED - 1, MOST_NORMALISED)
 NOTHING = Buffer(np.zeros(1, np.float32), 0, (1, 1, 1), (0, 0, 0))  # there is no lhs
 UNIT = 2.0**-24  # rounding of fp32
 AFFINE = (Step("t0", "mul", ("acc0", "op1")), Step("t1", "add", ("t0", "op2")))
@@ -176,6 +178,18 @@ def test_kernels_need_no_local_memory(arch: str) -> None:
         images = list(pool.map(lambda spec: compile_source(emit(spec, spec.tile), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), (arch, spec)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_planned_kernels_spill_a_word_or_two(arch: str, dtype: DType, taken: Taken) -> None:
+    """1,024 threads have 64 registers each, and of smaller blocks ptxas wants several to fit."""
+    mapping, widths = AxisMapping((), ("m",), ("n",), ()), taken(PLANNED_COLUMNS, 3)
+    plans = [make_norm_plan(planned(columns, None, dtype), mapping, ARCHITECTURES[arch]) for columns in widths]
+    kernels = {(variant.spec, variant.tile) for plan in plans for variant in plan.variants}
+    with ThreadPoolExecutor() as pool:
+        images = pool.map(lambda kernel: compile_source(emit(*kernel), ARCHITECTURES[arch]), kernels)
+    assert max(image.local_bytes for image in images) <= 8
 
 
 def test_nothing_is_read_before_the_kernel_before_has_ended() -> None:
