@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Pointwise, Tensor
+from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_LEVELS
 
 Axes = tuple[str, ...]
@@ -138,6 +139,12 @@ def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
         for loop in (own.batch, own.m, own.n):
             _check_levels(pointwise, tensor, loop, MOST_LEVELS)
     return own
+
+
+def map_rows(fusion: Normalisation) -> AxisMapping:
+    """The mapping of what normalises rows: those that parameters have are the batch, the others m."""
+    *rows, columns = (axis.name for axis in fusion.axes)
+    return AxisMapping(fusion.batch, tuple(axis for axis in rows if axis not in fusion.batch), (columns,), ())
 
 
 def static_size(fusion: Pointwise, loop: Iterable[str]) -> int | None:

@@ -14,8 +14,9 @@ ROW = load_name(0)  # what is normalised
 class Normalisation(Pointwise):
     """`normal[m, n] = (x[m, n] - mean[m]) / sqrt(variance[m] + epsilon)`, and the steps over it and over loads.
 
-    The first operand is x, whose mean and variance along n they are; all others are of columns alone. Layer
-    normalisation (Ba, Kiros and Hinton, 2016) is centred; RMSNorm (Zhang and Sennrich, 2019) takes the mean for 0.
+    The first operand is x, whose mean and variance along n they are; all others are of columns, and of a batch, as the
+    scale and the shift `[b, n]` of adaptive ones behind x[b, m, n]. Layer normalisation (Ba, Kiros and Hinton, 2016) is
+    centred; RMSNorm (Zhang and Sennrich, 2019) takes the mean for 0.
 
     Attributes:
         centred: whether the mean is subtracted.
@@ -24,6 +25,12 @@ class Normalisation(Pointwise):
 
     centred: bool
     epsilon: float
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The axes of rows that parameters have."""
+        *rows, _ = (axis.name for axis in self.axes)
+        return tuple(axis for axis in rows if any(axis in operand.axes for operand in self.operands[1:]))
 
     def __str__(self) -> str:
         moments = "mean and variance" if self.centred else "mean square"

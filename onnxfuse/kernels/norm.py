@@ -11,7 +11,11 @@ ENTRY = "onnxfuse_norm"
 
 def emit(spec: NormSpec, tile: NormTile) -> str:
     """The CUDA source of a kernel."""
-    own = f"constexpr bool CENTRED = {flag(spec.centred)};\nconstexpr float EPSILON = {constant(spec.epsilon)};\n"
+    own = f"""\
+constexpr bool CENTRED = {flag(spec.centred)};
+constexpr bool BATCHED = {flag(spec.batched)};
+constexpr float EPSILON = {constant(spec.epsilon)};
+"""
     return assembled(without_product(spec, _numbers(tile), own, norm_functor(spec)), "norm/kernel.cuh")
 
 

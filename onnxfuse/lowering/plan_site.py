@@ -16,6 +16,7 @@ from onnxfuse.analysis.axis_mapping import (
     map_axes,
     map_broadcast_product,
     map_pointwise,
+    map_rows,
 )
 from onnxfuse.analysis.vector_width import analyse
 from onnxfuse.analysis.weight_order import has_columns_in_turn, with_k_innermost
@@ -255,8 +256,7 @@ def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: No
     Raises:
         NotFusable: ONNX Runtime's own kernel is faster.
     """
-    *rows, columns = (axis.name for axis in fusion.axes)
-    mapping = AxisMapping((), tuple(rows), (columns,), ())
+    mapping = map_rows(fusion)
     plans = tuple(make_norm_plan(fusion, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
     times = {device: _normalisation_times(fusion, mapping, device) for device in planner.devices}

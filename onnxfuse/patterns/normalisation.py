@@ -7,7 +7,7 @@ one where a product has the sums; else the op stays whole, which adds as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,7 +31,7 @@ CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "R
 DEFAULT_EPSILON = 1e-5  # of every op's
 MOST_BEHIND = 6  # nodes behind a normalised row: casts, a scale, a bias
 AFFINE = {"Mul": "mul", "Add": "add"}
-ROWS, COLUMNS = "m", "n"
+BATCH, ROWS, COLUMNS = "b", "m", "n"
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
 
@@ -283,15 +283,30 @@ def _taken_in(graph: Graph, core: Core, node: gs.Node) -> tuple[tuple[str, gs.Te
         return () if graph.dtype(node.outputs[0].name) in FLOATS_BY_ONNX else None
     if node.op not in AFFINE or (parameter := _other(node, core.normal)) is core.normal:
         return None
-    return ((AFFINE[node.op], parameter),) if _is_of_columns(graph, core, parameter) else None
+    affine = (*core.affine, (AFFINE[node.op], parameter))
+    return affine[-1:] if _batch_rank(graph, core.x, [each for _, each in affine]) is not None else None
 
 
-def _is_of_columns(graph: Graph, core: Core, parameter: gs.Tensor) -> bool:
-    """Whether a value has as many elements as a row, or one, and makes nothing longer of what it is multiplied with."""
-    shape, rows = graph.shape(parameter.name), graph.shape(core.x.name) or ()
-    if shape is None or graph.dtype(parameter.name) not in FLOATS_BY_ONNX or len(shape) > len(rows):
-        return False
-    return all(size == 1 for size in shape[:-1]) and shape[-1:] in ((), (1,), rows[-1:])
+def _batch_rank(graph: Graph, x: gs.Tensor, parameters: Iterable[gs.Tensor]) -> int | None:
+    """How many outer axes of x the parameters have, none or all of which each has; None where no kernel reads them so.
+
+    Beside those they have columns, as of an image its scale and its shift behind a norm of its tokens (Peebles and Xie,
+    2023), and make nothing longer of what they are multiplied with.
+    """
+    ranks = {_outer_rank(graph, x, parameter) for parameter in parameters}
+    return None if None in ranks or len(ranks - {0}) > 1 else max((rank for rank in ranks if rank), default=0)
+
+
+def _outer_rank(graph: Graph, x: gs.Tensor, parameter: gs.Tensor) -> int | None:
+    """The same of one parameter."""
+    shape, (*rows, columns) = graph.shape(parameter.name), graph.shape(x.name) or (1,)
+    if shape is None or graph.dtype(parameter.name) not in FLOATS_BY_ONNX or len(shape) > len(rows) + 1:
+        return None
+    *outer, width = [1] * (len(rows) + 1 - len(shape)) + list(shape)
+    rank = max((place + 1 for place, size in enumerate(outer) if size != 1), default=0)
+    is_read = width in (1, columns) and outer[:rank] == rows[:rank]
+    is_whole = rank > 0 and all(size == 1 for size in rows[rank:])  # then every row has its own
+    return rank if is_read and not is_whole else None
 
 
 def _lowered(graph: Graph, core: Core) -> Normalisation | None:
@@ -300,14 +315,13 @@ def _lowered(graph: Graph, core: Core) -> Normalisation | None:
     dtypes = [FLOATS_BY_ONNX.get(graph.dtype(name) or 0) for name in (core.x.name, out)]
     if not shape or None in dtypes or not isinstance(shape[-1], int) or not 1 < shape[-1] <= MOST_NORMALISED:
         return None
-    if not all(_is_of_columns(graph, core, parameter) for _, parameter in core.affine):
+    outer = _batch_rank(graph, core.x, [parameter for _, parameter in core.affine])
+    if outer is None or len(graph.shape(out) or ()) != len(shape) or not math.isfinite(core.epsilon):
         return None
-    if len(graph.shape(out) or ()) != len(shape) or not math.isfinite(core.epsilon):
-        return None
-    axes = _axes(shape)
+    axes = _axes(shape, outer)
     dims = tuple((axis.name,) for axis in axes)
     x, made = (Tensor(name, _known(dtype), dims) for name, dtype in zip((core.x.name, out), dtypes, strict=True))
-    steps, operands = _steps(graph, core)
+    steps, operands = _steps(graph, core, dims)
     return Normalisation(
         anchor=node_label(core.anchor),
         pattern=PATTERN,
@@ -327,32 +341,42 @@ def _known(dtype: DType | None) -> DType:
     return dtype
 
 
-def _axes(shape: Sequence[Size]) -> tuple[Axis, ...]:
-    """One for each dimension, `m0 m1 n`."""
-    *rows, columns = (size if isinstance(size, int) else None for size in shape)
-    names = [ROWS] if len(rows) == 1 else [f"{ROWS}{place}" for place in range(len(rows))]
-    return (*map(Axis, names, rows), Axis(COLUMNS, columns))
+def _axes(shape: Sequence[Size], outer: int) -> tuple[Axis, ...]:
+    """One for each dimension, of which so many outer ones are the batch: `b m0 m1 n`."""
+    sizes = [size if isinstance(size, int) else None for size in shape]
+    names = [*_names(BATCH, outer), *_names(ROWS, len(shape) - 1 - outer), COLUMNS]
+    return tuple(map(Axis, names, sizes))
 
 
-def _steps(graph: Graph, core: Core) -> tuple[tuple[Step, ...], tuple[Tensor, ...]]:
-    """What is done to a normalised element, and the parameters that it takes; known numbers are none."""
+def _names(loop: str, count: int) -> list[str]:
+    return [loop] if count == 1 else [f"{loop}{place}" for place in range(count)]
+
+
+def _steps(graph: Graph, core: Core, dims: Sequence[tuple[str]]) -> tuple[tuple[Step, ...], tuple[Tensor, ...]]:
+    """What is done to a normalised element, and the parameters that it takes; known numbers are none.
+
+    Args:
+        graph: the scope.
+        core: the nodes.
+        dims: the axes of x.
+    """
     steps: list[Step] = []
     operands: dict[str, Tensor] = {}
     last: Value = NORMAL
     for op, parameter in core.affine:
         value: Value | None = _number(graph, parameter)
         if value is None:
-            operands.setdefault(parameter.name, _parameter(graph, parameter))
+            operands.setdefault(parameter.name, _parameter(graph, parameter, dims))
             value = load_name(1 + [*operands].index(parameter.name))
         steps.append(Step(step_name(len(steps)), op, (last, value)))
         last = steps[-1].result
     return tuple(steps), tuple(operands.values())
 
 
-def _parameter(graph: Graph, parameter: gs.Tensor) -> Tensor:
+def _parameter(graph: Graph, parameter: gs.Tensor, dims: Sequence[tuple[str]]) -> Tensor:
     shape = graph.shape(parameter.name) or ()
-    dims = tuple(() if size == 1 else (COLUMNS,) for size in shape)
-    return Tensor(parameter.name, _known(FLOATS_BY_ONNX.get(graph.dtype(parameter.name) or 0)), dims)
+    own = tuple(() if size == 1 else axis for size, axis in zip(shape, dims[len(dims) - len(shape) :], strict=True))
+    return Tensor(parameter.name, _known(FLOATS_BY_ONNX.get(graph.dtype(parameter.name) or 0)), own)
 
 
 def _match(graph: Graph, core: Core, lowered: Normalisation) -> NormalisationMatch:

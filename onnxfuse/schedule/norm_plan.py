@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
@@ -30,18 +30,24 @@ def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSp
     loads, outs = accesses(fusion, mapping, widths)
     columns, rows = static_size(fusion, mapping.n) or 1, static_size(fusion, mapping.m)
     values = tuple(out.value for out in fusion.outs)
-    spec = NormSpec(loads, outs, fusion.steps, values, centred=fusion.centred, epsilon=fusion.epsilon)
+    spec = NormSpec(
+        loads, outs, fusion.steps, values,
+        centred=fusion.centred, epsilon=fusion.epsilon, batched=bool(mapping.batch),
+    )  # fmt: skip
     span = span_of(loads, outs)
-    variants = [_variant(spec, *each) for each in _ranges(span, columns, rows, device)]
+    tiers = _tiers(columns * _batches(fusion, mapping), device)
+    variants = [_variant(spec, *each) for each in _ranges(span, columns, rows, tiers)]
     if span > 1:
         narrow = replace(spec, loads=tuple(map(narrowed, loads)), outs=tuple(map(narrowed, outs)))
         variants.append(_variant(narrow, norm_tile(1, columns, MOST_ELEMENTS), 0, MAX_M))
     return NormPlan(device, tuple(variants), widths)
 
 
-def _ranges(span: int, columns: int, rows: int | None, device: DeviceSpec) -> list[tuple[NormTile, int, int]]:
+def _ranges(
+    span: int, columns: int, rows: int | None, tiers: Iterable[tuple[int, int]]
+) -> list[tuple[NormTile, int, int]]:
     """The tiles, each with the rows that have it; one if their number is known."""
-    tiles = {norm_tile(span, columns, spans): last for spans, last in _tiers(columns, device)}
+    tiles = {norm_tile(span, columns, spans): last for spans, last in tiers}
     firsts = (0, *(last + 1 for last in tiles.values()))
     ranges = [(tile, first, last) for first, (tile, last) in zip(firsts, tiles.items(), strict=False)]
     if rows is None:
@@ -49,10 +55,15 @@ def _ranges(span: int, columns: int, rows: int | None, device: DeviceSpec) -> li
     return [(tile, 0, MAX_M) for tile, first, last in ranges if first <= rows <= last]
 
 
-def _tiers(columns: int, device: DeviceSpec) -> Iterator[tuple[int, int]]:
-    """Spans of a thread, and the last number of rows that has them."""
-    for spans, elements in TIERS:
-        yield spans, MAX_M if elements is None else elements * device.multiprocessors // columns
+def _tiers(elements: int, device: DeviceSpec) -> Iterator[tuple[int, int]]:
+    """Spans of a thread, and the last number of rows that has them, of so many elements in all batches."""
+    for spans, most in TIERS:
+        yield spans, MAX_M if most is None else most * device.multiprocessors // elements
+
+
+def _batches(fusion: Normalisation, mapping: AxisMapping) -> int:
+    """How many there are; 1 where only the run knows."""
+    return static_size(fusion, mapping.batch) or 1
 
 
 def _variant(spec: NormSpec, tile: NormTile, min_m: int, max_m: int) -> NormVariant:
@@ -80,4 +91,4 @@ def stock_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: D
 
 
 def _elements(fusion: Normalisation, mapping: AxisMapping, rows: int) -> int:
-    return rows * (static_size(fusion, mapping.n) or 1)
+    return rows * _batches(fusion, mapping) * (static_size(fusion, mapping.n) or 1)

@@ -61,10 +61,12 @@ class NormSpec(PointwiseSpec):
     Attributes:
         centred: whether the mean is subtracted.
         epsilon: what is added to the variance.
+        batched: whether each batch has parameters of its own.
     """
 
     centred: bool = True
     epsilon: float = 0.0
+    batched: bool = False
 
 
 def norm_tile(span: int, columns: int, spans: int) -> NormTile:

@@ -72,14 +72,15 @@ def session(model: onnx.ModelProto, path: Path, fused: bool):
     return onnxruntime.InferenceSession(path, options, providers=providers)
 
 
-def run_cuda(live, x: np.ndarray, dtype: int) -> np.ndarray:
-    """Run through IO binding: bfloat16 arrays have no other way in and out."""
+def run_cuda(live, x: np.ndarray, dtype: int, **beside: np.ndarray) -> np.ndarray:
+    """Run through IO binding, with inputs beside x by name: bfloat16 arrays have no other way in and out."""
     import onnxruntime
 
     binding = live.io_binding()
-    raw = x.view(np.uint16) if dtype == BF16 else x
-    value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ascontiguousarray(raw), dtype)
-    binding.bind_ortvalue_input("x", value)
+    for name, array in {"x": x, **beside}.items():
+        raw = np.ascontiguousarray(array.view(np.uint16) if dtype == BF16 else array)
+        value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, dtype)
+        binding.bind_ortvalue_input(name, value)
     out = live.get_outputs()[0].name
     binding.bind_output(out, "cpu")
     live.run_with_iobinding(binding)

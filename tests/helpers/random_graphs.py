@@ -354,7 +354,10 @@ def _row_norm(s: Sketch) -> None:
         return
     scale = s.b.array(s.numbers(columns))
     if s.draw(st.booleans()):
-        s.add(s.b("LayerNormalization", value.name, scale, axis=-1, epsilon=1e-2), value.sizes)
+        name = s.b("LayerNormalization", value.name, scale, axis=-1, epsilon=1e-2)
+        outer = s.draw(st.integers(0, len(value.sizes) - 1))
+        own = (*value.sizes[:outer], *[1] * (len(value.sizes) - 1 - outer), columns)
+        s.add(s.b("Mul", name, s.b.array(s.numbers(*own))) if outer else name, value.sizes)
         return
     mean = s.b("ReduceMean", s.b("Mul", value.name, value.name), s.b.integers(-1))
     root = s.b("Sqrt", s.b("Add", mean, s.b.array(1e-2)))

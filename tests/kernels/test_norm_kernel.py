@@ -48,6 +48,7 @@ class Case:
     Attributes:
         kinds: of the parameters: `row`, or `scalar`.
         parameters: their type; that of x where it is None. So of the output.
+        batch: how many batches have parameters of their own; 0 where all rows share them.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Case:
     parameters: DType | None = None
     out: DType | None = None
     pad: int = 0
+    batch: int = 0
 
 
 CASES = [
@@ -79,6 +81,9 @@ CASES = [
     Case("f16 to f32", F16, 128, 9, 2, parameters=F32, out=F32),
     Case("f16 scalars", F16, 64, 9, 1, kinds=("scalar", "row"), pad=16),
     Case("bf16 alone", BF16, 64, 9, 1, kinds=()),
+    Case("f16 of batches", F16, 320, 5, 2, batch=3),
+    Case("f32 of batches and several warps", F32, 2048, 3, 1, batch=4, pad=4),
+    Case("bf16 numbers of batches", BF16, 77, 21, 1, kinds=("scalar", "row"), batch=2),
 ]
 
 
@@ -92,7 +97,8 @@ def make_spec(case: Case, epsilon: float = 1e-5) -> TiledNorm:
     steps = AFFINE[: len(case.kinds)]
     value = steps[-1].result if steps else "acc0"
     tile = norm_tile(max(way.width for way in (*loads, *outs)), case.n, case.spans)
-    return TiledNorm(loads, outs, steps, (value,), centred=case.centred, epsilon=epsilon, tile=tile)
+    batched = case.batch > 0
+    return TiledNorm(loads, outs, steps, (value,), centred=case.centred, epsilon=epsilon, batched=batched, tile=tile)
 
 
 class Rows(Problem):
@@ -109,7 +115,7 @@ class Rows(Problem):
             inputs = [names[str(value)] for value in step.inputs]
             value = OPS[step.op](*(item.value for item in inputs))
             names[step.result] = Bounded(value, GROWTH[step.op](*inputs)).rounded()
-        shape = (1, self.size.m, self.size.n)
+        shape = (self.size.batch, self.size.m, self.size.n)
         return [_stored(names[self.spec.out_values[0]], self.spec.outs[0].dtype, shape)]
 
     def _normal(self) -> Bounded:
@@ -126,9 +132,17 @@ class Rows(Problem):
         return Bounded(own * scale, error * scale + np.abs(own * scale) * (relative + UNIT))
 
 
+def make_parameter(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
+    """A row or a number for each batch."""
+    alone = make_operand(rng, replace(load, kind="tile"), replace(size, m=1, n=size.n if load.kind == "row" else 1))
+    batch, _, column = alone.strides
+    return replace(alone, shape=(size.batch, size.m, size.n), strides=(batch, 0, column * (load.kind == "row")))
+
+
 def make_rows(spec: TiledNorm, case: Case, rows: int, mean: float = 0.3, deviation: float = 2.0) -> Rows:
-    rng, size = np.random.default_rng([rows, case.n]), Size(rows, case.n, 1, pad=case.pad)
-    loads = [make_operand(rng, load, size) for load in spec.loads]
+    rng, size = np.random.default_rng([rows, case.n]), Size(rows, case.n, 1, max(case.batch, 1), case.pad)
+    make = make_parameter if case.batch else make_operand
+    loads = [make_operand(rng, spec.loads[0], size), *(make(rng, load, size) for load in spec.loads[1:])]
     loads[0].data[...] = (loads[0].data.astype(np.float32) * deviation + mean).astype(loads[0].data.dtype)
     return Rows(spec, size, NOTHING, [], loads, [make_output(spec.outs[0], size)])
 

@@ -155,14 +155,17 @@ SHAPES = [
 
 @pytest.mark.parametrize("op", ["Mul", "Add"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_parameter_is_taken_in_if_it_varies_along_columns_alone(shape: tuple[int | str, ...], op: str) -> None:
+def test_a_parameter_is_taken_in_if_it_varies_along_columns_and_batches_alone(
+    shape: tuple[int | str, ...], op: str
+) -> None:
     b = Builder(FLOAT, opset=17)
     x = b.input("x", (*ROWS, N))
     model = b.model(b(op, b.input("parameter", shape), b("LayerNormalization", x, vector(b), axis=-1)))
     parameter = draw(*(SIZES.get(size, size) if isinstance(size, str) else size for size in shape))
     rows = np.broadcast_shapes(parameter.shape, FEED["x"].shape)
-    is_of_columns = parameter.size == parameter.shape[-1] and rows == FEED["x"].shape
-    assert fused_and_right(model, FEED | {"parameter": parameter.astype(np.float32)}) == [1 + is_of_columns]
+    is_of_columns = parameter.shape[:-1].count(1) == parameter.ndim - 1 or shape[:2] == ("batch", 1)
+    taken = is_of_columns and rows == FEED["x"].shape
+    assert fused_and_right(model, FEED | {"parameter": parameter.astype(np.float32)}) == [1 + taken]
 
 
 def axes_of(axes: tuple[int, ...], keepdims: int, opset: int) -> Form:

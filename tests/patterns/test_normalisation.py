@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -199,13 +199,45 @@ def test_a_normalised_row_that_is_an_output_takes_in_nothing_behind_it() -> None
     assert len(site.match.nodes) == 1
 
 
-def test_what_varies_along_rows_stays_behind() -> None:
-    """As adaLN's modulation: a scale of each image."""
+# Shapes of x, scale and shift, how many axes of x are the batch, and how many of the two nodes the kernel takes in.
+ADAPTIVE = [
+    (("batch", "rows", N), ("batch", 1, N), ("batch", 1, N), 1, 2),
+    ((3, 5, N), (3, 1, N), (1, 1, N), 1, 2),
+    ((3, 5, N), (N,), (3, 1, 1), 1, 2),
+    ((3, 2, 5, N), (3, 1, 1, N), (3, 1, 1, N), 1, 2),
+    (("batch", 2, "rows", N), ("batch", 2, 1, N), ("batch", 2, 1, 1), 2, 2),
+    ((1, 5, N), (1, 1, N), (1, N), 0, 2),
+    ((3, 1, 5, N), (3, 1, 1, N), (1, 1, 1, N), 1, 2),
+    ((3, 2, 5, N), (3, 1, 1, N), (3, 2, 1, N), 1, 1),  # a kernel has one batch
+    (("batch", "rows", N), ("batch", "rows", N), ("batch", 1, N), 0, 0),
+    (("batch", "rows", N), (1, "rows", N), ("batch", 1, N), 0, 0),
+    ((3, 5, N), (3, 5, 1), (3, 1, N), 0, 0),
+    ((3, 1, N), (3, 1, N), (N,), 0, 0),  # every row has its own
+    ((1, 5, N), (2, 1, N), (N,), 0, 0),  # makes it longer
+]
+
+
+@pytest.mark.parametrize("form", [layer_norm, spelled_out, widened], ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("rows", "scale", "shift", "batch", "taken"), ADAPTIVE)
+def test_a_scale_and_a_shift_of_each_image_are_steps(
+    rows: Sequence[int | str], scale: Sequence[int | str], shift: Sequence[int | str], batch: int, taken: int,
+    form: Callable[..., str],
+) -> None:  # fmt: skip
+    """As behind the norms of DiT, PixArt, Stable Diffusion 3 and Flux."""
     b = Builder(FLOAT, opset=17)
-    y = layer_norm(b, b.input("x", (*ROWS, N)))
-    site, fusion = the_norm(b.model(b("Mul", y, b.input("scale", ("batch", 1, N)))))
-    assert [tensor.name for tensor in fusion.operands] == ["x", "vector0", "vector1"]
-    assert site.match.out == y
+    y = form(b, b.input("x", rows))
+    scaled = b("Mul", y, b("Add", b.input("scale", scale), b.array(1.0)))
+    model = b.model(b("Add", scaled, b.input("shift", shift)))
+    analysis = analysed(model)
+    (site,) = analysis.sites
+    assert [y, scaled, model.graph.output[0].name].index(site.match.out) == taken
+    assert len(site.mapping.batch) == batch
+    sizes = {"batch": 2, "rows": 5}
+    feed = {
+        name: draw(*(sizes.get(size, size) for size in shape), seed=seed).astype(np.float32)
+        for seed, (name, shape) in enumerate({"x": rows, "scale": scale, "shift": shift}.items())
+    }
+    assert not sweep.difference(model, sweep.rewritten(analysis), [feed])
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ __device__ __forceinline__ float sum_of_row(float sum, float* sums, int row, int
   return sum;
 }
 
-__device__ __forceinline__ void read_row(Row& x, const OnnxfuseArguments& args, int row, int thread) {
+__device__ __forceinline__ void read_row(Row& x, const OnnxfuseArguments& args, int batch, int row, int thread) {
 #pragma unroll
   for (int span = 0; span < SPANS; ++span) {
     const int column = first_column(thread, span);
-    read_span<Load<0>>(x[span], args.loads[0], args.loads_outer[0], 0, row, column, args.n - column);
+    read_span<Load<0>>(x[span], args.loads[0], args.loads_outer[0], batch, row, column, args.n - column);
   }
 }
 
@@ -63,7 +63,7 @@ __device__ __forceinline__ float sum_over(const Row& x, int n, int thread, const
   return sum;
 }
 
-// What the epilogue reads beside x of a span: rows of parameters, or one number.
+// What the epilogue reads beside x of a span: rows of parameters, of each batch its own, or one number.
 template <int COUNT>
 struct Parameters : Parameters<COUNT - 1> {
   Span<Load<COUNT - 1>> own;
@@ -71,16 +71,16 @@ struct Parameters : Parameters<COUNT - 1> {
 template <>
 struct Parameters<1> {};
 
-__device__ __forceinline__ void read_parameters(Parameters<LOADS>& parameters, const OnnxfuseArguments& args,
+__device__ __forceinline__ void read_parameters(Parameters<LOADS>& parameters, const OnnxfuseArguments& args, int batch,
                                                 int column) {
   static_for<1, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
     auto& span = static_cast<Parameters<I + 1>&>(parameters).own;
     if constexpr (varies_along_columns(Load<I>::KIND)) {
-      read_span<Load<I>>(span, args.loads[I], args.loads_outer[I], 0, 0, column, args.n - column);
+      read_span<Load<I>>(span, args.loads[I], args.loads_outer[I], batch, 0, column, args.n - column);
     } else {
       span.chunks[0] = load_global<Packed<typename Load<I>::Type, 1>>(
-          element_of<Load<I>>(args.loads[I], args.loads_outer[I], 0, 0, 0));
+          element_of<Load<I>>(args.loads[I], args.loads_outer[I], batch, 0, 0));
     }
   });
 }
@@ -96,20 +96,20 @@ __device__ __forceinline__ float epilogue_of(float normal, const Parameters<LOAD
   return values[0];
 }
 
-__device__ __forceinline__ void write_row(const Row& x, float mean, float scale, const OnnxfuseArguments& args, int row,
-                                          int thread) {
+__device__ __forceinline__ void write_row(const Row& x, float mean, float scale, const OnnxfuseArguments& args, int batch,
+                                          int row, int thread) {
 #pragma unroll
   for (int span = 0; span < SPANS; ++span) {
     const int column = first_column(thread, span);
     if (column >= args.n) break;
     Parameters<LOADS> parameters;
-    read_parameters(parameters, args, column);
+    read_parameters(parameters, args, batch, column);
     Span<Out<0>> result;
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {
       round_into(result, i, epilogue_of((to_float(x[span].at(i)) - mean) * scale, parameters, i));
     }
-    write_span(result, args.outs[0], args.outs_outer[0], 0, row, column, args.n - column);
+    write_span(result, args.outs[0], args.outs_outer[0], batch, row, column, args.n - column);
   }
 }
 
@@ -121,13 +121,13 @@ __device__ __forceinline__ float quotient_of(float sum, float count) {
 }
 
 // Every thread of the block takes part in the sums, also one whose row does not exist.
-__device__ __forceinline__ void normalise(const OnnxfuseArguments& args, float* sums) {
+__device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int batch, float* sums) {
   const int own = static_cast<int>(threadIdx.x) / ROW_THREADS, thread = static_cast<int>(threadIdx.x) % ROW_THREADS;
   const int left = args.m - static_cast<int>(blockIdx.x) * BLOCK_M;
   const int row = static_cast<int>(blockIdx.x) * BLOCK_M + own;
   const bool exists = own < left;
   Row x;
-  if (exists) read_row(x, args, row, thread);
+  if (exists) read_row(x, args, batch, row, thread);
   const int columns = exists ? args.n : 0;
   const float n = args.n;
   float mean = 0.0f;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, float* 
   }
   const auto squared = [&](float value) { return (value - mean) * (value - mean); };
   const float variance = __fdividef(sum_of_row(sum_over(x, columns, thread, squared), sums, own, thread), n);
-  if (exists) write_row(x, mean, rsqrtf(variance + EPSILON), args, row, thread);
+  if (exists) write_row(x, mean, rsqrtf(variance + EPSILON), args, batch, row, thread);
 }
 
 }  // namespace onnxfuse
@@ -147,5 +147,11 @@ extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS)
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
   wait_for_kernel_before();
   let_kernel_behind_start();
-  normalise(args, reinterpret_cast<float*>(onnxfuse_shared));
+  auto* sums = reinterpret_cast<float*>(onnxfuse_shared);
+  if constexpr (BATCHED) {
+#pragma unroll 1
+    for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) normalise(args, batch, sums);
+  } else {  // a loop would keep in registers what it computes once
+    normalise(args, 0, sums);
+  }
 }
