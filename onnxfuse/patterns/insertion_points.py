@@ -92,7 +92,7 @@ class InsertionPoints:
         return all(self._point(maker) < index for maker in makers)
 
     def _readers(self, match: Match) -> Iterator[int]:
-        inside = {*match.nodes, *match.folded}
+        inside = self._folded.union(match.nodes, match.folded)
         names = {out.name for out in match.live_outs}
         for index in match.nodes:
             for tensor in self.graph.nodes[index].outputs:

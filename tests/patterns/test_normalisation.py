@@ -320,3 +320,24 @@ def test_in_a_branch() -> None:
     assert [site.fusion.pattern for site in analysis.sites] == ["normalisation"]
     feeds = [{"x": draw(2, 5, N).astype(np.float32), "flag": np.array(flag)} for flag in (True, False)]
     assert not sweep.difference(model, sweep.rewritten(analysis), feeds)
+
+
+def test_a_known_size_of_what_is_modulated_holds_up_nothing() -> None:
+    """As in Stable Diffusion 3: views of the product of scales and shifts are folded with it, some by such a size."""
+    b = Builder(FLOAT, opset=17)
+    t = b("Gemm", b.input("t", ("batch", N)), b.array(draw(N, 6 * N) / 8), b.array(draw(6 * N)))
+
+    def columns(part: int, end: str) -> str:
+        return b("Unsqueeze", b("Slice", t, b.integers(part * N), end, b.integers(1)), b.integers(1))
+
+    scale, shift = (columns(part, b.integers((part + 1) * N)) for part in range(2))
+    y = layer_norm(b, b.input("x", ("batch", 5, N)))
+    y = b("Add", b("Mul", y, b("Add", scale, b.array(1.0))), shift)
+    size = b("Gather", b("Shape", y), b.integers(2))
+    for part in range(2, 6):
+        y = b("Add", b("Softmax", y), columns(part, b("Mul", size, b.integers(part + 1))))
+    model = b.model(y)
+    analysis = analysed(model)
+    assert {site.fusion.pattern: len(site.match.nodes) for site in analysis.sites}["normalisation"] == 3
+    feed = {"x": draw(2, 5, N).astype(np.float32), "t": draw(2, N).astype(np.float32)}
+    assert not sweep.difference(model, sweep.rewritten(analysis), [feed])
