@@ -12,6 +12,7 @@ from onnxfuse.kernels import (
     gemm,
     hopper,
     hopper_quantized,
+    hopper_swapped,
     norm,
     pointwise,
     portable,
@@ -39,6 +40,7 @@ TEXTS = {
     "hopper_quantized": Text(
         gemm.ENTRY, lambda spec, tile, device: hopper_quantized.emit(spec, tile, device.shared_bytes)
     ),
+    "hopper_swapped": Text(gemm.ENTRY, lambda spec, tile, device: hopper_swapped.emit(spec, tile, device.shared_bytes)),
     "portable": Text(gemm.ENTRY, lambda spec, tile, device: portable.emit(spec, tile)),
     "small_m": Text(gemm.ENTRY, lambda spec, tile, device: small_m.emit(spec, tile)),
     "quantized_small_m": Text(gemm.ENTRY, lambda spec, tile, device: quantized_small_m.emit(spec, tile)),

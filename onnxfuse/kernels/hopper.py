@@ -9,7 +9,7 @@ from __future__ import annotations
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor, halved_sums
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
-from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
+from onnxfuse.schedule.hopper import RingTile
 from onnxfuse.schedule.hopper_tile import (
     TILE_BYTES,
     WGMMA_STEPS,
@@ -107,7 +107,7 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
     }
 
 
-def block_numbers(spec: KernelSpec, tile: HopperTile | QuantizedTile, layout: HopperFootprint) -> dict[str, int]:
+def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> dict[str, int]:
     """The constants of `hopper/block.cuh`, whatever its stages hold."""
     return {
         "PARTS": spec.parts,
@@ -116,8 +116,8 @@ def block_numbers(spec: KernelSpec, tile: HopperTile | QuantizedTile, layout: Ho
         "HALVED_LOADS": halved_loads(spec),
         "OUTS": len(spec.outs),
         "THREADS": tile.threads,
-        "CONSUMERS": tile.groups,
-        "SPLITS": tile.splits,
+        "CONSUMERS": layout.groups,
+        "SPLITS": layout.splits,
         "GROUP_ROWS": tile.group_rows,
         "STAGES": layout.stages,
         "STAGE_BYTES": layout.stage,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
+from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
 from onnxfuse.schedule.kernel_family import KernelFamily, ProductFamily
 from onnxfuse.schedule.library import LIBRARY
 from onnxfuse.schedule.norm import NORM
@@ -15,5 +16,6 @@ from onnxfuse.schedule.small_m import SMALL_M
 
 # In the order in which a plan lists their tiles: of equals the first is taken, and the last two run everything,
 # whether rhs is quantized or not.
-PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, HOPPER, HOPPER_QUANTIZED, PORTABLE, QUANTIZED_SMALL_M)
+HOPPERS: tuple[ProductFamily, ...] = (HOPPER, HOPPER_SWAPPED, HOPPER_QUANTIZED)
+PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, *HOPPERS, PORTABLE, QUANTIZED_SMALL_M)
 FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, NORM, LIBRARY, ATTENTION, PORTABLE_ATTENTION)

@@ -14,6 +14,7 @@ from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import Calibration, calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import (
     ARCH,
     FP32_BYTES,
@@ -84,6 +85,10 @@ PATHS = {
 TMA_STORED_OUT = {**PATHS, "out": "TMA store"}
 
 
+RingTile = HopperTile | QuantizedTile | SwappedTile
+"""A tile of a kernel that has the ring of `kernels/cuda/hopper/ring.cuh`."""
+
+
 class Hopper(ProductFamily):
     """TMA and wgmma of sm_90a."""
 
@@ -150,7 +155,7 @@ class Hopper(ProductFamily):
             busy = (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
         else:
             busy = waves * (main_loop + epilogue)
-        together = _together(tile, busy, cost_model.moving(spec, problem, device), known)
+        together = joined(tile, busy, cost_model.moving(spec, problem, device), known)
         exchanging = exchange_time(tile, spec, problem, device)
         # A tile for every multiprocessor is faster than a share of one.
         too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
@@ -165,7 +170,7 @@ class Hopper(ProductFamily):
         return replace(tile, lhs_rows=0)
 
 
-def _together(tile: HopperTile, busy: Amount, moving: Amount, known: Calibration) -> Amount:
+def joined(tile: HopperTile, busy: Amount, moving: Amount, known: Calibration) -> Amount:
     """Microseconds of a multiprocessor's work and of memory's; what multiplies, and no more, meets the chip's power."""
     power = FEW_ROWS_POWER if tile.lhs_rows else 2.0
     both = (busy**power + moving**power) ** (1 / power)
@@ -199,12 +204,12 @@ def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: Devic
     boxes = sum(math.ceil(piece.columns / piece.atom) for piece in rhs_pieces(spec, tile))
     rhs = float(spec.parts * (tile.block_n if spec.rhs_order == "nk" else boxes * block_k(spec)))
     width, order = spec.dtype.bytes, spec.rhs_order
-    lhs *= _in_pieces("lhs", problem.k * width, known)
-    rhs *= _in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
+    lhs *= in_pieces("lhs", problem.k * width, known)
+    rhs *= in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
     return known.hopper_loaded_row * (lhs + rhs)
 
 
-def _in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:
+def in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:
     """How much longer the rows of a box take whose pitch is no multiple of a cache line, or not even of a sector."""
     lines = known.hopper_misaligned[operand] * (pitch % CACHE_LINE > 0)
     return 1 + np.where(pitch % SECTOR > 0, known.hopper_in_sectors[operand], lines)
@@ -226,7 +231,7 @@ def _box(tile: HopperTile) -> int:
     return tile.lhs_rows or tile.block_m
 
 
-def exchange_time(tile: HopperTile | QuantizedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+def exchange_time(tile: RingTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks that split k add up what each has of a tile."""
     if tile.splits == 1:
         return 0.0

@@ -31,9 +31,12 @@ from tests.helpers.hopper_cases import (
 )
 from tests.helpers.kernel_problem import FP32, GROWTH, Problem, Size, make_problem, make_spec
 from tests.helpers.quantized_cases import QuantizedCase
+from tests.helpers.swapped_cases import SwappedCase
 from tests.helpers.tensor_maps import MAP_BYTES, Described, described
 
 pytestmark = pytest.mark.gpu
+
+AnyCase = HopperCase | QuantizedCase | SwappedCase
 
 # Values of cuda.h
 UINT8, UINT16, TFLOAT32, INTERLEAVE_NONE, L2_256_BYTES, FILL_ZERO = 0, 1, 11, 0, 3, 0
@@ -99,7 +102,7 @@ def encode(described: Described, address: int, target: int) -> None:
     assert result == 0, described
 
 
-def tensor_maps(case: HopperCase | QuantizedCase, problem: Problem, addresses: list[int]) -> np.ndarray:
+def tensor_maps(case: AnyCase, problem: Problem, addresses: list[int]) -> np.ndarray:
     """The kernel's second argument."""
     maps = described(case, problem)
     memory = np.zeros(MAP_BYTES * len(maps) + 64, np.uint8)
@@ -111,7 +114,9 @@ def tensor_maps(case: HopperCase | QuantizedCase, problem: Problem, addresses: l
     return memory[start : start + MAP_BYTES * len(maps)].view(f"V{MAP_BYTES * len(maps)}")
 
 
-def launch(function, case: HopperCase | QuantizedCase, problem: Problem, blocks: int | None = None) -> list[np.ndarray]:
+def launch(
+    function, case: HopperCase | QuantizedCase | SwappedCase, problem: Problem, blocks: int | None = None
+) -> list[np.ndarray]:
     """Run a kernel and bring the outputs' memory back; bfloat16 travels as bytes, which CuPy knows."""
     import cupy
 

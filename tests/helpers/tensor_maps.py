@@ -8,6 +8,7 @@ from onnxfuse.schedule.kernel_family import MapRule
 from tests.helpers.hopper_cases import HopperCase
 from tests.helpers.kernel_problem import Buffer, Problem
 from tests.helpers.quantized_cases import QuantizedCase
+from tests.helpers.swapped_cases import SwappedCase
 
 MAP_BYTES = 128
 
@@ -23,7 +24,7 @@ class Described:
     swizzle: int
 
 
-def described(case: HopperCase | QuantizedCase, problem: Problem) -> list[Described | None]:
+def described(case: HopperCase | QuantizedCase | SwappedCase, problem: Problem) -> list[Described | None]:
     """The maps of the kernel's second argument; None where there is nothing to say."""
     groups = {"lhs": [problem.lhs], "rhs": problem.rhs, "out": problem.outs}
     maps: list[Described | None] = []

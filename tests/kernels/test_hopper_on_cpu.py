@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxfuse.schedule.hopper_swapped_tile import seen
 from onnxfuse.schedule.hopper_tile import begins_at_any_column, begins_at_any_row
 from tests.helpers.all_lanes_arrive import with_all_lanes
 from tests.helpers.hopper_cases import (
@@ -32,6 +33,7 @@ from tests.helpers.hopper_cases import (
 from tests.helpers.host_build import EMULATOR, build_library
 from tests.helpers.kernel_problem import Problem, make_problem
 from tests.helpers.quantized_cases import QuantizedCase
+from tests.helpers.swapped_cases import SwappedCase
 from tests.helpers.tensor_maps import MAP_BYTES, described
 from tests.kernels.test_portable_on_cpu import Range
 
@@ -53,7 +55,7 @@ class HostMap(ctypes.Structure):
     )  # fmt: skip
 
 
-AnyCase = HopperCase | QuantizedCase
+AnyCase = HopperCase | QuantizedCase | SwappedCase
 
 
 def emit(case: AnyCase) -> str:
@@ -90,6 +92,8 @@ def build(case: AnyCase, folder: Path, emitted: Callable[[Any], str] = emit) -> 
 
 def writes_of(case: AnyCase) -> int:
     """How often an element may be written: by the last tile down, its neighbour, a tile behind both; and so on."""
+    if isinstance(case, SwappedCase):
+        return 1 + begins_at_any_column(seen(case.spec))
     if not isinstance(case, HopperCase):
         return 1
     rows = 1 + case.tile.cluster_m * begins_at_any_row(case.spec)

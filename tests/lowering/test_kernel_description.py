@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx import ModelProto
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.lowering.kernel_description import describe, read_description
@@ -30,10 +32,22 @@ def ragged() -> Builder:
     return b
 
 
+def of_154_rows() -> ModelProto:
+    """Of which the weight is the M side."""
+    b = Builder(FLOAT16)
+    x = b.input("x", (154, 4096))
+    gate, up = (b("MatMul", x, b.raw(np.zeros((4096, 14336), np.float16), name)) for name in ("gate", "up"))
+    return b.model(b("Mul", b("Mul", gate, b("Sigmoid", gate)), up))
+
+
 def implementations() -> dict[str, Implementation]:
     """Those of several models, each with a name, and of one site both."""
     b = ragged()
-    sites = [site for model in (MODEL, b.model(b.nodes[-1].output[0])) for site in analyse_model(model, DEVICES).sites]
+    sites = [
+        site
+        for model in (MODEL, b.model(b.nodes[-1].output[0]), of_154_rows())
+        for site in analyse_model(model, DEVICES).sites
+    ]
     for tokens, width in ((8, 64), (2048, 512)):
         few_bits = quantized_model(layers("llama", Sizes(width, 2 * width, 4, 2), (1, tokens), 1, FLOAT16), Form(4, 32))
         sites += analyse_model(few_bits, DEVICES[:1]).sites

@@ -37,6 +37,7 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
     assert {family.label for family in FAMILIES} == {
         "portable",
         "sm_90a",
+        "sm_90a swapped",
         "sm_90a quantized",
         "few rows",
         "few rows of quantized",

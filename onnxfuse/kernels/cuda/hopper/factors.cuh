@@ -17,15 +17,6 @@ static_assert(SHARING == 1 || !(LHS_OUTER_BATCH || RHS_OUTER_BATCH), "boxes that
 static_assert(!(LHS_OUTER_BATCH && LHS_OUTER_COLUMNS), "the map's batches are runs of k or of batches");
 static_assert(BLOCK_N % 16 == 0 && WIDTH <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 
-// k contiguous: rows of 128 bytes, 8 of them a period of the swizzle. n contiguous: 64 rows (of k) of an atom's
-// columns, then the next atom; m contiguous: the same with LHS_ATOM, which one wgmma reads.
-constexpr int LHS_ATOM = ROW_BYTES / sizeof(Element);
-constexpr unsigned long long K_CONTIGUOUS_DESCRIPTOR = descriptor(128, 16, 8 * ROW_BYTES);
-constexpr int K_CONTIGUOUS_STEP = STEP_K * sizeof(Element) / 16;
-constexpr unsigned long long LHS_DESCRIPTOR =
-    LHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ROW_BYTES, BLOCK_K * ROW_BYTES, 8 * ROW_BYTES);
-constexpr int LHS_STEP = LHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ROW_BYTES / 16;
-
 // Columns of every part, from FIRST on, that one wgmma multiplies: COLUMNS of them, in boxes of ATOM where n is
 // contiguous, of all of them where k is.
 template <int FIRST, int COLUMNS, int ATOM>
@@ -109,15 +100,11 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
   if constexpr (RHS_PIECES > 1) load_piece<RestPiece>(stage, full, args, maps, tile, k, rank);
 }
 
-// acc = lhs * rhs over all of the block's k. One stage's wgmma are in flight while the next stage's are issued.
+// acc = lhs * rhs over all of the block's k.
 __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring,
                                               unsigned shared, int first_row, const OnnxfuseArguments&,
                                               const Work& work) {
-  int previous = 0;
-#pragma unroll 1
-  for (int step = 0; step < work.steps; ++step) {
-    barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
-    const unsigned stage = shared + ring.stage * STAGE_BYTES;
+  multiply_stages(ring, shared, work.steps, [&](unsigned stage, int step) {
     const unsigned long long lhs = LHS_DESCRIPTOR | descriptor_address(stage + first_row * ROW_BYTES);
     multiply_fence();
 #pragma unroll
@@ -130,14 +117,7 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
         if constexpr (RHS_PIECES > 1) RestPiece::multiply_step(acc[subtile], rows + i * LHS_STEP, stage, i, accumulate);
       }
     }
-    multiply_commit();
-    if (step > 0) {
-      multiply_wait<1>();
-      release(shared, previous);
-    }
-    previous = ring.stage;
-    ring.next();
-  }
+  });
 }
 
 }  // namespace onnxfuse

@@ -250,8 +250,6 @@ __device__ __forceinline__ unsigned convert(const unsigned* words, const RowScal
 
 // ---- consumers
 
-constexpr unsigned long long ACTIVATION_DESCRIPTOR = descriptor(ROW_BYTES, 16, 8 * ROW_BYTES);
-
 // What the tensor cores read of a chunk: of every unit and 16 k, four registers.
 struct Fragments {
   unsigned words[CHUNK_STEPS][UNITS][4];
@@ -292,7 +290,7 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SUBTILES][ACCUMULATO
     const int k = CHUNK * CHUNK_K + step * STEP_K;
     const unsigned atom = stage + k / ATOM_K * ATOM_BYTES;
     const unsigned long long activations =
-        (ACTIVATION_DESCRIPTOR | descriptor_address(atom)) + k % ATOM_K * sizeof(Element) / 16;
+        (K_CONTIGUOUS_DESCRIPTOR | descriptor_address(atom)) + k % ATOM_K * sizeof(Element) / 16;
     static_for<0, UNITS>([&](auto unit) {
       constexpr int UNIT = decltype(unit)::value;
       multiply<UNIT % OWN_PARTS * BLOCK_N / 2>(acc[UNIT / OWN_PARTS], fragments.words[step][UNIT], activations,

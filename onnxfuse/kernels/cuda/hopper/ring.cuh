@@ -71,6 +71,15 @@ __device__ constexpr unsigned long long descriptor(int swizzle_span, int leading
 // The address field; behind its 18 bits, a shared-memory address holds the block's rank in the cluster.
 __device__ __forceinline__ unsigned long long descriptor_address(unsigned shared) { return (shared & 0x3ffff) >> 4; }
 
+// Of the M side, k contiguous: rows of 128 bytes, 8 of them a period of the swizzle; m contiguous: an atom's rows of m for
+// all k of the stage, then the next atom, which is as many rows as one wgmma reads.
+constexpr int LHS_ATOM = ROW_BYTES / sizeof(Element);
+constexpr unsigned long long K_CONTIGUOUS_DESCRIPTOR = descriptor(ROW_BYTES, 16, 8 * ROW_BYTES);
+constexpr int K_CONTIGUOUS_STEP = STEP_K * sizeof(Element) / 16;
+constexpr unsigned long long LHS_DESCRIPTOR =
+    LHS_K_CONTIGUOUS ? K_CONTIGUOUS_DESCRIPTOR : descriptor(ROW_BYTES, BLOCK_K * ROW_BYTES, 8 * ROW_BYTES);
+constexpr int LHS_STEP = LHS_K_CONTIGUOUS ? K_CONTIGUOUS_STEP : STEP_K * ROW_BYTES / 16;
+
 // ---- which tile
 
 // Position in the ring: every role walks the same sequence of stages.
@@ -166,6 +175,26 @@ __device__ __forceinline__ void release(unsigned shared, int stage) {
     if (lane < SHARING) barrier_arrive_peer(empty, lane);
   } else {
     if (lane == 0) barrier_arrive(empty);
+  }
+}
+
+// multiply(stage, step), behind a fence of its own, for each stage of a block's k: its wgmma are in flight while the next
+// stage's are issued.
+template <typename Multiply>
+__device__ __forceinline__ void multiply_stages(RingPosition& ring, unsigned shared, int steps,
+                                                const Multiply& multiply) {
+  int previous = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
+    multiply(shared + ring.stage * STAGE_BYTES, step);
+    multiply_commit();
+    if (step > 0) {
+      multiply_wait<1>();
+      release(shared, previous);
+    }
+    previous = ring.stage;
+    ring.next();
   }
 }
 

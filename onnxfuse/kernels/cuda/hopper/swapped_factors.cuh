@@ -1,0 +1,65 @@
+// A stage of two factors of which the weight is the M side of wgmma and lhs the N side. So the kernel's rows are columns n
+// of the output (SWAPPED) and its columns rows of lhs, of which there may be any multiple of 16: a tile of 160 rows
+// multiplies 154 of them where two of 128 multiply 256, and reads the weight once.
+//
+//   a stage    lhs [BLOCK_N][128 bytes], swizzled; then of each part of the weight [BLOCK_M][128 bytes] or, where n is
+//              contiguous, [BLOCK_M / LHS_ATOM][BLOCK_K][128 bytes]. A group multiplies its rows of every part
+#pragma once
+#include "hopper/ring.cuh"
+
+namespace onnxfuse {
+
+constexpr int ACTIVATION_BYTES = BLOCK_N * ROW_BYTES;
+constexpr int PART_BYTES = BLOCK_M * ROW_BYTES;
+
+constexpr bool PREPARES = false;  // TMA brings all of a stage
+__device__ __forceinline__ void prepare(const OnnxfuseArguments&, unsigned, int) {}
+
+static_assert(SWAPPED && !APART && TEAMS == 1 && SHARING == 1, "groups share each tile, blocks share no loads");
+static_assert(STAGE_BYTES == ACTIVATION_BYTES + PARTS * PART_BYTES, "footprint and kernel agree");
+static_assert(BLOCK_K * sizeof(Element) == ROW_BYTES, "a stage has one swizzled row of each operand's k");
+static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && BLOCK_M <= 256, "one wgmma and one box");
+
+__device__ __forceinline__ int stage_bytes(const OnnxfuseArguments&, const OutTile&) { return STAGE_BYTES; }
+
+__device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const OnnxfuseArguments& args,
+                                           const Maps& maps, const OutTile& tile, int k, int) {
+  const BatchPlace activations(args.lhs, args.lhs_outer, tile.batch, false);
+  load_box(stage, maps.lhs, full, k, tile.column, activations.batch);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    const BatchPlace weight(args.rhs[part], args.rhs_outer, tile.batch, false);
+    const unsigned target = stage + ACTIVATION_BYTES + part * PART_BYTES;
+    if constexpr (LHS_K_CONTIGUOUS) {
+      load_box(target, maps.rhs[part], full, k, tile.row, weight.batch);
+    } else {
+#pragma unroll
+      for (int row = 0; row < BLOCK_M; row += LHS_ATOM) {
+        load_box(target + row * ROW_BYTES, maps.rhs[part], full, tile.row + row, k, weight.batch);
+      }
+    }
+  }
+}
+
+// acc = weight * lhs over all of the block's k.
+__device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], RingPosition& ring,
+                                              unsigned shared, int first_row, const OnnxfuseArguments&,
+                                              const Work& work) {
+  multiply_stages(ring, shared, work.steps, [&](unsigned stage, int step) {
+    const unsigned own = stage + ACTIVATION_BYTES + first_row * ROW_BYTES;
+    const unsigned long long rows = LHS_DESCRIPTOR | descriptor_address(own);
+    const unsigned long long columns = K_CONTIGUOUS_DESCRIPTOR | descriptor_address(stage);
+    multiply_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / STEP_K; ++i) {
+      static_for<0, SUBTILES * PARTS>([&](auto unit) {
+        constexpr int SUBTILE = decltype(unit)::value / PARTS, PART = decltype(unit)::value % PARTS;
+        constexpr int OFFSET = (PART * PART_BYTES + SUBTILE * GROUP_WGMMA_ROWS * ROW_BYTES) / 16;
+        multiply<PART * BLOCK_N / 2, BLOCK_N>(acc[SUBTILE], rows + OFFSET + i * LHS_STEP,
+                                              columns + i * K_CONTIGUOUS_STEP, step + i > 0);
+      });
+    }
+  });
+}
+
+}  // namespace onnxfuse

@@ -1,0 +1,104 @@
+"""The sm_90a kernel whose M side is the weight among the families: its tiles, cost, and way to each tensor."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.schedule import cost_model, hopper_swapped_tile
+from onnxfuse.schedule.access_path import path
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.cost_model import products_of, tiles_of
+from onnxfuse.schedule.hopper import PATHS, epilogue_time, exchange_time, in_pieces, joined
+from onnxfuse.schedule.hopper_quantized_tile import swapped
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
+from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+
+_ROWS = (80, 96, 112, 144, 160, 176, 208, 240)
+# Tiles of 192 columns (three groups) and of 256 were up to 50 % slower: docs/kernel-notes.md.
+TILES = tuple(SwappedTile(rows, 128, splits=splits) for splits in (1, 2, 4) for rows in _ROWS)
+
+
+class HopperSwapped(ProductFamily):
+    """TMA and wgmma of sm_90a, the weight as the M side."""
+
+    name = "hopper_swapped"
+    label = "sm_90a swapped"
+    tile_type = SwappedTile
+
+    def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
+        """All tiles."""
+        if device.arch != ARCH or spec.quantization is not None:
+            return ()
+        pace = calibration(device).pace["hopper"]["128 swapped"]
+        return tuple(Candidate(self, tile, pace) for tile in TILES)
+
+    def why_not(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> str | None:
+        """As `hopper_swapped_tile` says."""
+        return hopper_swapped_tile.why_not(spec, tile, device.shared_bytes)
+
+    def shared_bytes(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> int:
+        """Ring, staging, vectors and barriers."""
+        return hopper_swapped_tile.footprint(spec, tile, device.shared_bytes).total
+
+    def launch(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> Launch:
+        """A persistent grid of clusters, with tensor maps."""
+        return Launch(
+            tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device), tile.splits,
+            hopper_swapped_tile.map_rules(spec, tile),
+        )  # fmt: skip
+
+    def access_path(self, role: str, access: Access) -> str:
+        """As the table says."""
+        return path(PATHS, role, access)
+
+    def flow(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> Flow:
+        """A block each multiprocessor, with the whole ring in flight."""
+        stages = hopper_swapped_tile.footprint(spec, tile, device.shared_bytes).stages
+        return Flow(device.multiprocessors, stages * block_k(spec))
+
+    def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+        """As that of the kernel whose groups share each tile."""
+        tile: SwappedTile = entry.tile
+        known = calibration(device)
+        blocks, at_once = tiles_of(tile, problem) * tile.splits, known.hopper_clustered[str(tile.splits)]
+        waves = np.maximum(np.ceil(blocks / at_once), 1)
+        epilogue = epilogue_time(tile.swapped, swapped(spec), device)
+        busy = waves * (_main_loop(entry, reads, spec, problem, device) + known.fill["hopper"] + epilogue)
+        both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), known)
+        both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
+        return np.where(tile.splits > 1 and (problem.guessed | (blocks > at_once)), np.inf, both)
+
+    def is_on_par(self, tile: SwappedTile, m: int) -> bool:
+        """Written for the chip's own units."""
+        return True
+
+
+def _main_loop(entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds of a tile's steps of the ring."""
+    tile, known = entry.tile, calibration(device)
+    steps = np.ceil(np.ceil(problem.k / block_k(spec)) / tile.splits)
+    share = np.minimum(tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
+    loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
+    beside = math.hypot(
+        products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
+        known.round_trip["hopper"] * block_k(spec) / reads.depth,
+        known.hopper_step,
+    )
+    return steps * np.hypot(beside, loading)
+
+
+def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which TMA loads a step's rows of 128 bytes, where every multiprocessor loads."""
+    known, width, order = calibration(device), spec.dtype.bytes, spec.rhs_order
+    rows = tile.block_n if order == "nk" else tile.block_n // ATOM * block_k(spec)
+    lhs = tile.block_m * in_pieces("lhs", problem.k * width, known)
+    rhs = spec.parts * rows * in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
+    return known.hopper_loaded_row * (lhs + rhs)
+
+
+HOPPER_SWAPPED = HopperSwapped()

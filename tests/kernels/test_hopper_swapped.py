@@ -1,0 +1,85 @@
+"""The sm_90a kernel whose M side is the weight: on the emulator of Hopper, within its registers, and its tiles."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxfuse.dtypes import F32
+from onnxfuse.kernels.hopper_swapped import emit
+from onnxfuse.runtime.compile import compile_source
+from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED, TILES
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, map_rules
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from tests.helpers.kernel_problem import Size, make_problem, make_spec
+from tests.helpers.swapped_cases import DEVICE, PORTABLE, TYPES, SwappedCase, swapped_cases
+from tests.helpers.thinning import Taken
+from tests.kernels.test_hopper_on_cpu import MAX_WORK, build, launch
+
+LARGE = Size(154, 4096, 4096)
+SPECS = [
+    make_spec(dtype, parts, order, PORTABLE, LARGE, kind, outs)
+    for dtype, order in TYPES
+    for parts, kind, outs in ((1, "residual", (None,)), (2, "plain", (None,)), (1, "plain", (None, F32)))
+]
+
+
+def legal(spec: KernelSpec) -> list[SwappedTile]:
+    return [tile for tile in TILES if HOPPER_SWAPPED.why_not(spec, tile, DEVICE) is None]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", list(swapped_cases()), ids=lambda case: case.name)
+def test_kernel_computes_the_fusion(case: SwappedCase, tmp_path: Path) -> None:
+    library = build(case, tmp_path)
+    for size in case.sizes:
+        if size.batch * size.m * size.n * size.k * case.spec.parts > MAX_WORK:
+            continue
+        problem = make_problem(case.spec, size)
+        eager = launch(library, case, problem, 2, lazy=False)
+        problem.check(eager)
+        late = launch(library, case, problem, 1, lazy=True)
+        for first, second in zip(eager, late, strict=True):
+            np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "tf32"])
+def test_tiles_compile_without_spills(dtype: str, taken: Taken) -> None:
+    kernels = [(spec, tile) for spec in SPECS if spec.math == dtype for tile in legal(spec)]
+    with ThreadPoolExecutor() as pool:
+        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 5))
+    assert {(image.spill_bytes, image.local_bytes) for image in run} == {(0, 0)}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+def test_boxes_fill_a_stage_and_all_fits(spec: KernelSpec) -> None:
+    tiles = legal(spec)
+    assert {tile.block_m for tile in tiles} >= {80, 160}
+    for tile in tiles:
+        lhs, *rhs = [rule for rule in map_rules(spec, tile) if rule is not None]
+        boxes = 1 if spec.rhs_order == "nk" else tile.block_n // rhs[0].box_inner
+        held = lhs.box_inner * lhs.box_outer + boxes * sum(rule.box_inner * rule.box_outer for rule in rhs)
+        layout = footprint(spec, tile, DEVICE.shared_bytes)
+        assert held * spec.dtype.bytes == layout.stage
+        assert layout.total <= DEVICE.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tile": SwappedTile(72, 128)}, "16 rows"),
+        ({"tile": SwappedTile(80, 96)}, "64 columns"),
+        ({"tile": SwappedTile(272, 128)}, "64 columns"),
+        ({"tile": SwappedTile(160, 128, splits=3)}, "split"),
+        ({"dtype": "tf32", "order": "kn"}, "k contiguous"),
+        ({"tile": SwappedTile(240, 256)}, "accumulators"),
+    ],
+)
+def test_what_it_cannot_run_says_why(change: dict[str, object], reason: str) -> None:
+    spec = make_spec(str(change.get("dtype", "f16")), 1, str(change.get("order", "nk")), PORTABLE, LARGE)
+    tile = change.get("tile", TILES[0])
+    assert isinstance(tile, SwappedTile)
+    assert reason in str(HOPPER_SWAPPED.why_not(spec, tile, DEVICE))
