@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX, DType
@@ -188,13 +189,14 @@ def _centring(
 
 def _before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Node], gs.Tensor]:
     """The same of one of the two."""
-    sub = _maker(tensor, "Sub")
+    behind, tensor_before = _before_cast(graph, tensor)
+    sub = _maker(tensor_before, "Sub")
     mean = None if sub is None else _maker(sub.inputs[1], "ReduceMean")
     if sub is None or mean is None or not _is_of_rows(graph, mean):
         return source(graph, tensor)
     casts, whole = source(graph, sub.inputs[0])
     others, averaged = source(graph, mean.inputs[0])
-    return ([*casts, *others, mean, sub], whole) if averaged is whole else source(graph, tensor)
+    return ([*casts, *others, mean, sub, *behind], whole) if averaged is whole else source(graph, tensor)
 
 
 def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
@@ -207,8 +209,10 @@ def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Ten
 
 
 def _widens(graph: Graph, cast: gs.Node) -> bool:
-    types = [FLOATS_BY_ONNX.get(graph.dtype(tensor.name) or 0) for tensor in (cast.inputs[0], cast.outputs[0])]
-    return None not in types and types[1] == F32
+    """Whether a cast is one for the sake of the sums: to fp32, or from 16 bits to double, as TorchScript writes it."""
+    before, after = (graph.dtype(tensor.name) or 0 for tensor in (cast.inputs[0], cast.outputs[0]))
+    narrow = FLOATS_BY_ONNX.get(before)
+    return narrow is not None and (after == F32.onnx or (after == onnx.TensorProto.DOUBLE and narrow.bytes == 2))
 
 
 def _itself(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:

@@ -141,6 +141,25 @@ def test_it_reads_as_what_it_is() -> None:
     ]
 
 
+def in_double(b: Builder, x: str) -> str:
+    """As TorchScript writes it in 16 bits for operator sets without the op: the sum of squares in fp64."""
+    wide = b("Cast", b("Sub", x, mean(b, x)), to=TensorProto.DOUBLE)
+    two, epsilon = b.raw(np.float64(2), "two"), b.raw(np.float64(1e-5), "epsilon")
+    deviation = b("Sqrt", b("Add", mean(b, b("Pow", wide, two)), epsilon))
+    normal = b("Cast", b("Div", wide, deviation), to=b.dtype)
+    return b("Add", b("Mul", normal, vector(b)), vector(b, 1))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_sums_in_double_are_a_kernel_s_where_rows_have_16_bits(dtype: int) -> None:
+    """Of fp32 they are more accurate than the kernel."""
+    model = model_of(in_double, dtype)
+    analysis = analysed(model)
+    assert len(analysis.sites) == (dtype == FLOAT16)
+    x = draw(2, 5, N).astype(helper.tensor_dtype_to_np_dtype(dtype))
+    assert not sweep.difference(model, sweep.rewritten(analysis), [{"x": x}])
+
+
 @pytest.mark.parametrize(
     ("form", "centred"), [(layer_norm, True), (spelled_out, True), (simplified, False), (widened, False)]
 )
