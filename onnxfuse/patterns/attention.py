@@ -43,6 +43,7 @@ MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no
 MAX_BEHIND = 8  # steps from a softmax to the product of it
 Lowered = tuple[Match, Fusion]
 LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
+ONE_KEY = "there is one key, of which every probability is 1"
 VALUES = 2  # their place among a fused node's inputs, behind the query and the keys
 
 
@@ -201,7 +202,8 @@ class Attentions:
             raise _score_is_read(self.graph.tensor(match.live_outs[0].name), "what leads to the softmax")
         view = match.live_outs[0].view
         if match.columns == 1:
-            raise _no_kernel(softmax, "there is one key, of which every probability is 1")
+            keys = (self.graph.shape(value.name) or (1,))[-1]
+            raise _no_kernel(softmax, ONE_KEY if keys == 1 else "its scores are one column of a product, and no keys")
         if columns_dim(view) != len(view) - 1 or not _is_whole(match):
             raise OtherScores(softmax)
         return match, self._lowered(match)

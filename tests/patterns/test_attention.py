@@ -149,6 +149,17 @@ def test_one_key() -> None:
     ]
 
 
+def test_scores_that_a_product_of_one_column_makes() -> None:
+    """As in DIN: a small network gives each entry of a history its score."""
+
+    def build(b: Builder) -> list[str]:
+        entries = b.input("entries", ("batch", 50, HEAD))
+        score = b("Squeeze", b("MatMul", entries, b.input("weight", (HEAD, 1))), b.integers(2))
+        return [b("MatMul", b("Unsqueeze", b("Softmax", score, axis=-1), b.integers(1)), entries)]
+
+    assert told(build) == ["its scores are one column of a product, and no keys"]
+
+
 def test_another_axis() -> None:
     assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
 
