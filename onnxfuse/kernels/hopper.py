@@ -6,6 +6,8 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor, halved_sums
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
@@ -39,31 +41,73 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
+    flags = {
+        "LHS_K_CONTIGUOUS": spec.lhs_order == "mk",
+        "RHS_K_CONTIGUOUS": spec.rhs_order == "nk",
+        "SWAPPED": False,
+        "APART": False,
+        "PINGPONG": tile.pingpong,
+        "LHS_OUTER_COLUMNS": spec.lhs_run > 0,
+        "LHS_OUTER_BATCH": spec.lhs_batch_runs,
+        "RHS_OUTER_BATCH": spec.rhs_batch_runs,
+        "OPERANDS_AHEAD": tile.operands_ahead,
+        "LAST_ROWS_FULL": begins_at_any_row(spec),
+        "LAST_COLUMNS_FULL": begins_at_any_column(spec),
+    }
+    tables = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _tma_stored)
+    return generated(spec, tile.cluster, flags, _numbers(spec, tile, layout), tables, multiplications(spec, tile))
+
+
+def generated_swapped(
+    spec: KernelSpec,
+    layout: HopperFootprint,
+    flags: Mapping[str, bool],
+    numbers: Mapping[str, int],
+    multiplications: str,
+) -> str:
+    """The same of a kernel whose rows are the columns of the output, which threads store.
+
+    Args:
+        spec: as the kernel sees it.
+        layout: its shared memory.
+        flags: constants that are not those of every such kernel.
+        numbers: constants.
+        multiplications: its wgmma.
+    """
+    own = {
+        "SWAPPED": True, "APART": False, "PINGPONG": False, "OPERANDS_AHEAD": False, "LAST_ROWS_FULL": False,
+        "LAST_COLUMNS_FULL": False,
+    }  # fmt: skip
+    not_stored = "static constexpr bool TMA_STORED = false; "
+    tables = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, lambda out: not_stored)
+    return generated(spec, layout.splits, {**own, **flags}, numbers, tables, multiplications)
+
+
+def generated(
+    spec: KernelSpec,
+    cluster: int,
+    flags: Mapping[str, bool],
+    numbers: Mapping[str, int],
+    tables: str,
+    multiplications: str,
+) -> str:
+    """The text before the files of a kernel of sm_90a: constants, ways to tensors, the functor and the wgmma."""
+    booleans = "\n".join(f"[[maybe_unused]] constexpr bool {name} = {flag(value)};" for name, value in flags.items())
     return f"""\
 // ---- generated
-#define ONNXFUSE_CLUSTER {cluster_attribute(tile.cluster)}
+#define ONNXFUSE_CLUSTER {cluster_attribute(cluster)}
 namespace onnxfuse {{
 
 enum class Kind {{ scalar, row, column, tile }};
 
 using Element = {spec.dtype.cuda};
-constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
-constexpr bool RHS_K_CONTIGUOUS = {flag(spec.rhs_order == "nk")};
-constexpr bool SWAPPED = false;
-constexpr bool APART = false;
-constexpr bool PINGPONG = {flag(tile.pingpong)};
-constexpr bool LHS_OUTER_COLUMNS = {flag(spec.lhs_run > 0)};
-constexpr bool LHS_OUTER_BATCH = {flag(spec.lhs_batch_runs)};
-constexpr bool RHS_OUTER_BATCH = {flag(spec.rhs_batch_runs)};
-constexpr bool OPERANDS_AHEAD = {flag(tile.operands_ahead)};
-constexpr bool LAST_ROWS_FULL = {flag(begins_at_any_row(spec))};
-constexpr bool LAST_COLUMNS_FULL = {flag(begins_at_any_column(spec))};
-{constants(_numbers(spec, tile, layout))}
+{booleans}
+{constants(numbers)}
 
-{access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _tma_stored)}
+{tables}
 
 {functor(spec, fast=not wants_the_models_bits(spec))}
-{multiplications(spec, tile)}
+{multiplications}
 }}  // namespace onnxfuse
 """
 

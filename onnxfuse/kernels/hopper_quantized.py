@@ -5,9 +5,8 @@ The kernel takes two arguments, as `kernels/hopper.py` says; the maps are those 
 
 from __future__ import annotations
 
-from onnxfuse.kernels.epilogue import functor
-from onnxfuse.kernels.hopper import block_numbers, cluster_attribute, wants_the_models_bits
-from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
+from onnxfuse.kernels.hopper import block_numbers, generated_swapped
+from onnxfuse.kernels.source import GENERATED_USES, assembled
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, footprint, swapped
 from onnxfuse.schedule.hopper_tile import HopperFootprint
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -27,32 +26,8 @@ def emit(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> str:
 
 def _generated(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> str:
     """Of a spec as the kernel sees it."""
-    not_stored = "static constexpr bool TMA_STORED = false; "
-    outs = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, lambda out: not_stored)
-    return f"""\
-// ---- generated
-#define ONNXFUSE_CLUSTER {cluster_attribute(tile.splits)}
-namespace onnxfuse {{
-
-enum class Kind {{ scalar, row, column, tile }};
-
-using Element = {spec.dtype.cuda};
-[[maybe_unused]] constexpr bool LHS_K_CONTIGUOUS = true;
-[[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
-constexpr bool SWAPPED = true;
-constexpr bool APART = {flag(tile.apart)};
-constexpr bool PINGPONG = false;
-constexpr bool OPERANDS_AHEAD = false;
-constexpr bool LAST_ROWS_FULL = false;
-constexpr bool LAST_COLUMNS_FULL = false;
-{constants(_numbers(spec, tile, layout))}
-
-{outs}
-
-{functor(spec, fast=not wants_the_models_bits(spec))}
-{_multiplications(spec, tile)}
-}}  // namespace onnxfuse
-"""
+    flags = {"LHS_K_CONTIGUOUS": True, "RHS_K_CONTIGUOUS": True, "APART": tile.apart}
+    return generated_swapped(spec, layout, flags, _numbers(spec, tile, layout), _multiplications(spec, tile))
 
 
 def _numbers(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> dict[str, int]:

@@ -5,9 +5,8 @@ The kernel takes two arguments, as `kernels/hopper.py` says; the maps are those 
 
 from __future__ import annotations
 
-from onnxfuse.kernels.epilogue import functor
-from onnxfuse.kernels.hopper import block_numbers, cluster_attribute, wants_the_models_bits, wgmma
-from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
+from onnxfuse.kernels.hopper import block_numbers, generated_swapped, wgmma
+from onnxfuse.kernels.source import GENERATED_USES, assembled
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, seen
 from onnxfuse.schedule.hopper_tile import HopperFootprint, begins_at_any_column, block_k
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -27,32 +26,12 @@ def emit(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> str:
 
 def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> str:
     """Of a spec as the kernel sees it."""
-    not_stored = "static constexpr bool TMA_STORED = false; "
-    outs = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, lambda out: not_stored)
-    return f"""\
-// ---- generated
-#define ONNXFUSE_CLUSTER {cluster_attribute(tile.splits)}
-namespace onnxfuse {{
-
-enum class Kind {{ scalar, row, column, tile }};
-
-using Element = {spec.dtype.cuda};
-constexpr bool LHS_K_CONTIGUOUS = {flag(spec.lhs_order == "mk")};
-[[maybe_unused]] constexpr bool RHS_K_CONTIGUOUS = true;
-constexpr bool SWAPPED = true;
-constexpr bool APART = false;
-constexpr bool PINGPONG = false;
-constexpr bool OPERANDS_AHEAD = false;
-constexpr bool LAST_ROWS_FULL = false;
-constexpr bool LAST_COLUMNS_FULL = {flag(begins_at_any_column(spec))};
-{constants(_numbers(spec, tile, layout))}
-
-{outs}
-
-{functor(spec, fast=not wants_the_models_bits(spec))}
-{_multiplications(spec, tile)}
-}}  // namespace onnxfuse
-"""
+    flags = {
+        "LHS_K_CONTIGUOUS": spec.lhs_order == "mk",
+        "RHS_K_CONTIGUOUS": True,
+        "LAST_COLUMNS_FULL": begins_at_any_column(spec),
+    }
+    return generated_swapped(spec, layout, flags, _numbers(spec, tile, layout), _multiplications(spec, tile))
 
 
 def _numbers(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> dict[str, int]:
