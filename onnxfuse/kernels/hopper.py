@@ -6,7 +6,7 @@ The kernel takes two arguments: the `OnnxfuseArguments` of every kernel, and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor, halved_sums
@@ -55,7 +55,8 @@ def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "LAST_COLUMNS_FULL": begins_at_any_column(spec),
     }
     tables = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, _tma_stored)
-    return generated(spec, tile.cluster, flags, _numbers(spec, tile, layout), tables, multiplications(spec, tile))
+    products = multiplications(spec, [spec.parts * piece.columns for piece in rhs_pieces(spec, tile)])
+    return generated(spec, tile.cluster, flags, _numbers(spec, tile, layout), tables, products)
 
 
 def generated_swapped(
@@ -178,10 +179,8 @@ def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> 
     }
 
 
-def multiplications(spec: KernelSpec, tile: HopperTile) -> str:
-    """The function `multiply<FIRST, COLUMNS>` for each piece of the tile's columns."""
-    pieces = rhs_pieces(spec, tile)
-    widths = [spec.parts * piece.columns for piece in pieces]
+def multiplications(spec: KernelSpec, widths: Sequence[int]) -> str:
+    """The function `multiply<FIRST, COLUMNS>` for each wgmma, of so many columns, one behind the other in registers."""
     firsts = [sum(widths[:index]) // 2 for index in range(len(widths))]
     registers = sum(widths) // 2
     functions = (wgmma(spec, first, width, registers) for first, width in zip(firsts, widths, strict=True))

@@ -5,7 +5,7 @@ The kernel takes two arguments, as `kernels/hopper.py` says; the maps are those 
 
 from __future__ import annotations
 
-from onnxfuse.kernels.hopper import block_numbers, generated_swapped, wgmma
+from onnxfuse.kernels.hopper import block_numbers, generated_swapped, multiplications
 from onnxfuse.kernels.source import GENERATED_USES, assembled
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, seen
 from onnxfuse.schedule.hopper_tile import HopperFootprint, begins_at_any_column, block_k
@@ -31,7 +31,8 @@ def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> 
         "RHS_K_CONTIGUOUS": True,
         "LAST_COLUMNS_FULL": begins_at_any_column(spec),
     }
-    return generated_swapped(spec, layout, flags, _numbers(spec, tile, layout), _multiplications(spec, tile))
+    products = multiplications(spec, [tile.block_m] * spec.parts)
+    return generated_swapped(spec, layout, flags, _numbers(spec, tile, layout), products)
 
 
 def _numbers(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> dict[str, int]:
@@ -47,15 +48,3 @@ def _numbers(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> di
         "RHS_PIECES": 1,
         **block_numbers(spec, tile, layout),
     }
-
-
-def _multiplications(spec: KernelSpec, tile: SwappedTile) -> str:
-    """The function `multiply<FIRST, COLUMNS>` for each part."""
-    registers = spec.parts * tile.block_m // 2
-    functions = (wgmma(spec, part * tile.block_m // 2, tile.block_m, registers) for part in range(spec.parts))
-    return f"""\
-// acc[64, COLUMNS], registers from FIRST on, (+)= lhs[64, step] * rhs[step, COLUMNS], operands by descriptor.
-// Where not `accumulate`, the old accumulators are not read.
-template <int FIRST, int COLUMNS>
-__device__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs, int accumulate);
-{"".join(functions)}"""

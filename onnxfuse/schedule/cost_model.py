@@ -67,6 +67,12 @@ def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amoun
     return moving_factors(spec, problem, device, passes) + moving_rows(spec, problem, device)
 
 
+def beside_memory(busy: Amount, moving: Amount, power: float) -> Amount:
+    """Microseconds of work and of what memory delivers, which hide each other in part: the norm of that power."""
+    both: Amount = (busy**power + moving**power) ** (1 / power)
+    return both
+
+
 def moving_factors(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
     """Microseconds in which memory delivers lhs, and rhs so many times."""
     rhs = problem.batch * passes * problem.n * spec.parts * column_bytes(spec, problem.k)

@@ -146,9 +146,7 @@ class Hopper(ProductFamily):
         """Infinite for a tile that splits k where its blocks are more than run at once, or may be."""
         tile: HopperTile = entry.tile
         known = calibration(device)
-        blocks = tiles_of(tile, problem) * tile.splits
-        at_once = known.hopper_clustered[str(tile.splits)]
-        waves = np.maximum(np.ceil(blocks / at_once), 1)
+        waves, too_many = waves_of_clusters(tile, problem, known)
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
         epilogue = epilogue_time(tile, spec, device)
         if tile.pingpong:  # one team's epilogue runs beside the other's main loop
@@ -157,8 +155,6 @@ class Hopper(ProductFamily):
             busy = waves * (main_loop + epilogue)
         together = joined(tile, busy, cost_model.moving(spec, problem, device), known)
         exchanging = exchange_time(tile, spec, problem, device)
-        # A tile for every multiprocessor is faster than a share of one.
-        too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
         return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
@@ -170,10 +166,19 @@ class Hopper(ProductFamily):
         return replace(tile, lhs_rows=0)
 
 
+def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> tuple[Amount, Amount]:
+    """Tiles that a block computes one after the other, and whether they are too many to split k.
+
+    A tile for every multiprocessor is faster than a share of one.
+    """
+    blocks, at_once = tiles_of(tile, problem) * tile.splits, known.hopper_clustered[str(tile.splits)]
+    too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
+    return np.maximum(np.ceil(blocks / at_once), 1), too_many
+
+
 def joined(tile: HopperTile, busy: Amount, moving: Amount, known: Calibration) -> Amount:
     """Microseconds of a multiprocessor's work and of memory's; what multiplies, and no more, meets the chip's power."""
-    power = FEW_ROWS_POWER if tile.lhs_rows else 2.0
-    both = (busy**power + moving**power) ** (1 / power)
+    both = cost_model.beside_memory(busy, moving, FEW_ROWS_POWER if tile.lhs_rows else 2.0)
     return both * (1 + known.hopper_long * (busy / both) ** 2 * np.minimum(both, LONGEST))
 
 

@@ -9,8 +9,8 @@ from onnxfuse.dtypes import BF16
 from onnxfuse.schedule import cost_model, hopper_quantized_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.cost_model import products_of, tiles_of
-from onnxfuse.schedule.hopper import LONGEST, epilogue_time, exchange_time
+from onnxfuse.schedule.cost_model import products_of
+from onnxfuse.schedule.hopper import LONGEST, epilogue_time, exchange_time, waves_of_clusters
 from onnxfuse.schedule.hopper import PATHS as HOPPER_PATHS
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, swapped
 from onnxfuse.schedule.hopper_tile import ARCH
@@ -78,13 +78,12 @@ class HopperQuantized(ProductFamily):
         """Multiplying and converting side by side; infinite where more blocks split k than run at once."""
         tile: QuantizedTile = entry.tile
         known = calibration(device)
-        blocks, at_once = tiles_of(tile, problem) * tile.splits, known.hopper_clustered[str(tile.splits)]
-        waves = np.maximum(np.ceil(blocks / at_once), 1)
+        waves, too_many = waves_of_clusters(tile, problem, known)
         busy = waves * (_main_loop(entry, spec, problem, device) + epilogue_time(tile.swapped, swapped(spec), device))
         together = np.hypot(busy + waves * known.fill["hopper"], cost_model.moving(spec, problem, device))
         together *= 1 + known.hopper_long * np.minimum(together, LONGEST)
         together += known.launches["hopper"] + exchange_time(tile, spec, problem, device)
-        return np.where(tile.splits > 1 and (problem.guessed | (blocks > at_once)), np.inf, together)
+        return np.where(too_many, np.inf, together)
 
     def is_on_par(self, tile: QuantizedTile, m: int) -> bool:
         """Written for the chip's own units."""

@@ -11,7 +11,7 @@ from onnxfuse.schedule import cost_model, hopper_swapped_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
-from onnxfuse.schedule.hopper import PATHS, epilogue_time, exchange_time, in_pieces, joined
+from onnxfuse.schedule.hopper import PATHS, epilogue_time, exchange_time, in_pieces, joined, waves_of_clusters
 from onnxfuse.schedule.hopper_quantized_tile import swapped
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
@@ -65,13 +65,12 @@ class HopperSwapped(ProductFamily):
         """As that of the kernel whose groups share each tile."""
         tile: SwappedTile = entry.tile
         known = calibration(device)
-        blocks, at_once = tiles_of(tile, problem) * tile.splits, known.hopper_clustered[str(tile.splits)]
-        waves = np.maximum(np.ceil(blocks / at_once), 1)
+        waves, too_many = waves_of_clusters(tile, problem, known)
         epilogue = epilogue_time(tile.swapped, swapped(spec), device)
         busy = waves * (_main_loop(entry, reads, spec, problem, device) + known.fill["hopper"] + epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), known)
         both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
-        return np.where(tile.splits > 1 and (problem.guessed | (blocks > at_once)), np.inf, both)
+        return np.where(too_many, np.inf, both)
 
     def is_on_par(self, tile: SwappedTile, m: int) -> bool:
         """Written for the chip's own units."""

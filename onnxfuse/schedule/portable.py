@@ -107,7 +107,7 @@ class Portable(ProductFamily):
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         moving = cost_model.moving_factors(spec, problem, device)
-        main_loop = (np.hypot(busy, waiting) ** MEMORY_POWER + moving**MEMORY_POWER) ** (1 / MEMORY_POWER)
+        main_loop = cost_model.beside_memory(np.hypot(busy, waiting), moving, MEMORY_POWER)
         return calibration(device).launches[self.name] + main_loop + cost_model.moving_rows(spec, problem, device)
 
     def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

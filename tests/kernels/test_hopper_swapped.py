@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from onnxfuse.dtypes import F32
@@ -14,10 +13,10 @@ from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED, TILES
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, map_rules
 from onnxfuse.schedule.kernel_spec import KernelSpec
-from tests.helpers.kernel_problem import Size, make_problem, make_spec
+from tests.helpers.kernel_problem import Size, make_spec
 from tests.helpers.swapped_cases import DEVICE, PORTABLE, TYPES, SwappedCase, swapped_cases
 from tests.helpers.thinning import Taken
-from tests.kernels.test_hopper_on_cpu import MAX_WORK, build, launch
+from tests.kernels.test_hopper_on_cpu import check
 
 LARGE = Size(154, 4096, 4096)
 SPECS = [
@@ -34,16 +33,7 @@ def legal(spec: KernelSpec) -> list[SwappedTile]:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", list(swapped_cases()), ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: SwappedCase, tmp_path: Path) -> None:
-    library = build(case, tmp_path)
-    for size in case.sizes:
-        if size.batch * size.m * size.n * size.k * case.spec.parts > MAX_WORK:
-            continue
-        problem = make_problem(case.spec, size)
-        eager = launch(library, case, problem, 2, lazy=False)
-        problem.check(eager)
-        late = launch(library, case, problem, 1, lazy=True)
-        for first, second in zip(eager, late, strict=True):
-            np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+    check(case, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "tf32"])

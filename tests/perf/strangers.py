@@ -18,10 +18,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -169,7 +168,7 @@ def main() -> None:
             if isinstance(ready, str):
                 print(ready, flush=True)
                 continue
-            rows += _measured(partial(measure, ready, shapes[ready.name], options.seed), ready)
+            rows += _measured(ready, shapes[ready.name], options.seed)
             ready.original.unlink()
             ready.fused.unlink()
     print(summary(rows))
@@ -178,10 +177,10 @@ def main() -> None:
     sys.exit(any(row["apart"] > MOST_APART for row in rows))
 
 
-def _measured(run: Callable[[], dict[str, Any]], ready: Ready) -> list[dict[str, Any]]:
+def _measured(ready: Ready, shapes: Shapes, seed: int) -> list[dict[str, Any]]:
     """One row, or none of a model that does not run."""
     try:
-        row = run()
+        row = measure(ready, shapes, seed)
     except OnnxfuseError as error:
         print(f"{ready.name}: {str(error)[:300]}", flush=True)
         return []
