@@ -35,6 +35,7 @@ def document() -> str:
             "## Against stock ONNX Runtime\n",
             *_whole_models(result("h200")),
             *_strangers(result("h200-strangers")),
+            *_memory(result("h200-memory")),
             *_drawn([result(f"h200-anywhere-{name}") for name in ("f16", "bf16", "f32")]),
             *_dynamic(result("h200-dynamic-mlp")),
             *_quantized(result("h200-quantized")),
@@ -52,6 +53,19 @@ def document() -> str:
             *_soaked(result("h200-soak")),
         )
     )
+
+
+def _model(row: Mapping[str, Any]) -> str:
+    return f"`{Path(row['model']).name.removesuffix('.onnx')}`"
+
+
+def _memory(found: Mapping[str, Any]) -> list[str]:
+    rows = [(_model(row), f"{row['stock_mb']:.0f} MB", f"{row['fused_mb']:.0f} MB") for row in found["rows"]]
+    return [
+        "What a session holds of the device's memory after some runs, weights, activations and code:\n",
+        _source(found),
+        *_table(("model", "stock", "fused"), rows),
+    ]
 
 
 def _few_queries(found: Mapping[str, Any]) -> list[str]:
@@ -235,7 +249,7 @@ def _dynamic(found: Mapping[str, Any]) -> list[str]:
 def _model_table(found: Mapping[str, Any]) -> list[str]:
     models = (
         (
-            f"`{Path(row['model']).name.removesuffix('.onnx')}`",
+            _model(row),
             _ms(row["original"]["median"]),
             _ms(row["optimized"]["median"]),
             f"{row['ratio']:.2f}x",
