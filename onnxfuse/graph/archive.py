@@ -5,11 +5,11 @@ The other half, the attributes of a fused node, is in `lowering/fused_node.py`.
 The archive is one uint8 initializer, input 0 of every fused node. Little-endian:
 
     header    magic `onnxfuse`, u32 version, u32 records, u64 bytes of the archive, u64 CRC-32 of all but these last 8
-    records   276 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
+    records   278 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
               max_m, u32 block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the
               kernel has no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks
-              in two levels, and whether its accesses go down the rows), u16 cluster, u16 waits, u32 number of tensor
-              maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner,
+              in two levels, and whether its accesses go down the rows), u16 cluster, u32 early depth, u32 number of
+              tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner,
               box_outer), u32 library (`Library`), u8 bits and block of a quantized rhs, u8 alignments of its scales and
               zero points (all 0: it is not quantized), u64 offset of the image from the start of the archive, u32 bytes
               of it there, u32 bytes of it decompressed
@@ -18,12 +18,14 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
 
 A record with cluster 0 gets one block for each tile of block_m x block_n, and grid.z counts the batch. With cluster c
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
-multiple of c. A kernel of a persistent grid, and every other that `waits`, waits by itself for the end of the kernel
-before it, beside which it is launched where the device can do that (programmatic dependent launch). Tensor maps are
-rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches, the runs; of an output in two
-levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch), encoded at launch and passed
-as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, 4 a load, and 3 a place of zeros
-that the kernel loads and stores nothing by. A record with tensor maps runs where k > 0.
+multiple of c. A kernel with an early depth waits by itself for the end of the kernel before it. It is launched beside
+that where the device can do so (programmatic dependent launch); of a persistent grid, where the tiles that one block
+computes have no more k in all than the depth.
+
+Tensor maps are rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches, the runs; of an
+output in two levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch), encoded at
+launch and passed as the kernel's second parameter, 128 bytes each; tensor 0 is lhs, 1 rhs, 2 an output, 4 a load, and 3
+a place of zeros that the kernel loads and stores nothing by. A record with tensor maps runs where k > 0.
 
 A record whose library is not NONE belongs to a node with a product, and its kernel has none: cuBLASLt makes the product
 in scratch memory, and the kernel's first loads are the parts of it, before those of the node. Such a record is passed
@@ -52,10 +54,10 @@ TENSORS = FIRST_OUT + MAX_OUTS
 ALIGNMENTS = (1, 2, 4, 8, 16)
 
 MAGIC = b"onnxfuse"
-VERSION = 12
+VERSION = 13
 HEADER = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHHI72sIBBBBQII")
+_RECORD = struct.Struct(f"<32s64sIIqqIIII{TENSORS}B{TENSORS}sHII72sIBBBBQII")
 _MAP = struct.Struct("<BBBBHH")
 _TABLE_START = HEADER.size + _CHECKSUM.size
 _RAW_DEFLATE = -zlib.MAX_WBITS  # without zlib's own header and checksum
@@ -166,7 +168,8 @@ class Record:
         out_alignments: the same of each output.
         image: cubin, or PTX without its final zero byte; decompressed.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
-        waits: the kernel itself waits for the end of the one before it; each of a persistent grid does anyway.
+        early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
+            the tiles of one block may have, one after the other, for it to start early.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         flags: a `TensorFlag` for lhs, rhs, each of 12 loads and each of 4 outputs; 0 where the kernel has none.
         library: not NONE for a kernel whose first loads are the parts of a product that the library makes.
@@ -189,7 +192,7 @@ class Record:
     out_alignments: tuple[int, ...]
     image: bytes
     cluster: int = 0
-    waits: bool = False
+    early_depth: int = 0
     maps: tuple[TensorMap, ...] = ()
     flags: tuple[int, ...] = (0,) * TENSORS
     library: int = Library.NONE
@@ -248,6 +251,7 @@ def _check(record: Record) -> None:
         ((record.lhs_alignment == 0) == (record.rhs_alignment == 0), "half of a product"),
         (0 < len(record.image) <= _MAX_IMAGE_BYTES, "image"),
         (0 <= record.cluster <= 16, "cluster"),
+        (0 <= record.early_depth < 2**32, "early depth"),
         (len(record.flags) == TENSORS and all(0 <= flags <= _ALL_FLAGS for flags in record.flags), "flags"),
         (not any(_flags_of_missing(record)), "flags of a tensor that it does not have"),
         (record.library in tuple(Library) and _is_library_possible(record), "product of the library"),
@@ -377,7 +381,7 @@ def _pack_record(record: Record, place: _Place) -> bytes:
     form = (0,) * 4 if record.quantized is None else astuple(record.quantized)
     tail = (
         record.cluster,
-        record.waits,
+        record.early_depth,
         len(record.maps),
         maps,
         record.library,
@@ -409,7 +413,7 @@ def _check_header(data: bytes) -> int:
 def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
     fields = _RECORD.unpack_from(data, _TABLE_START + index * _RECORD.size)
     alignments, tail = fields[10 : 10 + TENSORS], fields[10 + TENSORS :]
-    flags, cluster, waits, map_count, maps, library, *form, offset, packed, size = tail
+    flags, cluster, early_depth, map_count, maps, library, *form, offset, packed, size = tail
     kernel, entry, capability, flavour, min_m, max_m, block_m, block_n, threads, shared_bytes = fields[:10]
     return Record(
         kernel=_text(kernel),
@@ -428,7 +432,7 @@ def _unpack_record(data: bytes, index: int, images: _Images) -> Record:
         out_alignments=_without_padding(alignments[FIRST_OUT:]),
         image=images.read(index, offset, packed, size),
         cluster=cluster,
-        waits=_flag(waits),
+        early_depth=early_depth,
         maps=_unpack_maps(maps, map_count),
         flags=tuple(flags),
         library=library,
@@ -444,12 +448,6 @@ def _unpack_maps(field: bytes, count: int) -> tuple[TensorMap, ...]:
         TensorMap(tensor, index, bool(rows_contiguous), swizzle, box_inner, box_outer)
         for tensor, index, rows_contiguous, swizzle, box_inner, box_outer in entries
     )
-
-
-def _flag(number: int) -> bool:
-    if number > 1:
-        raise ModelError(f"a record holds {number} where 0 or 1 should be; {_REMEDY}")
-    return bool(number)
 
 
 def _text(field: bytes) -> str:

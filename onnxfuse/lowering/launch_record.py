@@ -47,7 +47,7 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
         out_alignments=tuple(out.alignment(spec.checks_outs) for out in spec.outs),
         image=kernels.images[kernel_source(variant, device), device.arch].data,
         cluster=launch.cluster,
-        waits=launch.waits,
+        early_depth=launch.early_depth,
         maps=tuple(map(_tensor_map, launch.maps)),
         flags=_flags(spec),
         quantized=QuantizedRhs(*spec.quantized_access) if spec.quantized_access else None,

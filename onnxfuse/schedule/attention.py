@@ -14,7 +14,7 @@ from onnxfuse.schedule.attention_tile import (
     portable_shared_bytes,
     shared_bytes,
 )
-from onnxfuse.schedule.kernel_family import KernelFamily, Launch, MapRule, starts_early
+from onnxfuse.schedule.kernel_family import KernelFamily, Launch, MapRule, any_depth
 from onnxfuse.schedule.kernel_spec import Access
 
 ALL_COLUMNS = 1 << 16  # a block walks them all: tiles are counted along the rows only
@@ -55,7 +55,8 @@ class AttentionFamily(KernelFamily):
             for index, load in enumerate(spec.loads)
             if is_mapped(load)
         ]
-        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared_bytes(spec, tile), tile.splits, tuple(maps))
+        shared = shared_bytes(spec, tile)
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared, tile.splits, tuple(maps), any_depth(device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""
@@ -73,7 +74,7 @@ class PortableAttentionFamily(KernelFamily):
         """A block for each tile of rows of each head, or a persistent grid of clusters."""
         cluster = tile.cluster if tile.cluster > 1 else 0
         shared = portable_shared_bytes(spec, tile)
-        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared, cluster, waits=starts_early(device))
+        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared, cluster, early_depth=any_depth(device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

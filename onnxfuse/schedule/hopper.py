@@ -19,6 +19,7 @@ from onnxfuse.schedule.hopper_tile import (
     ARCH,
     FP32_BYTES,
     FRAGMENT_ROWS,
+    HopperFootprint,
     HopperTile,
     begins_at_any_row,
     block_k,
@@ -128,9 +129,10 @@ class Hopper(ProductFamily):
 
     def launch(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> Launch:
         """A persistent grid of clusters, with tensor maps."""
+        layout = hopper_tile.footprint(spec, tile, device.shared_bytes)
         return Launch(
-            tile.block_m * tile.cluster_m, tile.block_n * tile.cluster_n, tile.threads,
-            self.shared_bytes(spec, tile, device), tile.cluster, hopper_tile.map_rules(spec, tile, device.shared_bytes),
+            tile.block_m * tile.cluster_m, tile.block_n * tile.cluster_n, tile.threads, layout.total, tile.cluster,
+            hopper_tile.map_rules(spec, tile, device.shared_bytes), early_depth(layout, block_k(spec), device),
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:
@@ -164,6 +166,20 @@ class Hopper(ProductFamily):
     def alike(self, tile: HopperTile) -> HopperTile:
         """Tiles that differ in the boxes of lhs alone."""
         return replace(tile, lhs_rows=0)
+
+
+def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
+    """How much k the tiles of a block may have, one after the other, for an early start to pay.
+
+    The blocks of a kernel that starts early lie in any order, those with the same rows or columns no longer beside each
+    other, and loads take longer: where few are loaded, less than a launch does.
+
+    Args:
+        layout: with the bytes of a stage.
+        depth: k of a stage.
+        device: to plan for.
+    """
+    return int(calibration(device).hopper_early_bytes / layout.stage * depth * layout.splits)
 
 
 def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> tuple[Amount, Amount]:

@@ -10,7 +10,7 @@ from onnxfuse.schedule import cost_model, hopper_quantized_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of
-from onnxfuse.schedule.hopper import LONGEST, epilogue_time, exchange_time, waves_of_clusters
+from onnxfuse.schedule.hopper import LONGEST, early_depth, epilogue_time, exchange_time, waves_of_clusters
 from onnxfuse.schedule.hopper import PATHS as HOPPER_PATHS
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, swapped
 from onnxfuse.schedule.hopper_tile import ARCH
@@ -60,9 +60,10 @@ class HopperQuantized(ProductFamily):
 
     def launch(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> Launch:
         """A persistent grid of clusters, with tensor maps."""
+        layout = hopper_quantized_tile.footprint(spec, tile, device.shared_bytes)
         return Launch(
-            tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device), tile.splits,
-            hopper_quantized_tile.map_rules(spec, tile),
+            tile.block_m, tile.block_n, tile.threads, layout.total, tile.splits,
+            hopper_quantized_tile.map_rules(spec, tile), early_depth(layout, tile.block_k, device),
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:

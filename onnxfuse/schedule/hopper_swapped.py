@@ -11,7 +11,15 @@ from onnxfuse.schedule import cost_model, hopper_swapped_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of, tiles_of
-from onnxfuse.schedule.hopper import PATHS, epilogue_time, exchange_time, in_pieces, joined, waves_of_clusters
+from onnxfuse.schedule.hopper import (
+    PATHS,
+    early_depth,
+    epilogue_time,
+    exchange_time,
+    in_pieces,
+    joined,
+    waves_of_clusters,
+)
 from onnxfuse.schedule.hopper_quantized_tile import swapped
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
@@ -47,9 +55,10 @@ class HopperSwapped(ProductFamily):
 
     def launch(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> Launch:
         """A persistent grid of clusters, with tensor maps."""
+        layout = hopper_swapped_tile.footprint(spec, tile, device.shared_bytes)
         return Launch(
-            tile.block_m, tile.block_n, tile.threads, self.shared_bytes(spec, tile, device), tile.splits,
-            hopper_swapped_tile.map_rules(spec, tile),
+            tile.block_m, tile.block_n, tile.threads, layout.total, tile.splits,
+            hopper_swapped_tile.map_rules(spec, tile), early_depth(layout, block_k(spec), device),
         )  # fmt: skip
 
     def access_path(self, role: str, access: Access) -> str:

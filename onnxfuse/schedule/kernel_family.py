@@ -24,6 +24,7 @@ SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 819
 SAMPLED_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # where they alone are not known
 NARROWEST = 16  # columns of one such batch
 EARLY_SINCE = 90  # compute capability, of programmatic dependent launch
+ANY_DEPTH = 2**32 - 1  # more k than a block ever has
 
 
 class AnyTile(Hashable, Protocol):
@@ -78,7 +79,8 @@ class Launch:
         shared_bytes: dynamic shared memory of one block.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second argument; None is one that says nothing.
-        waits: the kernel itself waits for the end of the one before it; each of a persistent grid does anyway.
+        early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
+            the tiles of one block of a persistent grid may have, one after the other, for the kernel to start early.
     """
 
     block_m: int
@@ -87,12 +89,12 @@ class Launch:
     shared_bytes: int
     cluster: int = 0
     maps: tuple[MapRule | None, ...] = ()
-    waits: bool = False
+    early_depth: int = 0
 
 
-def starts_early(device: DeviceSpec) -> bool:
-    """Whether a kernel is launched beside the end of the one before it, for which it waits by itself."""
-    return device.arch != PTX and device.capability >= EARLY_SINCE
+def any_depth(device: DeviceSpec) -> int:
+    """The `early_depth` of a kernel that starts early wherever the chip can launch it beside the end of another."""
+    return ANY_DEPTH if device.arch != PTX and device.capability >= EARLY_SINCE else 0
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ class ProductFamily(KernelFamily, Protocol):
     def launch(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Launch:
         """How a legal tile is launched: by default one block a tile."""
         shared = self.shared_bytes(spec, tile, device)
-        return Launch(tile.block_m, tile.block_n, tile.threads, shared, waits=starts_early(device))
+        return Launch(tile.block_m, tile.block_n, tile.threads, shared, early_depth=any_depth(device))
 
     def copying(self, tile: Any, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Of them, those for copies of single elements through registers, which a library does not need."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule.access_path import path
-from onnxfuse.schedule.kernel_family import KernelFamily, Launch, starts_early
+from onnxfuse.schedule.kernel_family import KernelFamily, Launch, any_depth
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.norm_tile import NormSpec, NormTile
 from onnxfuse.schedule.pointwise import PATHS
@@ -21,7 +21,7 @@ class NormFamily(KernelFamily):
 
     def launch(self, spec: NormSpec, tile: NormTile, device: DeviceSpec) -> Launch:
         """One block a tile: small ones keep memory busier than a grid that persists."""
-        return Launch(tile.block_m, tile.block_n, tile.threads, tile.shared_bytes, waits=starts_early(device))
+        return Launch(tile.block_m, tile.block_n, tile.threads, tile.shared_bytes, early_depth=any_depth(device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

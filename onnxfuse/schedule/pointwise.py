@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule.access_path import path
-from onnxfuse.schedule.kernel_family import KernelFamily, Launch, starts_early
+from onnxfuse.schedule.kernel_family import KernelFamily, Launch, any_depth
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile
 
@@ -27,7 +27,7 @@ class PointwiseFamily(KernelFamily):
 
     def launch(self, spec: PointwiseSpec, tile: PointwiseTile, device: DeviceSpec) -> Launch:
         """One block a tile, without shared memory."""
-        return Launch(tile.block_m, tile.block_n, tile.threads, 0, waits=starts_early(device))
+        return Launch(tile.block_m, tile.block_n, tile.threads, 0, early_depth=any_depth(device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

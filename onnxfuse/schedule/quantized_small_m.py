@@ -12,7 +12,7 @@ from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model, quantized_small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily, starts_early
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily, any_depth
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from onnxfuse.schedule.small_m import PATHS as ELEMENT_PATHS
@@ -102,7 +102,8 @@ class QuantizedSmallM(ProductFamily):
     def launch(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> Launch:
         """A persistent grid that starts early where the chip can; elsewhere one block a tile."""
         shared = self.shared_bytes(spec, tile, device)
-        return Launch(tile.block_m, tile.block_n, tile.threads, shared, cluster=int(starts_early(device)))
+        depth = any_depth(device)
+        return Launch(tile.block_m, tile.block_n, tile.threads, shared, cluster=int(depth > 0), early_depth=depth)
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

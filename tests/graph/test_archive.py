@@ -73,6 +73,7 @@ def records(draw: st.DrawFn) -> Record:
         out_alignments=tuple(outs),
         image=draw(st.binary(min_size=1, max_size=200)),
         cluster=cluster,
+        early_depth=draw(st.integers(0, 2**32 - 1)),
         maps=tuple(maps),
         flags=tuple(draw(st.integers(0, 15)) if alignment else 0 for alignment in there),
         library=library,
@@ -94,7 +95,7 @@ def test_packing_is_deterministic_and_stores_a_shared_image_once() -> None:
     one = dataclasses.replace(RECORD, image=image)
     many = [dataclasses.replace(one, min_m=index) for index in range(8)]
     assert pack(many) == pack(list(many))
-    assert len(pack(many)) == len(pack([one])) + 7 * 276
+    assert len(pack(many)) == len(pack([one])) + 7 * 278
     assert {record.image for record in unpack(pack(many))} == {image}
 
 

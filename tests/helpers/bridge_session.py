@@ -338,7 +338,7 @@ def tensor_maps() -> None:
         TensorMap(Mapped.RHS, 1, False, 32, 8, 32),
         TensorMap(Mapped.OUT, 0, False, 0, 4, 16),
     )
-    archive = pack([Record(**(vars(RECORD) | {"cluster": 2, "maps": maps}))])
+    archive = pack([Record(**(vars(RECORD) | {"cluster": 2, "early_depth": K, "maps": maps}))])
     for problem, rows, batch in (("m=b*m n=n k=k", 3 * 33, 1), ("batch=b m=m n=n k=k", 33, 3)):
         check(session(model(archive=archive, problem=problem)), 3, 33, K)
         grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
@@ -361,6 +361,22 @@ def tensor_maps() -> None:
             assert (list(found.box), found.type) == ([rule.box_inner, rule.box_outer, 1, 0, 0], kind)
             assert found.swizzle == {0: 0, 32: 1, 64: 2, 128: 3}[rule.swizzle]
     check(session(model(archive=archive)), 1, 1, K)  # strides that are never stepped along are still strides
+
+
+def early_start() -> None:
+    """Beside the end of the kernel before it where the k of a block's tiles is at most the record's early depth."""
+    on_cpu()
+    known = "FAKE_VERSION" not in os.environ  # CUDA graphs of 12.2 cannot record it
+    for cluster in (0, 1, 2):
+        for depth in (0, K - 1, K, 3 * K - 1, 3 * K, 2**32 - 1):
+            archive = pack([Record(**(vars(RECORD) | {"cluster": cluster, "early_depth": depth}))])
+            made = session(model(archive=archive))
+            for tiles_down in (1, 33, 34, 66, 67, 99, 100):
+                check(made, 1, 16 * tiles_down, K)
+                columns = -(-N // 8)
+                in_turn = -(-tiles_down * columns // (132 // cluster)) if cluster else 0
+                pays = in_turn * K <= depth if cluster else depth > 0
+                assert driver().fake_last_early() == (known and pays), (cluster, depth, tiles_down)
 
 
 def unknown_shapes() -> None:

@@ -434,7 +434,7 @@ def fields(record: Record) -> list[str]:
     tail = (
         *record.flags,
         record.cluster,
-        int(record.waits),
+        record.early_depth,
         len(record.maps),
         *maps,
         int(record.library),
@@ -691,6 +691,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("runs_behind_a_product", {}),
         ("masks", {}),
         ("launch_contract", {}),
+        ("early_start", {}),
         ("tensor_maps", {}),
         ("tensor_maps", {"FAKE_VERSION": "12020"}),
         ("head_split", {}),

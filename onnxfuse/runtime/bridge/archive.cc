@@ -12,10 +12,10 @@ namespace onnxfuse {
 namespace {
 
 constexpr char kMagic[] = "onnxfuse";
-constexpr uint32_t kVersion = 12;
+constexpr uint32_t kVersion = 13;
 constexpr uint64_t kHeaderBytes = 32;
 constexpr uint64_t kChecksumOffset = 24;
-constexpr uint64_t kRecordBytes = 276;
+constexpr uint64_t kRecordBytes = 278;
 constexpr uint64_t kKernelBytes = 32;
 constexpr uint64_t kEntryBytes = 64;
 constexpr uint32_t kMaxBlock = 1 << 16;
@@ -153,10 +153,9 @@ bool is_possible(const MapRule& rule, const Record& record) {
 
 void parse_maps(Cursor& cursor, Record& record) {
   record.cluster = cursor.number<uint16_t>();
-  const auto waits = cursor.number<uint16_t>();
-  record.waits = waits != 0;
+  record.early_depth = cursor.number<uint32_t>();
   const auto count = cursor.number<uint32_t>();
-  if (count > kMaxMaps || record.cluster > kMaxCluster || waits > 1) fail("a record holds impossible numbers", kRemedy);
+  if (count > kMaxMaps || record.cluster > kMaxCluster) fail("a record holds impossible numbers", kRemedy);
   for (size_t i = 0; i < kMaxMaps; ++i) {
     const MapRule rule = parse_map(cursor);
     if (i >= count) continue;

@@ -123,12 +123,12 @@ Device Driver::device() const {
           static_cast<uint32_t>(attribute(kMultiprocessors, device)), encode_ != nullptr};
 }
 
-void Driver::launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool waits, Stream stream,
+void Driver::launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool early, Stream stream,
                     OnnxfuseArguments* arguments, TensorMap* maps) const {
   void* parameters[] = {arguments, maps};
-  if (waits && launch_early_ != nullptr) {
-    const LaunchAttribute early{kStartEarly, {1}};
-    const LaunchConfig config{{grid.x, 1, grid.z}, {threads, 1, 1}, shared_bytes, stream, &early, 1};
+  if (early && launch_early_ != nullptr) {
+    const LaunchAttribute beside{kStartEarly, {1}};
+    const LaunchConfig config{{grid.x, 1, grid.z}, {threads, 1, 1}, shared_bytes, stream, &beside, 1};
     check(launch_early_(&config, function, parameters, nullptr), "launch the kernel");
   } else {
     check(launch_(function, grid.x, 1, grid.z, threads, 1, 1, shared_bytes, stream, parameters, nullptr),

@@ -52,9 +52,9 @@ class Driver {
   // Whether all devices have a compute capability, 90 for 9.0.
   bool all_devices_have(int capability) const;
 
-  // `maps` is the kernel's second parameter, or nullptr where it has none. A kernel that `waits` for the one before it
-  // by itself (griddepcontrol.wait) may start beside that one's end.
-  void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool waits, Stream stream,
+  // `maps` is the kernel's second parameter, or nullptr where it has none. One that starts `early` waits for the kernel before it
+  // by itself (griddepcontrol.wait), beside whose end it may be launched.
+  void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool early, Stream stream,
               OnnxfuseArguments* arguments, TensorMap* maps) const;
 
   // Describes one tensor to TMA: element strides 1, zeros outside.

@@ -84,6 +84,7 @@ class Calibration:
     hopper_misaligned: Mapping[str, float]
     hopper_in_sectors: Mapping[str, float]
     hopper_alone: float
+    hopper_early_bytes: float
     small_m_alone: float
     small_m_meeting: Mapping[str, float]
     hopper_zero_row: float

@@ -1,0 +1,50 @@
+"""Which kernels start beside the end of the one before them, and with how much k."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.families import PRODUCTS
+from onnxfuse.schedule.hopper_tile import STAGE_ROW_BYTES
+from onnxfuse.schedule.kernel_family import ANY_DEPTH, AnyTile
+from onnxfuse.schedule.kernel_spec import KernelSpec
+from tests.perf.calibrate import planned_spec
+
+RINGS = ("hopper", "hopper_swapped")
+CASES = list(product((320, 14336), (1280, 4096), (1, 2), (("kn", "f16"), ("nk", "f16"), ("nk", "f32"))))
+
+
+def early_depths(spec: KernelSpec, device: DeviceSpec, k: int) -> list[tuple[str, AnyTile, int]]:
+    """Of every legal tile, with its family's name."""
+    return [
+        (entry.family.name, entry.tile, entry.family.launch(spec, entry.tile, device).early_depth)
+        for family in PRODUCTS
+        for entry in family.candidates(spec, device, k)
+        if entry.family.why_not(spec, entry.tile, device) is None
+    ]
+
+
+@pytest.mark.parametrize(("k", "n", "parts", "weight"), CASES)
+def test_a_block_that_starts_early_loads_no_more_than_pays(k: int, n: int, parts: int, weight: tuple[str, str]) -> None:
+    """Of lhs and rhs, in elements of its tile; and with a stage more it would not start early."""
+    device = ARCHITECTURES["sm_90a"]
+    spec = planned_spec(k, n, parts, weight[0], "bias", weight[1], device)
+    most = calibration(device).hopper_early_bytes
+    found = [each for each in early_depths(spec, device, k) if each[0] in RINGS]
+    assert found
+    for _, tile, depth in found:
+        splits = getattr(tile, "splits")  # noqa: B009, of every tile of these families
+        of_k = (tile.block_m + spec.parts * tile.block_n) * spec.dtype.bytes / splits
+        assert most - splits * STAGE_ROW_BYTES / spec.dtype.bytes * of_k < depth * of_k <= most
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "ptx"])
+def test_other_kernels_start_early_where_the_chip_can(arch: str) -> None:
+    device = ARCHITECTURES[arch]
+    spec = planned_spec(1024, 1024, 1, "nk", "bias", "f16", device)
+    others = {depth for name, _, depth in early_depths(spec, device, 1024) if name not in RINGS}
+    assert others == {ANY_DEPTH if arch == "sm_90a" else 0}
