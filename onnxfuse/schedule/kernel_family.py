@@ -24,7 +24,7 @@ SAMPLED = (1, 8, 16, 32, 64, 77, 154, 257, 300, 514, 1024, 1500, 2048, 4096, 819
 SAMPLED_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # where they alone are not known
 NARROWEST = 16  # columns of one such batch
 EARLY_SINCE = 90  # compute capability, of programmatic dependent launch
-ANY_DEPTH = 2**32 - 1  # more k than a block ever has
+ANY_DEPTH = 2**32 - 1  # however many tiles
 
 
 class AnyTile(Hashable, Protocol):
@@ -80,7 +80,7 @@ class Launch:
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second argument; None is one that says nothing.
         early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
-            the tiles of one block of a persistent grid may have, one after the other, for the kernel to start early.
+            the tiles of one multiprocessor may have in all for it to start early.
     """
 
     block_m: int

@@ -9,6 +9,7 @@ from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.norm_tile import NormSpec, NormTile
 from onnxfuse.schedule.pointwise import PATHS
 
+EARLY_TILES = 1  # of a multiprocessor: of more, those that are free first would get most
 _PARAMETER = "once per row into registers"
 
 
@@ -21,7 +22,8 @@ class NormFamily(KernelFamily):
 
     def launch(self, spec: NormSpec, tile: NormTile, device: DeviceSpec) -> Launch:
         """One block a tile: small ones keep memory busier than a grid that persists."""
-        return Launch(tile.block_m, tile.block_n, tile.threads, tile.shared_bytes, early_depth=any_depth(device))
+        depth = min(any_depth(device), EARLY_TILES)
+        return Launch(tile.block_m, tile.block_n, tile.threads, tile.shared_bytes, early_depth=depth)
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

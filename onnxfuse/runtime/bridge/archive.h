@@ -43,6 +43,9 @@ struct MapRule {
 
 constexpr size_t kMaxMaps = 9;
 
+// The early depth of a kernel that starts early whatever its size.
+constexpr uint32_t kAnyDepth = 0xffffffff;
+
 // How the library multiplies for a kernel that only does what follows; kNone where the kernel does all of it.
 enum class LibraryMath : uint32_t { kNone = 0, kF16 = 1, kBf16 = 2, kTf32 = 3 };
 
@@ -61,7 +64,7 @@ struct Record {
   TensorRule tensors[kTensors];
   size_t load_count = 0, out_count = 0;
   uint32_t cluster = 0;        // 0: one block a tile; else a persistent grid of clusters of so many blocks
-  uint32_t early_depth = 0;    // k that a block may have in all where the kernel starts early; 0: it never does
+  uint32_t early_depth = 0;    // k that a multiprocessor may have in all where the kernel starts early; 0: it never does
   std::vector<MapRule> maps;   // of the kernel's second parameter
   LibraryMath library = LibraryMath::kNone;   // else the first loads are the parts of the library's product
   Quantized quantized;

@@ -11,33 +11,36 @@ namespace {
 constexpr int64_t kMaxGridX = 2147483647;
 constexpr int kMaxGridZ = 65535;
 
-// Of every batch where the grid is persistent, else of one.
+// Of one batch.
 int64_t tiles_of(const Record& record, const OnnxfuseArguments& arguments) {
   const int64_t rows = (int64_t{arguments.m} + record.block_m - 1) / record.block_m;
   const int64_t columns = (int64_t{arguments.n} + record.block_n - 1) / record.block_n;
-  return rows * columns * (record.cluster == 0 ? 1 : arguments.batch);
+  return rows * columns;
+}
+
+// Clusters of a persistent grid that the device has room for, or blocks of another that each multiprocessor has one of.
+int64_t at_once(const Record& record, const Device& device) {
+  return std::max<int64_t>(device.multiprocessors / std::max(record.cluster, 1u), 1);
 }
 
 Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, const Device& device) {
-  const int64_t tiles = tiles_of(record, arguments);
+  const int64_t tiles = tiles_of(record, arguments) * (record.cluster == 0 ? 1 : arguments.batch);
   if (tiles > kMaxGridX) {
     fail("m=", arguments.m, " and n=", arguments.n, " need ", tiles, " tiles, more than a grid has");
   }
   if (record.cluster == 0) {
     return {static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(arguments.batch, kMaxGridZ))};
   }
-  const int64_t clusters = std::max<int64_t>(device.multiprocessors / record.cluster, 1);
-  return {static_cast<unsigned>(std::min(tiles, clusters) * record.cluster), 1};
+  return {static_cast<unsigned>(std::min(tiles, at_once(record, device)) * record.cluster), 1};
 }
 
 // Whether the kernel, which then waits by itself, is launched beside the end of the one before it. Its blocks go where that
-// one's have ended, in any order: those that read the same are no longer neighbours, which costs a long kernel more than
-// a launch takes.
-bool starts_early(const Record& record, const OnnxfuseArguments& arguments, const Driver::Grid& grid) {
-  if (record.cluster == 0) return record.early_depth > 0;
-  const int64_t clusters = grid.x / record.cluster;
-  const int64_t in_turn = (tiles_of(record, arguments) + clusters - 1) / clusters;
-  return in_turn * arguments.k <= record.early_depth;
+// one's have ended: those that read the same are no longer neighbours, and the multiprocessors that are free first get more
+// small ones than others, which costs a long kernel more than a launch takes.
+bool starts_early(const Record& record, const OnnxfuseArguments& arguments, const Device& device) {
+  if (record.early_depth == 0 || record.early_depth == kAnyDepth) return record.early_depth > 0;
+  const int64_t tiles = tiles_of(record, arguments) * arguments.batch, together = at_once(record, device);
+  return (tiles + together - 1) / together * arguments.k <= record.early_depth;
 }
 
 void encode_maps(const Record& record, const Contract& contract, const ElementBytes& bytes,
@@ -54,9 +57,8 @@ void launch_kernel(const Loaded& code, size_t chosen, const Contract& contract, 
   const Record& record = *code.records[chosen];
   TensorMap maps[kMaxMaps]{};  // the kernel fetches all of them into its cache
   encode_maps(record, contract, bytes, arguments, maps);
-  const Driver::Grid grid = grid_of(record, arguments, code.device);
-  cuda_driver()->launch(code.functions[chosen], grid, record.threads, record.shared_bytes,
-                        starts_early(record, arguments, grid), stream, &arguments,
+  cuda_driver()->launch(code.functions[chosen], grid_of(record, arguments, code.device), record.threads,
+                        record.shared_bytes, starts_early(record, arguments, code.device), stream, &arguments,
                         record.maps.empty() ? nullptr : maps);
 }
 
