@@ -37,7 +37,7 @@ from onnxfuse.patterns.product import is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.row_shift import shift_of
 from onnxfuse.patterns.view_ops import VIEWS
-from onnxfuse.patterns.views import Dim, columns_dim
+from onnxfuse.patterns.views import Dim, ends_in_columns
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
 MAX_BEHIND = 8  # steps from a softmax to the product of it
@@ -204,7 +204,7 @@ class Attentions:
         if match.columns == 1:
             keys = (self.graph.shape(value.name) or (1,))[-1]
             raise _no_kernel(softmax, ONE_KEY if keys == 1 else "its scores are one column of a product, and no keys")
-        if columns_dim(view) != len(view) - 1 or not _is_whole(match):
+        if not ends_in_columns(view) or not _is_whole(match):
             raise OtherScores(softmax)
         return match, self._lowered(match)
 

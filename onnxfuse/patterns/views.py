@@ -195,6 +195,12 @@ def columns_dim(view: View) -> int | None:
     return found[0] if whole else None
 
 
+def ends_in_columns(view: View) -> bool:
+    """Whether the last dimension is all columns and nothing else: one axis of them, or several grouped."""
+    is_last = bool(view) and all(is_column(piece) and piece.step == 1 for piece in view[-1])
+    return is_last and not any(is_column(piece) for dim in view[:-1] for piece in dim)
+
+
 def in_turn(columns: int, parts: int) -> Dim:
     """The columns of a dimension in which those of some parts take turns, numbered part by part: `(n p)`."""
     width = columns // parts

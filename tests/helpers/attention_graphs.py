@@ -10,6 +10,7 @@ from onnx import ModelProto, helper
 from tests.helpers.onnx_build import BOOL, FLOAT, FLOAT16, Builder
 
 HEADS, HEAD = 2, 16
+IMAGE = 8, 9  # whose pixels are as many as the keys
 SIZES = {"batch": 2, "rows": 40, "keys": 72}
 
 
@@ -162,14 +163,28 @@ def without_heads(b: Builder) -> list[str]:
     return [b("Identity", b("MatMul", b("Softmax", s, axis=-1), v))]
 
 
+def keys_of_an_image(b: Builder) -> list[str]:
+    """Keys and values that a strided convolution makes for all tokens, `[batch, heads * HEAD, rows, columns]`."""
+
+    def heads(name: str) -> str:
+        image = b.input(name, ("batch", HEADS * HEAD, IMAGE[0], IMAGE[1]))
+        return b("Reshape", image, b.integers(0, HEADS, HEAD, IMAGE[0] * IMAGE[1]))
+
+    values = b("Transpose", heads("value"), perm=(0, 1, 3, 2))
+    s = b("Mul", b("MatMul", split_heads(b, "query", "rows"), heads("key")), number(b, 0.25))
+    return [b("Identity", b("MatMul", b("Softmax", s, axis=-1), values))]
+
+
 FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
         plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap,
         filled, grouped, merged_batch, masked_in_batches, by_einsum, without_heads,
+        keys_of_an_image,
     )
 }  # fmt: skip
 
+READ_ANYHOW = ("keys_of_an_image",)  # tokens are neighbours in memory: one kernel, whatever the addresses
 LEFT_ALONE_IN_FP32 = ("by_einsum", "without_heads")  # so little between the products
 
 
