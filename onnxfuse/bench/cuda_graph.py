@@ -56,7 +56,8 @@ def capture(stream: Any, run: Callable[[], None]) -> Capture:
     """
     import cupy
 
-    stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+    # The relaxed mode lets NonZero read its count before it is there: replays then write behind what was allocated.
+    stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
     try:
         run()
     finally:

@@ -86,13 +86,14 @@ def test_sites_are_timed_beside_their_nodes(measured: BenchResult) -> None:
     assert site.flops == 2 * 512 * 320 * 2560
 
 
-def test_what_cannot_be_captured_is_said_and_the_rest_is_measured(tmp_path: Path) -> None:
-    """Unique runs on the CPU, so a run waits for the GPU in its middle."""
+@pytest.mark.parametrize("op", ["Unique", "NonZero"])
+def test_what_cannot_be_captured_is_said_and_the_rest_is_measured(op: str, tmp_path: Path) -> None:
+    """A run waits for the GPU in its middle: Unique runs on the CPU, and NonZero has its count copied there."""
     b = Builder(F16)
     product = b("MatMul", b.input("x", ("m", 320)), b.array(np.eye(320)))
     t = b("Relu", b("Add", product, b.array(np.ones(320))))
-    unique = b("Unique", b("Cast", t, to=TensorProto.FLOAT))
-    paths = pair(tmp_path, b.model(b("Cast", unique, to=F16)))
+    found = b(op, b("Cast", t, to=TensorProto.FLOAT))
+    paths = pair(tmp_path, b.model(b("Cast", found, to=F16)))
     result = bench(*paths, shapes={"x": (16, 320)}, runs=3, warmup=1)
     times = {comparison.name: comparison for comparison in result.comparisons}
     assert result.ratio > 0
