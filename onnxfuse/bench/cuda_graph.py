@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from onnxfuse.errors import ModelError
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.cupy_folder import give_cupy_a_folder
 
@@ -56,10 +57,11 @@ def capture(stream: Any, run: Callable[[], None]) -> Capture:
     """
     import cupy
 
-    # The relaxed mode lets NonZero read its count before it is there: replays then write behind what was allocated.
     stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
     try:
         run()
     finally:
         graph = stream.end_capture()
+    if driver.copies_to_host(graph.graph):
+        raise ModelError("a run copies to the host in its middle, which a CUDA graph cannot wait for")
     return Capture(stream, graph, run)

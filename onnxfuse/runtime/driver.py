@@ -10,7 +10,10 @@ from pathlib import Path
 from onnxfuse.device import nearest
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
-_KERNEL_NODE = 0  # CUgraphNodeType
+_KERNEL_NODE, _COPY_NODE = 0, 1  # CUgraphNodeType
+_HOST, _UNIFIED = 1, 4  # CUmemorytype
+_MEMORY_TYPE = 2  # CUpointer_attribute
+_COPY_WORDS, _COPY_TO, _COPY_ADDRESS = 25, 15, 17  # CUDA_MEMCPY3D in words of 8 bytes: dstMemoryType, dstDevice
 _NAME_BYTES = 256
 _BUS_BYTES = 16
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
@@ -48,13 +51,35 @@ def bus_id(index: int = 0) -> str | None:
 def kernel_nodes(graph: int) -> int | None:
     """How many nodes of a CUDA graph (a `CUgraph`) launch a kernel; None where the driver does not say."""
     cuda = _library()
+    nodes = None if cuda is None else _nodes(cuda, graph)
+    return None if cuda is None or nodes is None else sum(_node_type(cuda, node) == _KERNEL_NODE for node in nodes)
+
+
+def copies_to_host(graph: int) -> bool:
+    """Whether a CUDA graph (a `CUgraph`) copies to the host's memory: whoever waits for that has read it already."""
+    cuda = _library()
+    nodes = [] if cuda is None else _nodes(cuda, graph) or []
+    return any(_node_type(cuda, node) == _COPY_NODE and _is_to_host(cuda, node) for node in nodes if cuda is not None)
+
+
+def _is_to_host(cuda: ctypes.CDLL, node: int | None) -> bool:
+    """By the memory that a node's copy goes to; of an address alone the driver is asked whose it is."""
+    copy = (ctypes.c_uint64 * _COPY_WORDS)()
+    if cuda.cuGraphMemcpyNodeGetParams(ctypes.c_void_p(node), copy):
+        return True
+    kind, address = ctypes.c_uint(copy[_COPY_TO] & 0xFFFFFFFF), ctypes.c_uint64(copy[_COPY_ADDRESS])
+    if kind.value == _UNIFIED and cuda.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address):
+        return True
+    return kind.value == _HOST
+
+
+def _nodes(cuda: ctypes.CDLL, graph: int) -> list[int | None] | None:
+    """The nodes of a graph; None where the driver does not say."""
     count = ctypes.c_size_t()
-    if cuda is None or cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)):
+    if cuda.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)):
         return None
     nodes = (ctypes.c_void_p * count.value)()
-    if cuda.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)):
-        return None
-    return sum(_node_type(cuda, node) == _KERNEL_NODE for node in nodes)
+    return None if cuda.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)) else list(nodes)
 
 
 def _node_type(cuda: ctypes.CDLL, node: int | None) -> int:

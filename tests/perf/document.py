@@ -11,6 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+_OTHERS = {
+    "FLASH_ATTENTION": "torch, flash",
+    "EFFICIENT_ATTENTION": "torch, efficient",
+    "CUDNN_ATTENTION": "torch, cuDNN",
+    "MultiHeadAttention": "ONNX Runtime",
+}  # by the names of results
 SLOWER = 1.02
 TARGET = ROOT / "docs" / "performance.md"
 HEAD = """\
@@ -41,6 +47,7 @@ def document() -> str:
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),
             *_if_there("h200-genai", _decoding),
+            *_if_there("h200-attention", _attention),
             *_if_there("h200-few-queries", _few_queries),
             *_if_there("h200-prefer-nhwc", _nhwc),
             *_launches(result("h200-launch")),
@@ -65,6 +72,26 @@ def _memory(found: Mapping[str, Any]) -> list[str]:
         "What a session holds of the device's memory after some runs, weights, activations and code:\n",
         _source(found),
         *_table(("model", "stock", "fused"), rows),
+    ]
+
+
+def _attention(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (
+            row["site"], _us(row["stock"]), f"{_us(other)} ({name})", _us(row["fused"]), f"{row['fused'] / other:.2f}",
+            f"{row['stock'] / row['fused']:.1f}x",
+        )
+        for row in found["rows"]
+        for other, name in [min((row[name], said) for name, said in _OTHERS.items() if name in row)]
+    ]  # fmt: skip
+    return [
+        "## Attention\n",
+        "Sites of whole models, as projections leave their tensors, beside torch's `scaled_dot_product_attention` by",
+        "each of its backends and ONNX Runtime's `MultiHeadAttention`: of these the fastest.\n",
+        _source(found),
+        *_table(
+            ("batch, heads (of keys), rows, keys, head", "stock", "others", "fused", "of others", "over stock"), rows
+        ),
     ]
 
 
