@@ -11,6 +11,7 @@ from onnxfuse.schedule.attention_tile import (
     AttentionTile,
     PortableAttentionTile,
     is_mapped,
+    least_rows,
     portable_shared_bytes,
     shared_bytes,
 )
@@ -56,7 +57,8 @@ class AttentionFamily(KernelFamily):
             if is_mapped(load)
         ]
         shared = shared_bytes(spec, tile)
-        return Launch(tile.block_m, ALL_COLUMNS, tile.threads, shared, tile.splits, tuple(maps), any_depth(device))
+        rows = least_rows(spec, tile)
+        return Launch(rows, ALL_COLUMNS, tile.threads, shared, tile.splits, tuple(maps), any_depth(device))
 
     def access_path(self, role: str, access: Access) -> str:
         """As the table says."""

@@ -33,7 +33,9 @@ from onnxfuse.schedule.attention_tile import (
     AttentionSpec,
     AttentionTile,
     PortableAttentionTile,
+    Tile,
     is_mapped,
+    is_mixed,
     looks_again,
     portable_shared_bytes,
     shared_bytes,
@@ -66,9 +68,6 @@ OVERLAP = 0.1  # of reading and multiplying, the part of the faster that the slo
 FEW_OVERLAP = 0.4  # the same of few rows, whose first keys nothing hides
 UNKNOWN_BATCHES = (1, 2, 8, 32)  # where only the run knows: no tile may be slow for one, or for many
 SAME = 0.02  # a tile is not changed for less
-
-
-Tile = AttentionTile | PortableAttentionTile
 
 
 def attention_spec(attention: Attention, mapping: AxisMapping, widths: Widths) -> AttentionSpec:
@@ -286,13 +285,28 @@ def _sizes(attention: Attention, mapping: AxisMapping, rows: int, batches: int, 
 def _time(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -> float:
     """Microseconds of a launch."""
     rows, keys, batch = sizes
-    waves = math.ceil(math.ceil(rows / tile.block_m) * batch / _at_once(spec, tile, device))
     blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
-    multiplying = waves * (_tile_time(spec, tile, device) + blocks * _block_time(spec, tile, device))
+    multiplying = sum(
+        turns * (_tile_time(spec, each, device) + blocks * _block_time(spec, each, device))
+        for each, turns in _turns(spec, tile, sizes, device)
+    )
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
     few, known = rows <= WARP_ROWS, calibration(device)
     beginning = (known.attention_shares if few else known.attention_launch)["beginning"]
     return beginning + max(multiplying, reading) + (FEW_OVERLAP if few else OVERLAP) * min(multiplying, reading)
+
+
+def _turns(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -> list[tuple[Tile, int]]:
+    """Tiles that a multiprocessor makes one after the other; of three groups and of two as the kernel mixes them."""
+    at_once, of_head = _at_once(spec, tile, device), math.ceil(sizes.rows / tile.block_m)
+    turns = math.ceil(of_head * sizes.heads / at_once)
+    if not (isinstance(tile, AttentionTile) and is_mixed(spec, tile)):
+        return [(tile, turns)]
+    groups = math.ceil(sizes.rows / GROUP_ROWS)
+    of_head = max(of_head, min(turns * at_once // sizes.heads, math.ceil(groups / 2)))
+    tall = math.ceil(max(groups - 2 * of_head, 0) * sizes.heads / at_once)
+    low = replace(tile, consumers=tile.consumers - 1)
+    return [(tile, tall), (low, math.ceil(of_head * sizes.heads / at_once) - tall)]
 
 
 def _block_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:

@@ -107,19 +107,48 @@ struct RingPosition {
   }
 };
 
+// Three groups that work through all tiles in so many turns may have nothing to do in much of the last one. Then there
+// are as many tiles as the turns have room for: some of three groups, which come first, and some of two.
+//   4,096 rows of 20 heads, 132 blocks: 22 tiles of three groups each, 440, take four turns of three groups
+//   12 of three and 14 of two, 520, take no block more than two turns of three and two of two
+constexpr bool MIXED = CONSUMERS == 3 && !DIAGONAL && !TOGETHER;
+
+// The tiles of a head's rows, those of all groups first, and of all heads; those that begin with the others.
+struct Tiling {
+  int heads, of_head, tall, tiles;
+
+  __device__ __forceinline__ explicit Tiling(const OnnxfuseArguments& args) {
+    heads = args.batch / BLOCK_HEADS;
+    of_head = tall = (args.m - 1) / BLOCK_M + 1;
+    if constexpr (MIXED) {
+      const int groups = (args.m - 1) / GROUP_ROWS + 1, blocks = static_cast<int>(gridDim.x);
+      const int turns = (of_head * heads - 1) / blocks + 1;
+      of_head = max(of_head, min(turns * blocks / heads, (groups + 1) / 2));
+      tall = max(groups - 2 * of_head, 0);
+    }
+    tiles = of_head * heads;
+  }
+};
+
 // Tiles of one head follow each other: the blocks that run together share its keys and values in L2. With a DIAGONAL
-// the tiles of most keys come first, of all heads. TOGETHER, the
-// groups of a block have the same rows of neighbouring heads, which share keys, values and masks.
+// the tiles of most keys come first, of all heads. TOGETHER, the groups of a block have the same rows of neighbouring
+// heads, which share keys, values and masks.
 struct Place {
   int row, head, batch;
+  bool is_low = false;  // its last group has no rows
 
-  __device__ __forceinline__ Place(const OnnxfuseArguments& args, int tile, int tiles_m) {
-    const int count = args.batch / BLOCK_HEADS, heads = args.lhs_outer.batches / BLOCK_HEADS;
-    const int number = DIAGONAL ? tile % count : tile / tiles_m;
-    row = (DIAGONAL ? tiles_m - 1 - tile / count : tile - number * tiles_m) * BLOCK_M;
+  __device__ __forceinline__ Place(const OnnxfuseArguments& args, int tile, const Tiling& tiling) {
+    const int heads = args.lhs_outer.batches / BLOCK_HEADS, tall_tiles = tiling.tall * tiling.heads;
+    is_low = MIXED && tile >= tall_tiles;
+    if (is_low) tile -= tall_tiles;
+    const int of_head = is_low ? tiling.of_head - tiling.tall : MIXED ? tiling.tall : tiling.of_head;
+    const int number = DIAGONAL ? tile % tiling.heads : tile / of_head;
+    const int down = DIAGONAL ? of_head - 1 - tile / tiling.heads : tile - number * of_head;
+    row = is_low ? tiling.tall * BLOCK_M + down * (BLOCK_M - GROUP_ROWS) : down * BLOCK_M;
     batch = number / heads;
     head = (number - batch * heads) * BLOCK_HEADS;
   }
+  __device__ __forceinline__ bool has_rows(int group) const { return !(is_low && group == CONSUMERS - 1); }
   __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
   __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
 };
@@ -233,8 +262,8 @@ __device__ __forceinline__ Blocks share_of(const Blocks& all) {
 template <typename Body, typename Verdict>
 __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, const unsigned char* memory,
                                               const Body& body, const Verdict& verdict) {
-  const int tiles_m = (args.m - 1) / BLOCK_M + 1, blocks = static_cast<int>(gridDim.x) / SPLITS;
-  const int tiles = tiles_m * (args.batch / BLOCK_HEADS);
+  const Tiling tiling(args);
+  const int tiles = tiling.tiles, blocks = static_cast<int>(gridDim.x) / SPLITS;
 #pragma unroll 1
   for (int pass = 0; pass < (LOOKS_AGAIN ? 2 : 1); ++pass) {
     if (pass > 0) verdict();
@@ -242,7 +271,7 @@ __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, con
     for (int number = 0; number * blocks < tiles; ++number) {
       const bool is_noted = LOOKS_AGAIN && number < NOTED_TILES;
       if (tile_of(number) >= tiles || (pass > 0 && !(is_noted && is_to_be_looked_at(memory, number)))) continue;
-      const Place place(args, tile_of(number), tiles_m);
+      const Place place(args, tile_of(number), tiling);
       const bool is_cut = DIAGONAL && pass == 0 && (!LOOKS_AGAIN || is_noted);
       const Blocks all = is_cut ? blocks_in_sight(args, place.row, BLOCK_M) : every_block(args);
       body(place, share_of(all), is_noted ? number : -1);
@@ -385,6 +414,14 @@ struct Consumer {
   __device__ __forceinline__ void await_values() const {
     barrier_wait(shared + VALUES_FULL + values.stage * 8, values.parity);
   }
+  __device__ __forceinline__ void release_keys() {
+    release(shared + KEYS_EMPTY + keys.stage * 8);
+    keys.next();
+  }
+  __device__ __forceinline__ void release_values() {
+    release(shared + VALUES_EMPTY + values.stage * 8);
+    values.next();
+  }
   __device__ __forceinline__ void multiply_query(float (&scores)[SCORES]) const {
     start_scores(scores, shared + group * QUERY_BYTES, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
   }
@@ -400,17 +437,34 @@ struct Consumer {
     at.masks = shared + MASKS_OFFSET + keys.stage * MASK_BYTES;
     at.memory = memory + MASKS_OFFSET + keys.stage * MASK_BYTES;
     if (has_rows(at.warp_row)) apply_score<LAST>(scores, args, place, at);
-    release(shared + KEYS_EMPTY + keys.stage * 8);
-    keys.next();
+    release_keys();
   }
 
   __device__ __forceinline__ void finish_sums(float (&sums)[SUMS]) {
     multiply_wait<0>();
     pin_all(sums);
-    release(shared + VALUES_EMPTY + values.stage * 8);
-    values.next();
+    release_values();
   }
 };
+
+// What a group without rows does while the others walk: it waits and hands on as they do, and multiplies nothing. No
+// wgmma keeps the lanes of a warp together here, and one that fell two stages behind would wait for ever.
+__device__ __forceinline__ void pass_by(Consumer& own, const Blocks& blocks) {
+#pragma unroll 1
+  for (int block = blocks.end - 1; block >= blocks.first; --block) {
+    own.await_keys();
+    if (block < blocks.end - 1) {
+      await_turn(own.group);
+      hand_over(own.group);
+    }
+    __syncwarp();
+    own.release_keys();
+    own.await_values();
+    __syncwarp();
+    own.release_values();
+  }
+  release(own.shared + QUERY_EMPTY + own.group * 8);
+}
 
 // Notes whether a warp has rows that found nothing in front of the diagonal; then their result comes later.
 __device__ __forceinline__ bool is_left_for_later(const Consumer& own, const Softmax& softmax, const Place& place,
@@ -488,6 +542,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
       barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
       query_parity ^= 1;
     }
+    if (MIXED && !place.has_rows(group)) return pass_by(own, blocks);
     attend(own, place, blocks, number, warp_row);
   };
   for_each_tile(args, memory, look, [&] {
