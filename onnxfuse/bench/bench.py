@@ -233,8 +233,13 @@ class _Race:
         return self._plain[index]
 
     def graph(self, index: int) -> Timed:
-        """A model in a CUDA graph of ONNX Runtime."""
+        """A model in a CUDA graph of ONNX Runtime.
+
+        It also captures runs that no replay repeats, as of NonZero, and then writes anywhere: only what can be a graph
+        of our own becomes one.
+        """
         self._plain.clear()
+        captured(self.paths[index], self.feeds, self.device, self.options)
         return graph_run(self.paths[index], self.feeds, self.device, self.options)
 
     def gpu(self, index: int) -> Timed:

@@ -287,8 +287,8 @@ def _time(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) ->
     rows, keys, batch = sizes
     blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
     multiplying = sum(
-        turns * (_tile_time(spec, each, device) + blocks * _block_time(spec, each, device))
-        for each, turns in _turns(spec, tile, sizes, device)
+        turns * (_tile_time(spec, tile, device) + blocks * _block_time(spec, tile, groups, device))
+        for groups, turns in _turns(spec, tile, sizes, device)
     )
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
     few, known = rows <= WARP_ROWS, calibration(device)
@@ -296,27 +296,35 @@ def _time(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) ->
     return beginning + max(multiplying, reading) + (FEW_OVERLAP if few else OVERLAP) * min(multiplying, reading)
 
 
-def _turns(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -> list[tuple[Tile, int]]:
-    """Tiles that a multiprocessor makes one after the other; of three groups and of two as the kernel mixes them."""
-    at_once, of_head = _at_once(spec, tile, device), math.ceil(sizes.rows / tile.block_m)
-    turns = math.ceil(of_head * sizes.heads / at_once)
-    if not (isinstance(tile, AttentionTile) and is_mixed(spec, tile)):
-        return [(tile, turns)]
+def _turns(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -> list[tuple[int, int]]:
+    """Groups of the tiles that a multiprocessor makes one after the other, and how many: the kernel's `Tiling`."""
+    at_once = _at_once(spec, tile, device)
+    turns = math.ceil(math.ceil(sizes.rows / tile.block_m) * sizes.heads / at_once)
+    if not isinstance(tile, AttentionTile) or not is_mixed(spec, tile):
+        return [(_groups(tile), turns)]
     groups = math.ceil(sizes.rows / GROUP_ROWS)
-    of_head = max(of_head, min(turns * at_once // sizes.heads, math.ceil(groups / 2)))
-    tall = math.ceil(max(groups - 2 * of_head, 0) * sizes.heads / at_once)
-    low = replace(tile, consumers=tile.consumers - 1)
-    return [(tile, tall), (low, math.ceil(of_head * sizes.heads / at_once) - tall)]
+    tall = min((turns - 1) * at_once // sizes.heads, groups // tile.consumers)
+    fitting = (
+        low
+        for low in range(1, tile.consumers + 1)
+        if (tall + math.ceil((groups - tile.consumers * tall) / low)) * sizes.heads <= turns * at_once
+    )
+    return [(tile.consumers, turns - 1), (next(fitting), 1)]
 
 
-def _block_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
-    """Microseconds of a block of keys; wgmma multiplies 64 rows, however few there are."""
+def _groups(tile: Tile) -> int:
+    """Of 64 rows; of the portable kernel the one of all its warps."""
+    return tile.consumers if isinstance(tile, AttentionTile) else 1
+
+
+def _block_time(spec: AttentionSpec, tile: Tile, groups: int, device: DeviceSpec) -> float:
+    """Microseconds of a block of keys for so many groups; wgmma multiplies 64 rows, however few there are."""
     known = calibration(device).attention_launch
     if isinstance(tile, PortableAttentionTile) and tile.splits > 1:
         slower = calibration(device).attention_by_elements if spec.checked else 1.0
         return slower * calibration(device).attention_shares["element"] * tile.block_n * (spec.head + spec.value_head)
-    rows = tile.consumers * GROUP_ROWS if isinstance(tile, AttentionTile) else tile.block_m
-    return known["block"] + rows * tile.block_n * _pace(spec, tile, device) * 1e-6
+    rows = groups * GROUP_ROWS if isinstance(tile, AttentionTile) else tile.block_m
+    return known["block"] + rows * tile.block_n * _pace(spec, tile, groups, device) * 1e-6
 
 
 def _tile_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
@@ -349,9 +357,10 @@ def _looked_at(spec: AttentionSpec, tile: Tile, rows: int) -> float:
     return min(part, (spec.diagonal.offset - spec.diagonal.first + tile.block_m + tile.block_n) / max(rows, 1))
 
 
-def _pace(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:
-    """Picoseconds of a row and a key."""
+def _pace(spec: AttentionSpec, tile: Tile, groups: int, device: DeviceSpec) -> float:
+    """Picoseconds of a row and a key, where so many groups of a tile have rows."""
     known, kernel = calibration(device), tile.pace(spec.dtype)
+    kernel = kernel if groups == _groups(tile) else f"{groups} of {kernel}"
     base = known.attention_pace[kernel] + known.attention_column[kernel] * (spec.head + spec.value_head) / 2
     operands = ("vectors" if load.width > 1 else "elements" for load in spec.loads if load.kind == "tile")
     base += sum(known.attention_operand[each] for each in operands)

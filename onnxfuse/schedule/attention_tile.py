@@ -193,14 +193,14 @@ Tile = AttentionTile | PortableAttentionTile
 
 
 def is_mixed(spec: AttentionSpec, tile: Tile) -> bool:
-    """Whether tiles of two groups stand beside those of three, so that the last turn has work for more blocks."""
+    """Whether tiles of fewer groups stand beside those of three, so that the last turn has work for more blocks."""
     three = isinstance(tile, AttentionTile) and tile.consumers == 3 and not tile.together
     return three and spec.diagonal is None
 
 
 def least_rows(spec: AttentionSpec, tile: Tile) -> int:
     """Rows of the lowest tile, as many of which as there may be have a block each."""
-    return tile.block_m - GROUP_ROWS if is_mixed(spec, tile) else tile.block_m
+    return GROUP_ROWS if is_mixed(spec, tile) else tile.block_m
 
 
 def atoms(columns: int, bytes_each: int) -> int:

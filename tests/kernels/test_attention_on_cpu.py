@@ -273,7 +273,7 @@ def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", [40, 130, 320, 449, 700])
-def test_tiles_of_three_groups_and_of_two_cover_all_rows(rows: int, tmp_path: Path) -> None:
+def test_tiles_of_three_groups_and_of_fewer_cover_all_rows(rows: int, tmp_path: Path) -> None:
     """However many blocks there are, and so however many tiles of either kind: the same bits."""
     spec, tile = AttentionSpec(F16, 32, 24, MASK, MASKED, "t1"), AttentionTile(3, 32, rescale_above=8)
     library = build_library(host_source(emit(spec, tile)), tmp_path, "-DEMULATED_BLOCKS=1")

@@ -107,24 +107,30 @@ struct RingPosition {
   }
 };
 
-// Three groups that work through all tiles in so many turns may have nothing to do in much of the last one. Then there
-// are as many tiles as the turns have room for: some of three groups, which come first, and some of two.
+// Three groups that work through all tiles in so many turns may have little to do in the last one. Then the tiles of the
+// last turn have fewer groups, so few that there are as many tiles as that turn has blocks.
 //   4,096 rows of 20 heads, 132 blocks: 22 tiles of three groups each, 440, take four turns of three groups
-//   12 of three and 14 of two, 520, take no block more than two turns of three and two of two
+//   19 of three and 7 of one, 520, take no block more than three turns of three groups and one of one
 constexpr bool MIXED = CONSUMERS == 3 && !DIAGONAL && !TOGETHER;
 
-// The tiles of a head's rows, those of all groups first, and of all heads; those that begin with the others.
+// The tiles of a head's rows, those of all groups first, and how many groups the others have; those of all heads.
 struct Tiling {
-  int heads, of_head, tall, tiles;
+  int heads, of_head, tall, low_groups, tiles;
 
   __device__ __forceinline__ explicit Tiling(const OnnxfuseArguments& args) {
     heads = args.batch / BLOCK_HEADS;
     of_head = tall = (args.m - 1) / BLOCK_M + 1;
+    low_groups = CONSUMERS;
     if constexpr (MIXED) {
       const int groups = (args.m - 1) / GROUP_ROWS + 1, blocks = static_cast<int>(gridDim.x);
       const int turns = (of_head * heads - 1) / blocks + 1;
-      of_head = max(of_head, min(turns * blocks / heads, (groups + 1) / 2));
-      tall = max(groups - 2 * of_head, 0);
+      tall = min((turns - 1) * blocks / heads, groups / CONSUMERS);
+      const int rest = groups - CONSUMERS * tall;
+      low_groups = 0;
+      do {
+        ++low_groups;
+        of_head = tall + (rest + low_groups - 1) / low_groups;
+      } while (of_head * heads > turns * blocks);
     }
     tiles = of_head * heads;
   }
@@ -134,21 +140,20 @@ struct Tiling {
 // the tiles of most keys come first, of all heads. TOGETHER, the groups of a block have the same rows of neighbouring
 // heads, which share keys, values and masks.
 struct Place {
-  int row, head, batch;
-  bool is_low = false;  // its last group has no rows
+  int row, head, batch, groups = CONSUMERS;
 
   __device__ __forceinline__ Place(const OnnxfuseArguments& args, int tile, const Tiling& tiling) {
     const int heads = args.lhs_outer.batches / BLOCK_HEADS, tall_tiles = tiling.tall * tiling.heads;
-    is_low = MIXED && tile >= tall_tiles;
-    if (is_low) tile -= tall_tiles;
+    const bool is_low = MIXED && tile >= tall_tiles;
+    if (is_low) tile -= tall_tiles, groups = tiling.low_groups;
     const int of_head = is_low ? tiling.of_head - tiling.tall : MIXED ? tiling.tall : tiling.of_head;
     const int number = DIAGONAL ? tile % tiling.heads : tile / of_head;
     const int down = DIAGONAL ? of_head - 1 - tile / tiling.heads : tile - number * of_head;
-    row = is_low ? tiling.tall * BLOCK_M + down * (BLOCK_M - GROUP_ROWS) : down * BLOCK_M;
+    row = is_low ? tiling.tall * BLOCK_M + down * groups * GROUP_ROWS : down * BLOCK_M;
     batch = number / heads;
     head = (number - batch * heads) * BLOCK_HEADS;
   }
-  __device__ __forceinline__ bool has_rows(int group) const { return !(is_low && group == CONSUMERS - 1); }
+  __device__ __forceinline__ bool has_rows(int group) const { return !MIXED || group < groups; }
   __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
   __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
 };
@@ -542,7 +547,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
       barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
       query_parity ^= 1;
     }
-    if (MIXED && !place.has_rows(group)) return pass_by(own, blocks);
+    if (!place.has_rows(group)) return pass_by(own, blocks);
     attend(own, place, blocks, number, warp_row);
   };
   for_each_tile(args, memory, look, [&] {
