@@ -19,8 +19,8 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
 A record with cluster 0 gets one block for each tile of block_m x block_n, and grid.z counts the batch. With cluster c
 its grid is persistent: as many blocks as the device has multiprocessors, at most c for each tile of any batch, and a
 multiple of c. A kernel with an early depth waits by itself for the end of the kernel before it. It is launched beside
-that where the device can do so (programmatic dependent launch) and the tiles of one multiprocessor, those of one block
-of a persistent grid, have no more k in all than the depth; whatever their number where the depth is 2^32 - 1.
+that where the device can do so (programmatic dependent launch) and the tiles of one block of a persistent grid, or all
+tiles of another grid, have no more k together than the depth; whatever their number where the depth is 2^32 - 1.
 
 Tensor maps are rank 3 (contiguous axis, other axis, batch; of batches in runs rank 4: a run's batches, the runs; of an
 output in two levels rank 5: a run's columns, its rows, the runs of columns, those of rows, the batch), encoded at
@@ -169,7 +169,7 @@ class Record:
         image: cubin, or PTX without its final zero byte; decompressed.
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
-            the tiles of one multiprocessor may have in all for it to start early.
+            the tiles of one block of a persistent grid, or all of another, may have for it to start early.
         maps: tensor maps of the kernel's second parameter; none for a kernel without one.
         flags: a `TensorFlag` for lhs, rhs, each of 12 loads and each of 4 outputs; 0 where the kernel has none.
         library: not NONE for a kernel whose first loads are the parts of a product that the library makes.

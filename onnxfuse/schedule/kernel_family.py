@@ -80,7 +80,7 @@ class Launch:
         cluster: 0 for one block a tile; blocks of a cluster for a persistent grid.
         maps: tensor maps of the kernel's second argument; None is one that says nothing.
         early_depth: 0 for a kernel that does not wait for the end of the one before it by itself; otherwise how much k
-            the tiles of one multiprocessor may have in all for it to start early.
+            the tiles of one block of a persistent grid, or all of another, may have for it to start early.
     """
 
     block_m: int

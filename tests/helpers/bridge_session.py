@@ -364,7 +364,7 @@ def tensor_maps() -> None:
 
 
 def early_start() -> None:
-    """Beside the end of the kernel before where a multiprocessor's tiles have at most as much k as the record says."""
+    """Beside the end of the kernel before where the tiles of a block, or a grid, have as much k as the record says."""
     on_cpu()
     known = "FAKE_VERSION" not in os.environ  # CUDA graphs of 12.2 cannot record it
     for cluster in (0, 1, 2):
@@ -374,7 +374,7 @@ def early_start() -> None:
             for tiles_down in (1, 33, 34, 66, 67, 99, 100):
                 check(made, 1, 16 * tiles_down, K)
                 columns = -(-N // 8)
-                in_turn = -(-tiles_down * columns // (132 // max(cluster, 1)))
+                in_turn = -(-tiles_down * columns // (132 // cluster if cluster else 1))
                 pays = depth > 0 and (in_turn * K <= depth or depth == 2**32 - 1)
                 assert driver().fake_last_early() == (known and pays), (cluster, depth, tiles_down)
 

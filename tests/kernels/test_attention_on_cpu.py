@@ -306,11 +306,17 @@ def check_numbers(problem: AttentionProblem, found: np.ndarray, rows_of_nothing:
     assert np.nanmax(np.abs(got - expected)) <= (2 * moved + 2.1 * TF32_ROUNDING) * largest
 
 
-@pytest.mark.parametrize("diagonal", [None, Diagonal(0, False, -65504.0, -128)], ids=str)
-@pytest.mark.parametrize("head", [64, 128])
-def test_exponentials_run_beside_the_second_product(head: int, diagonal: Diagonal | None) -> None:
+WINDOW = Diagonal(0, False, -65504.0, -128)
+
+
+@pytest.mark.parametrize(
+    ("head", "groups", "diagonal"),
+    [(64, 2, None), (128, 2, None), (64, 2, WINDOW), (128, 2, WINDOW), (64, 3, None)],
+    ids=str,
+)
+def test_exponentials_run_beside_the_second_product(head: int, groups: int, diagonal: Diagonal | None) -> None:
     """The wait for the sums comes behind the exponentials, and neither spills nor serialises wgmma."""
-    tile = AttentionTile(2, 128)
+    tile = AttentionTile(groups, 128)
     spec = AttentionSpec(F16, head, head, MASK, MASKED, "t1", diagonal=diagonal)
     image = compile_source(emit(spec, tile), ARCHITECTURES["sm_90a"])
     assert image.spill_bytes == 0

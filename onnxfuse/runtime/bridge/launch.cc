@@ -18,9 +18,9 @@ int64_t tiles_of(const Record& record, const OnnxfuseArguments& arguments) {
   return rows * columns;
 }
 
-// Clusters of a persistent grid that the device has room for, or blocks of another that each multiprocessor has one of.
-int64_t at_once(const Record& record, const Device& device) {
-  return std::max<int64_t>(device.multiprocessors / std::max(record.cluster, 1u), 1);
+// Clusters of a persistent grid that the device has room for.
+int64_t clusters_of(const Record& record, const Device& device) {
+  return std::max<int64_t>(device.multiprocessors / record.cluster, 1);
 }
 
 Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, const Device& device) {
@@ -31,7 +31,7 @@ Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, c
   if (record.cluster == 0) {
     return {static_cast<unsigned>(tiles), static_cast<unsigned>(std::min(arguments.batch, kMaxGridZ))};
   }
-  return {static_cast<unsigned>(std::min(tiles, at_once(record, device)) * record.cluster), 1};
+  return {static_cast<unsigned>(std::min(tiles, clusters_of(record, device)) * record.cluster), 1};
 }
 
 // Whether the kernel, which then waits by itself, is launched beside the end of the one before it. Its blocks go where that
@@ -39,7 +39,8 @@ Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, c
 // small ones than others, which costs a long kernel more than a launch takes.
 bool starts_early(const Record& record, const OnnxfuseArguments& arguments, const Device& device) {
   if (record.early_depth == 0 || record.early_depth == kAnyDepth) return record.early_depth > 0;
-  const int64_t tiles = tiles_of(record, arguments) * arguments.batch, together = at_once(record, device);
+  const int64_t tiles = tiles_of(record, arguments) * arguments.batch;
+  const int64_t together = record.cluster > 0 ? clusters_of(record, device) : 1;
   return (tiles + together - 1) / together * arguments.k <= record.early_depth;
 }
 
