@@ -79,7 +79,7 @@ def _forget_stored(graph: GraphProto) -> None:
 
 def _types(graph: GraphProto) -> dict[str, TypeProto]:
     """The types that are known."""
-    values: tuple[ValueInfoProto, ...] = (*graph.input, *graph.value_info, *graph.output)
+    values: tuple[ValueInfoProto, ...] = (*graph.value_info, *graph.output, *graph.input)
     known = {value.name: value.type for value in values if value.type.WhichOneof("value")}
     for tensor in graph.initializer:
         known.setdefault(tensor.name, helper.make_tensor_type_proto(tensor.data_type, tuple(tensor.dims)))

@@ -190,7 +190,7 @@ def _tensor_types(graph: GraphProto) -> Iterator[TypeProto.Tensor]:
 
 def _types_in(graph: GraphProto) -> dict[str, TypeProto.Tensor]:
     """The types of the tensors that a graph names."""
-    values = (graph.input, graph.value_info, graph.output)
+    values = (graph.value_info, graph.output, graph.input)  # an output that is stored is typed as what is read
     types = {
         value.name: value.type.tensor_type for group in values for value in group if value.type.HasField("tensor_type")
     }

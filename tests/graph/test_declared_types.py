@@ -86,6 +86,15 @@ def test_an_output_needs_no_type() -> None:
     fused(bare, 2)
 
 
+def test_a_weight_that_is_an_output_too_has_the_shape_that_it_has() -> None:
+    """Whatever the output declares: here its type alone. Larger than what is looked at as a value."""
+    b = Builder()
+    weight = b.array(draw(K, 64), "weight")
+    made = b.model(b("Relu", b("MatMul", b.input("x", ("rows", K)), weight)))
+    made.graph.output.append(helper.make_tensor_value_info("weight", TensorProto.FLOAT, None))
+    fused(made, 1)
+
+
 def test_both_names_of_the_default_domain_are_one() -> None:
     named = model()
     for node in named.graph.node:
