@@ -272,17 +272,19 @@ def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("rows", [40, 130, 320, 449, 700])
-def test_tiles_of_three_groups_and_of_fewer_cover_all_rows(rows: int, tmp_path: Path) -> None:
-    """However many blocks there are, and so however many tiles of either kind: the same bits."""
+@pytest.mark.parametrize("keys", [24, 72, 250])
+@pytest.mark.parametrize("rows", [40, 130, 320, 700])
+def test_tiles_of_three_groups_and_of_fewer_cover_all_rows(rows: int, keys: int, tmp_path: Path) -> None:
+    """However many blocks there are, and tiles of either kind; groups may share a tile's keys, and some have none."""
     spec, tile = AttentionSpec(F16, 32, 24, MASK, MASKED, "t1"), AttentionTile(3, 32, rescale_above=8)
     library = build_library(host_source(emit(spec, tile)), tmp_path, "-DEMULATED_BLOCKS=1")
-    problem = make_attention(spec, AttentionSize(1, 2, rows, 72, masks=((1, 1, rows, 72),)))
-    one = launch(library, problem, tile, 1, lazy=False)
-    check_numbers(problem, one, rows_of_nothing=False)
-    for blocks in (2, 3, 4, 7, 11):
-        found = launch(library, problem, tile, blocks, lazy=blocks % 2 == 1)
-        np.testing.assert_array_equal(one.view(np.uint16), found.view(np.uint16), f"{blocks} blocks")
+    problem = make_attention(spec, AttentionSize(1, 2, rows, keys, masks=((1, 1, rows, keys),)))
+    problem.loads[0][..., 3, :] = -np.inf
+    for blocks in (1, 2, 3, 4, 7, 11, 22):
+        eager = launch(library, problem, tile, blocks, lazy=False)
+        check_numbers(problem, eager)
+        late = launch(library, problem, tile, blocks, lazy=True)
+        np.testing.assert_array_equal(eager.view(np.uint16), late.view(np.uint16), f"{blocks} blocks")
 
 
 def check_numbers(problem: AttentionProblem, found: np.ndarray, rows_of_nothing: bool | None = None) -> None:
