@@ -22,7 +22,6 @@ from onnxfuse.schedule.attention_tile import (
     mask_bytes,
     portable_shared_bytes,
     shared_bytes,
-    shares_keys,
 )
 
 ENTRY = "onnxfuse_attention"
@@ -36,12 +35,7 @@ HUGE = 1e37  # as the lowest number in place of minus infinity is; no fp16 numbe
 def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
     """The CUDA source of the sm_90a kernel."""
     masks = mask_bytes(spec, tile)
-    flags = {
-        "TOGETHER": tile.together,
-        "TURNS": tile.turns and tile.consumers > 1,
-        "SHARES_KEYS": shares_keys(spec, tile),
-        "BY_TMA": True,
-    }
+    flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
     offsets = [sum(masks[:index]) for index in range(len(masks))]
     generated = _generated(spec, tile, _wgmma_numbers(spec, tile), flags, offsets, _wgmma_products(spec, tile))
     return assembled(generated + _cluster(tile.splits), "hopper/attention.cuh", USES)

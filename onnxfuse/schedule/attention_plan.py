@@ -39,7 +39,6 @@ from onnxfuse.schedule.attention_tile import (
     looks_again,
     portable_shared_bytes,
     shared_bytes,
-    shares_keys,
 )
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import CLUSTERS_SINCE, clusters_at_once, from_memory
@@ -288,7 +287,7 @@ def _time(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) ->
     rows, keys, batch = sizes
     blocks = math.ceil(math.ceil(keys / tile.block_n) / tile.splits) * _looked_at(spec, tile, rows)
     multiplying = sum(
-        turns * (_tile_time(spec, tile, device) + _blocks_time(spec, tile, groups, blocks, device))
+        turns * (_tile_time(spec, tile, device) + blocks * _block_time(spec, tile, groups, device))
         for groups, turns in _turns(spec, tile, sizes, device)
     )
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
@@ -311,14 +310,6 @@ def _turns(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -
         if (tall + math.ceil((groups - tile.consumers * tall) / low)) * sizes.heads <= turns * at_once
     )
     return [(tile.consumers, turns - 1), (next(fitting), 1)]
-
-
-def _blocks_time(spec: AttentionSpec, tile: Tile, groups: int, blocks: float, device: DeviceSpec) -> float:
-    """Microseconds of the blocks of keys of a tile of so many groups; of one all groups may have a share of them."""
-    if isinstance(tile, AttentionTile) and groups == 1 and shares_keys(spec, tile):
-        share = calibration(device).attention_launch["share"]
-        return share + math.ceil(blocks / tile.consumers) * _block_time(spec, tile, tile.consumers, device)
-    return blocks * _block_time(spec, tile, groups, device)
 
 
 def _groups(tile: Tile) -> int:

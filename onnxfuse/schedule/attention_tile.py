@@ -17,7 +17,6 @@ ROW_BYTES = 128  # of shared memory: the widest swizzle
 BARRIER_BYTES = 8
 WARPS_OF_GROUP = 4
 LOOKED_AT = 64  # tiles of a block of which it is noted whether they are to be looked at again
-MOST_SHARED = 227 * 1024  # bytes of a block on sm_90a
 PORTABLE_STAGES = 2  # blocks of keys, and of values, of a block, or of each of its warps that have keys of their own
 VECTOR_BYTES = 16  # that every row of a tensor map begins at a multiple of
 
@@ -227,23 +226,8 @@ def mask_bytes(spec: AttentionSpec, tile: AttentionTile) -> list[int]:
     ]
 
 
-def shares_keys(spec: AttentionSpec, tile: AttentionTile) -> bool:
-    """Whether all groups have the rows of a tile of one, and a share of its keys each, which there must be room for."""
-    return is_mixed(spec, tile) and _whole_bytes(spec, tile) + _group_shares(spec, tile) <= MOST_SHARED
-
-
 def shared_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
     """Of one block."""
-    return _whole_bytes(spec, tile) + (_group_shares(spec, tile) if shares_keys(spec, tile) else 0)
-
-
-def _group_shares(spec: AttentionSpec, tile: AttentionTile) -> int:
-    """What all groups but the first leave of a tile whose keys they share."""
-    return (tile.consumers - 1) * WARPS_OF_GROUP * share_bytes(spec)
-
-
-def _whole_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
-    """Without those shares."""
     keys, values = atoms(spec.head, spec.dtype.bytes), atoms(spec.value_head, spec.dtype.bytes)
     stage = (keys + values) * tile.block_n * ROW_BYTES + sum(mask_bytes(spec, tile))
     barriers = (4 * tile.stages + 2 * tile.consumers) * BARRIER_BYTES

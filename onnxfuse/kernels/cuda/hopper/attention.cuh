@@ -52,7 +52,7 @@ constexpr int KEYS_OFFSET = CONSUMERS * QUERY_BYTES;
 constexpr int VALUES_OFFSET = KEYS_OFFSET + STAGES * KEY_BYTES;
 constexpr int MASKS_OFFSET = VALUES_OFFSET + STAGES * VALUE_BYTES;
 constexpr int SHARES_OFFSET = MASKS_OFFSET + STAGES * MASK_BYTES;
-constexpr int BARRIERS_OFFSET = SHARES_OFFSET + (SPLITS - 1 + (SHARES_KEYS ? 4 * (CONSUMERS - 1) : 0)) * SHARE_BYTES;
+constexpr int BARRIERS_OFFSET = SHARES_OFFSET + (SPLITS - 1) * SHARE_BYTES;
 constexpr int KEYS_FULL = BARRIERS_OFFSET;
 constexpr int KEYS_EMPTY = KEYS_FULL + STAGES * 8;
 constexpr int VALUES_FULL = KEYS_EMPTY + STAGES * 8;
@@ -111,9 +111,7 @@ struct RingPosition {
 // last turn have fewer groups, so few that there are as many tiles as that turn has blocks.
 //   4,096 rows of 20 heads, 132 blocks: 22 tiles of three groups each, 440, take four turns of three groups
 //   19 of three and 7 of one, 520, take no block more than three turns of three groups and one of one
-// Where SHARES_KEYS, all groups of a block have the rows of a tile of one, and every third block of its keys each.
 constexpr bool MIXED = CONSUMERS == 3 && !DIAGONAL && !TOGETHER;
-static_assert(MIXED || !SHARES_KEYS, "groups share keys in tiles of one");
 
 // The tiles of a head's rows, those of all groups first, and how many groups the others have; those of all heads.
 struct Tiling {
@@ -155,12 +153,8 @@ struct Place {
     batch = number / heads;
     head = (number - batch * heads) * BLOCK_HEADS;
   }
-  __device__ __forceinline__ bool shares_keys() const { return SHARES_KEYS && groups == 1; }
-  __device__ __forceinline__ bool has_rows(int group) const { return !MIXED || shares_keys() || group < groups; }
-  __device__ __forceinline__ bool takes_turns() const { return !MIXED || groups > 1; }
-  __device__ __forceinline__ int row_of(int group) const {
-    return row + (TOGETHER || shares_keys() ? 0 : group * GROUP_ROWS);
-  }
+  __device__ __forceinline__ bool has_rows(int group) const { return !MIXED || group < groups; }
+  __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
   __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
 };
 
@@ -387,7 +381,6 @@ __device__ __forceinline__ void hold_back_wait(const Softmax& softmax) {
 }
 
 constexpr int TURN_BARRIER = 1;  // named barrier of group 0; those of the others follow
-constexpr int SHARES_BARRIER = TURN_BARRIER + CONSUMERS;
 
 __device__ __forceinline__ void hand_over(int group) {
   if constexpr (TURNS) {
@@ -434,27 +427,6 @@ struct Consumer {
     release(shared + VALUES_EMPTY + values.stage * 8);
     values.next();
   }
-  // Of other groups, which read them: as no wgmma keeps the lanes of a warp together here, and one that fell two stages
-  // behind would wait for ever, they meet.
-  __device__ __forceinline__ void skip_keys(int count) {
-    for (int i = 0; i < count; ++i) {
-      await_keys();
-      __syncwarp();
-      release_keys();
-    }
-  }
-  __device__ __forceinline__ void skip_values(int count) {
-    for (int i = 0; i < count; ++i) {
-      await_values();
-      __syncwarp();
-      release_values();
-    }
-  }
-  __device__ __forceinline__ void skip_tile(const Blocks& blocks) {
-    skip_keys(blocks.end - blocks.first);
-    skip_values(blocks.end - blocks.first);
-    release(shared + QUERY_EMPTY + group * 8);
-  }
   __device__ __forceinline__ void multiply_query(float (&scores)[SCORES]) const {
     start_scores(scores, shared + group * QUERY_BYTES, shared + KEYS_OFFSET + keys.stage * KEY_BYTES);
   }
@@ -480,17 +452,21 @@ struct Consumer {
   }
 };
 
-// What a group without rows does while the others walk: it waits and hands on as they do, and multiplies nothing.
-__device__ __forceinline__ void pass_by(Consumer& own, const Place& place, const Blocks& blocks) {
+// What a group without rows does while the others walk: it waits and hands on as they do, and multiplies nothing. No
+// wgmma keeps the lanes of a warp together here, and one that fell two stages behind would wait for ever.
+__device__ __forceinline__ void pass_by(Consumer& own, const Blocks& blocks) {
 #pragma unroll 1
   for (int block = blocks.end - 1; block >= blocks.first; --block) {
     own.await_keys();
-    if (block < blocks.end - 1 && place.takes_turns()) {
+    if (block < blocks.end - 1) {
       await_turn(own.group);
       hand_over(own.group);
     }
-    own.skip_keys(1);
-    own.skip_values(1);
+    __syncwarp();
+    own.release_keys();
+    own.await_values();
+    __syncwarp();
+    own.release_values();
   }
   release(own.shared + QUERY_EMPTY + own.group * 8);
 }
@@ -505,102 +481,56 @@ __device__ __forceinline__ bool is_left_for_later(const Consumer& own, const Sof
   return low;
 }
 
-// The next scores, and what the probabilities before add to the sums, at the same time; then the scores are there.
-__device__ __forceinline__ void multiply_both(float (&scores)[SCORES], float (&sums)[SUMS],
-                                              const unsigned (&probabilities)[WORDS], const Consumer& own,
-                                              bool in_turns, int accumulate) {
-  own.await_keys();
-  if (in_turns) await_turn(own.group);
-  own.multiply_query(scores);
-  own.await_values();
-  own.multiply_probabilities(sums, probabilities, accumulate);
-  if (in_turns) hand_over(own.group);
-  multiply_wait<1>();
-}
-
-// The keys of a tile, from the last block to the first; or every third block where groups share them. A group that
-// skips values does so as soon as it may, for the producer brings them and keys in turn.
+// The keys of a tile, from the last block to the first.
 __device__ __forceinline__ void walk(float (&sums)[SUMS], Softmax& softmax, Consumer& own, const Place& place,
                                      const Blocks& blocks, int warp_row) {
-  const int every = place.shares_keys() ? CONSUMERS : 1;
-  const int before = place.shares_keys() ? own.group : 0, last = blocks.end - 1 - before;
   float scores[SCORES], rescale[2];
   unsigned probabilities[WORDS];
-  Operands at = {0, nullptr, warp_row, last * BLOCK_N + lane() % 4 * 2, own.args.n};
-  own.skip_keys(before);
-  own.skip_values(before);
+  Operands at = {0, nullptr, warp_row, (blocks.end - 1) * BLOCK_N + lane() % 4 * 2, own.args.n};
   own.await_keys();
   own.multiply_query(scores);
   multiply_wait<0>();
   own.finish_scores<true>(scores, place, at);
   exponentiate(scores, softmax, rescale);
   pack(probabilities, scores);
-  int block = last - every;
 #pragma unroll 1
-  for (; block >= blocks.first; block -= every) {
-    own.skip_keys(every - 1);
-    multiply_both(scores, sums, probabilities, own, place.takes_turns(), block < last - every);
-    at.key -= every * BLOCK_N;
+  for (int block = blocks.end - 2; block >= blocks.first; --block) {
+    own.await_keys();
+    await_turn(own.group);
+    own.multiply_query(scores);
+    own.await_values();
+    own.multiply_probabilities(sums, probabilities, block < blocks.end - 2);
+    hand_over(own.group);
+    multiply_wait<1>();
+    at.key -= BLOCK_N;
     own.finish_scores<false>(scores, place, at);
     exponentiate(scores, softmax, rescale);
     hold_back_wait(softmax);
     own.finish_sums(sums);
-    own.skip_values(every - 1);
     pack(probabilities, scores);
     scale_sums(sums, rescale);
   }
-  const int behind = place.shares_keys() ? block + every - blocks.first : 0;
-  own.skip_keys(behind);
   release(own.shared + QUERY_EMPTY + own.group * 8);
   own.await_values();
-  own.multiply_probabilities(sums, probabilities, block + every < last);
+  own.multiply_probabilities(sums, probabilities, blocks.end - blocks.first > 1);
   own.finish_sums(sums);
-  own.skip_values(behind);
-}
-
-__device__ __forceinline__ void clear(float (&sums)[SUMS]) {
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
-}
-
-// What the groups of a block found of the keys that they share: whether this one has the whole of its rows then.
-__device__ __forceinline__ bool gather(float (&sums)[SUMS], Softmax& softmax, const Consumer& own, int warp_row) {
-  unsigned char* shares = own.memory + SHARES_OFFSET + warp_row / WARP_ROWS * SHARE_BYTES;
-  named_sync(SHARES_BARRIER, CONSUMERS * WARP_GROUP);  // those of the tile before have been read
-  if (own.group > 0) write_share(sums, softmax, shares + (own.group - 1) * 4 * SHARE_BYTES);
-  named_sync(SHARES_BARRIER, CONSUMERS * WARP_GROUP);
-  if (own.group > 0) return false;
-#pragma unroll 1
-  for (int other = 0; other < CONSUMERS - 1; ++other) add_share(sums, softmax, shares + other * 4 * SHARE_BYTES);
-  pin_all(sums);
-  return true;
-}
-
-// Fewer blocks of keys than share them leave some without.
-__device__ __forceinline__ bool has_keys(const Consumer& own, const Place& place, const Blocks& blocks) {
-  if (place.shares_keys()) return blocks.end - blocks.first > own.group;
-  return SPLITS == 1 || blocks.first < blocks.end;
 }
 
 __device__ __forceinline__ void attend(Consumer& own, const Place& place, const Blocks& blocks, int number,
                                        int warp_row) {
   float sums[SUMS];
   Softmax softmax;
-  if (place.shares_keys()) warp_row %= GROUP_ROWS;
-  if (has_keys(own, place, blocks)) {
+  if (SPLITS == 1 || blocks.first < blocks.end) {
     walk(sums, softmax, own, place, blocks, warp_row);
   } else {
-    clear(sums);
-    if (SHARES_KEYS) own.skip_tile(blocks);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
   }
   if constexpr (LOOKS_AGAIN) {
     if (is_left_for_later(own, softmax, place, blocks, number, warp_row)) return;
   }
   if constexpr (SPLITS > 1) {
     if (!own.has_rows(warp_row) || !own.shares.gather(sums, softmax)) return;
-  }
-  if constexpr (SHARES_KEYS) {
-    if (place.shares_keys() && !gather(sums, softmax, own, warp_row)) return;
   }
   finish(sums, softmax, own.args, place, warp_row);
 }
@@ -617,7 +547,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
       barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
       query_parity ^= 1;
     }
-    if (!place.has_rows(group)) return pass_by(own, place, blocks);
+    if (!place.has_rows(group)) return pass_by(own, blocks);
     attend(own, place, blocks, number, warp_row);
   };
   for_each_tile(args, memory, look, [&] {
