@@ -48,6 +48,7 @@ def document() -> str:
             *_optimized(result("h200-optimized")),
             *_if_there("h200-genai", _decoding),
             *_if_there("h200-attention", _attention),
+            *_if_there("h200-attention-models", _attention_models),
             *_if_there("h200-few-queries", _few_queries),
             *_if_there("h200-prefer-nhwc", _nhwc),
             *_launches(result("h200-launch")),
@@ -92,6 +93,18 @@ def _attention(found: Mapping[str, Any]) -> list[str]:
         *_table(
             ("batch, heads (of keys), rows, keys, head", "stock", "others", "fused", "of others", "over stock"), rows
         ),
+    ]
+
+
+def _attention_models(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (_model(row), f"{row['stock_us']:.0f} us", f"{row['fused_us']:.0f} us", f"{row['ratio']:.2f}x")
+        for row in sorted(found["rows"], key=lambda row: str(row["model"]))
+    ]
+    return [
+        "Whole models, exported with random weights by both exporters:\n",
+        _source(found),
+        *_table(("model", "stock", "fused", "faster"), rows),
     ]
 
 
