@@ -248,7 +248,4 @@ void give_registers() {}
 inline void named_arrive(int barrier, int threads) { emulator::arrive(emulator::cluster.named(barrier, threads)); }
 inline void named_sync(int barrier, int threads) { emulator::wait(emulator::cluster.named(barrier, threads)); }
 
-inline void wait_for_previous_kernel() {}
-inline void let_next_kernel_start() {}
-
 }  // namespace onnxfuse

@@ -598,8 +598,8 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   } else {
     __syncthreads();
   }
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  wait_for_kernel_before();
+  let_kernel_behind_start();
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {

@@ -318,8 +318,8 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   }
   // Under programmatic dependent launch everything up to here ran beside the end of the previous kernel, whose results
   // this one may read and whose operands it may overwrite.
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  wait_for_kernel_before();
+  let_kernel_behind_start();
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {

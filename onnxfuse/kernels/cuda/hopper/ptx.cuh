@@ -2,6 +2,7 @@
 // shared-memory address is the 32-bit offset that the instructions take.
 #pragma once
 #include "common/cluster_ptx.cuh"
+#include "common/ptx.cuh"
 
 namespace onnxfuse {
 
@@ -164,10 +165,5 @@ __device__ __forceinline__ void named_sync(int barrier, int threads) {
 __device__ __forceinline__ void named_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-// ---- programmatic dependent launch: a no-op unless the launch asked for it.
-
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 }  // namespace onnxfuse
