@@ -40,6 +40,7 @@ from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, ends_in_columns
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
+CUT = "a part of its probabilities is multiplied: what stands beside the keys' scores, as a sink, no kernel knows"
 MAX_BEHIND = 8  # steps from a softmax to the product of it
 Lowered = tuple[Match, Fusion]
 LAST_AXIS_OPSET = 13  # before, Softmax is over all dimensions from its axis on
@@ -100,6 +101,9 @@ def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
             nodes += guard.nodes
             continue
         if passed is None:
+            passed = next((reader for reader in value.outputs if qualified_op(reader) == "Slice"), None)
+            refusal = refusal or _no_kernel(softmax, CUT)
+        if passed is None:
             return None
         if [reader for reader in value.outputs if reader.op != "Shape"] != [passed] or graph.is_escaping(value.name):
             refusal = refusal or _is_read_beside(softmax, value)
@@ -137,7 +141,7 @@ def _products_before(graph: Graph, softmax: gs.Node) -> Iterator[gs.Node]:
             seen.add(graph.index(maker))
             if is_anchor(graph, maker):
                 yield maker
-            elif pointwise_row(maker) is not None or qualified_op(maker) in VIEWS:
+            elif pointwise_row(maker) is not None or qualified_op(maker) in (*VIEWS, "Concat"):
                 queue += maker.inputs
 
 

@@ -165,6 +165,19 @@ def test_another_axis() -> None:
     assert reason_of(lambda b: merged(b, b("Softmax", scores(b), axis=2))) == "no_attention_kernel"
 
 
+def test_a_sink_beside_the_scores_is_told_of_the_softmax() -> None:
+    """As of gpt-oss: a column more for the softmax, which no value is multiplied by."""
+    b = Builder(FLOAT16)
+    sink = b.input("sink", ("batch", HEADS, "rows", 1))
+    p = b("Softmax", b("Concat", b("Mul", scores(b), number(b, 0.25)), sink, axis=-1), axis=-1)
+    kept = b("Slice", p, b.integers(0), b.integers(-1), b.integers(-1))
+    analysis = analysed(b.model(*merged(b, kept)))
+    assert not [site for site in analysis.sites if isinstance(site.fusion, Attention)]
+    (told,) = [entry for entry in analysis.skipped if entry.reason == "no_attention_kernel"]
+    assert told.anchor.startswith("Softmax")
+    assert "a sink" in told.detail
+
+
 def test_fp32_is_tf32_and_not_exact() -> None:
     model = model_of("two_biases", FLOAT)
     (site,) = analysed(model).sites

@@ -45,7 +45,18 @@ from tests.helpers.onnx_build import cpu_session
 ATTENTIONS = "attentions"
 KINDS = ("packed_gates", "dual_gates", "activations", "residuals")
 PRODUCTS = ("MatMul", "Einsum")
-BETWEEN = ("Add", "Sub", "Mul", "Div", "Tanh", "Where", "Cast", "Reshape", "Identity")  # a product and a softmax
+BETWEEN = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Tanh",
+    "Where",
+    "Cast",
+    "Reshape",
+    "Identity",
+    "Concat",
+)  # a product and a softmax
 STRICT = ("packed_gates", "dual_gates")  # one too many is a near miss that was taken for a gate
 MOST_RESIDUALS = 400 / 422  # a few of the manifest's residual adds lie behind something that is not pointwise
 
@@ -111,7 +122,7 @@ def softmaxes_between_products(model: ModelProto) -> list[str]:
 
 def _is_multiplied(node: onnx.NodeProto, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
     behind = readers.get(node.output[0], [])
-    handed = [reader for reader in behind if reader.op_type in ("Cast", "Identity", "Reshape", "Where")]
+    handed = [reader for reader in behind if reader.op_type in ("Cast", "Identity", "Reshape", "Slice", "Where")]
     first = [reader for reader in behind if reader.op_type in PRODUCTS and reader.input[0] == node.output[0]]
     return bool(first) or any(_is_multiplied(reader, readers) for reader in handed)
 
