@@ -45,18 +45,8 @@ from tests.helpers.onnx_build import cpu_session
 ATTENTIONS = "attentions"
 KINDS = ("packed_gates", "dual_gates", "activations", "residuals")
 PRODUCTS = ("MatMul", "Einsum")
-BETWEEN = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-    "Tanh",
-    "Where",
-    "Cast",
-    "Reshape",
-    "Identity",
-    "Concat",
-)  # a product and a softmax
+# Between a product and a softmax.
+BETWEEN = ("Add", "Sub", "Mul", "Div", "Tanh", "Where", "Cast", "Reshape", "Identity", "Concat")
 STRICT = ("packed_gates", "dual_gates")  # one too many is a near miss that was taken for a gate
 MOST_RESIDUALS = 400 / 422  # a few of the manifest's residual adds lie behind something that is not pointwise
 
