@@ -180,10 +180,20 @@ def captured(path: Path, feeds: Mapping[str, Array], device: str, session_option
     Raises:
         Exception: CUDA's or ONNX Runtime's, where the model cannot be captured.
     """
+    contender, stream = warm(path, feeds, device, session_options)
+    return capture(stream, contender.submit)
+
+
+def warm(path: Path, feeds: Mapping[str, Array], device: str, session_options: Any = None) -> tuple[Contender, Any]:
+    """A model that ran a few times and writes where it wrote last, and the stream of its own that it works on.
+
+    Raises:
+        ModelError: the model fails.
+    """
     stream = new_stream()
     contender = Contender(path, feeds, device, {"user_compute_stream": str(stream.ptr)}, session_options)
     for _ in range(CAPTURE_RUNS):
         contender.run()
     contender.pin_outputs()
     contender.run()
-    return capture(stream, contender.submit)
+    return contender, stream

@@ -51,15 +51,19 @@ def bus_id(index: int = 0) -> str | None:
 def kernel_nodes(graph: int) -> int | None:
     """How many nodes of a CUDA graph (a `CUgraph`) launch a kernel; None where the driver does not say."""
     cuda = _library()
-    nodes = None if cuda is None else _nodes(cuda, graph)
-    return None if cuda is None or nodes is None else sum(_node_type(cuda, node) == _KERNEL_NODE for node in nodes)
+    if cuda is None:
+        return None
+    nodes = _nodes(cuda, graph)
+    return None if nodes is None else sum(_node_type(cuda, node) == _KERNEL_NODE for node in nodes)
 
 
 def copies_to_host(graph: int) -> bool:
     """Whether a CUDA graph (a `CUgraph`) copies to the host's memory: whoever waits for that has read it already."""
     cuda = _library()
-    nodes = [] if cuda is None else _nodes(cuda, graph) or []
-    return any(_node_type(cuda, node) == _COPY_NODE and _is_to_host(cuda, node) for node in nodes if cuda is not None)
+    if cuda is None:
+        return False
+    nodes = _nodes(cuda, graph) or []
+    return any(_node_type(cuda, node) == _COPY_NODE and _is_to_host(cuda, node) for node in nodes)
 
 
 def _is_to_host(cuda: ctypes.CDLL, node: int | None) -> bool:

@@ -398,3 +398,25 @@ def test_a_graphs_outputs_are_where_they_were() -> None:
         (second,) = two.outputs().values()
         assert second.data_ptr() == first.data_ptr()
         np.testing.assert_array_equal(second.numpy(), expected)
+
+
+def test_a_warm_model_is_captured_where_its_outputs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for stream and graph: the captured run writes what a run writes, where the last one did."""
+
+    class Stream:
+        ptr = 7
+
+    feed = {name: np.ones(shape, np.float16) for name, shape in SHAPES.items()}
+    monkeypatch.setattr(contender, "new_stream", Stream)
+    monkeypatch.setattr(contender, "capture", lambda stream, submit: (stream, submit))
+    made, stream = contender.warm(MODEL, feed, "cpu")
+    assert isinstance(stream, Stream)
+    (before,) = made.outputs().values()
+    expected, place = before.numpy().copy(), before.data_ptr()
+    made.submit()
+    (behind,) = made.outputs().values()
+    assert behind.data_ptr() == place
+    np.testing.assert_array_equal(behind.numpy(), expected)
+    captured_on, submit = contender.captured(MODEL, feed, "cpu")
+    assert isinstance(captured_on, Stream)
+    submit()

@@ -128,3 +128,62 @@ def test_launches_are_the_kernel_nodes_of_a_graph(monkeypatch: pytest.MonkeyPatc
     assert driver.kernel_nodes(1) == 3
     monkeypatch.setattr(driver, "_library", lambda: None)
     assert driver.kernel_nodes(1) is None
+
+
+class Place(ctypes.Structure):
+    """One end of a `CUDA_MEMCPY3D`, as cuda.h has it."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("lod", ctypes.c_size_t),
+        ("kind", ctypes.c_uint), ("host", ctypes.c_void_p), ("device", ctypes.c_uint64), ("array", ctypes.c_void_p),
+        ("reserved", ctypes.c_void_p), ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+class Copy(ctypes.Structure):
+    """A `CUDA_MEMCPY3D`."""
+
+    _fields_ = (
+        ("source", Place), ("target", Place), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+PINNED, UNKNOWN = 0x1000, 0x2000  # addresses: of the host's memory, and of memory that the driver never saw
+
+
+class Copying(Driver):
+    """Whose graph has one copy, between memories of these types; of an address alone it knows what is PINNED."""
+
+    def __init__(self, source: int, target: int, address: int = 0) -> None:
+        self.copy = Copy(source=Place(kind=source), target=Place(kind=target, device=address))
+
+    def cuGraphMemcpyNodeGetParams(self, node, copy) -> int:  # noqa: N802
+        assert self.KINDS[node.value - 1] == 1
+        assert ctypes.sizeof(copy) == ctypes.sizeof(self.copy)
+        ctypes.memmove(copy, ctypes.byref(self.copy), ctypes.sizeof(self.copy))
+        return 0
+
+    def cuPointerGetAttribute(self, kind, attribute, address) -> int:  # noqa: N802
+        assert attribute == 2
+        ctypes.cast(kind, ctypes.POINTER(ctypes.c_uint))[0] = HOST if address.value == PINNED else DEVICE
+        return int(address.value == UNKNOWN)
+
+
+HOST, DEVICE, UNIFIED = 1, 2, 4
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "address", "told"),
+    [
+        (DEVICE, HOST, 0, True), (HOST, DEVICE, 0, False), (DEVICE, DEVICE, 0, False), (UNIFIED, UNIFIED, PINNED, True),
+        (UNIFIED, UNIFIED, UNKNOWN, True), (UNIFIED, UNIFIED, 0x3000, False), (HOST, UNIFIED, 0x3000, False),
+    ],
+)  # fmt: skip
+def test_a_graph_that_copies_to_the_host_is_known(
+    source: int, target: int, address: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_library", lambda: Copying(source, target, address))
+    assert driver.copies_to_host(1) == told
+    monkeypatch.setattr(driver, "_library", lambda: None)
+    assert not driver.copies_to_host(1)

@@ -33,8 +33,8 @@ import numpy as np
 import onnx
 
 import onnxfuse
-from onnxfuse.bench.contender import Contender
-from onnxfuse.bench.cuda_graph import capture, new_stream
+from onnxfuse.bench.contender import Contender, warm
+from onnxfuse.bench.cuda_graph import capture
 from onnxfuse.device import DeviceSpec, spec_of
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import driver
@@ -46,6 +46,7 @@ from tests.perf.drawn import Drawn, draw, model, stored
 from tests.perf.every_tile import Planned, compile_tiles, in_turn, planned, time_tiles
 from tests.perf.kernels import TF32_EPS
 from tests.perf.result_file import write_result
+from tests.perf.torch_graph import captured_by_torch, replay_seconds
 
 BYTES_PER_US = 4.0e6  # an H200 reads at 4.8 TB/s by its data sheet, 4.0 by a copy
 PRODUCTS_PER_US: dict[int, float] = {
@@ -139,13 +140,8 @@ def _microseconds(seconds: Callable[[], float], sites: int) -> float:
 
 def _captured(path: Path, problem: Drawn, sites: int) -> tuple[Contender, Callable[[], float]] | None:
     """The model in a session of its own, and seconds of one replay; None where ONNX Runtime cannot run it."""
-    stream = new_stream()
     try:
-        contender = Contender(path, _feeds(problem, sites), "cuda", {"user_compute_stream": str(stream.ptr)})
-        for _ in range(3):
-            contender.run()
-        contender.pin_outputs()
-        contender.run()
+        contender, stream = warm(path, _feeds(problem, sites), "cuda")
         graph = capture(stream, contender.submit)
     except OnnxfuseError as error:
         print(f"  {path.name}: {str(error)[:300]}", flush=True)
@@ -181,29 +177,16 @@ def _cublas(problem: Drawn, sites: int, weights: int) -> Callable[[], float]:
         for site in range(sites):
             torch.mm(x[site], rhs[site % weights], out=out[site % len(out)])
 
-    products()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        products()
-
-    def timed() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(5):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000 / 5 / sites
-
-    return timed
+    graph = captured_by_torch(products)
+    return lambda: replay_seconds(graph) * 1e6 / sites
 
 
 def _error(contender: Contender, problem: Drawn) -> float:
     """The largest error of the first site on some rows, in units of the last place of the output's magnitude."""
     rows = np.unique(np.linspace(0, problem.m - 1, CHECKED_ROWS).astype(int))
     first = list(contender.outputs().values())[: problem.outputs]
-    actual = [_rows(value, problem, rows) for value in first]
+    shape, at = (problem.m, problem.n), cupy.asarray(rows)
+    actual = [read(value, shape, problem.element, at) for value in first]
     expected = _expected(problem, rows)
     unit = TF32_EPS if problem.element == FLOAT else 2.0**-7 if problem.is_bfloat16 else 2.0**-10
     found = max(np.abs(a - e).max() / (unit * max(1.0, np.abs(e).max())) for a, e in zip(actual, expected, strict=True))
@@ -211,15 +194,15 @@ def _error(contender: Contender, problem: Drawn) -> float:
     return float(found)
 
 
-def _rows(value: Any, problem: Drawn, rows: np.ndarray) -> np.ndarray:
-    """Rows of an output on the device, in float64."""
-    bits = np.uint32 if problem.element_bytes == 4 else np.uint16
-    memory = cupy.cuda.UnownedMemory(value.data_ptr(), problem.m * problem.n * problem.element_bytes, value)
-    whole = cupy.ndarray((problem.m, problem.n), bits, cupy.cuda.MemoryPointer(memory, 0))
-    taken: np.ndarray = whole[cupy.asarray(rows)].get()
-    if problem.is_bfloat16:
+def read(value: Any, shape: tuple[int, ...], element: int, rows: Any = slice(None)) -> np.ndarray:
+    """An output on the device, or some rows of it, in float64; NumPy has no bfloat16."""
+    size = 4 if element == FLOAT else 2
+    memory = cupy.cuda.UnownedMemory(value.data_ptr(), math.prod(shape) * size, value)
+    whole = cupy.ndarray(shape, np.uint32 if size == 4 else np.uint16, cupy.cuda.MemoryPointer(memory, 0))
+    taken: np.ndarray = whole[rows].get()
+    if element == BFLOAT16:
         return from_bfloat16(taken).astype(np.float64)
-    return taken.view(np.float32 if problem.element_bytes == 4 else np.float16).astype(np.float64)
+    return taken.view(np.float32 if size == 4 else np.float16).astype(np.float64)
 
 
 def _expected(problem: Drawn, rows: np.ndarray) -> list[np.ndarray]:

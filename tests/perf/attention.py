@@ -13,25 +13,28 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cupy
 import numpy as np
 import onnx
 from onnx import ModelProto, helper
 
 import onnxfuse
-from onnxfuse.bench.contender import Contender
-from onnxfuse.bench.cuda_graph import capture, new_stream
+from onnxfuse.bench.contender import warm
+from onnxfuse.bench.cuda_graph import capture
 from onnxfuse.device import spec_of
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import driver
-from onnxfuse.runtime.feeds import from_bfloat16
+from onnxfuse.runtime.feeds import from_bfloat16, to_bfloat16
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder
+from tests.perf.anywhere import read
 from tests.perf.compare import origin
+from tests.perf.document import best_of_others
 from tests.perf.every_tile import in_turn
 from tests.perf.result_file import write_result
+from tests.perf.torch_graph import captured_by_torch, replay_seconds
 
 Array = np.ndarray[Any, np.dtype[Any]]
 COLD = 100e6  # bytes of a model's tensors, twice the L2 cache
@@ -172,40 +175,24 @@ def numbers(site: Site) -> dict[str, Array]:
 
 def _stored(values: Array, element: int) -> Array:
     """Rounded to the type, as fp32."""
-    if element == BFLOAT16:
-        return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    return values.astype(np.float16).astype(np.float32) if element == FLOAT16 else values
+    fed = _feed(values, element)
+    return from_bfloat16(fed) if element == BFLOAT16 else fed.astype(np.float32)
 
 
 def _feed(values: Array, element: int) -> Array:
     """As the session takes it; bfloat16 as its bits."""
     if element == BFLOAT16:
-        return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
+        return to_bfloat16(values)
     return values.astype(np.float16) if element == FLOAT16 else values
 
 
 def in_session(path: Path, site: Site, of: dict[str, Array]) -> tuple[Callable[[], float], Array]:
     """Seconds of a replay, and the first output."""
-    stream = new_stream()
     feeds = {name: _feed(values, site.element) for name, values in of.items()}
-    contender = Contender(path, feeds, "cuda", {"user_compute_stream": str(stream.ptr)})
-    for _ in range(3):
-        contender.run()
-    contender.pin_outputs()
-    contender.run()
-    out = _read(next(iter(contender.outputs().values())), site)
-    return capture(stream, contender.submit).seconds, out
-
-
-def _read(value: Any, site: Site) -> Array:
-    """An output on the device, in float64; NumPy has no bfloat16."""
-    size = 4 if site.element == FLOAT else 2
+    contender, stream = warm(path, feeds, "cuda")
     shape = (site.batch, site.rows, site.heads * site.head)
-    memory = cupy.cuda.UnownedMemory(value.data_ptr(), math.prod(shape) * size, value)
-    bits: Array = cupy.ndarray(shape, np.uint32 if size == 4 else np.uint16, cupy.cuda.MemoryPointer(memory, 0)).get()
-    if site.element == BFLOAT16:
-        return from_bfloat16(bits).astype(np.float64)
-    return bits.view(np.float32 if size == 4 else np.float16).astype(np.float64)
+    out = read(next(iter(contender.outputs().values())), shape, site.element)
+    return capture(stream, contender.submit).seconds, out
 
 
 def expected(site: Site, of: dict[str, Array]) -> Array:
@@ -234,33 +221,17 @@ def by_torch(site: Site, of: dict[str, Array], backend: str) -> Callable[[], flo
             three = (heads[f"{name}{copy}"] for name in "qkv")
             function(*three, attn_mask=mask, enable_gqa=site.shared > 1)
 
-    graph = torch.cuda.CUDAGraph()
     try:
         with sdpa_kernel([getattr(SDPBackend, backend)]):
-            every()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                every()
+            graph = captured_by_torch(every)
     except RuntimeError:
         return None
-    return lambda: _replayed(graph)
+    return partial(replay_seconds, graph)
 
 
 def _split(x: Any, head: int) -> Any:
     """`[batch, heads, tokens, head]` of a torch tensor, where it lies."""
     return x.view(*x.shape[:2], -1, head).transpose(1, 2)
-
-
-def _replayed(graph: Any) -> float:
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(5):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / 5
 
 
 def measure(site: Site, folder: Path, arch: str) -> dict[str, Any]:
@@ -300,12 +271,6 @@ def _every_row(site: Site, mask: Array) -> Array:
     return np.broadcast_to(mask, (*mask.shape[:2], site.rows, site.keys)).copy()
 
 
-def best_of_others(row: dict[str, Any]) -> tuple[str, float]:
-    """The fastest of what others have in one kernel."""
-    names = [name for name in (*BACKENDS, "MultiHeadAttention") if name in row]
-    return min(((name, float(row[name])) for name in names), key=lambda pair: pair[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="result file, JSON")
@@ -318,8 +283,8 @@ def main() -> None:
                 continue
             row = measure(site, Path(name), arch)
             rows.append(row)
-            other, best = best_of_others(row)
-            ratio = f"{row['fused'] / best:.2f} of {other}'s {best:.1f}"
+            best, other = best_of_others(row)
+            ratio = f"{row['fused'] / best:.2f} of the {best:.1f} of {other}"
             print(f"{site}: stock {row['stock']:.1f} us, fused {row['fused']:.1f} us, {ratio}", flush=True)
             command = f"python -m tests.perf.attention --out results/{options.out.name}"
             write_result(options.out, {**origin(command), "rows": rows})

@@ -19,8 +19,8 @@ import onnx
 from onnx import ModelProto
 
 import onnxfuse
-from onnxfuse.bench.contender import Contender
-from onnxfuse.bench.cuda_graph import Capture, capture, new_stream
+from onnxfuse.bench.contender import warm
+from onnxfuse.bench.cuda_graph import Capture, capture
 from onnxfuse.device import spec_of
 from onnxfuse.runtime import driver
 from onnxfuse.schedule import cost_model
@@ -47,12 +47,7 @@ MOST_APART = 2.0**-5  # of the largest output: both sides round in fp16, layer b
 def captured(path: Path, shape: Sequence[int]) -> tuple[Capture, np.ndarray]:
     """A model's run as a CUDA graph, and its first output."""
     drawn = np.random.default_rng(1).standard_normal(1 << 20, np.float32).astype(np.float16)
-    stream = new_stream()
-    contender = Contender(path, {"x": np.resize(drawn, shape)}, "cuda", {"user_compute_stream": str(stream.ptr)})
-    for _ in range(3):
-        contender.run()
-    contender.pin_outputs()
-    contender.run()
+    contender, stream = warm(path, {"x": np.resize(drawn, shape)}, "cuda")
     output = next(iter(contender.outputs().values()))
     return capture(stream, contender.submit), output.numpy().astype(np.float32)
 

@@ -19,8 +19,8 @@ import onnx
 from onnx import ModelProto
 
 import onnxfuse
-from onnxfuse.bench.contender import Contender
-from onnxfuse.bench.cuda_graph import capture, new_stream
+from onnxfuse.bench.contender import warm
+from onnxfuse.bench.cuda_graph import capture
 from onnxfuse.device import spec_of
 from onnxfuse.runtime import driver
 from tests.helpers.onnx_build import FLOAT16, Builder
@@ -61,12 +61,7 @@ def measure(paths: tuple[Path, Path], batch: int, tokens: int) -> dict[str, Any]
     feeds = {"x": np.resize(drawn, (batch, tokens, WIDTH))}
     graphs, outputs = [], []
     for path in paths:
-        stream = new_stream()
-        contender = Contender(path, feeds, "cuda", {"user_compute_stream": str(stream.ptr)})
-        for _ in range(3):
-            contender.run()
-        contender.pin_outputs()
-        contender.run()
+        contender, stream = warm(path, feeds, "cuda")
         (output,) = contender.outputs().values()
         outputs.append(output.numpy().astype(np.float32))
         graphs.append(capture(stream, contender.submit))

@@ -21,8 +21,8 @@ import onnx
 from onnx import ModelProto
 
 import onnxfuse
-from onnxfuse.bench.contender import Contender
-from onnxfuse.bench.cuda_graph import Capture, capture, new_stream
+from onnxfuse.bench.contender import warm
+from onnxfuse.bench.cuda_graph import Capture, capture
 from onnxfuse.device import spec_of
 from onnxfuse.runtime import driver
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
@@ -95,12 +95,7 @@ def model(problem: Problem) -> ModelProto:
 
 def recorded(path: Path, feeds: dict[str, np.ndarray]) -> tuple[Capture, list[np.ndarray]]:
     """A captured run, and what it gives."""
-    stream = new_stream()
-    contender = Contender(path, feeds, "cuda", {"user_compute_stream": str(stream.ptr)})
-    for _ in range(3):
-        contender.run()
-    contender.pin_outputs()
-    contender.run()
+    contender, stream = warm(path, feeds, "cuda")
     outputs = [value.numpy().astype(np.float32) for value in contender.outputs().values()]
     return capture(stream, contender.submit), outputs
 

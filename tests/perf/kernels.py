@@ -43,6 +43,7 @@ from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.helpers.reference_fusion import evaluate
 from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.perf.result_file import write_result
+from tests.perf.torch_graph import captured_by_torch, replay_seconds
 
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 LAUNCHES = 20  # of one graph
@@ -284,22 +285,12 @@ def cublas_graph(
     def product(copy: int) -> None:
         torch.mm(lhs[copy], rhs[copy].T if transposed else rhs[copy], out=out[copy % len(out)])
 
-    product(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def products() -> None:
         for index in range(LAUNCHES):
             product(index % buffers.copies)
 
-    def timed() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000 / LAUNCHES
-
-    return graph.replay, timed
+    graph = captured_by_torch(products)
+    return graph.replay, lambda: replay_seconds(graph, 1) * 1e6 / LAUNCHES
 
 
 def timed_replay(replay: Callable[[], None], stream: cupy.cuda.Stream) -> float:

@@ -29,8 +29,8 @@ import numpy as np
 import onnx
 
 import onnxfuse
-from onnxfuse.bench.contender import Contender, timed
-from onnxfuse.bench.cuda_graph import Capture, capture, new_stream
+from onnxfuse.bench.contender import Contender, timed, warm
+from onnxfuse.bench.cuda_graph import Capture, capture
 from onnxfuse.device import spec_of
 from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import driver
@@ -85,7 +85,7 @@ def measure(ready: Ready, shapes: Shapes, seed: int) -> dict[str, Any]:
     specs = input_specs(open_session(ready.original, ["CPUExecutionProvider"]))
     feeds = make_feeds(specs, shapes=shapes, seed=seed)
     paths = ready.original, ready.fused
-    contenders = [_ran(path, feeds) for path in paths]
+    contenders = [warm(path, feeds, "cuda") for path in paths]
     apart = _apart(*(contender.outputs() for contender, _ in contenders))
     graphs = [_captured(*each) for each in contenders]
     timers = [graph.seconds for graph in graphs if graph is not None]
@@ -97,17 +97,6 @@ def measure(ready: Ready, shapes: Shapes, seed: int) -> dict[str, Any]:
         "ratio": stock / fused, "launches": [graph and graph.launches for graph in graphs],
         "apart": apart,
     }  # fmt: skip
-
-
-def _ran(path: Path, feeds: Mapping[str, np.ndarray]) -> tuple[Contender, Any]:
-    """A session that ran, on a stream of its own."""
-    stream = new_stream()
-    contender = Contender(path, feeds, "cuda", {"user_compute_stream": str(stream.ptr)})
-    for _ in range(3):
-        contender.run()
-    contender.pin_outputs()
-    contender.run()
-    return contender, stream
 
 
 def _captured(contender: Contender, stream: Any) -> Capture | None:

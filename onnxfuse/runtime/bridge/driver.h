@@ -52,8 +52,8 @@ class Driver {
   // Whether all devices have a compute capability, 90 for 9.0.
   bool all_devices_have(int capability) const;
 
-  // `maps` is the kernel's second parameter, or nullptr where it has none. One that starts `early` waits for the kernel before it
-  // by itself (griddepcontrol.wait), beside whose end it may be launched.
+  // `maps` is the kernel's second parameter, or nullptr where it has none. One that starts `early` waits by itself
+  // (griddepcontrol.wait) for the kernel before it, beside whose end it is launched.
   void launch(Function function, Grid grid, unsigned threads, unsigned shared_bytes, bool early, Stream stream,
               OnnxfuseArguments* arguments, TensorMap* maps) const;
 

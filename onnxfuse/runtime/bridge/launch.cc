@@ -34,9 +34,9 @@ Driver::Grid grid_of(const Record& record, const OnnxfuseArguments& arguments, c
   return {static_cast<unsigned>(std::min(tiles, clusters_of(record, device)) * record.cluster), 1};
 }
 
-// Whether the kernel, which then waits by itself, is launched beside the end of the one before it. Its blocks go where that
-// one's have ended: those that read the same are no longer neighbours, and the multiprocessors that are free first get more
-// small ones than others, which costs a long kernel more than a launch takes.
+// Whether the kernel, which then waits by itself, is launched beside the end of the one before it. Its blocks go where
+// that one's have ended: those that read the same are no longer neighbours, and the multiprocessors that are free first
+// get more small ones than others, which costs a long kernel more than a launch takes.
 bool starts_early(const Record& record, const OnnxfuseArguments& arguments, const Device& device) {
   if (record.early_depth == 0 || record.early_depth == kAnyDepth) return record.early_depth > 0;
   const int64_t tiles = tiles_of(record, arguments) * arguments.batch;
