@@ -154,6 +154,7 @@ struct Place {
     head = (number - batch * heads) * BLOCK_HEADS;
   }
   __device__ __forceinline__ bool has_rows(int group) const { return !MIXED || group < groups; }
+  __device__ __forceinline__ bool takes_turns() const { return !MIXED || groups > 1; }
   __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
   __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
 };
@@ -454,11 +455,11 @@ struct Consumer {
 
 // What a group without rows does while the others walk: it waits and hands on as they do, and multiplies nothing. No
 // wgmma keeps the lanes of a warp together here, and one that fell two stages behind would wait for ever.
-__device__ __forceinline__ void pass_by(Consumer& own, const Blocks& blocks) {
+__device__ __forceinline__ void pass_by(Consumer& own, const Place& place, const Blocks& blocks) {
 #pragma unroll 1
   for (int block = blocks.end - 1; block >= blocks.first; --block) {
     own.await_keys();
-    if (block < blocks.end - 1) {
+    if (block < blocks.end - 1 && place.takes_turns()) {
       await_turn(own.group);
       hand_over(own.group);
     }
@@ -484,6 +485,7 @@ __device__ __forceinline__ bool is_left_for_later(const Consumer& own, const Sof
 // The keys of a tile, from the last block to the first.
 __device__ __forceinline__ void walk(float (&sums)[SUMS], Softmax& softmax, Consumer& own, const Place& place,
                                      const Blocks& blocks, int warp_row) {
+  const bool in_turns = place.takes_turns();
   float scores[SCORES], rescale[2];
   unsigned probabilities[WORDS];
   Operands at = {0, nullptr, warp_row, (blocks.end - 1) * BLOCK_N + lane() % 4 * 2, own.args.n};
@@ -496,11 +498,11 @@ __device__ __forceinline__ void walk(float (&sums)[SUMS], Softmax& softmax, Cons
 #pragma unroll 1
   for (int block = blocks.end - 2; block >= blocks.first; --block) {
     own.await_keys();
-    await_turn(own.group);
+    if (in_turns) await_turn(own.group);
     own.multiply_query(scores);
     own.await_values();
     own.multiply_probabilities(sums, probabilities, block < blocks.end - 2);
-    hand_over(own.group);
+    if (in_turns) hand_over(own.group);
     multiply_wait<1>();
     at.key -= BLOCK_N;
     own.finish_scores<false>(scores, place, at);
@@ -547,7 +549,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
       barrier_wait(shared + QUERY_FULL + group * 8, query_parity);
       query_parity ^= 1;
     }
-    if (!place.has_rows(group)) return pass_by(own, blocks);
+    if (!place.has_rows(group)) return pass_by(own, place, blocks);
     attend(own, place, blocks, number, warp_row);
   };
   for_each_tile(args, memory, look, [&] {
