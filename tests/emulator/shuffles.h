@@ -4,6 +4,16 @@
 
 inline int __shfl_sync(unsigned, int value, int) { return value; }  // of what all lanes have
 
+inline float __shfl_sync(unsigned, float value, int source) {
+  emulator::Warp& warp = emulator::warp();
+  memcpy(&warp.values[threadIdx.x % 32][7], &value, 4);
+  __syncwarp();
+  float other;
+  memcpy(&other, &warp.values[source][7], 4);
+  __syncwarp();
+  return other;
+}
+
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   emulator::Warp& warp = emulator::warp();
