@@ -22,12 +22,13 @@ FUSED_ATTENTION = "FusedAttention"
 # By the architecture for which alone a node has kernels: the bridge registers such names where every GPU is of it, and
 # elsewhere the node's body runs.
 FUSED_GEMM_ON = {"sm_90a": "FusedGemm90"}
+FUSED_CACHE = "FusedCache90"  # likewise
 # Names of each kind. 50 ops cost 3.7 ms as a session loads, beside an H200; a UNet has 12 bodies.
 POOL_SIZE = 24
 
 
 def kind_of(op_type: str) -> str:
-    """The name of a fused op without its number: FUSED_GEMM, FUSED_POINTWISE, FUSED_ATTENTION or of FUSED_GEMM_ON."""
+    """The name of a fused op without its number: FUSED_GEMM, FUSED_POINTWISE, FUSED_ATTENTION, FUSED_CACHE or of FUSED_GEMM_ON."""
     return op_type.partition("_")[0]
 
 

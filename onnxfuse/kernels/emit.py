@@ -9,6 +9,7 @@ from typing import Any
 from onnxfuse.device import DeviceSpec
 from onnxfuse.kernels import (
     attention,
+    cached_attention,
     gemm,
     hopper,
     hopper_quantized,
@@ -48,6 +49,7 @@ TEXTS = {
     "norm": Text(norm.ENTRY, lambda spec, tile, device: norm.emit(spec, tile)),
     "attention": Text(attention.ENTRY, lambda spec, tile, device: attention.emit(spec, tile)),
     "portable_attention": Text(attention.ENTRY, lambda spec, tile, device: attention.emit_portable(spec, tile)),
+    "cached_attention": Text(cached_attention.ENTRY, lambda spec, tile, device: cached_attention.emit(spec, tile)),
     "library": Text(pointwise.ENTRY, lambda spec, tile, device: pointwise.emit(spec.epilogue, tile.pointwise)),
 }
 

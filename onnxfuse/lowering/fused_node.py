@@ -24,6 +24,11 @@ are strings that a person can read in any viewer:
     math        how the kernels compute products, as `KernelSpec.math` names it: `tf32`, or `3xtf32,fp32` where
                 architectures differ. Missing in a node that computes no product. By `tf32` `onnxfuse verify` knows what
                 to allow; the bridge ignores it
+    original    `num_heads=32 scale:0.088388`: attributes of the op that a node over a cache of keys and values stands for,
+                integers and real numbers; the bridge runs it where the kernel does not. Only such a node has it. Its
+                `problem` means nothing, and its loads are the query, the caches of keys and values, the token's own two
+                where they do not lie behind the query, the place of each sequence's last key, cosines and sines where it
+                turns by them, and a tensor with a column for each key
     fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
 
 An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and
@@ -35,6 +40,7 @@ in two such groups.
 from __future__ import annotations
 
 from onnxfuse.graph.fallback_body import Replacement
+from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.fusion import Fusion, Pointwise, part_text
 from onnxfuse.lowering.site import Implementation
 
@@ -76,6 +82,7 @@ def node_attributes(implementation: Implementation, kernel: str) -> dict[str, st
         "in_types": ",".join(tensor.dtype.name for tensor in fusion.inputs),
         "out_types": ",".join(tensor.dtype.name for tensor in fusion.outputs),
         **_math(implementation),
+        **_original(fusion),
         "fusion": str(fusion),
     }
 
@@ -84,6 +91,14 @@ def _math(implementation: Implementation) -> dict[str, str]:
     """How the kernels multiply, those of each architecture."""
     found = ",".join(sorted({variant.spec.math for _, variant in implementation.variants}))
     return {"math": found} if found else {}
+
+
+def _original(fusion: Pointwise) -> dict[str, str]:
+    """The attributes of the op that a node over a cache stands for."""
+    if not isinstance(fusion, CachedAttention):
+        return {}
+    texts = (f"{name}={value}" if isinstance(value, int) else f"{name}:{value!r}" for name, value in fusion.original)
+    return {"original": " ".join(texts)}
 
 
 def _arguments(fusion: Pointwise) -> str:

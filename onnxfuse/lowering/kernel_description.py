@@ -21,7 +21,7 @@ from importlib.metadata import version
 from typing import Any
 
 from onnxfuse.device import DeviceSpec, spec_of
-from onnxfuse.dtypes import ALL, DType
+from onnxfuse.dtypes import ALL, INTEGERS, DType
 from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.ir.attention import Diagonal
 from onnxfuse.ir.fusion import OPS, Step
@@ -29,6 +29,7 @@ from onnxfuse.ir.quantization import Quantization
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.runtime.compile import nvrtc_version
 from onnxfuse.schedule.attention_tile import AttentionSpec
+from onnxfuse.schedule.cached_attention_tile import CachedAttentionSpec
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
@@ -36,9 +37,10 @@ from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.variant import AnyVariant, Variant
 
-_PLAIN = (KernelSpec, PointwiseSpec, NormSpec, LibrarySpec, AttentionSpec, Diagonal, Access, Step, Quantization)
+_SPECS = (KernelSpec, PointwiseSpec, NormSpec, LibrarySpec, AttentionSpec, CachedAttentionSpec)
+_PLAIN = (*_SPECS, Diagonal, Access, Step, Quantization)
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in (*_PLAIN, *(each.tile_type for each in FAMILIES))}
-_DTYPES = {dtype.name: dtype for dtype in ALL}
+_DTYPES = {dtype.name: dtype for dtype in (*ALL, *INTEGERS)}
 _FAMILIES = {family.name: family for family in FAMILIES}
 _NAME = re.compile(r"[A-Za-z0-9_]{0,40}")  # what text may say: it goes into CUDA text
 _MOST_BYTES = 1 << 26

@@ -16,12 +16,9 @@ from onnxfuse.graph.archive import (
 )
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels
-from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.kernel_family import MapRule
-from onnxfuse.schedule.kernel_spec import Access, KernelSpec
-from onnxfuse.schedule.library_tile import LibrarySpec
-from onnxfuse.schedule.pointwise_tile import PointwiseSpec
-from onnxfuse.schedule.variant import AnyVariant
+from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.variant import AnySpec, AnyVariant
 
 _IN_RUNS = {"m": TensorFlag.ROWS_IN_RUNS, "n": TensorFlag.COLUMNS_IN_RUNS, "batch": TensorFlag.BATCHES_IN_RUNS}
 
@@ -55,7 +52,7 @@ def launch_record(name: str, device: DeviceSpec, variant: AnyVariant, kernels: K
     )
 
 
-def _flags(spec: KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec) -> tuple[int, ...]:
+def _flags(spec: AnySpec) -> tuple[int, ...]:
     """How the kernel reaches every tensor that a record may have."""
     loads = enumerate(spec.loads, FIRST_LOAD)
     outs = enumerate(spec.outs, FIRST_OUT)

@@ -24,12 +24,13 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
-from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM_ON, FUSED_POINTWISE
+from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_CACHE, FUSED_GEMM_ON, FUSED_POINTWISE
 from onnxfuse.graph.operators import is_copy, qualified_op
 from onnxfuse.graph.rows_in_turn import RowsInTurn
 from onnxfuse.graph.skip_norms import OPTIMISED, is_added_and_normalised, is_bias_of_it
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
+from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, StoredRhs, Tensor, acc_name, load_name
 from onnxfuse.ir.normalisation import Normalisation
@@ -37,6 +38,7 @@ from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
+from onnxfuse.schedule.cached_attention import ONLY, make_cached_plan, mapping_of
 from onnxfuse.schedule.norm_plan import make_norm_plan, own_time, rows_of, stock_time
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
@@ -84,7 +86,9 @@ class Planner:
     )
 
 
-def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation) -> Site:
+def plan_site(
+    planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation | CachedAttention
+) -> Site:
     """Decide everything about a match that can be decided without a measurement.
 
     Args:
@@ -100,6 +104,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Nor
         return _plan_attention(planner, graph, match, fusion)
     if isinstance(fusion, Normalisation):
         return _plan_normalisation(planner, graph, match, fusion)
+    if isinstance(fusion, CachedAttention):
+        return _plan_cached(planner, graph, match, fusion)
     fusion = fusion if planner.rounds else simplify(fusion)
     if broadcast_product_axes(fusion):
         return _plan_broadcast_product(planner, graph, match, fusion)
@@ -264,6 +270,20 @@ def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: No
     if site.is_left_alone:
         raise slower(site, fusion.anchor)
     return site
+
+
+def _plan_cached(planner: Planner, graph: Graph, match: Match, fusion: CachedAttention) -> Site:
+    """The site of one token over a cache: one kernel on the architecture that has it, the model's op on all others.
+
+    Raises:
+        NotFusable: none of the architectures has it.
+    """
+    devices = [device for device in planner.devices if device.arch == ONLY]
+    if not devices:
+        raise NotFusable("no_attention_kernel", fusion.anchor, f"there is one for {ONLY} alone")
+    plans = tuple(make_cached_plan(fusion, device) for device in devices)
+    whole = Implementation(graph, match, FUSED_CACHE, (), fusion, mapping_of(), plans)
+    return Site(graph, match, fusion, mapping_of(), (), None, whole=whole, only=ONLY)
 
 
 def _normalisation_times(fusion: Normalisation, mapping: AxisMapping, device: DeviceSpec) -> tuple[Times, ...]:

@@ -12,6 +12,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_GEMM_ON
 from onnxfuse.graph.packed_data import Packing
 from onnxfuse.graph.transposed_data import Order
+from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.fusion import Fusion, Pointwise
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.patterns import Match
@@ -26,7 +27,7 @@ class Implementation:
     Attributes:
         graph: the scope that it lies in.
         match: the nodes.
-        kind: of the fused node, FUSED_GEMM, FUSED_POINTWISE or FUSED_ATTENTION.
+        kind: of the fused node, FUSED_GEMM, FUSED_POINTWISE, FUSED_ATTENTION or FUSED_CACHE.
         retained: indices of the nodes that stay, right before the fused node: the products that it reads.
         fusion: what it computes.
         mapping: the axes of its loops.
@@ -75,7 +76,7 @@ class Site:
 
     graph: Graph
     match: Match
-    fusion: Fusion | Normalisation
+    fusion: Fusion | Normalisation | CachedAttention
     mapping: AxisMapping
     plans: tuple[ProductPlan, ...]
     epilogue_only: Implementation | None = None

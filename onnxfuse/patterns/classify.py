@@ -8,6 +8,7 @@ column_ranges  other equal ranges of one product, or more products; columns that
 range of any width
 attention      two products and the softmax between them (attention.py)
 normalisation  no product at all: rows less their mean, over their deviation (normalisation.py)
+cached_attention  one token of each sequence over a cache of keys and values (cached_attention.py)
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ PATTERNS: dict[str, Callable[[Match], bool]] = {
     "column_ranges": lambda match: True,
     "attention": lambda match: True,  # two matches of one product each; never asked
     "normalisation": lambda match: not match.products,
+    "cached_attention": lambda match: not match.products,  # never asked
 }
 """What a match looks like, by the name of the pattern; the first that holds."""
 

@@ -17,11 +17,13 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, candidates
 from onnxfuse.patterns.build_fusion import lower
+from onnxfuse.patterns.cached_attention import cached_attentions
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
@@ -34,7 +36,8 @@ from onnxfuse.patterns.siblings import siblings
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 
 SiteT = TypeVar("SiteT")
-MakeSite = Callable[[Match, Fusion | Normalisation], SiteT]
+AnyFusion = Fusion | Normalisation | CachedAttention
+MakeSite = Callable[[Match, AnyFusion], SiteT]
 IsProfitable = Callable[[SiteT, Sequence[SiteT]], bool]
 Group = tuple[Product, ...]
 Refused = tuple[gs.Node, NotFusable]
@@ -87,7 +90,8 @@ def match_sites(
         is_profitable: whether the first argument, one fusion, is better than the second, fusions of products of the
             same input; without it none become one.
         rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
-        attention: whether two products and the softmax between them become one fusion.
+        attention: whether two products and the softmax between them become one fusion, and the op that does that over a
+            cache.
         normalisation: whether what normalises rows does, without a product.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
@@ -99,6 +103,7 @@ def match_sites(
         found += matched
         skipped += refused
     found += search.match_normalisations() if normalisation else []
+    found += search.match_cached() if attention and not rounds else []
     skipped = _with_apart(graph, skipped, apart)
     found.sort(key=lambda each: (_place(graph, each.match), each.match.insertion_point))
     skipped.sort(key=lambda entry: graph.index(entry[0]))
@@ -169,7 +174,7 @@ def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:
     return next(site for site in sites.fused if graph.index(node) in (*site[0].shared, *site[0].nodes))
 
 
-def _with_product(match: Match, fusion: Fusion | Normalisation) -> tuple[Match, Fusion]:
+def _with_product(match: Match, fusion: AnyFusion) -> tuple[Match, Fusion]:
     assert isinstance(fusion, Fusion), "normalisations were not asked for"
     return match, fusion
 
@@ -233,11 +238,19 @@ class Search(Generic[SiteT]):
 
     def match_normalisations(self) -> list[Found[SiteT]]:
         """Every normalisation that a kernel computes faster than ONNX Runtime; the others have no product to report."""
-        found: list[Found[SiteT]] = []
         self.points.reserve(())
+        return self._made_of(normalisations(self.graph, self.points, self.rounds))
+
+    def match_cached(self) -> list[Found[SiteT]]:
+        """Every attention over a cache that a kernel computes for one token."""
+        return self._made_of(cached_attentions(self.graph, self.points))
+
+    def _made_of(self, matches: Iterable[tuple[Match, Normalisation | CachedAttention]]) -> list[Found[SiteT]]:
+        """Those of the matches that a kernel computes; the others have no product to report."""
+        found: list[Found[SiteT]] = []
         if self.graph.scope.fault or self.graph.opset < OLDEST_OPSET:
             return found
-        for match, fusion in normalisations(self.graph, self.points, self.rounds):
+        for match, fusion in matches:
             try:
                 found.append(Found(match, self.make_site(match, fusion)))
             except NotFusable:

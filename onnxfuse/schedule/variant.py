@@ -11,6 +11,7 @@ from onnxfuse.analysis.vector_width import EpilogueWidths, Widths
 from onnxfuse.device import DeviceSpec
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.attention_tile import AttentionSpec
+from onnxfuse.schedule.cached_attention_tile import CachedAttentionSpec
 from onnxfuse.schedule.kernel_family import Candidate, KernelFamily, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
@@ -19,7 +20,8 @@ from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
 CARRIED = 1.02  # where the library is faster at all rows, a model need not carry kernels beside: the epilogue only
 SLOWER = "slower by the cost model"
-Spec = TypeVar("Spec", bound=KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec, covariant=True)
+AnySpec = KernelSpec | PointwiseSpec | LibrarySpec | AttentionSpec | CachedAttentionSpec
+Spec = TypeVar("Spec", bound=AnySpec, covariant=True)
 Rows = tuple[int, int]  # the first and the last of a range
 TensorWidths = TypeVar("TensorWidths", bound=EpilogueWidths, covariant=True)
 
@@ -144,9 +146,11 @@ PointwiseVariant = Variant[PointwiseSpec]
 NormVariant = Variant[NormSpec]
 LibraryVariant = Variant[LibrarySpec]
 AttentionVariant = Variant[AttentionSpec]
+CachedVariant = Variant[CachedAttentionSpec]
 ProductPlan = Plan[KernelSpec, Widths]
 PointwisePlan = Plan[PointwiseSpec, EpilogueWidths]
 NormPlan = Plan[NormSpec, EpilogueWidths]
 AttentionPlan = Plan[AttentionSpec, Widths]
-AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant | AttentionVariant | NormVariant
-AnyPlan = ProductPlan | PointwisePlan | AttentionPlan | NormPlan
+CachedPlan = Plan[CachedAttentionSpec, EpilogueWidths]
+AnyVariant = ProductVariant | PointwiseVariant | LibraryVariant | AttentionVariant | CachedVariant | NormVariant
+AnyPlan = ProductPlan | PointwisePlan | AttentionPlan | CachedPlan | NormPlan

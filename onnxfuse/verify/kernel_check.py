@@ -26,7 +26,7 @@ from onnxfuse.settings import compile_jobs
 
 _ERROR_BYTES = 4096
 # In the order of the library's NodeText.
-_ATTRIBUTES = ("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types")
+_ATTRIBUTES = ("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types", "original")
 _TARGET = re.compile(r"\.target\s+sm_(\d+)(a?)")
 
 

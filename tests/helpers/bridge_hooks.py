@@ -85,10 +85,11 @@ class Node:
     kernel: str = "ab12"
     out_types: str = "f32"
     in_types: str = ""
+    original: str = ""
     attributes: dict[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = ("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types")
+        names = ("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types", "original")
         object.__setattr__(self, "attributes", {name: getattr(self, name) for name in names})
 
     def encoded(self) -> ctypes.Array:

@@ -11,17 +11,21 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxfuse.graph.archive import FIRST_OUT, Flavour, Mapped, Record, TensorMap, pack
+from onnxfuse.graph.archive import FIRST_OUT, Flavour, Mapped, Record, TensorMap, pack, unpack
 from tests.tools.fuzz_archive import flags, mended
 
 K, N = 8, 12
@@ -549,6 +553,65 @@ def absurd_shapes() -> None:
 def launch_error() -> None:
     on_cpu()
     expect(error_of(model(), 2, 3, K), "node 'site0'", "launch the kernel", "CUDA_ERROR_LAUNCH_FAILED", "launch failed")
+
+
+def cache_models(packed: bool) -> tuple[bytes, bytes]:
+    """GroupQueryAttention over a cache, and the same as a fused node whose kernels the stand-in launches."""
+    with tempfile.TemporaryDirectory() as name:
+        files = [Path(name, each) for each in ("stock.onnx", "fused.onnx")]
+        # In a process that does not find the stand-in, which the compiler would take for a driver.
+        environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
+        command = [sys.executable, "-m", "tests.helpers.cached_model", str(int(packed)), *map(str, files)]
+        subprocess.run(command, check=True, env=environment)
+        stock, fused = map(onnx.load, files)
+    for initializer in fused.graph.initializer:
+        if initializer.name == "onnxfuse.kernels":
+            records = unpack(numpy_helper.to_array(initializer).tobytes())
+            other = {"entry": "fake_p9_l0", "image": RECORD.image, "flavour": Flavour.PTX}
+            held = pack([replace(record, **other) for record in records])
+            initializer.CopyFrom(numpy_helper.from_array(np.frombuffer(held, np.uint8), initializer.name))
+    return stock.SerializeToString(), fused.SerializeToString()
+
+
+def cache() -> None:
+    """A prompt, and a cache that grows, are the runtime's op; one token in a cache with room is a kernel's."""
+    from tests.helpers.bridge_hooks import Arguments
+    from tests.helpers.cached_model import GROUPS, HEAD, HEADS, ROOM, cached_feeds
+
+    on_cpu()
+    for packed in (True, False):
+        stock, fused = map(session, cache_models(packed))
+        before = driver().fake_launches()
+        for tokens, past, room, batch in ((5, 0, ROOM, 2), (2, 7, ROOM, 1), (1, 6, 6, 2), (1, 6, ROOM, 2)):
+            feeds = cached_feeds(packed, tokens, past, room, batch=batch)
+            results, caches = zip(*((each[:1], each[1:]) for each in (fused.run(None, feeds), stock.run(None, feeds))))
+            np.testing.assert_array_equal(*(result[0] for result in results))
+            for found, wanted in zip(*caches, strict=True):
+                assert found.shape == wanted.shape == (batch, GROUPS, max(room, past + tokens), HEAD)
+                np.testing.assert_array_equal(found[:, :, : past + tokens], wanted[:, :, : past + tokens])
+        assert driver().fake_launches() == before, "past and present lie apart: the cache would have to be copied"
+        feeds = cached_feeds(packed, 1, 6, ROOM)
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()}
+        binding = fused.io_binding()
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+        for each in ("key", "value"):
+            binding.bind_ortvalue_output(f"present_{each}", values[f"past_{each}"])
+        binding.bind_output("out", "cpu")
+        fused.run_with_iobinding(binding)
+        assert driver().fake_launches() == before + 1
+        grid, shared, arguments = (ctypes.c_uint * 6)(), ctypes.c_uint(), Arguments()
+        driver().fake_last_launch(grid, ctypes.byref(shared), ctypes.byref(arguments))
+        assert list(grid) == [2 * GROUPS * 8, 1, 1, 256, 1, 1]
+        assert driver().fake_last_early()
+        query = values["query"].data_ptr()
+        own = [query + HEADS * HEAD * 2, query + (HEADS + GROUPS) * HEAD * 2]
+        own = own if packed else [values[each].data_ptr() for each in ("key", "value")]
+        pointers = [values["past_key"].data_ptr(), values["past_value"].data_ptr(), *own]
+        assert [arguments.rhs[place].pointer for place in range(4)] == pointers
+        assert (arguments.lhs.pointer, arguments.loads[0].pointer) == (query, values["lengths"].data_ptr())
+        assert arguments.lhs.batch_stride == (HEADS + 2 * GROUPS * packed) * HEAD
+        assert (arguments.batch, arguments.n, arguments.k) == (2, ROOM, 7)
 
 
 if __name__ == "__main__":

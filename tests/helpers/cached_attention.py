@@ -73,7 +73,7 @@ class CachedProblem:
         for index, load in enumerate(loads):
             filled["loads"][index] = (load, 0, 0, 1)
         filled["outs"][0] = (out, 0, 0, 1)
-        filled["m"], filled["n"], filled["k"] = 1, self.tokens.room, spec.head
+        filled["m"], filled["n"], filled["k"] = 1, self.tokens.room, self.tokens.room
         filled["batch"] = len(self.tokens.lengths)
         return filled
 

@@ -705,6 +705,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
         ("other_version", {}),
         ("survives", {}),
         ("absurd_shapes", {}),
+        ("cache", {}),
         ("launch_error", {"FAKE_LAUNCH_ERROR": "719"}),
     ],
 )

@@ -52,7 +52,7 @@ def altered_archive(source: random.Random, data: bytes) -> bytes:
 
 
 def altered_node(source: random.Random) -> Node:
-    name = source.choice(("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types"))
+    name = source.choice(("kernel", "axes", "sizes", "problem", "arguments", "out_types", "in_types", "original"))
     text = NODE.attributes[name]
     start = source.randint(0, len(text))
     end = min(len(text), start + source.choice((0, 1, 5)))

@@ -13,7 +13,7 @@
 namespace onnxfuse {
 namespace {
 
-constexpr size_t kTexts = 7;   // the attributes of NodeText, in its order
+constexpr size_t kTexts = 8;   // the attributes of NodeText, in its order
 constexpr uint32_t kFirstWithMaps = 90;
 
 // As large as any: how much shared memory a chip of an architecture has is seen when the session loads.
@@ -24,7 +24,7 @@ Device roomiest(uint32_t capability) {
 
 void check_node(const Records& records, const char* const* texts, const int64_t* ports) {
   const Contract contract =
-      parse_contract({texts[0], texts[1], texts[2], texts[3], texts[4], texts[5], texts[6]});
+      parse_contract({texts[0], texts[1], texts[2], texts[3], texts[4], texts[5], texts[6], texts[7]});
   const int64_t inputs = static_cast<int64_t>(contract.inputs.size()) + 1;   // the archive is one
   const int64_t outputs = static_cast<int64_t>(contract.outputs.size());
   if (ports[0] != inputs || ports[1] != outputs) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <locale>
+#include <sstream>
 
 #include "error.h"
 
@@ -75,6 +77,17 @@ class Reader {
       }
     }
     return value;
+  }
+
+  float real() {
+    skip_spaces();
+    const size_t end = std::min(source_.find(' ', position_), source_.size());
+    std::istringstream in(source_.substr(position_, end - position_));
+    in.imbue(std::locale::classic());
+    double value = 0;
+    if (!(in >> value) || in.peek() != std::istringstream::traits_type::eof()) wrong("expected a real number");
+    position_ = end;
+    return static_cast<float>(value);
   }
 
   [[noreturn]] void wrong(const std::string& reason) const {
@@ -282,6 +295,34 @@ std::vector<const ElementType*> parse_types(const char* attribute, const std::st
   return types;
 }
 
+void parse_original(const NodeText& node, Contract& contract) {
+  Reader reader("original", node.original);
+  while (!reader.at_end()) {
+    OriginalAttribute attribute{reader.name(), true, 0, 0.0f};
+    if (reader.take("=")) {
+      attribute.integer = reader.take("-") ? -reader.number() : reader.number();
+    } else {
+      reader.expect(":");
+      attribute.is_integer = false;
+      attribute.number = reader.real();
+    }
+    contract.original.push_back(attribute);
+  }
+}
+
+// Which tensors one token over a cache has, and that they are as many as its kernel reads.
+void check_cached(const Contract& contract) {
+  const size_t count = contract.loads.size();
+  std::vector<size_t> ranks;
+  for (const Reference& load : contract.loads) ranks.push_back(contract.inputs[load.tensor].size());
+  const auto rank = [&](size_t load) { return load < count ? ranks[load] : 0; };
+  const size_t apart = rank(3) == 3 ? 2 : 0, turned = rank(3 + apart + 1) == 2 && count == 7 + apart ? 2 : 0;
+  const bool fits = count == 5 + apart + turned && rank(0) == 3 && rank(1) == 4 && rank(2) == 4 &&
+                    (apart == 0 || rank(4) == 3) && rank(3 + apart) <= 2 && rank(count - 1) == 2 &&
+                    (turned == 0 || rank(5 + apart) == 2) && contract.outs.size() == 3 && !contract.has_product();
+  if (!fits) fail("attribute arguments='...': not the tensors of one token over a cache");
+}
+
 void check_kernel_id(const std::string& kernel) {
   const bool hex = std::all_of(kernel.begin(), kernel.end(), [](unsigned char c) { return std::isxdigit(c); });
   if (kernel.empty() || kernel.size() > kMaxKernelId || !hex) {
@@ -357,7 +398,9 @@ Contract parse_contract(const NodeText& node) {
   parse_arguments(node, contract);
   contract.out_types = parse_types("out_types", node.out_types);
   if (!node.in_types.empty()) contract.in_types = parse_types("in_types", node.in_types);
+  parse_original(node, contract);
   check_counts(contract);
+  if (contract.is_cached()) check_cached(contract);
   contract.chosen_by = chosen_by(contract);
   return contract;
 }

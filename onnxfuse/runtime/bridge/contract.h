@@ -12,7 +12,7 @@ namespace onnxfuse {
 
 // The attributes as the node carries them. `in_types` may be empty.
 struct NodeText {
-  std::string kernel, axes, sizes, problem, arguments, out_types, in_types;
+  std::string kernel, axes, sizes, problem, arguments, out_types, in_types, original;
 };
 
 struct ElementType {
@@ -47,6 +47,14 @@ struct Reference {
   int64_t start = 0;
 };
 
+// An attribute of the op that a node stands for.
+struct OriginalAttribute {
+  std::string name;
+  bool is_integer;
+  int64_t integer;
+  float number;
+};
+
 // Which size of a run decides which kernel it takes.
 enum class ChosenBy { kRows, kColumns, kBatches };
 
@@ -60,6 +68,7 @@ struct Contract {
   std::vector<Reference> rhs, loads, outs;
   std::vector<Reference> scales, zero_points;   // of a quantized rhs, one for each part; zero points may be implied
   std::vector<const ElementType*> out_types, in_types;   // in_types may be empty
+  std::vector<OriginalAttribute> original;   // of a node over a cache alone
   ChosenBy chosen_by = ChosenBy::kRows;
 
   // Whether the kernel multiplies; otherwise it only does what follows a product, and there is neither lhs nor rhs.
@@ -70,6 +79,9 @@ struct Contract {
 
   // Whether it is two products with a softmax between: of q and the keys, and of that and the values, [n, o].
   bool is_attention() const { return !o.empty(); }
+
+  // Whether it is one token over a cache of keys and values; cached_attention.h tells what its loads are.
+  bool is_cached() const { return !original.empty(); }
 };
 
 // Throws Error naming the attribute and the text at fault.

@@ -10,6 +10,7 @@
 #include "axes.h"
 #include "contract.h"
 #include "launch.h"
+#include "original_op.h"
 #include "ort.h"
 #include "scratch.h"
 
@@ -26,11 +27,19 @@ class FusedKernel {
 
  private:
   struct Inputs {
+    std::vector<const OrtValue*> values;
     std::vector<Shape> shapes;
     std::vector<void*> pointers;
   };
+  struct Outputs {
+    std::vector<OrtValue*> values;
+    std::vector<void*> pointers;
+  };
   Inputs inputs_of(OrtKernelContext* context) const;
-  std::vector<void*> allocate_outputs(OrtKernelContext* context, const Sizes& sizes) const;
+  template <typename ShapeOf>
+  Outputs allocate_outputs(OrtKernelContext* context, const ShapeOf& shape_of_output) const;
+  void compute_cached(OrtKernelContext* context, const Inputs& inputs) const;
+  void invoke_original(OrtKernelContext* context, const Inputs& inputs, const Outputs& outputs, int64_t keys) const;
   const Loaded& loaded() const;
   Stream stream_of(OrtKernelContext* context) const;
 
@@ -39,6 +48,7 @@ class FusedKernel {
   const Contract contract_;
   const ElementBytes bytes_;
   const std::shared_ptr<const Records> archive_;
+  std::unique_ptr<const OriginalOp> original_;   // of a node over a cache alone
   std::unique_ptr<const ScratchAllocator> scratch_;   // nothing for a node that takes none of the library's products
 
   // Contexts that this node has code in; grows only. The newest is read without the lock.

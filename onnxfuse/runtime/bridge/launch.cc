@@ -121,6 +121,13 @@ std::unique_ptr<const Loaded> load(const Contract& contract, const Records& reco
   return result;
 }
 
+void launch_blocks(const Loaded& code, size_t chosen, int64_t blocks, OnnxfuseArguments& arguments, Stream stream) {
+  const Record& record = *code.records[chosen];
+  if (blocks > kMaxGridX) fail("batch=", arguments.batch, " needs ", blocks, " blocks, more than a grid has");
+  cuda_driver()->launch(code.functions[chosen], {static_cast<unsigned>(blocks), 1}, record.threads, record.shared_bytes,
+                        record.early_depth == kAnyDepth, stream, &arguments, nullptr);
+}
+
 void launch(const Loaded& code, const Contract& contract, const ElementBytes& bytes, OnnxfuseArguments& arguments,
             const Scratch& scratch, Stream stream) {
   size_t chosen = choose(code.records, contract, bytes, arguments);

@@ -34,4 +34,7 @@ std::unique_ptr<const Loaded> load(const Contract& contract, const Records& reco
 void launch(const Loaded& code, const Contract& contract, const ElementBytes& bytes, OnnxfuseArguments& arguments,
             const Scratch& scratch, Stream stream);
 
+// Launches a kernel that needs no maps over so many blocks.
+void launch_blocks(const Loaded& code, size_t chosen, int64_t blocks, OnnxfuseArguments& arguments, Stream stream);
+
 }  // namespace onnxfuse

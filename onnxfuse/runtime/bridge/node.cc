@@ -51,7 +51,7 @@ NodeText read_text(const OrtApi* api, const Source* source) {
   const auto read = [&](const char* name) { return attribute(api, source, name, true); };
   const auto read_optional = [&](const char* name) { return attribute(api, source, name, false); };
   return {read("kernel"),    read("axes"),      read_optional("sizes"),   read("problem"),
-          read("arguments"), read("out_types"), read_optional("in_types")};
+          read("arguments"), read("out_types"), read_optional("in_types"), read_optional("original")};
 }
 
 // Records of the archive at one address. Nodes share it while any of them lives, so hundreds of nodes read and check

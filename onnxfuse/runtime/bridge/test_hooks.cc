@@ -41,9 +41,9 @@ int reported(const Text& error, Body body) {
   }
 }
 
-// In the order kernel, axes, sizes, problem, arguments, out_types, in_types.
+// In the order kernel, axes, sizes, problem, arguments, out_types, in_types, original.
 NodeText node_text(const char* const* attributes) {
-  return {attributes[0], attributes[1], attributes[2], attributes[3], attributes[4], attributes[5], attributes[6]};
+  return {attributes[0], attributes[1], attributes[2], attributes[3], attributes[4], attributes[5], attributes[6], attributes[7]};
 }
 
 std::vector<Shape> read_shapes(const int64_t* dims, const int32_t* ranks, int count) {

@@ -17,7 +17,7 @@
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, SPLITS blocks for each group of each sequence.
 // Arguments: lhs is the query, rhs[0] and rhs[1] the cache of keys and of values [batch, KV_HEADS, n, HEAD], rhs[2] and
-// rhs[3] the token's own; loads[0] the place of each sequence's last key, loads[1] and loads[2] cosines and sines of
+// rhs[3] the token's own; k is how many keys the longest sequence has at most; loads[0] the place of each sequence's last key, loads[1] and loads[2] cosines and sines of
 // every position; outs[0] [batch, HEADS, HEAD].
 #pragma once
 #include "common/arguments.cuh"
@@ -78,7 +78,7 @@ struct Token {
   __device__ __forceinline__ explicit Token(const OnnxfuseArguments& args, int tile)
       : batch(tile / KV_HEADS), group(tile % KV_HEADS) {
     const int last = load_global<Packed<int, 1>>(static_cast<const int*>(args.loads[0].pointer) + batch).values[0];
-    length = min(max(last, 0), args.n - 1) + 1;  // what does not fit into the cache is written nowhere else
+    length = min(max(last, 0), args.k - 1) + 1;  // a longer one would be written elsewhere
     first = WINDOW > 0 ? max(length - WINDOW, 0) : 0;
   }
   __device__ __forceinline__ long long cached(int capacity) const {
