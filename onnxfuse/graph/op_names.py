@@ -28,7 +28,7 @@ POOL_SIZE = 24
 
 
 def kind_of(op_type: str) -> str:
-    """The name of a fused op without its number: FUSED_GEMM, FUSED_POINTWISE, FUSED_ATTENTION, FUSED_CACHE or of FUSED_GEMM_ON."""
+    """The name of a fused op without its number: one of the above."""
     return op_type.partition("_")[0]
 
 

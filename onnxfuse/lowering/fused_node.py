@@ -24,11 +24,11 @@ are strings that a person can read in any viewer:
     math        how the kernels compute products, as `KernelSpec.math` names it: `tf32`, or `3xtf32,fp32` where
                 architectures differ. Missing in a node that computes no product. By `tf32` `onnxfuse verify` knows what
                 to allow; the bridge ignores it
-    original    `num_heads=32 scale:0.088388`: attributes of the op that a node over a cache of keys and values stands for,
-                integers and real numbers; the bridge runs it where the kernel does not. Only such a node has it. Its
-                `problem` means nothing, and its loads are the query, the caches of keys and values, the token's own two
-                where they do not lie behind the query, the place of each sequence's last key, cosines and sines where it
-                turns by them, and a tensor with a column for each key
+    original    `num_heads=32 scale:0.088388`: attributes of the op that a node over a cache of keys and values stands
+                for, integers and real numbers; the bridge runs it where the kernel does not. Only such a node has it.
+                Its `problem` means nothing, and its loads are the query, the caches of keys and values, the token's own
+                two where they do not lie behind the query, the place of each sequence's last key, cosines and sines
+                where it turns by them, and a tensor with a column for each key
     fusion      the fusion as `onnxfuse explain` prints it; for people, the bridge ignores it
 
 An axis is a letter or `_`, then letters, digits or `_`. lhs is walked as [batch, m, k], rhs as [batch, k, n], loads and

@@ -86,9 +86,7 @@ class Planner:
     )
 
 
-def plan_site(
-    planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation | CachedAttention
-) -> Site:
+def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation | CachedAttention) -> Site:
     """Decide everything about a match that can be decided without a measurement.
 
     Args:

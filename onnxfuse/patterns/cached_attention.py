@@ -1,4 +1,4 @@
-"""GroupQueryAttention over a cache: what a kernel of one token of each sequence computes, and why another is left alone.
+"""GroupQueryAttention over a cache: what a kernel of one token of each sequence computes.
 
 The lengths that the op reads on the host are those of a tensor's shape in every graph that GenAI's builder writes: a
 node that reads that tensor knows them as well.
@@ -180,9 +180,7 @@ def _integers(graph: Graph, tensor: gs.Tensor) -> DType:
     return found
 
 
-def _axes(
-    graph: Graph, node: gs.Node, counts: tuple[int, int, int], packed: bool, rotary: int
-) -> tuple[Axis, ...]:
+def _axes(graph: Graph, node: gs.Node, counts: tuple[int, int, int], packed: bool, rotary: int) -> tuple[Axis, ...]:
     """Batch, tokens, heads, columns, room, positions, and keys of the longest sequence."""
     heads, kv_heads, head = counts
 

@@ -76,8 +76,10 @@ def _is_row(tensor: Tensor) -> bool:
 
 
 def _loads(fusion: CachedAttention) -> tuple[Access, ...]:
-    rows = {True: ("tile", WIDTH), False: ("row", 1)}
-    return tuple(Access(kind, tensor.dtype, width) for tensor in fusion.operands for kind, width in [rows[_is_row(tensor)]])
+    return tuple(
+        Access("tile", tensor.dtype, WIDTH) if _is_row(tensor) else Access("row", tensor.dtype, 1)
+        for tensor in fusion.operands
+    )
 
 
 def _outs(fusion: CachedAttention) -> tuple[Access, ...]:

@@ -19,4 +19,5 @@ from onnxfuse.schedule.small_m import SMALL_M
 # whether rhs is quantized or not.
 HOPPERS: tuple[ProductFamily, ...] = (HOPPER, HOPPER_SWAPPED, HOPPER_QUANTIZED)
 PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, *HOPPERS, PORTABLE, QUANTIZED_SMALL_M)
-FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, NORM, LIBRARY, ATTENTION, PORTABLE_ATTENTION, CACHED_ATTENTION)
+ATTENTIONS: tuple[KernelFamily, ...] = (ATTENTION, PORTABLE_ATTENTION, CACHED_ATTENTION)
+FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, NORM, LIBRARY, *ATTENTIONS)

@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 import onnxfuse
 from onnxfuse.device import ARCHITECTURES, resolve
 from onnxfuse.graph.functions import DOMAIN
-from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_GEMM, FUSED_GEMM_ON, FUSED_POINTWISE, POOL_SIZE
+from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_CACHE, FUSED_GEMM, FUSED_GEMM_ON, FUSED_POINTWISE, POOL_SIZE
 from onnxfuse.pipeline import Analysis, analyse_model, make_report
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder, run
@@ -142,4 +142,5 @@ def test_the_bridge_registers_every_name() -> None:
     assert re.findall(r"kPoolSize = (\d+)", header) == [str(POOL_SIZE)]
     kinds = dict(re.findall(r'\{"(\w+)", (\d+)\}', header))
     alone = {name: str(ARCHITECTURES[arch].capability) for arch, name in FUSED_GEMM_ON.items()}
+    alone |= {FUSED_CACHE: "90"}
     assert kinds == dict.fromkeys((FUSED_GEMM, FUSED_POINTWISE, FUSED_ATTENTION), "0") | alone

@@ -584,9 +584,9 @@ def cache() -> None:
         before = driver().fake_launches()
         for tokens, past, room, batch in ((5, 0, ROOM, 2), (2, 7, ROOM, 1), (1, 6, 6, 2), (1, 6, ROOM, 2)):
             feeds = cached_feeds(packed, tokens, past, room, batch=batch)
-            results, caches = zip(*((each[:1], each[1:]) for each in (fused.run(None, feeds), stock.run(None, feeds))))
-            np.testing.assert_array_equal(*(result[0] for result in results))
-            for found, wanted in zip(*caches, strict=True):
+            (result, *ours), (expected, *theirs) = (each.run(None, feeds) for each in (fused, stock))
+            np.testing.assert_array_equal(result, expected)
+            for found, wanted in zip(ours, theirs, strict=True):
                 assert found.shape == wanted.shape == (batch, GROUPS, max(room, past + tokens), HEAD)
                 np.testing.assert_array_equal(found[:, :, : past + tokens], wanted[:, :, : past + tokens])
         assert driver().fake_launches() == before, "past and present lie apart: the cache would have to be copied"

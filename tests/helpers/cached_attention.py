@@ -1,4 +1,4 @@
-"""One launch of the kernel of one token over a cache: its tensors, its arguments, and what it should compute, in float64."""
+"""One launch of the kernel of one token over a cache: its tensors and arguments, and what it should compute."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class CachedProblem:
         own = self.own
         if self.tokens.packed:
             own = np.split(own[0], np.cumsum([count * spec.head for count in heads[:2]]), axis=1)
-        return [part.reshape(len(part), count, spec.head).astype(np.float64) for part, count in zip(own, heads, strict=True)]
+        rows = [part.astype(np.float64) for part in own]
+        return [part.reshape(len(part), count, spec.head) for part, count in zip(rows, heads, strict=True)]
 
     def turned(self, rows: np.ndarray, position: int) -> np.ndarray:
         """Rows of heads behind their rotation, rounded as the model stores them."""
@@ -141,6 +142,4 @@ def make_tokens(spec: CachedAttentionSpec, tokens: Tokens, seed: int = 7) -> Cac
     lengths = np.array([length - 1 for length in tokens.lengths], np.int32)
     out = np.full((batch, spec.heads * spec.head), np.nan, dtype)
     tables = [np.ascontiguousarray(table.astype(dtype)) for table in (np.cos(angles), np.sin(angles))]
-    return CachedProblem(
-        spec, tokens, own, keys, values, lengths, *tables, out, (keys.copy(), values.copy())
-    )
+    return CachedProblem(spec, tokens, own, keys, values, lengths, *tables, out, (keys.copy(), values.copy()))

@@ -57,7 +57,7 @@ def cached_feeds(
     rng = np.random.default_rng(tokens + past)
     width = (heads + 2 * groups) * head if packed else heads * head
     shapes = {"query": (batch, tokens, width)}
-    shapes |= {} if packed else {each: (batch, tokens, groups * head) for each in ("key", "value")}
+    shapes |= {} if packed else dict.fromkeys(("key", "value"), (batch, tokens, groups * head))
     shapes |= {f"past_{each}": (batch, groups, room, head) for each in ("key", "value")}
     drawn = {name: rng.standard_normal(shape, np.float32).astype(np.float16) for name, shape in shapes.items()}
     lengths = np.full(batch, past + tokens - 1, np.int32)

@@ -13,6 +13,7 @@ from onnxfuse.dtypes import BOOL, F16, F32
 from onnxfuse.kernels.emit import TEXTS
 from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
+from onnxfuse.schedule.cached_attention import CACHED_ATTENTION
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily
@@ -27,7 +28,7 @@ from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.onnx_build import FLOAT16, Builder
 
 TILE = Tile(128, 64, 64, 2, 2, 3)
-OF_ATTENTION = (ATTENTION, PORTABLE_ATTENTION)
+OF_ATTENTION = (ATTENTION, PORTABLE_ATTENTION, CACHED_ATTENTION)
 ALONG_ROWS = (POINTWISE, NORM, LIBRARY)  # those kernels go along n only
 VECTOR = "once per tile through shared memory"
 
@@ -46,6 +47,7 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
         "cuBLASLt + epilogue",
         "attention",
         "attention, portable",
+        "attention over a cache",
     }
 
 
