@@ -2,13 +2,13 @@
 #pragma once
 #include "cuda_host.h"
 
-inline int __shfl_sync(unsigned, int value, int) { return value; }  // of what all lanes have
-
-inline float __shfl_sync(unsigned, float value, int source) {
+template <typename T>
+T __shfl_sync(unsigned, T value, int source) {
+  if constexpr (!std::is_same_v<T, float>) return value;  // of what all lanes have
   emulator::Warp& warp = emulator::warp();
   memcpy(&warp.values[threadIdx.x % 32][7], &value, 4);
   __syncwarp();
-  float other;
+  T other;
   memcpy(&other, &warp.values[source][7], 4);
   __syncwarp();
   return other;
