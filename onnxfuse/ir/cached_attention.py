@@ -15,8 +15,9 @@ class CachedAttention(Pointwise):
 
     Query and key of the token are turned by its position; key and value are stored in the cache before. The operands
     are the query, both caches, key and value of the token where they do not lie behind the query, the place of each
-    sequence's last key, cosines and sines where something is turned, and a tensor with as many columns as the longest
-    sequence has keys. What is stored is the result and both caches. More tokens than one are left to the model's op.
+    sequence's last key, cosines and sines where something is turned, what the norms multiply by, the sink, and a tensor
+    with as many columns as the longest sequence has keys. What is stored is the result and both caches. More tokens are
+    left to the model's op.
 
     Attributes:
         heads: of the query.
@@ -27,6 +28,8 @@ class CachedAttention(Pointwise):
         scale: of the scores.
         softcap: bound of the scores, by a tanh; 0 for none.
         window: keys that a token looks at, its own the last; 0 for all.
+        epsilon: of the RMS norm of each head of query and key before they are turned; 0 for none.
+        sink: each head has one more score, of which no value is.
         packed: key and value of the token lie behind its query.
         original: attributes of the model's op, which does what the kernel does not.
     """
@@ -39,14 +42,18 @@ class CachedAttention(Pointwise):
     scale: float
     softcap: float
     window: int
+    epsilon: float
+    sink: bool
     packed: bool
     original: tuple[tuple[str, int | float], ...]
 
     def __str__(self) -> str:
         bound = f", bounded by {self.softcap:.6g}" if self.softcap else ""
         window = f", the last {self.window}" if self.window else ""
+        norm = f"heads normalised, epsilon {self.epsilon:.6g}; " if self.epsilon else ""
         turned = f"{self.rotary} columns turned{' in pairs' if self.interleaved else ''}; " if self.rotary else ""
-        text = f"{turned}{ATTENDED} = softmax(query * {KEYS} * {self.scale:.6g}{bound}) * {VALUES}{window}"
+        sink = " beside a sink" if self.sink else ""
+        text = f"{ATTENDED} = softmax(query * {KEYS} * {self.scale:.6g}{bound}{sink}) * {VALUES}{window}"
         head, *rows = super().__str__().split("\n")
         place = next(index for index, row in enumerate(rows) if row.startswith("out"))
-        return "\n".join([head, *rows[:place], f"{'':<7} {text}", *rows[place:]])
+        return "\n".join([head, *rows[:place], f"{'':<7} {norm}{turned}{text}", *rows[place:]])

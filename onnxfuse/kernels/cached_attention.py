@@ -32,6 +32,9 @@ using Element = {spec.dtype.cuda};
 constexpr bool INTERLEAVED = {flag(spec.interleaved)};
 constexpr bool SOFTCAPPED = {flag(spec.softcap > 0)};
 constexpr float SCALE = {spec.scale!r}f;
+constexpr bool NORMED = {flag(spec.epsilon > 0)};
+constexpr bool SINK = {flag(spec.sink)};
+constexpr float EPSILON = {spec.epsilon!r}f;
 constexpr float SOFTCAP = {spec.softcap or 1.0!r}f;
 {constants(numbers)}
 

@@ -14,6 +14,23 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import BF16, F16, FED_BY_ONNX, FLOATS_BY_ONNX, I32, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, Size, node_label
+from onnxfuse.graph.group_query import (
+    COSINES,
+    DOMAIN,
+    EPSILON,
+    KEY,
+    KEY_NORM,
+    LENGTHS,
+    OP,
+    PAST_KEY,
+    PAST_VALUE,
+    QUERY,
+    QUERY_NORM,
+    SINES,
+    SINK,
+    TOTAL,
+    VALUE,
+)
 from onnxfuse.ir.cached_attention import ATTENDED, KEYS, VALUES, CachedAttention
 from onnxfuse.ir.fusion import Axis, Dim, Load, Out, Tensor
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
@@ -21,16 +38,16 @@ from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
 
 PATTERN = "cached_attention"
-OP = "GroupQueryAttention"
-QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL, COSINES, SINES = range(9)
 MOST_HEADS = 8  # of the query for one of the keys: a side of mma.sync
 MOST_COLUMNS = 256  # of a head
 WIDTH = 8  # elements that are read at once
 KNOWN = frozenset(
-    {"num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved"}
-)
+    {"num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved",
+     "qk_norm_epsilon"}
+)  # fmt: skip
 DEFAULTS = {"smooth_softmax": (0, -1), "qk_output": (0,), "k_quant_type": (b"NONE", "NONE"),
-            "v_quant_type": (b"NONE", "NONE"), "kv_cache_bit_width": (0,)}  # fmt: skip
+            "v_quant_type": (b"NONE", "NONE"), "kv_cache_bit_width": (0,), "causal": (1,),
+            "sliding_window_cache": (0,)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class Counted:
 def cached_attentions(graph: Graph, points: InsertionPoints) -> Iterator[tuple[Match, CachedAttention]]:
     """Every attention over a cache that a kernel computes."""
     for node in graph.nodes:
-        if node.op != OP or node.domain != "com.microsoft" or points.is_taken(node):
+        if node.op != OP or node.domain != DOMAIN or points.is_taken(node):
             continue
         try:
             counted = _counted(graph, node)
@@ -106,11 +123,13 @@ def _lowered(graph: Graph, node: gs.Node, counted: Counted) -> CachedAttention:
         raise _refuse(node, f"a kernel has heads of up to {MOST_COLUMNS} columns, a multiple of {WIDTH}")
     packed = not node.inputs[KEY].name
     rotary = _rotary(graph, node) if node.attrs.get("do_rotary", 0) else 0
-    operands = _operands(graph, node, counted, packed, bool(rotary))
+    extra = _extra(graph, node, heads, head)
+    operands = _operands(graph, node, counted, packed, bool(rotary), extra)
+    normalised, sink = _reads(node, QUERY_NORM), _reads(node, SINK)
     return CachedAttention(
         anchor=node_label(node),
         pattern=PATTERN,
-        features=("rotary",) if rotary else (),
+        features=tuple(name for name, has in (("norm", normalised), ("rotary", rotary), ("sink", sink)) if has),
         axes=_axes(graph, node, (heads, kv_heads, head), packed, rotary),
         operands=operands,
         loads=tuple(map(Load, range(len(operands)))),
@@ -124,6 +143,8 @@ def _lowered(graph: Graph, node: gs.Node, counted: Counted) -> CachedAttention:
         scale=float(node.attrs.get("scale", 0.0)) or head**-0.5,
         softcap=float(node.attrs.get("softcap", 0.0)),
         window=max(int(node.attrs.get("local_window_size", -1)), 0),
+        epsilon=float(node.attrs.get("qk_norm_epsilon", EPSILON)) if normalised else 0.0,
+        sink=sink,
         packed=packed,
         original=tuple(sorted((name, value) for name, value in node.attrs.items() if name in KNOWN)),
     )
@@ -133,8 +154,11 @@ def _check_form(graph: Graph, node: gs.Node) -> None:
     odd = [name for name, value in node.attrs.items() if name not in KNOWN and value not in DEFAULTS.get(name, ())]
     if odd:
         raise _refuse(node, f"no kernel knows {', '.join(odd)}")
-    if len(node.inputs) <= TOTAL or any(tensor.name for tensor in node.inputs[SINES + 1 :]):
-        raise _refuse(node, "it reads more than a cache, lengths and a rotation")
+    known = {*range(SINES + 1), SINK, QUERY_NORM, KEY_NORM}
+    if len(node.inputs) <= TOTAL or any(_reads(node, place) for place in range(len(node.inputs)) if place not in known):
+        raise _refuse(node, "it reads more than a cache, lengths, a rotation, norms and a sink")
+    if _reads(node, QUERY_NORM) != _reads(node, KEY_NORM):
+        raise _refuse(node, "one of query and key has a norm alone")
     if len(node.outputs) != 3 or not all(node.inputs[place].name for place in (PAST_KEY, PAST_VALUE, LENGTHS)):
         raise _refuse(node, "it has no cache that comes out again, or puts out more")
     dtypes = {graph.dtype(node.inputs[place].name) for place in (QUERY, PAST_KEY, PAST_VALUE)}
@@ -142,6 +166,23 @@ def _check_form(graph: Graph, node: gs.Node) -> None:
         raise _refuse(node, "its query and its cache are not of one type of 16 bits")
     if len(graph.shape(node.inputs[QUERY].name) or ()) != 3 or len(graph.shape(node.inputs[LENGTHS].name) or ()) > 2:
         raise _refuse(node, "its query is not [batch, tokens, columns]")
+
+
+def _reads(node: gs.Node, place: int) -> bool:
+    return place < len(node.inputs) and bool(node.inputs[place].name)
+
+
+def _extra(graph: Graph, node: gs.Node, heads: int, head: int) -> tuple[Tensor, ...]:
+    """What the norms of query and key multiply by, and the sink of each head."""
+    dtype, found = graph.dtype(node.inputs[QUERY].name), []
+    for place, axis, size in ((QUERY_NORM, "h", head), (KEY_NORM, "h", head), (SINK, "q", heads)):
+        if not _reads(node, place):
+            continue
+        name = node.inputs[place].name
+        if graph.shape(name) != (size,) or graph.dtype(name) != dtype:
+            raise _refuse(node, f"{name} is not [{size}] of the query's type")
+        found.append(Tensor(name, FLOATS_BY_ONNX[dtype or 0], ((axis,),)))
+    return tuple(found)
 
 
 def _rotary(graph: Graph, node: gs.Node) -> int:
@@ -152,7 +193,9 @@ def _rotary(graph: Graph, node: gs.Node) -> int:
     return 2 * columns
 
 
-def _operands(graph: Graph, node: gs.Node, counted: Counted, packed: bool, turned: bool) -> tuple[Tensor, ...]:
+def _operands(
+    graph: Graph, node: gs.Node, counted: Counted, packed: bool, turned: bool, extra: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """In the order of the fused node's inputs."""
     dtype = FLOATS_BY_ONNX[graph.dtype(node.inputs[QUERY].name) or 0]
     token = ((KEY, ("g", "h")), (VALUE, ("g", "h")))
@@ -169,6 +212,7 @@ def _operands(graph: Graph, node: gs.Node, counted: Counted, packed: bool, turne
         *(() if packed else (read(place, (("b",), ("s",), dim)) for place, dim in token)),
         read(LENGTHS, lengths, I32),
         *((read(place, (("x",), ("r",))) for place in (COSINES, SINES)) if turned else ()),
+        *extra,
         Tensor(counted.tensor.name, _integers(graph, counted.tensor), (("y",), ("t",))),
     )
 

@@ -56,7 +56,8 @@ def make_cached_plan(fusion: CachedAttention, device: DeviceSpec) -> CachedPlan:
         raise NotFusable("no_attention_kernel", fusion.anchor, f"there is one for {ONLY} alone")
     spec = CachedAttentionSpec(
         fusion.outs[0].tensor.dtype, fusion.heads, fusion.kv_heads, fusion.head, fusion.rotary, fusion.interleaved,
-        fusion.scale, fusion.softcap, fusion.window, loads=_loads(fusion), outs=_outs(fusion),
+        fusion.scale, fusion.softcap, fusion.window, fusion.epsilon, fusion.sink,
+        loads=_loads(fusion), outs=_outs(fusion),
     )  # fmt: skip
     return CachedPlan(device, tuple(_variants(spec)), _widths(fusion))
 
@@ -72,7 +73,7 @@ def _variants(spec: CachedAttentionSpec) -> Iterator[CachedVariant]:
 
 
 def _is_row(tensor: Tensor) -> bool:
-    return "h" in tensor.axes
+    return "h" in tensor.axes and len(tensor.dims) > 1
 
 
 def _loads(fusion: CachedAttention) -> tuple[Access, ...]:
@@ -87,7 +88,7 @@ def _outs(fusion: CachedAttention) -> tuple[Access, ...]:
 
 
 def _widths(fusion: CachedAttention) -> EpilogueWidths:
-    """Rows of heads are whole vectors; angles, lengths and counts are read one by one."""
+    """Rows of heads are whole vectors; angles, norms, lengths and counts are read one by one."""
     return EpilogueWidths(_each(fusion.operands), _each([out.tensor for out in fusion.outs]))
 
 

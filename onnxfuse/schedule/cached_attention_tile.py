@@ -28,6 +28,8 @@ class CachedAttentionSpec:
         scale: of the products of query and keys.
         softcap: bound of the scores, by a tanh; 0 for none.
         window: keys that a token looks at, its own the last; 0 for all.
+        epsilon: of the RMS norm of each head of query and key; 0 for none.
+        sink: each head has one more score, of which no value is.
         loads: every input, in the node's order.
         outs: the result, and the cache of keys and of values.
     """
@@ -41,6 +43,8 @@ class CachedAttentionSpec:
     scale: float
     softcap: float
     window: int
+    epsilon: float = 0.0
+    sink: bool = False
     loads: tuple[Access, ...] = ()
     outs: tuple[Access, ...] = ()
     checked: bool = True
@@ -116,9 +120,10 @@ class CachedAttentionTile:
 
 
 def shared_bytes(spec: CachedAttentionSpec, tile: CachedAttentionTile) -> int:
-    """Of one block: the query's heads, what each warp found, and of a cluster what each block found."""
+    """Of one block: the query's heads, what each warp found, in a cluster each block, and roots of the norms."""
     columns = -(-spec.head // (4 * WIDTH)) * 4 * WIDTH + WIDTH
     found = tile.warps * spec.group * (2 + spec.head + 8) * SUM_BYTES
     share = (spec.group * spec.head + -(-spec.group // 2) * 4) * SUM_BYTES
     shares = tile.splits * share + BARRIER_BYTES if tile.splits > 1 else 0
-    return spec.group * columns * spec.dtype.bytes + found + shares
+    roots = (spec.group + 1) * SUM_BYTES if spec.epsilon else 0
+    return spec.group * columns * spec.dtype.bytes + found + shares + roots

@@ -1,10 +1,11 @@
 """The same model in double precision: the oracle of `onnxfuse verify`.
 
 Every floating-point value becomes float64, and every operator is computed in float64 by ONNX Runtime's CPU provider.
-ONNX Runtime's ops that add and normalise are taken apart. An operator that the provider lacks in double is written out
-in operators that it has: Conv, Erf, Gelu, InstanceNormalization, GroupNormalization, RMSNormalization, HardSigmoid,
-HardSwish, LeakyRelu, PRelu, Elu, Selu, Softplus, Softsign, Mish, Swish, MatMulNBits of 4 and 8 bits, DequantizeLinear
-of blocks, and Resize of mode nearest (moved as a high and a low half, exact to 48 bits).
+ONNX Runtime's ops that add and normalise are taken apart, and norms inside of an attention put in front of it. An
+operator that the provider lacks in double is written out in operators that it has: Conv, Erf, Gelu,
+InstanceNormalization, GroupNormalization, RMSNormalization, HardSigmoid, HardSwish, LeakyRelu, PRelu, Elu, Selu,
+Softplus, Softsign, Mish, Swish, MatMulNBits of 4 and 8 bits, DequantizeLinear of blocks, and Resize of mode nearest
+(moved as a high and a low half, exact to 48 bits).
 
 Which others it lacks is asked of ONNX Runtime: a model of the node alone is opened in double, then in float32, then in
 the types of the model. What is not opened in double runs so between two Casts, by itself, and is counted in
@@ -62,6 +63,7 @@ from onnxfuse.graph.value_types import (
     type_text,
 )
 from onnxfuse.verify.float64_ops import WRITTEN_OUT, Emitter, attribute_of, attributes_of, round_to_tf32
+from onnxfuse.verify.opened_norms import open_norms
 
 EXTERNAL_BYTES = 1_500_000_000
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
@@ -145,6 +147,7 @@ def _to_float64(model: ModelProto, types_of: TypesOf, tf32: bool, refused: Colle
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"the functions of the model cannot be inlined: {error}") from error
     inline(model, openings(model, everywhere=True))
+    open_norms(model.graph)
     put_in_order(model.graph)
     converter = _Converter(model, types_of, tf32, refused)
     converter.main(model.graph)

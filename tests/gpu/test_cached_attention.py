@@ -37,6 +37,9 @@ FORMS: dict[str, tuple[bool, tuple[int, int, int], dict[str, Any]]] = {
     "neighbours turned": (True, (8, 2, 64), {"rotary_interleaved": 1}),
     "bounded": (True, (8, 2, 256), {"softcap": 20.0}),
     "window": (True, (8, 2, 64), {"local_window_size": 9}),
+    "norms": (False, (32, 8, 128), {"norms": True, "qk_norm_epsilon": 0.001}),
+    "a sink": (True, (16, 2, 64), {"sink": True, "local_window_size": 16}),
+    "norms and a sink": (False, (8, 8, 256), {"norms": True, "sink": True}),
 }
 
 
@@ -142,7 +145,7 @@ def test_a_token_beside_the_runtimes_op(form: str, tmp_path: Path) -> None:
     assert runs is not None
 
 
-@pytest.mark.parametrize("form", ["packed", "apart", "not turned"])
+@pytest.mark.parametrize("form", ["packed", "apart", "not turned", "norms", "a sink", "norms and a sink"])
 def test_a_prompt_and_a_growing_cache_are_the_runtimes(form: str, tmp_path: Path) -> None:
     """To the same bits: the node invokes the op."""
     paths = both(form, tmp_path)

@@ -555,13 +555,13 @@ def launch_error() -> None:
     expect(error_of(model(), 2, 3, K), "node 'site0'", "launch the kernel", "CUDA_ERROR_LAUNCH_FAILED", "launch failed")
 
 
-def cache_models(packed: bool) -> tuple[bytes, bytes]:
+def cache_models(form: str) -> tuple[bytes, bytes]:
     """GroupQueryAttention over a cache, and the same as a fused node whose kernels the stand-in launches."""
     with tempfile.TemporaryDirectory() as name:
         files = [Path(name, each) for each in ("stock.onnx", "fused.onnx")]
         # In a process that does not find the stand-in, which the compiler would take for a driver.
         environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
-        command = [sys.executable, "-m", "tests.helpers.cached_model", str(int(packed)), *map(str, files)]
+        command = [sys.executable, "-m", "tests.helpers.cached_model", form, *map(str, files)]
         subprocess.run(command, check=True, env=environment)
         stock, fused = map(onnx.load, files)
     for initializer in fused.graph.initializer:
@@ -576,11 +576,12 @@ def cache_models(packed: bool) -> tuple[bytes, bytes]:
 def cache() -> None:
     """A prompt, and a cache that grows, are the runtime's op; one token in a cache with room is a kernel's."""
     from tests.helpers.bridge_hooks import Arguments
-    from tests.helpers.cached_model import GROUPS, HEAD, HEADS, ROOM, cached_feeds
+    from tests.helpers.cached_model import FORMS, GROUPS, HEAD, HEADS, ROOM, cached_feeds
 
     on_cpu()
-    for packed in (True, False):
-        stock, fused = map(session, cache_models(packed))
+    for form, settings in FORMS.items():
+        packed, has_sink = settings.get("packed", True), "sink" in settings
+        stock, fused = map(session, cache_models(form))
         before = driver().fake_launches()
         for tokens, past, room, batch in ((5, 0, ROOM, 2), (2, 7, ROOM, 1), (1, 6, 6, 2), (1, 6, ROOM, 2)):
             feeds = cached_feeds(packed, tokens, past, room, batch=batch)
@@ -610,6 +611,8 @@ def cache() -> None:
         pointers = [values["past_key"].data_ptr(), values["past_value"].data_ptr(), *own]
         assert [arguments.rhs[place].pointer for place in range(4)] == pointers
         assert (arguments.lhs.pointer, arguments.loads[0].pointer) == (query, values["lengths"].data_ptr())
+        found = [arguments.loads[place].pointer != 0 for place in range(1, 6)]
+        assert found == [not has_sink] * 2 + [False] * 2 + [has_sink], "cosines, sines, norms, the sink"
         assert arguments.lhs.batch_stride == (HEADS + 2 * GROUPS * packed) * HEAD
         assert (arguments.batch, arguments.n, arguments.k) == (2, ROOM, 7)
 

@@ -39,13 +39,25 @@ class CachedProblem:
     lengths: np.ndarray
     cosines: np.ndarray
     sines: np.ndarray
+    norms: list[np.ndarray]  # what those of query and key multiply by
+    sink: np.ndarray
     out: np.ndarray
     past: tuple[np.ndarray, np.ndarray]
 
     @property
     def tensors(self) -> list[np.ndarray]:
         """All of them."""
-        return [*self.own, self.keys, self.values, self.lengths, self.cosines, self.sines, self.out]
+        return [
+            *self.own,
+            self.keys,
+            self.values,
+            self.lengths,
+            self.cosines,
+            self.sines,
+            *self.norms,
+            self.sink,
+            self.out,
+        ]
 
     @property
     def written(self) -> list[np.ndarray]:
@@ -86,9 +98,12 @@ class CachedProblem:
         rows = [part.astype(np.float64) for part in own]
         return [part.reshape(len(part), count, spec.head) for part, count in zip(rows, heads, strict=True)]
 
-    def turned(self, rows: np.ndarray, position: int) -> np.ndarray:
-        """Rows of heads behind their rotation, rounded as the model stores them."""
-        spec, found = self.spec, rows.copy()
+    def turned(self, rows: np.ndarray, position: int, weights: np.ndarray) -> np.ndarray:
+        """Rows of heads behind their norm and rotation, rounded as the model stores them."""
+        spec = self.spec
+        if spec.epsilon:
+            rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + spec.epsilon) * weights.astype(np.float64)
+        found = rows.copy()
         if spec.rotary:
             cosine, sine = (table[position].astype(np.float64) for table in (self.cosines, self.sines))
             first = slice(0, spec.rotary, 2) if spec.interleaved else slice(0, spec.rotary // 2)
@@ -103,14 +118,18 @@ class CachedProblem:
         keys, values = (part.astype(np.float64) for part in self.past)
         query, key, value = self.parts()
         for batch, length in enumerate(self.tokens.lengths):
-            keys[batch, :, length - 1] = self.turned(key[batch], length - 1)
+            keys[batch, :, length - 1] = self.turned(key[batch], length - 1, self.norms[1])
             values[batch, :, length - 1] = value[batch]
             first = max(length - spec.window, 0) if spec.window else 0
-            q = self.turned(query[batch], length - 1).reshape(spec.kv_heads, -1, spec.head)
+            q = self.turned(query[batch], length - 1, self.norms[0]).reshape(spec.kv_heads, -1, spec.head)
             scores = q @ keys[batch, :, first:length].swapaxes(-1, -2) * spec.scale
             scores = spec.softcap * np.tanh(scores / spec.softcap) if spec.softcap else scores
-            powers = np.exp(scores - scores.max(-1, keepdims=True))
-            out[batch] = (powers / powers.sum(-1, keepdims=True) @ values[batch, :, first:length]).reshape(-1)
+            greatest = scores.max(-1, keepdims=True)
+            powers = np.exp(scores - greatest)
+            sums = powers.sum(-1, keepdims=True)
+            if spec.sink:
+                sums += np.exp(self.sink.astype(np.float64).reshape(spec.kv_heads, -1, 1) - greatest)
+            out[batch] = (powers / sums @ values[batch, :, first:length]).reshape(-1)
         return out, keys, values
 
     def check(self) -> None:
@@ -140,6 +159,9 @@ def make_tokens(spec: CachedAttentionSpec, tokens: Tokens, seed: int = 7) -> Cac
         keys[place, :, length - 1 :] = values[place, :, length - 1 :] = np.nan
     angles = np.outer(np.arange(tokens.room), 1000.0 ** -np.linspace(0, 1, max(spec.rotary // 2, 1)))
     lengths = np.array([length - 1 for length in tokens.lengths], np.int32)
+    norms, sink = [drawn(spec.head) for _ in range(2)], drawn(spec.heads)
     out = np.full((batch, spec.heads * spec.head), np.nan, dtype)
     tables = [np.ascontiguousarray(table.astype(dtype)) for table in (np.cos(angles), np.sin(angles))]
-    return CachedProblem(spec, tokens, own, keys, values, lengths, *tables, out, (keys.copy(), values.copy()))
+    return CachedProblem(
+        spec, tokens, own, keys, values, lengths, *tables, norms, sink, out, (keys.copy(), values.copy())
+    )

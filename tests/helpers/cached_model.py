@@ -1,6 +1,6 @@
 """A model of one GroupQueryAttention over a cache, and what it is fed.
 
-`python -m tests.helpers.cached_model PACKED STOCK FUSED` writes it, and the same fused for sm_90a.
+`python -m tests.helpers.cached_model FORM STOCK FUSED` writes one of `FORMS`, and the same fused for sm_90a.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.helpers.onnx_build import FLOAT16, Builder
 
 HEADS, GROUPS, HEAD, ROOM = 8, 2, 64, 24
 POSITIONS = 32
+FORMS: dict[str, dict[str, Any]] = {"packed": {}, "apart": {"packed": False}, "sink": {"rotary": 0, "sink": True}}
 
 
 def cached_model(
@@ -24,11 +25,13 @@ def cached_model(
 ) -> ModelProto:
     """Inputs `query` (with key and value behind, or `key` and `value`), `past_*`, `lengths` and `mask`; any batch.
 
-    Attributes are the op's; `rotary` columns of a head are turned, all where it is missing and none where it is 0.
+    Attributes are the op's; `rotary` columns of a head are turned, all where it is missing and none where it is 0;
+    with `norms`, heads of query and key are normalised, and with `sink` each has one.
     """
     heads, groups, head = sizes
     b = Builder(element)
     rotary = attributes.pop("rotary", head)
+    norms, sink, rng = attributes.pop("norms", False), attributes.pop("sink", False), np.random.default_rng(3)
     width = (heads + 2 * groups) * head if packed else heads * head
     own = [b.input("query", ("batch", "tokens", width))]
     own += ["", ""] if packed else [b.input(each, ("batch", "tokens", groups * head)) for each in ("key", "value")]
@@ -40,7 +43,10 @@ def cached_model(
     tables = [b.array(np.cos(angles), "cos"), b.array(np.sin(angles), "sin")] if rotary else []
     counts = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": int(rotary > 0), **attributes}
     outputs = ["out", "present_key", "present_value"]
-    inputs = [*own, *past, lengths, total, *tables]
+    inputs = [*own, *past, lengths, total, *(tables or ["", ""]), "", ""]
+    inputs += [b.array(rng.standard_normal(heads), "sink") if sink else "", "", ""]
+    inputs += [b.array(rng.uniform(0.5, 1.5, head), f"{each}_norm") for each in ("query", "key")] if norms else []
+    inputs = inputs[: max(place for place, name in enumerate(inputs) if name) + 1]
     b.nodes.append(helper.make_node("GroupQueryAttention", inputs, outputs, domain="com.microsoft", **counts))
     shapes = [("batch", "tokens", heads * head), *[("batch", groups, "after", head)] * 2]
     values = [helper.make_tensor_value_info(*each) for each in zip(outputs, [element] * 3, shapes, strict=True)]
@@ -67,8 +73,8 @@ def cached_feeds(
 def main() -> None:
     import onnxfuse
 
-    packed, stock, fused = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-    onnx.save(cached_model(bool(packed)), stock)
+    form, stock, fused = FORMS[sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3])
+    onnx.save(cached_model(**form), stock)
     onnxfuse.optimize_file(stock, fused, arch="sm_90a")
 
 

@@ -45,6 +45,14 @@ CASES = {
     "neighbours turned": Case(replace(LLAMA, interleaved=True), 1, (18,), 20),
     "not turned": Case(replace(LLAMA, rotary=0), 2, (18,), 20),
     "bounded scores": Case(replace(LLAMA, softcap=5.0), 1, (34,), 40),
+    "norms": Case(replace(LLAMA, epsilon=1e-6), 2, (40, 1), 48, packed=False),
+    "norms of eight heads, neighbours turned": Case(
+        replace(LLAMA, kv_heads=1, epsilon=0.01, interleaved=True), 1, (9,), 10
+    ),
+    "a sink": Case(replace(LLAMA, head=64, rotary=64, sink=True), 2, (1, 60), 64),
+    "norms and a sink, one block": Case(
+        replace(LLAMA, heads=6, head=80, rotary=0, epsilon=1e-5, sink=True), 1, (21,), 24
+    ),
     "window": Case(replace(LLAMA, window=20), 2, (90, 20, 7), 96),
 }
 

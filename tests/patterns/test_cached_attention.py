@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "neighbours turned": {"rotary_interleaved": 1},
     "a part turned": {"rotary": 32},
     "not turned": {"rotary": 0, "packed": False},
+    "a sink": {"sink": True},
 }
 
 
@@ -68,6 +69,33 @@ def test_the_ir_says_what_the_op_says() -> None:
     assert fusion.einops.startswith("b s (w h), b g c h, b g c h, b, x r, x r, y t -> b s (q h), b g c h")
 
 
+def test_norms_and_a_sink_are_the_kernels() -> None:
+    """As GenAI's builder has them of Qwen 3 and Gemma 3, and of gpt-oss."""
+    (normalised,) = fusions(cached_model(packed=False, norms=True, qk_norm_epsilon=0.25))
+    assert (normalised.epsilon, normalised.sink, normalised.features) == (0.25, False, ("norm", "rotary"))
+    assert dict(normalised.original)["qk_norm_epsilon"] == 0.25
+    assert "heads normalised, epsilon 0.25; 64 columns turned; attended" in str(normalised)
+    assert "g c h, b, x r, x r, h, h, y t -> " in normalised.einops.replace("b s (g h), ", "")
+    (fusion,) = fusions(cached_model(rotary=0, sink=True))
+    assert (fusion.epsilon, fusion.sink, fusion.features) == (0.0, True, ("sink",))
+    assert "* 0.125 beside a sink)" in str(fusion)
+    (both,) = fusions(cached_model(norms=True, sink=True))
+    assert both.epsilon == pytest.approx(1e-6)
+    assert both.sink
+
+
+def without_one_norm(model: ModelProto) -> None:
+    (node,) = attentions(model)
+    node.input[15] = ""
+
+
+def with_a_short_sink(model: ModelProto) -> None:
+    (node,) = attentions(model)
+    model.graph.input.append(helper.make_tensor_value_info("short", TensorProto.FLOAT16, (HEADS - 1,)))
+    node.input.extend([""] * (12 - len(node.input)))
+    node.input[11] = "short"
+
+
 def reading_a_bias(model: ModelProto) -> None:
     (node,) = attentions(model)
     model.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT16, (1, 1, "s", "t")))
@@ -84,12 +112,18 @@ def attentions(model: ModelProto) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
 
 
-ALTERED: dict[str, Callable[[ModelProto], None]] = {"a bias": reading_a_bias, "lengths": told_by_an_input}
+ALTERED: dict[str, Callable[[ModelProto], None]] = {
+    "a bias": reading_a_bias,
+    "lengths": told_by_an_input,
+    "one norm": without_one_norm,
+    "a short sink": with_a_short_sink,
+}
 LEFT = {
     "fp32": cached_model(element=FLOAT),
     "nine heads each": cached_model(sizes=(18, 2, 64)),
     "columns": cached_model(sizes=(8, 2, 264)),
     "an attribute": cached_model(smooth_softmax=1),
+    "one norm": cached_model(norms=True),
 }
 
 

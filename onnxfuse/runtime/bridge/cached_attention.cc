@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kColumns = 2;                              // dimension of the query
 constexpr size_t kHeads = 1, kRoom = 2, kHead = 3;          // of the cache
-constexpr size_t kOwnRank = 3, kFewestLoads = 5, kOwn = 3;  // of a key of the token; without one; its place
+constexpr size_t kOwn = 3, kOwnRank = 3, kTableRank = 2, kVectorRank = 1;  // of a key of the token; of angles; of norms
 constexpr uintptr_t kAccessBytes = 16;
 constexpr int64_t kElementBytes = 2;
 constexpr int64_t kMost = std::numeric_limits<int>::max();
@@ -42,15 +42,23 @@ void set_token(const CachedInputs& at, const CachedSizes& sizes, const std::vect
 
 CachedInputs::CachedInputs(const Contract& contract) {
   const auto tensor = [&](size_t load) { return contract.loads[load].tensor; };
-  const bool apart = contract.inputs[tensor(kOwn)].size() == kOwnRank;
-  const size_t next = kOwn + (apart ? 2 : 0), count = contract.loads.size();
-  const bool turned = count > kFewestLoads + (apart ? 2 : 0);
+  const size_t last = contract.loads.size() - 1;
+  size_t next = kOwn;
+  const auto take = [&](size_t rank) {
+    const bool fits = next < last && contract.inputs[tensor(next)].size() == rank;
+    return fits ? tensor(next++) : kNone;
+  };
   query = tensor(0), keys = tensor(1), values = tensor(2);
-  own_key = apart ? tensor(kOwn) : kNone, own_value = apart ? tensor(kOwn + 1) : kNone;
-  lengths = tensor(next);
-  cosines = turned ? tensor(next + 1) : kNone, sines = turned ? tensor(next + 2) : kNone;
-  counted = tensor(count - 1);
+  own_key = take(kOwnRank), own_value = take(kOwnRank);
+  lengths = tensor(next++);
+  cosines = take(kTableRank), sines = take(kTableRank);
+  const bool has_norms = last >= next + 2;
+  query_norm = has_norms ? take(kVectorRank) : kNone, key_norm = has_norms ? take(kVectorRank) : kNone;
+  sink = take(kVectorRank);
+  counted = tensor(last);
 }
+
+size_t original_inputs(const CachedInputs& at) { return at.key_norm != kNone ? 16 : at.sink != kNone ? 12 : 9; }
 
 CachedSizes cached_sizes(const Contract& contract, const std::vector<Shape>& inputs) {
   bind_axes(contract, inputs);
@@ -89,8 +97,9 @@ OnnxfuseArguments cached_arguments(const Contract& contract, const CachedSizes& 
   set_token(at, sizes, inputs, arguments);
   for (size_t i = 0; i < 2; ++i) arguments.rhs[i] = dense(outputs[contract.outs[1 + i].tensor]);
   size_t load = 0;
-  for (const int input : {at.lengths, at.cosines, at.sines}) {
-    if (input != kNone) arguments.loads[load++] = dense(inputs[input]);
+  for (const int input : {at.lengths, at.cosines, at.sines, at.query_norm, at.key_norm, at.sink}) {
+    if (input != kNone) arguments.loads[load] = dense(inputs[input]);
+    ++load;
   }
   arguments.outs[0] = dense(outputs[contract.outs[0].tensor]);
   return arguments;

@@ -13,11 +13,16 @@ struct CachedInputs {
   int query, keys, values;       // of all tokens, and the cache
   int own_key, own_value;        // of the token, where they do not lie behind the query
   int lengths, cosines, sines;
+  int query_norm, key_norm;      // what these multiply by
+  int sink;                      // of each head of the query
   int counted;                   // has a column for each key of the longest sequence
 
   explicit CachedInputs(const Contract& contract);
   bool is_packed() const { return own_key == kNone; }
 };
+
+// Inputs of the model's op up to the last one that the node has: the norms' stand behind the sink, that behind the angles.
+size_t original_inputs(const CachedInputs& at);
 
 // Sizes of a run.
 struct CachedSizes {

@@ -316,10 +316,14 @@ void check_cached(const Contract& contract) {
   std::vector<size_t> ranks;
   for (const Reference& load : contract.loads) ranks.push_back(contract.inputs[load.tensor].size());
   const auto rank = [&](size_t load) { return load < count ? ranks[load] : 0; };
-  const size_t apart = rank(3) == 3 ? 2 : 0, turned = rank(3 + apart + 1) == 2 && count == 7 + apart ? 2 : 0;
-  const bool fits = count == 5 + apart + turned && rank(0) == 3 && rank(1) == 4 && rank(2) == 4 &&
-                    (apart == 0 || rank(4) == 3) && rank(3 + apart) <= 2 && rank(count - 1) == 2 &&
-                    (turned == 0 || rank(5 + apart) == 2) && contract.outs.size() == 3 && !contract.has_product();
+  const size_t apart = rank(3) == 3 ? 2 : 0, lengths = 3 + apart;
+  const size_t turned = rank(lengths + 1) == 2 && rank(lengths + 2) == 2 ? 2 : 0, first = lengths + 1 + turned;
+  const bool has_vectors = count <= first || std::all_of(ranks.begin() + first, ranks.end() - 1, [](size_t each) {
+    return each == 1;  // of norms and of a sink
+  });
+  const bool fits = count > first && count <= first + 4 && has_vectors && rank(0) == 3 && rank(1) == 4 && rank(2) == 4 &&
+                    (apart == 0 || rank(4) == 3) && rank(lengths) <= 2 && rank(count - 1) == 2 &&
+                    contract.outs.size() == 3 && !contract.has_product();
   if (!fits) fail("attribute arguments='...': not the tensors of one token over a cache");
 }
 

@@ -83,10 +83,12 @@ void FusedKernel::invoke_original(OrtKernelContext* context, const Inputs& input
   const auto read = [&](int input) { return input == kNone ? nullptr : inputs.values[input]; };
   const auto written = [&](size_t out) { return outputs.values[contract_.outs[out].tensor]; };
   const HostScalar total(api_, static_cast<int32_t>(keys));
-  original_->invoke(context,
-                    {read(at.query), read(at.own_key), read(at.own_value), read(at.keys), read(at.values),
-                     read(at.lengths), total.value(), read(at.cosines), read(at.sines)},
-                    {written(0), written(1), written(2)});
+  std::vector<const OrtValue*> all = {
+      read(at.query), read(at.own_key), read(at.own_value), read(at.keys), read(at.values), read(at.lengths),
+      total.value(), read(at.cosines), read(at.sines), nullptr, nullptr, read(at.sink), nullptr, nullptr,
+      read(at.query_norm), read(at.key_norm)};
+  all.resize(original_inputs(at));
+  original_->invoke(context, all, {written(0), written(1), written(2)});
 }
 
 // One token of each sequence is our kernel's; a prompt, and a cache that has to grow, are the runtime's.

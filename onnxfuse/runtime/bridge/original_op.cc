@@ -1,12 +1,13 @@
 #include "original_op.h"
 
+#include "cached_attention.h"
 #include "error.h"
 
 namespace onnxfuse {
 namespace {
 
 constexpr char kOp[] = "GroupQueryAttention", kOpDomain[] = "com.microsoft";
-constexpr int kInputs = 9, kOutputs = 3;   // as many as it is invoked with
+constexpr int kOutputs = 3;
 
 // The attributes of an op while it is created.
 class Attributes {
@@ -43,7 +44,7 @@ OriginalOp::OriginalOp(const OrtApi* api, const OrtKernelInfo* info, const Contr
   Attributes attributes(api);
   for (const OriginalAttribute& attribute : contract.original) attributes.add(attribute);
   check(api, api->CreateOp(info, kOp, kOpDomain, 1, names, types, static_cast<int>(std::size(types)), attributes.data(),
-                           attributes.count(), kInputs, kOutputs, &op_));
+                           attributes.count(), static_cast<int>(original_inputs(CachedInputs(contract))), kOutputs, &op_));
 }
 
 OriginalOp::~OriginalOp() {

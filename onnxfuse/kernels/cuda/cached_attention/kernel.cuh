@@ -3,7 +3,8 @@
 //
 //     out[b, head] = sum over n of softmax_n(score(query[b, head] * keys[b, head / GROUP, n])) * values[b, head / GROUP, n]
 //
-// over as many keys as the sequence has. Memory bounds it: all heads of a group multiply what is read once, by mma.sync,
+// over as many keys as the sequence has, and a sink where heads have one: a score of its own, of which no value is. Heads
+// of query and key may have an RMS norm before they are turned (Henry et al., 2020). Memory bounds it: all heads of a group multiply what is read once, by mma.sync,
 // whose side of 8 they are. Nothing is staged in shared memory: lanes read 16 bytes of a row, so which column of a head is
 // which k of the product follows from who reads it, for the query as well.
 //
@@ -17,8 +18,9 @@
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, SPLITS blocks for each group of each sequence.
 // Arguments: lhs is the query, rhs[0] and rhs[1] the cache of keys and of values [batch, KV_HEADS, n, HEAD], rhs[2] and
-// rhs[3] the token's own; k is how many keys the longest sequence has at most; loads[0] the place of each sequence's last key, loads[1] and loads[2] cosines and sines of
-// every position; outs[0] [batch, HEADS, HEAD].
+// rhs[3] the token's own; k is how many keys the longest sequence has at most; loads[0] the place of each sequence's last
+// key, loads[1] and loads[2] cosines and sines of every position, loads[3] and loads[4] what the norms of query and key
+// multiply by, loads[5] the sink of each head; outs[0] [batch, HEADS, HEAD].
 #pragma once
 #include "common/arguments.cuh"
 #include "common/cluster_ptx.cuh"
@@ -44,7 +46,8 @@ constexpr int SHARES_OFFSET = SUMS_OFFSET + WARPS * GROUP * SUM_PITCH * 4;
 constexpr int SHARE_BYTES = (SHARE + (GROUP + 1) / 2 * 4) * 4;  // the next one begins at 16 bytes
 constexpr int SENT_BYTES = (SHARE + 2 * GROUP) * 4;
 constexpr int FULL = SHARES_OFFSET + (SPLITS > 1 ? SPLITS * SHARE_BYTES : 0);
-static_assert(SHARED_BYTES == FULL + (SPLITS > 1 ? 8 : 0), "footprint and kernel agree");
+constexpr int ROOTS_OFFSET = FULL + (SPLITS > 1 ? 8 : 0);  // of the query's heads, and of the key
+static_assert(SHARED_BYTES == ROOTS_OFFSET + (NORMED ? (GROUP + 1) * 4 : 0), "footprint and kernel agree");
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -86,25 +89,64 @@ struct Token {
   }
 };
 
-// An element of a row of a head behind its rotation.
-__device__ __forceinline__ float turned(const OnnxfuseArguments& args, const void* tensor, long long row, int column,
-                                        int position) {
-  const float own = element_at(tensor, row + column);
+__device__ __forceinline__ long long row_of(const OnnxfuseTensor& tensor, const Token& token, int head) {
+  return token.batch * tensor.batch_stride + head * HEAD;
+}
+
+// 1 over the root of the mean square of each of the group's heads, and of its key.
+__device__ __forceinline__ void find_roots(const OnnxfuseArguments& args, unsigned char* memory, const Token& token) {
+  for (int row = threadIdx.x / WARP_LANES; row <= GROUP; row += WARPS) {
+    const OnnxfuseTensor& tensor = row < GROUP ? args.lhs : args.rhs[2];
+    const long long first = row_of(tensor, token, row < GROUP ? token.group * GROUP + row : token.group);
+    float squares = 0.0f;
+    for (int column = lane(); column < HEAD; column += WARP_LANES) {
+      const float own = element_at(tensor.pointer, first + column);
+      squares = fmaf(own, own, squares);
+    }
+#pragma unroll
+    for (int mask = WARP_LANES / 2; mask > 0; mask /= 2) squares += __shfl_xor_sync(0xffffffff, squares, mask);
+    if (lane() == 0) reinterpret_cast<float*>(memory + ROOTS_OFFSET)[row] = rsqrtf(squares / HEAD + EPSILON);
+  }
+  __syncthreads();
+}
+
+// A head of the token's query or key, normalised.
+struct Head {
+  const void* tensor;
+  long long first;
+  const void* weights;
+  float root;
+
+  __device__ __forceinline__ float operator[](int column) const {
+    const float own = element_at(tensor, first + column);
+    return NORMED ? own * root * element_at(weights, column) : own;
+  }
+};
+
+// An element of a head behind its rotation.
+__device__ __forceinline__ float turned(const OnnxfuseArguments& args, const Head& head, int column, int position) {
+  const float own = head[column];
   if (column >= ROTARY) return own;
   constexpr int HALF = ROTARY > 0 ? ROTARY / 2 : 1;
   const bool is_first = INTERLEAVED ? column % 2 == 0 : column < HALF;
-  const float other = element_at(tensor, row + (INTERLEAVED ? column ^ 1 : is_first ? column + HALF : column - HALF));
+  const float other = head[INTERLEAVED ? column ^ 1 : is_first ? column + HALF : column - HALF];
   const long long angle = static_cast<long long>(position) * HALF + (INTERLEAVED ? column / 2 : column % HALF);
   const float sine = element_at(args.loads[2].pointer, angle);
   return fmaf(own, element_at(args.loads[1].pointer, angle), is_first ? -other * sine : other * sine);
 }
 
-__device__ __forceinline__ Packed<Element, 2> turned_pair(const OnnxfuseArguments& args, const OnnxfuseTensor& tensor,
-                                                          const Token& token, int head, int column) {
-  const long long row = token.batch * tensor.batch_stride + head * HEAD;
+// Two neighbours of one of the group's heads, or of its key, which is the row behind them.
+__device__ __forceinline__ Packed<Element, 2> turned_pair(const OnnxfuseArguments& args, const unsigned char* memory,
+                                                          const Token& token, int row, int column) {
+  const bool is_key = row == GROUP;
+  const OnnxfuseTensor& tensor = is_key ? args.rhs[2] : args.lhs;
+  Head head = {tensor.pointer, row_of(tensor, token, is_key ? token.group : token.group * GROUP + row)};
+  if constexpr (NORMED) {
+    head.weights = args.loads[is_key ? 4 : 3].pointer;
+    head.root = reinterpret_cast<const float*>(memory + ROOTS_OFFSET)[row];
+  }
   Packed<Element, 2> pair;
-  store_pair(pair.values, turned(args, tensor.pointer, row, column, token.length - 1),
-             turned(args, tensor.pointer, row, column + 1, token.length - 1));
+  store_pair(pair.values, turned(args, head, column, token.length - 1), turned(args, head, column + 1, token.length - 1));
   return pair;
 }
 
@@ -113,23 +155,23 @@ __device__ __forceinline__ void stage_query(const OnnxfuseArguments& args, unsig
   for (int i = threadIdx.x; i < GROUP * QUERY_PITCH / 2; i += THREADS) {
     const int row = i / (QUERY_PITCH / 2), column = i % (QUERY_PITCH / 2) * 2;
     Packed<Element, 2> pair = {};
-    if (column < HEAD) pair = turned_pair(args, args.lhs, token, token.group * GROUP + row, column);
+    if (column < HEAD) pair = turned_pair(args, memory, token, row, column);
     reinterpret_cast<Packed<Element, 2>*>(memory)[i] = pair;
   }
 }
 
 // The token's own key and value -> the cache; threads of this block read them there, past L1.
-__device__ __forceinline__ void store_in_cache(const OnnxfuseArguments& args, const Token& token) {
+__device__ __forceinline__ void store_in_cache(const OnnxfuseArguments& args, const unsigned char* memory,
+                                               const Token& token) {
   for (int i = threadIdx.x; i < HEAD; i += THREADS) {
     const int column = i % (HEAD / 2) * 2;
     const bool is_key = i < HEAD / 2;
-    const OnnxfuseTensor& own = args.rhs[is_key ? 2 : 3];
     Packed<Element, 2> pair;
     if (is_key) {
-      pair = turned_pair(args, own, token, token.group, column);
+      pair = turned_pair(args, memory, token, GROUP, column);
     } else {
-      const long long row = token.batch * own.batch_stride + token.group * HEAD;
-      pair = load_global<Packed<Element, 2>>(static_cast<const Element*>(own.pointer) + row + column);
+      const auto* value = static_cast<const Element*>(args.rhs[3].pointer) + row_of(args.rhs[3], token, token.group);
+      pair = load_global<Packed<Element, 2>>(value + column);
     }
     auto* cache = static_cast<Element*>(args.rhs[is_key ? 0 : 1].pointer) + token.cached(args.n);
     store_global(cache + static_cast<long long>(token.length - 1) * HEAD + column, pair);
@@ -314,9 +356,17 @@ __device__ __forceinline__ float4 added(Softmax& all, const OfSoftmax& softmax, 
   return total;
 }
 
+// What a head's sums are multiplied by in the end; its sink is one more of the exponentials.
+__device__ __forceinline__ float scale_of(const OnnxfuseArguments& args, const Token& token, int head, const Softmax& all) {
+  if constexpr (!SINK) return __fdividef(1.0f, all.sum);
+  const float sink = element_at(args.loads[5].pointer, token.group * GROUP + head) * LOG2_E;
+  const float base = fmaxf(all.maximum, sink), weight = pointwise::fast_exp2(all.maximum - base);
+  return __fdividef(weight, fmaf(weight, all.sum, pointwise::fast_exp2(sink - base)));
+}
+
 __device__ __forceinline__ void store_result(const OnnxfuseArguments& args, const Token& token, int item,
-                                             const float4& total, float sum) {
-  const float scale = __fdividef(1.0f, sum);
+                                             const float4& total, const Softmax& all) {
+  const float scale = scale_of(args, token, item / (HEAD / 4), all);
   Packed<Element, 4> result;
   store_pair(result.values, total.x * scale, total.y * scale);
   store_pair(result.values + 2, total.z * scale, total.w * scale);
@@ -354,7 +404,7 @@ __device__ __forceinline__ void add_blocks(const OnnxfuseArguments& args, unsign
         all,
         [&](int rank) { return reinterpret_cast<const Softmax*>(memory + share_offset(rank) + SHARE * 4)[head]; },
         [&](int rank) { return reinterpret_cast<const float4*>(memory + share_offset(rank))[item]; });
-    store_result(args, token, item, total, all.sum);
+    store_result(args, token, item, total, all);
   }
 }
 
@@ -369,7 +419,7 @@ __device__ __forceinline__ void add_warps(const OnnxfuseArguments& args, unsigne
     if constexpr (SPLITS > 1) {
       share(memory, shared, item, total, all);
     } else {
-      store_result(args, token, item, total, all.sum);
+      store_result(args, token, item, total, all);
     }
   }
 }
@@ -381,8 +431,9 @@ __device__ __forceinline__ void decode(const OnnxfuseArguments& args, unsigned c
   const Token token(args, static_cast<int>(blockIdx.x) / SPLITS);
   constexpr int STEP = SPLITS * WARPS;
   const int begin = token.first / KEYS, last = (token.length - 1) / KEYS;
+  if constexpr (NORMED) find_roots(args, memory, token);
   stage_query(args, memory, token);
-  if ((last - begin) % STEP / WARPS == rank) store_in_cache(args, token);
+  if ((last - begin) % STEP / WARPS == rank) store_in_cache(args, memory, token);
   __syncthreads();
   const Query query(memory);
   State state;
