@@ -24,6 +24,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.graph.functions import walk
 from onnxfuse.pipeline import Analysis, analyse_model
 from tests.helpers.onnx_build import cpu_session, run
+from tests.helpers.thinning import Taken
 from tests.tools.sweep import rewritten
 
 DATA = Path(onnx.backend.test.__file__).parent / "data"
@@ -85,9 +86,11 @@ def analyse(model: ModelProto) -> Analysis:
     return analyse_model(model, resolve("sm_90a,sm_80", list))
 
 
-def test_every_product_is_fused_or_listed_and_a_model_with_nothing_to_fuse_comes_back_byte_for_byte() -> None:
+def test_every_product_is_fused_or_listed_and_a_model_with_nothing_to_fuse_comes_back_byte_for_byte(
+    taken: Taken,
+) -> None:
     assert len(cases()) > 2000
-    for name, (model, _) in cases().items():
+    for name, (model, _) in taken(list(cases().items()), 2):
         analysis = analyse(model)
         assert (rewritten(analysis) != model) == bool(analysis.sites), name
         products = sum(node.op_type in ("MatMul", "Gemm") for node in walk(model.graph.node))
