@@ -46,7 +46,7 @@ from dataclasses import astuple, dataclass
 from enum import IntEnum, IntFlag
 
 from onnxfuse.errors import ModelError
-from onnxfuse.limits import MAX_BOX, MAX_LOADS, MAX_MAPS, MAX_OUTS, QUANTIZED_BITS, QUANTIZED_BLOCKS
+from onnxfuse.limits import MAX_BLOCK, MAX_BOX, MAX_LOADS, MAX_MAPS, MAX_OUTS, QUANTIZED_BITS, QUANTIZED_BLOCKS
 
 FIRST_LOAD = 2  # a record's tensors in order: lhs, rhs, the loads, the outputs
 FIRST_OUT = FIRST_LOAD + MAX_LOADS
@@ -243,7 +243,7 @@ def _check(record: Record) -> None:
         (10 <= record.capability < 1000, "capability"),
         (record.flavour in tuple(Flavour), "flavour"),
         (0 <= record.min_m <= record.max_m < 2**63, "range of m"),
-        (1 <= record.block_m <= 2**16 and 1 <= record.block_n <= 2**16, "block"),
+        (1 <= record.block_m <= MAX_BLOCK and 1 <= record.block_n <= MAX_BLOCK, "block"),
         (1 <= record.threads <= 1024, "threads"),
         (0 <= record.shared_bytes <= 2**20, "shared_bytes"),
         (len(record.load_alignments) <= MAX_LOADS and len(record.out_alignments) <= MAX_OUTS, "count of alignments"),

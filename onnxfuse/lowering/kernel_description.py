@@ -31,13 +31,14 @@ from onnxfuse.runtime.compile import nvrtc_version
 from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.cached_attention_tile import CachedAttentionSpec
 from onnxfuse.schedule.families import FAMILIES
+from onnxfuse.schedule.group_norm_tile import GroupNormSpec
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
 from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.variant import AnyVariant, Variant
 
-_SPECS = (KernelSpec, PointwiseSpec, NormSpec, LibrarySpec, AttentionSpec, CachedAttentionSpec)
+_SPECS = (KernelSpec, PointwiseSpec, NormSpec, GroupNormSpec, LibrarySpec, AttentionSpec, CachedAttentionSpec)
 _PLAIN = (*_SPECS, Diagonal, Access, Step, Quantization)
 _CLASSES: dict[str, type[Any]] = {each.__name__: each for each in (*_PLAIN, *(each.tile_type for each in FAMILIES))}
 _DTYPES = {dtype.name: dtype for dtype in (*ALL, *INTEGERS)}

@@ -33,12 +33,14 @@ from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, StoredRhs, Tensor, acc_name, load_name
+from onnxfuse.ir.group_normalisation import GroupNormalisation
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.cached_attention import ONLY, make_cached_plan, mapping_of
+from onnxfuse.schedule.group_norm import make_group_norm_plan, map_groups
 from onnxfuse.schedule.norm_plan import make_norm_plan, own_time, rows_of, stock_time
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
@@ -100,6 +102,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Nor
     """
     if isinstance(fusion, Attention):
         return _plan_attention(planner, graph, match, fusion)
+    if isinstance(fusion, GroupNormalisation):
+        return _plan_group_normalisation(planner, graph, match, fusion)
     if isinstance(fusion, Normalisation):
         return _plan_normalisation(planner, graph, match, fusion)
     if isinstance(fusion, CachedAttention):
@@ -268,6 +272,14 @@ def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: No
     if site.is_left_alone:
         raise slower(site, fusion.anchor)
     return site
+
+
+def _plan_group_normalisation(planner: Planner, graph: Graph, match: Match, fusion: GroupNormalisation) -> Site:
+    """The site of a normalisation of groups of channels: one kernel, where ONNX Runtime has one for each node."""
+    mapping = map_groups(fusion)
+    plans = tuple(make_group_norm_plan(fusion, mapping, device) for device in planner.devices)
+    whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
+    return Site(graph, match, fusion, mapping, (), None, whole=whole)
 
 
 def _plan_cached(planner: Planner, graph: Graph, match: Match, fusion: CachedAttention) -> Site:

@@ -25,6 +25,7 @@ from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, cand
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.cached_attention import cached_attentions
 from onnxfuse.patterns.classify import check_parts, pattern_of
+from onnxfuse.patterns.group_normalisation import group_normalisations
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.normalisation import normalisations, reserved
@@ -239,7 +240,8 @@ class Search(Generic[SiteT]):
     def match_normalisations(self) -> list[Found[SiteT]]:
         """Every normalisation that a kernel computes faster than ONNX Runtime; the others have no product to report."""
         self.points.reserve(())
-        return self._made_of(normalisations(self.graph, self.points, self.rounds))
+        found = self._made_of(normalisations(self.graph, self.points, self.rounds))
+        return found if self.rounds else [*found, *self._made_of(group_normalisations(self.graph, self.points))]
 
     def match_cached(self) -> list[Found[SiteT]]:
         """Every attention over a cache that a kernel computes for one token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.cached_attention import CACHED_ATTENTION
+from onnxfuse.schedule.group_norm import GROUP_NORM
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
@@ -20,4 +21,4 @@ from onnxfuse.schedule.small_m import SMALL_M
 HOPPERS: tuple[ProductFamily, ...] = (HOPPER, HOPPER_SWAPPED, HOPPER_QUANTIZED)
 PRODUCTS: tuple[ProductFamily, ...] = (SMALL_M, *HOPPERS, PORTABLE, QUANTIZED_SMALL_M)
 ATTENTIONS: tuple[KernelFamily, ...] = (ATTENTION, PORTABLE_ATTENTION, CACHED_ATTENTION)
-FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, NORM, LIBRARY, *ATTENTIONS)
+FAMILIES: tuple[KernelFamily, ...] = (*PRODUCTS, POINTWISE, NORM, GROUP_NORM, LIBRARY, *ATTENTIONS)

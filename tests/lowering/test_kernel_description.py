@@ -16,6 +16,7 @@ from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.families import FAMILIES
 from tests.helpers.attention_graphs import FORMS, model_of
 from tests.helpers.cached_model import cached_model
+from tests.helpers.group_models import group_model
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import FLOAT16, Builder
 from tests.helpers.optimized_layers import Sizes, layers
@@ -54,7 +55,8 @@ def implementations() -> dict[str, Implementation]:
         sites += analyse_model(few_bits, DEVICES[:1]).sites
     for form in FORMS:
         sites += analyse_model(model_of(form), DEVICES[:1], attention=True).sites
-    sites += analyse_model(cached_model(), (ARCHITECTURES["sm_90a"],)).sites
+    for model in (cached_model(), group_model()):
+        sites += analyse_model(model, (ARCHITECTURES["sm_90a"],)).sites
     own = [site.implementation for site in sites] + [site.epilogue_only for site in sites if site.epilogue_only]
     return {f"{number:x}": each for number, each in enumerate(own)}
 

@@ -15,6 +15,7 @@ from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.schedule.attention import ATTENTION, PORTABLE_ATTENTION
 from onnxfuse.schedule.cached_attention import CACHED_ATTENTION
 from onnxfuse.schedule.families import FAMILIES
+from onnxfuse.schedule.group_norm import GROUP_NORM
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access, Tile
@@ -29,7 +30,7 @@ from tests.helpers.onnx_build import FLOAT16, Builder
 
 TILE = Tile(128, 64, 64, 2, 2, 3)
 OF_ATTENTION = (ATTENTION, PORTABLE_ATTENTION, CACHED_ATTENTION)
-ALONG_ROWS = (POINTWISE, NORM, LIBRARY)  # those kernels go along n only
+ALONG_ROWS = (POINTWISE, NORM, GROUP_NORM, LIBRARY)  # those kernels go along n only
 VECTOR = "once per tile through shared memory"
 
 
@@ -44,6 +45,7 @@ def test_every_family_has_a_text_and_a_label_of_its_own() -> None:
         "few rows of quantized",
         "behind the product",
         "normalisation",
+        "normalisation of groups",
         "cuBLASLt + epilogue",
         "attention",
         "attention, portable",

@@ -1,0 +1,100 @@
+"""Normalisations of groups of channels: which forms are one kernel's, and the same bits where the nodes run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import ModelProto
+
+import onnxfuse
+from onnxfuse.device import ARCHITECTURES
+from onnxfuse.ir.group_normalisation import GroupNormalisation
+from onnxfuse.pipeline import analyse_model
+from tests.helpers.group_models import CHANNELS, GROUPS, group_model
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+
+ARCHS = "sm_90a,sm_80"
+
+
+def fusions(model: ModelProto, **options: object) -> list[GroupNormalisation]:
+    sites = analyse_model(model, (ARCHITECTURES["sm_90a"],), **options).sites  # type: ignore[arg-type]
+    return [site.fusion for site in sites if isinstance(site.fusion, GroupNormalisation)]
+
+
+FORMS: dict[str, dict[str, object]] = {
+    "torch": {},
+    "known sizes": {"sizes": (2, CHANNELS, 6, 8)},
+    "one axis of pixels": {"sizes": ("batch", CHANNELS, "pixels")},
+    "fp32": {"element": FLOAT},
+    "alone": {"affine": False, "activation": ""},
+    "relu": {"activation": "Relu"},
+    "an op of instances": {"form": "instance"},
+    "an op of groups": {"form": "group", "opset": 21, "element": FLOAT},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fused_models_compute_the_same_bits(form: str, tmp_path: Path) -> None:
+    model = group_model(**FORMS[form])
+    stock, fused = tmp_path / "stock.onnx", tmp_path / "fused.onnx"
+    onnx.save(model, stock)
+    report = onnxfuse.optimize_file(stock, fused, arch=ARCHS)
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    assert [node.op_type for node in onnx.load(fused).graph.node] == ["FusedPointwise_0"]
+    before, after = (onnxruntime.InferenceSession(path) for path in (stock, fused))
+    (value,) = before.get_inputs()
+    own = {"batch": 3, "h": 5, "w": 7, "pixels": 11}
+    shape = [own.get(size, size) for size in value.shape]
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    x = x.astype(np.float16) if value.type == "tensor(float16)" else x
+    np.testing.assert_array_equal(*(session.run(None, {"x": x})[0] for session in (after, before)))
+
+
+def test_the_ir_says_what_the_nodes_say() -> None:
+    (fusion,) = fusions(group_model())
+    assert (fusion.groups, fusion.channels, fusion.epsilon) == (GROUPS, CHANNELS // GROUPS, pytest.approx(1e-5))
+    assert fusion.einops == "b (g c) p0 p1, (g c) 1 1, (g c) 1 1 -> b (g c) p0 p1"
+    assert fusion.features == ("bias", "groups", "scale", "sigmoid")
+    assert "t2 = sigmoid(t1)" in str(fusion)
+    (fusion,) = fusions(group_model(form="instance"))
+    assert (fusion.groups, fusion.channels) == (CHANNELS, 1)
+
+
+def shared_view(b: Builder) -> str:
+    """What the group is seen as is an output's as well."""
+    x = b.input("x", ("batch", CHANNELS, "h", "w"))
+    rows = b("Reshape", x, b.integers(0, GROUPS, -1))
+    y = b("InstanceNormalization", rows, b.array(np.ones(GROUPS)), b.array(np.zeros(GROUPS)))
+    return b("Add", b("Reshape", y, b("Shape", x)), b("Reshape", rows, b("Shape", x)))
+
+
+def scaled_groups(b: Builder) -> str:
+    """Groups are scaled before the image is one again."""
+    x = b.input("x", ("batch", CHANNELS, "h", "w"))
+    rows = b("Reshape", x, b.integers(0, GROUPS, -1))
+    y = b("InstanceNormalization", rows, b.array(np.full(GROUPS, 2.0)), b.array(np.zeros(GROUPS)))
+    return b("Reshape", y, b("Shape", x))
+
+
+def another_shape(b: Builder) -> str:
+    """The image that comes out has its pixels turned."""
+    x, like = b.input("x", ("batch", CHANNELS, "h", "w")), b.input("like", ("batch", CHANNELS, "w", "h"))
+    rows = b("Reshape", x, b.integers(0, GROUPS, -1))
+    y = b("InstanceNormalization", rows, b.array(np.ones(GROUPS)), b.array(np.zeros(GROUPS)))
+    return b("Reshape", y, b("Shape", like))
+
+
+@pytest.mark.parametrize("write", [shared_view, scaled_groups, another_shape])
+def test_near_forms_are_no_groups_of_channels(write: Callable[[Builder], str]) -> None:
+    """What is between their views may be a normalisation of rows of pixels."""
+    b = Builder(FLOAT16)
+    assert [fusion for fusion in fusions(b.model(write(b))) if fusion.channels > 1] == []
+
+
+def test_rounding_as_the_model_does_leaves_the_nodes() -> None:
+    assert fusions(group_model(), rounding="onnx") == []
