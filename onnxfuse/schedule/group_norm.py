@@ -19,8 +19,7 @@ from onnxfuse.schedule.pointwise import PATHS
 from onnxfuse.schedule.variant import NormPlan, NormVariant
 
 CLUSTERED = "sm_90a"
-# Blocks of a cluster, and groups of all images up to which each block has a multiprocessor of its own: a persistent grid
-# has so many clusters.
+# Blocks of a cluster, and groups of all images up to which each block has a multiprocessor of its own.
 CLUSTERS = ((8, 16), (4, 33), (2, 66))
 FEWEST = 1 << 11  # elements of a block: fewer are not worth meeting for
 THREADS = ((1 << 12, 128), (1 << 14, 256))  # of a block, by the elements of a group up to which there are so many

@@ -47,6 +47,7 @@ def document() -> str:
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),
             *_if_there("h200-genai", _decoding),
+            *_if_there("h200-group-norm", _group_norm),
             *_if_there("h200-attention", _attention),
             *_if_there("h200-attention-models", _attention_models),
             *_if_there("h200-few-queries", _few_queries),
@@ -174,6 +175,19 @@ def _decoding(found: Mapping[str, Any]) -> list[str]:
         "buffer; faster than the better of stock's modes (`ORT_FPA_INTB_GEMM`). Kernels of two layers.\n",
         _source(found),
         *_table(("weights", "batch", "stock", "stock, its mode", "fused", "faster", "kernels launched"), rows),
+    ]
+
+
+def _group_norm(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (row["images"], _us(row["stock_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}x") for row in found["rows"]
+    ]
+    return [
+        "## Normalisations of groups of channels\n",
+        "torch's GroupNorm of 32 groups as TorchScript writes it, with scale, shift and SiLU; images x channels x",
+        "height x width.\n",
+        _source(found),
+        *_table(("images", "stock", "fused", "faster"), rows),
     ]
 
 
