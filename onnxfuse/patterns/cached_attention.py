@@ -115,13 +115,13 @@ def _lowered(graph: Graph, node: gs.Node, counted: Counted) -> CachedAttention:
         NotFusable: its form, its types or its sizes are no kernel's.
     """
     heads, kv_heads = int(node.attrs["num_heads"]), int(node.attrs["kv_num_heads"])
-    head = (graph.shape(node.inputs[PAST_KEY].name) or (0,))[-1]
+    packed = not _reads(node, KEY)
     _check_form(graph, node)
-    if not isinstance(head, int) or heads % kv_heads or heads // kv_heads > MOST_HEADS:
+    head = _head(graph, node, heads + 2 * kv_heads if packed else heads)
+    if head is None or heads % kv_heads or heads // kv_heads > MOST_HEADS:
         raise _refuse(node, f"a kernel has up to {MOST_HEADS} heads for one of the keys, of known columns")
     if head % WIDTH or not WIDTH <= head <= MOST_COLUMNS:
         raise _refuse(node, f"a kernel has heads of up to {MOST_COLUMNS} columns, a multiple of {WIDTH}")
-    packed = not node.inputs[KEY].name
     rotary = _rotary(graph, node) if node.attrs.get("do_rotary", 0) else 0
     extra = _extra(graph, node, heads, head)
     operands = _operands(graph, node, counted, packed, bool(rotary), extra)
@@ -183,6 +183,15 @@ def _extra(graph: Graph, node: gs.Node, heads: int, head: int) -> tuple[Tensor, 
             raise _refuse(node, f"{name} is not [{size}] of the query's type")
         found.append(Tensor(name, FLOATS_BY_ONNX[dtype or 0], ((axis,),)))
     return tuple(found)
+
+
+def _head(graph: Graph, node: gs.Node, heads: int) -> int | None:
+    """Columns of a head: those of the query, as GenAI's builder gives the cache's a name alone, or of the cache."""
+    columns = (graph.shape(node.inputs[QUERY].name) or (None,))[-1]
+    if isinstance(columns, int):
+        return columns // heads if columns % heads == 0 else None
+    cached = (graph.shape(node.inputs[PAST_KEY].name) or (None,))[-1]
+    return cached if isinstance(cached, int) else None
 
 
 def _rotary(graph: Graph, node: gs.Node) -> int:

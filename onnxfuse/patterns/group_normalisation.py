@@ -72,6 +72,12 @@ def group_normalisations(graph: Graph, points: InsertionPoints) -> Iterator[tupl
             continue
 
 
+def reserved_views(graph: Graph) -> frozenset[int]:
+    """The nodes of normalisations between views: a product that took the first view would leave the others."""
+    cores = (_between_views(graph, node) for node in graph.nodes)
+    return frozenset(graph.index(node) for core in cores if core and _lowered(graph, core) for node in core.nodes)
+
+
 def _channels(graph: Graph, x: gs.Tensor) -> int | None:
     """How many an image `[b, channels, pixels ...]` has."""
     shape = graph.shape(x.name) or ()

@@ -25,7 +25,7 @@ from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, cand
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.cached_attention import cached_attentions
 from onnxfuse.patterns.classify import check_parts, pattern_of
-from onnxfuse.patterns.group_normalisation import group_normalisations
+from onnxfuse.patterns.group_normalisation import group_normalisations, reserved_views
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.normalisation import normalisations, reserved
@@ -96,7 +96,7 @@ def match_sites(
         normalisation: whether what normalises rows does, without a product.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
-    search.points.reserve(reserved(graph) if normalisation and not rounds else ())
+    search.points.reserve(reserved(graph) | reserved_views(graph) if normalisation and not rounds else ())
     found, apart = search.match_attentions() if attention else ([], [])
     products, skipped = _products(graph, search.points)
     for group in siblings(graph, products):

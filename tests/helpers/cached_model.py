@@ -25,17 +25,19 @@ def cached_model(
 ) -> ModelProto:
     """Inputs `query` (with key and value behind, or `key` and `value`), `past_*`, `lengths` and `mask`; any batch.
 
-    Attributes are the op's; `rotary` columns of a head are turned, all where it is missing and none where it is 0;
-    with `norms`, heads of query and key are normalised, and with `sink` each has one.
+    Attributes are the op's; `rotary` columns of a head are turned, all where it is missing and none where it is 0; the
+    cache has `cached` columns, a name or a head's; with `norms`, heads of query and key are normalised, and with `sink`
+    each has one.
     """
     heads, groups, head = sizes
     b = Builder(element)
     rotary = attributes.pop("rotary", head)
     norms, sink, rng = attributes.pop("norms", False), attributes.pop("sink", False), np.random.default_rng(3)
+    cached = attributes.pop("cached", head)
     width = (heads + 2 * groups) * head if packed else heads * head
     own = [b.input("query", ("batch", "tokens", width))]
     own += ["", ""] if packed else [b.input(each, ("batch", "tokens", groups * head)) for each in ("key", "value")]
-    past = [b.input(f"past_{each}", ("batch", groups, "room", head)) for each in ("key", "value")]
+    past = [b.input(f"past_{each}", ("batch", groups, "room", cached)) for each in ("key", "value")]
     lengths = b.input("lengths", ("batch",), TensorProto.INT32)
     mask = b.input("mask", ("batch", "total"), TensorProto.INT64)
     total = b("Cast", b("Gather", b("Shape", mask), b.scalar(1), axis=0), to=TensorProto.INT32)

@@ -17,7 +17,8 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.pipeline import analyse_model
 from tests.helpers.cached_model import GROUPS, HEAD, HEADS, cached_feeds, cached_model
-from tests.helpers.onnx_build import FLOAT
+from tests.helpers.genai_decoder import COUNT, decoder
+from tests.helpers.onnx_build import FLOAT, FLOAT16
 
 ARCH = "sm_90a"
 SIZES = (HEADS, GROUPS, HEAD)
@@ -31,6 +32,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "a part turned": {"rotary": 32},
     "not turned": {"rotary": 0, "packed": False},
     "a sink": {"sink": True},
+    "columns of the cache by name": {"cached": "kv_cache_dim"},
 }
 
 
@@ -94,6 +96,11 @@ def with_a_short_sink(model: ModelProto) -> None:
     model.graph.input.append(helper.make_tensor_value_info("short", TensorProto.FLOAT16, (HEADS - 1,)))
     node.input.extend([""] * (12 - len(node.input)))
     node.input[11] = "short"
+
+
+def test_genais_decoders_have_one_in_every_layer() -> None:
+    """Their caches have a name for the columns of a head."""
+    assert len(fusions(decoder(FLOAT16))) == COUNT
 
 
 def reading_a_bias(model: ModelProto) -> None:

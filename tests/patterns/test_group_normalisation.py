@@ -65,6 +65,25 @@ def test_the_ir_says_what_the_nodes_say() -> None:
     assert (fusion.groups, fusion.channels) == (CHANNELS, 1)
 
 
+@pytest.mark.parametrize("activation", ["", "Relu"])
+def test_a_product_before_leaves_the_view_to_the_normalisation(activation: str, tmp_path: Path) -> None:
+    """Of known sizes its epilogue could end with the Reshape, and nobody would normalise."""
+    b = Builder(FLOAT, opset=17)
+    x = b.input("x", (2, CHANNELS, 6, 4))
+    rng = np.random.default_rng(0)
+    product = b("Conv", x, b.array(rng.standard_normal((CHANNELS, CHANNELS, 1, 1)), "weight"), kernel_shape=[1, 1])
+    rows = b("Reshape", b("Add", product, x), b.integers(0, GROUPS, -1))
+    y = b("InstanceNormalization", rows, b.array(np.ones(GROUPS)), b.array(np.zeros(GROUPS)))
+    y = b("Reshape", y, b.integers(2, CHANNELS, 6, 4))
+    model = b.model(b(activation, y) if activation else y)
+    fused, report = onnxfuse.optimize(model, arch=ARCHS)
+    assert sorted(site.pattern for site in report.fused) == ["gemm_epilogue", "normalisation"]
+    assert [node.op_type for node in fused.graph.node if "Fused" not in node.op_type] == []
+    given = {"x": rng.standard_normal((2, CHANNELS, 6, 4)).astype(np.float32)}
+    before, after = (onnxruntime.InferenceSession(each.SerializeToString()) for each in (model, fused))
+    np.testing.assert_array_equal(before.run(None, given)[0], after.run(None, given)[0])
+
+
 def shared_view(b: Builder) -> str:
     """What the group is seen as is an output's as well."""
     x = b.input("x", ("batch", CHANNELS, "h", "w"))
