@@ -6,8 +6,8 @@ Scale and shift of each channel behind it are its kernel's, and so is an activat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -16,17 +16,18 @@ from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import qualified_op
-from onnxfuse.ir.fusion import Axis, Dim, Load, Out, Step, Tensor, Value, load_name, step_name
+from onnxfuse.ir.fusion import MAX_STEPS, NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, Value, load_name, step_name
 from onnxfuse.ir.group_normalisation import CHANNEL, GROUP, IMAGE, GroupNormalisation
 from onnxfuse.ir.normalisation import NORMAL
-from onnxfuse.patterns.epilogue_graph import EpilogueGraph
+from onnxfuse.limits import MAX_LOADS
+from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation import AFFINE, DEFAULT_EPSILON, PATTERN, NormalisationMatch
+from onnxfuse.patterns.normalisation import DEFAULT_EPSILON, PATTERN, NormalisationMatch
+from onnxfuse.patterns.pointwise_table import CHANNELS, pointwise_row
 
-MOST_BEHIND = 3  # nodes that scale and shift
+MOST_BEHIND = 12  # pointwise nodes
 MOST_BEFORE = 4  # nodes that make the shape of the image again
-ACTIVATIONS = {"Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh"}
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Core:
         normal: what the nodes make.
         groups: of an image.
         epsilon: what is added to the variance.
-        affine: how channels are scaled and shifted, in order.
-        activation: names of steps behind; each takes the last value, and `mul` that before it as well.
+        affine: how an op scales and shifts channels, in order.
     """
 
     anchor: gs.Node
@@ -53,7 +53,6 @@ class Core:
     epsilon: float
     copied: tuple[gs.Node, ...] = ()
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
-    activation: tuple[str, ...] = ()
 
 
 def group_normalisations(graph: Graph, points: InsertionPoints) -> Iterator[tuple[Match, GroupNormalisation]]:
@@ -62,12 +61,13 @@ def group_normalisations(graph: Graph, points: InsertionPoints) -> Iterator[tupl
         core = _between_views(graph, node) or _of_op(graph, node)
         if core is None or graph.is_folded(core.normal.name):
             continue
-        core = _activated(graph, _with_parameters(graph, core, points), points)
-        lowered = _lowered(graph, core)
+        tail = Tail(graph, core, points.is_taken)
+        tail.grow()
+        lowered = _lowered(graph, core, tail)
         if lowered is None or any(map(points.is_taken, core.nodes)):
             continue
         try:
-            yield points.placed(_match(graph, core, lowered)), lowered
+            yield points.placed(_match(graph, core, tail, lowered)), lowered
         except NotFusable:  # its parameters are computed of what it makes
             continue
 
@@ -75,7 +75,7 @@ def group_normalisations(graph: Graph, points: InsertionPoints) -> Iterator[tupl
 def reserved_views(graph: Graph) -> frozenset[int]:
     """The nodes of normalisations between views: a product that took the first view would leave the others."""
     cores = (_between_views(graph, node) for node in graph.nodes)
-    return frozenset(graph.index(node) for core in cores if core and _lowered(graph, core) for node in core.nodes)
+    return frozenset(graph.index(node) for core in cores if core and _is_computed(graph, core) for node in core.nodes)
 
 
 def _channels(graph: Graph, x: gs.Tensor) -> int | None:
@@ -152,41 +152,6 @@ def _only_reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
     return value.outputs[0] if len(value.outputs) == 1 and not graph.is_escaping(value.name) else None
 
 
-def _with_parameters(graph: Graph, core: Core, points: InsertionPoints) -> Core:
-    """The same with what scales and shifts channels behind it."""
-    for _ in range(MOST_BEHIND):
-        node = _only_reader(graph, core.normal)
-        if node is None or node.op not in AFFINE or points.is_taken(node):
-            break
-        first, second = node.inputs
-        parameter = second if first is core.normal else first
-        if parameter is core.normal or _dims_of(graph, core, parameter) is None:
-            break
-        affine = (*core.affine, (AFFINE[node.op], parameter))
-        core = replace(core, nodes=(*core.nodes, node), normal=node.outputs[0], affine=affine)
-    return core
-
-
-def _activated(graph: Graph, core: Core, points: InsertionPoints) -> Core:
-    """The same with an activation behind it: SiLU as a product with the sigmoid, or one of a node."""
-    readers = core.normal.outputs
-    if graph.is_escaping(core.normal.name) or any(map(points.is_taken, readers)):
-        return core
-    if len(readers) == 1 and readers[0].op in ACTIVATIONS:
-        last, nodes = readers[0], list(readers)
-        steps: tuple[str, ...] = (ACTIVATIONS[last.op],)
-    elif sorted(reader.op for reader in readers) == ["Mul", "Sigmoid"]:
-        last, gate = sorted(readers, key=lambda reader: reader.op)
-        if _only_reader(graph, gate.outputs[0]) is not last:
-            return core
-        nodes, steps = [gate, last], ("sigmoid", "mul")
-    else:
-        return core
-    if graph.shape(last.outputs[0].name) != graph.shape(core.x.name):
-        return core
-    return replace(core, nodes=(*core.nodes, *nodes), normal=last.outputs[0], activation=steps)
-
-
 def _dims_of(graph: Graph, core: Core, parameter: gs.Tensor) -> tuple[Dim, ...] | None:
     """The dimensions of a parameter behind the normalisation: one of channels, `[channels, 1, 1]`, or none."""
     shape, rank = graph.shape(parameter.name), len(graph.shape(core.x.name) or ())
@@ -203,85 +168,170 @@ def _dims_of(graph: Graph, core: Core, parameter: gs.Tensor) -> tuple[Dim, ...] 
     return tuple(own)
 
 
-def _lowered(graph: Graph, core: Core) -> GroupNormalisation | None:
+def _is_computed(graph: Graph, core: Core) -> bool:
+    """Whether the types and sizes of what the nodes normalise are a kernel's."""
+    channels = _channels(graph, core.x)
+    dtypes = {FLOATS_BY_ONNX.get(graph.dtype(tensor.name) or 0) for tensor in (core.x, core.normal)}
+    return bool(channels) and (channels or 0) % core.groups == 0 and None not in dtypes and 0 < core.epsilon < math.inf
+
+
+def _lowered(graph: Graph, core: Core, tail: Tail) -> GroupNormalisation | None:
     """The fusion; None where its types or sizes are no kernel's."""
-    shape, channels = graph.shape(core.x.name) or (), _channels(graph, core.x)
-    dtypes = [FLOATS_BY_ONNX.get(graph.dtype(name) or 0) for name in (core.x.name, core.normal.name)]
-    if not channels or channels % core.groups or None in dtypes or not 0 < core.epsilon < math.inf:
+    if not _is_computed(graph, core) or not tail.is_known:
         return None
-    axes = _axes(shape, core.groups, channels // core.groups)
+    axes = _axes(graph.shape(core.x.name) or (), core.groups)
     dims: tuple[Dim, ...] = ((IMAGE,), (GROUP, CHANNEL), *((axis.name,) for axis in axes[3:]))
-    x, made = (
-        Tensor(name, _known(dtype), dims) for name, dtype in zip((core.x.name, core.normal.name), dtypes, strict=True)
-    )
-    found = _steps(graph, core)
-    if found is None:
-        return None
-    steps, operands = found
-    kinds = {"add": "bias", "mul": "scale"}
+    x, made = (Tensor(each.name, _known(graph, each), dims) for each in (core.x, tail.made))
+    steps, value = tail.steps()
+    ops = {step.op for step in steps}
+    named = {"add": "bias", "mul": "scale"}
+    features = {"groups", *(ops & NONLINEAR), *(named[step.op] for step in steps if step.op in named and _loads(step))}
     return GroupNormalisation(
         anchor=node_label(core.anchor),
         pattern=PATTERN,
-        features=tuple(sorted({"groups", *(kinds[op] for op, _ in core.affine), *core.activation[:1]})),
+        features=tuple(sorted(features)),
         axes=axes,
-        operands=(x, *operands),
-        loads=tuple(map(Load, range(1 + len(operands)))),
+        operands=(x, *tail.operands.values()),
+        loads=tuple(map(Load, range(1 + len(tail.operands)))),
         steps=steps,
-        outs=(Out(made, steps[-1].result if steps else NORMAL),),
+        outs=(Out(made, value),),
         centred=True,
         epsilon=core.epsilon,
     )
 
 
-def _known(dtype: DType | None) -> DType:
-    assert dtype is not None, "a float"
-    return dtype
+def _loads(step: Step) -> bool:
+    """Whether it takes the number of a channel."""
+    return any(isinstance(value, str) and value.startswith(load_name(0)[:-1]) for value in step.inputs)
 
 
-def _axes(shape: Sequence[Size], groups: int, channels: int) -> tuple[Axis, ...]:
+def _known(graph: Graph, tensor: gs.Tensor) -> DType:
+    return FLOATS_BY_ONNX[graph.dtype(tensor.name) or 0]
+
+
+def _axes(shape: Sequence[Size], groups: int) -> tuple[Axis, ...]:
     """`b g c p0 p1`."""
-    sizes = [size if isinstance(size, int) else None for size in shape]
-    pixels = [Axis("p" if len(sizes) == 3 else f"p{place}", size) for place, size in enumerate(sizes[2:])]
-    return (Axis(IMAGE, sizes[0]), Axis(GROUP, groups), Axis(CHANNEL, channels), *pixels)
+    batch, channels, *pixels = (size if isinstance(size, int) else None for size in shape)
+    own = [Axis("p" if len(pixels) == 1 else f"p{place}", size) for place, size in enumerate(pixels)]
+    return (Axis(IMAGE, batch), Axis(GROUP, groups), Axis(CHANNEL, (channels or 0) // groups), *own)
 
 
-def _steps(graph: Graph, core: Core) -> tuple[tuple[Step, ...], tuple[Tensor, ...]] | None:
-    """What is done to a normalised element, and the numbers of channels that it takes; known numbers are none."""
-    steps: list[Step] = []
-    operands: dict[str, Tensor] = {}
-    last: Value = NORMAL
-    for op, parameter in core.affine:
-        known = graph.known_value(parameter)
-        value: Value = float(known.flat[0]) if known is not None and known.size == 1 else ""
-        if value == "":
-            dtype = FLOATS_BY_ONNX.get(graph.dtype(parameter.name) or 0)
-            is_own = graph.shape(parameter.name) == (_channels(graph, core.x),)  # an op's
-            dims = ((GROUP, CHANNEL),) if is_own else _dims_of(graph, core, parameter)
-            if dtype is None or dims is None:
-                return None
-            operands.setdefault(parameter.name, Tensor(parameter.name, dtype, dims))
-            value = load_name(1 + [*operands].index(parameter.name))
-        steps.append(Step(step_name(len(steps)), op, (last, value)))
-        last = steps[-1].result
-    before = last
-    for op in core.activation:
-        inputs = (before, last) if op == "mul" else (last,)
-        steps.append(Step(step_name(len(steps)), op, inputs))
-        last = steps[-1].result
-    return tuple(steps), tuple(operands.values())
+class Tail:
+    """What is behind a normalisation and is done to each element by itself, with numbers of its channel.
+
+    It grows as long as nodes are pointwise, and ends where one value alone is read by others.
+
+    Attributes:
+        nodes: those that are taken in.
+        made: what they make, or the normalisation.
+        operands: the numbers of channels, by name.
+        is_known: whether those of an op itself are.
+    """
+
+    def __init__(self, graph: Graph, core: Core, is_taken: Callable[[gs.Node], bool]) -> None:
+        self.graph, self.core, self.is_taken = graph, core, is_taken
+        self.epilogue = EpilogueGraph()
+        self.nodes: tuple[gs.Node, ...] = ()
+        self.made = core.normal
+        self.operands: dict[str, Tensor] = {}
+        self.is_known = True
+        ref = self.epilogue.acc(core.normal.name)
+        for op, parameter in core.affine:
+            leaf = self._leaf(parameter, is_own=True)
+            self.is_known &= leaf is not None
+            ref = self.epilogue.apply(op, ref, leaf or 0)
+        self.values = {core.normal.name: ref}
+        self.root = ref
+
+    def grow(self) -> None:
+        """Take in what is behind."""
+        grown: list[gs.Node] = []
+        tensors = [self.core.normal]
+        while len(grown) < MOST_BEHIND:
+            behind = (reader for tensor in tensors for reader in tensor.outputs if reader not in grown)
+            node = next((each for each in behind if self._absorb(each)), None)
+            if node is None:
+                break
+            grown.append(node)
+            tensors.append(node.outputs[0])
+            live = [each for each in tensors if self._is_read_outside(each, grown)]
+            if len(live) == 1:
+                self.nodes, self.made, self.root = tuple(grown), live[0], self.values[live[0].name]
+        self._forget_unread()
+
+    def steps(self) -> tuple[tuple[Step, ...], str]:
+        """A straight line, and the name of what it makes."""
+        steps: list[Step] = []
+        names: dict[Ref, Value] = {}
+        for ref in self.epilogue.reachable((self.root,)):
+            expression = self.epilogue.expressions[ref]
+            if expression.op == CONSTANT:
+                names[ref] = float.fromhex(expression.hexadecimal)
+            elif expression.op == ACC:
+                names[ref] = NORMAL
+            elif expression.op == LOAD:
+                names[ref] = load_name(1 + [*self.operands].index(expression.operand))
+            else:
+                names[ref] = step_name(len(steps))
+                steps.append(
+                    Step(step_name(len(steps)), expression.op, tuple(names[each] for each in expression.inputs))
+                )
+        return tuple(steps), str(names[self.root])
+
+    def _absorb(self, node: gs.Node) -> bool:
+        """Whether a node is one of the tail's, and what it makes a value."""
+        lower = pointwise_row(node)
+        made = node.outputs[0]
+        is_image = self.graph.shape(made.name) == self.graph.shape(self.core.x.name)
+        if lower is None or node.op in CHANNELS or self.is_taken(node) or len(node.outputs) > 1 or not is_image:
+            return False
+        refs = [self._ref(each) for each in node.inputs]
+        if None in refs or self.graph.dtype(made.name) not in FLOATS_BY_ONNX:
+            return False
+        try:
+            self.values[made.name] = lower(self.epilogue, [ref for ref in refs if ref is not None], node.attrs)
+        except NotFusable:
+            return False
+        return self.epilogue.count_steps((self.values[made.name],)) <= MAX_STEPS
+
+    def _ref(self, tensor: gs.Tensor) -> Ref | None:
+        """A value of the tail, a number, or one of each channel; -1 for an input that is left out."""
+        if not tensor.name:
+            return -1
+        return self.values[tensor.name] if tensor.name in self.values else self._leaf(tensor)
+
+    def _leaf(self, parameter: gs.Tensor, is_own: bool = False) -> Ref | None:
+        """The same of what is no value of the tail."""
+        known = self.graph.known_value(parameter)
+        if known is not None and known.size == 1 and _is_known(self.graph, parameter):
+            return self.epilogue.constant(float(known.flat[0]))
+        dims = ((GROUP, CHANNEL),) if is_own else _dims_of(self.graph, self.core, parameter)
+        dtype = FLOATS_BY_ONNX.get(self.graph.dtype(parameter.name) or 0)
+        if dims is None or dtype is None or len(self.operands) > MAX_LOADS - 2:
+            return None
+        self.operands.setdefault(parameter.name, Tensor(parameter.name, dtype, dims))
+        return self.epilogue.load(parameter.name, has_columns=False)
+
+    def _is_read_outside(self, tensor: gs.Tensor, grown: Sequence[gs.Node]) -> bool:
+        return self.graph.is_escaping(tensor.name) or any(reader not in grown for reader in tensor.outputs)
+
+    def _forget_unread(self) -> None:
+        """Operands of nodes that are behind the end."""
+        read = {each.operand for each in self.epilogue.leaves(LOAD, (self.root,))}
+        self.operands = {name: each for name, each in self.operands.items() if name in read}
 
 
-def _match(graph: Graph, core: Core, lowered: GroupNormalisation) -> NormalisationMatch:
+def _match(graph: Graph, core: Core, tail: Tail, lowered: GroupNormalisation) -> NormalisationMatch:
     """Its nodes; what lives out of it is one value."""
     return NormalisationMatch(
         products=(),
-        nodes=tuple(sorted(map(graph.index, core.nodes))),
+        nodes=tuple(sorted(map(graph.index, (*core.nodes, *tail.nodes)))),
         copied=tuple(sorted(map(graph.index, core.copied))),
-        insertion_point=graph.index(core.nodes[-1]),
+        insertion_point=max(map(graph.index, (*core.nodes, *tail.nodes))),
         folded=(),
         constants=(),
         columns=lowered.channels,
-        live_outs=(LiveOut(core.normal.name, (), ()),),
+        live_outs=(LiveOut(tail.made.name, (), ()),),
         split=frozenset(),
         epilogue=EpilogueGraph(),
         anchor=lowered.anchor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from onnx import ModelProto
@@ -31,7 +31,7 @@ def group_model(
         element: type of all numbers.
         opset: version of the operators.
         affine: channels are scaled and shifted behind the views; an op does so itself.
-        activation: behind it: `silu`, an op, or nothing.
+        activation: behind it: one of `SPELLED`, or an op.
     """
     b, rng, channels = Builder(element, opset), np.random.default_rng(4), int(sizes[1])
     x = b.input("x", tuple(sizes))
@@ -47,8 +47,22 @@ def group_model(
         op = {"instance": "InstanceNormalization", "group": "GroupNormalization"}[form]
         more = {"num_groups": groups} if form == "group" else {}
         y = b(op, x, b.array(weight), b.array(bias), epsilon=1e-5, **more)
-    if activation == "silu":
-        y = b("Mul", y, b("Sigmoid", y))
-    elif activation:
-        y = b(activation, y)
-    return b.model(y)
+    return b.model(SPELLED[activation](b, y) if activation in SPELLED else b(activation, y))
+
+
+def _gelu(b: Builder, x: str) -> str:
+    return b("Mul", b("Mul", x, b("Add", b("Erf", b("Div", x, b.array(2**0.5))), b.array(1.0))), b.array(0.5))
+
+
+def _slopes(b: Builder, x: str) -> str:
+    return b("PRelu", x, b.array(np.linspace(-1, 1, CHANNELS).reshape(CHANNELS, 1, 1)))
+
+
+SPELLED: dict[str, Callable[[Builder, str], str]] = {
+    "": lambda b, x: x,
+    "silu": lambda b, x: b("Mul", x, b("Sigmoid", x)),
+    "gelu": _gelu,
+    "mish": lambda b, x: b("Mul", x, b("Tanh", b("Softplus", x))),
+    "clip": lambda b, x: b("Clip", x, b.array(-0.5), b.array(0.5)),
+    "prelu": _slopes,
+}

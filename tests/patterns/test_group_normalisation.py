@@ -33,6 +33,13 @@ FORMS: dict[str, dict[str, object]] = {
     "fp32": {"element": FLOAT},
     "alone": {"affine": False, "activation": ""},
     "relu": {"activation": "Relu"},
+    **{op: {"activation": op, "element": FLOAT} for op in ("LeakyRelu", "Elu", "HardSigmoid", "Softplus", "Softsign")},
+    "HardSwish": {"activation": "HardSwish", "element": FLOAT},
+    "Gelu": {"activation": "Gelu", "element": FLOAT, "opset": 20},
+    "gelu spelled out": {"activation": "gelu", "element": FLOAT},
+    "mish spelled out": {"activation": "mish", "element": FLOAT},
+    "bounds": {"activation": "clip", "element": FLOAT},
+    "slopes of channels": {"activation": "prelu", "element": FLOAT},
     "an op of instances": {"form": "instance"},
     "an op of groups": {"form": "group", "opset": 21, "element": FLOAT},
 }
@@ -82,6 +89,17 @@ def test_a_product_before_leaves_the_view_to_the_normalisation(activation: str, 
     given = {"x": rng.standard_normal((2, CHANNELS, 6, 4)).astype(np.float32)}
     before, after = (onnxruntime.InferenceSession(each.SerializeToString()) for each in (model, fused))
     np.testing.assert_array_equal(before.run(None, given)[0], after.run(None, given)[0])
+
+
+def test_a_value_that_others_read_is_the_end() -> None:
+    """Of what is behind it nothing is the kernel's, however pointwise."""
+    b = Builder(FLOAT16)
+    x = b.input("x", ("batch", CHANNELS, "h", "w"))
+    y = b("InstanceNormalization", x, b.array(np.ones(CHANNELS)), b.array(np.zeros(CHANNELS)))
+    scaled = b("Mul", y, b.array(np.arange(CHANNELS).reshape(CHANNELS, 1, 1), "scale"))
+    (fusion,) = fusions(b.model(b("Mul", scaled, b("Sigmoid", scaled)), scaled))
+    assert [step.op for step in fusion.steps] == ["mul", "add", "mul"]
+    assert [out.tensor.name for out in fusion.outs] == [scaled]
 
 
 def shared_view(b: Builder) -> str:
