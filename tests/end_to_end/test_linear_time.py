@@ -22,7 +22,7 @@ from tests.tools.sweep import rewritten
 WIDTH = 16
 BLOCK_NODES = 26
 SITES = 6  # of a block: gate, down projection, query, output projection, two normalisations
-SECONDS = 6.0  # of one core for 4,000 nodes
+SECONDS = 6.0  # of one core for 2,000 nodes: a slow machine takes 3.4
 GROWTH = 8  # times the nodes; a cost that is quadratic and counts at all shows up far beyond NOISE
 NOISE = 2.0  # times the linear cost that a measurement may take: other processes share the machine
 RUNS = 3  # of the fastest of which a cost is judged
@@ -101,7 +101,7 @@ def seconds(build: Callable[[int], onnx.ModelProto], nodes: int) -> float:
     return spent
 
 
-@pytest.mark.parametrize(("build", "nodes"), [(model, 4_000), (branches, 1_000)])
+@pytest.mark.parametrize(("build", "nodes"), [(model, 2_000), (branches, 1_000)])
 def test_thousands_of_nodes_take_seconds_and_cost_grows_linearly(build, nodes: int) -> None:
     seconds(build, 100)  # imports and caches
     part = min(seconds(build, nodes // GROWTH) for _ in range(RUNS))
@@ -217,7 +217,7 @@ MANY = dict.fromkeys((views_before, views_of_the_weight, masks, readers, outputs
 MANY |= {products: (8, 64), ranges: (8, 64)}  # each of which becomes a fusion, or a part of one
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("build", MANY)
 def test_many_of_one_kind_cost_what_they_are(build: Callable[[Builder, str, int], list[str]]) -> None:
     def sized(count: int) -> onnx.ModelProto:
