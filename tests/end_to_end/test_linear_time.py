@@ -217,7 +217,7 @@ MANY = dict.fromkeys((views_before, views_of_the_weight, masks, readers, outputs
 MANY |= {products: (8, 64), ranges: (8, 64)}  # each of which becomes a fusion, or a part of one
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("build", MANY)
 def test_many_of_one_kind_cost_what_they_are(build: Callable[[Builder, str, int], list[str]]) -> None:
     def sized(count: int) -> onnx.ModelProto:
@@ -229,7 +229,7 @@ def test_many_of_one_kind_cost_what_they_are(build: Callable[[Builder, str, int]
     assert calls(sized(many)) < NOISE * many / few * calls(sized(few))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("domain", "op"), ROWS)
 def test_a_chain_costs_what_its_nodes_cost(domain: str, op: str) -> None:
     calls(chain(domain, op, SHORT))  # imports and caches

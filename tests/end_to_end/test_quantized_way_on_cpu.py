@@ -175,7 +175,7 @@ def compute(
     return outs
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("graph", "form"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_kernel_computes_what_the_graph_computes(
     graph: Callable[[Builder, str], str], form: Form | None, tmp_path: Path

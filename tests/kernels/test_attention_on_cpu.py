@@ -229,7 +229,7 @@ def launch_portable(library: ctypes.CDLL, problem: AttentionProblem, tile: Porta
     assert conflicts.value == 0
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", PORTABLE)
 def test_portable_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     """By mma.sync, of all types, vectors or elements; with fewer blocks than heads the rest follows."""
@@ -258,7 +258,7 @@ def test_keys_and_values_may_lie_transposed(dtype: DType, tmp_path: Path) -> Non
     check_numbers(problem, problem.out.copy())
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     spec, tile, size = CASES[name]
@@ -272,7 +272,7 @@ def test_kernel_computes_the_attention(name: str, tmp_path: Path) -> None:
     check_numbers(problem, eager)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("keys", [24, 72, 250])
 @pytest.mark.parametrize("rows", [40, 130, 320, 700])
 def test_tiles_of_three_groups_and_of_fewer_cover_all_rows(rows: int, keys: int, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def check_nothing_behind_is_read(problem: AttentionProblem, again: Callable[[], 
     np.testing.assert_array_equal(problem.out, before)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
 def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, tmp_path: Path) -> None:
     """Rows that are masked throughout by finite numbers are means of all values, or of as many as count."""
@@ -379,7 +379,7 @@ def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, tmp_path: P
         )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
 def test_the_portable_kernel_leaves_them_out_too(diagonal: Diagonal, tmp_path: Path) -> None:
     spec = AttentionSpec(F32, 16, 16, (Access("tile", F32, 4),), MASKED, "t1", out_width=4, diagonal=diagonal)

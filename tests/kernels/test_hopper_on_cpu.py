@@ -156,7 +156,7 @@ SAMPLE = [*SHARED, *list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2
 SAMPLE += list(three_groups_cases())[::6]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: HopperCase, tmp_path: Path) -> None:
     check(case, tmp_path)
@@ -176,7 +176,7 @@ def check(case: HopperCase | SwappedCase, folder: Path) -> None:
             np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [SPLIT[0], SHARED[0]], ids=lambda case: case.name)
 def test_a_block_ends_behind_those_that_need_its_memory(case: HopperCase, tmp_path: Path) -> None:
     """One block stands still from any of the first rounds on: the other waits, and fails if it does not."""

@@ -299,7 +299,7 @@ def launch_counted(
     return [out.data.copy() for out in problem.outs], [each.widest for each in ranges]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
     spec = case.spec

@@ -44,7 +44,7 @@ def modulated(b: Builder, x: str, ranges: list[str]) -> str:
     return b("Mul", x, beside[-1]) if len(beside) % 3 else x
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
 @pytest.mark.parametrize("split", [by_split, by_slices])
 @pytest.mark.parametrize("linear", [by_gemm, by_add])
