@@ -27,6 +27,8 @@ def _numbers(spec: KernelSpec, tile: QuantizedSmallMTile) -> dict[str, int]:
         "THREADS": tile.threads,
         "STAGES": tile.stages,
         "SHARED_BYTES": shared_bytes(spec, tile),
+        "WEIGHT_DEPTH": spec.depth,
+        "WEIGHT_COLUMNS": spec.columns,
         "LHS_SLOTS": tile.lhs_slots,
         "KEPT_STEPS": tile.kept_steps,
         "SPREAD": tile.spread,

@@ -100,6 +100,8 @@ class KernelSpec:
         quantization: how rhs is stored, if it is quantized; then its order is `nk`.
         scales_width: elements of one access to the scales of a quantized rhs, along k.
         zero_points_width: bytes of one access to its zero points.
+        depth: k of a quantized rhs, which is a weight, so that it is known; else 0.
+        columns: n of a quantized rhs; else 0.
     """
 
     dtype: DType
@@ -120,6 +122,8 @@ class KernelSpec:
     quantization: Quantization | None = None
     scales_width: int = 1
     zero_points_width: int = 1
+    depth: int = 0
+    columns: int = 0
 
     @property
     def rhs_dtype(self) -> DType:

@@ -43,6 +43,8 @@ def make_plan(
     """
     columns, depth = static_size(fusion, mapping.n), static_size(fusion, mapping.k)
     base = _spec(fusion, mapping, widths, arithmetic(fusion.lhs.dtype, device, depth, exact_fp32))
+    if fusion.quantization is not None and depth and columns:
+        base = replace(base, depth=depth, columns=columns)
     # Batches that share rhs count as rows: the launch rule adds them up as well.
     shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
     m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)

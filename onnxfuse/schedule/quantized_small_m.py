@@ -54,7 +54,8 @@ SHAPES = (
     Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(8, 32, 8, 128, 2),
     Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3),
     Shape(1, 32, 8, 128, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
-    Shape(1, 32, 8, 128, 4, kept=True), Shape(4, 32, 8, 128, 3, kept=True), Shape(8, 32, 8, 128, 3, kept=True),
+    Shape(1, 32, 8, 128, 4, kept=True), Shape(4, 32, 8, 128, 4, kept=True), Shape(8, 32, 8, 128, 4, kept=True),
+    Shape(8, 32, 8, 128, 3, kept=True, streamed=True), Shape(16, 32, 8, 128, 3, kept=True),
     Shape(16, 32, 8, 64, 4, kept=True, streamed=True),
 )  # fmt: skip
 STREAMED_BITS = 4  # lhs of 8 bits has twice the steps, whose loads the warps would wait for: 26 us became 39
@@ -117,7 +118,7 @@ class QuantizedSmallM(ProductFamily):
         """Unpacking, multiplying and reading lhs again hide behind reading rhs, once a tile of rows, or that does."""
         tile: QuantizedSmallMTile = entry.tile
         known = calibration(device)
-        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
+        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device) * _whole_steps(tile, problem.k)
         busy = busy + _reading_again(tile, spec, problem, device)
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
@@ -133,6 +134,11 @@ def _pace(tile: QuantizedSmallMTile) -> str:
     """The key of its pace."""
     kept = " streamed" if tile.streamed else " kept" if tile.kept_steps else ""
     return f"{tile.block_m}{kept}"
+
+
+def _whole_steps(tile: QuantizedSmallMTile, k: Count) -> Amount:
+    """What all warps' steps cover of k, which need not fill the last ones."""
+    return _steps(tile, k) * tile.block_k * tile.warps_k / k
 
 
 def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

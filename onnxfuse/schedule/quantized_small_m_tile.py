@@ -126,7 +126,7 @@ def slot_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
 
 def sums_bytes(spec: KernelSpec, tile: QuantizedSmallMTile) -> int:
     """Shared memory of all warps' sums."""
-    buffers = 2 if tile.block_m <= MMA_ROWS else 1
+    buffers = 2 if tile.block_m <= MMA_ROWS * (2 if tile.kept_steps else 1) else 1
     return buffers * tile.warps_k * tile.block_m * (columns(spec, tile) + SUMS_PADDING) * FP32_BYTES
 
 

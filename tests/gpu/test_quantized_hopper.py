@@ -33,7 +33,7 @@ def large_cases() -> list[QuantizedCase]:
     for turn, tile in enumerate(TILES):
         form = Quantization((4, 4, 8)[turn % 3], (32, 128, 64, 16)[turn % 4], turn % 2 == 1, (F16, BF16)[turn // 2 % 2])
         for parts, kind in ((1, "residual"), (2, "plain")):
-            spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, LARGE, kind), form, LARGE.k)
+            spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, LARGE, kind), form, LARGE)
             if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None:
                 name = f"large-{form}-{form.scale.name}-{parts}x-{tile}".replace(" ", "-")
                 cases.append(QuantizedCase(name, spec, tile, (LARGE,)))

@@ -82,7 +82,7 @@ def _apart(form: Quantization, turn: int) -> Iterator[QuantizedCase]:
     m, n, k = SIZES[(turn * 5 + 1) % len(SIZES)]
     sizes = (Size(m, n, k), Size(m + 200, n + 64, k, pad=8))
     kind = ("plain", "residual")[turn % 2]
-    spec = quantized(make_spec(form.scale.name, 2, "nk", PORTABLE, sizes[0], kind), form, k)
+    spec = quantized(make_spec(form.scale.name, 2, "nk", PORTABLE, sizes[0], kind), form, sizes[0])
     tile = APART[turn // 4 % len(APART)]
     if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None:
         yield QuantizedCase(f"{form}-{form.scale.name}-{tile}-{kind}-{k}".replace(" ", "-"), spec, tile, sizes)
@@ -96,7 +96,7 @@ def _cases(form: Quantization, turn: int) -> Iterator[QuantizedCase]:
     for offset in range(2):
         m, n, k = SIZES[(turn + 3 * offset) % len(SIZES)]
         sizes = (Size(m, n, k), Size(m + 31, n + 64, k, pad=8))
-        spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, sizes[0], kind, outs), form, k)
+        spec = quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, sizes[0], kind, outs), form, sizes[0])
         tiles = (TILES[(turn + offset * 3 + index) % len(TILES)] for index in range(len(TILES)))
         legal = [tile for tile in tiles if HOPPER_QUANTIZED.why_not(spec, tile, DEVICE) is None]
         if legal:

@@ -19,8 +19,9 @@ from tests.helpers.kernel_problem import FP32, NUMPY, Bounded, Buffer, Problem, 
 PIECE_BYTES = 16  # of the widest access
 
 
-def quantized(spec: TiledSpec, form: Quantization, k: int) -> TiledSpec:
-    """The spec with an rhs of a form, and the accesses that a depth of k allows."""
+def quantized(spec: TiledSpec, form: Quantization, size: Size) -> TiledSpec:
+    """The spec with an rhs of a form and a size, and the accesses that its depth allows."""
+    k = size.k
     blocks = form.blocks(k)
     zeros = _width(form.zero_point_bytes(k), PIECE_BYTES) if form.zero_points else 1
     return replace(
@@ -30,6 +31,8 @@ def quantized(spec: TiledSpec, form: Quantization, k: int) -> TiledSpec:
         rhs_width=_width(blocks * form.block_bytes, PIECE_BYTES),
         scales_width=_width(blocks, PIECE_BYTES // form.scale.bytes),
         zero_points_width=zeros,
+        depth=k,
+        columns=size.n,
     )
 
 

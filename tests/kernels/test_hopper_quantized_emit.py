@@ -30,7 +30,8 @@ FORMS = [
 def spec_of(
     form: Quantization, parts: int = 1, kind: str = "plain", outs: tuple[DType | None, ...] = (None,)
 ) -> TiledSpec:
-    return quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, Size(64, 256, K), kind, outs), form, K)
+    size = Size(64, 256, K)
+    return quantized(make_spec(form.scale.name, parts, "nk", PORTABLE, size, kind, outs), form, size)
 
 
 def legal(spec: KernelSpec) -> list[QuantizedTile]:

@@ -51,7 +51,7 @@ class Case:
 def quantized_spec(form: Quantization, parts: int, tile: QuantizedSmallMTile, size: Size, kind: str) -> TiledSpec:
     lhs_width = int(np.gcd(size.k, 8))
     spec = make_spec(form.scale.name, parts, "nk", tile, size, kind, narrow=True)
-    return quantized(replace(spec, lhs_width=lhs_width), form, size.k)
+    return quantized(replace(spec, lhs_width=lhs_width), form, size)
 
 
 def problem_of(spec: TiledSpec, size: Size) -> QuantizedProblem:
@@ -116,10 +116,10 @@ CASES = [*every_form(), *other_depths(), *kept_in_registers()]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel_computes_the_fusion(case: Case, tmp_path: Path) -> None:
     """At other depths with the accesses that those allow: the text is another, and so are the tensors' ends."""
-    for k, sizes in itertools.groupby(case.sizes, key=lambda size: size.k):
-        spec = replace(case, sizes=(replace(case.sizes[0], k=k),)).spec
+    for (k, n), sizes in itertools.groupby(case.sizes, key=lambda size: (size.k, size.n)):
+        spec = replace(case, sizes=(replace(case.sizes[0], k=k, n=n),)).spec
         assert spec.why_not(SM_90A) is None
-        folder = tmp_path / str(k)
+        folder = tmp_path / f"{k}-{n}"
         folder.mkdir()
         library = build_source(spec.source(), ENTRY, folder)
         for size in sizes:

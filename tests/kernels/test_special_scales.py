@@ -32,7 +32,7 @@ def plain(form: Quantization, tile: object) -> TiledSpec:
     """The product and a row, without a function that a NaN or an infinity could vanish in."""
     spec = make_spec("f16", 1, "nk", tile, SIZE)  # type: ignore[arg-type]
     steps = (Step("a0", "add", ("acc0", "op0")),)
-    return quantized(replace(spec, steps=steps, out_values=("a0",)), form, SIZE.k)
+    return quantized(replace(spec, steps=steps, out_values=("a0",)), form, SIZE)
 
 
 def few_rows(form: Quantization, folder: Path) -> tuple[TiledSpec, Run]:

@@ -28,7 +28,8 @@
 // barrier is for all warps at once: a tile's sums are added behind the next one's first step (sums.cuh). What a block
 // reads of rhs at first, it reads before the kernel before it has ended.
 //
-// Launch and arguments: as the portable kernel's, or a persistent grid. Contract: k of lhs is contiguous, and copies of
+// Launch and arguments: as the portable kernel's, or a persistent grid. Contract: k and n are those of the weight that it
+// was compiled for, whose columns lie side by side; k of lhs is contiguous, and copies of
 // LHS_WIDTH elements are legal unless the kernel is CHECKED; integers of a column begin on RHS_BYTES boundaries, scales
 // on SCALES_WIDTH elements, zero points on ZERO_POINTS_WIDTH bytes. Loads and outputs are read and written element by
 // element.
@@ -38,18 +39,20 @@
 
 namespace onnxfuse {
 
-// acc += the product of another step of this warp, of those that are kept the `kept_step`-th.
-__device__ __forceinline__ void multiply_step(Sums& acc, Ring& ring, const KeptRows& kept, Place& place, int kept_step) {
+// acc += the product of a step of this warp, of those that are kept the `kept_step`-th.
+__device__ __forceinline__ void multiply_step(Sums& acc, Ring& ring, KeptRows& kept, const Place& place,
+                                              int kept_step) {
   copy_async_wait<STAGES - 2>();
   __syncwarp();  // all lanes' copies have landed, and all have read what is loaded over
-  ring.load();
+  ring.load_ahead(place);
   const Multiplier multiplier(ring.work, ring, place);
   if constexpr (KEPT) {
+    kept.settle(kept_step);
     multiplier.run(acc, KeptStep{kept, kept_step});
   } else {
-    multiplier.run(acc, SharedRows{ring.slot_at(place.slot)});
+    multiplier.run(acc, SharedRows{ring.lhs_memory(place)});
   }
-  place.advance(ring.work.steps, ring.slots);
+  ring.advance();
 }
 
 // Where sums are added late, one turn more than there are passes, in which the last one's are.
@@ -60,24 +63,23 @@ __device__ __forceinline__ void compute_tiles(const OnnxfuseArguments& args, int
   unsigned char* memory = shared + warp() * WARP_BYTES;
   Ring ring(work, memory);
   KeptRows kept(memory + WARP_BYTES - KEPT_BYTES);
-  Place place;
   ring.fill();
 #pragma unroll 1
   for (int pass = 0; pass < work.passes + LATE; ++pass) {
-    const int steps = !LATE || pass < work.passes ? work.steps : 0;
+    const bool exists = !LATE || pass < work.passes;
     Sums acc = {};
 #pragma unroll 1
-    for (int first = 0; (LATE && first == 0) || first < steps; first += AT_ONCE) {
-      if (KEPT && steps > 0) kept.keep(work, pass, first);
+    for (int first = 0; first < STEPS && (exists || first == 0); first += AT_ONCE) {
+      if (KEPT && exists) kept.keep(work, pass, first);
 #pragma unroll
       for (int step = 0; step < AT_ONCE; ++step) {
-        if (!LATE || first + step < steps) multiply_step(acc, ring, kept, place, step);
+        if (exists && first + step < STEPS) multiply_step(acc, ring, kept, {pass, first + step}, step);
         if (LATE && step == 0 && first == 0 && pass > 0) exchange.add(work, pass - 1);
       }
     }
     if constexpr (!LATE) {
       exchange.add_now(acc, work, pass);
-    } else if (pass < work.passes) {
+    } else if (exists) {
       exchange.leave(acc);
     }
   }

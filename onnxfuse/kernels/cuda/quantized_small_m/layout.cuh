@@ -36,7 +36,22 @@ constexpr int KEPT_PIECES = SPREADS * BLOCK_PIECES;
 constexpr bool ADDS_EXCESS = HAS_EXCESS && PIECE_K < QUANTIZED_BLOCK && !KEPT;
 constexpr bool SCALES_AHEAD = ROW_GROUPS == 1;  // with more sums, registers are short
 
+// k and n of the weight are known when the kernel is compiled, so where a step's bytes begin is a constant, and so is
+// most of what would be asked for every copy. All warps have as many steps; what lies beyond k is zero.
+constexpr int STEPS = (WEIGHT_DEPTH - 1) / (BLOCK_K * WARPS_K) + 1;
+constexpr bool WHOLE_DEPTH = WEIGHT_DEPTH % (BLOCK_K * WARPS_K) == 0;
+constexpr bool WHOLE_COLUMNS = WEIGHT_COLUMNS % BLOCK_N == 0;
+constexpr int DEPTH_BLOCKS = (WEIGHT_DEPTH - 1) / QUANTIZED_BLOCK + 1;
+constexpr int COLUMN_BYTES = DEPTH_BLOCKS * (QUANTIZED_BLOCK * QUANTIZED_BITS / 8);
+constexpr int COLUMN_SCALES_BYTES = DEPTH_BLOCKS * int(sizeof(Element));
+constexpr int COLUMN_ZEROS_BYTES = (DEPTH_BLOCKS * QUANTIZED_BITS + 7) / 8;
+
 constexpr int least(int a, int b) { return a < b ? a : b; }
+
+__device__ __forceinline__ const unsigned char* column_at(const void* first, int column, int pitch) {
+  return static_cast<const unsigned char*>(first) + static_cast<long long>(column) * pitch;
+}
+
 constexpr int in_pieces(int bytes) { return (bytes + 15) / 16 * 16; }
 
 // What each column has beside its integers in a step, BYTES that begin on boundaries of ALIGNMENT bytes: copied as they
@@ -61,8 +76,9 @@ struct Beside {
     for (int i = 0; i < OF_LANE; ++i) columns[i] = start(least(copy_of(i) / COPIES, WIDTH - 1));
   }
 
-  // The bytes from `first` on, of which `valid` exist in a column.
-  __device__ __forceinline__ void copy(unsigned shared, int first, int valid) const {
+  // The bytes from `first` on, of which VALID exist in a column.
+  template <int VALID>
+  __device__ __forceinline__ void copy(unsigned shared, int first) const {
 #pragma unroll
     for (int i = 0; i < OF_LANE; ++i) {
       const int index = copy_of(i);
@@ -71,9 +87,9 @@ struct Beside {
       const unsigned char* from = columns[i] + along;
       if constexpr (IN_WORDS) {
         const int before = reinterpret_cast<unsigned long long>(from) % COPY;
-        copy_async_part(shared + index * COPY, from - before, max(min(valid - along + before, COPY), 0));
+        copy_async_part(shared + index * COPY, from - before, max(min(VALID - along + before, COPY), 0));
       } else {
-        copy_async<COPY>(shared + index * COPY, from, along < valid);
+        copy_async<COPY>(shared + index * COPY, from, WHOLE_DEPTH || along < VALID);
       }
     }
   }
@@ -111,7 +127,7 @@ constexpr int SUMS_PITCH = WIDTH + 4;
 constexpr int WARP_SUMS = BLOCK_M * SUMS_PITCH;
 constexpr int SUMS = WARPS_K * WARP_SUMS;
 // One pass's sums are added while another's are stored where that takes little memory.
-constexpr int SUM_BUFFERS = BLOCK_M <= MMA_ROWS ? 2 : 1;
+constexpr int SUM_BUFFERS = BLOCK_M <= (KEPT ? 2 : 1) * MMA_ROWS ? 2 : 1;
 constexpr int SUMS_BYTES = SUM_BUFFERS * SUMS * int(sizeof(float));
 // Added late, behind the next tile's first step: this pays where no rows of lhs are read from shared memory meanwhile.
 constexpr bool LATE = KEPT;
@@ -143,16 +159,12 @@ struct Work {
   int batch;
   int tiles_m;
   int passes;  // tiles of this block
-  int steps;   // of this warp
-  int blocks;  // of k
   bool is_wide;  // whether copies of LHS_WIDTH are legal
 
   __device__ __forceinline__ Work(const OnnxfuseArguments& args, int batch) : args(args), batch(batch) {
     tiles_m = (args.m - 1) / BLOCK_M + 1;
     const int tiles = ((args.n - 1) / BLOCK_N + 1) * tiles_m;
     passes = max(tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1, 0) / gridDim.x;
-    steps = max((args.k + BLOCK_K - 1) / BLOCK_K - warp() + WARPS_K - 1, 0) / WARPS_K;
-    blocks = (args.k + QUANTIZED_BLOCK - 1) / QUANTIZED_BLOCK;
     const long long batches = LHS_OUTER_BATCH ? args.lhs_outer.batch_stride : 0;
     is_wide = is_legal<Element, LHS_WIDTH>(args.lhs.pointer, args.lhs.column_stride,
                                            args.lhs.row_stride | args.lhs.batch_stride | batches | args.k);
@@ -168,25 +180,36 @@ struct Work {
   }
   __device__ __forceinline__ int rows(const Tile& tile) const { return min(args.m - tile.row, BLOCK_M); }
 
+  // Of k, a warp's step where lhs is streamed: in another order than the blocks beside it, as all of them would ask L2 for
+  // the same rows at once.
+  __device__ __forceinline__ int turned(const Tile& tile, int step) const {
+    return STREAMED ? static_cast<int>(static_cast<unsigned>(step + tile.column / BLOCK_N) % STEPS) : step;
+  }
+
   // Columns beyond the tensor repeat its last one: their results are never stored.
   __device__ __forceinline__ int column_of(const Tile& tile, int index) const {
-    return min(tile.column + index % BLOCK_N, args.n - 1);
+    const int column = tile.column + index % BLOCK_N;
+    return WHOLE_COLUMNS ? column : min(column, WEIGHT_COLUMNS - 1);
   }
   __device__ __forceinline__ const unsigned char* scales(const Tile& tile, int index) const {
     const OnnxfuseScales& part = args.scales[index / BLOCK_N];
-    return static_cast<const unsigned char*>(part.scales) +
-           column_of(tile, index) * part.scales_pitch * int(sizeof(Element));
+    return column_at(part.scales, column_of(tile, index), COLUMN_SCALES_BYTES);
   }
   __device__ __forceinline__ const unsigned char* zeros(const Tile& tile, int index) const {
     const OnnxfuseScales& part = args.scales[index / BLOCK_N];
-    return static_cast<const unsigned char*>(part.zero_points) + column_of(tile, index) * part.zero_points_pitch;
+    return column_at(part.zero_points, column_of(tile, index), COLUMN_ZEROS_BYTES);
   }
   // Of this warp's steps, the first k; and where a step's scales and zero points begin in those of a column.
-  __device__ __forceinline__ int depth(int step) const { return (step * WARPS_K + warp()) * BLOCK_K; }
-  __device__ __forceinline__ int first_scale(int step) const {
-    return depth(step) / QUANTIZED_BLOCK * int(sizeof(Element));
+  static __device__ __forceinline__ int depth(int step) { return (step * WARPS_K + warp()) * BLOCK_K; }
+  static __device__ __forceinline__ int first_block(int step) {
+    return BLOCK_K < QUANTIZED_BLOCK ? depth(step) / QUANTIZED_BLOCK : (step * WARPS_K + warp()) * BLOCKS;
   }
-  __device__ __forceinline__ int first_zero(int step) const { return depth(step) / QUANTIZED_BLOCK * QUANTIZED_BITS / 8; }
+  static __device__ __forceinline__ int first_scale(int step) { return first_block(step) * int(sizeof(Element)); }
+  static __device__ __forceinline__ int first_zero(int step) {
+    constexpr int BITS = BLOCKS * QUANTIZED_BITS;
+    constexpr bool WHOLE = BLOCK_K >= QUANTIZED_BLOCK && BITS % 8 == 0;
+    return WHOLE ? (step * WARPS_K + warp()) * (BITS / 8) : first_block(step) * QUANTIZED_BITS / 8;
+  }
 };
 
 }  // namespace onnxfuse

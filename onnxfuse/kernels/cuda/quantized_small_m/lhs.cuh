@@ -4,16 +4,19 @@
 
 namespace onnxfuse {
 
-// k of one piece of a row of lhs in the order of unpacked integers.
+// k of one piece of a row of lhs in the order of unpacked integers; `words` may be `pairs`.
 __device__ __forceinline__ void permute(unsigned (&pairs)[PIECE_PAIRS], const unsigned (&words)[PIECE_PAIRS]) {
+  unsigned permuted[PIECE_PAIRS];
 #pragma unroll
   for (int i = 0; i < PIECE_PAIRS; ++i) {
     if constexpr (QUANTIZED_BITS == 4) {
-      pairs[i] = permute_bytes(words[i / 2], words[i / 2 + 2], i % 2 == 0 ? 0x5410 : 0x7632);
+      permuted[i] = permute_bytes(words[i / 2], words[i / 2 + 2], i % 2 == 0 ? 0x5410 : 0x7632);
     } else {
-      pairs[i] = words[i];
+      permuted[i] = words[i];
     }
   }
+#pragma unroll
+  for (int i = 0; i < PIECE_PAIRS; ++i) pairs[i] = permuted[i];
 }
 
 // One piece of a row in shared memory.
@@ -88,45 +91,54 @@ struct SharedRows {
 };
 
 // Rows of lhs in registers, of KEPT_STEPS steps; and in shared memory, the excess of their blocks, which is multiplied
-// once. What is kept is changed where a tile has other rows, or a warp's share of k has more steps. Rows that are
-// streamed change with every step, and the next step's are on their way.
+// once. What is kept is changed where a tile has other rows, or a warp's share of k has more steps: all is loaded at once,
+// and each step's rows are settled when they are multiplied first. Rows that are streamed change with every step, and the
+// next step's are on their way.
 struct KeptRows {
   using Words = unsigned[KEPT ? KEPT_STEPS : 1][KEPT ? KEPT_PIECES : 1][ROW_GROUPS][PIECE_PAIRS];
 
   Words pairs;
-  Words coming;  // as they lie in memory
+  Words coming;  // of streamed rows the next ones, as they lie in memory
   const Element* coming_from[ROW_GROUPS];  // where a lane's first piece of a row begins
   int coming_depth[ROW_GROUPS];            // k that exist from there on
   unsigned char* starts;
   int kept_row = -1, kept_step = 0;
+  bool is_fresh = false;  // whether it was loaded for this pass
 
   explicit __device__ __forceinline__ KeptRows(unsigned char* starts) : starts(starts) {}
 
   // The rows of a pass, from a step on.
   __device__ __forceinline__ void keep(const Work& work, int pass, int step) {
+    Tile tile = work.tile(pass);
     if constexpr (STREAMED) {
       if (kept_row < 0) {
-        go_to(work, work.tile(pass));
-        load(work, step);
+        go_to(work, tile);
+        load(work, work.turned(tile, step));
+        kept_row = 0;
       }
-      kept_row = 0;
-      permute_all();
-      const bool is_last = step + 1 == work.steps;
-      if (is_last) {
-        if (pass + 1 == work.passes) return;
-        go_to(work, work.tile(pass + 1));
+      permute_step(0);
+      const Place next = Place{pass, step}.ahead(1);
+      if (next.pass != pass) {
+        if (next.pass == work.passes) return;
+        tile = work.tile(next.pass);
+        go_to(work, tile);
       }
-      load(work, is_last ? 0 : step + 1);
+      load(work, work.turned(tile, next.step));
     } else {
-      const Tile tile = work.tile(pass);
-      if (tile.row == kept_row && step == kept_step) return;
+      is_fresh = tile.row != kept_row || step != kept_step;
+      if (!is_fresh) return;
       kept_row = tile.row;
       kept_step = step;
       go_to(work, tile);
       load(work, step);
-      permute_all();
-      multiply_excess();
     }
+  }
+
+  // What is done once to what was loaded of one step, when it is there: those behind it are still on their way.
+  __device__ __forceinline__ void settle(int kept_step) {
+    if (STREAMED || !is_fresh) return;
+    permute_step(kept_step);
+    multiply_excess(kept_step);
   }
 
   __device__ __forceinline__ void go_to(const Work& work, const Tile& tile) {
@@ -137,7 +149,7 @@ struct KeptRows {
       const int row = lane_group() / SPREAD + group * MMA_ROWS;
       coming_from[group] = factor_pointer<Element, LHS_OUTER_BATCH>(work.args.lhs, work.args.lhs_outer, work.batch,
                                                                     tile.row + row, k);
-      coming_depth[group] = row < work.rows(tile) ? work.args.k - k : 0;
+      coming_depth[group] = row < work.rows(tile) ? WEIGHT_DEPTH - k : 0;
     }
   }
 
@@ -163,19 +175,19 @@ struct KeptRows {
 #pragma unroll
         for (int piece = 0; piece < KEPT_PIECES; ++piece) {
           const int along = (first + s) * WARPS_K * BLOCK_K + depth(piece) - depth(0);
-          load_words<WIDE>(coming[s][piece][group], coming_from[group] + along, coming_depth[group] - along);
+          load_words<WIDE>((STREAMED ? coming : pairs)[s][piece][group], coming_from[group] + along,
+                           coming_depth[group] - along);
         }
       }
     }
   }
 
-  __device__ __forceinline__ void permute_all() {
+  __device__ __forceinline__ void permute_step(int step) {
 #pragma unroll
-    for (int s = 0; s < KEPT_STEPS; ++s) {
+    for (int piece = 0; piece < KEPT_PIECES; ++piece) {
 #pragma unroll
-      for (int piece = 0; piece < KEPT_PIECES; ++piece) {
-#pragma unroll
-        for (int group = 0; group < ROW_GROUPS; ++group) permute(pairs[s][piece][group], coming[s][piece][group]);
+      for (int group = 0; group < ROW_GROUPS; ++group) {
+        permute(pairs[step][piece][group], (STREAMED ? coming : pairs)[step][piece][group]);
       }
     }
   }
@@ -214,22 +226,19 @@ struct KeptRows {
 #pragma unroll
     for (int i = 0; i < BLOCK_PIECES; ++i) excess.add(pairs[step][spread * BLOCK_PIECES + i], 0, i == 0);
   }
-  __device__ __forceinline__ void multiply_excess() {
+  __device__ __forceinline__ void multiply_excess(int step) {
     __syncwarp();  // all have read what is overwritten
 #pragma unroll
-    for (int s = 0; s < KEPT_STEPS; ++s) {
+    for (int spread = 0; spread < SPREADS; ++spread) {
+      Excess excess;
+      add_excess(excess, step, spread);
 #pragma unroll
-      for (int spread = 0; spread < SPREADS; ++spread) {
-        Excess excess;
-        add_excess(excess, s, spread);
+      for (int group = 0; group < ROW_GROUPS; ++group) {
+        if (lane_group() != 0) continue;
 #pragma unroll
-        for (int group = 0; group < ROW_GROUPS; ++group) {
-          if (lane_group() != 0) continue;
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (HAS_EXCESS) excess_at(start(s, spread, group))[e] = excess.sums[group][e];
-            if (ZERO_POINTS && e < 2) rows_at(start(s, spread, group))[e] = excess.rows[group][e];
-          }
+        for (int e = 0; e < 4; ++e) {
+          if (HAS_EXCESS) excess_at(start(step, spread, group))[e] = excess.sums[group][e];
+          if (ZERO_POINTS && e < 2) rows_at(start(step, spread, group))[e] = excess.rows[group][e];
         }
       }
     }

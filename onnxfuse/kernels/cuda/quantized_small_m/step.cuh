@@ -19,9 +19,9 @@ struct Multiplier {
 
   __device__ __forceinline__ Multiplier(const Work& work, const Ring& ring, const Place& place) {
     const Tile tile = work.tile(place.pass);
-    const int step = place.step;
-    stage = ring.stage_at(place.stage);
-    first_block = work.depth(step) / QUANTIZED_BLOCK;
+    const int step = work.turned(tile, place.step);
+    stage = ring.stage_memory();
+    first_block = work.first_block(step);
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; ++f) {
 #pragma unroll
