@@ -38,6 +38,7 @@ FEW_COLUMNS: dict[tuple[str, str], tuple[SmallMTile, ...]] = {
     ("tf32", "nk"): _SPLIT_TF32, ("tf32", "kn"): _SPLIT_TF32,
 }  # fmt: skip
 SECTOR = 32  # bytes that memory delivers at once at least
+MOST_BEYOND = 1.5  # times k that a tile's first loads reach; the next deeper ones took 5 to 27 % longer than these
 _SINGLE = "element by element"
 PATHS = {
     "product": "along {axis} into registers",
@@ -71,9 +72,9 @@ class SmallM(ProductFamily):
     tile_type = SmallMTile
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
-        """The same tiles on every device, but for those that were measured beside clusters."""
+        """The same tiles on every device, but for those that were measured beside clusters, and where k is short."""
         paces = calibration(device).pace["small_m_3xtf32" if spec.math == "3xtf32" else "small_m"]
-        whole = whole_tiles(spec.math, spec.parts, spec.rhs_order, device)
+        whole = _not_too_deep(whole_tiles(spec.math, spec.parts, spec.rhs_order, device), k)
         return tuple(Candidate(self, _for_parts(tile, spec.parts), paces[str(tile)]) for tile in whole)
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
@@ -113,13 +114,32 @@ class SmallM(ProductFamily):
         share = np.minimum(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         waiting *= known.small_m_alone + (1 - known.small_m_alone) * share
-        moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
+        moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m)) * _in_sectors(
+            spec, tile, device
+        )
         together = np.maximum(np.hypot(busy, waiting), moving)
         return known.launches[self.name] + together + _meeting(tile, reads, spec, problem, device)
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
         """One tile of rows waits for memory, whoever multiplies."""
         return m <= tile.block_m
+
+
+def _first_loads(tile: SmallMTile) -> int:
+    """Depth of what all warps load before they multiply."""
+    return tile.splits * tile.warps_k * tile.block_k * tile.stages
+
+
+def _not_too_deep(tiles: tuple[SmallMTile, ...], k: int) -> tuple[SmallMTile, ...]:
+    """The tiles but for those most of whose warps would have nothing to do, and their sums to add all the same."""
+    most = max(MOST_BEYOND * k, min(map(_first_loads, tiles), default=0))
+    return tuple(tile for tile in tiles if _first_loads(tile) <= most)
+
+
+def _in_sectors(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> float:
+    """How much longer memory takes where each row of rhs[k, n] that a tile reads is one sector."""
+    is_sector = spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes <= SECTOR
+    return calibration(device).small_m_sectors[str(tile.block_k)] if is_sector else 1.0
 
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

@@ -34,6 +34,7 @@ class Calibration:
         normalising_alone: `launch` of a LayerNormalization, and of each `element`.
         norm_launch: of this project's kernel, beside what memory takes.
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
+        small_m_sectors: by the depth of a step.
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and of `rhs` by its order, as `hopper_in_sectors`.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
@@ -87,6 +88,7 @@ class Calibration:
     hopper_early_bytes: float
     small_m_alone: float
     small_m_meeting: Mapping[str, float]
+    small_m_sectors: Mapping[str, float]
     hopper_zero_row: float
     hopper_box: float
     hopper_epilogue: Mapping[str, float]
