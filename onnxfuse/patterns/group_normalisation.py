@@ -238,8 +238,10 @@ class Tail:
         ref = self.epilogue.acc(core.normal.name)
         for op, parameter in core.affine:
             leaf = self._leaf(parameter, is_own=True)
-            self.is_known &= leaf is not None
-            ref = self.epilogue.apply(op, ref, leaf or 0)
+            if leaf is None:
+                self.is_known = False
+                break
+            ref = self.epilogue.apply(op, ref, leaf)
         self.values = {core.normal.name: ref}
         self.root = ref
 

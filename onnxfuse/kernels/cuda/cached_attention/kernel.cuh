@@ -24,6 +24,7 @@
 #pragma once
 #include "common/arguments.cuh"
 #include "common/cluster_ptx.cuh"
+#include "common/warp_sum.cuh"
 #include "hopper/fast_math.cuh"
 
 namespace onnxfuse {
@@ -103,8 +104,7 @@ __device__ __forceinline__ void find_roots(const OnnxfuseArguments& args, unsign
       const float own = element_at(tensor.pointer, first + column);
       squares = fmaf(own, own, squares);
     }
-#pragma unroll
-    for (int mask = WARP_LANES / 2; mask > 0; mask /= 2) squares += __shfl_xor_sync(0xffffffff, squares, mask);
+    squares = sum_of_lanes<WARP_LANES>(squares);
     if (lane() == 0) reinterpret_cast<float*>(memory + ROOTS_OFFSET)[row] = rsqrtf(squares / HEAD + EPSILON);
   }
   __syncthreads();

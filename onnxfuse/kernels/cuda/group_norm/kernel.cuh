@@ -19,6 +19,7 @@
 #include "common/cluster_ptx.cuh"
 #include "common/element.cuh"
 #include "common/ptx.cuh"
+#include "common/warp_sum.cuh"
 
 namespace onnxfuse {
 
@@ -39,12 +40,6 @@ constexpr int FULL_OFFSET = SENT_OFFSET + 2 * SPLITS * 8;
 static_assert(SHARED_BYTES == (SPLITS > 1 ? FULL_OFFSET + 2 * 8 : SENT_OFFSET), "footprint and kernel agree");
 
 __device__ __forceinline__ int lane() { return threadIdx.x % WARP_LANES; }
-
-__device__ __forceinline__ float sum_of_warp(float sum) {
-#pragma unroll
-  for (int lanes = WARP_LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
-  return sum;
-}
 
 // Of numbers less the pivot.
 struct Sums {
@@ -79,7 +74,7 @@ struct Group {
 // The mean of numbers all over the group, the same in all threads of a cluster.
 __device__ __forceinline__ float pivot_of(const Group& group) {
   const int place = static_cast<int>(static_cast<long long>(group.elements) * lane() / WARP_LANES);
-  return sum_of_warp(to_float(load_global<Packed<Type, 1>>(group.x + place).values[0])) / WARP_LANES;
+  return sum_of_lanes<WARP_LANES>(to_float(load_global<Packed<Type, 1>>(group.x + place).values[0])) / WARP_LANES;
 }
 
 template <int WIDTH>
@@ -92,7 +87,7 @@ __device__ __forceinline__ void add_vector(Sums& sums, const Packed<Type, WIDTH>
 
 __device__ __forceinline__ Sums sums_of_block(const Sums& own, unsigned char* memory) {
   auto* of_warps = reinterpret_cast<float2*>(memory);
-  const float2 of_warp = make_float2(sum_of_warp(own.sum), sum_of_warp(own.squares));
+  const float2 of_warp = make_float2(sum_of_lanes<WARP_LANES>(own.sum), sum_of_lanes<WARP_LANES>(own.squares));
   __syncthreads();  // the sums before these are read
   if (lane() == 0) of_warps[threadIdx.x / WARP_LANES] = of_warp;
   __syncthreads();

@@ -13,6 +13,7 @@
 //          +-----------------------------------------+
 #pragma once
 #include "common/span.cuh"
+#include "common/warp_sum.cuh"
 
 namespace onnxfuse {
 
@@ -27,8 +28,7 @@ __device__ __forceinline__ int first_column(int thread, int span) { return (span
 
 // The sum of a row's threads, in all of them and in the same order. Between warps it lies in `sums`, [BLOCK_M, WARPS].
 __device__ __forceinline__ float sum_of_row(float sum, float* sums, int row, int thread) {
-#pragma unroll
-  for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  sum = sum_of_lanes<LANES>(sum);
   if constexpr (WARPS > 1) {
     __syncthreads();  // the sums before these are read
     if (thread % WARP_LANES == 0) sums[row * WARPS + thread / WARP_LANES] = sum;
