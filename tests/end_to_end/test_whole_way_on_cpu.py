@@ -374,6 +374,7 @@ def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool,
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("graph", REPEATED, ids=lambda graph: graph.__name__)
 @pytest.mark.parametrize("variant", [0, -1])
 def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None:

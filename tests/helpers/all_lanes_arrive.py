@@ -1,4 +1,4 @@
-"""A pytest plugin for racecheck: where one lane of the sm_90a kernel arrives on an mbarrier for its warp, all 32 do.
+"""A pytest plugin for racecheck: where one lane arrives on an mbarrier for its warp, all 32 do.
 
 racecheck does not see that what a warp did before `__syncwarp()` comes before what one of its lanes does after it: it
 reports a kernel of ten lines in which a warp stores, meets, one lane arrives, and another warp waits and loads, and is
@@ -13,31 +13,36 @@ import pytest
 from onnxfuse.device import DeviceSpec
 from onnxfuse.runtime.compile import CompiledImage, compile_source
 
-# The arrival behind which generic loads are ordered, and the count that its barrier expects. Those behind wgmma, TMA
-# and st.async, which racecheck does not follow, stay.
-ARRIVALS = (
-    (
-        "if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty",
-        "if (TILE_LOADS > 0) barrier_arrive(memory.slabs_empty",
+# By the text that a kernel is known by: the arrival behind which generic loads and stores are ordered, and the count
+# that its barrier expects. Those behind wgmma, TMA and st.async, which racecheck does not follow, stay.
+ARRIVALS = {
+    "// ---- hopper/block.cuh": (
+        (
+            "if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty",
+            "if (TILE_LOADS > 0) barrier_arrive(memory.slabs_empty",
+        ),
+        ("SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS)", "SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS * WARP_SIZE)"),
     ),
-    ("SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS)", "SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS * WARP_SIZE)"),
-)
+    "// ---- quantized_small_m/sums.cuh": (
+        ("if (lane() == 0) mbarrier_arrive(barrier);", "mbarrier_arrive(barrier);"),
+        ("barriers + i * BARRIER_BYTES, WARPS_K)", "barriers + i * BARRIER_BYTES, WARPS_K * WARP_SIZE)"),
+    ),
+}
 
 
 def with_all_lanes(source: str) -> str:
-    """The sm_90a kernel with `ARRIVALS` of all lanes; other kernels as they are.
+    """A kernel with `ARRIVALS` of all lanes; other kernels as they are.
 
     Raises:
         ValueError: the kernel's text has changed.
     """
-    if "// ---- hopper/block.cuh" not in source:
-        return source
-    for one, all_lanes in ARRIVALS:
-        if source.count(one) != 1:
-            raise ValueError(
-                f"the sm_90a kernel has no single {one!r}: tests/helpers/all_lanes_arrive.py is out of date"
-            )
-        source = source.replace(one, all_lanes)
+    for kernel, arrivals in ARRIVALS.items():
+        if kernel not in source:
+            continue
+        for one, all_lanes in arrivals:
+            if source.count(one) != 1:
+                raise ValueError(f"no single {one!r} in {kernel!r}: tests/helpers/all_lanes_arrive.py is out of date")
+            source = source.replace(one, all_lanes)
     return source
 
 

@@ -312,6 +312,7 @@ def check_numbers(problem: AttentionProblem, found: np.ndarray, rows_of_nothing:
 WINDOW = Diagonal(0, False, -65504.0, -128)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("head", "groups", "diagonal"),
     [(64, 2, None), (128, 2, None), (64, 2, WINDOW), (128, 2, WINDOW), (64, 3, None)],

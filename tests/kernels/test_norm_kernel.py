@@ -147,6 +147,7 @@ def make_rows(spec: TiledNorm, case: Case, rows: int, mean: float = 0.3, deviati
     return Rows(spec, size, NOTHING, [], loads, [make_output(spec.outs[0], size)])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_rows_are_normalised(case: Case, tmp_path: Path) -> None:
     spec = make_spec(case)

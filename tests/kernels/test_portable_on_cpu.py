@@ -370,6 +370,7 @@ def check_ways(library: ctypes.CDLL, problem: Problem, single: list[bool]) -> No
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 def test_a_checked_kernel_goes_another_way_to_misaligned_tensors_alone(case: Case, tmp_path: Path) -> None:
     spec = replace(case.spec, checked=True)
@@ -416,6 +417,7 @@ def cut(buffer: Buffer) -> Buffer:
     return replace(buffer, data=buffer.data[first : last + 1], offset=buffer.offset - first)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", ANYWHERE, ids=lambda case: case.name)
 def test_rows_that_begin_anywhere_are_read_inside_of_their_tensor(case: Case, tmp_path: Path) -> None:
     """At every distance of lhs and of rhs from a 16-byte boundary; the emulator refuses a read of any other byte."""

@@ -21,6 +21,7 @@ from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M, spread_of
 from onnxfuse.schedule.quantized_small_m_tile import PIECE_BYTES, QuantizedSmallMTile
+from tests.helpers.all_lanes_arrive import with_all_lanes
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
 from tests.helpers.quantized_problem import Packed, QuantizedProblem, make_quantized_problem, quantized
 from tests.helpers.thinning import Taken
@@ -172,6 +173,18 @@ def test_a_checked_kernel_reads_lhs_from_anywhere(tmp_path: Path) -> None:
             problem = problem_of(spec, case.sizes[0])
             elsewhere = replace(problem, lhs=moved(problem.lhs, elements))
             elsewhere.check(launch(library, elsewhere, lazy=True))
+
+
+def test_all_lanes_may_arrive(tmp_path: Path) -> None:
+    """As racecheck's plugin has it: the same bits."""
+    case = next(case for case in CASES if case.tile.kept_steps and case.tile.block_m > 1)
+    outs = []
+    for name, change in (("one", str), ("all", with_all_lanes)):
+        folder = tmp_path / name
+        folder.mkdir()
+        problem = problem_of(case.spec, case.sizes[0])
+        outs.append(launch(build_source(change(case.spec.source()), ENTRY, folder), problem, lazy=True)[0])
+    np.testing.assert_array_equal(*(out.view(np.uint8) for out in outs))
 
 
 def candidate_kernels(device: DeviceSpec) -> Iterator[TiledSpec]:

@@ -183,6 +183,7 @@ def test_every_access_of_the_hopper_kernel_is_as_wide_as_promised(name: str) -> 
     assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kernel", ["portable", "sm_90a"])
 @pytest.mark.parametrize("name", ["residual of odd rows", "transposed residual of odd columns", "mask of odd rows"])
 def test_copies_through_registers_wait_together(kernel: str, name: str) -> None:

@@ -271,6 +271,7 @@ def test_onnx_forgets_the_operators_again() -> None:
     assert set(ROWS) <= set(MICROSOFT)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("level", ["BASIC", "EXTENDED"])
 @pytest.mark.parametrize(
     "key", [key for key in corpus.families("bert", "btb", "ff_geglu", "ff_swiglu", "llama", "vit", size="tiny")

@@ -45,6 +45,7 @@ FORMS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_fused_models_compute_the_same_bits(form: str, tmp_path: Path) -> None:
     model = group_model(**FORMS[form])

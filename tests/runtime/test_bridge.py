@@ -675,6 +675,7 @@ def test_the_library_needs_nothing_but_libc() -> None:
     assert needed <= {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("case", "driver"),
     [

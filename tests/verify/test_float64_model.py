@@ -224,6 +224,7 @@ def test_functions_are_inlined() -> None:
     assert run(model, {"x": values})[0].tolist() == [2.0, 4.0, 80000.0 if values[2] == 40000 else 2 * float(values[2])]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("key", corpus.families(*FAMILIES, size="tiny"))
 def test_real_exports(key: str) -> None:
     model, feed = corpus.materialize(key), corpus.feed(key, 0)
