@@ -57,7 +57,8 @@ def input_sizes(model: Model) -> InputSizes:
     sums = {symbol: terms for symbol in symbols if (terms := _terms(symbol))}
     values: dict[str, tuple[tuple[str, ...], int]] = {}
     one_of: set[tuple[str, str]] = set()
-    for node in graph.nodes:
+    # A window's cache does not hold all keys: how many there are, the other caches say, where there are any.
+    for node in sorted(graph.nodes, key=lambda node: _window(node) > 0):
         for total, parts in _equal_sizes(graph, node):
             if total in known and known[total] not in sums:
                 sums[known[total]] = parts

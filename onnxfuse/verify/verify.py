@@ -314,4 +314,4 @@ def _run(
 def _hint(feeds: Feeds) -> str:
     """What to do about sizes that were guessed."""
     used = ", ".join(f"{name} [{', '.join(map(str, array.shape))}]" for name, array in feeds.items())
-    return f"; give the sizes that it accepts with --shape NAME=2,77,768 (tried {used})"
+    return f"; where a size is the cause, give one that it accepts with --shape NAME=2,77,768 (tried {used})"

@@ -71,6 +71,23 @@ def grouped(mask: bool, **attributes: int) -> ModelProto:
     return model_of(nodes, [x, *inputs, *past], [value("y", FLOAT, "b", "s", HIDDEN), *present], given)
 
 
+def windowed() -> ModelProto:
+    """The same behind a layer whose cache holds a window of the keys, as Gemma's has."""
+    model = grouped(mask=True)
+    graph = model.graph
+    place, full = next((i, node) for i, node in enumerate(graph.node) if node.op_type == "GroupQueryAttention")
+    names = ["packed", "", "", "window.k", "window.v", "last", "total"]
+    outputs = ["attended.window", "kept.k", "kept.v"]
+    attributes = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "local_window_size": 6, "sliding_window_cache": 1}
+    graph.node.insert(place, helper.make_node(full.op_type, names, outputs, domain="com.microsoft", **attributes))
+    for each in "kv":
+        sizes = ("batch_size", "kv_heads", "past_sliding_length", "kv_cache_dim")
+        graph.input.append(value(f"window.{each}", FLOAT, *sizes))
+        graph.output.append(value(f"kept.{each}", FLOAT, *sizes[:2], "present_sliding_length", sizes[3]))
+    graph.output.append(value("attended.window", FLOAT, "b", "s", HIDDEN))
+    return model
+
+
 def exported(total: str) -> ModelProto:
     """As an exporter writes attention with a cache: keys are joined, and a mask of all of them is added."""
     x = value("x", FLOAT, "batch_size", "sequence_length", HIDDEN)
@@ -123,6 +140,7 @@ def packed() -> ModelProto:
 MODELS: dict[str, Callable[[], ModelProto]] = {
     "grouped, a mask": lambda: grouped(mask=True),
     "grouped, lengths": lambda: grouped(mask=False),
+    "grouped, a window": windowed,
     "exported": lambda: exported("total_length"),
     "exported, a sum": lambda: exported("past_sequence_length + sequence_length"),
     "multi-head": multi_head,
