@@ -76,15 +76,36 @@ class Counted:
 
 def cached_attentions(graph: Graph, points: InsertionPoints) -> Iterator[tuple[Match, CachedAttention]]:
     """Every attention over a cache that a kernel computes."""
-    for node in graph.nodes:
-        if node.op != OP or node.domain != DOMAIN or points.is_taken(node):
-            continue
+    for node in _attentions(graph, points):
         try:
-            counted = _counted(graph, node)
-            fusion = _lowered(graph, node, counted)
-            yield points.placed(_match(graph, node, counted, fusion)), fusion
+            yield _placed(graph, points, node)
         except NotFusable:  # an op of the runtime's, which does it well
             continue
+
+
+def unlike_a_kernel(graph: Graph, points: InsertionPoints) -> Iterator[tuple[gs.Node, NotFusable]]:
+    """Every other, and why."""
+    for node in _attentions(graph, points):
+        try:
+            _placed(graph, points, node)
+        except NotFusable as refusal:
+            yield node, refusal
+
+
+def _attentions(graph: Graph, points: InsertionPoints) -> Iterator[gs.Node]:
+    """The ops that no fusion has."""
+    return (node for node in graph.nodes if node.op == OP and node.domain == DOMAIN and not points.is_taken(node))
+
+
+def _placed(graph: Graph, points: InsertionPoints, node: gs.Node) -> tuple[Match, CachedAttention]:
+    """The fusion of an op, and where it begins.
+
+    Raises:
+        NotFusable: as `_lowered`, or it has no place.
+    """
+    counted = _counted(graph, node)
+    fusion = _lowered(graph, node, counted)
+    return points.placed(_match(graph, node, counted, fusion)), fusion
 
 
 def _refuse(node: gs.Node, detail: str) -> NotFusable:
@@ -151,9 +172,9 @@ def _lowered(graph: Graph, node: gs.Node, counted: Counted) -> CachedAttention:
 
 
 def _check_form(graph: Graph, node: gs.Node) -> None:
-    odd = [name for name, value in node.attrs.items() if name not in KNOWN and value not in DEFAULTS.get(name, ())]
+    odd = [f"{n}={value}" for n, value in node.attrs.items() if n not in KNOWN and value not in DEFAULTS.get(n, ())]
     if odd:
-        raise _refuse(node, f"no kernel knows {', '.join(odd)}")
+        raise _refuse(node, f"no kernel has {', '.join(odd)}")
     known = {*range(SINES + 1), SINK, QUERY_NORM, KEY_NORM}
     if len(node.inputs) <= TOTAL or any(_reads(node, place) for place in range(len(node.inputs)) if place not in known):
         raise _refuse(node, "it reads more than a cache, lengths, a rotation, norms and a sink")

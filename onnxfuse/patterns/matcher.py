@@ -23,7 +23,7 @@ from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, candidates
 from onnxfuse.patterns.build_fusion import lower
-from onnxfuse.patterns.cached_attention import cached_attentions
+from onnxfuse.patterns.cached_attention import cached_attentions, unlike_a_kernel
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.group_normalisation import group_normalisations, reserved_views
 from onnxfuse.patterns.insertion_points import InsertionPoints
@@ -51,7 +51,8 @@ class Sites(Generic[SiteT]):
     Attributes:
         fused: what `make_site` made of each fusion.
         skipped: each product that is left alone, and why; and each softmax that is no attention, where its product is
-            something else or left alone for a reason of its own.
+            something else or left alone for a reason of its own; and each attention over a cache that no kernel
+            computes.
     """
 
     fused: tuple[SiteT, ...]
@@ -105,6 +106,7 @@ def match_sites(
         skipped += refused
     found += search.match_normalisations() if normalisation else []
     found += search.match_cached() if attention and not rounds else []
+    skipped += unlike_a_kernel(graph, search.points) if attention else ()
     skipped = _with_apart(graph, skipped, apart)
     found.sort(key=lambda each: (_place(graph, each.match), each.match.insertion_point))
     skipped.sort(key=lambda entry: graph.index(entry[0]))

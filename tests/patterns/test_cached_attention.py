@@ -132,6 +132,7 @@ LEFT = {
     "columns": cached_model(sizes=(8, 2, 264)),
     "an attribute": cached_model(smooth_softmax=1),
     "one norm": cached_model(norms=True),
+    "a window's cache": cached_model(sliding_window_cache=1, local_window_size=16),
 }
 
 
@@ -140,6 +141,10 @@ def test_other_forms_are_left_to_the_runtime(name: str) -> None:
     model = LEFT.get(name, cached_model())
     ALTERED.get(name, lambda model: None)(model)
     assert fusions(model) == []
+    (left,) = (
+        site for site in analyse_model(model, (ARCHITECTURES[ARCH],)).skipped if site.reason == "no_attention_kernel"
+    )
+    assert name != "a window's cache" or "sliding_window_cache=1" in left.detail
 
 
 @pytest.mark.parametrize("options", [{"attention": False}, {"rounding": "onnx"}, {"arch": "sm_80"}], ids=str)
