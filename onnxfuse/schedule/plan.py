@@ -43,8 +43,6 @@ def make_plan(
     """
     columns, depth = static_size(fusion, mapping.n), static_size(fusion, mapping.k)
     base = _spec(fusion, mapping, widths, arithmetic(fusion.lhs.dtype, device, depth, exact_fp32))
-    if fusion.quantization is not None and depth and columns:
-        base = replace(base, depth=depth, columns=columns)
     # Batches that share rhs count as rows: the launch rule adds them up as well.
     shared = not any(axis in fusion.rhs[0].axes for axis in mapping.batch)
     m = static_size(fusion, (*mapping.batch, *mapping.m) if shared else mapping.m)
@@ -300,6 +298,8 @@ def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) 
         quantization=fusion.quantization,
         scales_width=widths.scales.elements if widths.scales else 1,
         zero_points_width=widths.zero_points.elements if widths.zero_points else 1,
+        depth=(static_size(fusion, mapping.k) or 0) if fusion.quantization else 0,
+        columns=(static_size(fusion, mapping.n) or 0) if fusion.quantization else 0,
     )
 
 

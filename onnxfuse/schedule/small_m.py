@@ -114,9 +114,8 @@ class SmallM(ProductFamily):
         share = np.minimum(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         waiting *= known.small_m_alone + (1 - known.small_m_alone) * share
-        moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m)) * _in_sectors(
-            spec, tile, device
-        )
+        moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
+        moving *= _in_sectors(spec, tile, device)
         together = np.maximum(np.hypot(busy, waiting), moving)
         return known.launches[self.name] + together + _meeting(tile, reads, spec, problem, device)
 

@@ -5,8 +5,8 @@
 //
 // over as many keys as the sequence has, and a sink where heads have one: a score of its own, of which no value is. Heads
 // of query and key may have an RMS norm before they are turned (Henry et al., 2020). Memory bounds it: all heads of a
-// group multiply what is read once, by mma.sync, whose side of 8 they are. Nothing is staged in shared memory: lanes read 16 bytes of a row, so which column of a head is
-// which k of the product follows from who reads it, for the query as well.
+// group multiply what is read once, by mma.sync, whose side of 8 they are. Nothing is staged in shared memory: lanes read
+// 16 bytes of a row, so which column of a head is which k of the product follows from who reads it, for the query as well.
 //
 //   cluster     SPLITS blocks, a group of heads of one sequence; WARPS warps of each take 16 keys in turn
 //

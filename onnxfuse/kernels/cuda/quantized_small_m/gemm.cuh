@@ -29,10 +29,9 @@
 // reads of rhs at first, it reads before the kernel before it has ended.
 //
 // Launch and arguments: as the portable kernel's, or a persistent grid. Contract: k and n are those of the weight that it
-// was compiled for, whose columns lie side by side; k of lhs is contiguous, and copies of
-// LHS_WIDTH elements are legal unless the kernel is CHECKED; integers of a column begin on RHS_BYTES boundaries, scales
-// on SCALES_WIDTH elements, zero points on ZERO_POINTS_WIDTH bytes. Loads and outputs are read and written element by
-// element.
+// was compiled for, whose columns lie side by side; k of lhs is contiguous, and copies of LHS_WIDTH elements are legal
+// unless the kernel is CHECKED; integers of a column begin on RHS_BYTES boundaries, scales on SCALES_WIDTH elements, zero
+// points on ZERO_POINTS_WIDTH bytes. Loads and outputs are read and written element by element.
 #pragma once
 #include "quantized_small_m/step.cuh"
 #include "quantized_small_m/sums.cuh"
