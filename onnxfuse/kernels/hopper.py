@@ -61,6 +61,7 @@ def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
 
 def generated_swapped(
     spec: KernelSpec,
+    cluster: int,
     layout: HopperFootprint,
     flags: Mapping[str, bool],
     numbers: Mapping[str, int],
@@ -70,6 +71,7 @@ def generated_swapped(
 
     Args:
         spec: as the kernel sees it.
+        cluster: blocks of a cluster.
         layout: its shared memory.
         flags: constants that are not those of every such kernel.
         numbers: constants.
@@ -81,7 +83,7 @@ def generated_swapped(
     }  # fmt: skip
     not_stored = "static constexpr bool TMA_STORED = false; "
     tables = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, lambda out: not_stored)
-    return generated(spec, layout.splits, {**own, **flags}, numbers, tables, multiplications)
+    return generated(spec, cluster, {**own, **flags}, numbers, tables, multiplications)
 
 
 def generated(

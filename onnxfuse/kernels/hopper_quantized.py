@@ -27,7 +27,8 @@ def emit(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> str:
 def _generated(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> str:
     """Of a spec as the kernel sees it."""
     flags = {"LHS_K_CONTIGUOUS": True, "RHS_K_CONTIGUOUS": True, "APART": tile.apart}
-    return generated_swapped(spec, layout, flags, _numbers(spec, tile, layout), _multiplications(spec, tile))
+    products = _multiplications(spec, tile)
+    return generated_swapped(spec, tile.splits, layout, flags, _numbers(spec, tile, layout), products)
 
 
 def _numbers(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> dict[str, int]:

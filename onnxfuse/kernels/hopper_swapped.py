@@ -30,9 +30,10 @@ def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> 
         "LHS_K_CONTIGUOUS": spec.lhs_order == "mk",
         "RHS_K_CONTIGUOUS": True,
         "LAST_COLUMNS_FULL": begins_at_any_column(spec),
+        "PINGPONG": tile.pingpong,
     }
     products = multiplications(spec, [tile.block_m] * spec.parts)
-    return generated_swapped(spec, layout, flags, _numbers(spec, tile, layout), products)
+    return generated_swapped(spec, tile.cluster, layout, flags, _numbers(spec, tile, layout), products)
 
 
 def _numbers(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> dict[str, int]:
@@ -42,8 +43,8 @@ def _numbers(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> di
         "BLOCK_N": tile.block_m,
         "BLOCK_K": block_k(spec),
         "GROUP_M": tile.swapped.group_m,
-        "CLUSTER_M": 1,
-        "CLUSTER_N": 1,
+        "CLUSTER_M": tile.cluster_n,
+        "CLUSTER_N": tile.cluster_m,
         "RHS_COLUMNS": tile.block_m,
         "RHS_PIECES": 1,
         **block_numbers(spec, tile, layout),

@@ -151,10 +151,7 @@ class Hopper(ProductFamily):
         waves, too_many = waves_of_clusters(tile, problem, known)
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
         epilogue = epilogue_time(tile, spec, device)
-        if tile.pingpong:  # one team's epilogue runs beside the other's main loop
-            busy = (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
-        else:
-            busy = waves * (main_loop + epilogue)
+        busy = in_turns(tile, waves, main_loop, epilogue)
         together = joined(tile, busy, cost_model.moving(spec, problem, device), known)
         exchanging = exchange_time(tile, spec, problem, device)
         return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging)
@@ -185,11 +182,31 @@ def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
 def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> tuple[Amount, Amount]:
     """Tiles that a block computes one after the other, and whether they are too many to split k.
 
-    A tile for every multiprocessor is faster than a share of one.
+    A tile for every multiprocessor is faster than a share of one. Of clusters of more than two, which leave
+    multiprocessors empty, a grid has more than run at once.
     """
-    blocks, at_once = tiles_of(tile, problem) * tile.splits, known.hopper_clustered[str(tile.splits)]
-    too_many = tile.splits > 1 and (problem.guessed | (blocks > at_once))
+    blocks, at_once = blocks_of(tile, problem), known.hopper_clustered[str(tile.cluster)]
+    too_many = (tile.splits > 1 or tile.cluster > 2) and (problem.guessed | (blocks > at_once))
     return np.maximum(np.ceil(blocks / at_once), 1), too_many
+
+
+def blocks_of(tile: RingTile, problem: Problem) -> Amount:
+    """Blocks of all tiles: of whole clusters."""
+    down, right = sharing(tile)
+    rows, columns = np.ceil(problem.m / (tile.block_m * down)), np.ceil(problem.n / (tile.block_n * right))
+    return problem.batch * rows * columns * tile.cluster
+
+
+def sharing(tile: RingTile) -> tuple[int, int]:
+    """Blocks of a cluster with neighbouring rows, which share rhs, and with neighbouring columns, which share lhs."""
+    return (1, 1) if isinstance(tile, QuantizedTile) else (tile.cluster_m, tile.cluster_n)
+
+
+def in_turns(tile: HopperTile, waves: Amount, main_loop: Amount, epilogue: Amount) -> Amount:
+    """Microseconds of a multiprocessor's tiles: in ping-pong an epilogue runs beside the other team's main loop."""
+    if not tile.pingpong:
+        return waves * (main_loop + epilogue)
+    return (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
 
 
 def joined(tile: HopperTile, busy: Amount, moving: Amount, known: Calibration) -> Amount:

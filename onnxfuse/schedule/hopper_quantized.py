@@ -17,8 +17,8 @@ from onnxfuse.schedule.hopper_tile import ARCH
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
-_ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160)
-_SPLIT_ROWS = (16, 32, 64, 80, 96, 128, 144, 160)
+_ROWS = (16, 32, 48, 64, 80, 96, 104, 112, 128, 136, 144, 152, 160)
+_SPLIT_ROWS = (16, 32, 64, 80, 96, 104, 128, 136, 144, 152, 160)
 TILES = (
     QuantizedTile(256, 64, 64, apart=True),
     *(QuantizedTile(rows, 128, 128) for rows in _ROWS),

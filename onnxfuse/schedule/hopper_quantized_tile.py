@@ -20,6 +20,7 @@ from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 ROWS = 64  # of one wgmma: columns n of one consumer group
+STEP_ROWS = 8  # of which the N side of wgmma has any multiple
 ZERO_PITCH = 4  # bytes of a column's zero points in a stage
 STAGE_ALIGNMENT = 1024
 SPANS = (32, 64, 128)  # bytes of TMA's swizzles
@@ -58,6 +59,11 @@ class QuantizedTile:
         """The tile as the kernel sees it; with parts apart, as its epilogues do: side by side."""
         rows, columns = (2 * self.block_n, self.block_m // 2) if self.apart else (self.block_n, self.block_m)
         return HopperTile(rows, columns, False, groups=self.groups, splits=self.splits, group_rows=self.group_rows)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.splits
 
     @property
     def threads(self) -> int:
@@ -141,7 +147,8 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield tile.block_k % (STAGE_ROW_BYTES // spec.dtype.bytes), "a stage holds whole rows of activations"
     yield tile.groups not in MAX_ACCUMULATORS, "two groups or three"
     whole = tile.swapped.group_m % ROWS == 0 and max(tile.block_n, tile.block_m) <= MAX_BOX
-    yield not whole or tile.block_m % 16, "a group owns multiples of 64 columns, by multiples of 16 rows"
+    yield not whole or tile.block_m % STEP_ROWS, "a group owns multiples of 64 columns, by multiples of 8 rows"
+    yield parts_a_unit(spec, tile.block_m), "accesses are wider than the 8 rows that tiles begin at"
     units = spec.parts * tile.swapped.group_m // ROWS
     accumulators = units * tile.swapped.block_n // 2
     most = max_accumulators(spec, tile)
@@ -160,6 +167,12 @@ def _of_apart(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield tile.apart and not halves, "a group has 64 columns, and half of the rows"
     varies = any(load.kind == "column" for load in spec.loads)
     yield tile.apart and varies, "with parts apart no operand varies along m alone"
+
+
+def parts_a_unit(spec: KernelSpec, block_m: int) -> bool:
+    """Whether a tile begins at rows where an access of the epilogue may not."""
+    wide = max((access.width for access in (*spec.loads, *spec.outs)), default=0) > STEP_ROWS
+    return wide and block_m % hopper_tile.UNIT_COLUMNS > 0
 
 
 def max_accumulators(spec: KernelSpec, tile: QuantizedTile) -> int:

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule import hopper_tile
-from onnxfuse.schedule.hopper_quantized_tile import swapped
+from onnxfuse.schedule.hopper_quantized_tile import STEP_ROWS, parts_a_unit, swapped
 from onnxfuse.schedule.hopper_tile import ATOM, FRAGMENT_ROWS, HopperFootprint, HopperTile, Rules, block_k
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import QUANTIZED, KernelSpec
 
+MOST_BLOCKS = 8  # of a cluster that every chip can launch
 MAX_ACCUMULATORS = {1: 160, 2: 160, 4: 80}  # of a thread, by the blocks that split k; tests forbid that ptxas spills
 
 
@@ -32,17 +33,31 @@ class SwappedTile:
         block_n: columns of the output tile, of each part.
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
         group_rows: tiles along n that run together, for reuse in L2.
+        pingpong: each of the two groups owns every other tile; otherwise both share each tile.
+        cluster_m: blocks with neighbouring rows that share what they load of rhs.
+        cluster_n: blocks with neighbouring columns that share what they load of lhs.
     """
 
     block_m: int
     block_n: int
     splits: int = 1
-    group_rows: int = 8
+    group_rows: int = 4
+    pingpong: bool = False
+    cluster_m: int = 1
+    cluster_n: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n * self.splits
 
     @property
     def swapped(self) -> HopperTile:
         """The tile as the kernel sees it."""
-        return HopperTile(self.block_n, self.block_m, False, splits=self.splits, group_rows=self.group_rows)
+        return HopperTile(
+            self.block_n, self.block_m, self.pingpong, cluster_m=self.cluster_n, cluster_n=self.cluster_m,
+            splits=self.splits, group_rows=self.group_rows,
+        )  # fmt: skip
 
     @property
     def threads(self) -> int:
@@ -51,7 +66,9 @@ class SwappedTile:
 
     def __str__(self) -> str:
         splits = f" k split by {self.splits}" if self.splits > 1 else ""
-        return f"{self.block_m}x{self.block_n} swapped{splits}"
+        cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
+        pingpong = " ping-pong" if self.pingpong else ""
+        return f"{self.block_m}x{self.block_n} swapped{pingpong}{cluster}{splits}"
 
 
 def seen(spec: KernelSpec) -> KernelSpec:
@@ -69,8 +86,8 @@ def map_rules(spec: KernelSpec, tile: SwappedTile) -> tuple[MapRule | None, ...]
     """The tensor maps of a launch: lhs, rhs of each part; threads store the outputs, which need none."""
     depth = block_k(spec)
     nk = spec.rhs_order == "nk"
-    box = (depth, tile.block_n) if nk else (ATOM, depth)
-    lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, depth, tile.block_m)
+    box = (depth, tile.block_n // tile.cluster_m) if nk else (ATOM, depth // tile.cluster_m)
+    lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, depth, tile.block_m // tile.cluster_n)
     rhs = (MapRule("rhs", part, nk, STAGE_ROW_BYTES, *box) for part in range(spec.parts))
     return (lhs, *rhs, *(None for _ in spec.outs))
 
@@ -100,8 +117,14 @@ def _of_operands(spec: KernelSpec) -> Rules:
 
 def _of_tile(spec: KernelSpec, tile: SwappedTile) -> Rules:
     whole = tile.swapped.group_m % FRAGMENT_ROWS == 0 and max(tile.block_n, tile.block_m) <= MAX_BOX
-    yield not whole or tile.block_m % 16, "a group owns multiples of 64 columns, by multiples of 16 rows"
+    yield not whole or tile.block_m % STEP_ROWS, "a group owns multiples of 64 columns, by multiples of 8 rows"
+    yield parts_a_unit(spec, tile.block_m), "accesses are wider than the 8 rows that tiles begin at"
     yield tile.splits not in hopper_tile.SPLITS, "k is split by 2 or 4"
+    other = tile.pingpong or tile.cluster_m * tile.cluster_n > 1
+    yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles that share no loads"
+    yield tile.cluster > MOST_BLOCKS, f"a cluster has {MOST_BLOCKS} blocks at most"
+    parts = tile.block_m % tile.cluster_n == 0 and block_k(spec) % tile.cluster_m == 0
+    yield not parts, "blocks load equal parts of what they share"
     accumulators = spec.parts * tile.swapped.group_m // FRAGMENT_ROWS * tile.block_m // 2
     most = MAX_ACCUMULATORS[tile.splits] - hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
     most = min(hopper_tile.max_accumulators(swapped(spec), tile.swapped.groups), most)

@@ -28,6 +28,7 @@ from onnxfuse.schedule.shared_memory import staged_pitch
 ARCH = "sm_90a"
 VECTOR_BUFFERS = 4  # as gemm.cuh has them, which says why
 FRAGMENT_ROWS = 64  # of one wgmma
+UNIT_COLUMNS = 16  # that the epilogue computes at once
 WGMMA_STEPS = {"f16": 16, "bf16": 16, "tf32": 8}  # elements of k in one wgmma: 32 bytes
 MAX_WIDTH = 256  # columns of one wgmma
 WIDEST_AT_ONCE = {2: 256, 3: 192, 4: 256}  # columns of one wgmma, by groups: of 128 registers it may name 96 sums
@@ -269,9 +270,15 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int 
 
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
-    """Columns that slabs may have: they divide a tile, and the runs of outputs that TMA stores."""
-    whole = math.gcd(block_n, *(out.run for out in spec.outs if tma_stored(out)))
-    return [columns for columns in range(16, calibration_of(ARCH).hopper_widest_slab + 1, 16) if whole % columns == 0]
+    """Columns that slabs may have: they divide a tile in whole units, and the runs of outputs that TMA stores."""
+    whole = math.gcd(_in_units(block_n), *(out.run for out in spec.outs if tma_stored(out)))
+    most = calibration_of(ARCH).hopper_widest_slab
+    return [columns for columns in range(UNIT_COLUMNS, most + 1, UNIT_COLUMNS) if whole % columns == 0]
+
+
+def _in_units(columns: int) -> int:
+    """A tile's columns and, of the kernel whose columns are rows of lhs, what its last unit has beside them."""
+    return -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
 
 
 def _slab_columns(lengths: list[int]) -> int:
@@ -294,7 +301,7 @@ def _barriers(stages: int, slabs: int, splits: int) -> int:
 def _layout(
     spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool
 ) -> HopperFootprint:
-    slabs = tile.group_m // FRAGMENT_ROWS * (tile.block_n // columns)
+    slabs = tile.group_m // FRAGMENT_ROWS * (_in_units(tile.block_n) // columns)
     load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
     # Boxes first: they need the alignment of the swizzle.
@@ -371,7 +378,8 @@ def _of_rows(spec: KernelSpec, tile: HopperTile) -> Rules:
 
 def _of_columns(spec: KernelSpec, tile: HopperTile) -> Rules:
     width = spec.parts * tile.block_n
-    yield tile.block_n % 16 or width > MAX_WIDTH, f"parts have multiples of 16 columns, {MAX_WIDTH} in all at most"
+    whole = tile.block_n % UNIT_COLUMNS == 0 and width <= MAX_WIDTH
+    yield not whole, f"parts have multiples of {UNIT_COLUMNS} columns, {MAX_WIDTH} in all at most"
     accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)
     yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
     yield tile.operands_ahead and _tile_loads(spec), "no registers are left to read tile operands ahead"

@@ -61,8 +61,11 @@ inline void load_box(unsigned shared, const TensorMap& map, unsigned barrier, in
   load_box(shared, map, barrier, x, y, z, 0);
 }
 
-inline void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z) {
-  for (int rank = 0; rank < 2; ++rank) load_box(peer_address(shared, rank), map, peer_address(barrier, rank), x, y, z);
+inline void load_box_to_all(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y, int z,
+                            unsigned short blocks) {
+  for (int rank = 0; rank < 16; ++rank) {
+    if (blocks >> rank & 1) load_box(peer_address(shared, rank), map, peer_address(barrier, rank), x, y, z);
+  }
 }
 
 inline void store_box(const TensorMap& map, unsigned shared, int x, int y, int z, int u, int v) {

@@ -20,6 +20,10 @@ PORTABLE = Tile(128, 16, 32, 2, 1, 2)  # a test's spec carries one; this kernel 
 TILES = (
     SwappedTile(80, 128), SwappedTile(160, 128, splits=2), SwappedTile(16, 128), SwappedTile(48, 256),
     SwappedTile(112, 128), SwappedTile(64, 128, splits=4), SwappedTile(80, 256, splits=2), SwappedTile(144, 128),
+    SwappedTile(72, 128), SwappedTile(104, 128, splits=2), SwappedTile(136, 128), SwappedTile(88, 128, splits=4),
+    SwappedTile(88, 64, pingpong=True, cluster_n=4), SwappedTile(56, 64, pingpong=True, cluster_m=2),
+    SwappedTile(104, 128, cluster_m=2), SwappedTile(72, 64, pingpong=True, cluster_m=2, cluster_n=4),
+    SwappedTile(120, 64, pingpong=True),
 )  # fmt: skip
 # Rows below, at and behind a tile's, and far more; columns and depths that are no multiples of a tile's.
 SIZES = (

@@ -93,7 +93,7 @@ def build(case: AnyCase, folder: Path, emitted: Callable[[Any], str] = emit) -> 
 def writes_of(case: AnyCase) -> int:
     """How often an element may be written: by the last tile down, its neighbour, a tile behind both; and so on."""
     if isinstance(case, SwappedCase):
-        return 1 + begins_at_any_column(seen(case.spec))
+        return 1 + case.tile.cluster_m * begins_at_any_column(seen(case.spec))
     if not isinstance(case, HopperCase):
         return 1
     rows = 1 + case.tile.cluster_m * begins_at_any_row(case.spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_kernel_computes_the_fusion(case: SwappedCase, tmp_path: Path) -> None:
 def test_tiles_compile_without_spills(dtype: str, taken: Taken) -> None:
     kernels = [(spec, tile) for spec in SPECS if spec.math == dtype for tile in legal(spec)]
     with ThreadPoolExecutor() as pool:
-        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 10))
+        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 30))
     assert {(image.spill_bytes, image.local_bytes) for image in run} == {(0, 0)}
 
 
@@ -51,7 +52,8 @@ def test_boxes_fill_a_stage_and_all_fits(spec: KernelSpec) -> None:
     for tile in tiles:
         lhs, *rhs = [rule for rule in map_rules(spec, tile) if rule is not None]
         boxes = 1 if spec.rhs_order == "nk" else tile.block_n // rhs[0].box_inner
-        held = lhs.box_inner * lhs.box_outer + boxes * sum(rule.box_inner * rule.box_outer for rule in rhs)
+        held = lhs.box_inner * lhs.box_outer * tile.cluster_n
+        held += boxes * sum(rule.box_inner * rule.box_outer for rule in rhs) * tile.cluster_m
         layout = footprint(spec, tile, DEVICE.shared_bytes)
         assert held * spec.dtype.bytes == layout.stage
         assert layout.total <= DEVICE.shared_bytes
@@ -60,10 +62,13 @@ def test_boxes_fill_a_stage_and_all_fits(spec: KernelSpec) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"tile": SwappedTile(72, 128)}, "16 rows"),
+        ({"tile": SwappedTile(76, 128)}, "8 rows"),
         ({"tile": SwappedTile(80, 96)}, "64 columns"),
         ({"tile": SwappedTile(272, 128)}, "64 columns"),
         ({"tile": SwappedTile(160, 128, splits=3)}, "split"),
+        ({"tile": SwappedTile(160, 128, splits=2, cluster_m=2)}, "share no loads"),
+        ({"tile": SwappedTile(88, 64, pingpong=True, cluster_n=16)}, "8 blocks"),
+        ({"tile": SwappedTile(72, 64, pingpong=True, cluster_n=5)}, "equal parts"),
         ({"dtype": "tf32", "order": "kn"}, "k contiguous"),
         ({"tile": SwappedTile(240, 256)}, "accumulators"),
     ],
@@ -73,3 +78,12 @@ def test_what_it_cannot_run_says_why(change: dict[str, object], reason: str) -> 
     tile = change.get("tile", TILES[0])
     assert isinstance(tile, SwappedTile)
     assert reason in str(HOPPER_SWAPPED.why_not(spec, tile, DEVICE))
+
+
+def test_accesses_are_no_wider_than_what_tiles_begin_at() -> None:
+    spec = make_spec("f16", 1, "nk", PORTABLE, LARGE, "residual")
+    wide = replace(spec, loads=tuple(replace(load, width=16) for load in spec.loads))
+    reasons = {tile: HOPPER_SWAPPED.why_not(wide, tile, DEVICE) for tile in legal(spec) if tile.splits == 1}
+    assert {tile.block_m for tile, reason in reasons.items() if reason} == {
+        tile.block_m for tile in reasons if tile.block_m % 16
+    }

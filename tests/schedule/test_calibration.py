@@ -12,6 +12,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.schedule.calibration import FOLDER, Calibration, calibration, entries, replaced
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
 from tests.perf import calibrate
 from tests.schedule.test_plan import planned
 
@@ -44,7 +45,7 @@ def test_every_pace_is_of_a_candidate() -> None:
     paces = calibration(DEVICE).pace
     offered = {str(entry.tile) for family in PRODUCTS for entry in family.candidates(spec, DEVICE, 1280)}
     assert {*paces["portable_half"]} <= offered
-    used = [entry.pace for entry in HOPPER.candidates(spec, DEVICE, 1280)]
+    used = [entry.pace for family in (HOPPER, HOPPER_SWAPPED) for entry in family.candidates(spec, DEVICE, 1280)]
     assert set(used) == set(paces["hopper"].values())
 
 

@@ -82,6 +82,7 @@ class Calibration:
     pointwise_blocks: int
     pointwise_bytes_in_flight: int
     hopper_loaded_row: float
+    hopper_received_row: float
     hopper_misaligned: Mapping[str, float]
     hopper_in_sectors: Mapping[str, float]
     hopper_alone: float

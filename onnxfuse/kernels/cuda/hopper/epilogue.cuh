@@ -23,7 +23,8 @@ constexpr int FRAGMENT_COLUMNS = 8;
 constexpr int SUBTILES = GROUP_M / GROUP_WGMMA_ROWS;  // wgmma along m of one consumer group
 constexpr int WIDTH = PARTS * BLOCK_N;                // columns of one wgmma
 constexpr int ACCUMULATORS = WIDTH / 2;               // registers of one wgmma in a thread
-constexpr int SLABS_N = BLOCK_N / SLAB_COLUMNS;
+constexpr int SLABS_N = (BLOCK_N + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
+constexpr bool SLABS_FILL = BLOCK_N % SLAB_COLUMNS == 0;  // else the last slab ends with 8 columns that are not the tile's
 constexpr int SLABS = SUBTILES * SLABS_N;
 
 // Rows that threads copy are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
@@ -87,6 +88,7 @@ struct Slab {
     const int first_column = tile.column + index % SLABS_N * SLAB_COLUMNS;
     batch = tile.batch, row = first_row, column = first_column;
     rows = rows_of(args) - first_row, columns = columns_of(args) - first_column;
+    if constexpr (!SLABS_FILL) columns = min(columns, BLOCK_N - index % SLABS_N * SLAB_COLUMNS);
   }
 };
 
@@ -316,6 +318,9 @@ __device__ __forceinline__ void store_boxes(const unsigned char* staging, const 
 constexpr int UNIT_COLUMNS = 2 * FRAGMENT_COLUMNS;
 using UnitOperands = float2[2][2][LOADS + 1];
 
+// Whether columns from `column` on are a tile's: of the last unit those of the second fragment may not be.
+__device__ __forceinline__ constexpr bool is_in_tile(int column) { return SLABS_FILL || column < BLOCK_N; }
+
 // Operands of the unit whose first column, counted from the group's tile, is `first_column` and from the slab `column`.
 __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsigned char* vectors,
                                               const unsigned char* staging, int first_row, int first_column,
@@ -329,6 +334,7 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
     const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
 #pragma unroll
     for (int fragment = 0; fragment < 2; ++fragment) {
+      if (!is_in_tile(first_column + fragment * FRAGMENT_COLUMNS)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float2& operand = operands[fragment][half][INDEX];
@@ -403,6 +409,7 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
   float2 results[2][2][OUTS];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    if (!is_in_tile(first_column + i / 2 * FRAGMENT_COLUMNS)) continue;
     float2 pairs[PARTS];
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {

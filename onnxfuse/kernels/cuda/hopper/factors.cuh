@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_piece(unsigned stage, unsigned full, const 
     const int y = (RHS_K_CONTIGUOUS ? column : k) + row;
     const TensorMap& map = maps.rhs[Columns::FIRST_MAP + part];
     const BatchPlace place(args.rhs[part], args.rhs_outer, tile.batch, RHS_OUTER_BATCH);
-    load<(CLUSTER_M > 1), RHS_OUTER_BATCH>(target, map, full, x, y, place);
+    load<(CLUSTER_M > 1), RHS_OUTER_BATCH>(target, map, full, x, y, place, ClusterPlace(rank).with_columns());
   }
 }
 
@@ -74,6 +74,7 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
   constexpr int LHS_ROWS = BLOCK_M / CLUSTER_N;
   const int lhs_row = CLUSTER_N > 1 ? rank * LHS_ROWS : 0;
+  const unsigned short blocks = ClusterPlace(rank).with_rows();
   int lhs_column = k;
   BatchPlace place(args.lhs, args.lhs_outer, tile.batch, LHS_OUTER_BATCH);
   if constexpr (LHS_OUTER_COLUMNS) {  // the map's batches are the runs of k of all batches
@@ -87,13 +88,13 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
     for (int row = lhs_row; row < lhs_row + LHS_ROWS; row += LHS_BOX_ROWS) {
       if (LHS_BOXES > 1 && tile.row + row >= args.m) break;
       const int y = tile.row + row;
-      load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, lhs_column, y, place);
+      load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, lhs_column, y, place, blocks);
     }
   } else {  // boxes of LHS_ATOM rows, side by side as those of rhs are where n is contiguous
 #pragma unroll
     for (int row = lhs_row; row < lhs_row + LHS_ROWS; row += LHS_ATOM) {
       const int x = tile.row + row;
-      load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, x, lhs_column, place);
+      load<(CLUSTER_N > 1), LHS_OUTER_BATCH>(stage + row * ROW_BYTES, maps.lhs, full, x, lhs_column, place, blocks);
     }
   }
   load_piece<MainPiece>(stage, full, args, maps, tile, k, rank);

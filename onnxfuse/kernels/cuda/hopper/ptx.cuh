@@ -39,12 +39,12 @@ __device__ __forceinline__ void load_box(unsigned shared, const TensorMap& map, 
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
 }
 
-// Into both blocks of a cluster of two, at the same offsets; each block's own barrier counts the bytes.
-__device__ __forceinline__ void load_box_to_both(unsigned shared, const TensorMap& map, unsigned barrier, int x,
-                                                 int y, int z) {
+// Into each block of the cluster that has its bit in `blocks`, at the same offsets; its own barrier counts the bytes.
+__device__ __forceinline__ void load_box_to_all(unsigned shared, const TensorMap& map, unsigned barrier, int x, int y,
+                                                int z, unsigned short blocks) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%3, %4, %5}], [%2], %6;"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(static_cast<unsigned short>(3))
+               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
                    : "memory");
 }
 

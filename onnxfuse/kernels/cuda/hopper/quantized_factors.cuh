@@ -53,7 +53,7 @@ static_assert(SWAPPED && sizeof(Element) == 2, "the weight is the M side, of 16 
 static_assert(STAGE_BYTES == (STAGE_END + 1023) / 1024 * 1024, "footprint and kernel agree");
 static_assert(TEAMS == 1, "one warp prepares the stages, one brings the slabs of all groups");
 static_assert(PACKED_BYTES >= 32 && PACKED_BYTES <= 128 && ZERO_BYTES <= 4, "a span of TMA's swizzles");
-static_assert(BLOCK_N % 16 == 0 && TILE_COLUMNS <= 256 && BLOCK_M <= 256, "one wgmma and one box");
+static_assert(BLOCK_N % (APART ? 16 : 8) == 0 && TILE_COLUMNS <= 256 && BLOCK_M <= 256, "one wgmma and one box");
 static_assert(SHARING == 1, "blocks share no loads");
 
 // ---- producer

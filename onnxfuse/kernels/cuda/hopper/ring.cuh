@@ -43,9 +43,9 @@ constexpr int SLABS_START_OFFSET = SLABS_EMPTY_OFFSET + CONSUMERS * GROUP_SLABS_
 constexpr int SUMS_FULL_OFFSET = SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0);
 constexpr int SUMS_READ_OFFSET = SUMS_FULL_OFFSET + (SPLITS > 1 ? 8 : 0);
 
-// Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that the stage is sent to.
+// Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that any of it is sent to.
 constexpr int TILE_WARPS = TEAM_GROUPS * 4;
-constexpr int READERS = TILE_WARPS * SHARING;
+constexpr int READERS = TILE_WARPS * (CLUSTER_M + CLUSTER_N - 1);
 
 // Of a group, warps whose rows belong to one block.
 constexpr int OWN_WARPS = WARP_GROUP / WARP_SIZE / SPLITS;
@@ -97,6 +97,27 @@ struct RingPosition {
   }
 };
 
+// Where a block is among those that share loads: blocks side by side have the rows of their tiles in common, and blocks one
+// above the other the columns.
+struct ClusterPlace {
+  int down, right;
+
+  __device__ __forceinline__ explicit ClusterPlace(int rank) {
+    down = CLUSTER_M > 1 ? rank % CLUSTER_M : 0;
+    right = CLUSTER_N > 1 ? rank / CLUSTER_M : 0;
+  }
+  // A bit for each block of the same rows, or of the same columns.
+  __device__ __forceinline__ unsigned short with_rows() const {
+    unsigned blocks = 0;
+#pragma unroll
+    for (int i = 0; i < CLUSTER_N; ++i) blocks |= 1u << i * CLUSTER_M;
+    return static_cast<unsigned short>(blocks << down);
+  }
+  __device__ __forceinline__ unsigned short with_columns() const {
+    return static_cast<unsigned short>(((1u << CLUSTER_M) - 1) << right * CLUSTER_M);
+  }
+};
+
 // Tile number -> place: GROUP_ROWS tiles down, then one to the right, and so on; then the next group of rows; then the
 // next batch. The blocks of a cluster take neighbouring tiles. With LAST_ROWS_FULL the last tile down ends where the
 // rows end, and with LAST_COLUMNS_FULL the last one to the right where the columns do: some are computed twice, to the same
@@ -120,8 +141,9 @@ struct TileScheduler {
     const int group = in_batch / (GROUP_ROWS * tiles_n);
     const int in_group = in_batch % (GROUP_ROWS * tiles_n);
     const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
-    const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0);
-    const int tile_n = in_group / height * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0);
+    const ClusterPlace place(rank);
+    const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + place.down;
+    const int tile_n = in_group / height * CLUSTER_N + place.right;
     const int row = tile_m * BLOCK_M, column = tile_n * TILE_COLUMNS;
     return {batch, LAST_ROWS_FULL ? min(row, last_row) : row, LAST_COLUMNS_FULL ? min(column, last_column) : column, 0};
   }
@@ -153,28 +175,35 @@ struct BatchPlace {
   }
 };
 
-// A box of an operand; with SHARED, it is one of those that this block loads for the whole cluster. With IN_RUNS the
-// map has runs of batches.
+// A box of an operand; with SHARED, it is one of those that this block loads for several `blocks` of the cluster. With
+// IN_RUNS the map has runs of batches.
 template <bool SHARED, bool IN_RUNS>
 __device__ __forceinline__ void load(unsigned shared, const TensorMap& map, unsigned full, int x, int y,
-                                     const BatchPlace& place) {
+                                     const BatchPlace& place, unsigned short blocks) {
   if constexpr (IN_RUNS) {
     load_box(shared, map, full, x, y, place.batch, place.run);
   } else if constexpr (SHARED) {
-    load_box_to_both(shared, map, full, x, y, place.batch);
+    load_box_to_all(shared, map, full, x, y, place.batch, blocks);
   } else {
     load_box(shared, map, full, x, y, place.batch);
   }
 }
 
-// This warp has read the stage: its blocks may overwrite it.
-__device__ __forceinline__ void release(unsigned shared, int stage) {
-  const unsigned empty = shared + EMPTY_OFFSET + stage * 8;
+// Whether this lane tells the block of its number that a stage was read: those are told that load a part of it.
+__device__ __forceinline__ bool tells_block() {
   const int lane = threadIdx.x % WARP_SIZE;
+  if constexpr (CLUSTER_M == 1 || CLUSTER_N == 1) return lane < SHARING;
+  const ClusterPlace own(cluster_rank()), other(lane);
+  return lane < SHARING && (own.down == other.down || own.right == other.right);
+}
+
+// This warp has read the stage: its blocks may overwrite it.
+__device__ __forceinline__ void release(unsigned shared, int stage, bool tells) {
+  const unsigned empty = shared + EMPTY_OFFSET + stage * 8;
   if constexpr (SHARING > 1) {
-    if (lane < SHARING) barrier_arrive_peer(empty, lane);
+    if (tells) barrier_arrive_peer(empty, threadIdx.x % WARP_SIZE);
   } else {
-    if (lane == 0) barrier_arrive(empty);
+    if (tells) barrier_arrive(empty);
   }
 }
 
@@ -183,6 +212,7 @@ __device__ __forceinline__ void release(unsigned shared, int stage) {
 template <typename Multiply>
 __device__ __forceinline__ void multiply_stages(RingPosition& ring, unsigned shared, int steps,
                                                 const Multiply& multiply) {
+  const bool tells = tells_block();
   int previous = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -191,7 +221,7 @@ __device__ __forceinline__ void multiply_stages(RingPosition& ring, unsigned sha
     multiply_commit();
     if (step > 0) {
       multiply_wait<1>();
-      release(shared, previous);
+      release(shared, previous, tells);
     }
     previous = ring.stage;
     ring.next();
