@@ -90,6 +90,7 @@ class HopperSwapped(ProductFamily):
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), known)
         both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
+        both += known.hopper_cluster * (tile.cluster > tile.splits)
         return np.where(too_many, np.inf, both)
 
     def is_on_par(self, tile: SwappedTile, m: int) -> bool:

@@ -38,6 +38,7 @@ WIDEST_COPY = 16  # bytes
 # Of the norm that joins its work and what memory takes: by the longer of them 11 x 5712 x 11008, where both take 28
 # us, was 21 % too fast (677 timed kernels: off by 18.4 -> 18.1 % rms, of few rows and large weights 23.4 -> 22.5).
 MEMORY_POWER = 2.5
+MANY_SUMS = 128  # of a thread: half of its registers
 _VECTOR = "once per tile through shared memory"
 PATHS = {
     "product": "cp.async along {axis}",
@@ -116,9 +117,14 @@ class Portable(ProductFamily):
 
 
 def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec, narrow: bool) -> Amount:
-    """Microseconds of a multiprocessor's copies to shared memory, those of 16 bytes or all narrower ones."""
+    """Microseconds of a multiprocessor's copies to shared memory, those of 16 bytes or all narrower ones.
+
+    A thread that holds many sums has few registers for what it copies, and so fewer copies under way.
+    """
     rows = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
-    each = calibration(device).copied
+    known = calibration(device)
+    crowded = spec.parts * tile.block_m * tile.block_n // tile.threads >= MANY_SUMS
+    each = {width: us * (known.copied_crowded[width] if crowded else 1) for width, us in known.copied.items()}
     widths = [(count / factor.width, factor.width * factor.dtype.bytes) for factor, count in rows]
     one_k = sum(count * each[str(width)] for count, width in widths if (width < WIDEST_COPY) == narrow)
     depth = np.ceil(problem.k / tile.block_k) * tile.block_k

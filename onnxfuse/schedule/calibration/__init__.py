@@ -22,7 +22,7 @@ class Calibration:
     Attributes:
         products: by arithmetic.
         launches: by family, as fill and round_trip.
-        copied: by bytes of a copy.
+        copied: by bytes of a copy, as `copied_crowded`.
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
         library_launch: by arithmetic, of a `vector`, and of a product with a pitch of no multiple of 16 bytes,
@@ -62,6 +62,7 @@ class Calibration:
     sums_added: float
     kept_register: float
     copied: Mapping[str, float]
+    copied_crowded: Mapping[str, float]
     launch: float
     odds: float
     regret: float
@@ -83,6 +84,7 @@ class Calibration:
     pointwise_bytes_in_flight: int
     hopper_loaded_row: float
     hopper_received_row: float
+    hopper_cluster: float
     hopper_misaligned: Mapping[str, float]
     hopper_in_sectors: Mapping[str, float]
     hopper_alone: float

@@ -131,7 +131,7 @@ __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps&
 __device__ __forceinline__ void finish_main_loop(float (&acc)[SUBTILES][ACCUMULATORS], const RingPosition& ring,
                                                  unsigned shared) {
   multiply_wait<0>();
-  release(shared, ring.stage == 0 ? STAGES - 1 : ring.stage - 1, tells_block());
+  release(shared, ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
 #pragma unroll
   for (int subtile = 0; subtile < SUBTILES; ++subtile) {
 #pragma unroll

@@ -198,7 +198,7 @@ __device__ __forceinline__ bool tells_block() {
 }
 
 // This warp has read the stage: its blocks may overwrite it.
-__device__ __forceinline__ void release(unsigned shared, int stage, bool tells) {
+__device__ __forceinline__ void release(unsigned shared, int stage, bool tells = tells_block()) {
   const unsigned empty = shared + EMPTY_OFFSET + stage * 8;
   if constexpr (SHARING > 1) {
     if (tells) barrier_arrive_peer(empty, threadIdx.x % WARP_SIZE);
