@@ -38,6 +38,7 @@ FEW_COLUMNS: dict[tuple[str, str], tuple[SmallMTile, ...]] = {
     ("tf32", "nk"): _SPLIT_TF32, ("tf32", "kn"): _SPLIT_TF32,
 }  # fmt: skip
 SECTOR = 32  # bytes that memory delivers at once at least
+CACHE_LINE = 128  # bytes
 MOST_BEYOND = 1.5  # times k that a tile's first loads reach; the next deeper ones took 5 to 27 % longer than these
 _SINGLE = "element by element"
 PATHS = {
@@ -136,9 +137,11 @@ def _not_too_deep(tiles: tuple[SmallMTile, ...], k: int) -> tuple[SmallMTile, ..
 
 
 def _in_sectors(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> float:
-    """How much longer memory takes where each row of rhs[k, n] that a tile reads is one sector."""
-    is_sector = spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes <= SECTOR
-    return calibration(device).small_m_sectors[str(tile.block_k)] if is_sector else 1.0
+    """How much longer memory takes where each row of rhs[k, n] that a tile reads is one sector, or less than a line."""
+    row, known = tile.block_n * spec.dtype.bytes, calibration(device)
+    if spec.rhs_order == "nk" or row >= CACHE_LINE:
+        return 1.0
+    return known.small_m_sectors[str(tile.block_k)] if row <= SECTOR else known.small_m_short_row
 
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

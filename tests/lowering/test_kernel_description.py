@@ -42,12 +42,19 @@ def of_154_rows() -> ModelProto:
     return b.model(b("Mul", b("Mul", gate, b("Sigmoid", gate)), up))
 
 
+def of_odd_depth() -> ModelProto:
+    """Rows that begin anywhere, so that some numbers of them are the library's."""
+    b = Builder(FLOAT16)
+    product = b("MatMul", b.input("x", ("rows", 537)), b.raw(np.zeros((537, 239), np.float16), "weight"))
+    return b.model(b("Add", product, b.raw(np.zeros(239, np.float16), "bias")))
+
+
 def implementations() -> dict[str, Implementation]:
     """Those of several models, each with a name, and of one site both."""
     b = ragged()
     sites = [
         site
-        for model in (MODEL, b.model(b.nodes[-1].output[0]), of_154_rows())
+        for model in (MODEL, b.model(b.nodes[-1].output[0]), of_154_rows(), of_odd_depth())
         for site in analyse_model(model, DEVICES).sites
     ]
     for tokens, width in ((8, 64), (2048, 512)):
