@@ -192,14 +192,9 @@ def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> t
 
 def blocks_of(tile: RingTile, problem: Problem) -> Amount:
     """Blocks of all tiles: of whole clusters."""
-    down, right = sharing(tile)
-    rows, columns = np.ceil(problem.m / (tile.block_m * down)), np.ceil(problem.n / (tile.block_n * right))
+    rows = np.ceil(problem.m / (tile.block_m * tile.cluster_m))
+    columns = np.ceil(problem.n / (tile.block_n * tile.cluster_n))
     return problem.batch * rows * columns * tile.cluster
-
-
-def sharing(tile: RingTile) -> tuple[int, int]:
-    """Blocks of a cluster with neighbouring rows, which share rhs, and with neighbouring columns, which share lhs."""
-    return (1, 1) if isinstance(tile, QuantizedTile) else (tile.cluster_m, tile.cluster_n)
 
 
 def in_turns(tile: HopperTile, waves: Amount, main_loop: Amount, epilogue: Amount) -> Amount:

@@ -12,6 +12,7 @@ memory lies as `hopper_tile` says, with other stages:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule import hopper_tile
@@ -53,6 +54,9 @@ class QuantizedTile:
     splits: int = 1
     group_rows: int = 8
     apart: bool = False
+
+    cluster_m: ClassVar[int] = 1  # blocks share no loads
+    cluster_n: ClassVar[int] = 1
 
     @property
     def swapped(self) -> HopperTile:
