@@ -23,11 +23,10 @@ from onnxfuse.ir.fusion import (
     Value,
     acc_name,
     load_name,
-    step_name,
 )
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.axis_names import AxisNames, name_axes
-from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, Expression, Ref
+from onnxfuse.patterns.epilogue_graph import ACC, Expression, Ref
 from onnxfuse.patterns.match import Match, Operand, count_of
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.quantized_weight import QuantizedWeight
@@ -172,30 +171,23 @@ def _outs(graph: Graph, match: Match, names: AxisNames, line: _Line) -> list[Out
 
 def _straight_line(match: Match) -> _Line:
     """Number the leaves and print the expressions in order."""
-    graph, names = match.epilogue, dict[Ref, Value]()
-    steps: list[Step] = []
     loads: dict[Load, str] = {}
     operands: dict[str, int] = {}
     parts = [(product.out, start) for product, start in match.ranges]
-    for ref in graph.reachable(match.roots):
-        expression = graph.expressions[ref]
-        if expression.op == CONSTANT:
-            names[ref] = float.fromhex(expression.hexadecimal)
-        elif expression.op == ACC:
-            names[ref] = acc_name(parts.index((expression.operand, expression.offset or 0)))
-        elif expression.op == LOAD:
-            index = operands.setdefault(expression.operand, len(operands))
-            load = Load(index, *_load_range(match, expression))
-            names[ref] = loads.setdefault(load, load_name(len(loads)))
-        else:
-            name = names[ref] = step_name(len(steps))
-            steps.append(Step(name, expression.op, tuple(names[i] for i in expression.inputs)))
+
+    def name_of(leaf: Expression) -> str:
+        if leaf.op == ACC:
+            return acc_name(parts.index((leaf.operand, leaf.offset or 0)))
+        index = operands.setdefault(leaf.operand, len(operands))
+        return loads.setdefault(Load(index, *_load_range(match, leaf)), load_name(len(loads)))
+
+    steps, names = match.epilogue.straight_line(match.roots, name_of)
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", match.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
-    count = graph.count_steps(match.roots)
+    count = match.epilogue.count_steps(match.roots)
     if count > MAX_STEPS:
         raise NotFusable("too_many_steps", match.label, f"{count} steps; a kernel takes {MAX_STEPS}")
-    return _Line(tuple(steps), tuple(loads), tuple(match.operands[name] for name in operands), names)
+    return _Line(steps, tuple(loads), tuple(match.operands[name] for name in operands), names)
 
 
 def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]:

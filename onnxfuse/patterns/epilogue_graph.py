@@ -7,11 +7,11 @@ to an epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from onnxfuse.dtypes import F32, DType
-from onnxfuse.ir.fusion import ROUNDS
+from onnxfuse.ir.fusion import ROUNDS, Step, Value, step_name
 
 ACC = "acc"
 LOAD = "load"
@@ -104,6 +104,28 @@ class EpilogueGraph:
     def count_steps(self, roots: Iterable[Ref]) -> int:
         """How many ops the roots need, but for rounding to the type of a store."""
         return sum(self.expressions[ref].op not in NO_STEPS for ref in self.reachable(roots))
+
+    def straight_line(
+        self, roots: Iterable[Ref], name_of: Callable[[Expression], str]
+    ) -> tuple[tuple[Step, ...], dict[Ref, Value]]:
+        """What the roots need as steps in order, and the name of every expression.
+
+        Args:
+            roots: what is computed.
+            name_of: what an `acc` or a `load` is called; asked once for each, in order.
+        """
+        steps: list[Step] = []
+        names: dict[Ref, Value] = {}
+        for ref in self.reachable(roots):
+            expression = self.expressions[ref]
+            if expression.op == CONSTANT:
+                names[ref] = float.fromhex(expression.hexadecimal)
+            elif expression.op in (ACC, LOAD):
+                names[ref] = name_of(expression)
+            else:
+                name = names[ref] = step_name(len(steps))
+                steps.append(Step(name, expression.op, tuple(names[each] for each in expression.inputs)))
+        return tuple(steps), names
 
     def reachable(self, roots: Iterable[Ref]) -> list[Ref]:
         """Every expression that the roots need, inputs before users."""

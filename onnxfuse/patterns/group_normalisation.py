@@ -16,11 +16,11 @@ from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import qualified_op
-from onnxfuse.ir.fusion import MAX_STEPS, NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, Value, load_name, step_name
+from onnxfuse.ir.fusion import MAX_STEPS, NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, load_name
 from onnxfuse.ir.group_normalisation import CHANNEL, GROUP, IMAGE, GroupNormalisation
 from onnxfuse.ir.normalisation import NORMAL
 from onnxfuse.limits import MAX_LOADS
-from onnxfuse.patterns.epilogue_graph import ACC, CONSTANT, LOAD, EpilogueGraph, Ref
+from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
 from onnxfuse.patterns.normalisation import DEFAULT_EPSILON, PATTERN, NormalisationMatch
@@ -263,22 +263,12 @@ class Tail:
 
     def steps(self) -> tuple[tuple[Step, ...], str]:
         """A straight line, and the name of what it makes."""
-        steps: list[Step] = []
-        names: dict[Ref, Value] = {}
-        for ref in self.epilogue.reachable((self.root,)):
-            expression = self.epilogue.expressions[ref]
-            if expression.op == CONSTANT:
-                names[ref] = float.fromhex(expression.hexadecimal)
-            elif expression.op == ACC:
-                names[ref] = NORMAL
-            elif expression.op == LOAD:
-                names[ref] = load_name(1 + [*self.operands].index(expression.operand))
-            else:
-                names[ref] = step_name(len(steps))
-                steps.append(
-                    Step(step_name(len(steps)), expression.op, tuple(names[each] for each in expression.inputs))
-                )
-        return tuple(steps), str(names[self.root])
+
+        def name_of(leaf: Expression) -> str:
+            return NORMAL if leaf.op == ACC else load_name(1 + [*self.operands].index(leaf.operand))
+
+        steps, names = self.epilogue.straight_line((self.root,), name_of)
+        return steps, str(names[self.root])
 
     def _absorb(self, node: gs.Node) -> bool:
         """Whether a node is one of the tail's, and what it makes a value."""
