@@ -221,7 +221,11 @@ _LOST = "a tool that ran behind onnxfuse dropped or cut the functions of its fus
 
 
 def open_session(
-    path: Path, providers: Sequence[Provider], options: Any = None, label: Path | str | None = None
+    path: Path,
+    providers: Sequence[Provider],
+    options: Any = None,
+    label: Path | str | None = None,
+    disabled_optimizers: Sequence[str] = (),
 ) -> Any:
     """A session on a model file that logs nothing, with its failures in onnxfuse's terms.
 
@@ -230,6 +234,7 @@ def open_session(
         providers: as in ONNX Runtime.
         options: an `onnxruntime.SessionOptions`.
         label: what failures call a file that the user does not know; by default its path.
+        disabled_optimizers: of ONNX Runtime's, by name.
 
     Raises:
         ModelError: the file is missing, or ONNX Runtime refuses it.
@@ -238,7 +243,8 @@ def open_session(
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
     try:
-        return InferenceSession(path, quiet_options(options), providers)
+        disabled: dict[str, Any] = {"disabled_optimizers": [*disabled_optimizers]} if disabled_optimizers else {}
+        return InferenceSession(path, quiet_options(options), providers, **disabled)
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions share no base class
