@@ -6,7 +6,7 @@ import heapq
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -107,7 +107,7 @@ def _check(model: Model) -> None:
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
-    _check_splits(model)
+    _check_nodes(model)
     put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
@@ -139,14 +139,31 @@ def _broken_text(message: Message) -> Iterator[bytes]:
                 yield each
 
 
-def _check_splits(model: Model) -> None:
-    """A Split has as many outputs as it says: ONNX's own shape inference takes that for granted, and would abort."""
+def _check_nodes(model: Model) -> None:
+    """Attributes that ONNX's shape inference takes for granted, or passes over where a runtime refuses the model."""
     functions = (function.node for function in model.proto.functions)
     for node in (node for nodes in (model.proto.graph.node, *functions) for node in walk(nodes)):
-        counts = [attribute.i for attribute in node.attribute if attribute.name == "num_outputs"]
-        if node.op_type == "Split" and counts and counts != [len(node.output)]:
+        is_known = node.op_type in FAULTS and node.domain in ("", "ai.onnx")
+        fault = FAULTS[node.op_type](node) if is_known else ""
+        if fault:
             label = node.name or ", ".join(node.output)
-            raise ModelError(f"{model.label}: the Split {label!r} has {len(node.output)} outputs and says {counts[0]}")
+            raise ModelError(f"{model.label}: the {node.op_type} {label!r} {fault}")
+
+
+def _fault_of_split(node: NodeProto) -> str:
+    """It has as many outputs as it says, or ONNX's shape inference would abort."""
+    counts = [attribute.i for attribute in node.attribute if attribute.name == "num_outputs"]
+    return f"has {len(node.output)} outputs and says {counts[0]}" if counts and counts != [len(node.output)] else ""
+
+
+def _fault_of_transpose(node: NodeProto) -> str:
+    """Each axis comes once, counted from the first."""
+    perms = [list(attribute.ints) for attribute in node.attribute if attribute.name == "perm" and attribute.ints]
+    broken = next((perm for perm in perms if sorted(perm) != [*range(len(perm))]), None)
+    return "" if broken is None else f"has perm {broken}, which is no order of {len(broken)} axes"
+
+
+FAULTS: Mapping[str, Callable[[NodeProto], str]] = {"Split": _fault_of_split, "Transpose": _fault_of_transpose}
 
 
 def _check_functions(model: Model) -> None:

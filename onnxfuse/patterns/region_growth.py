@@ -176,7 +176,7 @@ class GrownRegion:
     def _absorb(self, node: gs.Node) -> None:
         """Absorb one reader; NotFusable says why not."""
         if self._is_taken(node):
-            raise NotFusable("taken", "", "belongs to the fusion of a later product")
+            raise NotFusable("taken", "", "what follows belongs to another site")
         inputs = node.inputs[:MAX_INPUTS]
         columns = [value for tensor in inputs if (value := self.values.get(tensor.name)) is not None]
         op = qualified_op(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -150,6 +151,17 @@ def test_a_scalar_is_no_matrix() -> None:
     model = b.model(b("Relu", b("MatMul", b.input("scalar", ()), b.input("x", ("m", 4)))))
     (skipped,) = analyse_model(model, resolve("sm_80", list)).skipped
     assert (skipped.reason, skipped.anchor) == ("unsupported_product", model.graph.node[0].name)
+
+
+@pytest.mark.parametrize("perm", [[0, -1, 1], [0, 1, 1], [1, 2, 3], [0, 2, 3, 1, 5]])
+def test_a_transpose_names_each_axis_once(perm: list[int]) -> None:
+    """ONNX's shape inference passes over it, and no runtime loads the model."""
+    b = Builder()
+    swapped = b("Transpose", b.input("x", ("b", "m", 8)), perm=perm)
+    model = b.model(b("Relu", b("MatMul", swapped, b.array(np.zeros((8, 8), np.float32), "w"))))
+    name = model.graph.node[0].name
+    with pytest.raises(ModelError, match=re.escape(f"the Transpose {name!r} has perm {perm}")):
+        onnxfuse.optimize(model, arch="sm_80")
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2**40])
