@@ -243,8 +243,7 @@ def open_session(
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
     try:
-        disabled: dict[str, Any] = {"disabled_optimizers": [*disabled_optimizers]} if disabled_optimizers else {}
-        return InferenceSession(path, quiet_options(options), providers, **disabled)
+        return InferenceSession(path, quiet_options(options), providers, disabled_optimizers=[*disabled_optimizers])
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions share no base class

@@ -12,7 +12,7 @@ from onnxfuse.ir.fusion import NONLINEAR
 from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import Calibration, calibration
-from onnxfuse.schedule.cost_model import products_of, tiles_of
+from onnxfuse.schedule.cost_model import CACHE_LINE, SECTOR, products_of, tiles_of
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import (
@@ -68,8 +68,6 @@ NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
 FEW_ROWS_POWER = 2.5  # of the norm that joins work and memory where lhs comes in boxes: less of it is zeros, more hides
-CACHE_LINE = 128  # bytes: a row of a box that does not begin on one lies in two
-SECTOR = 32  # bytes: and where it begins on none of these either, TMA is much slower
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
     "product": "TMA",
@@ -243,7 +241,10 @@ def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: Devic
 
 
 def in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:
-    """How much longer the rows of a box take whose pitch is no multiple of a cache line, or not even of a sector."""
+    """How much longer the rows of a box take whose pitch is no multiple of a cache line, or not even of a sector.
+
+    Such a row lies in two lines; where it begins on no sector, TMA is much slower.
+    """
     lines = known.hopper_misaligned[operand] * (pitch % CACHE_LINE > 0)
     return 1 + np.where(pitch % SECTOR > 0, known.hopper_in_sectors[operand], lines)
 

@@ -150,9 +150,7 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield packed_bytes(spec, tile) not in SPANS, f"a stage has {SPANS} bytes of a column of the weight"
     yield tile.block_k % (STAGE_ROW_BYTES // spec.dtype.bytes), "a stage holds whole rows of activations"
     yield tile.groups not in MAX_ACCUMULATORS, "two groups or three"
-    whole = tile.swapped.group_m % ROWS == 0 and max(tile.block_n, tile.block_m) <= MAX_BOX
-    yield not whole or tile.block_m % STEP_ROWS, "a group owns multiples of 64 columns, by multiples of 8 rows"
-    yield parts_a_unit(spec, tile.block_m), "accesses are wider than the 8 rows that tiles begin at"
+    yield from of_shape(spec, tile.block_m, tile.block_n, tile.swapped.group_m)
     units = spec.parts * tile.swapped.group_m // ROWS
     accumulators = units * tile.swapped.block_n // 2
     most = max_accumulators(spec, tile)
@@ -173,10 +171,13 @@ def _of_apart(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield tile.apart and varies, "with parts apart no operand varies along m alone"
 
 
-def parts_a_unit(spec: KernelSpec, block_m: int) -> bool:
-    """Whether a tile begins at rows where an access of the epilogue may not."""
+def of_shape(spec: KernelSpec, block_m: int, block_n: int, group_columns: int) -> Rules:
+    """What holds wherever the weight is the M side: columns by wgmma, and rows where accesses of the epilogue begin."""
+    whole = group_columns % ROWS == 0 and max(block_n, block_m) <= MAX_BOX
+    yield not whole or block_m % STEP_ROWS, "a group owns multiples of 64 columns, by multiples of 8 rows"
     wide = max((access.width for access in (*spec.loads, *spec.outs)), default=0) > STEP_ROWS
-    return wide and block_m % hopper_tile.UNIT_COLUMNS > 0
+    parts_a_unit = wide and block_m % hopper_tile.UNIT_COLUMNS > 0
+    yield parts_a_unit, "accesses are wider than the 8 rows that tiles begin at"
 
 
 def max_accumulators(spec: KernelSpec, tile: QuantizedTile) -> int:

@@ -86,7 +86,7 @@ class HopperSwapped(ProductFamily):
         known = calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
         epilogue = epilogue_time(tile.swapped, swapped(spec), device)
-        main_loop = _main_loop(entry, reads, spec, problem, device) + known.fill["hopper"]
+        main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill["hopper"]
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), known)
         both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
@@ -98,13 +98,14 @@ class HopperSwapped(ProductFamily):
         return True
 
 
-def _main_loop(entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+def _main_loop(
+    entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec, waves: Amount
+) -> Amount:
     """Microseconds of a tile's steps of the ring.
 
     What limits a narrow tile hides more of the rest, where every multiprocessor has but one: measured, not explained.
     """
     tile, known = entry.tile, calibration(device)
-    waves, _ = waves_of_clusters(tile, problem, known)
     steps = np.ceil(np.ceil(problem.k / block_k(spec)) / tile.splits)
     share = np.minimum(blocks_of(tile, problem) / device.multiprocessors, 1.0)
     loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
+from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule import hopper_tile
-from onnxfuse.schedule.hopper_quantized_tile import STEP_ROWS, parts_a_unit, swapped
+from onnxfuse.schedule.hopper_quantized_tile import of_shape, swapped
 from onnxfuse.schedule.hopper_tile import ATOM, FRAGMENT_ROWS, HopperFootprint, HopperTile, Rules, block_k
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import QUANTIZED, KernelSpec
@@ -116,9 +116,7 @@ def _of_operands(spec: KernelSpec) -> Rules:
 
 
 def _of_tile(spec: KernelSpec, tile: SwappedTile) -> Rules:
-    whole = tile.swapped.group_m % FRAGMENT_ROWS == 0 and max(tile.block_n, tile.block_m) <= MAX_BOX
-    yield not whole or tile.block_m % STEP_ROWS, "a group owns multiples of 64 columns, by multiples of 8 rows"
-    yield parts_a_unit(spec, tile.block_m), "accesses are wider than the 8 rows that tiles begin at"
+    yield from of_shape(spec, tile.block_m, tile.block_n, tile.swapped.group_m)
     yield tile.splits not in hopper_tile.SPLITS, "k is split by 2 or 4"
     other = tile.pingpong or tile.cluster_m * tile.cluster_n > 1
     yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles that share no loads"

@@ -37,8 +37,6 @@ FEW_COLUMNS: dict[tuple[str, str], tuple[SmallMTile, ...]] = {
     ("bf16", "nk"): (*_NARROW, *_DEEP), ("bf16", "kn"): (*_WIDE, *_DEEP),
     ("tf32", "nk"): _SPLIT_TF32, ("tf32", "kn"): _SPLIT_TF32,
 }  # fmt: skip
-SECTOR = 32  # bytes that memory delivers at once at least
-CACHE_LINE = 128  # bytes
 MOST_BEYOND = 1.5  # times k that a tile's first loads reach; the next deeper ones took 5 to 27 % longer than these
 _SINGLE = "element by element"
 PATHS = {
@@ -80,7 +78,7 @@ class SmallM(ProductFamily):
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
         """As `small_m_tile` says; rows of 16 bytes took three times as long as rows of 32 bytes."""
-        if spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes < SECTOR:
+        if spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes < cost_model.SECTOR:
             return "rhs with n contiguous would be read in halves of a sector"
         return small_m_tile.why_not(spec, tile, device.shared_bytes)
 
@@ -139,9 +137,9 @@ def _not_too_deep(tiles: tuple[SmallMTile, ...], k: int) -> tuple[SmallMTile, ..
 def _in_sectors(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> float:
     """How much longer memory takes where each row of rhs[k, n] that a tile reads is one sector, or less than a line."""
     row, known = tile.block_n * spec.dtype.bytes, calibration(device)
-    if spec.rhs_order == "nk" or row >= CACHE_LINE:
+    if spec.rhs_order == "nk" or row >= cost_model.CACHE_LINE:
         return 1.0
-    return known.small_m_sectors[str(tile.block_k)] if row <= SECTOR else known.small_m_short_row
+    return known.small_m_sectors[str(tile.block_k)] if row <= cost_model.SECTOR else known.small_m_short_row
 
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

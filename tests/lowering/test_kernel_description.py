@@ -27,7 +27,7 @@ DEVICES = [ARCHITECTURES[name] for name in ("sm_90a", "sm_80")]
 
 
 def ragged() -> Builder:
-    """A width at which the library is taken for some rows."""
+    """A width at which the product stays the library's, with a kernel behind it."""
     b = Builder(FLOAT16)
     product = b("MatMul", b.input("x", ("rows", 771)), b.array(draw(771, 1283), "weight"))
     b("Relu", b("Add", product, b.array(draw(1283), "bias")))
