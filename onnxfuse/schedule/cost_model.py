@@ -144,11 +144,12 @@ def _of_floats(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount
     memory = from_memory(_lhs_bytes(spec, problem) + problem.batch * (k + m) * n * size, device)
     turned = known.library_turned.get(f"{units} {spec.rhs_order}", 1.0)
     is_vector = ((m == 1) | (n == 1)) & (problem.batch == 1)
+    in_sectors = np.where(k * size % SECTOR > 0, known.library_in_sectors, 1.0)
     alignment = functools.reduce(np.gcd, (k * size, n * size), LIBRARY_ALIGNMENT)
     slower = sum((alignment == int(each)) * factor for each, factor in known.library_misaligned.items())
     ways = {
         "vector": np.hypot(computing, memory),
-        units: np.hypot(computing * turned, memory),
+        units: np.hypot(computing * turned, memory) * in_sectors,
         "misaligned": computing * slower + memory * known.library_misaligned_memory,
     }
     vector, aligned, misaligned = (

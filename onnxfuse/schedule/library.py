@@ -93,8 +93,10 @@ def library_time(base: KernelSpec, problem: Problem, products: int, device: Devi
         return math.inf
     moved = problem.n * base.parts * base.dtype.bytes
     moved += problem.n * sum(way.dtype.bytes for way in (*base.loads, *base.outs) if way.kind == "tile")
-    moving = cost_model.from_memory(problem.m * problem.batch * moved, device)
-    return multiplying + calibration(device).launch + moving
+    rows, known = problem.m * problem.batch, calibration(device)
+    steps = sum(known.library_behind.get(step.op, 0.0) for step in base.steps)
+    behind = cost_model.from_memory(rows * moved, device) + rows * problem.n * steps / device.multiprocessors
+    return multiplying + known.launch + behind
 
 
 def library_rows(

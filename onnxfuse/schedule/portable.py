@@ -112,8 +112,11 @@ class Portable(ProductFamily):
         return calibration(device).launches[self.name] + main_loop + cost_model.moving_rows(spec, problem, device)
 
     def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """Copies of less than 16 bytes."""
-        return _copying(tile, spec, problem, device, narrow=True)
+        """Copies of less than 16 bytes, which blocks beside each other hide in part."""
+        beside, tiles = calibration(device).copied_beside, cost_model.tiles_of(tile, problem)
+        alone = np.minimum(self.flow(spec, tile, device).blocks, tiles) <= device.multiprocessors
+        factor = np.where(alone, beside["alone"], beside["beside"])
+        return _copying(tile, spec, problem, device, narrow=True) * factor
 
 
 def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec, narrow: bool) -> Amount:

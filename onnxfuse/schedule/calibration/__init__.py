@@ -23,11 +23,13 @@ class Calibration:
         products: by arithmetic.
         launches: by family, as fill and round_trip.
         copied: by bytes of a copy, as `copied_crowded`.
+        copied_beside: of less than 16 bytes, where a block is `alone` or runs `beside` others.
         library_advantage: by arithmetic; 1 where there is no row.
         library_products: by arithmetic; where there is no row, `library_advantage` holds.
         library_launch: by arithmetic, of a `vector`, and of a product with a pitch of no multiple of 16 bytes,
             `misaligned`; as `library_depth`.
         library_turned: by arithmetic and the order of rhs; 1 where there is no row.
+        library_behind: by step of the epilogue; nothing where there is no row.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
         library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows; `unpacked` of all rhs.
         normalising: by the op's type.
@@ -63,6 +65,7 @@ class Calibration:
     kept_register: float
     copied: Mapping[str, float]
     copied_crowded: Mapping[str, float]
+    copied_beside: Mapping[str, float]
     launch: float
     odds: float
     regret: float
@@ -73,6 +76,8 @@ class Calibration:
     library_depth: Mapping[str, float]
     library_granule: int
     library_turned: Mapping[str, float]
+    library_in_sectors: float
+    library_behind: Mapping[str, float]
     library_misaligned: Mapping[str, float]
     library_misaligned_memory: float
     library_quantized: Mapping[str, float]
