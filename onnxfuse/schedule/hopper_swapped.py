@@ -52,8 +52,8 @@ class HopperSwapped(ProductFamily):
         """All tiles."""
         if device.arch != ARCH or spec.quantization is not None:
             return ()
-        pace = calibration(device).pace["hopper"]["swapped"]
-        return tuple(Candidate(self, tile, pace) for tile in TILES)
+        paces = calibration(device).pace["hopper"]
+        return tuple(Candidate(self, tile, paces[_schedule(tile)]) for tile in TILES)
 
     def why_not(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> str | None:
         """As `hopper_swapped_tile` says."""
@@ -96,6 +96,11 @@ class HopperSwapped(ProductFamily):
     def is_on_par(self, tile: SwappedTile, m: int) -> bool:
         """Written for the chip's own units."""
         return True
+
+
+def _schedule(tile: SwappedTile) -> str:
+    """How its groups work: tiles of one schedule multiply at one pace."""
+    return "swapped ping-pong" if tile.pingpong else "swapped"
 
 
 def _main_loop(

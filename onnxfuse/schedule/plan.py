@@ -24,7 +24,7 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
-from onnxfuse.schedule.row_ranges import FEW_ROWS, MOST_KERNELS, MOST_QUANTIZED, choose_ranges
+from onnxfuse.schedule.row_ranges import FEW_ROWS, LARGE, MOST_KERNELS, MOST_OF_LARGE, choose_ranges
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
@@ -200,9 +200,15 @@ def _ranged(
     base: KernelSpec, candidates: Sequence[Candidate], price: Price, sizes: Sizes, device: DeviceSpec
 ) -> list[ProductVariant]:
     """Few tiles of which one is good at any number of rows, or columns."""
-    few, most = 1.0 if sizes.by == "n" else FEW_ROWS, MOST_QUANTIZED if base.quantization else MOST_KERNELS
-    ranges = choose_ranges(candidates, price, calibration(device).regret, few, most)
+    few = 1.0 if sizes.by == "n" else FEW_ROWS
+    ranges = choose_ranges(candidates, price, calibration(device).regret, few, most_kernels(base, sizes))
     return [_variant(base, each.entry, each.low, each.high, sizes.label) for each in ranges]
+
+
+def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
+    """How many a site may have, each of which is compiled and stored: more where the weight is large beside them."""
+    elements = base.parts * (sizes.n or 0) * (sizes.k or 0)
+    return MOST_OF_LARGE if base.quantization or elements >= LARGE else MOST_KERNELS
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:

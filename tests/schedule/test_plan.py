@@ -18,9 +18,8 @@ from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_tile import HopperTile
-from onnxfuse.schedule.plan import SHALLOW, make_plan
+from onnxfuse.schedule.plan import SHALLOW, make_plan, most_kernels
 from onnxfuse.schedule.portable import PORTABLE, tiles_for
-from onnxfuse.schedule.row_ranges import MOST_KERNELS
 from onnxfuse.schedule.small_m import small_m_tiles
 from tests.helpers.fusions import fusion
 
@@ -83,7 +82,7 @@ def test_no_number_of_rows_takes_a_tile_far_from_the_best(
     spec, sizes = plan.variants[0].spec, plan.sizes
     entries = {entry.tile: (entry, entry.family.flow(spec, entry.tile, device)) for _, entry in plan.ranked[0].tiles}
     ranged = [variant for variant in plan.variants if variant.spec == spec]
-    assert len({variant.tile for variant in ranged}) <= MOST_KERNELS
+    assert len({variant.tile for variant in ranged}) <= most_kernels(spec, sizes)
 
     def cost(tile: Any, m: int) -> float:
         entry, reads = entries[tile]
