@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,22 @@ CHAIN = 8  # normalisations in one graph
 MOST_APART = 2.0**-5  # of the largest output: both sides round in fp16, layer by layer
 
 
-def captured(path: Path, shape: Sequence[int]) -> tuple[Capture, np.ndarray]:
-    """A model's run as a CUDA graph, and its first output."""
+def captured(path: Path, shape: Sequence[int], runs: int = 1) -> tuple[Capture, np.ndarray]:
+    """A model's runs, one behind the other, as one CUDA graph, and its first output."""
     drawn = np.random.default_rng(1).standard_normal(1 << 20, np.float32).astype(np.float16)
     contender, stream = warm(path, {"x": np.resize(drawn, shape)}, "cuda")
     output = next(iter(contender.outputs().values()))
-    return capture(stream, contender.submit), output.numpy().astype(np.float32)
+    return capture(stream, several(contender.submit, runs)), output.numpy().astype(np.float32)
+
+
+def several(submit: Callable[[], None], runs: int) -> Callable[[], None]:
+    """So many runs as one: a graph of one short run is mostly what the host takes to launch it."""
+
+    def submit_all() -> None:
+        for _ in range(runs):
+            submit()
+
+    return submit_all
 
 
 def time_layers(folder: Path, arch: str, form: str, sizes: Sizes, shape: tuple[int, int]) -> dict[str, Any]:
