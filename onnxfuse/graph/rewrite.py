@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
@@ -219,10 +219,27 @@ def _replace_nodes(
     removed = {value for index in matched for value in nodes[index].output} | dead
     removed -= {value for new in fused.values() for node in new for value in node.output}
     del graph.node[:]
-    graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
+    graph.node.extend(_in_order([node for node in kept if not (node.output and set(node.output) <= dead)]))
     _drop(graph.value_info, removed)
     inputs = {value.name for value in graph.input}
     _drop(graph.initializer, dead - inputs - {*kept_weights})
+
+
+def _in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
+    """The nodes as they stand, but for those that make what one in front of them reads: these go before that."""
+    makers = {value: place for place, node in enumerate(nodes) for value in node.output if value}
+    ordered: dict[int, NodeProto] = {}
+    begun: set[int] = set()
+    waiting = list(reversed(range(len(nodes))))
+    while waiting:
+        place = waiting[-1]
+        if place in begun:
+            ordered.setdefault(waiting.pop(), nodes[place])
+            continue
+        begun.add(place)
+        needed = {makers[value] for value in reads(nodes[place]) if value in makers}
+        waiting += sorted(needed - begun, reverse=True)
+    return list(ordered.values())
 
 
 def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]) -> set[str]:

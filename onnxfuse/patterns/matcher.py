@@ -350,7 +350,8 @@ class Search(Generic[SiteT]):
             found = [self._first(partition, matches) for matches in partition.matches_by_range(product)]
             known = [each for each in found if each is not None]
             if known and len(known) == len(found) and not _read_each_other(known):
-                return self._with_neighbours(partition, known)
+                paired = self._with_neighbours(partition, known)
+                return paired if self.points.have_room([each.match for each in paired]) else []
         return []
 
     def _first(self, partition: Partition, matches: Iterable[Match]) -> Found[SiteT] | None:
