@@ -57,7 +57,7 @@ class Replacement:
         graph: the facts of the scope that the match lies in; stale after the edit.
         nodes: indices of the matched nodes in the scope, ascending.
         copied: indices of nodes that matched ones may need too, and that stay as long as others need them.
-        insertion_point: where among them the fused node goes, behind its inputs and before its outputs' readers.
+        insertion_point: where the fused node goes: in place of one of them, or behind a copied one where there is none.
         folded: indices of nodes that are not needed any more: what others read of them are constants.
         constants: the names of those.
         inputs: values that the kernel reads, in order.
@@ -165,7 +165,7 @@ def _nodes(replacement: Replacement) -> list[NodeProto]:
     scope = replacement.graph.scope.nodes
     own = [index for index in replacement.nodes if index not in replacement.retained]
     # What only retained products need stays with them.
-    read = {value for index in own for value in scope[index].input}
+    read = {value for index in own for value in scope[index].input} | {*replacement.outputs}
     copied = {node.output[0] for node in needed([scope[index] for index in replacement.copied], read)}
     nodes: list[NodeProto] = []
     for index in (*(index for index in replacement.copied if scope[index].output[0] in copied), *own):

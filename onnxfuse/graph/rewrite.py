@@ -66,13 +66,13 @@ def rewrite(
             node = _fused_node(replacement, inputs, _add_function(proto, op_names, body), constants)
             node.name = _unlike(node.name, names)
             names.add(node.name)
-            fused[replacement.insertion_point] = [*retained, *expanding, node]
+            fused.setdefault(replacement.insertion_point, []).extend((*retained, *expanding, node))
             lost -= read_in_16_bits(body.node, dict(zip(body.input, inputs, strict=True)))
         matched = {index for replacement in group for index in (*replacement.nodes, *replacement.folded)}
         for index, shape in _told(group).items():
             fused[index] = shape.nodes(scope.node[index].output[0], new_name)
             matched.add(index)
-        _replace_nodes(scope, matched, fused, weights.keys())
+        _replace_nodes(scope, matched, fused, weights.keys(), new_name)
         read_again(graph, scope, lost - read_in_16_bits(scope.node), new_name)
         _store_constants(scope, graph, group)
         add_zeros(scope, left_of_opened(graph), new_name)
@@ -209,20 +209,38 @@ def _fused_node(
 
 
 def _replace_nodes(
-    graph: GraphProto, matched: set[int], fused: dict[int, list[NodeProto]], kept_weights: Collection[str]
+    graph: GraphProto,
+    matched: set[int],
+    fused: dict[int, list[NodeProto]],
+    kept_weights: Collection[str],
+    new_name: Callable[[str], str],
 ) -> None:
     """Drop the matched nodes and what only fed them, and insert those that take their place."""
     nodes = list(graph.node)
-    kept = [new for index, node in enumerate(nodes) for new in (fused.get(index, []) if index in matched else [node])]
-    candidates = {value for index in matched for value in nodes[index].input}
+    made = {value for new in fused.values() for node in new for value in node.output}
+    unread = _made_again((node for index, node in enumerate(nodes) if index not in matched), made, new_name)
+    own = ([] if index in matched else [node] for index, node in enumerate(nodes))
+    kept = [new for index, staying in enumerate(own) for new in (*staying, *fused.get(index, ()))]
+    candidates = {value for index in matched for value in nodes[index].input} | unread
     dead = _dead_values(graph, kept, candidates)
     removed = {value for index in matched for value in nodes[index].output} | dead
-    removed -= {value for new in fused.values() for node in new for value in node.output}
+    removed -= made
     del graph.node[:]
     graph.node.extend(_in_order([node for node in kept if not (node.output and set(node.output) <= dead)]))
     _drop(graph.value_info, removed)
     inputs = {value.name for value in graph.input}
     _drop(graph.initializer, dead - inputs - {*kept_weights})
+
+
+def _made_again(nodes: Iterable[NodeProto], made: Collection[str], new_name: Callable[[str], str]) -> set[str]:
+    """New names for what nodes that stay make as fused nodes do, as a Split that others need: nobody reads it there."""
+    names: set[str] = set()
+    for node in nodes:
+        for place, value in enumerate(node.output):
+            if value in made:
+                node.output[place] = new_name(f"{value}/unread")
+                names.add(node.output[place])
+    return names
 
 
 def _in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:

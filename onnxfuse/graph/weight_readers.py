@@ -63,9 +63,9 @@ def readers(graphs: Iterable[Graph], names: Set[str]) -> Iterator[tuple[Graph, i
                 yield graph, index, name
 
 
-def readers_of_outputs(graph: Graph, index: int) -> list[int] | None:
-    """The nodes that read what a node makes; None where that leaves the scope."""
-    outputs = [tensor for tensor in graph.nodes[index].outputs if tensor.name]
+def readers_of_outputs(graph: Graph, index: int, made: Set[str] = frozenset()) -> list[int] | None:
+    """The nodes that read what a node makes, and others do not make as well; None where that leaves the scope."""
+    outputs = [tensor for tensor in graph.nodes[index].outputs if tensor.name and tensor.name not in made]
     if any(graph.is_escaping(tensor.name) for tensor in outputs):
         return None
     return [graph.index(reader) for tensor in outputs for reader in tensor.outputs]

@@ -424,10 +424,12 @@ def _without_epilogue_only(times: Iterable[Times]) -> tuple[Times, ...]:
 
 
 def is_profitable_together(joint: Site, alone: Sequence[Site]) -> bool:
-    """Whether one site takes less time than several that compute the same, by the estimates for every architecture.
+    """Whether one site is estimated to be faster than several that compute the same, or than its nodes where none do.
 
     Beside bare products, which the library makes at its best, it has to be one kernel that is slower at no size.
     """
+    if not alone:
+        return not joint.is_left_alone
     if not all(site.estimates for site in (joint, *alone)):  # one whose product stays a node anyway
         return False
     devices = joint.estimates
@@ -489,7 +491,10 @@ def _estimates(
 
 
 def _has_biases_alone(graph: Graph, match: Match) -> bool:
-    """Whether nothing follows products and their own biases but views that move nothing."""
+    """Whether nothing follows products and their own biases but views that move nothing.
+
+    So it is with a range by itself: the runtime copies it out of the product, which is as long as to add a bias.
+    """
     products = {graph.index(product.node) for product in match.products}
     return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
 

@@ -65,7 +65,9 @@ class _Takers:
     def __init__(self, sites: Sequence[Site]) -> None:
         self.replaced: set[tuple[int, int, str]] = set()
         self.copied: set[tuple[int, int, str]] = set()
+        self.made: dict[int, set[str]] = {}  # by scope
         for site in sites:
+            self.made.setdefault(id(site.graph), set()).update(out.name for out in site.match.live_outs)
             for name in site.implementation.transposed:
                 self.replaced |= {(id(site.graph), index, name) for index in site.implementation.replaced}
                 self.copied |= {(id(site.graph), index, name) for index in site.match.copied}
@@ -74,5 +76,6 @@ class _Takers:
         """Whether a node is not needed any more; one that several fusions need goes when all its readers do."""
         if (id(graph), index, name) in self.replaced:
             return True
-        after = readers_of_outputs(graph, index) if (id(graph), index, name) in self.copied else None
+        made = self.made.get(id(graph), set())
+        after = readers_of_outputs(graph, index, made) if (id(graph), index, name) in self.copied else None
         return after is not None and all(self.take(graph, reader, name) for reader in after)

@@ -198,7 +198,8 @@ class Attentions:
         """The fusion from the first product to what the softmax is of."""
         value, grown = softmax.inputs[0], self._grown(product, computed, softmax)
         position = _position(grown, softmax, product)
-        match = Partition(grown, self.points).closed(grown.needs[position], position)
+        partition = Partition(grown, self.points)
+        match = partition.closed(grown.needs[position], partition.live.values[position][0])
         readers = [reader for reader in value.outputs if self.graph.index(reader) not in match.told]
         if len(readers) > 1 or self.graph.is_escaping(value.name):
             raise _score_is_read(value, "the softmax")

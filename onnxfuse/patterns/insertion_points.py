@@ -32,6 +32,7 @@ class InsertionPoints:
         self._ranks = list(self._order)  # by node, its place in the order
         self._points: dict[int, int] = {}
         self._matches: dict[int, Match] = {}  # by insertion point
+        self._made_at: dict[str, int] = {}  # by value, the insertion point of the match that makes it
         self._told: dict[str, tuple[int, ...]] = {}  # by value, where shapes of others are told by its own
         self._reserved: frozenset[int] = frozenset()
         self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
@@ -64,6 +65,7 @@ class InsertionPoints:
                 own.add(index)
                 self._points[index] = match.insertion_point
         self._matches[match.insertion_point] = match
+        self._made_at.update({out.name: match.insertion_point for out in match.live_outs})
         self._folded.update(match.folded)
         for index, shape in match.told.items():
             for name, _ in shape.bases:
@@ -82,7 +84,8 @@ class InsertionPoints:
     def _copy(self) -> InsertionPoints:
         other = copy(self)
         other._order, other._ranks, other._points = self._order[:], self._ranks[:], dict(self._points)
-        other._matches, other._told, other._folded = dict(self._matches), dict(self._told), set(self._folded)
+        other._matches, other._made_at = dict(self._matches), dict(self._made_at)
+        other._told, other._folded = dict(self._told), set(self._folded)
         return other
 
     def _feeds_only(self, index: int, own: Collection[int]) -> bool:
@@ -101,7 +104,7 @@ class InsertionPoints:
             NotFusable: what it makes is needed for what it reads.
         """
         before = min(self._ranks_behind(match), default=len(self._order))
-        points = [index for index in match.nodes if self._ranks[index] < before]
+        points = [index for index in match.places if self._ranks[index] < before]
         if not points or not all(self._is_told_in_time(index, shape) for index, shape in match.told.items()):
             raise _needs_itself(match)
         point = max(points, key=lambda index: self._ranks[index])
@@ -147,18 +150,23 @@ class InsertionPoints:
             yield from self._makers(self._matches[point])
         else:
             for tensor in self.graph.nodes[point].inputs:
-                yield from map(self._point, tensor.inputs)
+                yield from self._makers_of_value(tensor)
+
+    def _makers_of_value(self, tensor: gs.Tensor, inside: Collection[int] = ()) -> Iterator[int]:
+        """Where a value is made, unless some nodes make it."""
+        makers = (maker for maker in tensor.inputs if self.graph.index(maker) not in inside)
+        yield from (self._made_at.get(tensor.name, self._point(maker)) for maker in makers)
 
     def _makers(self, match: Match) -> Iterator[int]:
-        inside = self._folded.union(match.nodes)
-        for index in match.nodes:
+        inside = self._folded.union(match.places)
+        for index in match.places:
             for tensor in self.graph.nodes[index].inputs[: 1 if index in match.shapes else None]:
-                yield from (self._point(maker) for maker in tensor.inputs if self.graph.index(maker) not in inside)
+                yield from self._makers_of_value(tensor, inside)
 
     def _is_told_in_time(self, index: int, shape: ToldShape) -> bool:
         """Whether what tells a shape is made before it is read."""
-        makers = (maker for name, _ in shape.bases for maker in self.graph.tensor(name).inputs)
-        return all(self._ranks[self._point(maker)] < self._ranks[index] for maker in makers)
+        makers = (maker for name, _ in shape.bases for maker in self._makers_of_value(self.graph.tensor(name)))
+        return all(self._ranks[maker] < self._ranks[index] for maker in makers)
 
     def _ranks_behind(self, match: Match) -> Iterator[int]:
         """The places in the order of what reads a match's values; what is read inside a subgraph, read at once."""
@@ -176,7 +184,7 @@ class InsertionPoints:
     def _made(self, match: Match) -> Iterator[gs.Tensor]:
         """The values that live out of a match."""
         names = {out.name for out in match.live_outs}
-        for index in match.nodes:
+        for index in (*match.shared, *match.nodes):
             yield from (tensor for tensor in self.graph.nodes[index].outputs if tensor.name in names)
 
 

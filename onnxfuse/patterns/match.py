@@ -78,10 +78,11 @@ class Match:
 
     Attributes:
         products: the anchors, which multiply the same lhs; those of the epilogue's accumulators.
-        nodes: indices of the matched nodes in the main graph, ascending.
+        nodes: indices of the matched nodes in the main graph, ascending; none where it is a range of the columns as the
+            product makes it.
         copied: indices of nodes that make a weight or a mask of the match; others may need them as well.
         shared: indices of those of `copied` between a product and where other matches take other columns of it.
-        insertion_point: the index among them at which the fused node stands.
+        insertion_point: the index among `places` at which the fused node stands.
         folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
         constants: what others read of the folded nodes; constants of the rewritten model.
         columns: columns of one part, and of every range of a live-out value.
@@ -120,6 +121,16 @@ class Match:
             for product in self.products
         )
         return plain and not self.shared and len(self.nodes) == len(self.products)
+
+    @property
+    def stores_several(self) -> bool:
+        """Whether it stores several ranges as one value."""
+        return any(len(out.refs) > 1 for out in self.live_outs)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The nodes beside one of which the fused node can stand: its own, or of one that has none what it shares."""
+        return self.nodes or self.shared
 
     @property
     def label(self) -> str:

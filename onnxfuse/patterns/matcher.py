@@ -90,7 +90,7 @@ def match_sites(
         graph: the model.
         make_site: raises NotFusable for a fusion that no kernel computes; a smaller one is tried then.
         is_profitable: whether the first argument, one fusion, is better than the second, fusions of products of the
-            same input; without it none become one.
+            same input, or than its own nodes if there are none; without it none become one.
         rounds: whether a fusion rounds every intermediate to the type in which the model stores it.
         attention: whether two products and the softmax between them become one fusion, and the op that does that over a
             cache.
@@ -342,17 +342,32 @@ class Search(Generic[SiteT]):
     def _by_range(self, partition: Partition, group: Group, largest: Found[SiteT] | None) -> list[Found[SiteT]]:
         """A match for every column range of one product, where no match takes its columns apart; none, or all of them.
 
-        Ranges of equal width become one match where that pays.
+        One that stores several of them as one value is none. Ranges of equal width become one match where that pays.
         """
-        if largest is not None and partition.takes_columns_apart(largest.match):
+        if largest is not None and partition.takes_columns_apart(largest.match) and not largest.match.stores_several:
             return []
         for product in group if largest is None else largest.match.products:
             found = [self._first(partition, matches) for matches in partition.matches_by_range(product)]
             known = [each for each in found if each is not None]
             if known and len(known) == len(found) and not _read_each_other(known):
                 paired = self._with_neighbours(partition, known)
-                return paired if self.points.have_room([each.match for each in paired]) else []
+                has_room = self.points.have_room([each.match for each in paired])
+                return paired if has_room and self._leave_nothing(known, paired) else []
         return []
+
+    def _leave_nothing(self, ranges: Sequence[Found[SiteT]], paired: Sequence[Found[SiteT]]) -> bool:
+        """Whether no range leaves the product to the model where one is the product's own value: some are, not all.
+
+        Args:
+            ranges: a match for each.
+            paired: the same, neighbours as one.
+        """
+        have_nodes = [bool(each.match.nodes) for each in ranges]
+        if all(have_nodes):
+            return True
+        if self.is_profitable is None or not any(have_nodes):
+            return False
+        return all(self.is_profitable(each.site, ()) for each in paired)
 
     def _first(self, partition: Partition, matches: Iterable[Match]) -> Found[SiteT] | None:
         """The first match that a kernel computes."""

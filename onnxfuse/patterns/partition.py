@@ -6,7 +6,8 @@ which costs a store that the model makes anyway, and saves what follows a launch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import onnx_graphsurgeon as gs
 
@@ -17,7 +18,7 @@ from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.liveness import GrownValue, Liveness
 from onnxfuse.patterns.match import LiveOut, Match, count_of
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.product_ranges import is_read_beside, regions_of_ranges, split_span
+from onnxfuse.patterns.product_ranges import is_read_beside, regions_of_ranges, split_span, taken_ranges
 from onnxfuse.patterns.profitability import Profitability
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.region_growth import COLUMN_OPS, GrownRegion
@@ -113,16 +114,22 @@ class Partition:
     def matches_by_range(self, product: Product) -> Iterator[list[Match]]:
         """For each column range of a product by itself, the matches that compute it and no other, the largest first.
 
+        Of a range that another fusion reads as the product makes it, the last match is that range alone.
+
         Each stands for the nodes after the range, and multiplies by the range's columns of the weight alone. What they
         all need, from the product to where it is taken apart, stays until nothing reads it: so there is nothing where
         somebody else does.
         """
         ranges = regions_of_ranges(self.live, product)
+        taken = taken_ranges(self.live, product, ranges, self.points.is_taken)
+        bare = [value for span, value in taken.items() if span not in ranges]
         region = Region.union(ranges.values())
-        shared = self.grown.needed_by(region) - region
-        if len(ranges) > 1 and not is_read_beside(self.live, shared, region):
-            for own in ranges.values():
-                yield list(self._matches_of_range(own, shared))
+        shared = self.grown.needed_by([*region, *(value.maker for value in bare)]) - region
+        spans = sorted({*ranges, *taken})
+        if len(spans) > 1 and not is_read_beside(self.live, shared, region, bare):
+            for span in spans:
+                own = self._matches_of_range(ranges.get(span, NOTHING), shared)
+                yield [*own, *self._bare_range(taken.get(span))]
 
     def _matches_of_range(self, own: Region, shared: Region) -> Iterator[Match]:
         """The matches of one range that nobody reads further in front than where they end."""
@@ -134,6 +141,12 @@ class Partition:
                     yield self.match(region, position, needs & shared)
                 except NotFusable as refusal:
                     self.refuse(region, refusal)
+
+    def _bare_range(self, value: GrownValue | None) -> Iterator[Match]:
+        """A range with nothing behind it, if it has a place: whatever makes its value stays for the other ranges."""
+        if value is not None:
+            with suppress(NotFusable):
+                yield self.points.placed(self.closed(NOTHING, value, self.grown.needs[value.maker]))
 
     def bare(self, product: Product) -> Match:
         """A product with nothing behind it.
@@ -148,14 +161,15 @@ class Partition:
         """One match of two that share no node but those of `shared`; each keeps its live-out values.
 
         Raises:
-            NotFusable: their columns differ in number, they have more outputs than a kernel, or no place in the model
-                is right for both.
+            NotFusable: their columns differ in number, a kernel has fewer outputs, or no place is right for both.
         """
         if first.columns != second.columns:
             raise NotFusable("columns_differ", second.label, f"has other columns than {first.label!r}")
         region = self.region_of(first) | self.region_of(second)
-        root = max(self.live.value(match.out).maker for match in (first, second))
-        match = self.closed(region, root, self.live.region({*first.shared, *second.shared}))
+        values = [self.live.value(out.name) for match in (first, second) for out in match.live_outs]
+        furthest = max((self.live.value(match.out) for match in (first, second)), key=lambda value: value.maker)
+        bare = [value for value in values if value.maker not in region]
+        match = self.closed(region, furthest, self.live.region({*first.shared, *second.shared}), bare)
         self._check_outputs(match, region)
         return self.points.placed(match)
 
@@ -165,20 +179,27 @@ class Partition:
         Raises:
             NotFusable: an intermediate lives out of it that cannot become an output, or no place in the model is right.
         """
-        match = self.closed(region, root, shared)
+        match = self.closed(region, self.live.values[root][0], shared)
         if len(match.live_outs) > 1:
             self._check_outputs(match, region)
             self.worth.check(match, region)
         return self.points.placed(match)
 
-    def closed(self, region: Region, root: int, shared: Region = NOTHING) -> Match:
-        """A region and what lives out of it, the value of `root` last; what it shares with others stays for these.
+    def closed(
+        self, region: Region, furthest: GrownValue, shared: Region = NOTHING, bare: Iterable[GrownValue] = ()
+    ) -> Match:
+        """A region and what lives out of it, the furthest value last; what it shares with others stays for these.
+
+        Args:
+            region: the nodes.
+            furthest: a value of theirs, or of what they share where there are none.
+            shared: what other matches need as well.
+            bare: values of `shared` that the match makes too.
 
         Raises:
             NotFusable: something lives out of it that is no range of the columns.
         """
         grown, index = self.grown, self.grown.graph.index
-        furthest = self.live.values[root][0]
         columns = furthest.columns
         assert columns is not None
         own = [grown.nodes[position] for position in region]
@@ -195,7 +216,7 @@ class Partition:
             constants=self.live.constants(region),
             columns=columns.length,
             live_outs=(
-                *self._live_outs(region, furthest, columns.length),
+                *self._live_outs(region, furthest, columns.length, bare),
                 LiveOut(furthest.name, (columns.ref,), columns.view),
             ),
             split=frozenset(span for node in own for span in split_span(grown, node)),
@@ -215,9 +236,11 @@ class Partition:
             for tensor in node.inputs:
                 yield from self.grown.arguments.masks.get(tensor.name, ())
 
-    def _live_outs(self, region: Region, furthest: GrownValue, width: int | str) -> Iterator[LiveOut]:
-        """What lives out of a region beside its furthest value."""
-        for value in self.live.live_out(region):
+    def _live_outs(
+        self, region: Region, furthest: GrownValue, width: int | str, bare: Iterable[GrownValue]
+    ) -> Iterator[LiveOut]:
+        """What lives out of a region, and what a match makes with it, beside the furthest value."""
+        for value in (*bare, *self.live.live_out(region)):
             if value is not furthest:
                 yield self._live_out(value, width, region)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import onnx_graphsurgeon as gs
 
@@ -43,9 +43,24 @@ def _span(grown: GrownRegion, value: GrownValue, product: Product) -> Span | Non
     return first, first + columns.length
 
 
-def is_read_beside(live: Liveness, shared: Region, ranges: Region) -> bool:
-    """Whether anything but the ranges reads what they share."""
-    values = (value for position in shared for value in live.values[position])
+def taken_ranges(
+    live: Liveness, product: Product, ranges: Mapping[Span, Region], is_taken: Callable[[gs.Node], bool]
+) -> dict[Span, GrownValue]:
+    """The ranges of a product that another fusion reads, each with the value that it reads.
+
+    A range of one of `ranges`, of which the nodes after each are given, is none by itself.
+    """
+    found: dict[Span, GrownValue] = {}
+    for value in (value for values in live.values for value in values if any(map(is_taken, value.outside))):
+        span = _span(live.grown, value, product)
+        if span is not None and all(span == known for known, own in ranges.items() if value.maker in own):
+            found.setdefault(span, value)
+    return found
+
+
+def is_read_beside(live: Liveness, shared: Region, ranges: Region, bare: Collection[GrownValue]) -> bool:
+    """Whether anything but the ranges reads what they share, and is none of the ranges as the product makes them."""
+    values = (value for position in shared for value in live.values[position] if value not in bare)
     return any(value.escapes or value.outside or not value.readers <= shared | ranges for value in values)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -239,3 +239,96 @@ def test_a_shared_product_is_no_ordinary_node_behind_which_kernels_stand() -> No
     """It would compute all columns for each of them."""
     analysis = analyse_model(built(grouped_queries), resolve("sm_90a", list))
     assert all(site.epilogue_only is None for site in analysis.sites if site.match.shared)
+
+
+Parts = Callable[[Builder, str, Sequence[int]], list[str]]
+HEAD = 32  # columns that an attention has a kernel for
+WIDE = (4 * HEAD, 2 * HEAD, 2 * HEAD)  # of the queries, and of fewer keys and values
+
+
+def attended(b: Builder, parts: Parts, are_turned: bool = True, depth: int = K, of_values: int = HEAD) -> list[str]:
+    """Queries and keys may have an epilogue; between the product and the attention v has views alone."""
+    x = b.input("x", ("batch", "rows", depth))
+    sizes, widths = (*WIDE[:2], 2 * of_values), (HEAD, HEAD, of_values)
+    ranges = parts(b, b("MatMul", x, b.array(draw(depth, sum(sizes)), "weight")), sizes)
+    shapes = [b.integers(0, 0, -1, width) for width in widths]
+    heads = [b("Reshape", each, shape) for each, shape in zip(ranges, shapes, strict=True)]
+    q, k, v = (b("Transpose", each, perm=(0, 2, 1, 3)) for each in heads)
+    if are_turned:
+        q, k = (b("Mul", each, b.input(name, ("rows", HEAD))) for each, name in ((q, "cos"), (k, "sin")))
+    repeated = [b("Tile", b("Unsqueeze", each, b.integers(2)), b.integers(1, 1, 2, 1, 1)) for each in (k, v)]
+    shapes = [b.integers(0, 4, -1, width) for width in widths[1:]]
+    keys, values = (b("Reshape", each, shape) for each, shape in zip(repeated, shapes, strict=True))
+    scores = b("MatMul", q, b("Transpose", keys, perm=(0, 1, 3, 2)))
+    return [b("MatMul", b("Softmax", scores, axis=-1), values)]
+
+
+def attended_feed(dtype: int) -> dict[str, np.ndarray]:
+    shapes = {"x": (2, 5, K), "cos": (5, HEAD), "sin": (5, HEAD)}
+    return {name: draw(*shape, seed=3).astype(Builder(dtype).numpy) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize("left_out", [None, "MatMul_0/0", "MatMul_0/128"])
+def test_a_range_that_an_attention_reads_as_it_is_does_not_keep_the_product(
+    parts: Parts, dtype: int, left_out: str | None
+) -> None:
+    """It joins its neighbour; where one of the ranges is left out, the product stays for that alone."""
+    b = Builder(dtype)
+    model = b.model(*attended(b, parts))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    found = {site.fusion.anchor: (site.fusion.pattern, len(site.match.live_outs)) for site in analysis.sites}
+    (scores,) = (site.fusion.anchor for site in analysis.sites if site.fusion.pattern == "attention")
+    assert found == {"MatMul_0/0": ("column_ranges", 1), "MatMul_0/128": ("column_ranges", 2), scores: ("attention", 1)}
+    assert not analysis.skipped
+    plan = {site.fusion.anchor: site.fusion.pattern for site in analysis.sites if site.fusion.anchor != left_out}
+    chosen = analyse_model(model, resolve("sm_90a,sm_80", list), selection=Selection(plan=plan))
+    fused = rewritten(chosen)
+    onnx.checker.check_model(fused)
+    left = [node.op_type for node in fused.graph.node if node.op_type in ("MatMul", "Split", "Slice")]
+    assert len(left) == {None: 0, "MatMul_0/0": 2, "MatMul_0/128": 2 if parts is split else 3}[left_out]
+    feed = attended_feed(dtype)
+    for before, after in zip(run(model, feed), run(fused, feed), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+def test_a_range_by_itself_means_what_it_meant(parts: Parts) -> None:
+    b = Builder()
+    model = b.model(*attended(b, parts))
+    sites = [site for site in analyse_model(model, resolve("sm_80", list)).sites if site.match.shared]
+    assert [len(site.fusion.outputs) for site in sites] == [1, 2]
+    for site in sites:
+        check_meaning(model, site.fusion, attended_feed(FLOAT))
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+def test_ranges_that_an_attention_reads_as_they_are_stay_one_product(parts: Parts) -> None:
+    """No range has an epilogue that a kernel of its own would spare."""
+    b = Builder(FLOAT16)
+    analysis = analyse_model(b.model(*attended(b, parts, are_turned=False)), resolve("sm_80", list))
+    assert [site.fusion.pattern for site in analysis.sites] == ["attention"]
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+def test_a_weight_that_ranges_alone_read_is_stored_in_another_order(parts: Parts) -> None:
+    """What stays of the product is read by nobody, though a range of it keeps its name."""
+    b = Builder()
+    model = b.model(*attended(b, parts, depth=512))
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    assert analysis.transposed == {"weight"}
+    assert [site.match.name for site in analysis.sites if site.match.shared] == ["MatMul_0/0", "MatMul_0/128"]
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+def test_a_range_by_itself_that_no_neighbour_is_as_wide_as_has_a_kernel_alone(parts: Parts) -> None:
+    b = Builder(FLOAT16)
+    model = b.model(*attended(b, parts, of_values=2 * HEAD))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    nodes = {site.fusion.anchor: len(site.match.nodes) for site in analysis.sites if site.match.shared}
+    assert set(nodes) == {"MatMul_0/0", "MatMul_0/128", "MatMul_0/192"}
+    assert nodes["MatMul_0/192"] == 0
+    feed = attended_feed(FLOAT16)
+    for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
+        assert before.tobytes() == after.tobytes()
