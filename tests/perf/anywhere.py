@@ -40,8 +40,8 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.feeds import from_bfloat16
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
+from tests.perf.bars import SLOWER, regret
 from tests.perf.compare import origin
-from tests.perf.document import SLOWER, regret
 from tests.perf.drawn import Drawn, draw, model, stored
 from tests.perf.every_tile import Planned, compile_tiles, in_turn, planned, time_tiles
 from tests.perf.kernels import TF32_EPS
