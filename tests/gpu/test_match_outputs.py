@@ -14,6 +14,7 @@ from onnxfuse.pipeline import Fp32
 from onnxfuse.verify.verify import verify
 from tests.helpers.matching import gate, silu, split_num_outputs
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+from tests.patterns.test_column_ranges import HEAD, Parts, attended, sliced, split
 
 pytestmark = pytest.mark.gpu
 
@@ -101,3 +102,18 @@ def test_every_output_in_a_session(build, dtype: int, k: int, n: int, tmp_path: 
     onnx.save(model, before)
     onnx.save(fused, after)
     assert verify(before, after, sizes={"rows": ROWS}).passed
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+@pytest.mark.parametrize("of_values", [HEAD, 2 * HEAD])
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
+def test_a_range_as_the_product_makes_it_in_a_session(parts: Parts, of_values: int, dtype: int, tmp_path: Path) -> None:
+    """Values that an attention reads, stored beside the keys or by a kernel of their own."""
+    b = Builder(dtype)
+    model = b.model(*attended(b, parts, depth=128, of_values=of_values))
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    onnx.save(model, before)
+    report = onnxfuse.optimize_file(before, after, arch="native")
+    if dtype == FLOAT16:
+        assert len(report.fused) == (3 if of_values == HEAD else 4)
+    assert verify(before, after, sizes={"rows": ROWS, "batch": [2]}).passed
