@@ -265,15 +265,15 @@ def _same(stored: int, expected: int, what: str, label: str) -> None:
         raise ModelError(f"{label} has {stored} {what} and its shape needs {expected}")
 
 
-def put_in_order(graph: GraphProto) -> None:
-    """Put every node behind those that it reads, and else leave them as they stand; a cycle stays as it is.
+def put_in_order(graph: GraphProto) -> bool:
+    """Put every node behind those that it reads, and else leave them as they stand; with a cycle all, and False.
 
     ONNX wants it so, but converters append the casts that they insert, and ONNX Runtime sorts what it loads.
     """
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     needs = [{makers[name] for name in reads(node) if name in makers} for node in graph.node]
     if all(index > need for index, own in enumerate(needs) for need in own):
-        return
+        return True
     readers: list[list[int]] = [[] for _ in needs]
     for index, own in enumerate(needs):
         for need in own:
@@ -286,10 +286,12 @@ def put_in_order(graph: GraphProto) -> None:
             missing[reader] -= 1
             if not missing[reader]:
                 heapq.heappush(ready, reader)
-    if len(order) == len(needs):
+    has_order = len(order) == len(needs)
+    if has_order:
         nodes = list(graph.node)
         del graph.node[:]
         graph.node.extend(nodes[index] for index in order)
+    return has_order
 
 
 def _check_order(model: Model) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
@@ -19,7 +19,7 @@ from onnxfuse.graph.functions import DOMAIN, inline, reads, walk
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.left_of_opened import left_of_opened
-from onnxfuse.graph.load import OVERRIDING_IR_VERSION
+from onnxfuse.graph.load import OVERRIDING_IR_VERSION, put_in_order
 from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
 from onnxfuse.graph.rounding_shapes import read_again, read_in_16_bits
@@ -226,7 +226,8 @@ def _replace_nodes(
     removed = {value for index in matched for value in nodes[index].output} | dead
     removed -= made
     del graph.node[:]
-    graph.node.extend(_in_order([node for node in kept if not (node.output and set(node.output) <= dead)]))
+    graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
+    assert put_in_order(graph), "fused nodes close a cycle"  # insertion points are there so that none does
     _drop(graph.value_info, removed)
     inputs = {value.name for value in graph.input}
     _drop(graph.initializer, dead - inputs - {*kept_weights})
@@ -241,23 +242,6 @@ def _made_again(nodes: Iterable[NodeProto], made: Collection[str], new_name: Cal
                 node.output[place] = new_name(f"{value}/unread")
                 names.add(node.output[place])
     return names
-
-
-def _in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """The nodes as they stand, but for those that make what one in front of them reads: these go before that."""
-    makers = {value: place for place, node in enumerate(nodes) for value in node.output if value}
-    ordered: dict[int, NodeProto] = {}
-    begun: set[int] = set()
-    waiting = list(reversed(range(len(nodes))))
-    while waiting:
-        place = waiting[-1]
-        if place in begun:
-            ordered.setdefault(waiting.pop(), nodes[place])
-            continue
-        begun.add(place)
-        needed = {makers[value] for value in reads(nodes[place]) if value in makers}
-        waiting += sorted(needed - begun, reverse=True)
-    return list(ordered.values())
 
 
 def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]) -> set[str]:

@@ -56,7 +56,7 @@ class InsertionPoints:
         """
         match = self.placed(match)
         self._move(self._late(match, match.insertion_point), match.insertion_point)
-        views = sorted(self.graph.index(view.node) for product in match.products for view in product.views)
+        views = self._views(match)
         own = {*match.nodes, *match.folded}
         self._points.update({index: index for index in (*views, *match.shared)})
         self._points.update(dict.fromkeys(own, match.insertion_point))
@@ -145,12 +145,18 @@ class InsertionPoints:
         return self._points.get(index, index)
 
     def _makers_of(self, point: int) -> Iterator[int]:
-        """Where the inputs are made of what stands at a point."""
+        """Where the inputs are made of what stands at a point: a node, or a match with the views that only it reads."""
+        nodes = [point]
         if point in self._matches:
             yield from self._makers(self._matches[point])
-        else:
-            for tensor in self.graph.nodes[point].inputs:
+            nodes = [view for view in self._views(self._matches[point]) if self._points[view] == point]
+        for index in nodes:
+            for tensor in self.graph.nodes[index].inputs:
                 yield from self._makers_of_value(tensor)
+
+    def _views(self, match: Match) -> list[int]:
+        """The views of a match's inputs, in the file's order."""
+        return sorted(self.graph.index(view.node) for product in match.products for view in product.views)
 
     def _makers_of_value(self, tensor: gs.Tensor, inside: Collection[int] = ()) -> Iterator[int]:
         """Where a value is made, unless some nodes make it."""

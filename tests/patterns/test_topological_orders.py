@@ -109,3 +109,68 @@ def test_what_moves_in_front_of_a_fusion_is_in_order_behind_the_rewrite() -> Non
     fused = rewritten(analyse_model(model, resolve("sm_90a,sm_80", list)))
     assert is_in_order(fused)
     assert [node.op_type for node in fused.graph.node if node.op_type == "MatMul"] == []
+
+
+def squeezed_and_excited(b: Builder, pooled: Callable[[Builder, str], str]) -> onnx.ModelProto:
+    """A product's own mean, two products later, is what it is multiplied by; a view of the mean belongs to a fusion."""
+    x = b.input("x", (1, K, 8, 8))
+    image = b("Relu", b("Conv", x, b.array(draw(48, K, 1, 1), "front"), b.array(draw(48), "bias")))
+    t = pooled(b, b("GlobalAveragePool", image))
+    t = b("Relu", b("Gemm", t, b.array(draw(48, 12), "down"), b.array(draw(12), "down_bias")))
+    t = b("Sigmoid", b("Gemm", t, b.array(draw(12, 48), "up"), b.array(draw(48, seed=1), "up_bias")))
+    return b.model(b("Mul", image, b("Reshape", t, b.integers(1, 48, 1, 1))))
+
+
+def flattened(b: Builder, mean: str) -> str:
+    return b("Flatten", mean, axis=1)
+
+
+def squeezed(b: Builder, mean: str) -> str:
+    return b("Squeeze", mean, b.integers(2, 3))
+
+
+def around_an_attention(b: Builder, normalised: Callable[[Builder, str], str]) -> onnx.ModelProto:
+    """A product is added to an attention over itself."""
+    x = b.input("x", (1, 16, K))
+    front = b("Add", b("MatMul", x, b.array(draw(K, 64), "front")), b.array(draw(64), "front_bias"))
+    t = normalised(b, front)
+
+    def head(name: str, perm: tuple[int, ...]) -> str:
+        made = b("Add", b("MatMul", t, b.array(draw(64, 64), name)), b.array(draw(64), f"{name}_bias"))
+        return b("Transpose", b("Reshape", made, b.integers(1, 16, 4, 16)), perm=perm)
+
+    q, k, v = head("q", (0, 2, 1, 3)), head("k", (0, 2, 3, 1)), head("v", (0, 2, 1, 3))
+    scores = b("Softmax", b("Mul", b("MatMul", q, k), b.array(0.25)), axis=-1)
+    context = b("Transpose", b("MatMul", scores, v), perm=(0, 2, 1, 3))
+    out = b("MatMul", b("Reshape", context, b.integers(1, 16, 64)), b.array(draw(64, 64, seed=1), "out"))
+    return b.model(b("Add", front, out))
+
+
+def layer_norm(b: Builder, t: str) -> str:
+    return b("LayerNormalization", t, b.array(draw(64), "scale"), b.array(draw(64, seed=1), "shift"), axis=-1)
+
+
+def softmax(b: Builder, t: str) -> str:
+    return b("Softmax", t, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "between"),
+    [
+        (squeezed_and_excited, flattened), (squeezed_and_excited, squeezed),
+        (around_an_attention, layer_norm), (around_an_attention, softmax),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_no_fusion_reads_what_is_computed_of_it(
+    model: Callable[..., onnx.ModelProto], between: Callable[[Builder, str], str], seed: int
+) -> None:
+    """Also where the way from it leads through a view that another fusion has taken."""
+    original = in_another_order(model(Builder(), between), seed)
+    fused = rewritten(analyse_model(original, resolve("sm_90a,sm_80", list)))
+    assert is_in_order(fused)
+    assert any(node.domain == "onnxfuse" for node in fused.graph.node)
+    shape = [dim.dim_value for dim in original.graph.input[0].type.tensor_type.shape.dim]
+    feed = {"x": draw(*shape, seed=5).astype(np.float32)}
+    for before, after in zip(run(original, feed), run(fused, feed), strict=True):
+        assert before.tobytes() == after.tobytes()
