@@ -26,9 +26,10 @@ from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.variant import AnyVariant
 from tests.helpers.bridge_hooks import Arguments, Node, bridge
 from tests.helpers.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
-from tests.helpers.onnx_build import BOOL, Builder
+from tests.helpers.onnx_build import BOOL, FLOAT, Builder
 from tests.ir.test_epilogue_only import REPEATED
 from tests.kernels.test_portable_on_cpu import Range, build_source
+from tests.patterns.test_column_ranges import HEAD, Parts, attended, attended_feed, sliced, split
 from tests.patterns.test_products import feed_of
 from tests.runtime.test_library_product import strided
 
@@ -433,3 +434,24 @@ def test_the_widest_kernel_reads_masks(
     )
     (expected,) = run_values(model, [implementation.fusion.outputs[0].name], feed)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+@pytest.mark.parametrize("of_values", [HEAD, 2 * HEAD])
+def test_kernels_of_column_ranges_compute_what_an_attention_reads(parts: Parts, of_values: int, tmp_path: Path) -> None:
+    """Also of a range as the product makes it, stored beside its neighbour's or alone."""
+    b = Builder()
+    model = b.model(*attended(b, parts, of_values=of_values))
+    sites = [site for site in analyse_model(model, [SM_80], fp32="exact").sites if site.match.shared]
+    assert [len(site.fusion.outputs) for site in sites] == ([1, 2] if of_values == HEAD else [1, 1, 1])
+    feed = attended_feed(FLOAT)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    for index, site in enumerate(sites):
+        values = stored | feed | run_inputs(model, site.fusion, feed)
+        expected = run_values(model, [tensor.name for tensor in site.fusion.outputs], feed)
+        for variant in (0, -1):
+            folder = tmp_path / f"{index}_{variant}"
+            folder.mkdir()
+            actual = compute(site.one_kernel, values, folder, variant)
+            for wanted, found in zip(expected, actual, strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
