@@ -6,6 +6,7 @@ both on. So `Div(Add(Gather(Shape(t), -1), 1), 2)` is known as soon as the last 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
@@ -185,6 +186,45 @@ def _product(a: Any, b: Any) -> Any:
     return symbolic.multiply((a, b)) if isinstance(a, str) or isinstance(b, str) else a * b
 
 
+def _extreme(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values, Shapes], Array | None]:
+    """The larger or the smaller of several sizes; of those that only the run knows, one that they all are."""
+
+    def either(a: Any, b: Any) -> Any:
+        return apply(a, b) if isinstance(a, int) and isinstance(b, int) else a if a == b else None
+
+    def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+        step = _elementwise(either)
+        return functools.reduce(lambda found, value: step(node, (found, value), shapes), values)
+
+    return evaluate
+
+
+def _folded(apply: Callable[[Any, Any], Any], first: int) -> Callable[[gs.Node, Values, Shapes], Array | None]:
+    """Of a vector of sizes to one, as an exporter merges axes whose sizes only the run knows."""
+
+    def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+        value, axes = values[0], node.attrs.get("axes")
+        if len(node.inputs) > 1 and not node.inputs[1].is_empty():
+            axes = integers(values[1]) or ()  # of no axes, or none that are known
+        if value is None or value.ndim != 1 or axes not in ([0], [-1], None) or node.attrs.get("noop_with_empty_axes"):
+            return None
+        entry = _fold(apply, value.astype(object).tolist(), first)
+        return _objects([entry]).reshape((1,) if node.attrs.get("keepdims", 1) else ())
+
+    return evaluate
+
+
+def _fold(apply: Callable[[Any, Any], Any], entries: Sequence[Any], first: int) -> Any:
+    if not all(isinstance(entry, int | str) for entry in entries):
+        return None
+    return _of_64_bits(functools.reduce(apply, entries, first))
+
+
+def _size(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    """How many elements a tensor has."""
+    return None if shapes[0] is None else _objects([_fold(_product, shapes[0], 1)]).reshape(())
+
+
 def _quotient(a: Any, b: Any) -> Any:
     """ONNX integer division truncates toward zero; a division by zero has no known value."""
     if isinstance(a, str) or isinstance(b, str):
@@ -324,6 +364,11 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Mul": _elementwise(_product),
     "Div": _elementwise(_quotient),
     "Mod": _modulo,
+    "Max": _extreme(max),
+    "Min": _extreme(min),
+    "ReduceProd": _folded(_product, 1),
+    "ReduceSum": _folded(_sum, 0),
+    "Size": _size,
     "Identity": _same,
     "Neg": _negative,
     "Sqrt": _square_root,

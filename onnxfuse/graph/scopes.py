@@ -8,12 +8,12 @@ of the main graph. In the skeleton the model's own functions are inlined.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.declared_types import inferred_types
@@ -75,6 +75,7 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
     given = overridable(proto)
     stored = {tensor.name for tensor in graph.initializer if tensor.name not in given}
     target.input.extend(value for value in graph.input if value.name not in stored)
+    _name_open_dimensions(target.input)
     for tensor in graph.initializer:
         if tensor.name in given:
             continue
@@ -83,6 +84,21 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
         else:
             target.initializer.append(tensor)
     return skeleton
+
+
+def _name_open_dimensions(inputs: Sequence[ValueInfoProto]) -> None:
+    """Give every dimension of inputs that has neither size nor name a name of its own.
+
+    So inference knows it again where it comes back, as it does with one that has a name in the file; else it makes up
+    another one at every node.
+    """
+    dimensions = [list(value.type.tensor_type.shape.dim) for value in inputs]
+    taken = {dim.dim_param for dims in dimensions for dim in dims}
+    for number, dims in enumerate(dimensions):
+        for axis, dim in enumerate(dims):
+            if not dim.dim_param and (not dim.HasField("dim_value") or dim.dim_value < 0):
+                name = f"input{number}.{axis}"  # of no sign that means arithmetic, as an input's own name may have
+                dim.dim_param = name if name not in taken else f"_{name}"
 
 
 def main_scope(model: Model) -> Scope:

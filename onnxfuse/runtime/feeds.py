@@ -83,7 +83,7 @@ def input_specs(session: Any, facts: InputFacts | None = None) -> tuple[InputSpe
 
 def _spec(value: Any) -> InputSpec:
     """What an `onnxruntime.NodeArg` says of an input."""
-    kind = value.type.removeprefix("tensor(").removesuffix(")")
+    kind = value.type.removeprefix("tensor(").removesuffix(")") if value.type.startswith("tensor(") else value.type
     return InputSpec(value.name, kind, tuple(value.shape), any_rank=not value.shape)
 
 

@@ -232,6 +232,22 @@ def twice_as_one_hot_says(b: Builder, x: str) -> str:
     return b("Reshape", b("Concat", x, x, axis=-1), b("Mul", b("Shape", x), b("Reshape", twice, b.integers(-1))))
 
 
+def folded(b: Builder, x: str, op: str) -> str:
+    """As many rows as the first two sizes make together, as a converter merges the axes of an Einsum."""
+    rows = b(op, b("Gather", b("Shape", x), b.integers(0, 1)), b.integers(0))
+    return b("Expand", b.array(np.ones((1, 8))), b("Concat", rows, b.integers(8), axis=0))
+
+
+def of_all_elements(b: Builder, x: str) -> str:
+    return b("Reshape", x, b("Reshape", b("Size", x), b.integers(1)))
+
+
+def of_the_larger(b: Builder, x: str) -> str:
+    batch, rows = shape_of(b, x, 0, 1)
+    columns = b("Min", b.integers(12), b("Max", b.integers(3), b.integers(8), *shape_of(b, x, 2)))
+    return b("Reshape", x, b("Concat", b("Max", batch, batch), rows, columns, axis=0))
+
+
 ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
@@ -268,6 +284,10 @@ CHAINS = {
     ),
     "signs": lambda b, x: b("Sign", x),
     "counted": lambda b, x: b("Range", b.array(0.0), b.array(4.0), b.array(2.0)),
+    "product": lambda b, x: folded(b, x, "ReduceProd"),
+    "sum": lambda b, x: folded(b, x, "ReduceSum"),
+    "elements": of_all_elements,
+    "larger": of_the_larger,
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
 }
 
@@ -297,6 +317,10 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("tiled", ("2*B", "S", 24)),
         ("sizes", ("B*S", 8)),
         ("experts", ("3*B*S", 8)),
+        ("product", ("B*S", 8)),
+        ("sum", (symbolic.add("B", "S"), 8)),
+        ("elements", ("8*B*S",)),
+        ("larger", ("B", "S", 8)),
         ("windows", ("B", "S", 9)),
         ("causal", ("B", 8, "S")),
         ("last", ("B", "S", 8)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +30,7 @@ from onnxfuse.runtime.accuracy import (
     check_together,
     ulp,
 )
-from onnxfuse.runtime.feeds import InputSpec, load_npz, make_feeds
+from onnxfuse.runtime.feeds import InputSpec, input_specs, load_npz, make_feeds
 from onnxfuse.runtime.session import CPU
 from onnxfuse.terminal import print_result
 from onnxfuse.verify import verify
@@ -524,6 +526,13 @@ def test_wrong_shapes_are_named() -> None:
         make_feeds(SPECS, inputs={}, shapes={"x": (2, 77, 1)})
     with pytest.raises(ModelError, match=r"input 's': inputs of type seq\(tensor\(int64\)\) are not supported"):
         make_feeds([InputSpec("s", "seq(tensor(int64))", (1,))])
+
+
+@pytest.mark.parametrize("kind", ["optional(tensor(float))", "seq(tensor(int64))", "sparse_tensor(float)"])
+def test_a_type_that_is_not_supported_is_named_as_onnx_runtime_writes_it(kind: str) -> None:
+    session = SimpleNamespace(get_inputs=lambda: [SimpleNamespace(name="s", type=kind, shape=[1])])
+    with pytest.raises(ModelError, match=re.escape(f"input 's': inputs of type {kind} are not supported")):
+        make_feeds(input_specs(session))
 
 
 def test_npz_files(tmp_path: Path) -> None:
