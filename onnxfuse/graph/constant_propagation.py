@@ -192,8 +192,9 @@ def _extreme(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values, Sha
     def either(a: Any, b: Any) -> Any:
         return apply(a, b) if isinstance(a, int) and isinstance(b, int) else a if a == b else None
 
+    step = _elementwise(either)
+
     def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
-        step = _elementwise(either)
         return functools.reduce(lambda found, value: step(node, (found, value), shapes), values)
 
     return evaluate

@@ -73,9 +73,11 @@ class InsertionPoints:
 
     def have_room(self, matches: Collection[Match]) -> bool:
         """Whether there is a place for each of several matches that are placed, with the others in theirs."""
+        if len(matches) < 2:
+            return True
         trial = self._copy()
         try:
-            for match in matches if len(matches) > 1 else ():
+            for match in matches:
                 trial.take(match)
         except NotFusable:
             return False

@@ -104,7 +104,7 @@ class Portable(ProductFamily):
         """
         tile: Tile = entry.tile
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
-        busy += _copying(tile, spec, problem, device, narrow=False) + self.copying(tile, spec, problem, device)
+        busy += _copying(tile, spec, problem, device, narrow=False) + _narrow_copies(tile, reads, spec, problem, device)
         busy += cost_model.filling(tile, reads, problem, device, self.name)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         moving = cost_model.moving_factors(spec, problem, device)
@@ -112,11 +112,16 @@ class Portable(ProductFamily):
         return calibration(device).launches[self.name] + main_loop + cost_model.moving_rows(spec, problem, device)
 
     def copying(self, tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """Copies of less than 16 bytes, which blocks beside each other hide in part."""
-        beside, tiles = calibration(device).copied_beside, cost_model.tiles_of(tile, problem)
-        alone = np.minimum(self.flow(spec, tile, device).blocks, tiles) <= device.multiprocessors
-        factor = np.where(alone, beside["alone"], beside["beside"])
-        return _copying(tile, spec, problem, device, narrow=True) * factor
+        """Copies of less than 16 bytes."""
+        return _narrow_copies(tile, self.flow(spec, tile, device), spec, problem, device)
+
+
+def _narrow_copies(tile: Tile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Copies of less than 16 bytes, which blocks beside each other hide in part."""
+    known, tiles = calibration(device).copied_beside, cost_model.tiles_of(tile, problem)
+    is_alone = np.minimum(reads.blocks, tiles) <= device.multiprocessors
+    factor = np.where(is_alone, known["alone"], known["beside"])
+    return _copying(tile, spec, problem, device, narrow=True) * factor
 
 
 def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec, narrow: bool) -> Amount:

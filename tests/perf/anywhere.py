@@ -40,7 +40,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.feeds import from_bfloat16
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
-from tests.perf.bars import SLOWER, regret
+from tests.perf.bars import FLOORS, LATE, over_cublas, quantile, regret, regrets, slower_than_stock
 from tests.perf.compare import origin
 from tests.perf.drawn import Drawn, draw, model, stored
 from tests.perf.every_tile import Planned, compile_tiles, in_turn, planned, time_tiles
@@ -266,32 +266,24 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     ran = [row for row in rows if row.get("ours_us")]
     lines = [f"{len(rows)} problems, {len(ran)} ran"]
     both = [row for row in ran if row["stock_us"]]
-    slower = [row for row in both if row["ours_us"] > SLOWER * row["stock_us"]]
+    slower = slower_than_stock(both)
     lines.append(f"slower than stock by more than 2 %: {len(slower)} of {len(both)}")
     lines += [f"  {row['ours_us'] / row['stock_us']:.3f} of stock: {text(row)}" for row in slower]
-    for name, part in (
-        ("floor over 10 us", [row for row in ran if row["floor_us"] > 10]),
-        ("floor of 3 to 10 us", [row for row in ran if 3 <= row["floor_us"] <= 10]),
-        ("floor under 3 us", [row for row in ran if row["floor_us"] < 3]),
-    ):
-        if part:
-            ratios = [row["ours_us"] / row["cublas_us"] for row in part]
+    for floor in FLOORS:
+        ratios = over_cublas(ran, floor)
+        if ratios:
             mean = statistics.geometric_mean(ratios)
-            lines.append(f"{name}: {len(part)} problems, {mean:.3f} of cuBLAS, worst {max(ratios):.2f}")
+            lines.append(f"floor {floor} us: {len(ratios)} problems, {mean:.3f} of cuBLAS, worst {max(ratios):.2f}")
     lines.append("worst of cuBLAS's product:")
     worst = sorted(ran, key=lambda row: -row["ours_us"] / row["cublas_us"])[:WORST]
     lines += [f"  {row['ours_us'] / row['cublas_us']:.3f}: {text(row)}" for row in worst]
-    regrets = sorted(found for row in rows if (found := regret(row)) is not None)
-    if regrets:
-        lines.append(f"regret: median {_quantile(regrets, 0.5):.1%}, 95th percentile {_quantile(regrets, 0.95):.1%}")
+    found = regrets(rows)
+    if found:
+        lines.append(f"regret: median {quantile(found, 0.5):.1%}, 95th percentile {quantile(found, LATE):.1%}")
         errors = sorted(abs(math.log(estimate / us)) for row in rows for us, estimate in row.get("tiles", {}).values())
         errors = [math.exp(each) - 1 for each in errors]
-        lines.append(f"estimates off by: median {_quantile(errors, 0.5):.1%}, 95th {_quantile(errors, 0.95):.1%}")
+        lines.append(f"estimates off by: median {quantile(errors, 0.5):.1%}, 95th {quantile(errors, LATE):.1%}")
     return "\n".join(lines)
-
-
-def _quantile(ordered: Sequence[float], part: float) -> float:
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
 
 
 def text(row: Mapping[str, Any]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.perf.bars import bars, late, regret, slower_than_stock
+from tests.perf.bars import FLOORS, LATE, bars, over_cublas, quantile, regrets, slower_than_stock
 
 ROOT = Path(__file__).parents[2]
 _OTHERS = {
@@ -245,9 +244,6 @@ def _whole_models(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
-FLOORS = (("over 10", 10, math.inf), ("3 to 10", 3, 10), ("under 3", 0, 3))  # microseconds
-
-
 def _strangers(found: Mapping[str, Any]) -> list[str]:
     rows = sorted(found["rows"], key=lambda row: float(row["ratio"]))
     kinds = {kind: [row for row in rows if f".{kind}." in row["model"]] for kind in ("f16", "f32")}
@@ -269,7 +265,7 @@ def _gain(row: Mapping[str, Any]) -> str:
 
 def _drawn(all_found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Problems that nobody chose; the sources, then a row each."""
-    heads = [f"{kind} of cuBLAS, floor {name} us" for name, _, _ in FLOORS for kind in ("mean", "worst")]
+    heads = [f"{kind} of cuBLAS, floor {name} us" for name in FLOORS for kind in ("mean", "worst")]
     lines = [
         "## Problems drawn at random\n",
         "Rows from 1 to 16,384, widths of real models and around them, seven epilogues, both orders of weights, sizes",
@@ -289,15 +285,16 @@ def _drawn(all_found: Sequence[Mapping[str, Any]]) -> list[str]:
 def _drawn_row(found: Mapping[str, Any]) -> tuple[str, ...]:
     rows = found["rows"]
     cells: list[str] = []
-    for _, low, high in FLOORS:
-        ratios = [row["ours_us"] / row["cublas_us"] for row in rows if low <= row["floor_us"] < high]
+    for floor in FLOORS:
+        ratios = over_cublas(rows, floor)
         cells += (
             [f"{statistics.geometric_mean(ratios):.3f} ({len(ratios)})", f"{max(ratios):.2f}"] if ratios else ["", ""]
         )
-    regrets = sorted(own for row in rows if (own := regret(row)) is not None)
+    found_regrets = regrets(rows)
     command = found["command"].removeprefix("python -m tests.perf.anywhere ")
     slower = len(slower_than_stock(rows))
-    return command, str(len(rows)), str(slower), *cells, f"{statistics.median(regrets):.1%}, {late(regrets):.1%}"
+    last = quantile(found_regrets, LATE)
+    return command, str(len(rows)), str(slower), *cells, f"{statistics.median(found_regrets):.1%}, {last:.1%}"
 
 
 def _dynamic(found: Mapping[str, Any]) -> list[str]:
