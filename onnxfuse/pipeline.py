@@ -100,7 +100,7 @@ def analyse_model(
         (site.graph, (*site.match.shared, *site.match.nodes, *site.match.told)) for site in sites
     )
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
-        graphs = all_graphs(model, reached)
+        graphs = all_graphs(model, reached, graphs[0].scope.branches)
         sites, _ = _selected(*find(graphs), selection)
     return _settled(Analysis(model, tuple(devices), graphs, sites, skipped))
 

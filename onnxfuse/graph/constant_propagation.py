@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from typing import Any
@@ -23,6 +24,7 @@ from onnxfuse.graph.symbolic import Size
 Array = np.ndarray[Any, np.dtype[Any]]
 Values = Sequence[Array | None]  # of a node's inputs
 Shapes = Sequence[tuple[Size, ...] | None]
+BOOL = 9  # onnx.TensorProto.BOOL
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 MAX_ENTRIES = 64  # what a shape or a bound has at most; larger tensors are data
 
@@ -105,12 +107,14 @@ def _elementwise(apply: Callable[[Any, Any], Any]) -> Callable[[gs.Node, Values,
         if _are_floats(values[0], values[1]):  # each step is rounded, as a run rounds it
             with np.errstate(all="ignore"):
                 return np.asarray(_FLOAT_STEPS[node.op](values[0], values[1])) if node.op in _FLOAT_STEPS else None
-        lhs, rhs = np.broadcast_arrays(values[0].astype(object), values[1].astype(object))
-        pairs = zip(lhs.flat, rhs.flat, strict=True)
-        entries = [None if a is None or b is None else _of_64_bits(apply(a, b)) for a, b in pairs]
-        return _objects(entries).reshape(lhs.shape)
+        return _pairwise(values, lambda a, b: None if a is None or b is None else _of_64_bits(apply(a, b)))
 
     return evaluate
+
+
+def _pairwise(values: Values, apply: Callable[[Any, Any], Any]) -> Array:
+    lhs, rhs = np.broadcast_arrays(*(value.astype(object) for value in values if value is not None))
+    return _objects([apply(a, b) for a, b in zip(lhs.flat, rhs.flat, strict=True)]).reshape(lhs.shape)
 
 
 def _are_floats(*values: Array) -> bool:
@@ -123,6 +127,10 @@ _FLOAT_STEPS: dict[str, Callable[[Array, Array], Array]] = {
     "Mul": np.multiply,
     "Div": np.divide,
     "Equal": np.equal,
+    "Less": np.less,
+    "LessOrEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterOrEqual": np.greater_equal,
 }
 FLOAT_OPS = frozenset({*_FLOAT_STEPS, "Sqrt"})  # ops whose results are rounded
 
@@ -253,7 +261,51 @@ def _equality(a: Any, b: Any) -> bool | None:
         return bool(a == b)
     if a == b:
         return True
-    return False if any(isinstance(entry, int) and entry < 0 for entry in (a, b)) else None
+    is_apart = any(isinstance(entry, int) and entry < 0 for entry in (a, b)) or (
+        symbolic.is_less(a, b) or symbolic.is_less(b, a)
+    )
+    return False if is_apart else None
+
+
+def _comparison(
+    numbers: Callable[[Any, Any], bool], sizes: Callable[[Size, Size], bool | None]
+) -> Callable[[gs.Node, Values, Shapes], Array | None]:
+    """Of numbers, and of sizes of which only the run knows one or both."""
+
+    def compare(a: Any, b: Any) -> bool | None:
+        return sizes(a, b) if isinstance(a, str) or isinstance(b, str) else bool(numbers(a, b))
+
+    return _elementwise(compare)
+
+
+def _opposite(value: Any) -> bool | None:
+    return None if value is None else not value
+
+
+def _junction(decisive: bool) -> Callable[[gs.Node, Values, Shapes], Array | None]:
+    """Of two conditions, of which one may decide alone."""
+
+    def either(a: Any, b: Any) -> bool | None:
+        known = [bool(value) for value in (a, b) if value is not None]
+        return decisive if decisive in known else not decisive if len(known) == 2 else None
+
+    def evaluate(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+        open_entry = _objects([None])
+        given = [
+            open_entry.reshape(shape) if value is None and shape in ((), (1,)) else value
+            for value, shape in zip(values, shapes, strict=True)
+        ]
+        are_small = all(value is not None and value.size <= MAX_ENTRIES for value in given)
+        return _pairwise(given, either) if are_small else None
+
+    return evaluate
+
+
+def _not(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
+    value = values[0]
+    if value is None or value.size > MAX_ENTRIES:
+        return None
+    return _objects([_opposite(entry) for entry in value.astype(object).ravel()]).reshape(value.shape)
 
 
 def _where(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
@@ -295,6 +347,8 @@ def _cast(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
     value, to = values[0], int(node.attrs.get("to", 0))
     if value is None or value.dtype != object:
         return None if value is None else _cast_plain(value, to)
+    if to == BOOL and all(isinstance(entry, bool | None) for entry in value.ravel()):
+        return value
     if to in (6, 7):
         whole = [int(each) if isinstance(each, float | np.floating) else each for each in value.ravel()]
         return _objects(whole).reshape(value.shape)
@@ -379,6 +433,13 @@ _EVALUATE: dict[str, Callable[[gs.Node, Values, Shapes], Array | None]] = {
     "Cast": _cast,
     "CastLike": _cast,
     "Equal": _elementwise(_equality),
+    "Less": _comparison(operator.lt, symbolic.is_less),
+    "LessOrEqual": _comparison(operator.le, lambda a, b: _opposite(symbolic.is_less(b, a))),
+    "Greater": _comparison(operator.gt, lambda a, b: symbolic.is_less(b, a)),
+    "GreaterOrEqual": _comparison(operator.ge, lambda a, b: _opposite(symbolic.is_less(a, b))),
+    "And": _junction(False),
+    "Or": _junction(True),
+    "Not": _not,
     "Where": _where,
     "ConstantOfShape": _constant_of_shape,
     "OneHot": _one_hot,

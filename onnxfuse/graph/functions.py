@@ -130,6 +130,14 @@ def inline(proto: ModelProto, functions: Functions) -> dict[str, frozenset[Funct
     return inliner.origins
 
 
+def body_of_call(proto: ModelProto, function: FunctionProto, call: NodeProto) -> list[NodeProto]:
+    """The nodes that take the place of a call, by names that the model does not have.
+
+    What they read that is neither an input of the function nor made by them is the model's.
+    """
+    return _Inliner(proto, {}).body(function, call)
+
+
 def _import_opsets(proto: ModelProto, functions: Functions) -> None:
     """The domains that functions import and the model does not."""
     known = versions(proto.opset_import)
@@ -177,7 +185,7 @@ class _Inliner:
         for node in nodes:
             key = call_key(node)
             if key in self.functions:
-                yield from self._expanded(self._body(self.functions[key], node), around | {key})
+                yield from self._expanded(self.body(self.functions[key], node), around | {key})
                 continue
             if around:
                 self.origins[node.name] = around
@@ -187,7 +195,7 @@ class _Inliner:
                 graph.node.extend(inner)
             yield node
 
-    def _body(self, function: FunctionProto, call: NodeProto) -> list[NodeProto]:
+    def body(self, function: FunctionProto, call: NodeProto) -> list[NodeProto]:
         """A function's nodes with the call's values and attributes in them."""
         label = call.name or call.output[0]
         given = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}

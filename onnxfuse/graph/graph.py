@@ -14,6 +14,7 @@ from onnxfuse.graph.constant_propagation import FLOAT_OPS, MAX_ENTRIES, Array, i
 from onnxfuse.graph.data_propagation import Facts
 from onnxfuse.graph.foldable import FOLDED_TYPES, foldable_values
 from onnxfuse.graph.functions import OPENED, FunctionKey, reads_inside, subgraphs
+from onnxfuse.graph.known_branches import Choice, can_be_taken
 from onnxfuse.graph.load import Model as Model  # re-exported for the rooms beyond the ONNX world
 from onnxfuse.graph.load import ModelProto as ModelProto
 from onnxfuse.graph.load import load_model as load_model
@@ -125,6 +126,20 @@ class Graph:
             stack += maker.inputs[: 1 if maker.op == "CastLike" else None]
         return False
 
+    def known_choices(self) -> tuple[Choice, ...]:
+        """The branches that every run takes, of the model's own nodes."""
+        own = ((node, self.scope.nodes[index]) for index, node in enumerate(self.nodes) if node.op == "If")
+        known = (
+            (proto, self.known_value(node.inputs[0]))
+            for node, proto in own
+            if can_be_taken(proto) and proto.name not in self.scope.origins
+        )
+        return tuple(
+            (proto.output[0], "then_branch" if value.item() else "else_branch")
+            for proto, value in known
+            if value is not None and value.size == 1 and isinstance(value.item(), bool)
+        )
+
     def dtype(self, name: str) -> int | None:
         """TensorProto.DataType number of a value, None where unknown."""
         tensor_type = self.scope.types.get(name)
@@ -138,15 +153,24 @@ def _rounds(maker: gs.Node) -> bool:
     )
 
 
-def all_graphs(model: Model, functions: Collection[FunctionKey] | None = None) -> tuple[Graph, ...]:
-    """The facts of every scope of a model, the main graph's first; the arguments are those of `all_scopes`.
+def all_graphs(
+    model: Model, functions: Collection[FunctionKey] | None = None, branches: Sequence[Choice] = ()
+) -> tuple[Graph, ...]:
+    """The facts of every scope of a model, the main graph's first, with all branches taken that every run takes.
+
+    The arguments are those of `all_scopes`.
 
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    graphs: list[Graph] = []
-    places: dict[ScopePath, Graph] = {}
-    for scope in all_scopes(model, functions):
+    scopes = all_scopes(model, functions, branches)
+    main = Graph(model, scopes[0])
+    choices = main.known_choices()
+    if choices:
+        return all_graphs(model, functions, (*branches, *choices))
+    graphs = [main]
+    places: dict[ScopePath, Graph] = {(): main}
+    for scope in scopes[1:]:
         graphs.append(Graph(model, scope, places.get(scope.path[:-1]) if scope.path else None))
         if not scope.fault:
             places[scope.path] = graphs[-1]

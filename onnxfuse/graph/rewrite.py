@@ -9,7 +9,6 @@ read the main graph's kernels, as these may.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
@@ -17,6 +16,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetId
 from onnxfuse.graph.fallback_body import Replacement, fallback_body
 from onnxfuse.graph.functions import DOMAIN, inline, reads, walk
 from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.known_branches import take_branches
 from onnxfuse.graph.known_nodes import known_array
 from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION, put_in_order
@@ -26,6 +26,7 @@ from onnxfuse.graph.rounding_shapes import read_again, read_in_16_bits
 from onnxfuse.graph.scopes import graph_at
 from onnxfuse.graph.told_shape import ToldShape, expansion
 from onnxfuse.graph.transposed_data import Order, transpose
+from onnxfuse.graph.unread import drop, unread_values
 
 KERNELS = "onnxfuse.kernels"
 FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
@@ -34,7 +35,7 @@ FUNCTION_IR_VERSION = 8  # the first that has ModelProto.functions
 def rewrite(
     proto: ModelProto, replacements: Iterable[Replacement], kernels: bytes, description: str = ""
 ) -> ModelProto:
-    """Edit a model in place and return it; functions that are inlined in the replacements' graphs are inlined.
+    """Edit a model in place and return it; what is inlined in the replacements' graphs is inlined.
 
     Args:
         proto: the model that the replacements' graphs are of.
@@ -45,6 +46,7 @@ def rewrite(
     replacements = tuple(replacements)
     if not replacements:
         return proto
+    take_branches(proto, replacements[0].graph.scope.branches)
     inlined = replacements[0].graph.scope.inlined
     inline(proto, {key: function for key, function in functions_and_openings(proto).items() if key in inlined})
     taken = _names(proto.graph)
@@ -145,7 +147,7 @@ def _transpose_weights(proto: ModelProto, weights: Mapping[str, tuple[str, Order
             tensor = graph.initializer[-1]
         tensor.name = name
         transpose(tensor, perm)
-    _drop(graph.value_info, weights.keys() - read)
+    drop(graph.value_info, weights.keys() - read)
 
 
 def _add_function(proto: ModelProto, op_names: OpNames, body: FunctionProto) -> str:
@@ -188,7 +190,7 @@ def _unlike(name: str, taken: set[str]) -> str:
 
 def _declare_domain(proto: ModelProto) -> None:
     if proto.ir_version < OVERRIDING_IR_VERSION:  # what was stored stays constant
-        _drop(proto.graph.input, {tensor.name for tensor in proto.graph.initializer})
+        drop(proto.graph.input, {tensor.name for tensor in proto.graph.initializer})
     proto.ir_version = max(proto.ir_version, FUNCTION_IR_VERSION)
     if all(opset.domain != DOMAIN for opset in proto.opset_import):
         proto.opset_import.append(OperatorSetIdProto(domain=DOMAIN, version=1))
@@ -222,15 +224,15 @@ def _replace_nodes(
     own = ([] if index in matched else [node] for index, node in enumerate(nodes))
     kept = [new for index, staying in enumerate(own) for new in (*staying, *fused.get(index, ()))]
     candidates = {value for index in matched for value in nodes[index].input} | unread
-    dead = _dead_values(graph, kept, candidates)
+    dead = unread_values(graph, kept, candidates)
     removed = {value for index in matched for value in nodes[index].output} | dead
     removed -= made
     del graph.node[:]
     graph.node.extend(node for node in kept if not (node.output and set(node.output) <= dead))
     assert put_in_order(graph), "fused nodes close a cycle"  # insertion points are there so that none does
-    _drop(graph.value_info, removed)
+    drop(graph.value_info, removed)
     inputs = {value.name for value in graph.input}
-    _drop(graph.initializer, dead - inputs - {*kept_weights})
+    drop(graph.initializer, dead - inputs - {*kept_weights})
 
 
 def _made_again(nodes: Iterable[NodeProto], made: Collection[str], new_name: Callable[[str], str]) -> set[str]:
@@ -242,31 +244,3 @@ def _made_again(nodes: Iterable[NodeProto], made: Collection[str], new_name: Cal
                 node.output[place] = new_name(f"{value}/unread")
                 names.add(node.output[place])
     return names
-
-
-def _dead_values(graph: GraphProto, nodes: list[NodeProto], candidates: set[str]) -> set[str]:
-    """Of the candidates and of what feeds them, the values that nothing reads any more."""
-    uses = Counter(value.name for value in graph.output)
-    for node in nodes:
-        uses.update(reads(node))
-    makers = {value: node for node in nodes for value in node.output}
-    dead: set[str] = set()
-    stack = sorted(candidates)
-    while stack:
-        value = stack.pop()
-        if not value or uses[value] or value in dead:
-            continue
-        dead.add(value)
-        maker = makers.get(value)
-        if maker is not None and all(not uses[output] for output in maker.output):
-            dead.update(maker.output)
-            uses.subtract(reads(maker))
-            stack.extend(maker.input)
-    return dead
-
-
-def _drop(entries: object, names: set[str]) -> None:
-    """Remove the entries of a repeated field that carry one of the names, last first, without copying the others."""
-    for index in reversed(range(len(entries))):  # type: ignore[arg-type]
-        if entries[index].name in names:  # type: ignore[index]
-            del entries[index]  # type: ignore[attr-defined]

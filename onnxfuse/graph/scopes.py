@@ -18,6 +18,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, Valu
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.declared_types import inferred_types
 from onnxfuse.graph.functions import DOMAIN, FunctionKey, functions_of, inline, subgraphs, versions, walk, why_not
+from onnxfuse.graph.known_branches import Choice, take_branches
 from onnxfuse.graph.load import Model, is_large, overridable
 from onnxfuse.graph.opened_ops import functions_and_openings
 from onnxfuse.graph.operators import known_operators
@@ -41,6 +42,7 @@ class Scope:
         outputs: names of the values that leave the scope.
         opsets: versions of the operator sets by domain.
         inlined: the functions that are inlined in the whole model.
+        branches: the branches of the main graph that stand in the place of their nodes.
         origins: for nodes that come from functions, by name, those functions.
         fault: why nothing is known inside; empty where types are known.
     """
@@ -55,6 +57,7 @@ class Scope:
     outputs: frozenset[str]
     opsets: Mapping[str, int]
     inlined: frozenset[FunctionKey]
+    branches: tuple[Choice, ...]
     origins: Mapping[str, frozenset[FunctionKey]]
     fault: str = ""
 
@@ -107,10 +110,12 @@ def main_scope(model: Model) -> Scope:
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    return _main_scope(model, _inlinable(model.proto))
+    return _main_scope(model, None, ())
 
 
-def all_scopes(model: Model, functions: Collection[FunctionKey] | None = None) -> tuple[Scope, ...]:
+def all_scopes(
+    model: Model, functions: Collection[FunctionKey] | None = None, branches: Sequence[Choice] = ()
+) -> tuple[Scope, ...]:
     """Every scope in which a fused node may stand, outer ones before those inside them.
 
     Functions that cannot be inlined come last: nothing in them can be fused, and their `fault` says why.
@@ -118,11 +123,12 @@ def all_scopes(model: Model, functions: Collection[FunctionKey] | None = None) -
     Args:
         model: the model.
         functions: which functions to inline; by default all that can be.
+        branches: which of them to put in the place of their nodes.
 
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    main = _main_scope(model, _inlinable(model.proto) if functions is None else functions)
+    main = _main_scope(model, functions, branches)
     closed = (
         replace(main, label=function.name, nodes=tuple(function.node), fault=fault)
         for function in functions_of(model.proto).values()
@@ -144,23 +150,22 @@ def count_nodes(proto: ModelProto) -> int:
     return sum(1 for nodes in (proto.graph.node, *functions) for _ in walk(nodes))
 
 
-def _inlinable(proto: ModelProto) -> frozenset[FunctionKey]:
-    functions = functions_and_openings(proto)
-    return frozenset(key for key, function in functions.items() if not why_not(function, proto))
-
-
-def _main_scope(model: Model, inlined: Collection[FunctionKey]) -> Scope:
+def _main_scope(model: Model, inlined: Collection[FunctionKey] | None, branches: Sequence[Choice]) -> Scope:
     skeleton = skeleton_of(model.proto)
-    functions = functions_and_openings(model.proto)
-    chosen = {key: function for key, function in functions.items() if key in inlined}
+    take_branches(skeleton, branches)
+    chosen = {
+        key: function
+        for key, function in functions_and_openings(skeleton).items()
+        if (not why_not(function, skeleton) if inlined is None else key in inlined)
+    }
     origins = inline(skeleton, chosen)
     unlike = [function for function in skeleton.functions if why_not(function, skeleton)]
     for function in unlike:  # the checker would refuse the whole model
         skeleton.functions.remove(function)
     inferred = _infer(skeleton, model.label)
     stored = frozenset(tensor.name for tensor in model.proto.graph.initializer)
-    opsets = versions(inferred.opset_import)
-    empty = Scope((), "", (), {}, {}, stored, frozenset(), frozenset(), opsets, frozenset(chosen), origins)
+    opsets, none = versions(inferred.opset_import), frozenset[str]()
+    empty = Scope((), "", (), {}, {}, stored, none, none, opsets, frozenset(chosen), tuple(branches), origins)
     return _scope(empty, inferred.graph)
 
 

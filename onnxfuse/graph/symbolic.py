@@ -166,6 +166,25 @@ def _terms(size: Size) -> tuple[Size, int]:
     return (size, 0) if found is None else (found[1], int(found[2]))
 
 
+def is_less(first: Size, second: Size) -> bool | None:
+    """Whether one size is less than another in every run, or in none; None where that is not known."""
+    (name, added), (other, further) = _terms(first), _terms(second)
+    if first is None or second is None:
+        return None
+    if name == other:
+        return added < further
+    if isinstance(first, int) and isinstance(second, int):
+        return first < second
+    if isinstance(second, int) and _is_size(name) and added >= second:
+        return False
+    return True if isinstance(first, int) and _is_size(other) and further > first else None
+
+
+def _is_size(size: Size) -> bool:
+    """Whether a symbol is a product of sizes alone, which is not negative; functions may be."""
+    return isinstance(size, str) and _PRODUCT.fullmatch(size) is not None
+
+
 def at_most(size: Size, limit: int) -> Size:
     """The smaller of a size and a number: how much of a table of positions a sequence takes."""
     return min(size, limit) if isinstance(size, int) else function("at_most", limit, size)

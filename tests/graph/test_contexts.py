@@ -57,8 +57,7 @@ def mixed_model() -> onnx.ModelProto:
             "else": helper.make_node("Identity", ["z"], ["else"]),
         }.items()
     }
-    b.nodes.append(helper.make_node("If", ["yes"], ["out"], **branches))
-    b.initializers.append(helper.make_tensor("yes", TensorProto.BOOL, [], [True]))
+    b.nodes.append(helper.make_node("If", [b.input("yes", (), TensorProto.BOOL)], ["out"], **branches))
     made = [value("compiled", K), value("y"), value("z")]
     graph = helper.make_graph(b.nodes, "mixed", b.inputs, [value("out")], b.initializers, value_info=made)
     opsets = [helper.make_opsetid("", b.opset), helper.make_opsetid("com.microsoft", 1)]

@@ -30,6 +30,7 @@ from onnxfuse.analysis.axis_mapping import broadcast_product_axes
 from onnxfuse.device import resolve
 from onnxfuse.graph.functions import inline
 from onnxfuse.graph.graph import Model, ModelProto
+from onnxfuse.graph.known_branches import take_branches
 from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.opened_ops import add_zeros, openings
 from onnxfuse.graph.save import save_model
@@ -195,11 +196,10 @@ def feeds_of(path: Path, model: ModelProto) -> Iterator[dict[str, np.ndarray]]:
 
 def taken_apart(original: ModelProto, analysis: Analysis) -> ModelProto:
     """The original with ONNX Runtime's ops in parts, those that fusions hold a part of: they make bits of their own."""
-    functions = openings(original)
-    chosen = {key: function for key, function in functions.items() if key in analysis.graphs[0].scope.inlined}
-    copy = ModelProto()
+    copy, scope = ModelProto(), analysis.graphs[0].scope
     copy.CopyFrom(original)
-    inline(copy, chosen)
+    take_branches(copy, scope.branches)
+    inline(copy, {key: function for key, function in openings(copy).items() if key in scope.inlined})
     add_zeros(copy.graph, left_of_opened(analysis.graphs[0]), "{}.apart".format)
     return copy
 

@@ -1,0 +1,48 @@
+"""Values that nothing reads any more, once nodes are gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from onnx import GraphProto, NodeProto
+
+from onnxfuse.graph.functions import reads
+
+
+def unread_values(graph: GraphProto, nodes: Sequence[NodeProto], candidates: Iterable[str]) -> set[str]:
+    """Of the candidates and of what feeds them, the values that nothing reads any more."""
+    uses = Counter(value.name for value in graph.output)
+    for node in nodes:
+        uses.update(reads(node))
+    makers = {value: node for node in nodes for value in node.output}
+    dead: set[str] = set()
+    stack = sorted(candidates)
+    while stack:
+        value = stack.pop()
+        if not value or uses[value] or value in dead:
+            continue
+        dead.add(value)
+        maker = makers.get(value)
+        if maker is not None and all(not uses[output] for output in maker.output):
+            dead.update(maker.output)
+            uses.subtract(reads(maker))
+            stack.extend(maker.input)
+    return dead
+
+
+def drop_unread(graph: GraphProto, candidates: Iterable[str]) -> None:
+    """Remove the nodes and the initializers that make what nothing reads any more."""
+    dead = unread_values(graph, graph.node, candidates)
+    kept = [node for node in graph.node if not (node.output and dead.issuperset(node.output))]
+    del graph.node[:]
+    graph.node.extend(kept)
+    drop(graph.value_info, dead)
+    drop(graph.initializer, dead - {value.name for value in graph.input})
+
+
+def drop(entries: object, names: set[str]) -> None:
+    """Remove the entries of a repeated field that carry one of the names, last first, without copying the others."""
+    for index in reversed(range(len(entries))):  # type: ignore[arg-type]
+        if entries[index].name in names:  # type: ignore[index]
+            del entries[index]  # type: ignore[attr-defined]
