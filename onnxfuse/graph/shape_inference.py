@@ -298,6 +298,11 @@ def _convolution(known: Known) -> list[Shape | None]:
     return [(shape[0], weight[0] if weight is not None else shape[1], *sizes)]
 
 
+def _whole_windows(known: Known) -> list[Shape | None]:
+    shape = known.shape(0)
+    return [None if shape is None else (*shape[:2], *[1] * (len(shape) - 2))]
+
+
 def _windows(size: Size, padding: int, step: int, ceil: int) -> Size:
     if step == 1:
         return size if padding == 0 else symbolic.add(size, padding)
@@ -484,6 +489,8 @@ _RULES: dict[str, Rule] = {
     "Gather": _gather,
     "GatherElements": _indices,
     "Gemm": _gemm,
+    "GlobalAveragePool": _whole_windows,
+    "GlobalMaxPool": _whole_windows,
     "MatMul": _matmul,
     "MaxPool": _convolution,
     "Pad": _pad,

@@ -23,7 +23,8 @@ from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation import DEFAULT_EPSILON, PATTERN, NormalisationMatch
+from onnxfuse.patterns.normalisation import PATTERN, NormalisationMatch
+from onnxfuse.patterns.normalisation_forms import DEFAULT_EPSILON
 from onnxfuse.patterns.pointwise_table import CHANNELS, pointwise_row
 
 MOST_BEHIND = 12  # pointwise nodes

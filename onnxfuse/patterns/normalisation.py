@@ -7,17 +7,14 @@ one where a product has the sums; else the op stays whole, which adds as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
-from onnxfuse.dtypes import F32, FLOATS_BY_ONNX, DType
+from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, Size, node_label
-from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.skip_norms import is_added_and_normalised
 from onnxfuse.ir.fusion import Axis, Load, Out, Step, Tensor, Value, load_name, step_name
 from onnxfuse.ir.normalisation import NORMAL, Normalisation
@@ -25,16 +22,13 @@ from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.row_shift import reduced_axes
+from onnxfuse.patterns.normalisation_forms import Core, number, of_nodes, of_op, other
+from onnxfuse.patterns.scaled_normalisation import of_scaled
 
 PATTERN = "normalisation"
-CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
-DEFAULT_EPSILON = 1e-5  # of every op's
 MOST_BEHIND = 6  # nodes behind a normalised row: casts, a scale, a bias
 AFFINE = {"Mul": "mul", "Add": "add"}
 BATCH, ROWS, COLUMNS = "b", "m", "n"
-Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
-"""What a value is of: the nodes between, and that."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +47,6 @@ class NormalisationMatch(Match):
         return self.anchor
 
 
-@dataclass(frozen=True)
-class Core:
-    """The nodes that normalise, without parameters or with those of an op.
-
-    Attributes:
-        anchor: the node that it is named after.
-        nodes: all of them.
-        x: what is normalised.
-        normal: what they make.
-        centred: whether the mean is subtracted.
-        epsilon: what is added to the variance.
-        affine: the ops with parameters that the nodes hold, in their order.
-    """
-
-    anchor: gs.Node
-    nodes: tuple[gs.Node, ...]
-    x: gs.Tensor
-    normal: gs.Tensor
-    centred: bool
-    epsilon: float
-    affine: tuple[tuple[str, gs.Tensor], ...] = ()
-
-
 def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Iterator[tuple[Match, Normalisation]]:
     """Every normalisation of a scope whose nodes no fusion has.
 
@@ -85,7 +56,7 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
         rounds: whether fusions round every intermediate as the model does; then only an op by itself is one.
     """
     for node in graph.nodes:
-        core = _of_op(graph, node) or (None if rounds else _of_nodes(graph, node))
+        core = of_op(graph, node) or (None if rounds else _spelled_out(graph, node))
         if core is None or graph.is_folded(core.normal.name) or not _is_left_to_a_kernel(graph, points, core):
             continue
         core = core if rounds else _with_parameters(graph, core, points)
@@ -98,9 +69,13 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
             continue
 
 
+def _spelled_out(graph: Graph, node: gs.Node) -> Core | None:
+    return of_nodes(graph, node) or of_scaled(graph, node)
+
+
 def reserved(graph: Graph) -> frozenset[int]:
     """The nodes of normalisations that are spelled out: a product that took a cast of them would leave the others."""
-    cores = (_of_nodes(graph, node) for node in graph.nodes)
+    cores = (_spelled_out(graph, node) for node in graph.nodes)
     return frozenset(graph.index(node) for core in cores if core and _lowered(graph, core) for node in core.nodes)
 
 
@@ -118,151 +93,6 @@ def _is_of_taken_sums(graph: Graph, points: InsertionPoints, node: gs.Node) -> b
 def _is_added_by_the_runtime(graph: Graph, points: InsertionPoints, x: gs.Tensor) -> bool:
     """Whether what is normalised is a sum that no product's kernel makes, and ONNX Runtime adds as it normalises."""
     return any(is_added_and_normalised(graph, add) and not points.is_taken(add) for add in x.inputs)
-
-
-def _of_op(graph: Graph, node: gs.Node) -> Core | None:
-    """An op that normalises the last axis, and of which nobody reads the mean or the deviation."""
-    op = qualified_op(node)
-    if op not in CENTRED or len(node.inputs) < 2 or any(out.name for out in node.outputs[1:]):
-        return None
-    x, *parameters = node.inputs
-    rank = len(graph.shape(x.name) or ())
-    if rank == 0 or node.attrs.get("axis", -1) not in (-1, rank - 1):
-        return None
-    affine = [each for each in zip(("mul", "add"), parameters, strict=False) if each[1].name]
-    epsilon = float(node.attrs.get("epsilon", DEFAULT_EPSILON))
-    return Core(node, (node,), x, node.outputs[0], CENTRED[op], epsilon, tuple(affine))
-
-
-def _of_nodes(graph: Graph, node: gs.Node) -> Core | None:
-    """What is written as a mean of squares, its root, and a quotient or a product with the reciprocal."""
-    square = _maker(node.inputs[0], "Pow", "Mul") if node.op == "ReduceMean" else None
-    if square is None or not _is_of_rows(graph, node) or not _is_square(graph, square):
-        return None
-    ends = _divided(graph, node)
-    if ends is None:
-        return None
-    between, last, divided, epsilon = ends
-    for source in (_before_cast, _itself):
-        centring, x, other = _centring(graph, square.inputs[0], divided, source)
-        nodes = (*centring, square, node, *between, last)
-        if x is other and _is_closed(graph, nodes, last):
-            is_centred = any(each.op == "Sub" for each in centring)
-            return Core(node, nodes, x, last.outputs[0], is_centred, epsilon)
-    return None
-
-
-def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Tensor, float] | None:
-    """What lies behind a mean of squares: the nodes to its root or the reciprocal, what is divided, and epsilon."""
-    add = _reader(mean, "Add")
-    epsilon = None if add is None else _number(graph, _other(add, mean.outputs[0]))
-    if add is None or epsilon is None:
-        return None
-    nodes, root = [add], _reader(add, "Sqrt", "Pow")
-    if root is None or (root.op == "Pow" and _number(graph, root.inputs[1]) != -0.5):
-        return None
-    nodes.append(root)
-    if root.op == "Sqrt":
-        after = _reader(root, "Div", "Reciprocal")
-        if after is None or after.inputs[-1] is not root.outputs[0]:
-            return None
-        if after.op == "Div" and _number(graph, after.inputs[0]) != 1.0:
-            return nodes, after, after.inputs[0], epsilon
-        nodes.append(after)
-    last = _reader(nodes[-1], "Mul")
-    return None if last is None else (nodes, last, _other(last, nodes[-1].outputs[0]), epsilon)
-
-
-def _centring(
-    graph: Graph, value: gs.Tensor, divided: gs.Tensor, source: Source
-) -> tuple[list[gs.Node], gs.Tensor, gs.Tensor]:
-    """The nodes before what is squared and what is divided, casts and a mean that is subtracted, and what both are of.
-
-    Those of a RMSNorm are the casts alone.
-    """
-    pairs = [_before(graph, tensor, source) for tensor in (value, divided)]
-    if len({any(node.op == "Sub" for node in own) for own, _ in pairs}) > 1:  # one of them is centred, and no norm
-        return [], value, divided
-    nodes = {graph.index(node): node for own, _ in pairs for node in own}
-    return [nodes[index] for index in sorted(nodes)], pairs[0][1], pairs[1][1]
-
-
-def _before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Node], gs.Tensor]:
-    """The same of one of the two."""
-    behind, tensor_before = _before_cast(graph, tensor)
-    sub = _maker(tensor_before, "Sub")
-    mean = None if sub is None else _maker(sub.inputs[1], "ReduceMean")
-    if sub is None or mean is None or not _is_of_rows(graph, mean):
-        return source(graph, tensor)
-    casts, whole = source(graph, sub.inputs[0])
-    others, averaged = source(graph, mean.inputs[0])
-    return ([*casts, *others, mean, sub, *behind], whole) if averaged is whole else source(graph, tensor)
-
-
-def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
-    """The casts that widen what a tensor is of, and that."""
-    casts: list[gs.Node] = []
-    while (cast := _maker(tensor, "Cast")) is not None and _widens(graph, cast):
-        casts.append(cast)
-        tensor = cast.inputs[0]
-    return casts, tensor
-
-
-def _widens(graph: Graph, cast: gs.Node) -> bool:
-    """Whether a cast is one for the sake of the sums: to fp32, or from 16 bits to double, as TorchScript writes it."""
-    before, after = (graph.dtype(tensor.name) or 0 for tensor in (cast.inputs[0], cast.outputs[0]))
-    narrow = FLOATS_BY_ONNX.get(before)
-    return narrow is not None and (after == F32.onnx or (after == onnx.TensorProto.DOUBLE and narrow.bytes == 2))
-
-
-def _itself(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
-    return [], tensor
-
-
-def _is_closed(graph: Graph, nodes: Sequence[gs.Node], last: gs.Node) -> bool:
-    """Whether nobody else reads what is made on the way."""
-    own = {graph.index(node) for node in nodes}
-    return all(
-        not graph.is_escaping(out.name) and all(graph.index(reader) in own for reader in out.outputs)
-        for node in nodes
-        if node is not last
-        for out in node.outputs
-    )
-
-
-def _maker(tensor: gs.Tensor, *ops: str) -> gs.Node | None:
-    """The node of one of some ops that makes a value."""
-    return next((node for node in tensor.inputs if node.op in ops), None)
-
-
-def _reader(node: gs.Node, *ops: str) -> gs.Node | None:
-    """The node of one of some ops that alone reads what another makes."""
-    readers = node.outputs[0].outputs
-    return readers[0] if len(readers) == 1 and readers[0].op in ops else None
-
-
-def _other(node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
-    first, second = node.inputs
-    return second if first is tensor else first
-
-
-def _number(graph: Graph, tensor: gs.Tensor) -> float | None:
-    """A number that is known before the run."""
-    known = graph.known_value(tensor)
-    if known is None or known.size != 1 or not isinstance(known.flat[0], (int, float, np.number)):
-        return None
-    return float(known.flat[0])
-
-
-def _is_square(graph: Graph, node: gs.Node) -> bool:
-    first, second = node.inputs
-    return first is second if node.op == "Mul" else _number(graph, second) == 2.0
-
-
-def _is_of_rows(graph: Graph, mean: gs.Node) -> bool:
-    """Whether a mean is along the last axis, which stays as one element."""
-    rank = len(graph.shape(mean.inputs[0].name) or ())
-    return rank > 0 and reduced_axes(graph, mean) in ([-1], [rank - 1]) and mean.attrs.get("keepdims", 1) == 1
 
 
 def _with_parameters(graph: Graph, core: Core, points: InsertionPoints) -> Core:
@@ -285,7 +115,7 @@ def _taken_in(graph: Graph, core: Core, node: gs.Node) -> tuple[tuple[str, gs.Te
     """What a node does to each element, nothing for a cast; None where a kernel does not take it in."""
     if node.op == "Cast":
         return () if graph.dtype(node.outputs[0].name) in FLOATS_BY_ONNX else None
-    if node.op not in AFFINE or (parameter := _other(node, core.normal)) is core.normal:
+    if node.op not in AFFINE or (parameter := other(node, core.normal)) is core.normal:
         return None
     affine = (*core.affine, (AFFINE[node.op], parameter))
     return affine[-1:] if _batch_rank(graph, core.x, [each for _, each in affine]) is not None else None
@@ -368,7 +198,7 @@ def _steps(graph: Graph, core: Core, dims: Sequence[tuple[str]]) -> tuple[tuple[
     operands: dict[str, Tensor] = {}
     last: Value = NORMAL
     for op, parameter in core.affine:
-        value: Value | None = _number(graph, parameter)
+        value: Value | None = number(graph, parameter)
         if value is None:
             operands.setdefault(parameter.name, _parameter(graph, parameter, dims))
             value = load_name(1 + [*operands].index(parameter.name))

@@ -283,7 +283,7 @@ def within(body: Builder, out: str, op: str) -> ModelProto:
     b.input("x", (*ROWS, N))
     values = [helper.make_tensor_value_info(out, FLOAT, (*ROWS, N))]
     if op == "If":
-        b.mask(np.array(True), "flag")
+        b.input("flag", (), TensorProto.BOOL)
         branches = [
             helper.make_graph(body.nodes, name, [], values, body.initializers)
             for name in ("then_branch", "else_branch")
@@ -309,7 +309,8 @@ def test_in_a_body(op: str, form: Form) -> None:
     model = within(body, form(body, "x" if op == "If" else "state"), op)
     analysis = analysed(model)
     assert {site.fusion.pattern for site in analysis.sites} == {"normalisation"}
-    assert not sweep.difference(model, sweep.rewritten(analysis), [{"x": FEED["x"]}])
+    feed = {"x": FEED["x"], "flag": np.array(True)}
+    assert not sweep.difference(model, sweep.rewritten(analysis), [feed])
 
 
 def read_in_a_branch(inner: int) -> tuple[Analysis, int]:
@@ -317,7 +318,7 @@ def read_in_a_branch(inner: int) -> tuple[Analysis, int]:
     b = Builder(FLOAT, opset=17)
     out = spelled_out(b, b.input("x", (*ROWS, N)))
     name, count = b.nodes[inner].output[0], len(b.nodes)
-    b.mask(np.array(True), "flag")
+    b.input("flag", (), TensorProto.BOOL)
     branches = [
         helper.make_graph(
             [helper.make_node("Exp", [name], [made])], made, [], [helper.make_tensor_value_info(made, FLOAT, None)]

@@ -95,8 +95,45 @@ def widened_twice(b: Builder, x: str) -> str:
     return b("Mul", vector(b), b("Cast", normal, to=b.dtype))
 
 
+def deviation(b: Builder, x: str, average: str, pool: bool = False) -> str:
+    centred, epsilon = b("Sub", x, average), b.raw(np.float32(1e-3).astype(b.numpy), "epsilon")
+    squares = b("Mul", centred, centred)
+    return b("Sqrt", b("Add", b("GlobalAveragePool", squares) if pool else mean(b, squares), epsilon))
+
+
+def scaled_first(b: Builder, x: str) -> str:
+    """As TensorFlow's batch normalisation computes it."""
+    average = mean(b, x)
+    scale = b("Mul", b("Reciprocal", deviation(b, x, average)), vector(b))
+    return b("Add", b("Mul", x, scale), b("Sub", vector(b, 1), b("Mul", average, scale)))
+
+
+def pooled(b: Builder, x: str) -> str:
+    """As Keras has it, in fp32 where layers have 16 bits."""
+    wide = Builder(FLOAT)
+    wide.nodes, wide.initializers = b.nodes, b.initializers
+    of = wide("Cast", x, to=FLOAT)
+    average = wide("GlobalAveragePool", of)
+    scale = wide("Mul", wide("Reciprocal", deviation(wide, of, average, True)), vector(wide))
+    shift = wide("Add", wide("Mul", wide("Neg", average), scale), vector(wide, 1))
+    return b("Cast", wide("Add", wide("Mul", of, scale), shift), to=b.dtype)
+
+
+def without_parameters(b: Builder, x: str) -> str:
+    average = mean(b, x)
+    over = b("Div", b.array(1.0), deviation(b, x, average))
+    return b("Sub", b("Mul", over, x), b("Mul", average, over))
+
+
+def without_a_shift(b: Builder, x: str) -> str:
+    average = mean(b, x)
+    scale = b("Mul", vector(b), b("Reciprocal", deviation(b, x, average)))
+    return b("Add", b("Mul", b("Neg", average), scale), b("Mul", scale, x))
+
+
+SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         to_a_power, widened, widened_twice, one_plus)  # fmt: skip
+         to_a_power, widened, widened_twice, one_plus, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
@@ -200,6 +237,32 @@ def test_what_is_none_is_none(form: Callable[..., str]) -> None:
     analysis = analysed(model_of(form, FLOAT, *rows))
     assert not analysis.sites
     assert not analysis.skipped
+
+
+def of_two(b: Builder, x: str, average: str, other: str, swapped: bool = False) -> str:
+    scale = b("Mul", b("Reciprocal", deviation(b, x, mean(b, x))), vector(b))
+    product, shift = b("Mul", other, scale), b("Mul", average, scale)
+    return b("Sub", *((shift, product) if swapped else (product, shift)))
+
+
+NEARLY_SCALED_FIRST = {
+    "the mean of another": lambda b, x: of_two(b, x, mean(b, b("Neg", x)), x),
+    "another than what has the deviation": lambda b, x: of_two(b, x, mean(b, x), b("Exp", x)),
+    "the mean less the row": lambda b, x: of_two(b, x, mean(b, x), x, swapped=True),
+    "another of rank 4": lambda b, x: pooled(b, b("Reshape", x, b.integers(2, 5, 6, 8))),
+}
+
+
+@pytest.mark.parametrize("case", NEARLY_SCALED_FIRST)
+def test_what_is_nearly_scaled_first_is_none(case: str) -> None:
+    assert not analysed(model_of(NEARLY_SCALED_FIRST[case])).sites
+
+
+@pytest.mark.parametrize("inner", range(11))
+def test_no_fusion_makes_what_others_read_of_one_that_is_scaled_first(inner: int) -> None:
+    b = Builder(FLOAT, opset=17)
+    out = scaled_first(b, b.input("x", (*ROWS, N)))
+    assert not analysed(b.model(out, b.nodes[inner].output[0])).sites
 
 
 @pytest.mark.parametrize("position", [2, 3])

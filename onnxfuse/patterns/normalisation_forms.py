@@ -1,0 +1,215 @@
+"""The forms in which exporters write a normalisation of rows: an op, or its nodes one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
+from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.patterns.row_shift import reduced_axes
+
+CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
+DEFAULT_EPSILON = 1e-5  # of every op's
+MEANS = ("ReduceMean", "GlobalAveragePool")
+Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
+"""What a value is of: the nodes between, and that."""
+
+
+@dataclass(frozen=True)
+class Core:
+    """The nodes that normalise, without parameters or with those of an op.
+
+    Attributes:
+        anchor: the node that it is named after.
+        nodes: all of them.
+        x: what is normalised.
+        normal: what they make.
+        centred: whether the mean is subtracted.
+        epsilon: what is added to the variance.
+        affine: the ops with parameters that the nodes hold, in their order.
+    """
+
+    anchor: gs.Node
+    nodes: tuple[gs.Node, ...]
+    x: gs.Tensor
+    normal: gs.Tensor
+    centred: bool
+    epsilon: float
+    affine: tuple[tuple[str, gs.Tensor], ...] = ()
+
+
+def of_op(graph: Graph, node: gs.Node) -> Core | None:
+    """An op that normalises the last axis, and of which nobody reads the mean or the deviation."""
+    op = qualified_op(node)
+    if op not in CENTRED or len(node.inputs) < 2 or any(out.name for out in node.outputs[1:]):
+        return None
+    x, *parameters = node.inputs
+    rank = len(graph.shape(x.name) or ())
+    if rank == 0 or node.attrs.get("axis", -1) not in (-1, rank - 1):
+        return None
+    affine = [each for each in zip(("mul", "add"), parameters, strict=False) if each[1].name]
+    epsilon = float(node.attrs.get("epsilon", DEFAULT_EPSILON))
+    return Core(node, (node,), x, node.outputs[0], CENTRED[op], epsilon, tuple(affine))
+
+
+def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
+    """What is written as a mean of squares, its root, and a quotient or a product with the reciprocal."""
+    square = squared(graph, node)
+    if square is None:
+        return None
+    ends = _divided(graph, node)
+    if ends is None:
+        return None
+    between, last, divided, epsilon = ends
+    for source in SOURCES:
+        centring, x, whole = _centring(graph, square.inputs[0], divided, source)
+        nodes = (*centring, square, node, *between, last)
+        if x is whole and is_closed(graph, nodes, last):
+            is_centred = any(each.op == "Sub" for each in centring)
+            return Core(node, nodes, x, last.outputs[0], is_centred, epsilon)
+    return None
+
+
+def squared(graph: Graph, node: gs.Node) -> gs.Node | None:
+    """The node that squares what another takes the mean of, by rows."""
+    square = maker(node.inputs[0], "Pow", "Mul") if node.op in MEANS else None
+    return square if square is not None and _is_of_rows(graph, node) and _is_square(graph, square) else None
+
+
+def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Tensor, float] | None:
+    """What lies behind a mean of squares: the nodes to its root or the reciprocal, what is divided, and epsilon."""
+    found = root_of(graph, mean)
+    if found is None:
+        return None
+    nodes, epsilon = found
+    if nodes[-1].op == "Sqrt":
+        last = reader(nodes[-1], "Div")
+        divides = last is not None and last.inputs[1] is nodes[-1].outputs[0]
+        return (nodes, last, last.inputs[0], epsilon) if last is not None and divides else None
+    last = reader(nodes[-1], "Mul")
+    return None if last is None else (nodes, last, other(last, nodes[-1].outputs[0]), epsilon)
+
+
+def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
+    """The nodes that add epsilon to a mean of squares and take the root, or one over it, and epsilon."""
+    add = reader(mean, "Add")
+    epsilon = None if add is None else number(graph, other(add, mean.outputs[0]))
+    root = None if add is None else reader(add, "Sqrt", "Pow")
+    if add is None or root is None or epsilon is None:
+        return None
+    if root.op == "Pow":
+        return ([add, root], epsilon) if number(graph, root.inputs[1]) == -0.5 else None
+    return [add, root, *_one_over(graph, root)], epsilon
+
+
+def _one_over(graph: Graph, root: gs.Node) -> list[gs.Node]:
+    """The node that makes one over a root, if it alone reads it."""
+    over = reader(root, "Div", "Reciprocal")
+    if over is None or over.inputs[-1] is not root.outputs[0]:
+        return []
+    return [over] if over.op == "Reciprocal" or number(graph, over.inputs[0]) == 1.0 else []
+
+
+def _centring(
+    graph: Graph, value: gs.Tensor, divided: gs.Tensor, source: Source
+) -> tuple[list[gs.Node], gs.Tensor, gs.Tensor]:
+    """The nodes before what is squared and what is divided, casts and a mean that is subtracted, and what both are of.
+
+    Those of a RMSNorm are the casts alone.
+    """
+    pairs = [before(graph, tensor, source) for tensor in (value, divided)]
+    if len({any(node.op == "Sub" for node in own) for own, _ in pairs}) > 1:  # one of them is centred, and no norm
+        return [], value, divided
+    nodes = {graph.index(node): node for own, _ in pairs for node in own}
+    return [nodes[index] for index in sorted(nodes)], pairs[0][1], pairs[1][1]
+
+
+def before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Node], gs.Tensor]:
+    """The nodes before one of the two, and what they are of."""
+    behind, tensor_before = _before_cast(graph, tensor)
+    sub = maker(tensor_before, "Sub")
+    mean = None if sub is None else maker(sub.inputs[1], *MEANS)
+    if sub is None or mean is None or not _is_of_rows(graph, mean):
+        return source(graph, tensor)
+    casts, whole = source(graph, sub.inputs[0])
+    others, averaged = source(graph, mean.inputs[0])
+    return ([*casts, *others, mean, sub, *behind], whole) if averaged is whole else source(graph, tensor)
+
+
+def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
+    """The casts that widen what a tensor is of, and that."""
+    casts: list[gs.Node] = []
+    while (cast := maker(tensor, "Cast")) is not None and _widens(graph, cast):
+        casts.append(cast)
+        tensor = cast.inputs[0]
+    return casts, tensor
+
+
+def _widens(graph: Graph, cast: gs.Node) -> bool:
+    """Whether a cast is one for the sake of the sums: to fp32, or from 16 bits to double, as TorchScript writes it."""
+    read, after = (graph.dtype(tensor.name) or 0 for tensor in (cast.inputs[0], cast.outputs[0]))
+    narrow = FLOATS_BY_ONNX.get(read)
+    return narrow is not None and (after == F32.onnx or (after == onnx.TensorProto.DOUBLE and narrow.bytes == 2))
+
+
+def _itself(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:
+    return [], tensor
+
+
+SOURCES: tuple[Source, ...] = (_before_cast, _itself)
+"""What rows may be read through: kernels read 16 bits where a cast widens them for the sums alone."""
+
+
+def is_closed(graph: Graph, nodes: Sequence[gs.Node], last: gs.Node) -> bool:
+    """Whether nobody else reads what is made on the way."""
+    own = {graph.index(node) for node in nodes}
+    return all(
+        not graph.is_escaping(out.name) and all(graph.index(each) in own for each in out.outputs)
+        for node in nodes
+        if node is not last
+        for out in node.outputs
+    )
+
+
+def maker(tensor: gs.Tensor, *ops: str) -> gs.Node | None:
+    """The node of one of some ops that makes a value."""
+    return next((node for node in tensor.inputs if node.op in ops), None)
+
+
+def reader(node: gs.Node, *ops: str) -> gs.Node | None:
+    """The node of one of some ops that alone reads what another makes."""
+    readers = node.outputs[0].outputs
+    return readers[0] if len(readers) == 1 and readers[0].op in ops else None
+
+
+def other(node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
+    """The other input of a node with two."""
+    first, second = node.inputs
+    return second if first is tensor else first
+
+
+def number(graph: Graph, tensor: gs.Tensor) -> float | None:
+    """A number that is known before the run."""
+    known = graph.known_value(tensor)
+    if known is None or known.size != 1 or not isinstance(known.flat[0], (int, float, np.number)):
+        return None
+    return float(known.flat[0])
+
+
+def _is_square(graph: Graph, node: gs.Node) -> bool:
+    first, second = node.inputs
+    return first is second if node.op == "Mul" else number(graph, second) == 2.0
+
+
+def _is_of_rows(graph: Graph, mean: gs.Node) -> bool:
+    """Whether a mean is along the last axis, which stays as one element."""
+    rank = len(graph.shape(mean.inputs[0].name) or ())
+    if mean.op == "GlobalAveragePool":
+        return rank == 3
+    return rank > 0 and reduced_axes(graph, mean) in ([-1], [rank - 1]) and mean.attrs.get("keepdims", 1) == 1
