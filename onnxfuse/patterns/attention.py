@@ -7,7 +7,7 @@ its own computes. What somebody else reads between is a reason, and no output: n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -18,6 +18,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import OWN, FallbackShape
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import Fusion
@@ -33,9 +34,10 @@ from onnxfuse.patterns.operand_views import COMPUTED_VIEWS, SCALES
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.probability_guard import NUMBERS, guard_of, masked_again
-from onnxfuse.patterns.product import is_anchor, read_product
+from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.row_shift import shift_of
+from onnxfuse.patterns.told_shapes import told_shape
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, ends_in_columns
 
@@ -272,9 +274,10 @@ class Attentions:
         between = [self.graph.index(node) for node in (candidate.softmax, *candidate.behind)]
         nodes = {*first.nodes, *between, *second.nodes}
         shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
-        spared = only_feeding(self.graph, [index for index in between if index in shapes])
+        spared = only_feeding(self.graph, [index for index in nodes if index in shapes])
+        told = dict(self._told(first.products[0], between))
         for node in (candidate.softmax, *candidate.behind):
-            if any(self.graph.index(reader) not in nodes | spared for reader in node.outputs[0].outputs):
+            if any(self.graph.index(reader) not in nodes | spared | told.keys() for reader in node.outputs[0].outputs):
                 raise _is_read_beside(candidate.softmax, node.outputs[0])
         match = replace(
             second,
@@ -285,9 +288,18 @@ class Attentions:
             constants=tuple(dict.fromkeys((*first.constants, *second.constants))),
             shapes={**first.shapes, **shapes},
             expanded=first.expanded,
-            told=first.told,
+            told=told | first.told,
         )
         return self.points.placed(match)
+
+    def _told(self, product: Product, between: Iterable[int]) -> Iterator[tuple[int, ToldShape]]:
+        """What takes the place of Shapes of probabilities: they are as large as the scores, whoever reads them."""
+        for value in (self.graph.nodes[index].outputs[0] for index in between):
+            sizes = self.graph.shape(value.name)
+            for reader in value.outputs:
+                told = None if sizes is None else told_shape(self.graph, product, reader, sizes)
+                if told is not None:
+                    yield self.graph.index(reader), told
 
 
 def _without_masked(softmax: gs.Node, scores: Fusion) -> Fusion:

@@ -21,6 +21,7 @@ from onnxfuse.patterns.match import Columns
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.told_shapes import told_shape
+from onnxfuse.patterns.views import extent
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Liveness:
         (product,), graph = self.grown.products, self.grown.graph
         for name, columns in self.grown.values.items():
             if columns is not None:
-                found = ((each, told_shape(graph, product, each, columns.view)) for each in graph.readers(name))
+                sizes = [extent(dim) for dim in columns.view]
+                found = ((each, told_shape(graph, product, each, sizes)) for each in graph.readers(name))
                 yield from ((graph.index(reader), shape) for reader, shape in found if shape is not None)
 
     def _find_foldable(self) -> Region:

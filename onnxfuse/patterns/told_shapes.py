@@ -1,4 +1,4 @@
-"""Sizes that what a product multiplies tells: of scores, which no kernel stores, and of what is expanded to them."""
+"""Sizes that what a product multiplies tells: of scores and probabilities, which no kernel stores, and of operands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import onnx_graphsurgeon as gs
 
 from onnxfuse.graph import symbolic
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import Graph, Size
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.told_shape import ToldShape, ToldSize
 from onnxfuse.patterns.fallback_shape import is_rounded_otherwise
@@ -17,27 +17,27 @@ from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.views import AxisKind, View, axis_view, extent
 
 
-def told_shape(graph: Graph, product: Product, reader: gs.Node, view: View) -> ToldShape | None:
+def told_shape(graph: Graph, product: Product, reader: gs.Node, whole: Sequence[Size]) -> ToldShape | None:
     """What takes the place of a Shape of a value; None for any other reader, or where no input of the product tells it.
 
     Args:
         graph: the scope.
         product: multiplies what tells the sizes.
         reader: of a value that the product makes.
-        view: of that value, in pieces of the product's axes.
+        whole: the sizes of that value.
     """
     if qualified_op(reader) != "Shape" or is_rounded_otherwise(graph, reader.inputs[0]):
         return None
-    sizes = [extent(dim) for dim in view][reader.attrs.get("start", 0) : reader.attrs.get("end")]
-    return told_sizes(graph, product, sizes)
+    return told_sizes(graph, product, whole[reader.attrs.get("start", 0) : reader.attrs.get("end")])
 
 
-def told_sizes(graph: Graph, product: Product, sizes: Sequence[int | str]) -> ToldShape | None:
+def told_sizes(graph: Graph, product: Product, sizes: Sequence[Size]) -> ToldShape | None:
     """Sizes by the shapes of what a product multiplies, or of the scope's inputs; None where these tell too few."""
     factors = [(product.lhs, product.lhs_view), (product.rhs, product.rhs_view)]
     bases = [(name, view) for name, view in factors if _tells(graph, name)]
     bases += list(_inputs(graph))
-    entries = [size if isinstance(size, int) else _told(size, [view for _, view in bases]) for size in sizes]
+    views = [view for _, view in bases]
+    entries = [_told(size, views) if isinstance(size, str) else size for size in sizes]
     known = [entry for entry in entries if entry is not None]
     if len(known) < len(entries):
         return None

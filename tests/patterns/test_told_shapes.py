@@ -1,4 +1,4 @@
-"""Shapes of scores that others read: no kernel stores the scores, and what they are the product of tells the sizes."""
+"""Shapes of scores and probabilities that others read: no kernel stores them, factors of the product tell the sizes."""
 
 from __future__ import annotations
 
@@ -72,9 +72,36 @@ def of_projections(b: Builder) -> list[str]:
     return [b("Identity", b("Transpose", o, perm=(0, 2, 1, 3)))]
 
 
+def of_probabilities(b: Builder) -> list[str]:
+    p = b("Softmax", b("Mul", scores(b), number(b, 0.25)), axis=-1)
+    return [*merged(b, p), b("Cast", b("Shape", p), to=b.dtype)]
+
+
+def of_equation(b: Builder) -> list[str]:
+    """Keras' MultiHeadAttention by tf2onnx: an equation whose sizes come from the Shapes of what it multiplies."""
+    p = b("Unsqueeze", b("Softmax", scores(b), axis=-1), b.integers(3))
+    v = b("Unsqueeze", split_heads(b, "value", "keys", perm=(0, 2, 3, 1)), b.integers(2))
+    (left, right), minus_one = [b("Shape", each) for each in (p, v)], b.integers(-1)
+
+    def sizes(shape: str, *axes: int) -> str:
+        return b("Gather", shape, b.integers(*axes))
+
+    def matrices(value: str, shape: str) -> str:
+        batches = b("ReduceProd", sizes(shape, 0, 1), keepdims=1)
+        return b("Reshape", value, b("Concat", batches, minus_one, sizes(shape, 4), axis=0))
+
+    out = b("MatMul", matrices(p, left), b("Transpose", matrices(v, right), perm=(0, 2, 1)))
+    largest = b("Max", sizes(left, 0, 1), sizes(right, 0, 1))
+    out = b("Reshape", out, b("Concat", largest, sizes(left, 2), sizes(right, 3), b.integers(1), axis=0))
+    out = b("Transpose", b("Squeeze", out, b.integers(4)), perm=(0, 2, 1, 3))
+    return [b("Reshape", out, b.integers(0, 0, HEADS * HEAD))]
+
+
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
 @pytest.mark.parametrize(
-    "build", [of_table, of_bias, elsewhere, in_part, of_projections], ids=lambda form: form.__name__
+    "build",
+    [of_table, of_bias, elsewhere, in_part, of_projections, of_probabilities, of_equation],
+    ids=lambda form: form.__name__,
 )
 def test_scores_whose_shape_is_read_are_those_of_an_attention(
     build: Callable[[Builder], list[str]], dtype: int
