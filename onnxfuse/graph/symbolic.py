@@ -21,8 +21,9 @@ _SUM = re.compile(r"\(\+ ([\w.:/-]+|\([^*]+\)) (-?\d+)\)")  # of an atom, which 
 _NAME = re.compile(r"[\w.:/]+")  # of a size; no function, which may be negative
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
 _PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
+_NAMED_FACTOR = re.compile(r"[\w.:/-]+")
 _NAMED_MINIMUM = re.compile(r"(?:Min\((\d+), |(\d+) - Max\(0, \2 - )(\w+)\)")
-_NAMED_QUOTIENT = re.compile(r"\(?([\w.:-]+)//(\d+)\)?")
+_NAMED_QUOTIENT = re.compile(r"(\(*)([\w.:-]+)//([\w.:-]+)(\)*)")
 _NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
@@ -72,16 +73,14 @@ class Monomial:
 def canonical(name: str) -> str:
     """A model's own name of a dimension as a symbol.
 
-    Exporters write `s1*s2`, `s1//4`, `past_length + length`, and of the first or last `s1` rows of a table
-    `Min(64, s1)` and `64 - Max(0, 64 - s1)`.
+    Exporters write `s1*s2`, `s1//4`, `s2*((s1//s2))`, `past_length + length`, and of the first or last `s1` rows of a
+    table `Min(64, s1)` and `64 - Max(0, 64 - s1)`.
     """
     if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
         return _atom(name)  # a name that looks like a number is none
-    quotient = _NAMED_QUOTIENT.fullmatch(name)
-    if quotient is not None:
-        return str(function("/", quotient[1], int(quotient[2])))
-    if _PRODUCT.fullmatch(name):
-        return str(Monomial.of(name))
+    factors = [_named_factor(text, is_alone=text == name) for text in name.split("*")]
+    if None not in factors:
+        return str(reduce(Monomial.__mul__, (Monomial.of(factor) for factor in factors if factor is not None)))
     minimum = _NAMED_MINIMUM.fullmatch(name)
     if minimum is not None:
         return str(at_most(canonical(minimum[3]), int(minimum[1] or minimum[2])))
@@ -90,6 +89,17 @@ def canonical(name: str) -> str:
         sizes: list[Size] = [int(term) if term.isdecimal() else term for term in terms]
         return str(reduce(add, sizes))
     return _atom(name)
+
+
+def _named_factor(text: str, is_alone: bool) -> Size:
+    """A number, a name or a quotient, which without parentheses is of all that stands before it."""
+    quotient = _NAMED_QUOTIENT.fullmatch(text)
+    if quotient is None:
+        return int(text) if text.isdecimal() else text if _NAMED_FACTOR.fullmatch(text) else None
+    opening, *terms, closing = quotient.groups()
+    sizes = [int(term) if term.isdecimal() else term for term in terms]
+    is_whole = len(opening) == len(closing) and (is_alone or opening)
+    return function("/", *sizes) if is_whole and any(isinstance(size, str) for size in sizes) else None
 
 
 def function(name: str, *arguments: object) -> Size:

@@ -50,6 +50,9 @@ def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbol
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("s1*s0", "s0*s1"), ("batch", "batch"), ("2*s0", "2*s0"), ("s0 + 2*s1", "(s0 + 2·s1)"),
+     ("s86*((s10//s86))", symbolic.multiply(("s86", symbolic.function("/", "s10", "s86")))), ("a-b*2", "2*a-b"),
+     ("(s0//4)*s1", symbolic.multiply((symbolic.function("/", "s0", 4), "s1"))), ("(s0//4", "((s0//4)"),
+     ("2*s0//4", "(2·s0//4)"), ("8//4", "(8//4)"), ("((2*s0)//4)", "(((2·s0)//4))"),
      ("past + new", symbolic.add("past", "new")), ("new+past", symbolic.add("past", "new")),
      ("past + 1", symbolic.add("past", 1)), ("1 + past + 2", symbolic.add("past", 3)),
      ("c + a + b", symbolic.add(symbolic.add("a", "b"), "c")),
