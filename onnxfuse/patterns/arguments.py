@@ -151,11 +151,11 @@ class Arguments:
         if len(shape) > len(beside.view):
             raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
         view = self._beside(name, shape, beside.view)
-        if self.operands.get(name, Operand(name, view, 1)).view != view:
+        operand = Operand(name, view, beside.view)
+        if self.operands.get(name, operand).view != view:
             raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
-        has_columns = any(is_column(piece) for dim in view for piece in dim)
-        self.operands[name] = Operand(name, view, beside.length if has_columns else 1, beside.view)
-        return self._epilogue.load(name, has_columns)
+        self.operands[name] = operand
+        return self._epilogue.load(name, beside.length if operand.has_columns else None)
 
     def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
         """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""

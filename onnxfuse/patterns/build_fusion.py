@@ -192,4 +192,6 @@ def _straight_line(match: Match) -> _Line:
 
 def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]:
     """Which columns of an operand a load reads, as `_range` has it."""
-    return (None, None) if load.offset is None else _range(match, match.operands[load.operand].columns, load.offset)
+    if load.offset is None or load.columns is None:
+        return None, None
+    return _range(match, load.columns, load.offset)

@@ -84,7 +84,7 @@ def check_parts(match: Match) -> None:
     _check_turns(match)
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
-        split_alike = operand.columns in (columns, *packed) and not _has_axis_of_parts(operand, columns)
+        split_alike = leaf.columns in (columns, *packed) and not _has_axis_of_parts(operand, leaf.columns, columns)
         if leaf.offset is not None and not (split_alike and is_start(leaf.offset, columns)):
             raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
 
@@ -97,16 +97,16 @@ def _check_turns(match: Match) -> None:
             raise NotFusable("not_equal_parts", match.label, detail)
 
 
-def _has_axis_of_parts(operand: Operand, columns: int | str) -> bool:
+def _has_axis_of_parts(operand: Operand, whole: int | str | None, columns: int | str) -> bool:
     """Whether a dimension of an operand counts parts, and not columns; parts of one column are columns.
 
     One that holds all columns in turn is split as a product of such columns is.
     """
-    if isinstance(columns, str) or isinstance(operand.columns, str):
+    if not isinstance(columns, int) or not isinstance(whole, int):
         return False
     pieces = tuple(piece for dim in operand.view for piece in dim if is_column(piece))
     counts = any(piece.step >= columns > 1 and piece.size != 1 for piece in pieces)
-    return counts and pieces != in_turn(operand.columns, max(operand.columns // columns, 1))
+    return counts and pieces != in_turn(whole, max(whole // columns, 1))
 
 
 def _check_window(match: Match, whole: int | str) -> None:
@@ -114,7 +114,7 @@ def _check_window(match: Match, whole: int | str) -> None:
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         pieces = [piece for dim in operand.view for piece in dim if is_column(piece)]
-        is_whole = operand.columns == whole and pieces == [Piece(COLUMNS, whole)]
-        is_own = operand.columns == match.columns and leaf.offset == 0
+        is_whole = leaf.columns == whole and pieces == [Piece(COLUMNS, whole)]
+        is_own = leaf.columns == match.columns and leaf.offset == 0
         if leaf.offset is not None and not (is_whole or is_own):
             raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")

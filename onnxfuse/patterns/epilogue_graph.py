@@ -30,6 +30,7 @@ class Expression:
         inputs: the expressions that it reads, all of them earlier ones.
         operand: for `load`, the value's name; for `acc`, that of the product.
         offset: for a leaf with columns, the first column; None for an operand without columns.
+        columns: for a `load` with columns, how many the value has that reads it; values of several widths may read it.
         hexadecimal: for `constant`, the value as `float.hex` writes it, so that 0.0 and -0.0 stay apart.
     """
 
@@ -37,6 +38,7 @@ class Expression:
     inputs: tuple[Ref, ...] = ()
     operand: str = ""
     offset: int | None = None
+    columns: int | str | None = None
     hexadecimal: str = ""
 
 
@@ -62,9 +64,10 @@ class EpilogueGraph:
         """A column of a product."""
         return self._intern(Expression(ACC, operand=product, offset=0))
 
-    def load(self, operand: str, has_columns: bool) -> Ref:
-        """An operand's value."""
-        return self._intern(Expression(LOAD, operand=operand, offset=0 if has_columns else None))
+    def load(self, operand: str, columns: int | str | None = None) -> Ref:
+        """An operand's value, of as many columns if it has any."""
+        offset = None if columns is None else 0
+        return self._intern(Expression(LOAD, operand=operand, offset=offset, columns=columns))
 
     def constant(self, value: float) -> Ref:
         """A number."""

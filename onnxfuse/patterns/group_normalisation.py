@@ -303,7 +303,7 @@ class Tail:
         if dims is None or dtype is None or len(self.operands) > MAX_LOADS - 2:
             return None
         self.operands.setdefault(parameter.name, Tensor(parameter.name, dtype, dims))
-        return self.epilogue.load(parameter.name, has_columns=False)
+        return self.epilogue.load(parameter.name)
 
     def _is_read_outside(self, tensor: gs.Tensor, grown: Sequence[gs.Node]) -> bool:
         return self.graph.is_escaping(tensor.name) or any(reader not in grown for reader in tensor.outputs)

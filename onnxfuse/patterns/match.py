@@ -9,7 +9,7 @@ from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import View
+from onnxfuse.patterns.views import View, is_column
 
 
 def count_of(length: int | str, width: int | str) -> int:
@@ -47,14 +47,17 @@ class Operand:
     Attributes:
         name: the value's name.
         view: its dimensions in pieces of the product's axes.
-        columns: of the value that reads it, where it varies along them; else 1.
-        beside: the dimensions of that value.
+        beside: the dimensions of a value that reads it.
     """
 
     name: str
     view: View
-    columns: int | str
-    beside: View = ()
+    beside: View
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it varies along the columns."""
+        return any(is_column(piece) for dim in self.view for piece in dim)
 
 
 @dataclass(frozen=True)

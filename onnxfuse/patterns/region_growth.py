@@ -314,7 +314,7 @@ def made_value(epilogue: EpilogueGraph, product: Product, operands: Mapping[str,
     if product.alpha != 1.0:
         ref = epilogue.apply("mul", ref, epilogue.constant(product.alpha))
     if product.bias is not None and product.beta != 0.0:
-        bias = epilogue.load(product.bias, has_columns=operands[product.bias].columns != 1)
+        bias = epilogue.load(product.bias, product.n if operands[product.bias].has_columns else None)
         if product.beta != 1.0:
             bias = epilogue.apply("mul", bias, epilogue.constant(product.beta))
         ref = epilogue.apply("add", ref, bias)

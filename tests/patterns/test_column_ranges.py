@@ -107,9 +107,21 @@ def shapes_of_the_product(b: Builder) -> list[str]:
     return [b("Transpose", b("Reshape", each, shape), perm=(0, 2, 1, 3)) for each in split(b, t)]
 
 
+def rotated_alike(b: Builder, sizes: Sequence[int] = SIZES) -> list[str]:
+    """Queries and keys are multiplied by one table of a head's columns."""
+    q, k, v = split(b, packed(b, sizes, bias=True), sizes)
+    cos = b.input("cos", ("rows", WIDTH))
+    return [b("Mul", head(b, q), cos), b("Mul", head(b, k), cos), head(b, v)]
+
+
+def twice_as_wide_rotated_alike(b: Builder) -> list[str]:
+    return rotated_alike(b, (4 * WIDTH, 2 * WIDTH, 2 * WIDTH))
+
+
 FORMS = {
     grouped_queries: 3, biased_slices: 3, weight_of_rows: 3, bias_of_a_range: 3, twice_as_wide: 3, no_common_width: 3,
     one_range_is_read: 1, rotated_queries: 3, shapes_of_their_own: 3, shapes_of_the_product: 3,
+    rotated_alike: 3, twice_as_wide_rotated_alike: 3,
 }  # fmt: skip
 
 
@@ -153,6 +165,12 @@ def test_nothing_is_left_of_the_product_and_bits_are_the_same(form, dtype: int) 
     for feed, wanted in zip(feeds, expected, strict=True):
         for before, after in zip(wanted, run(fused, feed), strict=True):
             assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("form", [rotated_alike, twice_as_wide_rotated_alike], ids=lambda form: form.__name__)
+def test_ranges_of_several_widths_may_read_one_operand(form) -> None:
+    fused = rewritten(analyse_model(built(form), resolve("sm_90a", list)))
+    assert "Mul" not in [node.op_type for node in fused.graph.node]
 
 
 def test_a_range_is_a_window_of_the_weight() -> None:
