@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable, SettingError
+from onnxfuse.graph.cycles import place_in_a_cycle
 from onnxfuse.graph.fallback_body import fallback_body
 from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.graph.load import data_bytes
@@ -219,9 +220,24 @@ def _settled(analysis: Analysis) -> Analysis:
     named = _named_sites(analysis)
     sites, refused = settle(named.graphs, named.sites)
     if sites == named.sites:
+        sites, refused = _in_order(named)
+    if sites == named.sites:
         return named
     skipped = (skipped_site(site.fusion.anchor, refusal) for site, refusal in refused)
     return _settled(replace(named, sites=sites, skipped=(*named.skipped, *skipped)))
+
+
+def _in_order(analysis: Analysis) -> tuple[tuple[Site, ...], tuple[tuple[Site, NotFusable], ...]]:
+    """The sites without one that would close a cycle, and that."""
+    for graph in analysis.graphs:
+        own = [site for site in analysis.sites if site.graph is graph]
+        place = place_in_a_cycle([replacement(site.implementation, "") for site in own])
+        if place is not None:
+            closing = own[place]
+            detail = "an operand is computed from a value of the fusion, by way of other fusions"
+            refusal = NotFusable("needs_its_own_result", closing.fusion.anchor, detail)
+            return tuple(site for site in analysis.sites if site is not closing), ((closing, refusal),)
+    return analysis.sites, ()
 
 
 def _named_sites(analysis: Analysis) -> Analysis:
