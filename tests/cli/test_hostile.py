@@ -25,7 +25,7 @@ from tests.helpers.onnx_build import Builder
 from tests.tools.sweep import difference, rewritten
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 40
+ROUNDS = 24
 
 
 def test_altered_models_are_refused_or_keep_their_outputs() -> None:

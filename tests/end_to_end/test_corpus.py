@@ -26,7 +26,7 @@ def count(fusions: list[Pointwise]) -> Counter[str]:
     return Counter(kind for fusion in fusions for kind in sweep.kinds_of(fusion))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))
 def test_sites_are_those_of_the_manifest(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list), attention=False)
@@ -49,7 +49,7 @@ def test_every_product_is_fused_once_or_listed(key: str) -> None:
     assert len(taken) == len(set(taken))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("tiny/")])
 def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     assert not sweep.sweep_model(corpus.folder() / key, None).faults
