@@ -74,7 +74,7 @@ def optimize(
         rounding: `fp32` keeps what a kernel does not store in fp32; `onnx` rounds each intermediate to the type in
             which the model stores it, for the bits of separate nodes as far as the order of sums allows.
         keep_weights: store every weight in the order that it has; by default those that only fused nodes read are
-            stored as `[n, k]` where the model has `[k, n]` and kernels are faster so, under names of their own.
+            stored as `[n, k]` for `[k, n]`, or the reverse, where kernels are faster so, under names of their own.
         attention: make one kernel of two products and the softmax between them.
         only: fuse only what fits one of these: a pattern's name, or a glob over the names of a fusion's nodes.
         skip: leave out what fits one of these.

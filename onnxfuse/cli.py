@@ -129,7 +129,7 @@ _rounding = click.option(
     help="What kernels keep to themselves: left in fp32, or rounded as the model's own nodes do.",
 )
 _keep_weights = click.option(
-    "--keep-weights", is_flag=True, help="Store no weight in another order, [n, k] for [k, n], than MODEL does."
+    "--keep-weights", is_flag=True, help="Store no weight in another order, such as [n, k] for [k, n], than MODEL does."
 )
 _attention = click.option(
     "--attention/--no-attention",

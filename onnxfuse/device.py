@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from onnxfuse.errors import DeviceError, SettingError
 
 PTX = "ptx"
+SECTOR = 32  # bytes that memory delivers at once at least
+CACHE_LINE = 128  # bytes
 
 
 @dataclass(frozen=True)

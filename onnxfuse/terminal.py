@@ -148,7 +148,9 @@ def print_report(report: Report) -> None:
     if report.transposed:
         megabytes = sum(report.transposed.values()) / 1e6
         what = "weight" if len(report.transposed) == 1 else "weights"
-        _print(f"{len(report.transposed)} {what} stored [n, k] anew, {megabytes:.1f} MB; --keep-weights leaves them")
+        _print(
+            f"{len(report.transposed)} {what} stored in another order, {megabytes:.1f} MB; --keep-weights leaves them"
+        )
 
 
 def print_summary(report: Report) -> None:

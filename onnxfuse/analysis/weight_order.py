@@ -1,22 +1,41 @@
-"""Weights the other way round: rhs with k innermost, where the model stores it with n innermost.
+"""Weights the other way round: rhs with k innermost where the model stores it with n innermost, or the reverse.
 
 Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n) k`.
-Whether a model may store a weight so is for others to say; here is what its fusion is then. Where the columns of parts
-take turns, `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
+But rows of k that begin at no sector of memory are read three times as slowly, rows of n then the faster ones:
+`(p n) k` becomes `k (p n)`. Whether a model may store a weight so is for others to say; here is what its fusion is
+then. Where the columns of parts take turns, `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows
+of k like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from onnxfuse.device import SECTOR
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it: dimension i of the stored tensor is dimension `perm[i]` of the model's."""
+Reordered = tuple[Fusion, Mapping[str, Perm]]
+"""A fusion of weights that are stored otherwise, and how each of them is transposed."""
 
 
-def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapping[str, Perm]] | None:
+def in_another_order(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
+    """The fusion of the same weights in the one other order that may be faster.
+
+    Args:
+        fusion: as the model stores its weights.
+        allowed: names of tensors that may be stored otherwise.
+
+    Returns:
+        None where there is none, or a weight may not be stored so.
+    """
+    return with_k_innermost(fusion, allowed) or _with_n_innermost(fusion, allowed)
+
+
+def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
     """The fusion of the same weights stored with k innermost, and how each that lies otherwise is transposed.
 
     Args:
@@ -26,11 +45,36 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, 
     Returns:
         None where nothing would change, where a weight may not be stored otherwise, or has k and n in one dimension.
     """
-    contracted = {axis for axis in fusion.lhs.axes if axis not in fusion.outs[0].tensor.axes}
+    return _reordered(fusion, allowed, lambda axis: axis in _contracted(fusion))
+
+
+def _with_n_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
+    """The same with n innermost, where rows of k begin at no sector, and rows of n do."""
+    if fusion.quantization is not None or any(tensor.has_parts_in_turn for tensor in fusion.rhs):
+        return None
+    columns = {axis for tensor in fusion.rhs for axis in tensor.axes if axis not in fusion.lhs.axes}
+    found = _reordered(fusion, allowed, lambda axis: axis in columns)
+    if found is None or _begin_at_sectors(fusion, _contracted(fusion)) or not _begin_at_sectors(fusion, columns):
+        return None
+    return None if has_columns_in_turn(found[0]) else found
+
+
+def _contracted(fusion: Fusion) -> set[str]:
+    return {axis for axis in fusion.lhs.axes if axis not in fusion.outs[0].tensor.axes}
+
+
+def _begin_at_sectors(fusion: Fusion, row: Collection[str]) -> bool:
+    """Whether every row of every rhs does, if such axes are innermost."""
+    sizes = (math.prod(fusion.size(axis) or 0 for axis in rhs.axes if axis in row) for rhs in fusion.rhs)
+    return all(size * fusion.lhs.dtype.bytes % SECTOR == 0 for size in sizes)
+
+
+def _reordered(fusion: Fusion, allowed: Collection[str], is_inner: Callable[[str], bool]) -> Reordered | None:
+    """The fusion with some axes of every rhs behind the others; None where that is not possible, or is so."""
     names = [tensor.name for tensor in fusion.inputs]
     perms: dict[str, Perm] = {}
     for tensor in fusion.rhs:
-        perm = _k_last(tensor, contracted)
+        perm = _behind_others(tensor, is_inner)
         if perm is None:
             return None
         if not _is_same_order(fusion, tensor, perm):
@@ -50,13 +94,14 @@ def has_columns_in_turn(fusion: Fusion) -> bool:
     return any(row and row[-1] == PART_AXIS for row in rows)
 
 
-def _k_last(tensor: Tensor, contracted: Collection[str]) -> Perm | None:
-    """The dimensions of k behind the others; None where one has axes of both."""
-    if any(set(dim) & {*contracted} and set(dim) - {*contracted} for dim in tensor.dims):
+def _behind_others(tensor: Tensor, is_inner: Callable[[str], bool]) -> Perm | None:
+    """The dimensions of some axes behind the others; None where one has axes of both."""
+    inner = [{is_inner(axis) for axis in dim} for dim in tensor.dims]
+    if any(len(kinds) > 1 for kinds in inner):
         return None
-    behind = [any(axis in contracted for axis in dim) for dim in tensor.dims]
     places = range(len(tensor.dims))
-    return (*(place for place in places if not behind[place]), *(place for place in places if behind[place]))
+    behind = [place for place in places if True in inner[place]]
+    return (*(place for place in places if place not in behind), *behind)
 
 
 def _is_same_order(fusion: Fusion, tensor: Tensor, perm: Perm) -> bool:

@@ -19,7 +19,7 @@ from onnxfuse.analysis.axis_mapping import (
     map_rows,
 )
 from onnxfuse.analysis.vector_width import analyse
-from onnxfuse.analysis.weight_order import has_columns_in_turn, with_k_innermost
+from onnxfuse.analysis.weight_order import has_columns_in_turn, in_another_order
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
@@ -115,7 +115,7 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Nor
     orders = _orders(match)
     if orders:
         return _plan_stored_anew(planner, graph, match, fusion, orders)
-    other = with_k_innermost(fusion, planner.transposable)
+    other = in_another_order(fusion, planner.transposable)
     if has_columns_in_turn(fusion):
         return _plan_columns_in_turn(planner, graph, match, fusion, other)
     if other is None:

@@ -13,14 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnxfuse.device import DeviceSpec
+from onnxfuse.device import SECTOR, DeviceSpec
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, AnyTile, Count, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
 FP32_BYTES = 4
-SECTOR = 32  # bytes that memory delivers at once at least
-CACHE_LINE = 128  # bytes
 CLUSTERS_SINCE = 90  # compute capability
 LIBRARY_ALIGNMENT = 16  # bytes that the pitches of the library's fastest kernels are multiples of
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnxfuse.device import DeviceSpec
+from onnxfuse.device import CACHE_LINE, SECTOR, DeviceSpec
 from onnxfuse.ir.fusion import NONLINEAR
 from onnxfuse.schedule import cost_model, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import Calibration, calibration
-from onnxfuse.schedule.cost_model import CACHE_LINE, SECTOR, products_of, tiles_of
+from onnxfuse.schedule.cost_model import products_of, tiles_of
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import (

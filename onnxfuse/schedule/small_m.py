@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnxfuse.device import DeviceSpec
+from onnxfuse.device import CACHE_LINE, SECTOR, DeviceSpec
 from onnxfuse.schedule import cost_model, small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
@@ -78,7 +78,7 @@ class SmallM(ProductFamily):
 
     def why_not(self, spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> str | None:
         """As `small_m_tile` says; rows of 16 bytes took three times as long as rows of 32 bytes."""
-        if spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes < cost_model.SECTOR:
+        if spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes < SECTOR:
             return "rhs with n contiguous would be read in halves of a sector"
         return small_m_tile.why_not(spec, tile, device.shared_bytes)
 
@@ -137,9 +137,9 @@ def _not_too_deep(tiles: tuple[SmallMTile, ...], k: int) -> tuple[SmallMTile, ..
 def _in_sectors(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> float:
     """How much longer memory takes where each row of rhs[k, n] that a tile reads is one sector, or less than a line."""
     row, known = tile.block_n * spec.dtype.bytes, calibration(device)
-    if spec.rhs_order == "nk" or row >= cost_model.CACHE_LINE:
+    if spec.rhs_order == "nk" or row >= CACHE_LINE:
         return 1.0
-    return known.small_m_sectors[str(tile.block_k)] if row <= cost_model.SECTOR else known.small_m_short_row
+    return known.small_m_sectors[str(tile.block_k)] if row <= SECTOR else known.small_m_short_row
 
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
