@@ -21,7 +21,6 @@ from onnxfuse.schedule.hopper_tile import (
     begins_at_any_row,
     block_k,
     footprint,
-    rhs_box,
     rhs_pieces,
     tma_stored,
 )
@@ -148,7 +147,6 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
         "RHS_ATOM": pieces[0].atom,
         "REST_ATOM": pieces[-1].atom,
         "RHS_PIECES": len(pieces),
-        "RHS_BOX_ROWS": rhs_box(spec, tile, pieces[0])[1],
         "BLOCK_K": block_k(spec),
         **block_numbers(spec, tile, layout),
     }

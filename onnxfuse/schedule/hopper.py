@@ -64,6 +64,13 @@ TILES = (
     HopperTile(192, 80, pingpong=False, groups=3, splits=4),
     HopperTile(192, 64, pingpong=False, groups=3, splits=4),
 )
+# Two blocks beside each other load half of lhs each, where its rows begin at no sector: elsewhere clusters do not pay.
+SHARED_LHS = (
+    HopperTile(128, 160, pingpong=False, cluster_n=2),
+    HopperTile(192, 128, pingpong=False, groups=3, cluster_n=2),
+    HopperTile(192, 160, pingpong=False, groups=3, cluster_n=2),
+    HopperTile(192, 192, pingpong=False, groups=3, cluster_n=2),
+)
 NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
@@ -97,7 +104,8 @@ class Hopper(ProductFamily):
 
     def candidates(self, spec: KernelSpec, device: DeviceSpec, k: int) -> tuple[Candidate, ...]:
         """Of widths that parts round to the same, the first."""
-        every = [self._candidate(tile, spec, device, k) for tile in TILES if device.arch == ARCH]
+        shared = SHARED_LHS if k * spec.dtype.bytes % SECTOR else ()
+        every = [self._candidate(tile, spec, device, k) for tile in (*TILES, *shared) if device.arch == ARCH]
         distinct = {entry.tile: entry for entry in reversed(every)}
         return tuple(reversed(distinct.values()))
 
@@ -152,7 +160,8 @@ class Hopper(ProductFamily):
         busy = in_turns(tile, waves, main_loop, epilogue)
         together = joined(tile, busy, cost_model.moving(spec, problem, device), known)
         exchanging = exchange_time(tile, spec, problem, device)
-        return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging)
+        sharing = known.hopper_cluster * (tile.cluster > tile.splits)
+        return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging + sharing)
 
     def is_on_par(self, tile: HopperTile, m: int) -> bool:
         """Written for the chip's own units."""
@@ -237,7 +246,12 @@ def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: Devic
     width, order = spec.dtype.bytes, spec.rhs_order
     lhs *= in_pieces("lhs", problem.k * width, known)
     rhs *= in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
-    return known.hopper_loaded_row * (lhs + rhs)
+    return known.hopper_loaded_row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
+
+
+def of_shared(blocks: int, known: Calibration) -> float:
+    """What a row that blocks of a cluster share costs each of them, of one that a block loads alone."""
+    return known.hopper_received_row + (1 - known.hopper_received_row) / blocks
 
 
 def in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:

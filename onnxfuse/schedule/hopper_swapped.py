@@ -18,6 +18,7 @@ from onnxfuse.schedule.hopper import (
     in_pieces,
     in_turns,
     joined,
+    of_shared,
     waves_of_clusters,
 )
 from onnxfuse.schedule.hopper_quantized_tile import swapped
@@ -122,18 +123,12 @@ def _main_loop(
 
 
 def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """Microseconds in which TMA loads a step's rows of 128 bytes, where every multiprocessor loads.
-
-    A row that blocks of a cluster share costs each of them less.
-    """
+    """Microseconds in which TMA loads a step's rows of 128 bytes, where every multiprocessor loads."""
     known, width, order = calibration(device), spec.dtype.bytes, spec.rhs_order
     rows = tile.block_n if order == "nk" else tile.block_n // ATOM * block_k(spec)
     lhs = tile.block_m * in_pieces("lhs", problem.k * width, known)
     rhs = spec.parts * rows * in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
-    own = known.hopper_received_row
-    lhs *= own + (1 - own) / tile.cluster_n
-    rhs *= own + (1 - own) / tile.cluster_m
-    return known.hopper_loaded_row * (lhs + rhs)
+    return known.hopper_loaded_row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 
 
 HOPPER_SWAPPED = HopperSwapped()

@@ -197,23 +197,26 @@ def cases() -> Iterator[HopperCase]:
 
 
 def three_groups_cases() -> Iterator[HopperCase]:
-    """Tiles of 192 rows, one wgmma and two for all columns, with and without tile operands; k whole and split."""
+    """Tiles of 192 rows, one wgmma and two for all columns, with and without tile operands; k whole, split, shared."""
     sizes = (
         Size(154, 264, 136), Size(1, 8, 8), Size(192, 224, 640), Size(193, 72, 64, batch=2, pad=8), Size(385, 328, 72),
         Size(129, 136, 1000), Size(600, 448, 256),
     )  # fmt: skip
     turn = 0
     for columns in (224, 192, 128, 80, 64):
-        for splits in (1, 2, 4):
+        for splits, cluster in ((1, (1, 1)), (2, (1, 1)), (4, (1, 1)), (1, (2, 1)), (1, (1, 2))):
             for parts in (1, 2):
                 turn += 1
                 order, math = ("nk", "kn")[turn // 2 % 2], ("f16", "bf16", "tf32")[turn % 3]
                 kind = ("plain", "residual", "mixed")[turn % 3 if columns <= 128 else 0]
                 spec = make_spec(math, parts, "nk" if math == "tf32" else order, PORTABLE, sizes[0], kind)
-                tile = replace(tile_of((192, columns, False), parts, (1, 1), False, 3), splits=splits)
+                tile = replace(tile_of((192, columns, False), parts, cluster, False, 3), splits=splits)
                 if why_not(spec, tile, DEVICE.shared_bytes) is None:
                     name = f"three-{math}-{spec.rhs_order}-{parts}x-{tile}-{kind}-{turn}"
                     yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+    for cluster in ((2, 1), (1, 2)):  # two pieces of rhs of which each block has a half
+        spec, tile = make_spec("f16", 2, "nk", PORTABLE, sizes[0]), tile_of((192, 224, False), 2, cluster, False, 3)
+        yield HopperCase(f"three-pieces-{tile}".replace(" ", "-"), spec, tile, sizes)
 
 
 # Masks of every kind and width, in rows, down columns and in runs of heads.

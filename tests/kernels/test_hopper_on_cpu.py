@@ -31,7 +31,7 @@ from tests.helpers.hopper_cases import (
     three_groups_cases,
 )
 from tests.helpers.host_build import EMULATOR, build_library
-from tests.helpers.kernel_problem import Problem, make_problem
+from tests.helpers.kernel_problem import Problem, Size, make_problem
 from tests.helpers.quantized_cases import QuantizedCase
 from tests.helpers.swapped_cases import SwappedCase
 from tests.helpers.tensor_maps import MAP_BYTES, described
@@ -154,12 +154,17 @@ MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits
 SHARED = [next(case for case in cases() if getattr(case.tile, shared) == 2) for shared in ("cluster_m", "cluster_n")]
 SAMPLE = [*SHARED, *list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
 SAMPLE += list(three_groups_cases())[::6]
+PIECES = [case for case in three_groups_cases() if case.name.startswith("three-pieces")]
 
 
 @pytest.mark.one_in(12)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: HopperCase, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+def test_blocks_share_columns_that_two_products_multiply(tmp_path: Path) -> None:
+    check(replace(PIECES[0], sizes=(Size(193, 120, 72),)), tmp_path)
 
 
 def check(case: HopperCase | SwappedCase, folder: Path) -> None:

@@ -32,6 +32,7 @@ struct Piece {
   static constexpr int OFFSET = LHS_BYTES + PARTS * FIRST * ROW_BYTES;  // in a stage
   static constexpr int BOX_COLUMNS = RHS_K_CONTIGUOUS ? COLUMNS : ATOM;
   static constexpr int BOX_ROW_BYTES = RHS_K_CONTIGUOUS ? ROW_BYTES : ATOM_BYTES;
+  static constexpr int BOX_ROWS = (RHS_K_CONTIGUOUS ? COLUMNS : BLOCK_K) / CLUSTER_M;
   static constexpr int FIRST_MAP = FIRST > 0 ? PARTS : 0;
 
   static __device__ __forceinline__ void multiply_step(float (&acc)[ACCUMULATORS], unsigned long long lhs,
@@ -56,7 +57,7 @@ __device__ __forceinline__ int stage_bytes(const OnnxfuseArguments& args, const 
 template <typename Columns>
 __device__ __forceinline__ void load_piece(unsigned stage, unsigned full, const OnnxfuseArguments& args,
                                            const Maps& maps, const OutTile& tile, int k, int rank) {
-  const int row = CLUSTER_M > 1 ? rank * RHS_BOX_ROWS : 0;
+  const int row = CLUSTER_M > 1 ? rank * Columns::BOX_ROWS : 0;
 #pragma unroll
   for (int first = 0; first < Columns::ALL_COLUMNS; first += Columns::BOX_COLUMNS) {
     const int part = first / Columns::PART_COLUMNS;
