@@ -27,6 +27,7 @@ from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
+MANY_WAVES = 5  # of tiles, from which on clusters take longer: measured, not explained
 NARROW_POWER = 2.5  # of the norm that joins what limits a step
 _ROWS = (72, 80, 88, 96, 104, 112, 120, 136, 144, 152, 160, 168, 176, 184, 208, 240)
 _NARROW_ROWS = (48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 136, 152)
@@ -91,7 +92,9 @@ class HopperSwapped(ProductFamily):
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), known)
         both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
-        both += known.hopper_cluster * (tile.cluster > tile.splits)
+        sharing = tile.cluster > tile.splits
+        both *= 1 + known.hopper_clusters_in_turn * (sharing & (waves >= MANY_WAVES))
+        both += known.hopper_cluster * sharing
         return np.where(too_many, np.inf, both)
 
     def is_on_par(self, tile: SwappedTile, m: int) -> bool:

@@ -90,6 +90,7 @@ class Calibration:
     hopper_loaded_row: float
     hopper_received_row: float
     hopper_cluster: float
+    hopper_clusters_in_turn: float
     hopper_misaligned: Mapping[str, float]
     hopper_in_sectors: Mapping[str, float]
     hopper_alone: float
