@@ -1,10 +1,10 @@
 """Weights the other way round: rhs with k innermost where the model stores it with n innermost, or the reverse.
 
-Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n) k`.
-But rows of k that begin at no sector of memory are read three times as slowly, rows of n then the faster ones:
-`(p n) k` becomes `k (p n)`. Whether a model may store a weight so is for others to say; here is what its fusion is
-then. Where the columns of parts take turns, `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows
-of k like any other.
+Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n)
+k`. But rows of k that begin at no sector of memory are read three times as slowly, and those of odd k one by one;
+where rows of n begin at rounder places they are then the faster ones, and `(p n) k` becomes `k (p n)`. Whether a
+model may store a weight so is for others to say; here is what its fusion is then. Where the columns of parts take
+turns, `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | No
 
 
 def _with_n_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
-    """The same with n innermost, where rows of k begin at no sector, and rows of n do."""
+    """The same with n innermost, where rows of n are more aligned than rows of k: to a sector at most."""
     if fusion.quantization is not None or any(tensor.has_parts_in_turn for tensor in fusion.rhs):
         return None
     columns = {axis for tensor in fusion.rhs for axis in tensor.axes if axis not in fusion.lhs.axes}
     found = _reordered(fusion, allowed, lambda axis: axis in columns)
-    if found is None or _begin_at_sectors(fusion, _contracted(fusion)) or not _begin_at_sectors(fusion, columns):
+    if found is None or _alignment(fusion, columns) <= _alignment(fusion, _contracted(fusion)):
         return None
     return None if has_columns_in_turn(found[0]) else found
 
@@ -63,10 +63,10 @@ def _contracted(fusion: Fusion) -> set[str]:
     return {axis for axis in fusion.lhs.axes if axis not in fusion.outs[0].tensor.axes}
 
 
-def _begin_at_sectors(fusion: Fusion, row: Collection[str]) -> bool:
-    """Whether every row of every rhs does, if such axes are innermost."""
+def _alignment(fusion: Fusion, row: Collection[str]) -> int:
+    """Bytes on whose multiples every row of every rhs begins, if such axes are innermost; a sector's at most."""
     sizes = (math.prod(fusion.size(axis) or 0 for axis in rhs.axes if axis in row) for rhs in fusion.rhs)
-    return all(size * fusion.lhs.dtype.bytes % SECTOR == 0 for size in sizes)
+    return math.gcd(SECTOR, *(size * fusion.lhs.dtype.bytes for size in sizes))
 
 
 def _reordered(fusion: Fusion, allowed: Collection[str], is_inner: Callable[[str], bool]) -> Reordered | None:
