@@ -256,15 +256,12 @@ def _modulo(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 
 
 def _equality(a: Any, b: Any) -> bool | None:
-    """Whether two entries are equal; sizes that only the run knows are at least not negative."""
+    """Whether two entries are equal, as far as it is known of sizes that only the run knows."""
     if not isinstance(a, str) and not isinstance(b, str):
         return bool(a == b)
     if a == b:
         return True
-    is_apart = any(isinstance(entry, int) and entry < 0 for entry in (a, b)) or (
-        symbolic.is_less(a, b) or symbolic.is_less(b, a)
-    )
-    return False if is_apart else None
+    return False if symbolic.is_less(a, b) or symbolic.is_less(b, a) else None
 
 
 def _comparison(

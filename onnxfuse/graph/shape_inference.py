@@ -236,7 +236,7 @@ def _range(known: Known) -> list[Shape | None]:
     if isinstance(start, int) and isinstance(limit, int) and isinstance(step, int) and step:
         return [(len(range(start, limit, step)),)]
     count = symbolic.rest(limit, start) if step == 1 else None
-    return [(symbolic.function("range", start, limit, step) if count is None else count,)]
+    return [(count if symbolic.is_never_negative(count) else symbolic.function("range", start, limit, step),)]
 
 
 def _indices(known: Known) -> list[Shape | None]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import accumulate, pairwise
 
 Size = int | str | None
 MAX_LENGTH = 4096  # of a symbol
@@ -20,7 +21,6 @@ _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+|\([^*]+\)) (-?\d+)\)")  # of an atom, which has no * inside
 _NAME = re.compile(r"[\w.:/]+")  # of a size; no function, which may be negative
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
-_PRODUCT = re.compile(r"[\w.:/-]+(\*[\w.:/-]+)*")
 _NAMED_FACTOR = re.compile(r"[\w.:/-]+")
 _NAMED_MINIMUM = re.compile(r"(?:Min\((\d+), |(\d+) - Max\(0, \2 - )(\w+)\)")
 _NAMED_QUOTIENT = re.compile(r"(\(*)([\w.:-]+)//([\w.:-]+)(\)*)")
@@ -185,14 +185,32 @@ def is_less(first: Size, second: Size) -> bool | None:
         return added < further
     if isinstance(first, int) and isinstance(second, int):
         return first < second
-    if isinstance(second, int) and _is_size(name) and added >= second:
+    if isinstance(second, int) and is_never_negative(name) and added >= second:
         return False
-    return True if isinstance(first, int) and _is_size(other) and further > first else None
+    return True if isinstance(first, int) and is_never_negative(other) and further > first else None
 
 
-def _is_size(size: Size) -> bool:
-    """Whether a symbol is a product of sizes alone, which is not negative; functions may be."""
-    return isinstance(size, str) and _PRODUCT.fullmatch(size) is not None
+def is_never_negative(size: Size) -> bool:
+    """Whether a size is known to be 0 or more in every run: a dimension is, a difference of dimensions may not be."""
+    if not isinstance(size, str):
+        return size is not None and size >= 0
+    return all(map(_is_factor_never_negative, _outside_of_functions(size, "*·")))
+
+
+def _is_factor_never_negative(text: str) -> bool:
+    if not text.startswith("("):
+        return not text.startswith("-")
+    name, *arguments = _outside_of_functions(text[1:-1], " ")
+    if name in ("+", "/", "at_most"):
+        return all(map(is_never_negative, arguments))
+    return name != "-"  # else the length of what a node makes, or a name that a model gives a dimension
+
+
+def _outside_of_functions(text: str, separators: str) -> list[str]:
+    """A text in pieces at the separators, but for those between parentheses."""
+    depths = accumulate((char == "(") - (char == ")") for char in text)
+    breaks = [place for place, depth in enumerate(depths) if not depth and text[place] in separators]
+    return [text[start + 1 : end] for start, end in pairwise((-1, *breaks, len(text)))]
 
 
 def at_most(size: Size, limit: int) -> Size:

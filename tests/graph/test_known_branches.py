@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import onnx.parser
@@ -78,6 +77,10 @@ OPEN = {
     "a size that may be none": "c = Greater(s, zero)",
     "both of which one is open": "e = Equal(b, s) f = Less(two, k) c = And(e, f)",
     "what a run is given": "c = Identity(flag)",
+    "a difference, which may be negative": "d = Sub(b, four) e = Neg(two) c = Equal(d, e)",
+    "a negative multiple": "e = Neg(two) d = Mul(b, e) c = Less(d, e)",
+    "a quotient by less than nothing": "e = Neg(two) f = Mul(b, two) d = Div(f, e) c = GreaterOrEqual(d, zero)",
+    "the length of a range": "l = Sub(b, two) range = Range(zero, l, one) n = Size(range) c = Equal(n, l)",
 }
 
 
@@ -156,22 +159,35 @@ def test_a_branch_with_a_weight_of_its_own_stays_around_it() -> None:
     assert all_graphs(load_model(made))[0].scope.branches == ()
 
 
-def values(size: symbolic.Size) -> Sequence[int]:
-    """Of a symbol for each of the sizes 0 to 4 of S, by Python's own arithmetic."""
-    if isinstance(size, int):
-        return [size] * 5
-    sums = {str(symbolic.add("S", added)): added for added in range(-3, 4)}
-    return [s + sums[size] if size in sums else {"2*S": 2 * s, "(- 0 S)": -s}[size] for s in range(5)]
+MANY = range(12)  # sizes of S
 
 
-SYMBOLS = [*range(-3, 4), *(symbolic.add("S", added) for added in range(-3, 4)), "2*S", symbolic.negative("S")]
+def symbols() -> dict[symbolic.Size, tuple[int, ...]]:
+    """Numbers and symbols by what they are for each size, by Python's own arithmetic, two operations deep."""
+    found: dict[symbolic.Size, tuple[int, ...]] = {"S": tuple(MANY)}
+    found |= {number: (number,) * len(MANY) for number in range(-3, 4)}
+    for _ in range(2):
+        for size, own in list(found.items()):
+            made = [(symbolic.negative(size), [-s for s in own]), (symbolic.at_most(size, 2), [min(s, 2) for s in own])]
+            for number in range(-3, 4):
+                made.append((symbolic.add(size, number), [s + number for s in own]))
+                made.append((symbolic.multiply([size, number]), [s * number for s in own]))
+            if isinstance(size, str):
+                made.append((symbolic.function("/", size, 2), [int(s / 2) for s in own]))
+            found |= {key: tuple(values) for key, values in made}
+    return found
 
 
-def test_what_is_known_to_be_less_is_less_in_every_run() -> None:
-    known = 0
-    for first, second in itertools.product(SYMBOLS, repeat=2):
+def test_what_is_known_of_sizes_is_so_in_every_run() -> None:
+    found, known = symbols(), 0
+    for size, own in found.items():
+        assert not symbolic.is_never_negative(size) or min(own) >= 0, size
+    for first, second in itertools.product(found, repeat=2):
         is_less = symbolic.is_less(first, second)
         known += is_less is not None
-        pairs = zip(values(first), values(second), strict=True)
-        assert is_less is None or all((a < b) == is_less for a, b in pairs), (first, second)
+        assert is_less is None or all((a < b) == is_less for a, b in zip(found[first], found[second], strict=True)), (
+            first, second
+        )  # fmt: skip
     assert known > 100  # the pairs of numbers and of sums alone are 98
+    assert symbolic.is_never_negative("(+ past length)")
+    assert symbolic.is_never_negative("2*(/ (slice S 1 (+ S -2) 1) 4)")
