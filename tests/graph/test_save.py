@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 import onnxfuse
 from onnxfuse.bench.bench import bench
@@ -21,6 +21,7 @@ from onnxfuse.graph.graph import load_model
 from onnxfuse.triton_server import export_triton
 from onnxfuse.verify.verify import verify
 from tests.helpers import corpus
+from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder, run
 
 
@@ -122,6 +123,31 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monke
         save.save_model(model.proto, model, target)
     assert target.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx", "out.onnx"]
+
+
+@pytest.mark.parametrize("same_folder", [True, False])
+def test_external_data_of_branches_travels(tmp_path: Path, same_folder: bool) -> None:
+    """From any working directory: the file lies beside the model."""
+    source = tmp_path / "a" / "in.onnx"
+    target = (tmp_path / "a" if same_folder else tmp_path / "b") / "out.onnx"
+    for folder in (source.parent, target.parent):
+        folder.mkdir(exist_ok=True)
+    b = Builder()
+    x, flag = b.input("x", (3, 16)), b.input("flag", (), TensorProto.BOOL)
+    branches = {}
+    for seed, name in enumerate(("then_branch", "else_branch")):
+        nodes = [helper.make_node("MatMul", [x, "own"], ["p"]), helper.make_node("Relu", ["p"], ["r"])]
+        own = numpy_helper.from_array(draw(16, 32, seed=seed).astype(np.float32), "own")
+        out = helper.make_tensor_value_info("r", TensorProto.FLOAT, None)
+        branches[name] = helper.make_graph(nodes, name, [], [out], [own])
+    model = b.model(b("If", flag, **branches))
+    onnx.save(model, source, save_as_external_data=True, location="all.bin", size_threshold=0)
+    report = onnxfuse.optimize_file(source, target, arch="ptx")
+    assert len(report.fused) == 2
+    for given in (True, False):
+        feed = {"x": draw(3, 16, seed=9).astype(np.float32), "flag": np.array(given)}
+        before, after = (onnxruntime.InferenceSession(path).run(None, feed)[0] for path in (source, target))
+        assert before.tobytes() == after.tobytes()
 
 
 @pytest.mark.parametrize("same_folder", [True, False])
