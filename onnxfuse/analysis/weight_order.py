@@ -1,16 +1,16 @@
 """Weights the other way round: rhs with k innermost where the model stores it with n innermost, or the reverse.
 
-Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n)
-k`. But rows of k that begin at no sector of memory are read three times as slowly, and those of odd k one by one;
-where rows of n begin at rounder places they are then the faster ones, and `(p n) k` becomes `k (p n)`. Whether a
-model may store a weight so is for others to say; here is what its fusion is then. Where the columns of parts take
-turns, `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
+Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n) k`.
+But rows of k that begin at no sector of memory are read three times as slowly, and those of odd k one by one; where
+rows of n begin at rounder places they are then the faster ones, and `(p n) k` becomes `k (p n)`. Whether a model may
+store a weight so is for others to say; here is what its fusion is then. Where the columns of parts take turns,
+`k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from onnxfuse.device import SECTOR
@@ -45,7 +45,7 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | No
     Returns:
         None where nothing would change, where a weight may not be stored otherwise, or has k and n in one dimension.
     """
-    return _reordered(fusion, allowed, lambda axis: axis in _contracted(fusion))
+    return _reordered(fusion, allowed, _contracted(fusion))
 
 
 def _with_n_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
@@ -53,10 +53,10 @@ def _with_n_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | N
     if fusion.quantization is not None or any(tensor.has_parts_in_turn for tensor in fusion.rhs):
         return None
     columns = {axis for tensor in fusion.rhs for axis in tensor.axes if axis not in fusion.lhs.axes}
-    found = _reordered(fusion, allowed, lambda axis: axis in columns)
-    if found is None or _alignment(fusion, columns) <= _alignment(fusion, _contracted(fusion)):
+    if _alignment(fusion, columns) <= _alignment(fusion, _contracted(fusion)):
         return None
-    return None if has_columns_in_turn(found[0]) else found
+    found = _reordered(fusion, allowed, columns)
+    return None if found is None or has_columns_in_turn(found[0]) else found
 
 
 def _contracted(fusion: Fusion) -> set[str]:
@@ -69,12 +69,12 @@ def _alignment(fusion: Fusion, row: Collection[str]) -> int:
     return math.gcd(SECTOR, *(size * fusion.lhs.dtype.bytes for size in sizes))
 
 
-def _reordered(fusion: Fusion, allowed: Collection[str], is_inner: Callable[[str], bool]) -> Reordered | None:
+def _reordered(fusion: Fusion, allowed: Collection[str], inner: Collection[str]) -> Reordered | None:
     """The fusion with some axes of every rhs behind the others; None where that is not possible, or is so."""
     names = [tensor.name for tensor in fusion.inputs]
     perms: dict[str, Perm] = {}
     for tensor in fusion.rhs:
-        perm = _behind_others(tensor, is_inner)
+        perm = _behind_others(tensor, inner)
         if perm is None:
             return None
         if not _is_same_order(fusion, tensor, perm):
@@ -94,13 +94,12 @@ def has_columns_in_turn(fusion: Fusion) -> bool:
     return any(row and row[-1] == PART_AXIS for row in rows)
 
 
-def _behind_others(tensor: Tensor, is_inner: Callable[[str], bool]) -> Perm | None:
+def _behind_others(tensor: Tensor, inner: Collection[str]) -> Perm | None:
     """The dimensions of some axes behind the others; None where one has axes of both."""
-    inner = [{is_inner(axis) for axis in dim} for dim in tensor.dims]
-    if any(len(kinds) > 1 for kinds in inner):
+    if any({*dim} & {*inner} and {*dim} - {*inner} for dim in tensor.dims):
         return None
     places = range(len(tensor.dims))
-    behind = [place for place in places if True in inner[place]]
+    behind = [place for place in places if {*tensor.dims[place]} & {*inner}]
     return (*(place for place in places if place not in behind), *behind)
 
 

@@ -125,13 +125,18 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx", "out.onnx"]
 
 
+def places(folder: Path, same_folder: bool) -> tuple[Path, Path]:
+    """Where a model lies, and where what is made of it goes."""
+    source, target = folder / "a" / "in.onnx", folder / ("a" if same_folder else "b") / "out.onnx"
+    for path in (source, target):
+        path.parent.mkdir(exist_ok=True)
+    return source, target
+
+
 @pytest.mark.parametrize("same_folder", [True, False])
 def test_external_data_of_branches_travels(tmp_path: Path, same_folder: bool) -> None:
     """From any working directory: the file lies beside the model."""
-    source = tmp_path / "a" / "in.onnx"
-    target = (tmp_path / "a" if same_folder else tmp_path / "b") / "out.onnx"
-    for folder in (source.parent, target.parent):
-        folder.mkdir(exist_ok=True)
+    source, target = places(tmp_path, same_folder)
     b = Builder()
     x, flag = b.input("x", (3, 16)), b.input("flag", (), TensorProto.BOOL)
     branches = {}
@@ -152,10 +157,7 @@ def test_external_data_of_branches_travels(tmp_path: Path, same_folder: bool) ->
 
 @pytest.mark.parametrize("same_folder", [True, False])
 def test_external_data_travels(tmp_path: Path, same_folder: bool) -> None:
-    source = tmp_path / "a" / "in.onnx"
-    target = (tmp_path / "a" if same_folder else tmp_path / "b") / "out.onnx"
-    for folder in (source.parent, target.parent):
-        folder.mkdir(exist_ok=True)
+    source, target = places(tmp_path, same_folder)
     onnx.save(weights_model(), source, save_as_external_data=True, location="all.bin", size_threshold=0)
     expected = outputs(source)
     model = load_model(source)
