@@ -21,6 +21,7 @@ from onnxfuse.schedule.hopper_tile import (
     begins_at_any_row,
     block_k,
     footprint,
+    in_place_load,
     rhs_pieces,
     tma_stored,
 )
@@ -154,10 +155,12 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
 
 def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> dict[str, int]:
     """The constants of `hopper/block.cuh`, whatever its stages hold."""
+    in_place = in_place_load(spec, tile) if isinstance(tile, HopperTile) else None
     return {
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "IN_PLACE_LOAD": -1 if in_place is None else in_place,
         "HALVED_LOADS": halved_loads(spec),
         "OUTS": len(spec.outs),
         "THREADS": tile.threads,

@@ -23,6 +23,7 @@ from onnxfuse.schedule.hopper_tile import (
     HopperTile,
     begins_at_any_row,
     block_k,
+    in_place_load,
     rhs_pieces,
     tma_stored,
 )
@@ -81,7 +82,7 @@ PATHS = {
     "scalar": _VECTOR,
     "row": _VECTOR,
     "column": _VECTOR,
-    "tile": "cp.async along n, beside the main loop",
+    "tile": "TMA or cp.async along n, beside the main loop",
     "narrow tile": "element by element along n, beside the main loop",
     "transposed tile": "cp.async along m, beside the main loop, transposed in shared memory",
     "narrow transposed tile": "element by element along m, beside the main loop, transposed in shared memory",
@@ -113,10 +114,13 @@ class Hopper(ProductFamily):
         """The tile's width shared among the parts, in whole steps of wgmma's transposed operand; narrower is slower."""
         known = calibration(device)
         shallow = spec.parts * k <= known.hopper_ahead_depth
-        ahead = tile.groups == 2 and shallow and all(load.kind != "tile" for load in spec.loads)
         group_rows = tile.group_rows if tile.pingpong else known.hopper_one_wave_group_rows
         columns = max(tile.block_n // spec.parts // 16, 1) * 16
-        own = replace(tile, block_n=columns, operands_ahead=ahead, group_rows=group_rows)
+        own = replace(tile, block_n=columns, group_rows=group_rows)
+        in_place = in_place_load(spec, own) is not None
+        ahead = in_place or (shallow and all(load.kind != "tile" for load in spec.loads))
+        whole = in_place and k <= known.hopper_whole_slabs_depth
+        own = replace(own, operands_ahead=tile.groups == 2 and ahead, whole_slabs=whole)
         return Candidate(self, own, known.pace["hopper"][_schedule(tile)])
 
     def why_not(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> str | None:
@@ -268,10 +272,14 @@ def epilogue_time(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> flo
     each = calibration(device).hopper_epilogue
     nonlinear = sum(step.op in NONLINEAR for step in spec.steps)
     tiles = sum(load.kind == "tile" for load in spec.loads)
+    layout = hopper_tile.footprint(spec, tile, device.shared_bytes) if tiles else None
+    brought, refilling = each["tile"] * tiles, 0.0
+    if layout is not None and layout.in_place:
+        brought, refilling = each["in place"] + each["conflict"] * layout.conflicts, each["refill"] * layout.refills
     copied = sum(not tma_stored(out) for out in spec.outs)
-    one = each["sum"] * spec.parts + each["nonlinear"] * nonlinear + each["tile"] * tiles + each["copied"] * copied
+    one = each["sum"] * spec.parts + each["nonlinear"] * nonlinear + brought + each["copied"] * copied
     team = tile.groups // 2 if tile.pingpong else tile.groups
-    return tile.block_m * tile.block_n * one * 2 / team
+    return tile.block_m * tile.block_n * one * 2 / team + refilling
 
 
 def _box(tile: HopperTile) -> int:

@@ -5,7 +5,8 @@ Shared memory of one block, in this order:
     ring      stages x (lhs[block_m, block_k] + parts x rhs[block_k, block_n]), swizzled as wgmma wants it; of rhs with
               n contiguous first the columns of all parts that fill whole swizzles, then the rest of all parts
     sums      where blocks split k: those that the others send, [block][warp][register / 4][lane] of four registers each
-    staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand
+    staging   for each consumer warp: one or two slabs of every output, two or all of every tile operand; or for each
+              group two or all slabs of a tile operand, whose place the output takes
     vectors   for each of four tiles: the tile's place, the scalar, row and column operands in fp32
     barriers  two for each stage of the ring, for each of the vectors and for each slab of each group's tile operands;
               one for the start of the latter; two for the sums that blocks exchange where they split k
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule.calibration import calibration_of
@@ -34,6 +36,7 @@ MAX_WIDTH = 256  # columns of one wgmma
 WIDEST_AT_ONCE = {2: 256, 3: 192, 4: 256}  # columns of one wgmma, by groups: of 128 registers it may name 96 sums
 MAX_ACCUMULATORS = {2: 192, 3: 112, 4: 64}  # fp32 registers of one thread, of 232, 160 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32  # of a tile operand's pairs and addresses; tests forbid that ptxas spills
+WHOLE_SLABS_STAGES = 3  # that are enough where all slabs of an operand are wanted
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
 ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
@@ -47,6 +50,7 @@ FP32_BYTES = 4
 GROUP_WARPS = 4
 TILE_BYTES = 16  # place of a tile, before its vectors
 LDS_BYTES = 16  # the widest shared-memory access
+KEPT_FOOTPRINTS = 1 << 14  # a site's plan asks for each a few times, and equal sites again
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class HopperTile:
         pingpong: each half of the consumer groups owns every other tile; otherwise all share each tile.
         cluster_m: 2 where two blocks with neighbouring rows share what they load of rhs, else 1.
         cluster_n: 2 where two blocks with neighbouring columns share what they load of lhs, else 1.
+        whole_slabs: room for all slabs of a tile operand matters more than stages: faster where k is short.
         operands_ahead: the epilogue reads operands before it needs them: faster where it outlasts the main loop.
         group_rows: row tiles that run together, for reuse in L2.
         stages: depth of the ring; 0 for as many as fit.
@@ -73,6 +78,7 @@ class HopperTile:
     pingpong: bool
     cluster_m: int = 1
     cluster_n: int = 1
+    whole_slabs: bool = False
     operands_ahead: bool = False
     group_rows: int = 8
     stages: int = 0
@@ -112,7 +118,7 @@ class HopperFootprint:
         stages: depth of the ring.
         stage: one stage of the ring.
         slab_columns: columns that one pass of the epilogue stages.
-        staging: staging area of one warp.
+        staging: staging area of one warp, or a quarter of its group's.
         vectors: vectors of one tile.
         load_offsets: of each load, in the vectors or, for a tile operand, in the warp's staging area.
         out_offsets: of each output in the warp's staging area.
@@ -122,6 +128,9 @@ class HopperFootprint:
         groups: consumer groups.
         splits: blocks that share a tile along k.
         sums: what the other ones send of this block's share of them.
+        in_place: whether the output lies where a tile operand was.
+        refills: slabs of that operand which are loaded when others of their tile are stored.
+        conflicts: whether rows of a slab begin in the same banks, as those that are not swizzled do.
     """
 
     stages: int
@@ -136,6 +145,9 @@ class HopperFootprint:
     groups: int
     splits: int
     sums: int
+    in_place: bool
+    refills: int
+    conflicts: bool
 
     @property
     def vectors_offset(self) -> int:
@@ -221,13 +233,28 @@ def tma_stored(out: Access) -> bool:
     return out.dtype.bytes == 2 and out.width * out.dtype.bytes >= LDS_BYTES and not out.transposed and in_runs
 
 
+def in_place_load(spec: KernelSpec, tile: HopperTile) -> int | None:
+    """The tile operand in whose staging areas the output lies, by its place among the loads: of one each, in boxes."""
+    tiles = [index for index, load in enumerate(spec.loads) if load.kind == "tile"]
+    alone = len(tiles) == len(spec.outs) == tile.splits == 1
+    in_boxes = alone and all(_in_boxes(access) for access in (spec.loads[tiles[0]], *spec.outs))
+    return tiles[0] if in_boxes else None
+
+
+def _in_boxes(access: Access) -> bool:
+    return tma_stored(access) and not access.two_levels
+
+
 def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[MapRule | None, ...]:
     """The tensor maps of a launch, in the order of the kernel's second argument: lhs, rhs, each output.
 
     Those of rhs are each part's, of one piece after the other.
 
-    None is an output that needs no map: its 128 bytes are there and zero.
+    None is an output that needs no map: its 128 bytes are there and zero. Behind them is that of the tile operand in
+    whose staging areas the output lies.
     """
+    in_place = in_place_load(spec, tile)
+    rows = SLAB_ROWS if in_place is None else FRAGMENT_ROWS
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
     lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box(spec, tile))
@@ -237,10 +264,11 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
         for part in range(spec.parts)
     )
     outs = (
-        MapRule("out", index, False, out_swizzle, columns, SLAB_ROWS) if tma_stored(out) else None
+        MapRule("out", index, False, out_swizzle, columns, rows) if tma_stored(out) else None
         for index, out in enumerate(spec.outs)
     )
-    return (lhs, *rhs, *outs)
+    loads = () if in_place is None else (MapRule("load", in_place, False, out_swizzle, columns, rows),)
+    return (lhs, *rhs, *outs, *loads)
 
 
 def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0) -> HopperFootprint:
@@ -253,20 +281,31 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int 
         stage: bytes of a stage; 0 for those of factors as they are.
     """
     stage = stage or STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
+    products = tile.block_m * tile.block_n * spec.parts
+    known = calibration_of(ARCH)
+    enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
+    enough = WHOLE_SLABS_STAGES if tile.whole_slabs else enough
+    constants = (enough, known.hopper_most_stages, known.hopper_widest_slab, known.hopper_shortest_run)
+    return _footprint(spec, tile, shared_limit, stage, constants)
+
+
+@lru_cache(KEPT_FOOTPRINTS)
+def _footprint(
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, constants: tuple[int, ...]
+) -> HopperFootprint:
+    """The same for a stage of so many bytes; `constants` are all that it looks up, `enough` stages first."""
     lengths = _slab_lengths(spec, tile.block_n)
-    widest = _slab_columns(lengths)
+    in_place = in_place_load(spec, tile) is not None
+    widest = _slab_columns(lengths, in_place and tile.group_m == FRAGMENT_ROWS)
     narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
     lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
     slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
     candidates = [
-        _layout(spec, tile, shared_limit, stage, columns, buffers, whole)
+        _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place)
         for whole in (True, False)
         for columns, buffers in slabs
     ]
-    products = tile.block_m * tile.block_n * spec.parts
-    known = calibration_of(ARCH)
-    enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
-    return max(candidates, key=lambda layout: min(layout.stages, enough))
+    return max(candidates, key=lambda layout: min(layout.stages, constants[0]))
 
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
@@ -281,10 +320,15 @@ def _in_units(columns: int) -> int:
     return -(-columns // UNIT_COLUMNS) * UNIT_COLUMNS
 
 
-def _slab_columns(lengths: list[int]) -> int:
-    """Columns of a slab: swizzled rows, or rows whose length spreads 8 of them over the banks with few conflicts."""
-    if 64 in lengths:
-        return 64
+def _slab_columns(lengths: list[int], swizzled: bool) -> int:
+    """Columns of a slab: swizzled rows, or rows whose length spreads 8 of them over the banks with few conflicts.
+
+    A slab that is read and written has twice as many conflicts: narrower rows without any are faster, but for groups of
+    128 rows, whose threads would have registers of too many slabs.
+    """
+    for columns in (64, 32) if swizzled else (64,):
+        if columns in lengths:
+            return columns
     return max(columns for columns in lengths if columns in SWIZZLED_COLUMNS or _conflicts(columns) <= 2)
 
 
@@ -299,18 +343,20 @@ def _barriers(stages: int, slabs: int, splits: int) -> int:
 
 
 def _layout(
-    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool
-) -> HopperFootprint:
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool,
+    in_place: bool,
+) -> HopperFootprint:  # fmt: skip
     slabs = tile.group_m // FRAGMENT_ROWS * (_in_units(tile.block_n) // columns)
     load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
+    buffers = load_buffers if in_place else buffers
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
     # Boxes first: they need the alignment of the swizzle.
     for index, out in sorted(enumerate(spec.outs), key=lambda entry: not tma_stored(entry[1])):
         outs[index] = staging
         staging += buffers * SLAB_ROWS * columns * 2 if tma_stored(out) else _staged_bytes(out, columns)
     for load in spec.loads:
-        loads.append(staging if load.kind == "tile" else vectors)
-        staging += load_buffers * _staged_bytes(load, columns) if load.kind == "tile" else 0
+        loads.append((0 if in_place else staging) if load.kind == "tile" else vectors)
+        staging += load_buffers * _staged_bytes(load, columns) if load.kind == "tile" and not in_place else 0
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
@@ -321,7 +367,7 @@ def _layout(
     stages = tile.stages or min(max(fitting, 0), calibration_of(ARCH).hopper_most_stages)
     return HopperFootprint(
         stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
-        tile.splits, sums,
+        tile.splits, sums, in_place, slabs - load_buffers if in_place else 0, columns not in SWIZZLED_COLUMNS,
     )  # fmt: skip
 
 
@@ -380,10 +426,14 @@ def _of_columns(spec: KernelSpec, tile: HopperTile) -> Rules:
     width = spec.parts * tile.block_n
     whole = tile.block_n % UNIT_COLUMNS == 0 and width <= MAX_WIDTH
     yield not whole, f"parts have multiples of {UNIT_COLUMNS} columns, {MAX_WIDTH} in all at most"
+    in_place = in_place_load(spec, tile) is not None
     accumulators, most = tile.group_m * width // 128, max_accumulators(spec, tile.groups)
     yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
-    yield tile.operands_ahead and _tile_loads(spec), "no registers are left to read tile operands ahead"
-    maps = 1 + spec.parts * len(rhs_pieces(spec, tile)) + len(spec.outs)
+    yield (
+        tile.operands_ahead and _tile_loads(spec) and not in_place,
+        "no registers are left to read tile operands ahead",
+    )
+    maps = 1 + spec.parts * len(rhs_pieces(spec, tile)) + len(spec.outs) + in_place
     yield maps > MAX_MAPS, f"a launch has {MAX_MAPS} tensor maps at most"
 
 

@@ -26,7 +26,7 @@ class Described:
 
 def described(case: HopperCase | QuantizedCase | SwappedCase, problem: Problem) -> list[Described | None]:
     """The maps of the kernel's second argument; None where there is nothing to say."""
-    groups = {"lhs": [problem.lhs], "rhs": problem.rhs, "out": problem.outs}
+    groups = {"lhs": [problem.lhs], "rhs": problem.rhs, "load": problem.loads, "out": problem.outs}
     maps: list[Described | None] = []
     for rule in case.launch.maps:
         if rule is None:

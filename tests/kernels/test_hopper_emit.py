@@ -12,7 +12,7 @@ from onnxfuse.ir.fusion import Step
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.schedule.hopper_tile import ATOM, HopperTile, footprint, map_rules, rhs_pieces, why_not
+from onnxfuse.schedule.hopper_tile import ATOM, GROUP_WARPS, HopperTile, footprint, map_rules, rhs_pieces, why_not
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from tests.helpers.hopper_cases import (
     DEVICE,
@@ -84,8 +84,19 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     lhs, *rhs = map_rules(case.spec, case.tile, DEVICE.shared_bytes)
     pieces = rhs_pieces(case.spec, case.tile)
     rhs, outs = rhs[: case.spec.parts * len(pieces)], rhs[case.spec.parts * len(pieces) :]
+    outs, loads = outs[: len(case.spec.outs)], outs[len(case.spec.outs) :]
     assert len(outs) == len(case.spec.outs)
-    assert 1 + len(rhs) + len(outs) <= MAX_MAPS
+    assert len(loads) == layout.in_place
+    assert 1 + len(rhs) + len(outs) + len(loads) <= MAX_MAPS
+    for load in loads:
+        (out,) = outs
+        assert (load.box_inner, load.box_outer, load.swizzle) == (out.box_inner, out.box_outer, out.swizzle)
+        assert case.spec.loads[load.index].kind == "tile"
+        columns = out.box_inner
+        assert out.box_outer * columns * 2 * layout.load_buffers == GROUP_WARPS * layout.staging
+        slabs = case.tile.group_m // out.box_outer * case.tile.block_n // columns
+        assert layout.load_buffers + layout.refills == slabs
+        assert layout.load_buffers > 1 or slabs == 1, "a slab is loaded when the one behind it is stored"
     assert sum(piece.columns for piece in pieces) == case.tile.block_n
     size = case.spec.dtype.bytes
     rows = ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n

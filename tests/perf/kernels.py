@@ -201,11 +201,11 @@ def tensor_maps(arguments: np.ndarray, rules: Sequence[MapRule | None], size: in
     memory = np.zeros(MAP_BYTES * len(rules) + 64, np.uint8)
     start = memory.ctypes.data + -memory.ctypes.data % 64
     m, n, k = (int(arguments[name][0]) for name in "mnk")
-    extents = {"lhs": (m, k), "rhs": (k, n), "out": (m, n)}
+    extents = {"lhs": (m, k), "rhs": (k, n), "load": (m, n), "out": (m, n)}
     for place, rule in enumerate(rules):
         if rule is None:
             continue
-        field = arguments[{"out": "outs"}.get(rule.tensor, rule.tensor)][0]
+        field = arguments[{"load": "loads", "out": "outs"}.get(rule.tensor, rule.tensor)][0]
         tensor = field if rule.tensor == "lhs" else field[rule.index]
         rows, columns = extents[rule.tensor]
         transposed = rule.rows_contiguous

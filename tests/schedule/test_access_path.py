@@ -143,7 +143,7 @@ def test_explain_prints_kind_width_bytes_path_and_reason() -> None:
         "rhs     x8  16 B  weight: 16 bytes; sm_90a: TMA; portable: cp.async along n",
         f"row     x8  16 B  bias: 16 bytes; sm_90a: {ahead}; portable: {VECTOR}",
         "tile    x8  16 B  residual: 16 bytes; "
-        "sm_90a: cp.async along n, beside the main loop; portable: cp.async along n",
+        "sm_90a: TMA or cp.async along n, beside the main loop; portable: cp.async along n",
     ]
     (out,) = (operand for operand in report.fused[0].operands if operand.kind == "out")
     assert out.path == {"portable": "direct store along n", "sm_90a": "TMA store"}
@@ -165,7 +165,8 @@ def test_explain_prints_masks() -> None:
     rows = {operand.name: str(operand) for operand in whole.operands}
     ahead = f"{VECTOR}, ahead of the main loop"
     assert rows["mask"] == (
-        "tile    x16 16 B  mask: 16 bytes; sm_90a: cp.async along n, beside the main loop; portable: cp.async along n"
+        "tile    x16 16 B  mask: 16 bytes; sm_90a: TMA or cp.async along n, beside the main loop; "
+        "portable: cp.async along n"
     )
     assert rows["columns"] == f"row     x16 16 B  columns: 16 bytes; sm_90a: {ahead}; portable: {VECTOR}"
     assert {operand.name: (operand.width, operand.reason) for operand in second.operands[1:3]} == {

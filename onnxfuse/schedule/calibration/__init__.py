@@ -40,7 +40,8 @@ class Calibration:
         exact: arithmetic of exact fp32.
         hopper_misaligned: of `lhs` and of `rhs` by its order, as `hopper_in_sectors`.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
-            operand, each that is `copied` out by threads.
+            operand, of one whose place the output takes (`in place`; more with a bank `conflict`), each that is
+            `copied` out by threads; and of a tile each `refill` of a slab.
         hopper_clustered: by blocks of a cluster.
         hopper_enough_products: by warp groups of a tile.
         hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
@@ -110,6 +111,7 @@ class Calibration:
     hopper_enough_products: Mapping[str, int]
     hopper_enough_stages: int
     hopper_ahead_depth: int
+    hopper_whole_slabs_depth: int
     hopper_most_stages: int
     hopper_widest_slab: int
     hopper_shortest_run: int

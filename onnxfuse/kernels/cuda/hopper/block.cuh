@@ -2,6 +2,7 @@
 // stage_bytes() and run_main_loop().
 #pragma once
 #include "hopper/ring.cuh"
+#include "hopper/in_place.cuh"
 
 namespace onnxfuse {
 
@@ -63,21 +64,6 @@ __device__ __forceinline__ void produce_vectors(const OnnxfuseArguments& args, u
   }
 }
 
-__device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
-  if constexpr (APART) {
-    tile.column += group * BLOCK_N;
-  } else {
-    tile.row += group % TEAM_GROUPS * GROUP_M;
-  }
-  return tile;
-}
-
-// Numbers of the first tile of a group and between its tiles.
-__device__ __forceinline__ int first_number(const TileScheduler& scheduler, int group) {
-  return scheduler.first + group / TEAM_GROUPS * scheduler.clusters;
-}
-__device__ __forceinline__ int next_number(const TileScheduler& scheduler) { return TEAMS * scheduler.clusters; }
-
 // One slab of a consumer group's tile operands, as soon as its buffer is free.
 __device__ __forceinline__ void produce_slab(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                              const OutTile& tile, int group, int index, int parity, int first_warp) {
@@ -121,6 +107,8 @@ __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps&
     produce_vectors(args, memory, shared, rank);
   } else if (PREPARES && warp == 3) {
     prepare(args, shared, rank);
+  } else if constexpr (IN_PLACE) {
+    if (threadIdx.x % WARP_SIZE == 0) serve_slabs(args, maps, shared, rank, warp - 2);
   } else if constexpr (TILE_LOADS > 0) {
     produce_slabs(args, memory, shared, rank, warp - 2);
   }
@@ -238,7 +226,7 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   const int steps = steps_of(args);
   const int team = group / TEAM_GROUPS;
   const int first_row = group % TEAM_GROUPS * GROUP_M;
-  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + threadIdx.x / WARP_SIZE * STAGING_BYTES;
+  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + staging_of(group);
   RingPosition ring;
   if (team == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
@@ -285,7 +273,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
   if constexpr (TILE_LOADS > 0) {
 #pragma unroll
     for (int slab = 0; slab < CONSUMERS * LOAD_BUFFERS; ++slab) {
-      barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, 2 * WARP_SIZE);
+      barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, IN_PLACE ? 1 : 2 * WARP_SIZE);
       barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS);
     }
     barrier_init(shared + SLABS_START_OFFSET, 1);

@@ -5,6 +5,7 @@
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, some tiles ahead
 //   tile                   global -> staging areas of a group, by a warp of its own, a tile or two slabs ahead
 //   transposed             a tile or out whose contiguous axis is m: the staging area holds columns
+//   tile, IN_PLACE         by TMA; the slab of out replaces it where it lies, and TMA stores that (in_place.cuh)
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA
 //                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
@@ -26,6 +27,7 @@ constexpr int ACCUMULATORS = WIDTH / 2;               // registers of one wgmma 
 constexpr int SLABS_N = (BLOCK_N + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
 constexpr bool SLABS_FILL = BLOCK_N % SLAB_COLUMNS == 0;  // else the last slab ends with 8 columns that are not the tile's
 constexpr int SLABS = SUBTILES * SLABS_N;
+constexpr bool IN_PLACE = IN_PLACE_LOAD >= 0;  // out lies where this tile operand was
 
 // Rows that threads copy are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
 // Those of single bytes are 16 longer, because every row begins on a 16-byte boundary.
@@ -39,6 +41,7 @@ constexpr int staged_pitch() {
 // lengths (48, 80, ...) spread the 8 rows over the banks well enough.
 constexpr int BOX_BYTES = SLAB_COLUMNS * 2;
 constexpr int BOX_CHUNKS = BOX_BYTES == 32 || BOX_BYTES == 64 || BOX_BYTES == 128 ? BOX_BYTES / 16 : 1;
+constexpr int BOX_ROWS = IN_PLACE ? GROUP_WGMMA_ROWS : WARP_ROWS;  // of a group's slab, or a warp's part of it
 
 // Offset of 8 elements that begin at `column`, a multiple of 8.
 __device__ __forceinline__ int box_offset(int row, int column) {
@@ -47,11 +50,11 @@ __device__ __forceinline__ int box_offset(int row, int column) {
 }
 
 // The kernel's second argument. Of rhs, those of all parts' first columns and, with two pieces, those of the others;
-// `outs` holds maps of the outputs that TMA stores only.
+// `outs` holds maps of the outputs that TMA stores only and, with IN_PLACE, behind them that of the tile operand.
 struct Maps {
   TensorMap lhs;
   TensorMap rhs[RHS_PIECES * PARTS];
-  TensorMap outs[OUTS];
+  TensorMap outs[OUTS + IN_PLACE];
 };
 
 // With SWAPPED the kernel's rows are the columns of the output: what the arguments call [m, n] it sees as [n, m].
@@ -321,6 +324,23 @@ using UnitOperands = float2[2][2][LOADS + 1];
 // Whether columns from `column` on are a tile's: of the last unit those of the second fragment may not be.
 __device__ __forceinline__ constexpr bool is_in_tile(int column) { return SLABS_FILL || column < BLOCK_N; }
 
+// Two neighbours of a warp's slab of a tile operand, from `lane_column` of the fragment at `column` on.
+template <typename Access>
+__device__ __forceinline__ float2 read_staged(const unsigned char* staging, int row, int column, int lane_column,
+                                              int buffer) {
+  using T = typename Access::Type;
+  const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
+  const T* first = staged + buffer * Staged<Access>::ELEMENTS + Staged<Access>::offset(row, column + lane_column);
+  if constexpr (IN_PLACE) {
+    const int offset = buffer * BOX_ROWS * BOX_BYTES + box_offset(row, column);
+    first = reinterpret_cast<const T*>(staging + offset) + lane_column;
+  } else if constexpr (Access::TRANSPOSED) {
+    return make_float2(to_float(first[0]), to_float(first[Staged<Access>::PITCH]));
+  }
+  const auto pair = load_packed<Packed<T, 2>>(first);
+  return make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
+}
+
 // Operands of the unit whose first column, counted from the group's tile, is `first_column` and from the slab `column`.
 __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsigned char* vectors,
                                               const unsigned char* staging, int first_row, int first_column,
@@ -331,7 +351,6 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
     constexpr int INDEX = decltype(index)::value;
     using Access = Load<INDEX>;
     const float* vector = reinterpret_cast<const float*>(vectors + Access::OFFSET);
-    const auto* staged = reinterpret_cast<const typename Access::Type*>(staging + Access::OFFSET);
 #pragma unroll
     for (int fragment = 0; fragment < 2; ++fragment) {
       if (!is_in_tile(first_column + fragment * FRAGMENT_COLUMNS)) continue;
@@ -341,14 +360,7 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
         const int row = half * 8 + lane_row;
         const int fragment_column = fragment * FRAGMENT_COLUMNS + lane_column;
         if constexpr (Access::KIND == Kind::tile) {
-          const auto* first =
-              staged + buffer * Staged<Access>::ELEMENTS + Staged<Access>::offset(row, column + fragment_column);
-          if constexpr (Access::TRANSPOSED) {
-            operand = make_float2(to_float(first[0]), to_float(first[Staged<Access>::PITCH]));
-          } else {
-            const auto pair = load_packed<Packed<typename Access::Type, 2>>(first);
-            operand = make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
-          }
+          operand = read_staged<Access>(staging, row, column + fragment * FRAGMENT_COLUMNS, lane_column, buffer);
         } else if constexpr (Access::KIND == Kind::row) {
           operand = *reinterpret_cast<const float2*>(vector + first_column + fragment_column);
         } else {
@@ -418,11 +430,12 @@ __device__ __forceinline__ void run_unit(const float (&acc)[ACCUMULATORS], const
     }
     apply_to_pair(pairs, operands[i / 2][i % 2], results[i / 2][i % 2]);
   }
+  if constexpr (IN_PLACE) __syncwarp();  // all lanes have read what is overwritten
   static_for<0, OUTS>([&](auto index) {
     constexpr int INDEX = decltype(index)::value;
     const float2 pairs[2][2] = {{results[0][0][INDEX], results[0][1][INDEX]},
                                 {results[1][0][INDEX], results[1][1][INDEX]}};
-    const int offset = Out<INDEX>::OFFSET + (Out<INDEX>::TMA_STORED ? buffer * WARP_ROWS * BOX_BYTES : 0);
+    const int offset = Out<INDEX>::OFFSET + (Out<INDEX>::TMA_STORED ? buffer * BOX_ROWS * BOX_BYTES : 0);
     stage_unit<Out<INDEX>>(staging + offset, column, pairs);
   });
 }
@@ -438,7 +451,7 @@ struct EpilogueMemory {
 // The slab's tile operands have come, and the staging buffer of its outputs is free.
 __device__ __forceinline__ void await_slab(const EpilogueMemory& memory, int count, int index, bool leader) {
   if constexpr (TILE_LOADS > 0) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
-  if constexpr (TMA_STORED_OUTS > 0) {
+  if constexpr (TMA_STORED_OUTS > 0 && !IN_PLACE) {
     // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
     const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
     if (leader && follows) store_wait<1>();
@@ -480,6 +493,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     if constexpr (TMA_STORED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
     if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty + index % LOAD_BUFFERS * 8);
+    if constexpr (IN_PLACE) continue;
     const Slab slab(args, tile, index, warp);
     if constexpr (TMA_STORED_OUTS < OUTS) store_slab(memory.staging, args, slab);
     if constexpr (TMA_STORED_OUTS > 0) store_boxes(memory.staging, args, maps, slab, buffer);

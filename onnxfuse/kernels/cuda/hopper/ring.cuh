@@ -149,6 +149,22 @@ struct TileScheduler {
   }
 };
 
+// What a consumer group computes of a block's tile.
+__device__ __forceinline__ OutTile group_tile(OutTile tile, int group) {
+  if constexpr (APART) {
+    tile.column += group * BLOCK_N;
+  } else {
+    tile.row += group % TEAM_GROUPS * GROUP_M;
+  }
+  return tile;
+}
+
+// Numbers of the first tile of a group and between its tiles.
+__device__ __forceinline__ int first_number(const TileScheduler& scheduler, int group) {
+  return scheduler.first + group / TEAM_GROUPS * scheduler.clusters;
+}
+__device__ __forceinline__ int next_number(const TileScheduler& scheduler) { return TEAMS * scheduler.clusters; }
+
 // Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k.
 __device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return (args.k - 1) / (BLOCK_K * SPLITS) + 1; }
 
