@@ -67,7 +67,7 @@ def moving(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amoun
     return moving_factors(spec, problem, device, passes) + moving_rows(spec, problem, device)
 
 
-def beside_memory(busy: Amount, moving: Amount, power: float) -> Amount:
+def beside_memory(busy: Amount, moving: Amount, power: Amount) -> Amount:
     """Microseconds of work and of what memory delivers, which hide each other in part: the norm of that power."""
     both: Amount = (busy**power + moving**power) ** (1 / power)
     return both

@@ -75,6 +75,8 @@ SHARED_LHS = (
 NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
+READ_BESIDE = 40  # columns that a wgmma would multiply while it reads lhs
+FEW_TILES = 16  # of rows of lhs that comes in boxes, up to which zeros matter
 FEW_ROWS_POWER = 2.5  # of the norm that joins work and memory where lhs comes in boxes: less of it is zeros, more hides
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
@@ -162,7 +164,7 @@ class Hopper(ProductFamily):
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
         epilogue = epilogue_time(tile, spec, device)
         busy = in_turns(tile, waves, main_loop, epilogue)
-        together = joined(tile, busy, cost_model.moving(spec, problem, device), known)
+        together = joined(tile, busy, cost_model.moving(spec, problem, device), problem, known)
         exchanging = exchange_time(tile, spec, problem, device)
         sharing = known.hopper_cluster * (tile.cluster > tile.splits)
         return np.where(too_many, np.inf, known.launches[self.name] + together + exchanging + sharing)
@@ -215,9 +217,10 @@ def in_turns(tile: HopperTile, waves: Amount, main_loop: Amount, epilogue: Amoun
     return (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
 
 
-def joined(tile: HopperTile, busy: Amount, moving: Amount, known: Calibration) -> Amount:
+def joined(tile: HopperTile, busy: Amount, moving: Amount, problem: Problem, known: Calibration) -> Amount:
     """Microseconds of a multiprocessor's work and of memory's; what multiplies, and no more, meets the chip's power."""
-    both = cost_model.beside_memory(busy, moving, FEW_ROWS_POWER if tile.lhs_rows else 2.0)
+    few = (problem.m <= FEW_TILES * tile.block_m) if tile.lhs_rows else False
+    both = cost_model.beside_memory(busy, moving, np.where(few, FEW_ROWS_POWER, 2.0))
     return both * (1 + known.hopper_long * (busy / both) ** 2 * np.minimum(both, LONGEST))
 
 
@@ -234,11 +237,21 @@ def _main_loop(
     behind = np.where(begins_at_any_row(spec) & (problem.m >= tile.block_m), 0, -problem.m % _box(tile))
     zeros = known.hopper_zero_row * behind * share
     beside = math.hypot(
-        products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
+        tile.block_m * multiplied_columns(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
         known.round_trip["hopper"] * block_k(spec) / reads.depth,
         known.hopper_step,
     )
     return steps * ((1 - ragged) * np.hypot(beside, loading) + ragged * np.hypot(beside, loading + zeros))
+
+
+def multiplied_columns(tile: HopperTile, spec: KernelSpec) -> float:
+    """Columns of all parts, those of a narrow wgmma counted as what it takes: it reads 64 rows of lhs as any other does.
+
+    Of k that fits 32 bytes shared memory hands out 64 rows of lhs in 16 cycles and as many of rhs too; the tensor cores
+    multiply 64 by 32 of them in that time.
+    """
+    widths = [spec.parts * piece.columns for piece in rhs_pieces(spec, tile)]
+    return sum(max(width, width / 2 + READ_BESIDE) for width in widths)
 
 
 def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

@@ -90,7 +90,7 @@ class HopperSwapped(ProductFamily):
         epilogue = epilogue_time(tile.swapped, swapped(spec), device)
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill["hopper"]
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
-        both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), known)
+        both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), problem, known)
         both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
         sharing = tile.cluster > tile.splits
         both *= 1 + known.hopper_clusters_in_turn * (sharing & (waves >= MANY_WAVES))
