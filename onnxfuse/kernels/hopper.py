@@ -22,6 +22,7 @@ from onnxfuse.schedule.hopper_tile import (
     block_k,
     footprint,
     in_place_load,
+    is_served,
     rhs_pieces,
     tma_stored,
 )
@@ -160,6 +161,7 @@ def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> 
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
+        "SERVED": int(isinstance(tile, HopperTile) and is_served(spec, tile)),
         "IN_PLACE_LOAD": -1 if in_place is None else in_place,
         "HALVED_LOADS": halved_loads(spec),
         "OUTS": len(spec.outs),

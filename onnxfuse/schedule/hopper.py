@@ -24,6 +24,7 @@ from onnxfuse.schedule.hopper_tile import (
     begins_at_any_row,
     block_k,
     in_place_load,
+    is_served,
     rhs_pieces,
     tma_stored,
 )
@@ -121,8 +122,9 @@ class Hopper(ProductFamily):
         own = replace(tile, block_n=columns, group_rows=group_rows)
         in_place = in_place_load(spec, own) is not None
         ahead = in_place or (shallow and all(load.kind != "tile" for load in spec.loads))
-        whole = in_place and k <= known.hopper_whole_slabs_depth
-        own = replace(own, operands_ahead=tile.groups == 2 and ahead, whole_slabs=whole)
+        whole = replace(own, whole_slabs=True)
+        own = whole if is_served(spec, whole) and k <= _whole_slabs_depth(spec, in_place, known) else own
+        own = replace(own, operands_ahead=tile.groups == 2 and ahead)
         return Candidate(self, own, known.pace["hopper"][_schedule(tile)])
 
     def why_not(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> str | None:
@@ -176,6 +178,11 @@ class Hopper(ProductFamily):
     def alike(self, tile: HopperTile) -> HopperTile:
         """Tiles that differ in the boxes of lhs alone."""
         return replace(tile, lhs_rows=0)
+
+
+def _whole_slabs_depth(spec: KernelSpec, in_place: bool, known: Calibration) -> int:
+    kind = "nonlinear" if any(step.op in NONLINEAR for step in spec.steps) else "linear"
+    return known.hopper_whole_slabs_depth["in place" if in_place else kind]
 
 
 def early_depth(layout: HopperFootprint, depth: int, device: DeviceSpec) -> int:
@@ -245,7 +252,7 @@ def _main_loop(
 
 
 def multiplied_columns(tile: HopperTile, spec: KernelSpec) -> float:
-    """Columns of all parts, those of a narrow wgmma counted as what it takes: it reads 64 rows of lhs as any other does.
+    """Columns of all parts, those of a narrow wgmma counted as what it takes: it reads as much of lhs as any other.
 
     Of k that fits 32 bytes shared memory hands out 64 rows of lhs in 16 cycles and as many of rhs too; the tensor cores
     multiply 64 by 32 of them in that time.

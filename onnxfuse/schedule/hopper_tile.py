@@ -36,7 +36,8 @@ MAX_WIDTH = 256  # columns of one wgmma
 WIDEST_AT_ONCE = {2: 256, 3: 192, 4: 256}  # columns of one wgmma, by groups: of 128 registers it may name 96 sums
 MAX_ACCUMULATORS = {2: 192, 3: 112, 4: 64}  # fp32 registers of one thread, of 232, 160 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32  # of a tile operand's pairs and addresses; tests forbid that ptxas spills
-WHOLE_SLABS_STAGES = 3  # that are enough where all slabs of an operand are wanted
+WHOLE_SLABS_STAGES = 3  # that are enough where all slabs are wanted
+SERVED_BUFFERS = 4  # of an output that no operand's place is for
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
 SWIZZLE_ROWS = 8  # a period of the swizzle: a box begins on one
 ATOM = 64  # elements of the widest swizzle's span, of 16-bit elements with m or n contiguous
@@ -63,7 +64,8 @@ class HopperTile:
         pingpong: each half of the consumer groups owns every other tile; otherwise all share each tile.
         cluster_m: 2 where two blocks with neighbouring rows share what they load of rhs, else 1.
         cluster_n: 2 where two blocks with neighbouring columns share what they load of lhs, else 1.
-        whole_slabs: room for all slabs of a tile operand matters more than stages: faster where k is short.
+        whole_slabs: room for all slabs of a tile operand, or four of an output, which producers store, matters more
+            than stages: faster where k is short.
         operands_ahead: the epilogue reads operands before it needs them: faster where it outlasts the main loop.
         group_rows: row tiles that run together, for reuse in L2.
         stages: depth of the ring; 0 for as many as fit.
@@ -93,8 +95,8 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """Threads of one block: those of the consumer groups and four producer warps, or two with four groups."""
-        return 128 * self.groups + (64 if self.groups == 4 else 128)
+        """Threads of one block: those of the consumer groups and four producer warps, of which two may serve slabs."""
+        return 128 * self.groups + (64 if self.groups == 4 and not self.whole_slabs else 128)
 
     @property
     def group_m(self) -> int:
@@ -124,7 +126,8 @@ class HopperFootprint:
         out_offsets: of each output in the warp's staging area.
         out_buffers: slabs of one output stored by TMA that can be in flight at once, that being computed
             included.
-        load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; 0 without one.
+        load_buffers: slabs of one tile operand that are there at once: all of the tile's, or two; or those of an output
+            that producers store; else 0.
         groups: consumer groups.
         splits: blocks that share a tile along k.
         sums: what the other ones send of this block's share of them.
@@ -241,6 +244,14 @@ def in_place_load(spec: KernelSpec, tile: HopperTile) -> int | None:
     return tiles[0] if in_boxes else None
 
 
+def is_served(spec: KernelSpec, tile: HopperTile) -> bool:
+    """Whether producer warps store the slabs of the only output, and hand its buffers to the consumers."""
+    if in_place_load(spec, tile) is not None:
+        return True
+    alone = len(spec.outs) == tile.splits == 1 and not _tile_loads(spec)
+    return tile.whole_slabs and alone and _in_boxes(spec.outs[0])
+
+
 def _in_boxes(access: Access) -> bool:
     return tma_stored(access) and not access.two_levels
 
@@ -254,7 +265,7 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     whose staging areas the output lies.
     """
     in_place = in_place_load(spec, tile)
-    rows = SLAB_ROWS if in_place is None else FRAGMENT_ROWS
+    rows = FRAGMENT_ROWS if is_served(spec, tile) else SLAB_ROWS
     columns = footprint(spec, tile, shared_limit).slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
     lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box(spec, tile))
@@ -347,8 +358,9 @@ def _layout(
     in_place: bool,
 ) -> HopperFootprint:  # fmt: skip
     slabs = tile.group_m // FRAGMENT_ROWS * (_in_units(tile.block_n) // columns)
-    load_buffers = (slabs if whole else min(slabs, 2)) if any(load.kind == "tile" for load in spec.loads) else 0
-    buffers = load_buffers if in_place else buffers
+    served = is_served(spec, tile)
+    load_buffers = (slabs if whole else min(slabs, 2)) if _tile_loads(spec) else min(slabs, SERVED_BUFFERS) * served
+    buffers = load_buffers if served else buffers
     loads, outs, staging, vectors = [], [0] * len(spec.outs), 0, TILE_BYTES
     # Boxes first: they need the alignment of the swizzle.
     for index, out in sorted(enumerate(spec.outs), key=lambda entry: not tma_stored(entry[1])):

@@ -23,6 +23,7 @@ from tests.helpers.hopper_cases import (
     batch_runs_cases,
     cases,
     masked_cases,
+    served_cases,
     small_m_cases,
     split_cases,
     tall_cases,
@@ -45,7 +46,7 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 SPLIT = list(split_cases())
 SMALL_M_CASES = list(small_m_cases())
 CASES = [*cases(), *walked_cases(), *tall_cases(), *masked_cases(), *batch_runs_cases(), *SPLIT, *SMALL_M_CASES]
-CASES += three_groups_cases()
+CASES += [*three_groups_cases(), *served_cases()]
 RUNS = 20
 # Enough tiles for every block to walk over many, and for the ring and the turns to go round.
 LARGE_SIZE = Size(2100, 2568, 584)
@@ -61,6 +62,8 @@ LARGE_TILES = (
     (1, HopperTile(192, 192, False, groups=3)),
     (2, HopperTile(128, 64, False, splits=2)),
     (1, HopperTile(128, 160, False, splits=4)),
+    (1, HopperTile(128, 128, True, groups=4, whole_slabs=True)),
+    (2, HopperTile(192, 64, False, groups=3, whole_slabs=True)),
 )
 LARGE = [
     HopperCase(

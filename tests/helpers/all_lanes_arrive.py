@@ -18,8 +18,8 @@ from onnxfuse.runtime.compile import CompiledImage, compile_source
 ARRIVALS = {
     "// ---- hopper/block.cuh": (
         (
-            "if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty",
-            "if (TILE_LOADS > 0) barrier_arrive(memory.slabs_empty",
+            "if (HAS_SLABS && leader) barrier_arrive(memory.slabs_empty",
+            "if (HAS_SLABS) barrier_arrive(memory.slabs_empty",
         ),
         ("SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS)", "SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS * WARP_SIZE)"),
     ),

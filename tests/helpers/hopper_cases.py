@@ -9,7 +9,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.schedule.hopper import HOPPER
-from onnxfuse.schedule.hopper_tile import HopperTile, why_not
+from onnxfuse.schedule.hopper_tile import HopperTile, is_served, why_not
 from onnxfuse.schedule.kernel_family import Launch
 from onnxfuse.schedule.kernel_spec import Tile
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
@@ -217,6 +217,27 @@ def three_groups_cases() -> Iterator[HopperCase]:
     for cluster in ((2, 1), (1, 2)):  # two pieces of rhs of which each block has a half
         spec, tile = make_spec("f16", 2, "nk", PORTABLE, sizes[0]), tile_of((192, 224, False), 2, cluster, False, 3)
         yield HopperCase(f"three-pieces-{tile}".replace(" ", "-"), spec, tile, sizes)
+
+
+def served_cases() -> Iterator[HopperCase]:
+    """Outputs whose slabs producers store, with and without an operand whose place they take; all slabs, or two."""
+    sizes = (
+        Size(300, 328, 72, batch=2, broadcast_tiles=True), Size(1, 8, 8), Size(129, 72, 200, batch=3, pad=8),
+        Size(640, 264, 136), Size(64, 1288, 64), Size(513, 96, 640),
+    )  # fmt: skip
+    shapes = ((128, 128, True, 2), (128, 160, True, 2), (64, 160, True, 2), (128, 256, False, 2), (128, 96, False, 2),
+              (192, 160, False, 3), (192, 64, False, 3), (128, 128, True, 4), (256, 64, False, 4))  # fmt: skip
+    turn = 0
+    for *shape, groups in shapes:
+        for parts in (1, 2):
+            for kind in ("plain", "residual"):
+                turn += 1
+                order, math = ("nk", "kn")[turn // 2 % 2], ("f16", "bf16")[turn // 4 % 2]
+                spec = make_spec(math, parts, order, PORTABLE, sizes[0], kind)
+                tile = replace(tile_of((*shape,), parts, (1, 1), turn % 3 == 0, groups), whole_slabs=turn % 4 > 0)
+                if why_not(spec, tile, DEVICE.shared_bytes) is None and is_served(spec, tile):
+                    name = f"served-{math}-{order}-{parts}x-{tile}-{kind}-{turn}"
+                    yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
 # Masks of every kind and width, in rows, down columns and in runs of heads.

@@ -75,6 +75,7 @@ class Size:
     batch: int = 1
     pad: int = 0
     broadcast_rhs: bool = True  # one rhs for the whole batch, as a Linear's weight
+    broadcast_tiles: bool = False  # one tile operand for the whole batch
     transposed: bool = False  # tile operands and outputs lie with m contiguous; only for single-element accesses
     m_run: int = 1
     n_run: int = 1
@@ -385,7 +386,7 @@ def make_operand(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
         return _filled(rng, load.dtype, _laid(load.dtype, size, _layout(load)))
     rows = size.m if load.kind in ("column", "tile") else 1
     columns = size.n if load.kind in ("row", "tile") else 1
-    batch = size.batch if load.kind == "tile" else 1
+    batch = size.batch if load.kind == "tile" and not size.broadcast_tiles else 1
     if size.transposed and load.kind == "tile":
         return _transposed(_buffer(rng, load.dtype, (batch, columns, rows), size.pad, 1.0)[0])
     buffer = _buffer(rng, load.dtype, (batch, rows, columns), size.pad, 1.0)[0]

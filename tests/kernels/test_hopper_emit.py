@@ -12,7 +12,16 @@ from onnxfuse.ir.fusion import Step
 from onnxfuse.kernels.hopper import emit
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.schedule.hopper_tile import ATOM, GROUP_WARPS, HopperTile, footprint, map_rules, rhs_pieces, why_not
+from onnxfuse.schedule.hopper_tile import (
+    ATOM,
+    GROUP_WARPS,
+    HopperTile,
+    footprint,
+    is_served,
+    map_rules,
+    rhs_pieces,
+    why_not,
+)
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from tests.helpers.hopper_cases import (
     DEVICE,
@@ -21,6 +30,7 @@ from tests.helpers.hopper_cases import (
     batch_runs_cases,
     cases,
     masked_cases,
+    served_cases,
     small_m_cases,
     split_cases,
     tall_cases,
@@ -39,6 +49,7 @@ SPLIT = list(split_cases())
 SMALL_M_CASES = list(small_m_cases())
 BATCH_RUNS = list(batch_runs_cases())
 THREE_GROUPS = list(three_groups_cases())
+SERVED = list(served_cases())
 SAMPLE = [
     *CASES[:: max(len(CASES) // 16, 1)],
     *WALKED[::8],
@@ -48,6 +59,7 @@ SAMPLE = [
     *SMALL_M_CASES[::2],
     *BATCH_RUNS[::3],
     *THREE_GROUPS[::3],
+    *SERVED[::2],
 ]
 ALIGNED = Size(504, 136, 248)
 
@@ -67,7 +79,7 @@ def test_sample_needs_no_local_memory_and_stays_asynchronous(taken: Taken) -> No
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS, *THREE_GROUPS],
+    [*CASES, *WALKED, *TALL, *MASKED, *SPLIT, *SMALL_M_CASES, *BATCH_RUNS, *THREE_GROUPS, *SERVED],
     ids=lambda case: case.name,
 )
 def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
@@ -88,15 +100,17 @@ def test_layout_fits_and_boxes_fill_a_stage(case: HopperCase) -> None:
     assert len(outs) == len(case.spec.outs)
     assert len(loads) == layout.in_place
     assert 1 + len(rhs) + len(outs) + len(loads) <= MAX_MAPS
+    if is_served(case.spec, case.tile):
+        (out,) = outs
+        columns = out.box_inner
+        assert out.box_outer * columns * 2 * layout.load_buffers == GROUP_WARPS * layout.staging
+        slabs = case.tile.group_m // out.box_outer * case.tile.block_n // columns
+        assert layout.load_buffers > 1 or slabs == 1, "a slab is loaded when the one behind it is stored"
+        assert not layout.in_place or layout.load_buffers + layout.refills == slabs
     for load in loads:
         (out,) = outs
         assert (load.box_inner, load.box_outer, load.swizzle) == (out.box_inner, out.box_outer, out.swizzle)
         assert case.spec.loads[load.index].kind == "tile"
-        columns = out.box_inner
-        assert out.box_outer * columns * 2 * layout.load_buffers == GROUP_WARPS * layout.staging
-        slabs = case.tile.group_m // out.box_outer * case.tile.block_n // columns
-        assert layout.load_buffers + layout.refills == slabs
-        assert layout.load_buffers > 1 or slabs == 1, "a slab is loaded when the one behind it is stored"
     assert sum(piece.columns for piece in pieces) == case.tile.block_n
     size = case.spec.dtype.bytes
     rows = ATOM if lhs.rows_contiguous else case.tile.lhs_rows or case.tile.block_m // case.tile.cluster_n

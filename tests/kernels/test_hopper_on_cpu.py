@@ -26,6 +26,7 @@ from tests.helpers.hopper_cases import (
     HopperCase,
     batch_runs_cases,
     cases,
+    served_cases,
     small_m_cases,
     split_cases,
     three_groups_cases,
@@ -153,7 +154,7 @@ STAGED = next(case for case in cases() if any(load.kind == "tile" for load in ca
 MERGED = next(case for case in SPLIT if case.sizes[0].k_run and case.tile.splits == 4)
 SHARED = [next(case for case in cases() if getattr(case.tile, shared) == 2) for shared in ("cluster_m", "cluster_n")]
 SAMPLE = [*SHARED, *list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
-SAMPLE += list(three_groups_cases())[::6]
+SAMPLE += [*list(three_groups_cases())[::6], *list(served_cases())[::3]]
 PIECES = [case for case in three_groups_cases() if case.name.startswith("three-pieces")]
 
 

@@ -42,6 +42,7 @@ class Calibration:
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
             operand, of one whose place the output takes (`in place`; more with a bank `conflict`), each that is
             `copied` out by threads; and of a tile each `refill` of a slab.
+        hopper_whole_slabs_depth: of outputs `in place` of an operand, and of `nonlinear` or only `linear` steps.
         hopper_clustered: by blocks of a cluster.
         hopper_enough_products: by warp groups of a tile.
         hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
@@ -111,7 +112,7 @@ class Calibration:
     hopper_enough_products: Mapping[str, int]
     hopper_enough_stages: int
     hopper_ahead_depth: int
-    hopper_whole_slabs_depth: int
+    hopper_whole_slabs_depth: Mapping[str, int]
     hopper_most_stages: int
     hopper_widest_slab: int
     hopper_shortest_run: int

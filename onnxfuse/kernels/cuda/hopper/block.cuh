@@ -2,7 +2,7 @@
 // stage_bytes() and run_main_loop().
 #pragma once
 #include "hopper/ring.cuh"
-#include "hopper/in_place.cuh"
+#include "hopper/slabs.cuh"
 
 namespace onnxfuse {
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
       barrier_arrive_expect(full, bytes);
       load_stage(shared + ring.stage * STAGE_BYTES, full, args, maps, tile, (first_step + step) * BLOCK_K, rank);
-      if (TILE_LOADS > 0 && step == filled && number == scheduler.first) barrier_arrive(shared + SLABS_START_OFFSET);
+      if (HAS_SLABS && step == filled && number == scheduler.first) barrier_arrive(shared + SLABS_START_OFFSET);
       ring.next();
     }
   }
@@ -107,8 +107,8 @@ __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps&
     produce_vectors(args, memory, shared, rank);
   } else if (PREPARES && warp == 3) {
     prepare(args, shared, rank);
-  } else if constexpr (IN_PLACE) {
-    if (threadIdx.x % WARP_SIZE == 0) serve_slabs(args, maps, shared, rank, warp - 2);
+  } else if constexpr (SERVED) {
+    if (threadIdx.x % WARP_SIZE == 0) serve_slabs(args, maps, shared, rank, first_served(warp - 2));
   } else if constexpr (TILE_LOADS > 0) {
     produce_slabs(args, memory, shared, rank, warp - 2);
   }
@@ -270,10 +270,10 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
     barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, WARP_SIZE);
     barrier_init(shared + VECTORS_EMPTY_OFFSET + buffer * 8, TILE_WARPS * WARP_SIZE);
   }
-  if constexpr (TILE_LOADS > 0) {
+  if constexpr (HAS_SLABS) {
 #pragma unroll
     for (int slab = 0; slab < CONSUMERS * LOAD_BUFFERS; ++slab) {
-      barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, IN_PLACE ? 1 : 2 * WARP_SIZE);
+      barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, SERVED ? 1 : 2 * WARP_SIZE);
       barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS);
     }
     barrier_init(shared + SLABS_START_OFFSET, 1);

@@ -5,7 +5,7 @@
 //   scalar, row, column    global -> fp32 vector in shared memory, by a warp of its own, some tiles ahead
 //   tile                   global -> staging areas of a group, by a warp of its own, a tile or two slabs ahead
 //   transposed             a tile or out whose contiguous axis is m: the staging area holds columns
-//   tile, IN_PLACE         by TMA; the slab of out replaces it where it lies, and TMA stores that (in_place.cuh)
+//   tile, IN_PLACE         by TMA; the slab of out replaces it where it lies, and TMA stores that (slabs.cuh)
 //   out                    registers -> staging area -> global, by TMA while the next slab is computed; where TMA
 //                          cannot address the tensor, by this warp, as wide as the tensor allows
 #pragma once
@@ -27,7 +27,8 @@ constexpr int ACCUMULATORS = WIDTH / 2;               // registers of one wgmma 
 constexpr int SLABS_N = (BLOCK_N + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
 constexpr bool SLABS_FILL = BLOCK_N % SLAB_COLUMNS == 0;  // else the last slab ends with 8 columns that are not the tile's
 constexpr int SLABS = SUBTILES * SLABS_N;
-constexpr bool IN_PLACE = IN_PLACE_LOAD >= 0;  // out lies where this tile operand was
+constexpr bool IN_PLACE = IN_PLACE_LOAD >= 0;       // out lies where this tile operand was
+constexpr bool HAS_SLABS = TILE_LOADS > 0 || SERVED;  // producer warps hand buffers to the consumers
 
 // Rows that threads copy are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
 // Those of single bytes are 16 longer, because every row begins on a 16-byte boundary.
@@ -41,7 +42,7 @@ constexpr int staged_pitch() {
 // lengths (48, 80, ...) spread the 8 rows over the banks well enough.
 constexpr int BOX_BYTES = SLAB_COLUMNS * 2;
 constexpr int BOX_CHUNKS = BOX_BYTES == 32 || BOX_BYTES == 64 || BOX_BYTES == 128 ? BOX_BYTES / 16 : 1;
-constexpr int BOX_ROWS = IN_PLACE ? GROUP_WGMMA_ROWS : WARP_ROWS;  // of a group's slab, or a warp's part of it
+constexpr int BOX_ROWS = SERVED ? GROUP_WGMMA_ROWS : WARP_ROWS;  // of a group's slab, or a warp's part of it
 
 // Offset of 8 elements that begin at `column`, a multiple of 8.
 __device__ __forceinline__ int box_offset(int row, int column) {
@@ -450,8 +451,8 @@ struct EpilogueMemory {
 
 // The slab's tile operands have come, and the staging buffer of its outputs is free.
 __device__ __forceinline__ void await_slab(const EpilogueMemory& memory, int count, int index, bool leader) {
-  if constexpr (TILE_LOADS > 0) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
-  if constexpr (TMA_STORED_OUTS > 0 && !IN_PLACE) {
+  if constexpr (HAS_SLABS) barrier_wait(memory.slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
+  if constexpr (TMA_STORED_OUTS > 0 && !SERVED) {
     // The buffer's last store was OUT_BUFFERS slabs ago, or fewer where tiles have an odd number of them.
     const bool follows = OUT_BUFFERS == 2 && (index > 0 || SLABS % 2 == 0);
     if (leader && follows) store_wait<1>();
@@ -472,7 +473,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     const int subtile = index / SLABS_N;
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
     const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
-    const int buffer = index % OUT_BUFFERS;
+    const int buffer = index % (SERVED ? LOAD_BUFFERS : OUT_BUFFERS);
     await_slab(memory, count, index, leader);
     // With OPERANDS_AHEAD, a unit's operands are read before the last one's results are written; the compiler would not
     // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
@@ -492,8 +493,8 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     }
     if constexpr (TMA_STORED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
-    if (TILE_LOADS > 0 && leader) barrier_arrive(memory.slabs_empty + index % LOAD_BUFFERS * 8);
-    if constexpr (IN_PLACE) continue;
+    if (HAS_SLABS && leader) barrier_arrive(memory.slabs_empty + index % LOAD_BUFFERS * 8);
+    if constexpr (SERVED) continue;
     const Slab slab(args, tile, index, warp);
     if constexpr (TMA_STORED_OUTS < OUTS) store_slab(memory.staging, args, slab);
     if constexpr (TMA_STORED_OUTS > 0) store_boxes(memory.staging, args, maps, slab, buffer);

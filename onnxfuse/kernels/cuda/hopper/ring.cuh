@@ -35,12 +35,12 @@ constexpr int VECTORS_FULL_OFFSET = EMPTY_OFFSET + STAGES * 8;
 constexpr int VECTORS_EMPTY_OFFSET = VECTORS_FULL_OFFSET + VECTOR_BUFFERS * 8;
 
 // Tile operands, slab by slab: those of group 0, then those of group 1. The first wait until the ring is on its way.
-constexpr int GROUP_SLABS_BYTES = TILE_LOADS > 0 ? LOAD_BUFFERS * 8 : 0;
+constexpr int GROUP_SLABS_BYTES = HAS_SLABS ? LOAD_BUFFERS * 8 : 0;
 constexpr int SLABS_FULL_OFFSET = VECTORS_EMPTY_OFFSET + VECTOR_BUFFERS * 8;
 constexpr int SLABS_EMPTY_OFFSET = SLABS_FULL_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
 constexpr int SLABS_START_OFFSET = SLABS_EMPTY_OFFSET + CONSUMERS * GROUP_SLABS_BYTES;
 
-constexpr int SUMS_FULL_OFFSET = SLABS_START_OFFSET + (TILE_LOADS > 0 ? 8 : 0);
+constexpr int SUMS_FULL_OFFSET = SLABS_START_OFFSET + (HAS_SLABS ? 8 : 0);
 constexpr int SUMS_READ_OFFSET = SUMS_FULL_OFFSET + (SPLITS > 1 ? 8 : 0);
 
 // Who reads a stage arrives at `empty`, once a warp: one group or both, in every block that any of it is sent to.

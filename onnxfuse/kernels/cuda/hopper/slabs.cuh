@@ -1,5 +1,6 @@
-// Tile operand and output in the same staging areas, where a kernel has one of each, both of 16 bits and in boxes: half
-// the memory, so that all slabs of a tile are there before its epilogue begins, and no consumer waits for a store.
+// Slabs that producers store, of a kernel's only output, of 16 bits and in boxes: no consumer waits for a store. If there
+// is one tile operand, of 16 bits and in boxes too, its slabs lie where those of the output will: half the memory, so that
+// all of a tile's are there before its epilogue begins.
 //
 //   one thread of    load ---- full: TMA's bytes ----------------- empty: store, and once TMA has read it, load what the
 //   a producer warp    |             |                             |        group computes next in this buffer
@@ -15,15 +16,14 @@ namespace onnxfuse {
 constexpr int SLAB_BYTES = BOX_ROWS * BOX_BYTES;
 constexpr int GROUP_WARPS = WARP_GROUP / WARP_SIZE;
 
-static_assert(!IN_PLACE || (TILE_LOADS == 1 && OUTS == 1 && SPLITS == 1), "one operand, whose place the output takes");
-static_assert(!IN_PLACE || LOAD_BUFFERS > 1 || SLABS == 1, "a slab is loaded when the next one is stored");
-static_assert(!IN_PLACE || CONSUMERS < 4, "two warps serve all groups");
-static_assert(!IN_PLACE || STAGING_BYTES * GROUP_WARPS == LOAD_BUFFERS * SLAB_BYTES, "footprint and kernel agree");
+static_assert(!SERVED || (TILE_LOADS == IN_PLACE && OUTS == 1 && SPLITS == 1), "one operand, whose place the output takes");
+static_assert(!SERVED || LOAD_BUFFERS > 1 || SLABS == 1, "a slab is loaded when the next one is stored");
+static_assert(!SERVED || STAGING_BYTES * GROUP_WARPS == LOAD_BUFFERS * SLAB_BYTES, "footprint and kernel agree");
 
 // Where the staging area of this warp begins, or its rows of the group's first slab.
 __device__ __forceinline__ int staging_of(int group) {
   const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
-  return group * GROUP_WARPS * STAGING_BYTES + warp * (IN_PLACE ? WARP_ROWS * BOX_BYTES : STAGING_BYTES);
+  return group * GROUP_WARPS * STAGING_BYTES + warp * (SERVED ? WARP_ROWS * BOX_BYTES : STAGING_BYTES);
 }
 
 // One slab of a consumer group: its shared memory, its barriers and where it lies in the output.
@@ -43,6 +43,7 @@ struct GroupSlab {
   }
 
   __device__ __forceinline__ void load(const OnnxfuseArguments& args, const Maps& maps) const {
+    if constexpr (!IN_PLACE) return barrier_arrive(full);  // there is nothing to load, but room
     const bool broadcast = args.loads[IN_PLACE ? IN_PLACE_LOAD : 0].batch_stride == 0;
     barrier_arrive_expect(full, SLAB_BYTES);
     load_box(memory, maps.outs[OUTS], full, column, row, broadcast ? 0 : batch);
@@ -53,8 +54,12 @@ struct GroupSlab {
   }
 };
 
-// The slabs of the consumer groups that a producer warp serves: two warps serve two groups, or three that share each tile,
-// so that their slabs come in turn.
+// Of three groups, which share each tile, one of two producer warps serves the first and the last; of four, which are two
+// teams, each serves a team: their slabs come in turn.
+constexpr int SERVED_STEP = CONSUMERS == 4 ? 1 : 2;
+__device__ __forceinline__ int first_served(int server) { return CONSUMERS == 4 ? 2 * server : server; }
+
+// The slabs of the consumer groups that a producer warp serves.
 struct SlabServer {
   const OnnxfuseArguments& args;
   const Maps& maps;
@@ -63,7 +68,9 @@ struct SlabServer {
 
   template <typename Body>
   __device__ __forceinline__ void for_each(const OutTile& tile, int index, const Body& body) const {
-    for (int group = first_group; group < CONSUMERS; group += 2) body(GroupSlab(shared, tile, group, index));
+    for (int group = first_group; group < (CONSUMERS == 4 ? first_group + 2 : CONSUMERS); group += SERVED_STEP) {
+      body(GroupSlab(shared, tile, group, index));
+    }
   }
 
   __device__ __forceinline__ void load(const OutTile& tile, int index) const {
