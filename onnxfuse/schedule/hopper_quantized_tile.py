@@ -12,6 +12,7 @@ memory lies as `hopper_tile` says, with other stages:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
@@ -24,6 +25,7 @@ ROWS = 64  # of one wgmma: columns n of one consumer group
 STEP_ROWS = 8  # of which the N side of wgmma has any multiple
 ZERO_PITCH = 4  # bytes of a column's zero points in a stage
 STAGE_ALIGNMENT = 1024
+KEPT_SPECS = 256  # a plan asks for one again with every tile and number of rows
 SPANS = (32, 64, 128)  # bytes of TMA's swizzles
 # Fragments of two chunks, what is being converted and scales take the rest of 232 or 160 registers of a thread.
 MAX_ACCUMULATORS = {2: 160, 3: 80}
@@ -81,6 +83,7 @@ class QuantizedTile:
         return f"{self.block_m}x{self.block_n}x{self.block_k} quantized{groups}{splits}{apart}"
 
 
+@lru_cache(KEPT_SPECS)
 def swapped(spec: KernelSpec) -> KernelSpec:
     """A spec as the kernel sees it: rows of the output are columns."""
     return replace(spec, loads=tuple(map(_swapped, spec.loads)), outs=tuple(map(_swapped, spec.outs)))
