@@ -76,8 +76,7 @@ SHARED_LHS = (
 NARROWEST_BOX = 16  # columns of rhs[k, n]
 WIDEST_BESIDE_REST = 128  # columns of one part in a tile of 64 rows whose rest comes in its own box; 160 never paid
 LONGEST = 300.0  # microseconds from which on a kernel is as slow as any
-READ_BESIDE = 40  # columns that a wgmma would multiply while it reads lhs
-FEW_TILES = 16  # of rows of lhs that comes in boxes, up to which zeros matter
+READ_BESIDE = 36  # columns that a wgmma multiplies while it reads lhs: 32 by bandwidth, fitted
 FEW_ROWS_POWER = 2.5  # of the norm that joins work and memory where lhs comes in boxes: less of it is zeros, more hides
 _VECTOR = "once per tile through shared memory, ahead of the main loop"
 PATHS = {
@@ -226,7 +225,7 @@ def in_turns(tile: HopperTile, waves: Amount, main_loop: Amount, epilogue: Amoun
 
 def joined(tile: HopperTile, busy: Amount, moving: Amount, problem: Problem, known: Calibration) -> Amount:
     """Microseconds of a multiprocessor's work and of memory's; what multiplies, and no more, meets the chip's power."""
-    few = (problem.m <= FEW_TILES * tile.block_m) if tile.lhs_rows else False
+    few = problem.m <= tile.block_m - tile.lhs_rows if tile.lhs_rows else False
     both = cost_model.beside_memory(busy, moving, np.where(few, FEW_ROWS_POWER, 2.0))
     return both * (1 + known.hopper_long * (busy / both) ** 2 * np.minimum(both, LONGEST))
 
