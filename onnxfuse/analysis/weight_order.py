@@ -69,7 +69,7 @@ def _alignment(fusion: Fusion, row: Collection[str]) -> int:
     return math.gcd(SECTOR, *(size * fusion.lhs.dtype.bytes for size in sizes))
 
 
-def _reordered(fusion: Fusion, allowed: Collection[str], inner: Collection[str]) -> Reordered | None:
+def _reordered(fusion: Fusion, allowed: Collection[str], inner: set[str]) -> Reordered | None:
     """The fusion with some axes of every rhs behind the others; None where that is not possible, or is so."""
     names = [tensor.name for tensor in fusion.inputs]
     perms: dict[str, Perm] = {}
@@ -94,12 +94,12 @@ def has_columns_in_turn(fusion: Fusion) -> bool:
     return any(row and row[-1] == PART_AXIS for row in rows)
 
 
-def _behind_others(tensor: Tensor, inner: Collection[str]) -> Perm | None:
+def _behind_others(tensor: Tensor, inner: set[str]) -> Perm | None:
     """The dimensions of some axes behind the others; None where one has axes of both."""
-    if any({*dim} & {*inner} and {*dim} - {*inner} for dim in tensor.dims):
+    if any({*dim} & inner and {*dim} - inner for dim in tensor.dims):
         return None
     places = range(len(tensor.dims))
-    behind = [place for place in places if {*tensor.dims[place]} & {*inner}]
+    behind = [place for place in places if {*tensor.dims[place]} & inner]
     return (*(place for place in places if place not in behind), *behind)
 
 

@@ -21,8 +21,6 @@ from onnxfuse.schedule.hopper_tile import (
     begins_at_any_row,
     block_k,
     footprint,
-    in_place_load,
-    is_served,
     rhs_pieces,
     tma_stored,
 )
@@ -156,13 +154,12 @@ def _numbers(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> dic
 
 def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> dict[str, int]:
     """The constants of `hopper/block.cuh`, whatever its stages hold."""
-    in_place = in_place_load(spec, tile) if isinstance(tile, HopperTile) else None
     return {
         "PARTS": spec.parts,
         "LOADS": len(spec.loads),
         "TILE_LOADS": sum(load.kind == "tile" for load in spec.loads),
-        "SERVED": int(isinstance(tile, HopperTile) and is_served(spec, tile)),
-        "IN_PLACE_LOAD": -1 if in_place is None else in_place,
+        "SERVED": int(layout.served),
+        "IN_PLACE_LOAD": -1 if layout.in_place_load is None else layout.in_place_load,
         "HALVED_LOADS": halved_loads(spec),
         "OUTS": len(spec.outs),
         "THREADS": tile.threads,

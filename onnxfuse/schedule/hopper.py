@@ -243,14 +243,14 @@ def _main_loop(
     behind = np.where(begins_at_any_row(spec) & (problem.m >= tile.block_m), 0, -problem.m % _box(tile))
     zeros = known.hopper_zero_row * behind * share
     beside = math.hypot(
-        tile.block_m * multiplied_columns(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
+        tile.block_m * _multiplied_columns(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
         known.round_trip["hopper"] * block_k(spec) / reads.depth,
         known.hopper_step,
     )
     return steps * ((1 - ragged) * np.hypot(beside, loading) + ragged * np.hypot(beside, loading + zeros))
 
 
-def multiplied_columns(tile: HopperTile, spec: KernelSpec) -> float:
+def _multiplied_columns(tile: HopperTile, spec: KernelSpec) -> float:
     """Columns of all parts, those of a narrow wgmma counted as what it takes: it reads as much of lhs as any other.
 
     Of k that fits 32 bytes shared memory hands out 64 rows of lhs in 16 cycles and as many of rhs too; the tensor cores

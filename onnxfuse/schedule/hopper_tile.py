@@ -131,7 +131,8 @@ class HopperFootprint:
         groups: consumer groups.
         splits: blocks that share a tile along k.
         sums: what the other ones send of this block's share of them.
-        in_place: whether the output lies where a tile operand was.
+        served: whether producers store the slabs of the output.
+        in_place_load: the load in whose staging areas the output lies, if any.
         refills: slabs of that operand which are loaded when others of their tile are stored.
         conflicts: whether rows of a slab begin in the same banks, as those that are not swizzled do.
     """
@@ -148,9 +149,15 @@ class HopperFootprint:
     groups: int
     splits: int
     sums: int
-    in_place: bool
+    served: bool
+    in_place_load: int | None
     refills: int
     conflicts: bool
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the output lies where a tile operand was."""
+        return self.in_place_load is not None
 
     @property
     def vectors_offset(self) -> int:
@@ -264,9 +271,9 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     None is an output that needs no map: its 128 bytes are there and zero. Behind them is that of the tile operand in
     whose staging areas the output lies.
     """
-    in_place = in_place_load(spec, tile)
-    rows = FRAGMENT_ROWS if is_served(spec, tile) else SLAB_ROWS
-    columns = footprint(spec, tile, shared_limit).slab_columns
+    layout = footprint(spec, tile, shared_limit)
+    rows = FRAGMENT_ROWS if layout.served else SLAB_ROWS
+    columns = layout.slab_columns
     out_swizzle = 2 * columns if columns in SWIZZLED_COLUMNS else 0
     lhs = MapRule("lhs", 0, spec.lhs_order == "km", STAGE_ROW_BYTES, *lhs_box(spec, tile))
     rhs = (
@@ -278,8 +285,9 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
         MapRule("out", index, False, out_swizzle, columns, rows) if tma_stored(out) else None
         for index, out in enumerate(spec.outs)
     )
-    loads = () if in_place is None else (MapRule("load", in_place, False, out_swizzle, columns, rows),)
-    return (lhs, *rhs, *outs, *loads)
+    if layout.in_place_load is None:
+        return (lhs, *rhs, *outs)
+    return (lhs, *rhs, *outs, MapRule("load", layout.in_place_load, False, out_swizzle, columns, rows))
 
 
 def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0) -> HopperFootprint:
@@ -295,19 +303,18 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int 
     products = tile.block_m * tile.block_n * spec.parts
     known = calibration_of(ARCH)
     enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
-    enough = WHOLE_SLABS_STAGES if tile.whole_slabs else enough
-    constants = (enough, known.hopper_most_stages, known.hopper_widest_slab, known.hopper_shortest_run)
-    return _footprint(spec, tile, shared_limit, stage, constants)
+    constants = (known.hopper_most_stages, known.hopper_widest_slab, known.hopper_shortest_run)
+    return _footprint(spec, tile, shared_limit, stage, WHOLE_SLABS_STAGES if tile.whole_slabs else enough, constants)
 
 
 @lru_cache(KEPT_FOOTPRINTS)
 def _footprint(
-    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, constants: tuple[int, ...]
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, enough: int, constants: tuple[int, ...]
 ) -> HopperFootprint:
-    """The same for a stage of so many bytes; `constants` are all that it looks up, `enough` stages first."""
+    """The same for a stage of so many bytes and `enough` stages; it looks up `constants`, which tell results apart."""
     lengths = _slab_lengths(spec, tile.block_n)
-    in_place = in_place_load(spec, tile) is not None
-    widest = _slab_columns(lengths, in_place and tile.group_m == FRAGMENT_ROWS)
+    in_place = in_place_load(spec, tile)
+    widest = _slab_columns(lengths, in_place is not None and tile.group_m == FRAGMENT_ROWS)
     narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
     lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
     slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
@@ -316,7 +323,7 @@ def _footprint(
         for whole in (True, False)
         for columns, buffers in slabs
     ]
-    return max(candidates, key=lambda layout: min(layout.stages, constants[0]))
+    return max(candidates, key=lambda layout: min(layout.stages, enough))
 
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
@@ -355,7 +362,7 @@ def _barriers(stages: int, slabs: int, splits: int) -> int:
 
 def _layout(
     spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool,
-    in_place: bool,
+    in_place: int | None,
 ) -> HopperFootprint:  # fmt: skip
     slabs = tile.group_m // FRAGMENT_ROWS * (_in_units(tile.block_n) // columns)
     served = is_served(spec, tile)
@@ -367,8 +374,9 @@ def _layout(
         outs[index] = staging
         staging += buffers * SLAB_ROWS * columns * 2 if tma_stored(out) else _staged_bytes(out, columns)
     for load in spec.loads:
-        loads.append((0 if in_place else staging) if load.kind == "tile" else vectors)
-        staging += load_buffers * _staged_bytes(load, columns) if load.kind == "tile" and not in_place else 0
+        is_apart = load.kind == "tile" and in_place is None
+        loads.append(staging if is_apart else 0 if load.kind == "tile" else vectors)
+        staging += load_buffers * _staged_bytes(load, columns) if is_apart else 0
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
@@ -379,7 +387,8 @@ def _layout(
     stages = tile.stages or min(max(fitting, 0), calibration_of(ARCH).hopper_most_stages)
     return HopperFootprint(
         stages, stage, columns, staging, vectors, tuple(loads), tuple(outs), buffers, load_buffers, tile.groups,
-        tile.splits, sums, in_place, slabs - load_buffers if in_place else 0, columns not in SWIZZLED_COLUMNS,
+        tile.splits, sums, served, in_place, 0 if in_place is None else slabs - load_buffers,
+        columns not in SWIZZLED_COLUMNS,
     )  # fmt: skip
 
 

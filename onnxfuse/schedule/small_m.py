@@ -115,8 +115,7 @@ class SmallM(ProductFamily):
         waiting *= known.small_m_alone + (1 - known.small_m_alone) * share
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
         moving *= _in_sectors(spec, tile, device)
-        crossing = np.hypot(busy, waiting) * (1 + known.small_m_again * _reads_rows_again(spec, tile, problem))
-        together = np.maximum(crossing, moving)
+        together = np.maximum(np.hypot(busy, waiting), moving)
         return known.launches[self.name] + together + _meeting(tile, reads, spec, problem, device)
 
     def is_on_par(self, tile: SmallMTile, m: int) -> bool:
@@ -141,12 +140,6 @@ def _in_sectors(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> float
     if spec.rhs_order == "nk" or row >= CACHE_LINE:
         return 1.0
     return known.small_m_sectors[str(tile.block_k)] if row <= SECTOR else known.small_m_short_row
-
-
-def _reads_rows_again(spec: KernelSpec, tile: SmallMTile, problem: Problem) -> Amount:
-    """Whether several tiles of rows read rows of rhs[k, n] that are shorter than a cache line, from L2."""
-    short = spec.rhs_order == "kn" and tile.block_n * spec.dtype.bytes < CACHE_LINE
-    return short & (problem.m > tile.block_m)
 
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

@@ -100,7 +100,6 @@ class Calibration:
     small_m_alone: float
     small_m_meeting: Mapping[str, float]
     small_m_sectors: Mapping[str, float]
-    small_m_again: float
     small_m_short_row: float
     hopper_zero_row: float
     hopper_box: float
