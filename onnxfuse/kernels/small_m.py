@@ -6,7 +6,7 @@ from onnxfuse.kernels.gemm import generated, tile_numbers
 from onnxfuse.kernels.hopper import cluster_attribute
 from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.kernel_spec import KernelSpec
-from onnxfuse.schedule.small_m_tile import SmallMTile, resident_blocks, shared_bytes, sums_pitch
+from onnxfuse.schedule.small_m_tile import SmallMTile, lhs_copy, resident_blocks, shared_bytes, sums_pitch
 
 
 def emit(spec: KernelSpec, tile: SmallMTile) -> str:
@@ -23,6 +23,7 @@ def emit(spec: KernelSpec, tile: SmallMTile) -> str:
 def _numbers(spec: KernelSpec, tile: SmallMTile) -> dict[str, int]:
     return {
         **tile_numbers(tile, shared_bytes(spec, tile)),
+        "LHS_WIDTH": lhs_copy(spec),
         "WARPS_K": tile.warps_k,
         "SPLITS": tile.splits,
         "SUMS_PITCH": sums_pitch(spec, tile),

@@ -278,12 +278,14 @@ def of_shared(blocks: int, known: Calibration) -> float:
 
 
 def in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:
-    """How much longer the rows of a box take whose pitch is no multiple of a cache line, or not even of a sector.
+    """How much longer the rows of a box take whose pitch is no multiple of a cache line, by what it is a multiple of.
 
-    Such a row lies in two lines; where it begins on no sector, TMA is much slower.
+    L2 delivers half a line in a cycle: a row that begins in the middle of one takes as many cycles as any, one that
+    begins elsewhere another; where it begins at no sector, it is read in pieces.
     """
-    lines = known.hopper_misaligned[operand] * (pitch % CACHE_LINE > 0)
-    return 1 + np.where(pitch % SECTOR > 0, known.hopper_in_sectors[operand], lines)
+    pitches = {int(each): more for each, more in known.hopper_pitch[operand].items()}
+    longer = sum((np.gcd(pitch, CACHE_LINE) == each) * more for each, more in pitches.items())
+    return 1.0 + longer
 
 
 def epilogue_time(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> float:

@@ -12,7 +12,7 @@ from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
-from onnxfuse.schedule.small_m_tile import FRAGMENT_COLUMNS, SmallMTile
+from onnxfuse.schedule.small_m_tile import FRAGMENT_COLUMNS, SmallMTile, chunk, lhs_copy
 
 # Wide tiles read long pieces of rhs; narrow ones fill the chip when n is small, and the more of k a block has on its
 # way, the fewer times it waits. A tile's block_n is the width of all parts together.
@@ -41,6 +41,7 @@ MOST_BEYOND = 1.5  # times k that a tile's first loads reach; the next deeper on
 _SINGLE = "element by element"
 PATHS = {
     "product": "along {axis} into registers",
+    "narrow product": "element by element along {axis} into registers",
     **dict.fromkeys(("scalar", "row", "column", "tile", "narrow tile"), _SINGLE),
     **dict.fromkeys(("transposed tile", "narrow transposed tile", "out", "transposed out"), _SINGLE),
 }
@@ -107,9 +108,10 @@ class SmallM(ProductFamily):
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and the warps' sums; or reading rhs once for every 16 rows, if that is longer."""
         tile: SmallMTile = entry.tile
-        busy = cost_model.multiplying(tile, entry.pace, spec, problem, device, tile.splits)
-        busy += cost_model.filling(tile, reads, problem, device, self.name)
         known = calibration(device)
+        pace = entry.pace if lhs_copy(spec) == chunk(spec) else entry.pace / known.small_m_narrow
+        busy = cost_model.multiplying(tile, pace, spec, problem, device, tile.splits)
+        busy += cost_model.filling(tile, reads, problem, device, self.name)
         share = np.minimum(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         waiting *= known.small_m_alone + (1 - known.small_m_alone) * share

@@ -23,9 +23,11 @@ MAX_REGISTERS = 208  # of one thread for accumulators and stages, of 255
 OTHER_REGISTERS = 32  # counters, addresses of lhs, what is being multiplied
 ROUNDING_REGISTERS = {"tf32": 8, "3xtf32": 48}  # of fp32 on its way to TF32, or to two numbers of it
 MAX_ROUNDED_PARTS = 3  # of rhs[k, n] in fp32: with four, ptxas has too few registers for addresses on sm_120
+SINGLES_REGISTERS = 5  # of each fragment too, where elements of lhs come one by one: rows of rhs end one by one as well
 ADDRESS_REGISTERS = 3  # of each fragment: a pointer, and a part of what advances it
 REGISTERS = 65536  # of one multiprocessor
 FP32_BYTES = 4
+REGISTER_BYTES = 4
 BARRIER_BYTES = 8
 
 
@@ -69,6 +71,11 @@ def chunk(spec: KernelSpec) -> int:
     return CHUNK_BYTES // spec.dtype.bytes
 
 
+def lhs_copy(spec: KernelSpec) -> int:
+    """Elements of one load of lhs: a chunk is as many of them as it takes."""
+    return min(spec.lhs_width, chunk(spec))
+
+
 def step_k(spec: KernelSpec) -> int:
     """Depth that the lanes of a row load at once."""
     return LANES_OF_ROW * chunk(spec)
@@ -97,7 +104,15 @@ def shared_bytes(spec: KernelSpec, tile: SmallMTile) -> int:
 def registers(spec: KernelSpec, tile: SmallMTile) -> int:
     """Registers of one thread that hold accumulators and stages."""
     fragments = columns(spec, tile) // FRAGMENT_COLUMNS
-    return 4 * fragments + tile.stages * tile.block_k // step_k(spec) * 4 * (fragments + 2)
+    lhs = 2 * max(REGISTER_BYTES // (lhs_copy(spec) * spec.dtype.bytes), 1)
+    return 4 * fragments + tile.stages * tile.block_k // step_k(spec) * 4 * (fragments + lhs)
+
+
+def _needed_registers(spec: KernelSpec, tile: SmallMTile) -> int:
+    """Registers of one thread, in all."""
+    each = ADDRESS_REGISTERS + SINGLES_REGISTERS * (lhs_copy(spec) == 1)
+    addresses = each * columns(spec, tile) // FRAGMENT_COLUMNS
+    return registers(spec, tile) + addresses + OTHER_REGISTERS + ROUNDING_REGISTERS.get(spec.math, 0)
 
 
 def resident_blocks(spec: KernelSpec, tile: SmallMTile) -> int:
@@ -105,9 +120,7 @@ def resident_blocks(spec: KernelSpec, tile: SmallMTile) -> int:
 
     Of clusters as many blocks are launched as there are multiprocessors; where two fit, all clusters run at once.
     """
-    needed = registers(spec, tile) + OTHER_REGISTERS + ADDRESS_REGISTERS * columns(spec, tile) // FRAGMENT_COLUMNS
-    needed += ROUNDING_REGISTERS.get(spec.math, 0)
-    resident = max(REGISTERS // (tile.threads * needed), 1)
+    resident = max(REGISTERS // (tile.threads * _needed_registers(spec, tile)), 1)
     return resident if tile.splits == 1 else min(resident, 2)
 
 
@@ -117,8 +130,8 @@ def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None
         return QUANTIZED
     if spec.math == "fp32":
         return f"small M: no kernel for {spec.math}"
-    if min(spec.lhs_width, spec.rhs_width) < chunk(spec):
-        return "small M: rows of lhs and rhs begin on 16-byte boundaries"
+    if spec.rhs_width < chunk(spec):
+        return "small M: rows of rhs begin on 16-byte boundaries"
     if spec.lhs_run or spec.lhs_order != "mk":
         return "small M: one stride walks the k of lhs, which is its contiguous axis"
     if tile.block_n % FRAGMENT_COLUMNS or tile.block_k % step_k(spec):
@@ -130,6 +143,8 @@ def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None
         return f"small M: {spec.parts} parts of rhs[k, n] in fp32, of {MAX_ROUNDED_PARTS} at most"
     if registers(spec, tile) > MAX_REGISTERS:
         return f"{registers(spec, tile)} registers for accumulators and stages, of {MAX_REGISTERS} at most"
+    if lhs_copy(spec) == 1 and tile.threads * _needed_registers(spec, tile) > REGISTERS:
+        return f"{tile.threads} threads, to which elements of lhs come one by one"
     if shared_bytes(spec, tile) > shared_limit:
         return f"{shared_bytes(spec, tile)} bytes of shared memory, of {shared_limit} at most"
     return None

@@ -52,6 +52,19 @@ def product_cases() -> Iterator[Case]:
                         yield Case(f"{math}-{order}-{parts}-block{tile.block_n}-{turn}", spec, sizes)
 
 
+def any_depth_cases() -> Iterator[Case]:
+    """Rows of lhs that begin anywhere: every tile with single elements, some with copies of two and four."""
+    for math, widths in (("f16", (1, 2, 4)), ("bf16", (1,)), ("tf32", (1, 2))):
+        for parts in (1, 2, 3):
+            for index, tile in enumerate(small_m_tiles(math, parts, "kn", MOST)):
+                width = widths[index % len(widths)]
+                sizes = tuple(Size(m, n, k - 8 + width) for m, n, k in WIDE[index % 3 :: 3])
+                spec = in_chunks(make_spec(math, parts, "kn", tile, sizes[0], "residual", narrow=True))
+                spec = replace(spec, lhs_width=width)
+                if spec.why_not(MOST) is None:
+                    yield Case(f"{math}-any-depth-{parts}-{tile}-{width}", spec, sizes)
+
+
 def operand_cases() -> Iterator[Case]:
     outs: dict[str, tuple[DType | None, ...]] = {"f16": (F16,), "f32-bf16": (F32, BF16), "own-f32": (None, F32)}
     for math in ("f16", "bf16", "tf32"):
@@ -75,7 +88,7 @@ def operand_cases() -> Iterator[Case]:
         yield Case(f"{math}-transposed", spec, (swapped,))
 
 
-CASES = [*product_cases(), *operand_cases()]
+CASES = [*product_cases(), *any_depth_cases(), *operand_cases()]
 
 
 @pytest.fixture(scope="module")

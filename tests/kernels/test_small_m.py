@@ -73,6 +73,31 @@ CLUSTERS = [
     Case("3xtf32", "3xtf32", 2, "kn", tile(32, 16, splits=4), (Size(16, 76, 108), Size(1, 4, 4), TAIL), "mixed"),
 ]  # fmt: skip
 
+# Depths whose rows of lhs begin anywhere, and elements of a copy of lhs that fit all of a case.
+ANY_DEPTH = [
+    (Case("f16", "f16", 1, "kn", tile(64), (Size(16, 72, 105), Size(1, 8, 1), Size(37, 40, 263)), "residual"), 1),
+    (Case("f16 gate", "f16", 2, "kn", tile(32, 64, 1), (Size(5, 48, 67), Size(17, 200, 167)), "mixed", (None, F32)), 1),
+    (Case("bf16 pairs", "bf16", 2, "kn", tile(16), (Size(9, 136, 42), Size(3, 24, 202)), "residual"), 2),
+    (Case("bf16 fours", "bf16", 1, "kn", tile(128), (Size(8, 136, 44), Size(16, 16, 4)), "masks"), 4),
+    (Case("f16 batch", "f16", 1, "kn", tile(64), (Size(6, 40, 41, batch=3, broadcast_rhs=False),), "mixed"), 1),
+    (Case("f16 cluster", "f16", 1, "kn", tile(32, splits=4), (Size(16, 72, 105), Size(2, 8, 1), Size(9, 40, 999))), 1),
+    (Case("f16 columns", "f16", 1, "nk", tile(32), (Size(16, 67, 104), Size(3, 9, 8)), "residual"), 1),
+    (Case("tf32", "tf32", 2, "kn", tile(32, 16), (Size(16, 76, 105), Size(1, 4, 1), Size(9, 200, 171)), "residual"), 1),
+    (Case("tf32 pairs", "tf32", 1, "kn", tile(16, 32, 3, 4), (Size(11, 132, 302), Size(16, 4, 2))), 2),
+    (Case("3xtf32", "3xtf32", 1, "kn", tile(32, 16, splits=2), (Size(16, 76, 105), Size(1, 4, 3))), 1),
+]  # fmt: skip
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("case", "width"), ANY_DEPTH, ids=lambda each: getattr(each, "name", str(each)))
+def test_rows_of_lhs_begin_anywhere(case: Case, width: int, tmp_path: Path) -> None:
+    spec = replace(in_chunks(case.spec), lhs_width=width, outs=tuple(replace(o, width=1) for o in case.spec.outs))
+    assert spec.why_not(ARCHITECTURES["sm_90a"]) is None
+    library = build(spec, tmp_path)
+    for size in case.sizes:
+        problem = make_problem(spec, size)
+        problem.check(launch(library, problem, lazy=False))
+
 
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -138,6 +163,7 @@ def small_kernels(arch: str) -> list[TiledSpec]:
         for tile in small_m_tiles(math, parts, order, ARCHITECTURES[arch])
         for kind in (kinds[parts] if math in ("f16", "bf16") else (next(turn),))
     ]
+    specs += [replace(spec, lhs_width=1) for spec in specs]
     return [spec for spec in specs if spec.why_not(ARCHITECTURES[arch]) is None]
 
 
@@ -169,10 +195,19 @@ def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: in
     assert all(variant.family is not SMALL_M for variant in plan.variants if variant.max_m > 256)
 
 
-@pytest.mark.parametrize(("dtype", "n", "k"), [(F32, 4097, 4096), (F16, 4099, 4096), (BF16, 4096, 4100)])
-def test_it_is_for_wide_accesses(dtype, n: int, k: int) -> None:
-    plan = planned(ARCHITECTURES["sm_90a"], m=1, n=n, k=k, dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "n", "k", "rhs"),
+    [(F32, 4097, 4096, "k n"), (F16, 4099, 4096, "k n"), (BF16, 4096, 4100, "n k"), (F16, 4096, 4099, "n k")],
+)
+def test_it_is_for_wide_accesses_of_rhs(dtype, n: int, k: int, rhs: str) -> None:
+    plan = planned(ARCHITECTURES["sm_90a"], m=1, n=n, k=k, dtype=dtype, rhs=rhs)
     assert all(variant.family is not SMALL_M for variant in plan.variants)
+
+
+@pytest.mark.parametrize(("dtype", "k"), [(F32, 4097), (F16, 4099), (BF16, 4100), (F16, 1026)])
+def test_it_takes_any_depth_of_rows_of_n(dtype, k: int) -> None:
+    plan = planned(ARCHITECTURES["sm_90a"], m=7, n=4096, k=k, dtype=dtype, rhs="k n")
+    assert plan.variants[0].family is SMALL_M
 
 
 @pytest.mark.parametrize(

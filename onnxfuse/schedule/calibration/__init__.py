@@ -38,7 +38,7 @@ class Calibration:
         small_m_meeting: microseconds of a `cluster` that shares k, and of each `sum` that its other blocks send.
         small_m_sectors: by the depth of a step.
         exact: arithmetic of exact fp32.
-        hopper_misaligned: of `lhs` and of `rhs` by its order, as `hopper_in_sectors`.
+        hopper_pitch: of `lhs` and of `rhs` by its order; then by the bytes that its pitch is a multiple of.
         hopper_epilogue: by what an output needs: each `sum` of a part, each `nonlinear` value, each value of a `tile`
             operand, of one whose place the output takes (`in place`; more with a bank `conflict`), each that is
             `copied` out by threads; and of a tile each `refill` of a slab.
@@ -93,11 +93,11 @@ class Calibration:
     hopper_received_row: float
     hopper_cluster: float
     hopper_clusters_in_turn: float
-    hopper_misaligned: Mapping[str, float]
-    hopper_in_sectors: Mapping[str, float]
+    hopper_pitch: Mapping[str, Mapping[str, float]]
     hopper_alone: float
     hopper_early_bytes: float
     small_m_alone: float
+    small_m_narrow: float
     small_m_meeting: Mapping[str, float]
     small_m_sectors: Mapping[str, float]
     small_m_short_row: float

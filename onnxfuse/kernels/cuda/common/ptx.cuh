@@ -82,7 +82,7 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
 #define ONNXFUSE_WIDE_LOAD(NAME, OPERATORS)                                                                            \
   template <typename Vector>                                                                                           \
   __device__ __forceinline__ Vector NAME(const typename Vector::Type* global, bool inside) {                           \
-    static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8, "wide loads");                                          \
+    static_assert(sizeof(Vector) == 16 || sizeof(Vector) == 8 || sizeof(Vector) == 4, "words");                        \
     Vector packed;                                                                                                     \
     const int valid = inside;                                                                                          \
     if constexpr (sizeof(Vector) == 16) {                                                                              \
@@ -92,12 +92,18 @@ __device__ __forceinline__ Vector load_global(const typename Vector::Type* globa
           "@p ld.global" OPERATORS ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                                 \
           : "=&r"(bits.x), "=&r"(bits.y), "=&r"(bits.z), "=&r"(bits.w)                                                 \
           : "l"(global), "r"(valid));                                                                                  \
-    } else {                                                                                                           \
+    } else if constexpr (sizeof(Vector) == 8) {                                                                        \
       auto& bits = reinterpret_cast<uint2&>(packed);                                                                   \
       asm volatile(                                                                                                    \
           "{ .reg .pred p; setp.ne.s32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0; "                                       \
           "@p ld.global" OPERATORS ".v2.u32 {%0, %1}, [%2]; }"                                                         \
           : "=&r"(bits.x), "=&r"(bits.y)                                                                               \
+          : "l"(global), "r"(valid));                                                                                  \
+    } else {                                                                                                           \
+      auto& bits = reinterpret_cast<unsigned&>(packed);                                                                \
+      asm volatile(                                                                                                    \
+          "{ .reg .pred p; setp.ne.s32 p, %2, 0; mov.b32 %0, 0; @p ld.global" OPERATORS ".u32 %0, [%1]; }"             \
+          : "=&r"(bits)                                                                                                \
           : "l"(global), "r"(valid));                                                                                  \
     }                                                                                                                  \
     return packed;                                                                                                     \

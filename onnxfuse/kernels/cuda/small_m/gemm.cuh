@@ -24,18 +24,19 @@
 //               in narrow tiles columns 4g .. 4g+3, and so on
 //
 // So it is for 16-bit types. Of fp32, 16 bytes are four elements instead of eight: k 4t .. 4t+3, two for each mma, and
-// columns 4g .. 4g+3.
+// columns 4g .. 4g+3. Rows of lhs that begin anywhere come in copies of LHS_WIDTH elements: lhs is small, and in L1.
 //
 // Where n is small, a block for each tile leaves most multiprocessors without work, and reads what it needs no faster
 // than one of them can. So a tile may have a cluster of SPLITS blocks, the first of which gets the sums of the others by
 // st.async through distributed shared memory, and does all that follows.
 //
 // Launch and arguments: as the portable kernel's; with SPLITS a grid of (as many clusters as there are tiles of all
-// batches, or fewer, 1, 1). Contract: pointers, strides and the extents of lhs and rhs along
-// their contiguous axes are multiples of 16 bytes; loads and outputs are read and written element by element.
+// batches, or fewer, 1, 1). Contract: pointers, strides and the extent of rhs along its contiguous axis are multiples of
+// 16 bytes, those of lhs of LHS_WIDTH elements; loads and outputs are read and written element by element.
 //
-// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, PARTS, the BLOCK_ constants, WARPS_K,
-// SPLITS, STAGES, RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct Epilogue.
+// The generated text before this file defines Element, MATH, RHS_K_CONTIGUOUS, LHS_WIDTH, PARTS, the BLOCK_ constants,
+// WARPS_K, SPLITS, STAGES, RESIDENT_BLOCKS, SUMS_PITCH, SHARED_BYTES, the tables Load<I> and Out<I>, and the struct
+// Epilogue.
 #pragma once
 #include "common/arguments.cuh"
 #include "portable/split_fp32.cuh"
@@ -85,8 +86,38 @@ struct alignas(ELEMENTS * sizeof(Element)) Chunk {
   using Type = Element;
   unsigned words[ELEMENTS / WORD_ELEMENTS];
 };
-using LhsChunk = Chunk<CHUNK>;
 using RhsChunk = Chunk<RHS_K_CONTIGUOUS ? CHUNK : LANE_COLUMNS>;
+
+// A lane's chunk of lhs, as it comes: in copies of so many elements. Single ones of 16 bits have a register each until
+// they are multiplied: joined at once, they would be waited for.
+template <int COPY>
+struct LhsChunk {
+  static constexpr bool IN_HALVES = COPY < WORD_ELEMENTS;
+  unsigned parts[IN_HALVES ? CHUNK : CHUNK / WORD_ELEMENTS];
+
+  // The elements from a k on that exist in so much depth, and zeros behind them.
+  __device__ __forceinline__ void load(const Element* first, int k, int depth) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += COPY) {
+      if constexpr (IN_HALVES) {
+        parts[i] = load_small<sizeof(Element)>(first + i, k + i < depth);
+      } else {
+        constexpr int WORDS = COPY / WORD_ELEMENTS;
+        const auto* from = reinterpret_cast<const unsigned*>(first + i);
+        const auto words = load_cached<Packed<unsigned, WORDS>>(from, k + i < depth);
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) parts[i / WORD_ELEMENTS + j] = words.values[j];
+      }
+    }
+  }
+  __device__ __forceinline__ unsigned word(int i) const {
+    if constexpr (IN_HALVES) {
+      return parts[2 * i] | parts[2 * i + 1] << 16;
+    } else {
+      return parts[i];
+    }
+  }
+};
 
 __device__ __forceinline__ int lane_group() { return threadIdx.x % WARP_SIZE / 4; }  // g
 __device__ __forceinline__ int lane_depth() { return threadIdx.x % 4 * CHUNK; }      // 8t, or 4t
@@ -217,7 +248,7 @@ __device__ __forceinline__ void add_product(float (&acc)[4], const unsigned (&ro
 
 // BLOCK_K of both operands in one lane's registers.
 struct Stage {
-  LhsChunk lhs[STEPS][2];
+  LhsChunk<LHS_WIDTH> lhs[STEPS][2];
   RhsChunk rhs[SETS][STEPS][SET_LOADS];
 
   __device__ __forceinline__ void load_lhs(const LhsStream& stream, int k, int depth) {
@@ -226,7 +257,7 @@ struct Stage {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = k + step * STEP_K;
-        lhs[step][half] = load_cached<LhsChunk>(stream.chunk(half, at), at + lane_depth() < depth);
+        lhs[step][half].load(stream.chunk(half, at), at + lane_depth(), depth);
       }
     }
   }
@@ -236,8 +267,8 @@ struct Stage {
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
       for (int load = 0; load < SET_LOADS; ++load) {
-        const int at = k + step * STEP_K;
-        rhs[set][step][load] = load_streamed<RhsChunk>(stream.chunk(set, load, at), at + lane_depth() < depth);
+        const int at = k + step * STEP_K, row = LHS_WIDTH < CHUNK ? load : 0;  // depth may end in a chunk
+        rhs[set][step][load] = load_streamed<RhsChunk>(stream.chunk(set, load, at), at + lane_depth() + row < depth);
       }
     }
   }
@@ -246,14 +277,15 @@ struct Stage {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (set == 0) {  // the other sets find it rounded
-        round_each(lhs[step][0].words);
-        round_each(lhs[step][1].words);
+        round_each(lhs[step][0].parts);
+        round_each(lhs[step][1].parts);
       }
 #pragma unroll
       for (int half = 0; half < MULTIPLICATIONS; ++half) {
-        const unsigned* first = lhs[step][0].words + 2 * half;
-        const unsigned* second = lhs[step][1].words + 2 * half;
-        unsigned rows[4] = {first[0], second[0], first[1], second[1]};
+        const auto& first = lhs[step][0];
+        const auto& second = lhs[step][1];
+        unsigned rows[4] = {first.word(2 * half), second.word(2 * half), first.word(2 * half + 1),
+                            second.word(2 * half + 1)};
         const Small<4> small_rows(rows);
 #pragma unroll
         for (int j = 0; j < SET_FRAGMENTS; ++j) {
