@@ -213,6 +213,20 @@ def _gather(known: Known) -> list[Shape | None]:
     return [(*data[:axis], *positions, *data[axis + 1 :])]
 
 
+def _gather_nd(known: Known) -> list[Shape | None]:
+    """Each of the last entries of the positions is an index into one dimension behind the batches."""
+    data, positions, batches = known.shape(0), known.shape(1), known.node.attrs.get("batch_dims", 0)
+    count = positions[-1] if positions else None
+    if data is None or positions is None or not isinstance(count, int):
+        return [None]
+    return [(*positions[:-1], *data[batches + count :])]
+
+
+def _grid_sample(known: Known) -> list[Shape | None]:
+    data, grid = known.shape(0), known.shape(1)
+    return [(*data[:2], *grid[1:-1]) if data and grid else None]
+
+
 def _reduce(known: Known) -> list[Shape | None]:
     shape, axes = known.shape(0), known.integers(1, "axes")
     if shape is None or axes is None:
@@ -296,6 +310,25 @@ def _convolution(known: Known) -> list[Shape | None]:
         for i in range(rank)
     ]
     return [(shape[0], weight[0] if weight is not None else shape[1], *sizes)]
+
+
+def _transposed_convolution(known: Known) -> list[Shape | None]:
+    """Windows put down a stride apart; the weight has the columns of one group."""
+    shape, weight, attrs = known.shape(0), known.shape(1), known.node.attrs
+    is_told = "output_shape" in attrs or attrs.get("auto_pad", "NOTSET") != "NOTSET"
+    if shape is None or weight is None or is_told:
+        return [None]
+    rank = len(shape) - 2
+    pads, steps = attrs.get("pads", [0] * 2 * rank), attrs.get("strides", [1] * rank)
+    spread, added = attrs.get("dilations", [1] * rank), attrs.get("output_padding", [0] * rank)
+    sizes: list[Size] = []
+    for i in range(rank):
+        kernel = weight[2 + i]
+        if not isinstance(kernel, int):
+            return [None]
+        behind = spread[i] * (kernel - 1) + 1 - steps[i] + added[i] - pads[i] - pads[rank + i]
+        sizes.append(symbolic.add(symbolic.multiply((shape[2 + i], steps[i])), behind))
+    return [(shape[0], symbolic.multiply((weight[1], attrs.get("group", 1))), *sizes)]
 
 
 def _whole_windows(known: Known) -> list[Shape | None]:
@@ -483,14 +516,17 @@ _RULES: dict[str, Rule] = {
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
     "Conv": _convolution,
+    "ConvTranspose": _transposed_convolution,
     "Einsum": _einsum,
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
     "GatherElements": _indices,
+    "GatherND": _gather_nd,
     "Gemm": _gemm,
     "GlobalAveragePool": _whole_windows,
     "GlobalMaxPool": _whole_windows,
+    "GridSample": _grid_sample,
     "MatMul": _matmul,
     "MaxPool": _convolution,
     "Pad": _pad,
