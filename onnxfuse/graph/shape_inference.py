@@ -6,10 +6,11 @@ less than ONNX's inference adds nothing; where it knows a dimension, its symbol 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
+from typing import Any
 
 import onnx_graphsurgeon as gs
 
@@ -192,7 +193,8 @@ def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
         return len(range(size)[start:end:step])
     if start == 0 and step == 1 and _is_everything(size, end):
         return size
-    if isinstance(start, int) and step == 1 and (length := symbolic.window(size, start, end)) is not None:
+    last = size if _is_everything(size, end) else end
+    if isinstance(start, int) and step == 1 and (length := symbolic.window(size, start, last)) is not None:
         return length
     if isinstance(size, str) and start == symbolic.negative(size) and step == 1 and _is_everything(size, end):
         return size
@@ -300,16 +302,22 @@ def _convolution(known: Known) -> list[Shape | None]:
     """Windows over the axes behind batch and channels; a pooling has no weight and keeps the channels."""
     shape, weight, attrs = known.shape(0), known.shape(1), known.node.attrs
     kernel: Sequence[int] = attrs.get("kernel_shape") or [size for size in (weight or ())[2:] if isinstance(size, int)]
-    if shape is None or len(kernel) != len(shape) - 2 or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+    if shape is None or len(kernel) != len(shape) - 2:
         return [None]
-    rank = len(kernel)
-    pads, steps = attrs.get("pads", [0] * 2 * rank), attrs.get("strides", [1] * rank)
-    spread, ceil = attrs.get("dilations", [1] * rank), attrs.get("ceil_mode", 0)
-    sizes = [
-        _windows(shape[2 + i], pads[i] + pads[rank + i] - spread[i] * (kernel[i] - 1), steps[i], ceil)
-        for i in range(rank)
-    ]
+    steps, ceil = attrs.get("strides", [1] * len(kernel)), attrs.get("ceil_mode", 0)
+    padding = _paddings(attrs, kernel)
+    sizes = [_windows(shape[2 + i], padding[i], steps[i], ceil) for i in range(len(kernel))]
     return [(shape[0], weight[0] if weight is not None else shape[1], *sizes)]
+
+
+def _paddings(attrs: Mapping[str, Any], kernel: Sequence[int]) -> list[int]:
+    """How many elements each axis is padded with, less those that a window has beside its first."""
+    rank, way = len(kernel), attrs.get("auto_pad", "NOTSET")
+    if way.startswith("SAME"):  # as many windows as there are elements, or every so many of them
+        return [0] * rank
+    pads = [0] * 2 * rank if way == "VALID" else attrs.get("pads", [0] * 2 * rank)
+    spread = attrs.get("dilations", [1] * rank)
+    return [pads[i] + pads[rank + i] - spread[i] * (kernel[i] - 1) for i in range(rank)]
 
 
 def _transposed_convolution(known: Known) -> list[Shape | None]:
