@@ -34,7 +34,7 @@ def transpose(tensor: TensorProto, order: Order) -> None:
     """
     if tensor.data_location != TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
         if not len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))):
-            raise ModelError(f"the weight {tensor.name!r} has no data: the model was stored without them")
+            raise ModelError(f"the weight {tensor.name!r} has no data: the model was stored without")
         raw = numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data
         tensor.ClearField(helper.tensor_dtype_to_field(tensor.data_type))
         tensor.raw_data = raw
