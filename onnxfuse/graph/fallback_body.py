@@ -119,7 +119,7 @@ def fallback_body(replacement: Replacement) -> tuple[FunctionProto, dict[str, Te
 def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[str, str]]:
     """The matched nodes but the retained, and what their values are called: by position, so that equal ones are equal.
 
-    Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ...
+    Inputs are called x0, x1, ..., outputs y0, y1, ..., and what lies between v0, v1, ... (`Graph.body_prefix`).
     """
     rows = left_of_opened(replacement.graph)
     nodes = [new for node in _nodes(replacement) for new in adding_zeros(_with_stash_type(node), rows, str)]
@@ -127,7 +127,8 @@ def renamed_subgraph(replacement: Replacement) -> tuple[list[NodeProto], dict[st
     body = known_nodes(replacement.graph, nodes, names)
     stored = {name: names[name] for name in replacement.transposed}
     inner = (*stored, *(value for node in body for value in node.output if value))
-    names |= {value: f"v{index}" for index, value in enumerate(inner)}
+    prefix = replacement.graph.body_prefix
+    names |= {value: f"{prefix}{index}" for index, value in enumerate(inner)}
     names |= {name: f"y{index}" for index, name in enumerate(replacement.outputs)}
     orders = replacement.transposed.items()
     restoring = (node for name, order in orders for node in _restoring(stored[name], names[name], order))

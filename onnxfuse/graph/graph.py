@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -24,6 +25,9 @@ from onnxfuse.graph.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.graph.symbolic import Size as Size  # re-exported: what a dimension of the graph is
 
 SIXTEEN_BIT = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+_INLINED = re.compile(r"_inlfunc_Fused.*_(v+)\d+")
 
 
 class Graph:
@@ -96,6 +100,16 @@ class Graph:
     def is_folded(self, name: str) -> bool:
         """Whether ONNX Runtime computes a value once, as it loads the model: from what is stored, in fp32 or fp64."""
         return name in self._foldable and self.dtype(name) in FOLDED_TYPES
+
+    @cached_property
+    def body_prefix(self) -> str:
+        """What values of a fallback body are called, a number aside: unlike those of bodies that ONNX Runtime inlined.
+
+        A model that it optimised and saved has them, and it makes the same names again of a body with such values.
+        """
+        names = (*self.scope.types, *(name for node in self.scope.nodes for name in node.output))
+        inlined = filter(None, map(_INLINED.fullmatch, names))
+        return "v" * (1 + max((len(found[1]) for found in inlined), default=0))
 
     @cached_property
     def _foldable(self) -> frozenset[str]:

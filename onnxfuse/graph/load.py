@@ -20,6 +20,7 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.functions import functions_of, reads, walk
+from onnxfuse.graph.unread import drop_unread_outputs
 
 _ELEMENT_BITS = {
     int(getattr(TensorProto, name)): bits
@@ -111,6 +112,7 @@ def _check(model: Model) -> None:
     put_in_order(proto.graph)
     _check_order(model)
     _check_functions(model)
+    drop_unread_outputs(proto)
 
 
 def _check_opsets(model: Model) -> None:

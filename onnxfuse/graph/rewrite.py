@@ -145,8 +145,8 @@ def _transpose_weights(proto: ModelProto, weights: Mapping[str, tuple[str, Order
         if tensor.name in read:
             graph.initializer.append(tensor)
             tensor = graph.initializer[-1]
+        transpose(tensor, perm)  # before its name changes, which an error tells
         tensor.name = name
-        transpose(tensor, perm)
     drop(graph.value_info, weights.keys() - read)
 
 

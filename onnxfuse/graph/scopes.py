@@ -74,7 +74,6 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
         node.domain = "" if node.domain == "ai.onnx" else node.domain
     target.output.extend(graph.output)
     target.value_info.extend(graph.value_info)
-    target.sparse_initializer.extend(graph.sparse_initializer)
     given = overridable(proto)
     stored = {tensor.name for tensor in graph.initializer if tensor.name not in given}
     target.input.extend(value for value in graph.input if value.name not in stored)
@@ -86,7 +85,16 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
             target.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tuple(tensor.dims)))
         else:
             target.initializer.append(tensor)
+    for sparse in graph.sparse_initializer:  # dense as ONNX Runtime loads it, and so are the nodes that read it
+        name, dims = sparse.values.name, tuple(sparse.dims)
+        target.input.append(helper.make_tensor_value_info(name, sparse.values.data_type, dims))
     return skeleton
+
+
+def _drop_absent_last_inputs(node: NodeProto) -> None:
+    """An optional input with an empty name is as good as none; some rules count what a node names."""
+    while node.input and not node.input[-1]:
+        del node.input[-1]
 
 
 def _name_open_dimensions(inputs: Sequence[ValueInfoProto]) -> None:
@@ -159,6 +167,8 @@ def _main_scope(model: Model, inlined: Collection[FunctionKey] | None, branches:
         if (not why_not(function, skeleton) if inlined is None else key in inlined)
     }
     origins = inline(skeleton, chosen)
+    for node in walk(skeleton.graph.node):
+        _drop_absent_last_inputs(node)
     unlike = [function for function in skeleton.functions if why_not(function, skeleton)]
     for function in unlike:  # the checker would refuse the whole model
         skeleton.functions.remove(function)

@@ -6,10 +6,11 @@ less than ONNX's inference adds nothing; where it knows a dimension, its symbol 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
+from typing import Any
 
 import onnx_graphsurgeon as gs
 
@@ -192,7 +193,8 @@ def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
         return len(range(size)[start:end:step])
     if start == 0 and step == 1 and _is_everything(size, end):
         return size
-    if isinstance(start, int) and step == 1 and (length := symbolic.window(size, start, end)) is not None:
+    last = size if _is_everything(size, end) else end
+    if isinstance(start, int) and step == 1 and (length := symbolic.window(size, start, last)) is not None:
         return length
     if isinstance(size, str) and start == symbolic.negative(size) and step == 1 and _is_everything(size, end):
         return size
@@ -211,6 +213,20 @@ def _gather(known: Known) -> list[Shape | None]:
         return [None]
     axis = known.node.attrs.get("axis", 0) % len(data)
     return [(*data[:axis], *positions, *data[axis + 1 :])]
+
+
+def _gather_nd(known: Known) -> list[Shape | None]:
+    """Each of the last entries of the positions is an index into one dimension behind the batches."""
+    data, positions, batches = known.shape(0), known.shape(1), known.node.attrs.get("batch_dims", 0)
+    count = positions[-1] if positions else None
+    if data is None or positions is None or not isinstance(count, int):
+        return [None]
+    return [(*positions[:-1], *data[batches + count :])]
+
+
+def _grid_sample(known: Known) -> list[Shape | None]:
+    data, grid = known.shape(0), known.shape(1)
+    return [(*data[:2], *grid[1:-1]) if data and grid else None]
 
 
 def _reduce(known: Known) -> list[Shape | None]:
@@ -286,16 +302,41 @@ def _convolution(known: Known) -> list[Shape | None]:
     """Windows over the axes behind batch and channels; a pooling has no weight and keeps the channels."""
     shape, weight, attrs = known.shape(0), known.shape(1), known.node.attrs
     kernel: Sequence[int] = attrs.get("kernel_shape") or [size for size in (weight or ())[2:] if isinstance(size, int)]
-    if shape is None or len(kernel) != len(shape) - 2 or attrs.get("auto_pad", "NOTSET") != "NOTSET":
+    if shape is None or len(kernel) != len(shape) - 2:
         return [None]
-    rank = len(kernel)
-    pads, steps = attrs.get("pads", [0] * 2 * rank), attrs.get("strides", [1] * rank)
-    spread, ceil = attrs.get("dilations", [1] * rank), attrs.get("ceil_mode", 0)
-    sizes = [
-        _windows(shape[2 + i], pads[i] + pads[rank + i] - spread[i] * (kernel[i] - 1), steps[i], ceil)
-        for i in range(rank)
-    ]
+    steps, ceil = attrs.get("strides", [1] * len(kernel)), attrs.get("ceil_mode", 0)
+    padding = _paddings(attrs, kernel)
+    sizes = [_windows(shape[2 + i], padding[i], steps[i], ceil) for i in range(len(kernel))]
     return [(shape[0], weight[0] if weight is not None else shape[1], *sizes)]
+
+
+def _paddings(attrs: Mapping[str, Any], kernel: Sequence[int]) -> list[int]:
+    """How many elements each axis is padded with, less those that a window has beside its first."""
+    rank, way = len(kernel), attrs.get("auto_pad", "NOTSET")
+    if way.startswith("SAME"):  # as many windows as there are elements, or every so many of them
+        return [0] * rank
+    pads = [0] * 2 * rank if way == "VALID" else attrs.get("pads", [0] * 2 * rank)
+    spread = attrs.get("dilations", [1] * rank)
+    return [pads[i] + pads[rank + i] - spread[i] * (kernel[i] - 1) for i in range(rank)]
+
+
+def _transposed_convolution(known: Known) -> list[Shape | None]:
+    """Windows put down a stride apart; the weight has the columns of one group."""
+    shape, weight, attrs = known.shape(0), known.shape(1), known.node.attrs
+    is_told = "output_shape" in attrs or attrs.get("auto_pad", "NOTSET") != "NOTSET"
+    if shape is None or weight is None or is_told:
+        return [None]
+    rank = len(shape) - 2
+    pads, steps = attrs.get("pads", [0] * 2 * rank), attrs.get("strides", [1] * rank)
+    spread, added = attrs.get("dilations", [1] * rank), attrs.get("output_padding", [0] * rank)
+    sizes: list[Size] = []
+    for i in range(rank):
+        kernel = weight[2 + i]
+        if not isinstance(kernel, int):
+            return [None]
+        behind = spread[i] * (kernel - 1) + 1 - steps[i] + added[i] - pads[i] - pads[rank + i]
+        sizes.append(symbolic.add(symbolic.multiply((shape[2 + i], steps[i])), behind))
+    return [(shape[0], symbolic.multiply((weight[1], attrs.get("group", 1))), *sizes)]
 
 
 def _whole_windows(known: Known) -> list[Shape | None]:
@@ -483,14 +524,17 @@ _RULES: dict[str, Rule] = {
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
     "Conv": _convolution,
+    "ConvTranspose": _transposed_convolution,
     "Einsum": _einsum,
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
     "GatherElements": _indices,
+    "GatherND": _gather_nd,
     "Gemm": _gemm,
     "GlobalAveragePool": _whole_windows,
     "GlobalMaxPool": _whole_windows,
+    "GridSample": _grid_sample,
     "MatMul": _matmul,
     "MaxPool": _convolution,
     "Pad": _pad,

@@ -163,8 +163,11 @@ def negative(size: Size) -> Size:
 def window(size: Size, start: int, end: Size) -> Size:
     """How many of `size` elements lie from `start` to `end` where all sizes are one and numbers added to it; else None.
 
-    A padded sequence has a size such as `(+ S 2)`, and windows of it from 0 to S, from 1 to `(+ S 1)`, ...
+    A padded sequence has a size such as `(+ S 2)`, and windows of it from 0 to S, from 1 to `(+ S 1)`, ...; of one that
+    is joined with 2 others, those 2 are a window.
     """
+    if isinstance(end, int) and 0 <= start <= end and is_less(size, end) is False:
+        return end - start
     (whole, added), (bound, further) = _terms(size), _terms(end)
     length = min(added, further) - start
     return add(whole, length) if isinstance(whole, str) and whole == bound and start >= 0 <= length else None

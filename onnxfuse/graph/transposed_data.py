@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from onnxfuse.errors import ModelError
 from onnxfuse.graph.packed_data import Packing, packed, packing_of
 from onnxfuse.graph.rows_in_turn import RowsInTurn, part_by_part, rows_in_turn_of
 
@@ -26,8 +27,14 @@ _BLOCK = 256  # columns that become rows at once: what a cache line holds of eac
 
 
 def transpose(tensor: TensorProto, order: Order) -> None:
-    """Say that a tensor is wanted in another order; its bytes stay as they are."""
+    """Say that a tensor is wanted in another order; its bytes stay as they are.
+
+    Raises:
+        ModelError: it has none, as in a model that was stored without its weights.
+    """
     if tensor.data_location != TensorProto.EXTERNAL and not tensor.HasField("raw_data"):
+        if not len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))):
+            raise ModelError(f"the weight {tensor.name!r} has no data: the model was stored without")
         raw = numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data
         tensor.ClearField(helper.tensor_dtype_to_field(tensor.data_type))
         tensor.raw_data = raw

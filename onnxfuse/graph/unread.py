@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from onnx import GraphProto, NodeProto
+from onnx import GraphProto, ModelProto, NodeProto
 
-from onnxfuse.graph.functions import reads
+from onnxfuse.graph.functions import reads, walk
+
+_WITH_OPTIONAL_OUTPUTS = frozenset(
+    ("Dropout", "LayerNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization",
+     "SkipSimplifiedLayerNormalization")
+)  # fmt: skip
 
 
 def unread_values(graph: GraphProto, nodes: Sequence[NodeProto], candidates: Iterable[str]) -> set[str]:
@@ -46,3 +51,23 @@ def drop(entries: object, names: set[str]) -> None:
     for index in reversed(range(len(entries))):  # type: ignore[arg-type]
         if entries[index].name in names:  # type: ignore[index]
             del entries[index]  # type: ignore[attr-defined]
+
+
+def drop_unread_outputs(proto: ModelProto) -> None:
+    """Leave no name to an optional output that nothing reads, as of a mean: tools that rewrite models name them all.
+
+    A node that makes more than one value is otherwise taken for one that others read in part.
+    """
+    bodies = [(proto.graph.node, {value.name for value in proto.graph.output})]
+    bodies += [(function.node, set(function.output)) for function in proto.functions]
+    for nodes, outputs in bodies:
+        several = [node for node in walk(nodes) if len(node.output) > 1 and _has_optional_outputs(node)]
+        read = outputs.union(*map(reads, nodes)) if several else outputs
+        for node in several:
+            node.output[1:] = [name if name in read else "" for name in node.output[1:]]
+            while len(node.output) > 1 and not node.output[-1]:
+                del node.output[-1]
+
+
+def _has_optional_outputs(node: NodeProto) -> bool:
+    return node.op_type in _WITH_OPTIONAL_OUTPUTS and node.domain in ("", "ai.onnx", "com.microsoft")

@@ -22,6 +22,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.graph.functions import DOMAIN
 from onnxfuse.graph.load import load_model
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.selection import Selection
 from onnxfuse.verify.verify import verify
 from tests.helpers.matching import draw, gate
 from tests.helpers.onnx_build import Builder, run
@@ -108,6 +109,27 @@ def test_inlining_gives_the_original_nodes_back() -> None:
     made = onnx.inliner.inline_local_functions(fused())
     assert not fused_nodes(made)
     assert run(made, feed())[0].tobytes() == run(original(), feed())[0].tobytes()
+
+
+def saved_by_the_runtime(model: ModelProto) -> ModelProto:
+    """As its basic level leaves it: no function, and values of their bodies under names of its own."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = "saved.onnx", 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx.load("saved.onnx")
+
+
+def test_what_the_runtime_saved_of_it_can_be_fused_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In part, so that values of a body that was inlined stand beside those of one that will be."""
+    monkeypatch.chdir(tmp_path)
+    made = model = fused()
+    for _ in range(2):
+        made = saved_by_the_runtime(made)
+        assert not fused_nodes(made)
+        made = rewritten(analyse_model(made, resolve("sm_90a", list), selection=Selection(skip=("split_gemm",))))
+        assert fused_nodes(made)
+    np.testing.assert_allclose(run(made, feed())[0], run(model, feed())[0], rtol=1e-5)
 
 
 def without_functions(model: ModelProto) -> ModelProto:

@@ -251,6 +251,42 @@ def of_the_larger(b: Builder, x: str) -> str:
     return b("Reshape", x, b("Concat", b("Max", batch, batch), rows, columns, axis=0))
 
 
+def convolved_by_way(b: Builder, x: str, auto_pad: str) -> str:
+    """As many rows as columns are convolved, of a shape that ONNX's own inference does not tell."""
+    images = b("Unsqueeze", split_heads_and_merged_again(b, x), b.integers(1))
+    return b("Conv", images, b.array(np.ones((4, 1, 1, 3))), auto_pad=auto_pad, strides=[1, 2])
+
+
+def joined_with_three(b: Builder, x: str) -> str:
+    """As where an image's tokens and a text's attend together."""
+    three = b("Expand", b.array(np.ones((1, 3, 8))), b("Concat", *shape_of(b, x, 0), b.integers(3, 8), axis=0))
+    return b("Concat", three, split_heads_and_merged_again(b, x), axis=1)
+
+
+def parted(b: Builder, x: str, start: int, end: int) -> str:
+    return b("Slice", joined_with_three(b, x), b.integers(start), b.integers(end), b.integers(1))
+
+
+def convolved_up(b: Builder, x: str, weight: tuple[int, ...] = (8, 5, 2), **attributes: object) -> str:
+    """As decoders of images and of sound make their input longer."""
+    return b("ConvTranspose", b("Transpose", x, perm=[0, 2, 1]), b.array(np.ones(weight)), strides=[2], **attributes)
+
+
+def positions_in(b: Builder, x: str) -> str:
+    """Two of each batch and row, `[batch, rows, 2, 1]`, as torch's exporter looks up a padding mask."""
+    return b("Expand", b.integers(0), unfolded(b, x, 2, 1))
+
+
+def grid_in(b: Builder, x: str) -> str:
+    return b("Expand", b.array([0.5]), unfolded(b, x, 4, 2))
+
+
+def unfolded(b: Builder, x: str, *columns: int) -> str:
+    """Batch, rows and these, in a way that ONNX's own inference does not follow."""
+    shape = b("Concat", b("Slice", b("Shape", x), b.integers(0), b.integers(2)), b.integers(*columns), axis=0)
+    return b("Where", b("Equal", shape, b.integers(-1)), b.integers(1), shape)
+
+
 ZERO = onnx.helper.make_tensor("zero", onnx.TensorProto.INT64, (1,), [0])
 ONE = onnx.helper.make_tensor("one", onnx.TensorProto.INT64, (1,), [1])
 CHAINS = {
@@ -268,7 +304,22 @@ CHAINS = {
     "pooled": lambda b, x: b("MaxPool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[1, 2], strides=[1, 2]),
     "padded": lambda b, x: b("AveragePool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     "convolved": lambda b, x: b("Conv", b("Transpose", x, perm=[0, 2, 1]), b.array(np.ones((4, 8, 3))), strides=[2]),
+    "convolved_within": lambda b, x: convolved_by_way(b, x, "VALID"),
+    "convolved_everywhere": lambda b, x: convolved_by_way(b, x, "SAME_UPPER"),
+    "pooled_everywhere": lambda b, x: b(
+        "MaxPool", b("Unsqueeze", x, b.integers(1)), kernel_shape=[3, 2], strides=[1, 2], auto_pad="SAME_LOWER"
+    ),
+    "convolved_up": convolved_up,
+    "convolved_apart": lambda b, x: convolved_up(
+        b, x, (8, 3, 4), dilations=[2], pads=[1, 2], output_padding=[1], group=2
+    ),
+    "chosen": lambda b, x: b("GatherND", x, positions_in(b, x), batch_dims=1),
+    "chosen_rows": lambda b, x: b("GatherND", x, b.array(np.zeros((3, 2, 1)), integer=True)),
+    "sampled": lambda b, x: b("GridSample", b("Unsqueeze", x, b.integers(1)), grid_in(b, x)),
     "doubled": lambda b, x: b("Resize", b("Unsqueeze", x, b.integers(1)), "", b.array([1.0, 1.0, 2.0, 2.0])),
+    "text": lambda b, x: parted(b, x, 3, 2**63 - 1),
+    "image": lambda b, x: parted(b, x, 0, 3),
+    "part_of_image": lambda b, x: parted(b, x, 1, 2),
     "mask": causal_mask,
     "positions": with_positions,
     "tiled": lambda b, x: b("Tile", x, b.integers(2, 1, 3)),
@@ -315,6 +366,16 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("heads", ("B", "S", 8)),
         ("expanded", ("B", "S", 8)),
         ("doubled", ("B", 1, "2*S", 16)),
+        ("convolved_up", ("B", 5, "2*S")),
+        ("convolved_within", ("B", 4, "S", 3)),
+        ("convolved_everywhere", ("B", 4, "S", 4)),
+        ("pooled_everywhere", ("B", 1, "S", 4)),
+        ("text", ("B", "S", 8)),
+        ("image", ("B", 3, 8)),
+        ("part_of_image", ("B", 1, 8)),
+        ("chosen", ("B", "S", 2, 8)),
+        ("chosen_rows", (3, 2, "S", 8)),
+        ("sampled", ("B", 1, "S", 4)),
         ("mask", ("S", "S")),
         ("positions", ("B", "S", 8)),
         ("tiled", ("2*B", "S", 24)),
