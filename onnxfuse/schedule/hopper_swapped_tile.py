@@ -132,4 +132,4 @@ def _of_tile(spec: KernelSpec, tile: SwappedTile) -> Rules:
 
 def _of_memory(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> Rules:
     layout = footprint(spec, tile, shared_limit)
-    yield layout.stages < 2, f"{layout.stages} stages fit into shared memory"
+    yield layout.stages < hopper_tile.LEAST_STAGES, f"{layout.stages} stages fit into shared memory"

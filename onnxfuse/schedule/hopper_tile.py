@@ -17,7 +17,7 @@ Shared memory of one block, in this order:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -36,6 +36,9 @@ MAX_WIDTH = 256  # columns of one wgmma
 WIDEST_AT_ONCE = {2: 256, 3: 192, 4: 256}  # columns of one wgmma, by groups: of 128 registers it may name 96 sums
 MAX_ACCUMULATORS = {2: 192, 3: 112, 4: 64}  # fp32 registers of one thread, of 232, 160 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32  # of a tile operand's pairs and addresses; tests forbid that ptxas spills
+LEAST_STAGES = 3  # of two, one waits while the other is multiplied: up to twice the time
+# Below these, stages are worth more than slabs of long rows; several outputs are staged side by side.
+FEW_STAGES = {"one output": 3, "several": 4}
 WHOLE_SLABS_STAGES = 3  # that are enough where all slabs are wanted
 SERVED_BUFFERS = 4  # of an output that no operand's place is for
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
@@ -318,12 +321,18 @@ def _footprint(
     narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
     lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
     slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
-    candidates = [
-        _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place)
-        for whole in (True, False)
-        for columns, buffers in slabs
-    ]
-    return max(candidates, key=lambda layout: min(layout.stages, enough))
+
+    def most_stages(slabs: Sequence[tuple[int, int]]) -> HopperFootprint:
+        candidates = [
+            _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place)
+            for whole in (True, False)
+            for columns, buffers in slabs
+        ]
+        return max(candidates, key=lambda layout: min(layout.stages, enough))
+
+    usual = most_stages(slabs)
+    few = FEW_STAGES["several" if len(spec.outs) > 1 else "one output"]
+    return usual if usual.stages >= few else most_stages((*slabs, (UNIT_COLUMNS, 1)))
 
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
@@ -469,7 +478,7 @@ def _of_clusters(spec: KernelSpec, tile: HopperTile) -> Rules:
 
 def _of_memory(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> Rules:
     layout = footprint(spec, replace(tile, stages=0), shared_limit)
-    yield layout.stages < max(tile.stages, 2), f"{layout.stages} stages fit into shared memory"
+    yield layout.stages < (tile.stages or LEAST_STAGES), f"{layout.stages} stages fit into shared memory"
 
 
 def _shares(tile: HopperTile) -> bool:

@@ -26,7 +26,6 @@ NEAR, NEAREST = 1.6, 10  # tiles whose estimate is within this of the best are t
 FAR, FURTHER = 5.0, 14  # and as many others, drawn at random, where the cost model is to be fitted
 ROUNDS = 5
 DIGITS = 2  # of microseconds
-UNTIMED = ("qkv",)  # three outputs, each with a weight of its own: whether one kernel takes all depends on the plan
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def plan_of(problem: Drawn, device: DeviceSpec, keep_weights: bool = False) -> t
 
 
 def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | None:
-    """What to time, with so many tiles more than the nearest; None for kinds that are not timed."""
-    own = None if problem.kind in UNTIMED else plan_of(problem, device)
+    """What to time, with so many tiles more than the nearest; None where the model is not one kernel."""
+    own = plan_of(problem, device)
     if own is None:
         return None
     order = "nk" if own[0].rhs[0].axes[-1] == "k" else "kn"
@@ -96,7 +95,7 @@ class Buffers:
         self.weight = [each[0] for each in self.weights]
         self.bias = _random(problem, (problem.width,))
         self.residual = [_random(problem, (problem.m, problem.n)) for _ in range(copies)]
-        self.out = [_random(problem, (problem.m, problem.n)) for _ in range(copies)]
+        self.outs = [[_random(problem, (problem.m, problem.n)) for _ in fusion.outs] for _ in range(copies)]
         self.product: list[cupy.ndarray] = []
 
     def arguments(self, copy: int) -> np.ndarray:
@@ -115,7 +114,8 @@ class Buffers:
             else:
                 start = self.bias.data.ptr + problem.element_bytes * (load.part or 0) * problem.n
                 made["loads"][0, index] = (start, 0, 0, 1)
-        made["outs"][0, 0] = (self.out[copy].data.ptr, 0, problem.n, 1)
+        for index, out in enumerate(self.outs[copy]):
+            made["outs"][0, index] = (out.data.ptr, 0, problem.n, 1)
         for name, value in (("m", problem.m), ("n", problem.n), ("k", problem.k), ("batch", 1)):
             made[name] = value
         return made
