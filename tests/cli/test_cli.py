@@ -24,15 +24,11 @@ from onnxfuse.pipeline import analyse_model, make_report, optimize_model
 from tests.graph.test_graph import cycle, unknown_opset, wrong_dtype
 from tests.helpers import corpus
 from tests.helpers.many_commands import run_all
+from tests.helpers.many_commands import run_command as onnxfuse
 from tests.helpers.onnx_build import Builder
 
 MODELS = sorted((Path(__file__).parents[2] / "models").glob("*.onnx"))
 GATE = "tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx"
-
-
-def onnxfuse(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onnxfuse", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +336,15 @@ def test_help_is_short_as_well_and_the_version_is_told() -> None:
         assert (short.returncode, short.stdout) == (0, long.stdout)
         assert short.stdout.startswith("Usage")
     assert onnxfuse("--version").stdout.split()[-1] == __version__
+
+
+def test_a_start_of_python_by_itself_is_the_same_command(gate: Path) -> None:
+    """Most tests run commands in copies of one process that has imported the command line."""
+    for words, code in ((("explain", str(gate), "--json", "--arch", "sm_80"), 0), (("explain", "nowhere.onnx"), 3)):
+        alone = subprocess.run([sys.executable, "-m", "onnxfuse", *words], capture_output=True, text=True, check=False)
+        copied = onnxfuse(*words)
+        assert (alone.returncode, alone.stdout, alone.stderr) == (code, copied.stdout, copied.stderr)
+        assert copied.returncode == code
 
 
 def test_a_shell_completes_commands_and_options() -> None:

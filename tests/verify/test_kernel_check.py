@@ -19,7 +19,7 @@ from onnxfuse.runtime import session
 from onnxfuse.runtime.session import CPU
 from onnxfuse.verify import verify
 from onnxfuse.verify.kernel_check import check_kernels
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import FLOAT16, Builder
 
 ARCHITECTURES = "sm_80,sm_90a,ptx"
