@@ -65,9 +65,9 @@ def test_a_home_that_cannot_be_written_costs_the_cache_alone(tmp_path: Path, fro
     """As in a container; a file in the home folder's place refuses even the superuser."""
     out = tmp_path / "out.onnx"
     (tmp_path / "home").touch()
-    call = f"import onnxfuse, onnx; onnx.save(onnxfuse.optimize({str(GATE)!r}, arch='sm_80')[0], {str(out)!r})"
+    call = f"import onnxfuse, onnx; onnx.save(onnxfuse.optimize({str(GATE)!r}, arch='ptx')[0], {str(out)!r})"
     command = {
-        "command line": ["-m", "onnxfuse", "optimize", GATE, "-o", out, "--arch", "sm_80"],
+        "command line": ["-m", "onnxfuse", "optimize", GATE, "-o", out, "--arch", "ptx"],
         "Python": ["-c", call],
     }
     environment = os.environ | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}

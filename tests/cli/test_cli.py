@@ -20,19 +20,16 @@ from onnxfuse import __version__
 from onnxfuse.cli import commands
 from onnxfuse.device import resolve
 from onnxfuse.graph.scopes import count_nodes
+from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import analyse_model, make_report, optimize_model
 from tests.graph.test_graph import cycle, unknown_opset, wrong_dtype
 from tests.helpers import corpus
 from tests.helpers.many_commands import run_all
+from tests.helpers.many_commands import run_command as onnxfuse
 from tests.helpers.onnx_build import Builder
 
 MODELS = sorted((Path(__file__).parents[2] / "models").glob("*.onnx"))
 GATE = "tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx"
-
-
-def onnxfuse(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onnxfuse", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +339,15 @@ def test_help_is_short_as_well_and_the_version_is_told() -> None:
     assert onnxfuse("--version").stdout.split()[-1] == __version__
 
 
+def test_a_start_of_python_by_itself_is_the_same_command(gate: Path) -> None:
+    """Most tests run commands in copies of one process that has imported the command line."""
+    for words, code in ((("explain", str(gate), "--json", "--arch", "sm_80"), 0), (("explain", "nowhere.onnx"), 3)):
+        alone = subprocess.run([sys.executable, "-m", "onnxfuse", *words], capture_output=True, text=True, check=False)
+        copied = onnxfuse(*words)
+        assert (alone.returncode, alone.stdout, alone.stderr) == (code, copied.stdout, copied.stderr)
+        assert copied.returncode == code
+
+
 def test_a_shell_completes_commands_and_options() -> None:
     asked = {"_ONNXFUSE_COMPLETE": "bash_complete", "COMP_CWORD": "1"}
     command = [str(Path(sys.executable).with_name("onnxfuse"))]
@@ -351,14 +357,17 @@ def test_a_shell_completes_commands_and_options() -> None:
         assert expected in result.stdout.splitlines()
 
 
+def without_kernels(site: Site) -> Site:
+    """A site that needs no compiler, in whichever way it is written."""
+    ways = {"epilogue_only": site.epilogue_only, "whole": site.whole}
+    return replace(site, plans=(), **{name: way and replace(way, plans=()) for name, way in ways.items()})
+
+
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_explain_counts_the_nodes_that_optimize_leaves(path: Path) -> None:
     analysis = analyse_model(path, resolve("sm_80", list))
     told = make_report(analysis).nodes_after
-    bare = [
-        replace(s, plans=(), epilogue_only=s.epilogue_only and replace(s.epilogue_only, plans=()))
-        for s in analysis.sites
-    ]  # no compiler
+    bare = [without_kernels(site) for site in analysis.sites]
     model, report = optimize_model(replace(analysis, sites=tuple(bare)))
     assert told == report.nodes_after == count_nodes(model)
 

@@ -14,7 +14,7 @@ from onnxfuse.errors import SettingError
 from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.schedule.variant import SLOWER
 from tests.cli.test_cli import MODELS
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import Builder
 
 LAYERS = 40

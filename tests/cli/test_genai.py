@@ -17,7 +17,7 @@ from onnxfuse.graph.functions import DOMAIN
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.progress import silent
 from onnxfuse.runtime.session import library_path
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import FLOAT, Builder
 from tests.helpers.optimized_layers import Sizes, layers
 

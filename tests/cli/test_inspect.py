@@ -20,7 +20,7 @@ from onnxfuse.graph.rewrite import KERNELS
 from onnxfuse.lowering import inspection
 from onnxfuse.lowering.kernel_description import read_description
 from onnxfuse.progress import silent
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ import onnxfuse
 from onnxfuse import __version__
 from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.report.document import SCHEMA
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import Builder
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from onnx import ModelProto
 
 from onnxfuse.device import resolve
 from onnxfuse.pipeline import analyse_model, make_report
-from tests.cli.test_cli import onnxfuse as command
 from tests.helpers import printed
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder
 

@@ -12,8 +12,8 @@ import pytest
 import onnxfuse
 from onnxfuse.errors import SettingError
 from onnxfuse.selection import FoundFusion, make_selection
-from tests.cli.test_cli import onnxfuse as command
 from tests.helpers import corpus
+from tests.helpers.many_commands import run_command as command
 
 # Two blocks, each with a packed gate and a product with a residual behind it.
 KEY = "tiny/phi3.tiny.dynamo.op20.fp32.dynamic.onnx"

@@ -17,8 +17,8 @@ import onnxfuse
 from onnxfuse import triton_server
 from onnxfuse.errors import ModelError, OutputError, SettingError
 from onnxfuse.triton_server import export_triton
-from tests.cli.test_cli import onnxfuse as command
 from tests.helpers import corpus
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import Builder, run
 
 BRIDGE = Path(onnxfuse.library_path())

@@ -16,7 +16,7 @@ ON_CPU = ("tiny/ff_geglu.tiny.torchscript.op17.fp16.dynamic.onnx", "tiny/ff_swig
 
 @pytest.mark.parametrize("key", ON_CPU)
 def test_a_model_is_verified_with_each_of_its_feeds(key: str, tmp_path: Path) -> None:
-    result = verified(key, tmp_path, "sm_80")
+    result = verified(key, tmp_path, "ptx")
     assert result.passed, str(result)
     fed = [{name: array.shape for name, array in corpus.feed(key, index).items()} for index in range(2)]
     assert [{name: run.shapes[name] for name in feed} for run, feed in zip(result.runs, fed, strict=True)] == fed
@@ -33,7 +33,7 @@ def test_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return made, report
 
     monkeypatch.setattr(onnxfuse, "optimize", altered)
-    assert not verified(ON_CPU[1], tmp_path, "sm_80").passed
+    assert not verified(ON_CPU[1], tmp_path, "ptx").passed
 
 
 def test_both_exporters_and_types_of_every_family_run() -> None:

@@ -19,7 +19,7 @@ MODEL = Path(__file__).parents[2] / "models" / "unet_block.onnx"
 @pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("features") / "fused.onnx"
-    onnx.save(onnxfuse.optimize(MODEL, arch="sm_80")[0], path)
+    onnx.save(onnxfuse.optimize(MODEL, arch="ptx")[0], path)
     return path
 
 

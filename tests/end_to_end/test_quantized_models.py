@@ -25,7 +25,7 @@ from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.tune.search import measure
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, cpu_session
 from tests.helpers.optimized_layers import Sizes, layers
 from tests.helpers.quantized import Form, quantized_model

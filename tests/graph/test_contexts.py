@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from onnxfuse.graph.graph import load_model
 from onnxfuse.graph.load import Model
 from onnxfuse.graph.save import check_files, save_model
 from onnxfuse.triton_server import export_triton
+from tests.helpers.many_commands import run_command
 from tests.helpers.matching import K, N, draw, silu
 from tests.helpers.onnx_build import Builder
 
@@ -80,8 +80,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def optimize(source: Path, target: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onnxfuse", "optimize", source, "-o", target, "--arch", "sm_80", *flags]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    return run_command("optimize", source, "-o", target, "--arch", "sm_80", *flags)
 
 
 @pytest.mark.parametrize("folder", ["a", "b"])

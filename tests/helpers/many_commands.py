@@ -1,10 +1,13 @@
-"""Many runs of the command line, each in a process of its own, for the price of one start of Python.
+"""Many runs of the command line, each in a process of its own, for the price of few starts of Python.
 
-`run_all` starts this file once; it imports the command line, and then makes a copy of itself for each run.
+This file is a server: it imports the command line once, and then makes a copy of itself for each run. Each process of
+the tests starts one for each environment that it runs commands in.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -15,19 +18,46 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+CURRENT_TEST = "PYTEST_CURRENT_TEST"  # of no command's business, and another one in each test
+
+
+def run_command(*command: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What one command gives back: its exit code, and what it prints to both streams."""
+    (result,) = run_all([command], **environment)
+    return result
+
 
 def run_all(commands: Sequence[Sequence[Any]], **environment: str) -> list[subprocess.CompletedProcess[str]]:
-    """What each command gives back: its exit code, and what it prints to both streams."""
+    """The same of several commands."""
     texts = [list(map(str, command)) for command in commands]
-    done = subprocess.run(
-        [sys.executable, __file__], input=json.dumps(texts), capture_output=True, text=True, check=True,
-        env=os.environ | environment,
-    )  # fmt: skip
-    results = json.loads(done.stdout)
+    variables = {name: value for name, value in os.environ.items() if name != CURRENT_TEST} | environment
+    server = _server(frozenset(variables.items()))
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(json.dumps([str(Path.cwd()), texts]) + "\n")
+    server.stdin.flush()
+    results = json.loads(server.stdout.readline())
     return [subprocess.CompletedProcess(command, **result) for command, result in zip(texts, results, strict=True)]
 
 
-def _run(command: Sequence[str]) -> Mapping[str, Any]:
+@functools.cache
+def _server(environment: frozenset[tuple[str, str]]) -> subprocess.Popen[str]:
+    """A server that has imported the command line in an environment; it ends with this process."""
+    server = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+def _serve() -> None:
+    """A line of results for each line of commands, until nobody asks any more."""
+    for line in sys.stdin:
+        folder, commands = json.loads(line)
+        print(json.dumps([_run(command, folder) for command in commands]), flush=True)
+
+
+def _run(command: Sequence[str], working: str) -> Mapping[str, Any]:
     """One command in a copy of this process."""
     from onnxfuse.cli import main
 
@@ -38,6 +68,7 @@ def _run(command: Sequence[str]) -> Mapping[str, Any]:
             for number, stream in enumerate(streams, 1):
                 os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.chdir(working)
             sys.argv = ["onnxfuse", *command]
             code = 1
             try:
@@ -57,5 +88,4 @@ def _run(command: Sequence[str]) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    commands = json.load(sys.stdin)
-    print(json.dumps([_run(command) for command in commands]))
+    _serve()

@@ -201,9 +201,9 @@ def test_planned_kernels_spill_a_word_or_two(arch: str, dtype: DType, taken: Tak
     """1,024 threads have 64 registers each, and of smaller blocks ptxas wants several to fit."""
     mapping, widths = AxisMapping((), ("m",), ("n",), ()), taken(PLANNED_COLUMNS, 3)
     plans = [make_norm_plan(planned(columns, None, dtype), mapping, ARCHITECTURES[arch]) for columns in widths]
-    kernels = {(variant.spec, variant.tile) for plan in plans for variant in plan.variants}
+    kernels = {emit(variant.spec, variant.tile) for plan in plans for variant in plan.variants}
     with ThreadPoolExecutor() as pool:
-        images = pool.map(lambda kernel: compile_source(emit(*kernel), ARCHITECTURES[arch]), kernels)
+        images = pool.map(lambda kernel: compile_source(kernel, ARCHITECTURES[arch]), kernels)
     assert max(image.local_bytes for image in images) <= 8
 
 

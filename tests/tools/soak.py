@@ -149,7 +149,7 @@ def subjects(folder: Path, device: str) -> list[Subject]:
 def subject(model: Path, shapes: Sequence[Mapping[str, tuple[int, ...]]], folder: Path, device: str) -> Subject:
     providers = [CUDA, CPU] if device == "cuda" else [CPU]
     fused = folder / f"{model.stem}.fused.onnx"
-    onnx.save(onnxfuse.optimize(model, arch="native" if device == "cuda" else "sm_80")[0], fused)
+    onnx.save(onnxfuse.optimize(model, arch="native" if device == "cuda" else "ptx")[0], fused)
     feeds = [
         {name: np.random.default_rng(seed).standard_normal(shape).astype(np.float16) for name, shape in case.items()}
         for seed, case in enumerate(shapes)

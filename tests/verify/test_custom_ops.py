@@ -14,8 +14,8 @@ from onnxfuse.bench.bench import bench
 from onnxfuse.errors import DeviceError, ModelError, SettingError
 from onnxfuse.runtime.session import CPU, options_with
 from onnxfuse.verify import verify
-from tests.cli.test_cli import onnxfuse as command
 from tests.helpers.bridge_build import custom_op_library
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import Builder
 
 

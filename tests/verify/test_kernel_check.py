@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +17,25 @@ from onnxfuse.errors import DeviceError
 from onnxfuse.graph.archive import Flavour, Record, pack, unpack
 from onnxfuse.progress import silent
 from onnxfuse.runtime import session
+from onnxfuse.runtime.disassemble import sass
 from onnxfuse.runtime.session import CPU
-from onnxfuse.verify import verify
+from onnxfuse.verify import kernel_check, verify
 from onnxfuse.verify.kernel_check import check_kernels
-from tests.cli.test_cli import onnxfuse as command
+from tests.helpers.many_commands import run_command as command
 from tests.helpers.onnx_build import FLOAT16, Builder
 
 ARCHITECTURES = "sm_80,sm_90a,ptx"
+disassembled = functools.cache(sass)  # a fault alters one image, and leaves the others as they were
 
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "default_providers", lambda: [CPU])
+
+
+@pytest.fixture
+def _each_image_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_check, "sass", disassembled)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +146,7 @@ def test_good_kernels_are_counted(source: Path, model: onnx.ModelProto, tmp_path
     assert result.to_dict()["kernels"]["run"] is False
 
 
+@pytest.mark.usefixtures("_each_image_once")
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_wrong_with_kernels_is_found(name: str, model: onnx.ModelProto, tmp_path: Path) -> None:
     change, message = FAULTS[name]
