@@ -201,7 +201,8 @@ def _compiled(source: str, device: DeviceSpec) -> CompiledImage:
     try:
         return compile_source(source, device)
     except CompileError as error:
-        raise ModelError(f"what the file says of a kernel does not compile: {error}") from error
+        summary = str(error).splitlines()[0]  # behind it comes all that the compiler says; the source is kept
+        raise ModelError(f"what the file says of a kernel does not compile: {summary}") from error
 
 
 def _difference(record: Record, made: Record) -> Iterator[str]:

@@ -132,6 +132,8 @@ def why_not(spec: KernelSpec, tile: SmallMTile, shared_limit: int) -> str | None
         return f"small M: no kernel for {spec.math}"
     if spec.rhs_width < chunk(spec):
         return "small M: rows of rhs begin on 16-byte boundaries"
+    if chunk(spec) % lhs_copy(spec):
+        return f"small M: copies of {lhs_copy(spec)} elements of lhs do not make {CHUNK_BYTES} bytes"
     if spec.lhs_run or spec.lhs_order != "mk":
         return "small M: one stride walks the k of lhs, which is its contiguous axis"
     if tile.block_n % FRAGMENT_COLUMNS or tile.block_k % step_k(spec):

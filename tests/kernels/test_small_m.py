@@ -215,6 +215,7 @@ def test_it_takes_any_depth_of_rows_of_n(dtype, k: int) -> None:
     [
         ({"math": "fp32"}, "no kernel for fp32"),
         ({"rhs_width": 4}, "16-byte boundaries"),
+        ({"lhs_width": 3}, "copies of 3 elements"),
         ({"tile": tile(20)}, "multiple of 8"),
         ({"tile": tile(32, 32, 1, 64)}, "threads"),
         ({"tile": tile(256)}, "registers"),
