@@ -280,12 +280,11 @@ def of_shared(blocks: int, known: Calibration) -> float:
 def in_pieces(operand: str, pitch: Count, known: Calibration) -> Amount:
     """How much longer the rows of a box take whose pitch is no multiple of a cache line, by what it is a multiple of.
 
-    L2 delivers half a line in a cycle: a row that begins in the middle of one takes as many cycles as any, one that
-    begins elsewhere another; where it begins at no sector, it is read in pieces.
+    As if L2 delivered half a line in a cycle: a row that begins in the middle of one takes as many cycles as any, one
+    that begins elsewhere another; where it begins at no sector, it is read in pieces.
     """
-    pitches = {int(each): more for each, more in known.hopper_pitch[operand].items()}
-    longer = sum((np.gcd(pitch, CACHE_LINE) == each) * more for each, more in pitches.items())
-    return 1.0 + longer
+    granule = np.gcd(pitch, CACHE_LINE)
+    return 1.0 + sum((granule == int(each)) * more for each, more in known.hopper_pitch[operand].items())
 
 
 def epilogue_time(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> float:

@@ -37,8 +37,7 @@ WIDEST_AT_ONCE = {2: 256, 3: 192, 4: 256}  # columns of one wgmma, by groups: of
 MAX_ACCUMULATORS = {2: 192, 3: 112, 4: 64}  # fp32 registers of one thread, of 232, 160 or 96, by the number of groups
 TILE_LOAD_REGISTERS = 32  # of a tile operand's pairs and addresses; tests forbid that ptxas spills
 LEAST_STAGES = 3  # of two, one waits while the other is multiplied: up to twice the time
-# Below these, stages are worth more than slabs of long rows; several outputs are staged side by side.
-FEW_STAGES = {"one output": 3, "several": 4}
+FEW_STAGES = 4  # below which stages are worth more than slabs of long rows to several outputs, which lie side by side
 WHOLE_SLABS_STAGES = 3  # that are enough where all slabs are wanted
 SERVED_BUFFERS = 4  # of an output that no operand's place is for
 COPIED_OUT_REGISTERS = 16  # of an output that TMA does not store
@@ -331,8 +330,8 @@ def _footprint(
         return max(candidates, key=lambda layout: min(layout.stages, enough))
 
     usual = most_stages(slabs)
-    few = FEW_STAGES["several" if len(spec.outs) > 1 else "one output"]
-    return usual if usual.stages >= few else most_stages((*slabs, (UNIT_COLUMNS, 1)))
+    wanted = FEW_STAGES if len(spec.outs) > 1 else LEAST_STAGES
+    return usual if usual.stages >= wanted else most_stages((*slabs, (UNIT_COLUMNS, 1)))
 
 
 def _slab_lengths(spec: KernelSpec, block_n: int) -> list[int]:
