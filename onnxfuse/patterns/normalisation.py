@@ -22,7 +22,7 @@ from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation_forms import Core, number, of_nodes, of_op, other
+from onnxfuse.patterns.normalisation_forms import Core, number, of_length, of_nodes, of_op, other
 from onnxfuse.patterns.scaled_normalisation import of_scaled
 
 PATTERN = "normalisation"
@@ -70,7 +70,7 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
 
 
 def _spelled_out(graph: Graph, node: gs.Node) -> Core | None:
-    return of_nodes(graph, node) or of_scaled(graph, node)
+    return of_nodes(graph, node) or of_scaled(graph, node) or of_length(graph, node)
 
 
 def reserved(graph: Graph) -> frozenset[int]:
@@ -159,7 +159,7 @@ def _lowered(graph: Graph, core: Core) -> Normalisation | None:
     return Normalisation(
         anchor=node_label(core.anchor),
         pattern=PATTERN,
-        features=tuple(sorted({"add": "bias", "mul": "scale"}[op] for op in {op for op, _ in core.affine})),
+        features=tuple(sorted({"add": "bias", "mul": "scale"}[op] for op in {step.op for step in steps})),
         axes=axes,
         operands=(x, *operands),
         loads=tuple(map(Load, range(1 + len(operands)))),
@@ -194,9 +194,9 @@ def _steps(graph: Graph, core: Core, dims: Sequence[tuple[str]]) -> tuple[tuple[
         core: the nodes.
         dims: the axes of x.
     """
-    steps: list[Step] = []
+    steps = [Step(step_name(0), "mul", (NORMAL, core.scale))] if core.scale != 1 else []
     operands: dict[str, Tensor] = {}
-    last: Value = NORMAL
+    last: Value = steps[-1].result if steps else NORMAL
     for op, parameter in core.affine:
         value: Value | None = number(graph, parameter)
         if value is None:

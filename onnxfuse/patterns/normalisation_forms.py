@@ -17,6 +17,7 @@ from onnxfuse.patterns.row_shift import reduced_axes
 CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
 DEFAULT_EPSILON = 1e-5  # of every op's
 MEANS = ("ReduceMean", "GlobalAveragePool")
+SUM, LENGTH = "ReduceSum", "ReduceL2"  # of squares, as linear attentions and CLIP make rows one long
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
 
@@ -33,6 +34,7 @@ class Core:
         centred: whether the mean is subtracted.
         epsilon: what is added to the variance.
         affine: the ops with parameters that the nodes hold, in their order.
+        scale: what the normalised row is multiplied by before those, for a row that is divided by its own length.
     """
 
     anchor: gs.Node
@@ -42,6 +44,7 @@ class Core:
     centred: bool
     epsilon: float
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
+    scale: float = 1.0
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -59,26 +62,57 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 
 
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
-    """What is written as a mean of squares, its root, and a quotient or a product with the reciprocal."""
-    square = squared(graph, node)
-    if square is None:
-        return None
-    ends = _divided(graph, node)
-    if ends is None:
+    """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal."""
+    square = squared(graph, node, *MEANS, SUM)
+    ends = None if square is None else _divided(graph, node)
+    count = 1 if node.op != SUM else _columns(graph, node)
+    if square is None or ends is None or count is None:
         return None
     between, last, divided, epsilon = ends
+    return _of_rows(graph, node, (square, node, *between, last), divided, epsilon / count, count)
+
+
+def of_length(graph: Graph, node: gs.Node) -> Core | None:
+    """Rows that are divided by their own length, to which nothing is added."""
+    last = reader(node, "Div") if node.op == LENGTH and _is_of_rows(graph, node) else None
+    count = None if last is None else _columns(graph, node)
+    if last is None or count is None or last.inputs[1] is not node.outputs[0]:
+        return None
+    return _of_rows(graph, node, (node, last), last.inputs[0], 0.0, count)
+
+
+def _of_rows(
+    graph: Graph, anchor: gs.Node, nodes: Sequence[gs.Node], divided: gs.Tensor, epsilon: float, count: int
+) -> Core | None:
+    """The same with the casts and the mean in front of them, if nobody else reads what they make on the way.
+
+    Args:
+        graph: the scope.
+        anchor: what takes the mean or the sum of squares.
+        nodes: from what the squares are of to the last.
+        divided: by the root.
+        epsilon: what is added to the mean of squares.
+        count: how many squares are in what the root is of for one in their mean.
+    """
+    last = nodes[-1]
     for source in SOURCES:
-        centring, x, whole = _centring(graph, square.inputs[0], divided, source)
-        nodes = (*centring, square, node, *between, last)
-        if x is whole and is_closed(graph, nodes, last):
+        centring, x, whole = _centring(graph, nodes[0].inputs[0], divided, source)
+        every = (*centring, *nodes)
+        if x is whole and is_closed(graph, every, last):
             is_centred = any(each.op == "Sub" for each in centring)
-            return Core(node, nodes, x, last.outputs[0], is_centred, epsilon)
+            return Core(anchor, every, x, last.outputs[0], is_centred, epsilon, scale=count**-0.5)
     return None
 
 
-def squared(graph: Graph, node: gs.Node) -> gs.Node | None:
-    """The node that squares what another takes the mean of, by rows."""
-    square = maker(node.inputs[0], "Pow", "Mul") if node.op in MEANS else None
+def _columns(graph: Graph, reduction: gs.Node) -> int | None:
+    """How many elements of a row are reduced to one; None where that is not known before the run."""
+    *_, columns = graph.shape(reduction.inputs[0].name) or (None,)
+    return columns if isinstance(columns, int) and columns > 0 else None
+
+
+def squared(graph: Graph, node: gs.Node, *ops: str) -> gs.Node | None:
+    """The node that squares what another, of one of some ops, takes the mean or the sum of, by rows."""
+    square = maker(node.inputs[0], "Pow", "Mul") if node.op in ops else None
     return square if square is not None and _is_of_rows(graph, node) and _is_square(graph, square) else None
 
 
@@ -208,7 +242,7 @@ def _is_square(graph: Graph, node: gs.Node) -> bool:
 
 
 def _is_of_rows(graph: Graph, mean: gs.Node) -> bool:
-    """Whether a mean is along the last axis, which stays as one element."""
+    """Whether a reduction is along the last axis, which stays as one element."""
     rank = len(graph.shape(mean.inputs[0].name) or ())
     if mean.op == "GlobalAveragePool":
         return rank == 3

@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.normalisation_forms import (
+    MEANS,
     SOURCES,
     Core,
     before,
@@ -42,7 +43,7 @@ class _End:
 
 def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
     """What is written so, from the node that takes the mean of squares on."""
-    square, root = squared(graph, node), root_of(graph, node)
+    square, root = squared(graph, node, *MEANS), root_of(graph, node)
     if square is None or root is None or root[0][-1].op == "Sqrt":
         return None
     nodes, epsilon = root

@@ -15,7 +15,17 @@ from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.pipeline import Analysis
 from tests.helpers.matching import check_meaning, draw
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
-from tests.patterns.test_normalisation import ROWS, N, analysed, layer_norm, mean, root, spelled_out, vector
+from tests.patterns.test_normalisation import (
+    OF_LENGTH_ONE,
+    ROWS,
+    N,
+    analysed,
+    layer_norm,
+    mean,
+    root,
+    spelled_out,
+    vector,
+)
 from tests.tools import sweep
 
 SIZES = {"batch": 2, "rows": 5}
@@ -110,6 +120,23 @@ def test_what_is_squared_is_what_is_divided(squared: Form, dividend: Form) -> No
         found = fused_and_right(model, FEED)
         if squared is dividend and squared in (itself, centred, another, another_centred):
             assert len(found) == 1
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("form", OF_LENGTH_ONE)
+def test_any_value_is_made_one_long(form: Form, value: Form) -> None:
+    """By its sum of squares, or by its length; what is centred before that is centred by the kernel."""
+    assert len(fused_and_right(of(lambda b, x: form(b, value(b, x))), FEED)) == 1
+
+
+@pytest.mark.parametrize("dividend", VALUES)
+@pytest.mark.parametrize("measured", VALUES)
+def test_what_is_measured_is_what_is_divided(measured: Form, dividend: Form) -> None:
+    def form(b: Builder, x: str) -> str:
+        return b("Div", dividend(b, x), b("ReduceL2", measured(b, x), axes=[-1], keepdims=1))
+
+    found = fused_and_right(of(form), FEED)
+    assert len(found) == 1 or measured is not dividend or measured not in (itself, centred, another, another_centred)
 
 
 @pytest.mark.parametrize("value", VALUES)

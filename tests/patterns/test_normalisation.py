@@ -131,9 +131,32 @@ def without_a_shift(b: Builder, x: str) -> str:
     return b("Add", b("Mul", b("Neg", average), scale), b("Mul", scale, x))
 
 
+def total(b: Builder, squared: str) -> str:
+    return b("ReduceSum", squared, b.integers(-1), keepdims=1)
+
+
+def of_length_one(b: Builder, x: str) -> str:
+    """As Qwen 3 Next has it of queries and keys: a sum of squares and no mean."""
+    length = b("Sqrt", b("Add", total(b, b("Mul", x, x)), b.array(1e-3)))
+    return b("Mul", b("Mul", x, b("Reciprocal", length)), vector(b))
+
+
+def of_length_one_and_wide(b: Builder, x: str) -> str:
+    """As TorchScript writes it in 16 bits, where the scale of the columns lies behind the cast."""
+    wide, two, epsilon = b("Cast", x, to=FLOAT), b.raw(np.float32(2), "two"), b.raw(np.float32(1e-3), "epsilon")
+    length = b("Sqrt", b("Add", total(b, b("Pow", wide, two)), epsilon))
+    return b("Mul", vector(b), b("Cast", b("Div", wide, length), to=b.dtype))
+
+
+def over_its_length(b: Builder, x: str) -> str:
+    """As CLIP has it of what it compares."""
+    return b("Div", x, b("ReduceL2", x, axes=[-1], keepdims=1))
+
+
+OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, over_its_length)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         to_a_power, widened, widened_twice, one_plus, *SCALED_FIRST)  # fmt: skip
+         to_a_power, widened, widened_twice, one_plus, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
@@ -229,9 +252,30 @@ def with_an_epsilon_of_the_run(b: Builder, x: str) -> str:
     return b("Div", x, b("Sqrt", average))
 
 
-@pytest.mark.parametrize(
-    "form", [along_another_axis, cubed, without_the_axis, of_another_tensor, with_an_epsilon_of_the_run]
-)
+def length_of_another(b: Builder, x: str) -> str:
+    return b("Div", x, b("ReduceL2", b.input("other", (*ROWS, N)), axes=[-1], keepdims=1))
+
+
+def length_over_it(b: Builder, x: str) -> str:
+    return b("Div", b("ReduceL2", x, axes=[-1], keepdims=1), x)
+
+
+def length_along_another_axis(b: Builder, x: str) -> str:
+    return b("Div", x, b("ReduceL2", x, axes=[1], keepdims=1))
+
+
+def of_a_sum_along_another_axis(b: Builder, x: str) -> str:
+    squares = b("ReduceSum", b("Mul", x, x), b.integers(1), keepdims=1)
+    return b("Div", x, b("Sqrt", b("Add", squares, b.array(1e-3))))
+
+
+NO_NORMALISATION = (
+    along_another_axis, cubed, without_the_axis, of_another_tensor, with_an_epsilon_of_the_run, length_of_another,
+    length_over_it, length_along_another_axis, of_a_sum_along_another_axis,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NO_NORMALISATION, ids=lambda form: form.__name__)
 def test_what_is_none_is_none(form: Callable[..., str]) -> None:
     rows = (2, 5) if form is along_another_axis else ROWS
     analysis = analysed(model_of(form, FLOAT, *rows))
