@@ -131,15 +131,19 @@ def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Te
 
 
 def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
-    """The nodes that add epsilon to a mean of squares and take the root, or one over it, and epsilon."""
+    """The nodes that add epsilon to a mean of squares and take the root, or one over it, and epsilon.
+
+    None is added where torch's exporter took an epsilon of 1e-8 for nothing.
+    """
     add = reader(mean, "Add")
-    epsilon = None if add is None else number(graph, other(add, mean.outputs[0]))
-    root = None if add is None else reader(add, "Sqrt", "Pow")
-    if add is None or root is None or epsilon is None:
+    epsilon = 0.0 if add is None else number(graph, other(add, mean.outputs[0]))
+    root = reader(mean if add is None else add, "Sqrt", "Pow")
+    if root is None or epsilon is None:
         return None
+    nodes = [root] if add is None else [add, root]
     if root.op == "Pow":
-        return ([add, root], epsilon) if number(graph, root.inputs[1]) == -0.5 else None
-    return [add, root, *_one_over(graph, root)], epsilon
+        return (nodes, epsilon) if number(graph, root.inputs[1]) == -0.5 else None
+    return [*nodes, *_one_over(graph, root)], epsilon
 
 
 def _one_over(graph: Graph, root: gs.Node) -> list[gs.Node]:

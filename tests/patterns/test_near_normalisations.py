@@ -84,7 +84,15 @@ def times_a_power(b: Builder, x: str, squared: str) -> str:
     return b("Mul", x, b("Pow", b("Add", b.array(1e-5), mean(b, squared)), b.array(-0.5)))
 
 
-ENDS = (divided, times_the_reciprocal, times_one_over, times_a_power)
+def times_a_power_alone(b: Builder, x: str, squared: str) -> str:
+    return b("Mul", b("Pow", mean(b, squared), b.array(-0.5)), x)
+
+
+def over_the_root_alone(b: Builder, x: str, squared: str) -> str:
+    return b("Div", x, b("Sqrt", mean(b, squared)))
+
+
+ENDS = (divided, times_the_reciprocal, times_one_over, times_a_power, times_a_power_alone, over_the_root_alone)
 
 
 def fused_and_right(model: ModelProto, feed: dict[str, np.ndarray]) -> list[int]:

@@ -148,6 +148,11 @@ def of_length_one_and_wide(b: Builder, x: str) -> str:
     return b("Mul", vector(b), b("Cast", b("Div", wide, length), to=b.dtype))
 
 
+def without_an_epsilon(b: Builder, x: str) -> str:
+    """As torch.export writes one of 1e-8: its optimiser takes that for 0."""
+    return b("Mul", b("Mul", x, b("Reciprocal", b("Sqrt", mean(b, b("Pow", x, b.array(2.0)))))), vector(b))
+
+
 def over_its_length(b: Builder, x: str) -> str:
     """As CLIP has it of what it compares."""
     return b("Div", x, b("ReduceL2", x, axes=[-1], keepdims=1))
@@ -156,7 +161,7 @@ def over_its_length(b: Builder, x: str) -> str:
 OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, over_its_length)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         to_a_power, widened, widened_twice, one_plus, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
+         to_a_power, widened, widened_twice, one_plus, without_an_epsilon, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
