@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 import onnx_graphsurgeon as gs
+from onnx import TensorProto
 
 from onnxfuse.graph.constant_propagation import Array, known_values, stored_value
 from onnxfuse.graph.shape_inference import Known, Shape, output_shapes, refined
@@ -43,7 +44,8 @@ class Facts:
         return self._values.get(tensor.name)
 
     def _learn(self, node: gs.Node) -> None:
-        values = [None if tensor.is_empty() else self.value(tensor) for tensor in node.inputs]
+        read = [_counted(tensor) for tensor in node.inputs] if node.op == "Range" else node.inputs
+        values = [None if tensor.is_empty() else self.value(tensor) for tensor in read]
         shapes = [None if tensor.is_empty() else self.shape(tensor.name) for tensor in node.inputs]
         with suppress(*CONTRADICTIONS):
             self._learn_shapes(node, output_shapes(Known(node, shapes, values)))
@@ -62,6 +64,13 @@ class Facts:
             known = refined(self.shape(tensor.name), shape)
             if known is not None:
                 self._shapes[tensor.name] = _possible(known)
+
+
+def _counted(bound: gs.Tensor) -> gs.Tensor:
+    """The integer that a bound in floats is made of, as TorchScript counts positions; none below 2^24 is rounded."""
+    widest = (TensorProto.FLOAT, TensorProto.DOUBLE)
+    cast = next((node for node in bound.inputs if node.op == "Cast" and node.attrs.get("to") in widest), None)
+    return bound if cast is None else cast.inputs[0]
 
 
 def _canonical(shape: Shape) -> Shape:

@@ -168,6 +168,13 @@ def causal_mask(b: Builder, x: str) -> str:
     return b("Where", kept, b.array(0.0), b.array(-1.0))
 
 
+def counted_in_floats(b: Builder, x: str, to: int = onnx.TensorProto.FLOAT) -> str:
+    """As TorchScript counts the positions that a rotation is of."""
+    limit = b("Cast", scalar_size(b, x, 1), to=to)
+    positions = b("Range", *(b("Cast", b.array(0.0), to=to), limit, b("Cast", b.array(1.0), to=to)))
+    return b("Mul", b("Unsqueeze", b("Cast", positions, to=onnx.TensorProto.FLOAT), b.integers(1)), x)
+
+
 def with_positions(b: Builder, x: str) -> str:
     """A table of positions, as far as the sequence goes."""
     table = b.array(np.ones((1, 16, 8)))
@@ -338,6 +345,8 @@ CHAINS = {
     ),
     "signs": lambda b, x: b("Sign", x),
     "counted": lambda b, x: b("Range", b.array(0.0), b.array(4.0), b.array(2.0)),
+    "in_floats": counted_in_floats,
+    "in_doubles": lambda b, x: counted_in_floats(b, x, onnx.TensorProto.DOUBLE),
     "product": lambda b, x: folded(b, x, "ReduceProd"),
     "sum": lambda b, x: folded(b, x, "ReduceSum"),
     "elements": of_all_elements,
@@ -394,6 +403,8 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("einsum_without_arrow", ("S", "S")),
         ("pooled_up", ("B*S", 1, 4)),
         ("counted", (2,)),
+        ("in_floats", ("B", "S", 8)),
+        ("in_doubles", ("B", "S", 8)),
     ],
 )
 def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:
