@@ -17,6 +17,7 @@ from onnxfuse.patterns.row_shift import reduced_axes
 CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
 DEFAULT_EPSILON = 1e-5  # of every op's
 MEANS = ("ReduceMean", "GlobalAveragePool")
+DOUBLE = onnx.TensorProto.DOUBLE  # in which TorchScript sums 16 bits
 SUM, LENGTH = "ReduceSum", "ReduceL2"  # of squares, as linear attentions and CLIP make rows one long
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
@@ -63,13 +64,13 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
     """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal."""
-    square = squared(graph, node, *MEANS, SUM)
-    ends = None if square is None else _divided(graph, node)
+    squares = squared(graph, node, *MEANS, SUM)
+    ends = _divided(graph, node) if squares else None
     count = 1 if node.op != SUM else _columns(graph, node)
-    if square is None or ends is None or count is None:
+    if ends is None or count is None:
         return None
     between, last, divided, epsilon = ends
-    return _of_rows(graph, node, (square, node, *between, last), divided, epsilon / count, count)
+    return _of_rows(graph, node, (*squares, node, *between, last), divided, epsilon / count, count)
 
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
@@ -110,10 +111,17 @@ def _columns(graph: Graph, reduction: gs.Node) -> int | None:
     return columns if isinstance(columns, int) and columns > 0 else None
 
 
-def squared(graph: Graph, node: gs.Node, *ops: str) -> gs.Node | None:
-    """The node that squares what another, of one of some ops, takes the mean or the sum of, by rows."""
-    square = maker(node.inputs[0], "Pow", "Mul") if node.op in ops else None
-    return square if square is not None and _is_of_rows(graph, node) and _is_square(graph, square) else None
+def squared(graph: Graph, node: gs.Node, *ops: str) -> tuple[gs.Node, ...]:
+    """The node that squares what another, of one of some ops, takes the mean or the sum of, by rows; a cast behind it.
+
+    Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone.
+    """
+    if node.op not in ops or not _is_of_rows(graph, node):
+        return ()
+    cast = maker(node.inputs[0], "Cast")
+    between = (cast,) if cast is not None and _widens(graph, cast) else ()
+    square = maker((*between, node)[0].inputs[0], "Pow", "Mul")
+    return (square, *between) if square is not None and _is_square(graph, square) else ()
 
 
 def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Tensor, float] | None:
@@ -131,16 +139,20 @@ def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Te
 
 
 def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
-    """The nodes that add epsilon to a mean of squares and take the root, or one over it, and epsilon.
+    """The nodes that add epsilon to a mean of squares and take the root, or one over it, and epsilon; a cast before.
 
     None is added where torch's exporter took an epsilon of 1e-8 for nothing.
     """
-    add = reader(mean, "Add")
-    epsilon = 0.0 if add is None else number(graph, other(add, mean.outputs[0]))
-    root = reader(mean if add is None else add, "Sqrt", "Pow")
+    cast = reader(mean, "Cast")
+    if cast is not None and graph.dtype(cast.outputs[0].name) not in (*FLOATS_BY_ONNX, DOUBLE):
+        return None
+    summed = mean if cast is None else cast
+    add = reader(summed, "Add")
+    epsilon = 0.0 if add is None else number(graph, other(add, summed.outputs[0]))
+    root = reader(summed if add is None else add, "Sqrt", "Pow")
     if root is None or epsilon is None:
         return None
-    nodes = [root] if add is None else [add, root]
+    nodes = [node for node in (cast, add, root) if node is not None]
     if root.op == "Pow":
         return (nodes, epsilon) if number(graph, root.inputs[1]) == -0.5 else None
     return [*nodes, *_one_over(graph, root)], epsilon
@@ -193,7 +205,7 @@ def _widens(graph: Graph, cast: gs.Node) -> bool:
     """Whether a cast is one for the sake of the sums: to fp32, or from 16 bits to double, as TorchScript writes it."""
     read, after = (graph.dtype(tensor.name) or 0 for tensor in (cast.inputs[0], cast.outputs[0]))
     narrow = FLOATS_BY_ONNX.get(read)
-    return narrow is not None and (after == F32.onnx or (after == onnx.TensorProto.DOUBLE and narrow.bytes == 2))
+    return narrow is not None and (after == F32.onnx or (after == DOUBLE and narrow.bytes == 2))
 
 
 def _itself(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:

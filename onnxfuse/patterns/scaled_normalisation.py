@@ -43,8 +43,8 @@ class _End:
 
 def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
     """What is written so, from the node that takes the mean of squares on."""
-    square, root = squared(graph, node, *MEANS), root_of(graph, node)
-    if square is None or root is None or root[0][-1].op == "Sqrt":
+    squares, root = squared(graph, node, *MEANS), root_of(graph, node)
+    if not squares or root is None or root[0][-1].op == "Sqrt":
         return None
     nodes, epsilon = root
     scale = reader(nodes[-1], "Mul")
@@ -55,9 +55,9 @@ def of_scaled(graph: Graph, node: gs.Node) -> Core | None:
     affine = [("mul", other(scale, nodes[-1].outputs[0]))] if scale is not None else []
     affine += [("add", end.shift)] if end.shift is not None else []
     for source in SOURCES:
-        centring, x = before(graph, square.inputs[0], source)
+        centring, x = before(graph, squares[0].inputs[0], source)
         casts, rows = source(graph, end.rows)
-        every = {graph.index(each): each for each in (*centring, *casts, square, node, *between, *end.nodes)}
+        every = {graph.index(each): each for each in (*centring, *casts, *squares, node, *between, *end.nodes)}
         own = tuple(every[index] for index in sorted(every))
         is_of_mean = any(end.mean is each.outputs[0] for each in centring) and centring[-1].op == "Sub"
         if x is rows and is_of_mean and is_closed(graph, own, end.nodes[-1]):

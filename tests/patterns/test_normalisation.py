@@ -148,6 +148,12 @@ def of_length_one_and_wide(b: Builder, x: str) -> str:
     return b("Mul", vector(b), b("Cast", b("Div", wide, length), to=b.dtype))
 
 
+def summed_wide(b: Builder, x: str) -> str:
+    """As torch.export writes a sum of 16 bits: the sum alone is wide."""
+    length = b("Cast", total(b, b("Cast", b("Mul", x, x), to=FLOAT)), to=b.dtype)
+    return b("Mul", b("Mul", x, b("Reciprocal", b("Sqrt", b("Add", length, b.array(1e-3))))), vector(b))
+
+
 def without_an_epsilon(b: Builder, x: str) -> str:
     """As torch.export writes one of 1e-8: its optimiser takes that for 0."""
     return b("Mul", b("Mul", x, b("Reciprocal", b("Sqrt", mean(b, b("Pow", x, b.array(2.0)))))), vector(b))
@@ -158,7 +164,7 @@ def over_its_length(b: Builder, x: str) -> str:
     return b("Div", x, b("ReduceL2", x, axes=[-1], keepdims=1))
 
 
-OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, over_its_length)
+OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
          to_a_power, widened, widened_twice, one_plus, without_an_epsilon, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
@@ -274,9 +280,15 @@ def of_a_sum_along_another_axis(b: Builder, x: str) -> str:
     return b("Div", x, b("Sqrt", b("Add", squares, b.array(1e-3))))
 
 
+def rounded_to_whole_numbers(b: Builder, x: str) -> str:
+    squares = b("Cast", mean(b, b("Mul", x, x)), to=TensorProto.INT64)
+    return b("Div", x, b("Sqrt", b("Add", b("Cast", squares, to=b.dtype), b.array(1e-3))))
+
+
 NO_NORMALISATION = (
     along_another_axis, cubed, without_the_axis, of_another_tensor, with_an_epsilon_of_the_run, length_of_another,
     length_over_it, length_along_another_axis, of_a_sum_along_another_axis,
+    rounded_to_whole_numbers,
 )  # fmt: skip
 
 
