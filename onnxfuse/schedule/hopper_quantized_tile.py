@@ -28,7 +28,10 @@ STAGE_ALIGNMENT = 1024
 KEPT_SPECS = 256  # a plan asks for one again with every tile and number of rows
 SPANS = (32, 64, 128)  # bytes of TMA's swizzles
 # Fragments of two chunks, what is being converted and scales take the rest of 232 or 160 registers of a thread.
-MAX_ACCUMULATORS = {2: 160, 3: 80}
+MAX_ACCUMULATORS = {2: 160, 3: 80, 4: 64}
+MAX_GROUPS = max(MAX_ACCUMULATORS)
+PART_REGISTERS = 40  # of four groups, whose threads have 96: fragments and scales of each further part
+GROUP_THREADS = 128
 TILE_LOAD_REGISTERS = 24
 EXCHANGE_REGISTERS = 24  # of blocks that split k; tests forbid that ptxas spills
 SWAPPED_KINDS = {"scalar": "scalar", "row": "column", "column": "row", "tile": "tile"}
@@ -47,6 +50,7 @@ class QuantizedTile:
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
         group_rows: tiles along n that run together, for reuse in L2.
         apart: each of two groups multiplies one of two parts.
+        k_groups: times as many groups, each of which multiplies every so-manieth stage of a tile; 1, 2 or 4.
     """
 
     block_m: int
@@ -56,6 +60,7 @@ class QuantizedTile:
     splits: int = 1
     group_rows: int = 8
     apart: bool = False
+    k_groups: int = 1
 
     cluster_m: ClassVar[int] = 1  # blocks share no loads
     cluster_n: ClassVar[int] = 1
@@ -74,13 +79,14 @@ class QuantizedTile:
     @property
     def threads(self) -> int:
         """Threads of one block."""
-        return self.swapped.threads
+        return self.swapped.threads + GROUP_THREADS * self.groups * (self.k_groups - 1)
 
     def __str__(self) -> str:
         groups = f" {self.groups} groups" if self.groups > 2 else ""
         splits = f" k split by {self.splits}" if self.splits > 1 else ""
         apart = " parts apart" if self.apart else ""
-        return f"{self.block_m}x{self.block_n}x{self.block_k} quantized{groups}{splits}{apart}"
+        shared = f" k shared by {self.k_groups}" if self.k_groups > 1 else ""
+        return f"{self.block_m}x{self.block_n}x{self.block_k} quantized{groups}{shared}{splits}{apart}"
 
 
 @lru_cache(KEPT_SPECS)
@@ -114,8 +120,12 @@ def stage_bytes(spec: KernelSpec, tile: QuantizedTile) -> int:
 
 
 def footprint(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> HopperFootprint:
-    """Lay out the shared memory of one block."""
-    return hopper_tile.footprint(swapped(spec), tile.swapped, shared_limit, stage_bytes(spec, tile))
+    """Lay out the shared memory of one block; of groups that share k each has stages of its own."""
+    sums = tile.block_m * tile.block_n * spec.parts * hopper_tile.FP32_BYTES * (tile.k_groups - 1)
+    layout = hopper_tile.footprint(swapped(spec), tile.swapped, shared_limit, stage_bytes(spec, tile), sums)
+    if tile.k_groups == 1:
+        return layout
+    return replace(layout, stages=layout.stages // tile.k_groups * tile.k_groups)
 
 
 def map_rules(spec: KernelSpec, tile: QuantizedTile) -> tuple[MapRule | None, ...]:
@@ -152,7 +162,10 @@ def _of_operands(spec: KernelSpec) -> Rules:
 def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield packed_bytes(spec, tile) not in SPANS, f"a stage has {SPANS} bytes of a column of the weight"
     yield tile.block_k % (STAGE_ROW_BYTES // spec.dtype.bytes), "a stage holds whole rows of activations"
-    yield tile.groups not in MAX_ACCUMULATORS, "two groups or three"
+    yield tile.groups * tile.k_groups not in MAX_ACCUMULATORS, "two groups, three or four"
+    yield tile.groups == 1 and tile.k_groups == 1, "a group by itself shares k with others"
+    steps = -(-spec.depth // (tile.block_k * tile.splits))
+    yield tile.k_groups > 1 and steps < tile.k_groups, "a group that shares k has a stage at least"
     yield from of_shape(spec, tile.block_m, tile.block_n, tile.swapped.group_m)
     units = spec.parts * tile.swapped.group_m // ROWS
     accumulators = units * tile.swapped.block_n // 2
@@ -187,12 +200,15 @@ def max_accumulators(spec: KernelSpec, tile: QuantizedTile) -> int:
     """How many of a thread's registers can hold sums, where there is more to do than to store one output."""
     tiles = sum(load.kind == "tile" for load in spec.loads)
     more = TILE_LOAD_REGISTERS * tiles + hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
-    return MAX_ACCUMULATORS[tile.groups] - more - (EXCHANGE_REGISTERS if tile.splits > 1 else 0)
+    groups = tile.groups * tile.k_groups
+    more += PART_REGISTERS * (spec.parts - 1) if groups == MAX_GROUPS else 0
+    return MAX_ACCUMULATORS[groups] - more - (EXCHANGE_REGISTERS if tile.splits > 1 else 0)
 
 
 def _of_memory(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> Rules:
     layout = footprint(spec, tile, shared_limit)
-    yield layout.stages < 2, f"{layout.stages} stages fit into shared memory"
+    least = 2 * tile.k_groups
+    yield layout.stages < least, f"{layout.stages} stages fit into shared memory, of {least} at least"
 
 
 def _bits(spec: KernelSpec) -> int:

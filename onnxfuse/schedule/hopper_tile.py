@@ -292,7 +292,9 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     return (lhs, *rhs, *outs, MapRule("load", layout.in_place_load, False, out_swizzle, columns, rows))
 
 
-def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0) -> HopperFootprint:
+def footprint(
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0, more_sums: int = 0
+) -> HopperFootprint:
     """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left.
 
     Args:
@@ -300,19 +302,22 @@ def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int 
         tile: how.
         shared_limit: shared memory of one block, in bytes.
         stage: bytes of a stage; 0 for those of factors as they are.
+        more_sums: bytes of sums beside those of blocks that split k.
     """
     stage = stage or STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
     products = tile.block_m * tile.block_n * spec.parts
     known = calibration_of(ARCH)
-    enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
+    enough = max(-(-known.hopper_enough_products[str(max(tile.groups, 2))] // products), known.hopper_enough_stages)
     constants = (known.hopper_most_stages, known.hopper_widest_slab, known.hopper_shortest_run)
-    return _footprint(spec, tile, shared_limit, stage, WHOLE_SLABS_STAGES if tile.whole_slabs else enough, constants)
+    enough = WHOLE_SLABS_STAGES if tile.whole_slabs else enough
+    return _footprint(spec, tile, shared_limit, stage, enough, more_sums, constants)
 
 
 @lru_cache(KEPT_FOOTPRINTS)
 def _footprint(
-    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, enough: int, constants: tuple[int, ...]
-) -> HopperFootprint:
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, enough: int, more_sums: int,
+    constants: tuple[int, ...],
+) -> HopperFootprint:  # fmt: skip
     """The same for a stage of so many bytes and `enough` stages; it looks up `constants`, which tell results apart."""
     lengths = _slab_lengths(spec, tile.block_n)
     in_place = in_place_load(spec, tile)
@@ -323,7 +328,7 @@ def _footprint(
 
     def most_stages(slabs: Sequence[tuple[int, int]]) -> HopperFootprint:
         candidates = [
-            _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place)
+            _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place, more_sums)
             for whole in (True, False)
             for columns, buffers in slabs
         ]
@@ -370,7 +375,7 @@ def _barriers(stages: int, slabs: int, splits: int) -> int:
 
 def _layout(
     spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool,
-    in_place: int | None,
+    in_place: int | None, more_sums: int,
 ) -> HopperFootprint:  # fmt: skip
     slabs = tile.group_m // FRAGMENT_ROWS * (_in_units(tile.block_n) // columns)
     served = is_served(spec, tile)
@@ -388,7 +393,7 @@ def _layout(
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
-    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES // tile.splits * (tile.splits - 1)
+    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES // tile.splits * (tile.splits - 1) + more_sums
     barriers = _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
     fixed = sums + GROUP_WARPS * tile.groups * staging + VECTOR_BUFFERS * vectors + barriers
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)

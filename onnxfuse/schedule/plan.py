@@ -24,7 +24,7 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
-from onnxfuse.schedule.row_ranges import FEW_ROWS, LARGE, MOST_KERNELS, MOST_OF_LARGE, choose_ranges
+from onnxfuse.schedule.row_ranges import FEW_ROWS, LARGE, MOST_KERNELS, MOST_OF_LARGE, MOST_OF_QUANTIZED, choose_ranges
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
@@ -208,7 +208,9 @@ def _ranged(
 def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
     """How many a site may have, each of which is compiled and stored: more where the weight is large beside them."""
     elements = base.parts * (sizes.n or 0) * (sizes.k or 0)
-    return MOST_OF_LARGE if base.quantization or elements >= LARGE else MOST_KERNELS
+    if base.quantization:
+        return MOST_OF_QUANTIZED
+    return MOST_OF_LARGE if elements >= LARGE else MOST_KERNELS
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:

@@ -23,6 +23,9 @@ TILES = (
     QuantizedTile(64, 128, 64), QuantizedTile(16, 128, 128), QuantizedTile(32, 128, 64, splits=2),
     QuantizedTile(48, 128, 64), QuantizedTile(80, 192, 64, groups=3), QuantizedTile(64, 256, 64),
     QuantizedTile(32, 128, 128, splits=4), QuantizedTile(128, 128, 64),
+    QuantizedTile(16, 64, 64, groups=1, k_groups=4), QuantizedTile(32, 64, 64, groups=1, k_groups=2, splits=2),
+    QuantizedTile(16, 128, 256), QuantizedTile(16, 128, 64, k_groups=2),
+    QuantizedTile(64, 64, 64, groups=1, k_groups=2), QuantizedTile(8, 64, 128, groups=1, k_groups=2, splits=2),
 )  # fmt: skip
 APART = tuple(QuantizedTile(rows, 64, 64, apart=True) for rows in (64, 96, 256, 32))
 # Depths whose columns begin on 16 bytes whatever the form, and whose last blocks are not full.

@@ -12,7 +12,8 @@ from onnxfuse.dtypes import F16, F32
 from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
+from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, ProductFamily, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
 from onnxfuse.schedule.row_ranges import choose_ranges
@@ -24,6 +25,10 @@ MLP = {1: 59, 4: 70, 16: 105, 64: 143, 300: 325, 2048: 1326}
 WIDTH, HIDDEN = 4096, 14336
 # One H200, docs/kernel-notes.md: microseconds of gate + up and of down, by the best tile of each number of rows.
 FEW_ROWS = {1: (19.5, 11.6), 4: (20.0, 12.9), 8: (21.4, 14.6), 16: (29.9, 21.2), 32: (54.8, 36.5)}
+
+
+# The same of the kernel of sm_90a whose M side is the weight.
+MORE_ROWS = {16: (25.7, 14.9), 64: (34.9, 21.2), 128: (49.9, 31.7), 300: (111.2, 57.2), 2048: (724.7, 357.5)}
 
 
 @pytest.mark.parametrize("m", MLP)
@@ -45,17 +50,27 @@ def part_specs() -> tuple[tuple[KernelSpec, Sizes], ...]:
     return (replace(spec, parts=2), sizes[0]), (replace(spec, parts=1), sizes[1])
 
 
+def least_estimate(family: ProductFamily, spec: KernelSpec, sizes: Sizes, rows: int) -> float:
+    """Microseconds of a family's best tile."""
+    legal = [
+        entry for entry in family.candidates(spec, DEVICE, sizes.k) if family.why_not(spec, entry.tile, DEVICE) is None
+    ]
+    flows = [family.flow(spec, entry.tile, DEVICE) for entry in legal]
+    every = zip(legal, flows, strict=True)
+    return float(np.min([family.cost(entry, flow, spec, sizes.at(rows), DEVICE) for entry, flow in every]))
+
+
 @pytest.mark.parametrize("rows", FEW_ROWS)
 def test_few_rows_take_what_was_measured(rows: int) -> None:
     for (spec, sizes), measured in zip(part_specs(), FEW_ROWS[rows], strict=True):
-        estimates = [
-            QUANTIZED_SMALL_M.cost(
-                entry, QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE), spec, sizes.at(rows), DEVICE
-            )
-            for entry in QUANTIZED_SMALL_M.candidates(spec, DEVICE, sizes.k)
-            if QUANTIZED_SMALL_M.why_not(spec, entry.tile, DEVICE) is None
-        ]
-        assert 0.92 * measured < np.min(estimates) < 1.1 * measured
+        assert 0.92 * measured < least_estimate(QUANTIZED_SMALL_M, spec, sizes, rows) < 1.1 * measured
+
+
+@pytest.mark.parametrize("rows", MORE_ROWS)
+def test_more_rows_take_what_was_measured(rows: int) -> None:
+    for (spec, sizes), measured in zip(part_specs(), MORE_ROWS[rows], strict=True):
+        spec = replace(spec, depth=sizes.k, columns=sizes.n, lhs_width=8)
+        assert 0.9 * measured < least_estimate(HOPPER_QUANTIZED, spec, sizes, rows) < 1.12 * measured
 
 
 def test_one_row_has_the_kernel_that_was_fastest() -> None:

@@ -45,8 +45,10 @@ class Calibration:
         hopper_whole_slabs_depth: of outputs `in place` of an operand, and of `nonlinear` or only `linear` steps.
         hopper_clustered: by blocks of a cluster.
         hopper_enough_products: by warp groups of a tile.
-        hopper_quantized: `elements` that become numbers in a microsecond, or `in fp32`; microseconds of a `zero point`
-            of a block, and of a `step` of the ring.
+        hopper_quantized: elements of `4 bits` or `8 bits` that become numbers in a microsecond, or `in fp32`, and how
+            many times as many by `four groups`; how many times as fast the `widest` tiles multiply; microseconds of a
+            `zero point` of a block, of a `step` of the ring, of a `row` that TMA loads, and of the `sums` of groups
+            that share k.
         attention_launch: `beginning` of a kernel, `tile` of rows, `block` of keys, `share` of a tile that is split.
         attention_shares: `beginning` of a kernel for few rows; of warps that share them, a `tile` of rows, an `element`
             of a block of keys, and a column of a block's share that is `added`.

@@ -91,7 +91,7 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
     for (int index = 0; index < SLABS; ++index) {
       const int parity = slab_parity(count, index);
       produce_slab(args, memory, shared, tile, first_group, index, parity, first_warp);
-      if (PREPARES) produce_slab(args, memory, shared, tile, 1, index, parity, first_warp);
+      if (PREPARES && CONSUMERS > 1) produce_slab(args, memory, shared, tile, 1, index, parity, first_warp);
       if (CONSUMERS == 3 && first_group == 0) produce_slab(args, memory, shared, tile, 2, index, parity, first_warp);
     }
   }
@@ -156,7 +156,7 @@ __device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUM
 // 2 and 3, then both, whichever of them is this block: a row's bits do not depend on where in a tile it lies.
 __device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* memory,
                                                 unsigned shared, int rank, int parity) {
-  if (threadIdx.x == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SUMS_BYTES);
+  if (threadIdx.x == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SPLIT_SUMS_BYTES);
   barrier_wait(shared + SUMS_FULL_OFFSET, parity);
   const auto sums_of = [&](int distance, int i) {
     const unsigned char* sums = memory + sums_offset(rank ^ distance, rank);
@@ -220,39 +220,104 @@ __device__ __forceinline__ void exchange_parts(float (&acc)[ACCUMULATORS], unsig
   }
 }
 
+// Named barriers of groups with the same columns that share k, one for each such set: their sums lie there, or were added.
+constexpr int LEFT_BARRIER = 7, TAKEN_BARRIER = 9;
+
+// The sums of groups that share k, in shared memory between two barriers.
+struct GroupSums {
+  unsigned char* own;  // of this lane, by the first of those groups
+  int group, k_group;
+
+  __device__ __forceinline__ GroupSums(unsigned char* memory, int group, int k_group) : group(group), k_group(k_group) {
+    const int warp = group * (WARP_GROUP / WARP_SIZE) + threadIdx.x % WARP_GROUP / WARP_SIZE;
+    own = memory + RING_BYTES + SPLIT_SUMS_BYTES + warp * WARP_SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
+  }
+  __device__ __forceinline__ float4& four(int from, int i) const {
+    return *reinterpret_cast<float4*>(own + (from - 1) * K_GROUP_SUMS_BYTES + i / 4 * SUMS_PITCH);
+  }
+  // This group's sums, where those of the tile before have been added.
+  __device__ __forceinline__ void leave(const float (&acc)[SUBTILES][ACCUMULATORS], bool is_first) const {
+    if (!is_first) named_sync(TAKEN_BARRIER + group, K_GROUPS * WARP_GROUP);
+#pragma unroll
+    for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+      const float* sums = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+      four(k_group, i) = {sums[0], sums[1], sums[2], sums[3]};
+    }
+    named_arrive(LEFT_BARRIER + group, K_GROUPS * WARP_GROUP);
+  }
+  // acc += what the other groups left, always in the same order.
+  __device__ __forceinline__ void add(float (&acc)[SUBTILES][ACCUMULATORS], bool is_last) const {
+    named_sync(LEFT_BARRIER + group, K_GROUPS * WARP_GROUP);
+#pragma unroll
+    for (int from = 1; from < K_GROUPS; ++from) {
+#pragma unroll
+      for (int i = 0; i < SUBTILES * ACCUMULATORS; i += 4) {
+        float* sums = acc[i / ACCUMULATORS] + i % ACCUMULATORS;
+        const float4 left = four(from, i);
+        sums[0] += left.x, sums[1] += left.y, sums[2] += left.z, sums[3] += left.w;
+      }
+    }
+    if (!is_last) named_arrive(TAKEN_BARRIER + group, K_GROUPS * WARP_GROUP);
+  }
+};
+
+__device__ __forceinline__ void gather(float (&acc)[SUBTILES][ACCUMULATORS], const GroupSums& sums, bool is_first,
+                                       bool is_last) {
+  if (sums.k_group > 0) {
+    sums.leave(acc, is_first);
+  } else {
+    sums.add(acc, is_last);
+  }
+}
+
+// What is left of a consumer group's `count`-th tile when its sums are there.
+__device__ __forceinline__ void finish_tile(float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args,
+                                            const Maps& maps, unsigned char* memory, unsigned shared, int rank,
+                                            int group, int count) {
+  const int first_row = group % TEAM_GROUPS * GROUP_M, buffer = count % VECTOR_BUFFERS;
+  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + staging_of(group);
+  const unsigned slabs = shared + group * GROUP_SLABS_BYTES;
+  const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
+  barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
+  const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
+  const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
+  if (owner == rank) {
+    if constexpr (SPLITS > 1) reduce_partials(acc, memory, shared, rank, count % 2);
+    if constexpr (APART) exchange_parts(acc[0], memory, group);
+    run_epilogue(acc, args, maps, tile, APART ? 0 : first_row,
+                 {vectors, staging, slabs + SLABS_FULL_OFFSET, slabs + SLABS_EMPTY_OFFSET}, count / TEAMS);
+  } else {
+    send_partials(acc, shared, rank, owner);
+  }
+  barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
+}
+
 __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
-                                        unsigned shared, int rank, int group) {
+                                        unsigned shared, int rank, int any_group) {
+  const int group = K_GROUPS > 1 ? any_group % CONSUMERS : any_group;
+  const int k_group = K_GROUPS > 1 ? any_group / CONSUMERS : 0;
   const TileScheduler scheduler(args);
   const int steps = steps_of(args);
   const int team = group / TEAM_GROUPS;
   const int first_row = group % TEAM_GROUPS * GROUP_M;
-  unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + staging_of(group);
   RingPosition ring;
   if (team == 1) ring.skip(steps);
   float acc[SUBTILES][ACCUMULATORS];
-  const unsigned slabs = shared + group * GROUP_SLABS_BYTES;
   int count = team;
 #pragma unroll 1
   for (int number = first_number(scheduler, group); number < scheduler.tiles; number += next_number(scheduler)) {
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
-    run_main_loop(acc, ring, shared, first_row, args, {scheduler.at(number, rank), first_k_of(steps, rank), steps});
+    const int first_step = K_GROUPS > 1 ? ring.until(k_group) : 0;
+    run_main_loop(acc, ring, shared, first_row, args,
+                  {scheduler.at(number, rank), first_k_of(steps, rank), steps, first_step});
     const bool is_last = number + scheduler.clusters >= scheduler.tiles;
     if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
     finish_main_loop(acc, ring, shared);
-    const int buffer = count % VECTOR_BUFFERS;
-    const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
-    barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
-    const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
-    const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
-    if (owner == rank) {
-      if constexpr (SPLITS > 1) reduce_partials(acc, memory, shared, rank, count % 2);
-      if constexpr (APART) exchange_parts(acc[0], memory, group);
-      run_epilogue(acc, args, maps, tile, APART ? 0 : first_row,
-                   {vectors, staging, slabs + SLABS_FULL_OFFSET, slabs + SLABS_EMPTY_OFFSET}, count / TEAMS);
-    } else {
-      send_partials(acc, shared, rank, owner);
+    if constexpr (K_GROUPS > 1) {
+      ring.skip((steps - 1 - first_step) % K_GROUPS);
+      gather(acc, {memory, group, k_group}, count == 0, is_last);
     }
-    barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
+    if (k_group == 0) finish_tile(acc, args, maps, memory, shared, rank, group, count);
     count += TEAMS;
     if (PINGPONG) ring.skip(steps);
   }
@@ -293,7 +358,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
   const unsigned shared = shared_address(onnxfuse_shared);
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  if (threadIdx.x == CONSUMERS * WARP_GROUP) {
+  if (threadIdx.x == ALL_GROUPS * WARP_GROUP) {
     init_barriers(shared);
   } else if (threadIdx.x < sizeof(Maps) / sizeof(TensorMap)) {
     prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
@@ -310,7 +375,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   let_kernel_behind_start();
   // The same in all lanes: the compiler may keep what follows from it in uniform registers.
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
-  if (group == CONSUMERS) {
+  if (group == ALL_GROUPS) {
     if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
     serve(args, maps, onnxfuse_shared, shared, rank);
   } else {

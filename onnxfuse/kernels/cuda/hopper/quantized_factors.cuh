@@ -42,7 +42,10 @@ constexpr int SCALE_COPY = SCALES_WIDTH < SCALES ? SCALES_WIDTH : SCALES;
 constexpr int ZERO_BYTES = STAGE_BLOCKS * BITS > 8 ? STAGE_BLOCKS * BITS / 8 : 1;
 constexpr int ZERO_PITCH = 4;
 constexpr bool ZERO_WORDS = ZERO_POINTS_WIDTH >= ZERO_PITCH;  // whole words are copied, else the bytes of the stage
-constexpr int ZERO_COPY = ZERO_POINTS_WIDTH < ZERO_BYTES ? ZERO_POINTS_WIDTH : ZERO_BYTES;
+constexpr int NARROW_ZERO_COPY = ZERO_POINTS_WIDTH < ZERO_BYTES ? ZERO_POINTS_WIDTH : ZERO_BYTES;
+constexpr int ZERO_COPY = ZERO_WORDS ? ZERO_PITCH : NARROW_ZERO_COPY;
+constexpr int ZERO_COPIES = ZERO_WORDS ? 1 : ZERO_BYTES / ZERO_COPY;
+constexpr int ZERO_SPAN = ZERO_COPY * ZERO_COPIES;  // bytes that a stage's zero points are looked for in
 constexpr int STAGE_ROWS = PARTS * BLOCK_M;
 constexpr int SCALES_OFFSET = ACTIVATION_BYTES + PARTS * PART_BYTES;
 constexpr int ZEROS_OFFSET = SCALES_OFFSET + STAGE_ROWS * SCALE_BYTES;
@@ -54,7 +57,7 @@ static_assert(STAGE_BYTES == (STAGE_END + 1023) / 1024 * 1024, "footprint and ke
 static_assert(TEAMS == 1, "one warp prepares the stages, one brings the slabs of all groups");
 static_assert(PACKED_BYTES >= 32 && PACKED_BYTES <= 128 && ZERO_BYTES <= 4, "a span of TMA's swizzles");
 static_assert(BLOCK_N % (APART ? 16 : 8) == 0 && TILE_COLUMNS <= 256 && BLOCK_M <= 256, "one wgmma and one box");
-static_assert(SHARING == 1, "blocks share no loads");
+static_assert(SHARING == 1 && (K_GROUPS == 1 || !APART), "blocks share no loads, and groups one thing");
 
 // ---- producer
 
@@ -75,80 +78,92 @@ __device__ __forceinline__ void load_stage(unsigned stage, unsigned full, const 
 
 // ---- scales and zero points
 
-// Where a row of a stage lies in the weight: rows behind the last one are not there.
-struct StageRow {
-  int part, row;
-  bool inside;
+struct Rows {
+  const void* pointer;
+  long long pitch;  // bytes
+};
 
-  __device__ __forceinline__ StageRow(const OnnxfuseArguments& args, const OutTile& tile, int number) {
-    part = number / BLOCK_M, row = tile.row + number % BLOCK_M;
-    inside = row < rows_of(args);
+// What each row of a tile has beside its integers, by one warp: COPIES of BYTES each from a stage's first one on. A lane
+// copies the same bytes of every ROWS-th row, so where its own begin is known for a whole tile.
+template <int BYTES, int COPIES>
+struct Beside {
+  static constexpr int ROWS = WARP_SIZE / COPIES;  // of one pass
+  static constexpr int PASSES = STAGE_ROWS / ROWS;
+  static_assert(BLOCK_M % ROWS == 0, "a pass is of one part");
+
+  const unsigned char* parts[PARTS];  // this lane's bytes of its first row
+  int pitches[PARTS];
+  int rows;  // that exist from there on
+
+  static __device__ __forceinline__ int along() { return threadIdx.x % COPIES * BYTES; }
+
+  // weight(part) has where its first row begins, and how many bytes the next one is behind that.
+  template <typename Weight>
+  __device__ __forceinline__ void go_to(const OnnxfuseArguments& args, const OutTile& tile, const Weight& weight) {
+    const int row = tile.row + threadIdx.x % WARP_SIZE / COPIES;
+    rows = rows_of(args) - row;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const Rows first = weight(part);
+      pitches[part] = static_cast<int>(first.pitch);
+      parts[part] = static_cast<const unsigned char*>(first.pointer) + row * first.pitch + along();
+    }
+  }
+
+  // Bytes from `first` on, of which a row has `existing`: zeros behind them, and of rows that are not there. Rows of the
+  // stage are SHARED_PITCH apart.
+  template <int SHARED_PITCH>
+  __device__ __forceinline__ void copy(unsigned shared, int first, int existing) const {
+    const unsigned own = shared + threadIdx.x % WARP_SIZE / COPIES * SHARED_PITCH + along();
+    const int left = first + along() < existing ? rows : 0;
+    const auto at = [&](int pass) {
+      const int part = pass * ROWS / BLOCK_M, row = pass * ROWS % BLOCK_M;
+      return SmallCopy{own + pass * ROWS * SHARED_PITCH, parts[part] + (first + row * pitches[part]), row < left, true};
+    };
+    if constexpr (BYTES < CP_ASYNC_BYTES) {
+      copy_small<BYTES, PASSES>(at);
+    } else {
+#pragma unroll
+      for (int pass = 0; pass < PASSES; ++pass) {
+        const SmallCopy copy = at(pass);
+        copy_async<BYTES>(copy.shared, copy.global, copy.inside);
+      }
+    }
   }
 };
 
-// Scales of blocks [first, first + SCALES) of every row of a stage; those of blocks that are not there are 0.
-__device__ __forceinline__ void copy_scales(unsigned stage, const OnnxfuseArguments& args, const OutTile& tile,
-                                            int first, int blocks) {
-  constexpr int COPIES = SCALES / SCALE_COPY, COUNT = STAGE_ROWS * COPIES / WARP_SIZE;
-  const auto at = [&](int pass) {
-    const int number = pass * WARP_SIZE + threadIdx.x % WARP_SIZE, block = number % COPIES * SCALE_COPY;
-    const StageRow row(args, tile, number / COPIES);
-    const OnnxfuseScales& of = args.scales[row.part];
-    const auto* scales = static_cast<const unsigned short*>(of.scales) + row.row * of.scales_pitch + first + block;
-    return SmallCopy{stage + SCALES_OFFSET + number * SCALE_COPY * 2, scales, row.inside && first + block < blocks, true};
-  };
-  if constexpr (SCALE_COPY == 1) {
-    copy_small<2, COUNT>(at);
-  } else {
-#pragma unroll 4
-    for (int pass = 0; pass < COUNT; ++pass) {
-      const SmallCopy copy = at(pass);
-      copy_async<SCALE_COPY * 2>(copy.shared, copy.global, copy.inside);
-    }
-  }
-}
-
-// Zero points of the same rows: the word that holds those of block `first`, or the bytes of the stage.
-__device__ __forceinline__ void copy_zeros(unsigned stage, const OnnxfuseArguments& args, const OutTile& tile,
-                                           int first, int blocks) {
-  constexpr int BYTES = ZERO_WORDS ? ZERO_PITCH : ZERO_COPY, COPIES = ZERO_WORDS ? 1 : ZERO_BYTES / ZERO_COPY;
-  constexpr int COUNT = STAGE_ROWS * COPIES / WARP_SIZE;
-  const int first_byte = first * BITS / 8 / BYTES * BYTES, bytes = (blocks * BITS + 7) / 8;
-  const auto at = [&](int pass) {
-    const int number = pass * WARP_SIZE + threadIdx.x % WARP_SIZE, byte = number % COPIES * BYTES;
-    const StageRow row(args, tile, number / COPIES);
-    const OnnxfuseScales& of = args.scales[row.part];
-    const auto* zeros = static_cast<const unsigned char*>(of.zero_points) + row.row * of.zero_points_pitch;
-    const unsigned shared = stage + ZEROS_OFFSET + number / COPIES * ZERO_PITCH + byte;
-    return SmallCopy{shared, zeros + first_byte + byte, row.inside && first_byte + byte < bytes, true};
-  };
-  if constexpr (ZERO_WORDS) {
-#pragma unroll 4
-    for (int pass = 0; pass < COUNT; ++pass) {
-      const SmallCopy copy = at(pass);
-      copy_async<ZERO_PITCH>(copy.shared, copy.global, copy.inside);
-    }
-  } else {
-    copy_small<ZERO_COPY <= 2 ? ZERO_COPY : 2, COUNT>(at);
-  }
-}
+using Scales = Beside<SCALE_COPY * int(sizeof(Element)), SCALES / SCALE_COPY>;
+using Zeros = Beside<ZERO_COPY, ZERO_COPIES>;
 
 // What of every stage TMA does not bring, by one warp.
 __device__ __forceinline__ void prepare(const OnnxfuseArguments& args, unsigned shared, int rank) {
   const TileScheduler scheduler(args);
   const int steps = steps_of(args), first_k = first_k_of(steps, rank);
   const int blocks = (args.k - 1) / QUANTIZED_BLOCK + 1;
+  const int scales_bytes = blocks * int(sizeof(Element)), zeros_bytes = (blocks * BITS + 7) / 8;
+  Scales scales;
+  Zeros zeros;
   RingPosition ring;
 #pragma unroll 1
   for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
     const OutTile tile = scheduler.at(number, rank);
+    scales.go_to(args, tile, [&](int part) {
+      return Rows{args.scales[part].scales, args.scales[part].scales_pitch * int(sizeof(Element))};
+    });
+    if constexpr (ZERO_POINTS) {
+      zeros.go_to(args, tile, [&](int part) {
+        return Rows{args.scales[part].zero_points, args.scales[part].zero_points_pitch};
+      });
+    }
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const unsigned stage = shared + ring.stage * STAGE_BYTES;
       const int first = (first_k + step * BLOCK_K) / QUANTIZED_BLOCK;
       barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
-      copy_scales(stage, args, tile, first & ~1, blocks);
-      if constexpr (ZERO_POINTS) copy_zeros(stage, args, tile, first, blocks);
+      scales.copy<SCALE_BYTES>(stage + SCALES_OFFSET, (first & ~1) * int(sizeof(Element)), scales_bytes);
+      if constexpr (ZERO_POINTS) {
+        zeros.copy<ZERO_PITCH>(stage + ZEROS_OFFSET, first * BITS / 8 / ZERO_SPAN * ZERO_SPAN, zeros_bytes);
+      }
       barrier_arrive_copied(shared + FULL_OFFSET + ring.stage * 8);
       ring.next();
     }
@@ -310,8 +325,11 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
   const unsigned selector = byte_selector();
   Fragments fragments[2];
   int previous = 0;
+  if constexpr (K_GROUPS > 1) ring.skip(work.first_step);
 #pragma unroll 1
-  for (int step = 0; step < work.steps; ++step) {
+  for (int step = work.first_step; step < work.steps; step += K_GROUPS) {
+    const int before = step - work.first_step;
+    if (K_GROUPS > 1 && before > 0) ring.skip(K_GROUPS - 1);
     barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
     const unsigned stage = shared + ring.stage * STAGE_BYTES;
     const StageScales scales(stage, own, (work.first_k + step * BLOCK_K) / QUANTIZED_BLOCK);
@@ -319,9 +337,9 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
       constexpr int CHUNK = decltype(chunk)::value;
       convert_chunk<CHUNK>(fragments[CHUNK % 2], stage + row, swizzle, scales, selector);
       multiply_fence();
-      multiply_chunk<CHUNK>(acc, fragments[CHUNK % 2], stage, step);
+      multiply_chunk<CHUNK>(acc, fragments[CHUNK % 2], stage, before);
       multiply_wait<1>();
-      if (CHUNK == 0 && step > 0) release(shared, previous);
+      if (CHUNK == 0 && before > 0) release(shared, previous);
     });
     previous = ring.stage;
     ring.next();

@@ -11,6 +11,7 @@ namespace onnxfuse {
 
 constexpr int TEAMS = PINGPONG ? 2 : 1;
 constexpr int TEAM_GROUPS = CONSUMERS / TEAMS;
+constexpr int ALL_GROUPS = CONSUMERS * K_GROUPS;          // that multiply; those of the first part of k run epilogues
 constexpr int SHARING = CLUSTER_M * CLUSTER_N;  // blocks that a stage is sent to
 constexpr int CLUSTER = SHARING * SPLITS;
 constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
@@ -20,9 +21,9 @@ constexpr int STEP_K = 32 / sizeof(Element);              // of one wgmma
 // 65,536 registers: 128 * 40 + 2 * 128 * 232 = 64,512, or 128 * 32 + 3 * 128 * 160. The compiler allots 168 or 128 to
 // every thread of the block. With four groups a quarter of the multiprocessor has five warps, so each thread has 96, and
 // there is nothing to give away.
-constexpr bool GIVE_REGISTERS = CONSUMERS < 4;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr bool GIVE_REGISTERS = ALL_GROUPS < 4;
+constexpr int PRODUCER_REGISTERS = ALL_GROUPS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS = ALL_GROUPS == 2 ? 232 : 160;
 
 // Columns of a block's tile: with parts apart, each of two groups multiplies one part by all of them, and then has both
 // parts of half of them.
@@ -50,11 +51,18 @@ constexpr int READERS = TILE_WARPS * (CLUSTER_M + CLUSTER_N - 1);
 // Of a group, warps whose rows belong to one block.
 constexpr int OWN_WARPS = WARP_GROUP / WARP_SIZE / SPLITS;
 constexpr int WARP_SUMS_BYTES = SUBTILES * ACCUMULATORS * WARP_SIZE * 4;
+constexpr int SPLIT_SUMS_BYTES = (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SUMS_BYTES;  // of the cluster's other blocks
+constexpr int K_GROUP_SUMS_BYTES = CONSUMERS * (WARP_GROUP / WARP_SIZE) * WARP_SUMS_BYTES;  // of groups that share k
+constexpr int GROUP_SUMS_BYTES = (K_GROUPS - 1) * K_GROUP_SUMS_BYTES;
 
 static_assert(SHARED_BYTES == SUMS_READ_OFFSET + (SPLITS > 1 ? 8 : 0), "footprint and kernel agree");
 static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "warps belong to blocks, and sums are paired");
 static_assert(SPLITS == 1 || (SHARING == 1 && TEAMS == 1), "the blocks of a cluster work on one tile");
-static_assert(SUMS_BYTES == (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SUMS_BYTES, "footprint and kernel agree");
+static_assert(SUMS_BYTES == SPLIT_SUMS_BYTES + GROUP_SUMS_BYTES, "footprint and kernel agree");
+static_assert(K_GROUPS == 1 || TEAMS == 1, "groups that share k have the same tile");
+// A group waits for a stage's next phase by its parity, so it has to have seen the one before; and it reads a stage while
+// it still holds the one before.
+static_assert(K_GROUPS == 1 || (STAGES % K_GROUPS == 0 && STAGES >= 2 * K_GROUPS), "each group has stages of its own");
 static_assert(VECTORS_OFFSET == RING_BYTES + SUMS_BYTES + CONSUMERS * 4 * STAGING_BYTES, "footprint and kernel agree");
 static_assert(GROUP_M == (APART ? BLOCK_M : BLOCK_M / TEAM_GROUPS), "footprint and kernel agree");
 static_assert(!APART || (PARTS == 2 && CONSUMERS == 2 && TEAMS == 1 && SPLITS == 1), "a group for each part");
@@ -90,6 +98,8 @@ struct RingPosition {
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
+  // Steps to the next stage of a group that shares k.
+  __device__ __forceinline__ int until(int k_group) const { return (k_group + K_GROUPS - stage % K_GROUPS) % K_GROUPS; }
   __device__ __forceinline__ void skip(int count) {
     const int position = stage + count;
     parity ^= position / STAGES & 1;
@@ -170,10 +180,11 @@ __device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return 
 
 __device__ __forceinline__ int first_k_of(int steps, int rank) { return SPLITS > 1 ? rank * steps * BLOCK_K : 0; }
 
-// What a block multiplies for a tile: `steps` stages from k = `first_k` on.
+// What a block multiplies for a tile: `steps` stages from k = `first_k` on, of which a group that shares k has those of
+// its own number in the ring: every K_GROUPS-th one from `first_step` on.
 struct Work {
   OutTile tile;
-  int first_k, steps;
+  int first_k, steps, first_step;
 };
 
 // ---- a factor's batch
