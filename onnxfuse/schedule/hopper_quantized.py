@@ -107,9 +107,9 @@ class HopperQuantized(ProductFamily):
 
 
 def _main_loop(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """Microseconds of a tile's steps of the ring."""
+    """Microseconds of a tile's steps of the ring, of which groups that share k have as many each."""
     tile: QuantizedTile = entry.tile
-    steps = np.ceil(np.ceil(problem.k / tile.block_k) / tile.splits)
+    steps = np.ceil(problem.k / (tile.block_k * tile.splits * tile.k_groups)) * tile.k_groups
     multiplying = products_of(tile, spec) * tile.block_k / entry.pace / calibration(device).products[spec.math]
     beside = np.hypot(multiplying, _converting(spec, tile, device))
     return steps * np.hypot(beside, _loading(spec, tile, problem, device))

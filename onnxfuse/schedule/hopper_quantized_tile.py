@@ -164,8 +164,6 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield tile.block_k % (STAGE_ROW_BYTES // spec.dtype.bytes), "a stage holds whole rows of activations"
     yield tile.groups * tile.k_groups not in MAX_ACCUMULATORS, "two groups, three or four"
     yield tile.groups == 1 and tile.k_groups == 1, "a group by itself shares k with others"
-    steps = -(-spec.depth // (tile.block_k * tile.splits))
-    yield tile.k_groups > 1 and steps < tile.k_groups, "a group that shares k has a stage at least"
     yield from of_shape(spec, tile.block_m, tile.block_n, tile.swapped.group_m)
     units = spec.parts * tile.swapped.group_m // ROWS
     accumulators = units * tile.swapped.block_n // 2

@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 
 from onnxfuse.dtypes import F16
-from tests.helpers.quantized_cases import QuantizedCase, problem_of, quantized_cases
+from onnxfuse.ir.quantization import Quantization
+from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile
+from tests.helpers.kernel_problem import Size, make_spec
+from tests.helpers.quantized_cases import PORTABLE, QuantizedCase, problem_of, quantized_cases
+from tests.helpers.quantized_problem import quantized
 from tests.kernels.test_hopper_on_cpu import build, launch
 
 EVERY = list(quantized_cases())
 # Every form in one type or the other, and some gates with parts apart; the GPU runs all.
 FORMS = {replace(form, scale=F16): case for case in reversed(EVERY[::2]) if (form := case.spec.quantization)}
 CASES = [*FORMS.values(), *[case for case in EVERY if case.tile.apart][::4]]
+SHARED = [QuantizedTile(8, 64, 64, groups=1, k_groups=4), QuantizedTile(16, 128, 64, k_groups=2, splits=2)]
 
 
 @pytest.mark.one_in(16)
@@ -29,3 +34,17 @@ def test_kernel_computes_the_fusion(case: QuantizedCase, tmp_path: Path) -> None
         late = launch(library, case, problem, 1, lazy=True)
         for first, second in zip(eager, late, strict=True):
             np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+@pytest.mark.parametrize("tile", SHARED, ids=str)
+def test_bits_do_not_depend_on_the_tiles_before(tile: QuantizedTile, tmp_path: Path) -> None:
+    """Of groups that share k, whose steps are no multiple of theirs: each multiplies the same part of all tiles' k."""
+    size = Size(30, 400, 64 * 9 + 32)
+    form = Quantization(4, 32, False, F16)
+    spec = quantized(make_spec("f16", 1, "nk", PORTABLE, size, "residual"), form, size)
+    case = QuantizedCase("shared", spec, tile, (size,))
+    library, problem = build(case, tmp_path), problem_of(case, size)
+    few, many = (launch(library, case, problem, clusters, lazy=False) for clusters in (1, 7))
+    problem.check(few)
+    for first, second in zip(few, many, strict=True):
+        np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))

@@ -307,14 +307,13 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
 #pragma unroll 1
   for (int number = first_number(scheduler, group); number < scheduler.tiles; number += next_number(scheduler)) {
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
-    const int first_step = K_GROUPS > 1 ? ring.until(k_group) : 0;
     run_main_loop(acc, ring, shared, first_row, args,
-                  {scheduler.at(number, rank), first_k_of(steps, rank), steps, first_step});
+                  {scheduler.at(number, rank), first_k_of(steps, rank), steps, k_group});
     const bool is_last = number + scheduler.clusters >= scheduler.tiles;
     if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
     finish_main_loop(acc, ring, shared);
     if constexpr (K_GROUPS > 1) {
-      ring.skip((steps - 1 - first_step) % K_GROUPS);
+      ring.skip(K_GROUPS - 1 - k_group);
       gather(acc, {memory, group, k_group}, count == 0, is_last);
     }
     if (k_group == 0) finish_tile(acc, args, maps, memory, shared, rank, group, count);

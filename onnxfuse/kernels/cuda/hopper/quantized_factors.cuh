@@ -325,10 +325,10 @@ __device__ __forceinline__ void run_main_loop(float (&acc)[SUBTILES][ACCUMULATOR
   const unsigned selector = byte_selector();
   Fragments fragments[2];
   int previous = 0;
-  if constexpr (K_GROUPS > 1) ring.skip(work.first_step);
+  if constexpr (K_GROUPS > 1) ring.skip(work.k_group);
 #pragma unroll 1
-  for (int step = work.first_step; step < work.steps; step += K_GROUPS) {
-    const int before = step - work.first_step;
+  for (int step = work.k_group; step < work.steps; step += K_GROUPS) {
+    const int before = step - work.k_group;
     if (K_GROUPS > 1 && before > 0) ring.skip(K_GROUPS - 1);
     barrier_wait(shared + FULL_OFFSET + ring.stage * 8, ring.parity);
     const unsigned stage = shared + ring.stage * STAGE_BYTES;

@@ -98,8 +98,6 @@ struct RingPosition {
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-  // Steps to the next stage of a group that shares k.
-  __device__ __forceinline__ int until(int k_group) const { return (k_group + K_GROUPS - stage % K_GROUPS) % K_GROUPS; }
   __device__ __forceinline__ void skip(int count) {
     const int position = stage + count;
     parity ^= position / STAGES & 1;
@@ -175,16 +173,20 @@ __device__ __forceinline__ int first_number(const TileScheduler& scheduler, int 
 }
 __device__ __forceinline__ int next_number(const TileScheduler& scheduler) { return TEAMS * scheduler.clusters; }
 
-// Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k.
-__device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) { return (args.k - 1) / (BLOCK_K * SPLITS) + 1; }
+// Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k. Groups
+// that share k have as many each: a stage and a step are then always the same group's, and a row's bits do not depend on
+// which tiles its block had before.
+__device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) {
+  return ((args.k - 1) / (BLOCK_K * SPLITS * K_GROUPS) + 1) * K_GROUPS;
+}
 
 __device__ __forceinline__ int first_k_of(int steps, int rank) { return SPLITS > 1 ? rank * steps * BLOCK_K : 0; }
 
-// What a block multiplies for a tile: `steps` stages from k = `first_k` on, of which a group that shares k has those of
-// its own number in the ring: every K_GROUPS-th one from `first_step` on.
+// What a block multiplies for a tile: `steps` stages from k = `first_k` on, of which a group that shares k has every
+// K_GROUPS-th one from its own number on.
 struct Work {
   OutTile tile;
-  int first_k, steps, first_step;
+  int first_k, steps, k_group;
 };
 
 // ---- a factor's batch
