@@ -27,6 +27,10 @@
 //                      block 1   k [....... k)  warp 0: sums -> block 0     warp 1: adds, epilogue
 //                      sums_full: what the others have for this block's warps has come; sums_read: what this one sent is
 //                      added
+//   shared k         K_GROUPS times as many consumer groups, where a warp's waits are what takes time: those with the same
+//                    rows have every K_GROUPS-th stage each, and the first of them gets the sums of all
+//                      group 0   [stage 0] [stage 2] ..  adds, epilogue
+//                      group 1   [stage 1] [stage 3] ..  sums -> group 0
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, a grid of (blocks, 1, 1): whole clusters, at
 // most one for each tile; one block a multiprocessor is best. The second argument holds the tensor maps that
