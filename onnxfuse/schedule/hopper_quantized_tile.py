@@ -46,11 +46,11 @@ class QuantizedTile:
         block_m: rows of the output tile: the columns of one wgmma.
         block_n: columns of the output tile, of each part.
         block_k: of one stage of the ring.
-        groups: consumer groups of four warps, which share each tile.
+        groups: consumer groups of four warps, which share the columns of each tile.
         splits: blocks of a cluster that share each tile along k; 1, 2 or 4.
         group_rows: tiles along n that run together, for reuse in L2.
         apart: each of two groups multiplies one of two parts.
-        k_groups: times as many groups, each of which multiplies every so-manieth stage of a tile; 1, 2 or 4.
+        k_groups: so many times as many groups; those with the same columns take turns at a tile's stages. 1, 2 or 4.
     """
 
     block_m: int
