@@ -270,8 +270,7 @@ def _product_rows(plan: AnyPlan, fusion: Pointwise, kernels: Mapping[str, AnyVar
     rows = []
     for place, (group, width) in enumerate(zip(groups, widths, strict=False)):
         role = ROLES[place]
-        factor = min(place, 1)  # scales and zero points are reached as the integers are
-        path = _paths(ROLES[factor], kernels, [variant.spec.factors[factor] for variant in kernels.values()])
+        path = _paths(role, kernels, [variant.spec.factors[min(place, 1)] for variant in kernels.values()])
         rows += [_row(role, tensor, width, width.elements, path) for tensor in group]  # all parts of rhs alike
     return rows
 

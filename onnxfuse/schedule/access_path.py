@@ -18,10 +18,11 @@ def path(table: Mapping[str, str], role: str, access: Access) -> str:
 
     Args:
         table: paths by way; a `narrow` way is one of fewer bytes than cp.async moves.
-        role: `lhs`, `rhs`, `load` or `out`.
+        role: `lhs`, `rhs`, `load` or `out`; or `scales` or `zeros` of an rhs, which are reached as it is.
         access: how the kernel reaches it.
     """
-    return {"lhs": _lhs, "rhs": _rhs, "load": _load, "out": _out}[role](table, access)
+    ways = {"lhs": _lhs, "rhs": _rhs, "scales": _rhs, "zeros": _rhs, "load": _load, "out": _out}
+    return ways[role](table, access)
 
 
 def _lhs(table: Mapping[str, str], access: Access) -> str:

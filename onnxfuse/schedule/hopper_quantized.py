@@ -44,7 +44,7 @@ PATHS = HOPPER_PATHS
 WEIGHT_PATHS = {
     "rhs": "TMA, numbers in registers",
     "scales": "cp.async along k, beside the main loop",
-    "zero points": "cp.async along k, beside the main loop",
+    "zeros": "cp.async along k, beside the main loop",
 }
 
 

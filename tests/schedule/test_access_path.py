@@ -17,12 +17,14 @@ from onnxfuse.schedule.cached_attention import CACHED_ATTENTION
 from onnxfuse.schedule.families import FAMILIES
 from onnxfuse.schedule.group_norm import GROUP_NORM
 from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.kernel_family import KernelFamily
 from onnxfuse.schedule.kernel_spec import Access, Tile
 from onnxfuse.schedule.library import LIBRARY
 from onnxfuse.schedule.norm import NORM
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.portable import PORTABLE
+from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
 from onnxfuse.schedule.small_m import SMALL_M
 from onnxfuse.schedule.strategy import Strategy
 from tests.helpers.kernel_problem import Size, TiledSpec, make_spec
@@ -188,3 +190,12 @@ def test_behind_a_product_the_paths_are_those_of_the_kernel_behind_it() -> None:
         ("out", 1, {"behind the product": "direct store along n"}),
     ]
     assert site.operands[1].reason == "row pitch 641 is odd"
+
+
+def test_what_a_weight_has_beside_its_integers_goes_the_way_that_its_kernel_takes() -> None:
+    """TMA brings integers alone; for few rows all of it comes by the same copies."""
+    access = Access("tile", F16, 8)
+    for role in ("scales", "zeros"):
+        assert HOPPER_QUANTIZED.access_path(role, access) != HOPPER_QUANTIZED.access_path("rhs", access)
+        assert HOPPER_QUANTIZED.access_path(role, access).startswith("cp.async")
+        assert QUANTIZED_SMALL_M.access_path(role, access) == QUANTIZED_SMALL_M.access_path("rhs", access)
