@@ -164,7 +164,7 @@ def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> 
         "OUTS": len(spec.outs),
         "THREADS": tile.threads,
         "CONSUMERS": layout.groups,
-        "K_GROUPS": 1,
+        "K_GROUPS": tile.k_groups,
         "SPLITS": layout.splits,
         "GROUP_ROWS": tile.group_rows,
         "STAGES": layout.stages,

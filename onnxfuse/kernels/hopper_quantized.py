@@ -44,7 +44,6 @@ def _numbers(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> 
         "RHS_COLUMNS": own.block_n,
         "RHS_PIECES": 1,
         **block_numbers(spec, tile, layout),
-        "K_GROUPS": tile.k_groups,
     }
 
 

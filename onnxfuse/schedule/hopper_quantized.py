@@ -21,7 +21,7 @@ from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 _ROWS = (16, 32, 48, 64, 80, 96, 104, 112, 128, 136, 144, 152, 160)
 _SPLIT_ROWS = (16, 32, 64, 80, 96, 104, 128, 136, 144, 152, 160)
 _DEEP_ROWS = (16, 32, 48, 64, 80, 96, 128)  # of tiles with 256 of k in a stage, which TMA brings in as many rows as 128
-_SHARED_ROWS = (32, 48, 64, 80, 96, 104, 112, 128, 136, 144, 152, 160)
+_SHARED_ROWS = _ROWS[1:-1]  # of tiles that fit beside the sums of a second group
 TILES = (
     QuantizedTile(256, 64, 64, apart=True),
     *(QuantizedTile(rows, 128, 128) for rows in _ROWS),
@@ -128,7 +128,7 @@ def _converting(spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> fl
         return 0.0
     columns = spec.parts * tile.block_n
     pace = each["in fp32"] if form.bits == IN_FP32 and spec.dtype == BF16 else each[f"{form.bits} bits"]
-    pace *= each["four groups"] if tile.groups * tile.k_groups == MAX_GROUPS else 1
+    pace *= each["four groups"] if tile.all_groups == MAX_GROUPS else 1
     blocks = columns * tile.block_k / form.block if form.zero_points else 0
     step = each["step"] * min(tile.block_k / WHOLE_STEP, 1)
     return columns * tile.block_k / pace + blocks * each["zero point"] + step / tile.k_groups

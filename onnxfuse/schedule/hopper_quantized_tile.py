@@ -30,8 +30,8 @@ SPANS = (32, 64, 128)  # bytes of TMA's swizzles
 # Fragments of two chunks, what is being converted and scales take the rest of 232 or 160 registers of a thread.
 MAX_ACCUMULATORS = {2: 160, 3: 80, 4: 64}
 MAX_GROUPS = max(MAX_ACCUMULATORS)
+GROUPS, K_GROUPS = (1, 2, 3), (1, 2, 4)
 PART_REGISTERS = 40  # of four groups, whose threads have 96: fragments and scales of each further part
-GROUP_THREADS = 128
 TILE_LOAD_REGISTERS = 24
 EXCHANGE_REGISTERS = 24  # of blocks that split k; tests forbid that ptxas spills
 SWAPPED_KINDS = {"scalar": "scalar", "row": "column", "column": "row", "tile": "tile"}
@@ -77,9 +77,14 @@ class QuantizedTile:
         return self.splits
 
     @property
+    def all_groups(self) -> int:
+        """Consumer groups of one block."""
+        return self.groups * self.k_groups
+
+    @property
     def threads(self) -> int:
-        """Threads of one block."""
-        return self.swapped.threads + GROUP_THREADS * self.groups * (self.k_groups - 1)
+        """Threads of one block: those of the consumer groups and four producer warps."""
+        return hopper_tile.GROUP_THREADS * (self.all_groups + 1)
 
     def __str__(self) -> str:
         groups = f" {self.groups} groups" if self.groups > 2 else ""
@@ -122,10 +127,10 @@ def stage_bytes(spec: KernelSpec, tile: QuantizedTile) -> int:
 def footprint(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> HopperFootprint:
     """Lay out the shared memory of one block; of groups that share k each has stages of its own."""
     sums = tile.block_m * tile.block_n * spec.parts * hopper_tile.FP32_BYTES * (tile.k_groups - 1)
-    layout = hopper_tile.footprint(swapped(spec), tile.swapped, shared_limit, stage_bytes(spec, tile), sums)
+    layout = hopper_tile.footprint(swapped(spec), tile.swapped, shared_limit - sums, stage_bytes(spec, tile))
     if tile.k_groups == 1:
         return layout
-    return replace(layout, stages=layout.stages // tile.k_groups * tile.k_groups)
+    return replace(layout, sums=layout.sums + sums, stages=layout.stages // tile.k_groups * tile.k_groups)
 
 
 def map_rules(spec: KernelSpec, tile: QuantizedTile) -> tuple[MapRule | None, ...]:
@@ -162,8 +167,8 @@ def _of_operands(spec: KernelSpec) -> Rules:
 def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
     yield packed_bytes(spec, tile) not in SPANS, f"a stage has {SPANS} bytes of a column of the weight"
     yield tile.block_k % (STAGE_ROW_BYTES // spec.dtype.bytes), "a stage holds whole rows of activations"
-    yield tile.groups * tile.k_groups not in MAX_ACCUMULATORS, "two groups, three or four"
-    yield tile.groups == 1 and tile.k_groups == 1, "a group by itself shares k with others"
+    known = tile.groups in GROUPS and tile.k_groups in K_GROUPS and tile.all_groups in MAX_ACCUMULATORS
+    yield not known, "two groups, three or four: one, two or three for the columns, times 1, 2 or 4 that share k"
     yield from of_shape(spec, tile.block_m, tile.block_n, tile.swapped.group_m)
     units = spec.parts * tile.swapped.group_m // ROWS
     accumulators = units * tile.swapped.block_n // 2
@@ -177,7 +182,7 @@ def _of_tile(spec: KernelSpec, tile: QuantizedTile) -> Rules:
 
 
 def _of_apart(spec: KernelSpec, tile: QuantizedTile) -> Rules:
-    alone = spec.parts != 2 or tile.groups != 2 or tile.splits > 1
+    alone = spec.parts != 2 or tile.groups != 2 or tile.splits > 1 or tile.k_groups > 1
     yield tile.apart and alone, "two groups have a part each, of all of k"
     halves = tile.block_n == ROWS and tile.block_m % 32 == 0
     yield tile.apart and not halves, "a group has 64 columns, and half of the rows"
@@ -198,9 +203,8 @@ def max_accumulators(spec: KernelSpec, tile: QuantizedTile) -> int:
     """How many of a thread's registers can hold sums, where there is more to do than to store one output."""
     tiles = sum(load.kind == "tile" for load in spec.loads)
     more = TILE_LOAD_REGISTERS * tiles + hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
-    groups = tile.groups * tile.k_groups
-    more += PART_REGISTERS * (spec.parts - 1) if groups == MAX_GROUPS else 0
-    return MAX_ACCUMULATORS[groups] - more - (EXCHANGE_REGISTERS if tile.splits > 1 else 0)
+    more += PART_REGISTERS * (spec.parts - 1) if tile.all_groups == MAX_GROUPS else 0
+    return MAX_ACCUMULATORS[tile.all_groups] - more - (EXCHANGE_REGISTERS if tile.splits > 1 else 0)
 
 
 def _of_memory(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> Rules:

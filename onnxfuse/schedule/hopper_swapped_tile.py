@@ -12,6 +12,7 @@ of quantized weights does (`hopper_quantized_tile.swapped`). Shared memory lies 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule import hopper_tile
@@ -45,6 +46,8 @@ class SwappedTile:
     pingpong: bool = False
     cluster_m: int = 1
     cluster_n: int = 1
+
+    k_groups: ClassVar[int] = 1  # all groups multiply every stage of their tile
 
     @property
     def cluster(self) -> int:

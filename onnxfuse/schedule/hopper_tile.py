@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule.calibration import calibration_of
@@ -51,6 +52,7 @@ SPLITS = (1, 2, 4)  # each of a group's four warps belongs to one of the blocks 
 BARRIER_BYTES = 8
 FP32_BYTES = 4
 GROUP_WARPS = 4
+GROUP_THREADS = 128
 TILE_BYTES = 16  # place of a tile, before its vectors
 LDS_BYTES = 16  # the widest shared-memory access
 KEPT_FOOTPRINTS = 1 << 14  # a site's plan asks for each a few times, and equal sites again
@@ -90,6 +92,8 @@ class HopperTile:
     splits: int = 1
     lhs_rows: int = 0
 
+    k_groups: ClassVar[int] = 1  # all groups multiply every stage of their tile
+
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
@@ -98,7 +102,7 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of one block: those of the consumer groups and four producer warps, of which two may serve slabs."""
-        return 128 * self.groups + (64 if self.groups == 4 and not self.whole_slabs else 128)
+        return GROUP_THREADS * self.groups + (64 if self.groups == 4 and not self.whole_slabs else GROUP_THREADS)
 
     @property
     def group_m(self) -> int:
@@ -292,9 +296,7 @@ def map_rules(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> tuple[Ma
     return (lhs, *rhs, *outs, MapRule("load", layout.in_place_load, False, out_swizzle, columns, rows))
 
 
-def footprint(
-    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0, more_sums: int = 0
-) -> HopperFootprint:
+def footprint(spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int = 0) -> HopperFootprint:
     """Lay out the shared memory of one block: enough stages, then as much room for outputs and operands as is left.
 
     Args:
@@ -302,22 +304,19 @@ def footprint(
         tile: how.
         shared_limit: shared memory of one block, in bytes.
         stage: bytes of a stage; 0 for those of factors as they are.
-        more_sums: bytes of sums beside those of blocks that split k.
     """
     stage = stage or STAGE_ROW_BYTES * (tile.block_m + spec.parts * tile.block_n)
     products = tile.block_m * tile.block_n * spec.parts
     known = calibration_of(ARCH)
-    enough = max(-(-known.hopper_enough_products[str(max(tile.groups, 2))] // products), known.hopper_enough_stages)
+    enough = max(-(-known.hopper_enough_products[str(tile.groups)] // products), known.hopper_enough_stages)
     constants = (known.hopper_most_stages, known.hopper_widest_slab, known.hopper_shortest_run)
-    enough = WHOLE_SLABS_STAGES if tile.whole_slabs else enough
-    return _footprint(spec, tile, shared_limit, stage, enough, more_sums, constants)
+    return _footprint(spec, tile, shared_limit, stage, WHOLE_SLABS_STAGES if tile.whole_slabs else enough, constants)
 
 
 @lru_cache(KEPT_FOOTPRINTS)
 def _footprint(
-    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, enough: int, more_sums: int,
-    constants: tuple[int, ...],
-) -> HopperFootprint:  # fmt: skip
+    spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, enough: int, constants: tuple[int, ...]
+) -> HopperFootprint:
     """The same for a stage of so many bytes and `enough` stages; it looks up `constants`, which tell results apart."""
     lengths = _slab_lengths(spec, tile.block_n)
     in_place = in_place_load(spec, tile)
@@ -328,7 +327,7 @@ def _footprint(
 
     def most_stages(slabs: Sequence[tuple[int, int]]) -> HopperFootprint:
         candidates = [
-            _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place, more_sums)
+            _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place)
             for whole in (True, False)
             for columns, buffers in slabs
         ]
@@ -375,7 +374,7 @@ def _barriers(stages: int, slabs: int, splits: int) -> int:
 
 def _layout(
     spec: KernelSpec, tile: HopperTile, shared_limit: int, stage: int, columns: int, buffers: int, whole: bool,
-    in_place: int | None, more_sums: int,
+    in_place: int | None,
 ) -> HopperFootprint:  # fmt: skip
     slabs = tile.group_m // FRAGMENT_ROWS * (_in_units(tile.block_n) // columns)
     served = is_served(spec, tile)
@@ -393,7 +392,7 @@ def _layout(
         vectors += _vector_bytes(load, tile)
     period = SLAB_ROWS * columns if columns in SWIZZLED_COLUMNS else BOX_ALIGNMENT  # 8 rows are a period of the swizzle
     staging = -(-staging // period) * period
-    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES // tile.splits * (tile.splits - 1) + more_sums
+    sums = tile.block_m * tile.block_n * spec.parts * FP32_BYTES // tile.splits * (tile.splits - 1)
     barriers = _barriers(0, tile.groups * load_buffers, tile.splits) * BARRIER_BYTES
     fixed = sums + GROUP_WARPS * tile.groups * staging + VECTOR_BUFFERS * vectors + barriers
     fitting = (shared_limit - fixed) // (stage + 2 * BARRIER_BYTES)

@@ -207,9 +207,9 @@ def _ranged(
 
 def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
     """How many a site may have, each of which is compiled and stored: more where the weight is large beside them."""
-    elements = base.parts * (sizes.n or 0) * (sizes.k or 0)
     if base.quantization:
         return MOST_OF_QUANTIZED
+    elements = base.parts * (sizes.n or 0) * (sizes.k or 0)
     return MOST_OF_LARGE if elements >= LARGE else MOST_KERNELS
 
 

@@ -22,9 +22,9 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.kernel_family import Amount, Candidate
 
 MOST_KERNELS = 8  # of one site and architecture
-# Of a large weight. Beside it the machine code of four more kernels is nothing (93 KB of 352 MB for the
-# MLP of a model of 8 billion parameters, and 1.4 s of 23 to compile), and the more waves its tiles take, the more one
-# that fits m gains: with eight, 408 rows of that MLP are 14 % behind the best tile in both products.
+# Of a large weight. Beside it the machine code of four more kernels is nothing (93 KB of 352 MB for the MLP of a model
+# of 8 billion parameters, and 1.4 s of 23 to compile), and the more waves its tiles take, the more one that fits m
+# gains: with eight, 408 rows of that MLP are 14 % behind the best tile in both products.
 MOST_OF_LARGE = 12
 MOST_OF_QUANTIZED = 16  # two kernels of few rows, and those that split k, fit few numbers of rows each
 LARGE = 2**24  # elements
