@@ -353,17 +353,13 @@ def moved_problem(problem: Problem, elements: list[int]) -> Problem:
     return replace(problem, lhs=buffers[0], rhs=buffers[1:loads], loads=buffers[loads:outs], outs=buffers[outs:])
 
 
-SHIFTED_BYTES = 8  # of the words out of which rows of 16-bit elements are cut that begin anywhere
-
-
 def check_ways(library: ctypes.CDLL, problem: Problem, single: list[bool]) -> None:
     """The result is right, and each buffer is reached as wide as the spec says, or in the way that is always legal."""
     outs, widest = launch_counted(library, problem, lazy=True)
     problem.check(outs)
     spec = problem.spec
     widths = [spec.lhs_width, *[spec.rhs_width] * spec.parts, *(each.width for each in (*spec.loads, *spec.outs))]
-    shifted = SHIFTED_BYTES if spec.dtype.bytes == 2 and problem.size.m > 1 else spec.dtype.bytes
-    always = [shifted] * (1 + spec.parts) + [each.dtype.bytes for each in (*spec.loads, *spec.outs)]
+    always = [spec.dtype.bytes] * (1 + spec.parts) + [each.dtype.bytes for each in (*spec.loads, *spec.outs)]
     assert widest == [
         legal if alone else width * buffer.data.itemsize
         for buffer, width, legal, alone in zip(problem.buffers, widths, always, single, strict=True)

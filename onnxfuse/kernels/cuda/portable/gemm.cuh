@@ -21,7 +21,8 @@
 // Contract: LHS_WIDTH and RHS_WIDTH divide the extents of lhs and rhs along their contiguous axes, and the WIDTH of a
 // load or output divides n; all of them divide the strides and the pointers. So an access lies either inside or
 // outside. A kernel that is CHECKED looks for itself, and treats a tensor for which that does not hold as one of width
-// 1. Of lhs and rhs, 16-bit elements of width 1 pass through registers on their way to the ring (ShiftedCopy).
+// 1. Of lhs and rhs, 16-bit elements of width 1 pass through registers on their way to the ring (ShiftedCopy,
+// PieceCopy where the kernel is CHECKED).
 //
 // The generated text before this file defines Element, MATH, LHS_ and RHS_K_CONTIGUOUS, PARTS, the BLOCK_, WARPS_,
 // STAGES and _WIDTH constants, the tables Load<I> and Out<I>, and the struct Epilogue.
@@ -68,6 +69,9 @@ struct BlockTile {
   }
 };
 
+// What is hardly ever run is compiled in as little code as possible.
+constexpr int STAGES_UNROLLED = CHECKED ? 1 : STAGES - 1;
+
 // Everything that fills the ring: lhs and the rhs of every part, advancing along k.
 struct Producer {
   RingCopy<LhsTile, LHS_WIDTH, LHS_OUTER_COLUMNS> lhs;
@@ -91,7 +95,7 @@ struct Producer {
 
   // Fills all stages but one.
   __device__ __forceinline__ void start(unsigned ring) {
-#pragma unroll
+#pragma unroll STAGES_UNROLLED
     for (int stage = 0; stage < STAGES - 1; ++stage) issue(ring + stage * STAGE_BYTES);
   }
 

@@ -108,20 +108,14 @@ __device__ __forceinline__ Packed<unsigned, 4> leading(const Packed<unsigned, 4>
   return kept;
 }
 
-// For rows of 16-bit elements that begin anywhere, which cp.async cannot copy. CHUNK neighbours in shared memory are
-// one piece: it is cut out of aligned words, and those of several pieces are under way at once. A piece that lies in
-// two runs of columns, or whose words reach beyond the tensor, is copied element by element.
+// CHUNK neighbours in shared memory are one piece, whose 16-bit elements come one by one: in little code, as in a kernel
+// that is CHECKED, which is compiled for every fusion and hardly ever run.
 template <typename Tile, bool OUTER_COLUMNS>
-struct ShiftedCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
+struct PieceCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
   using Pieces = TileCopy<Tile, CHUNK, OUTER_COLUMNS>;
   using Pieces::column, Pieces::element, Pieces::row;
-  // As many as accumulators and the parts' pointers leave registers for.
-  static constexpr int MOST = PARTS * FRAGMENTS_M * FRAGMENTS_N <= 16 ? 8 : PARTS < 4 ? 4 : 2;
-  static constexpr int BATCHES = (Pieces::PASSES + MOST - 1) / MOST;
-  static constexpr int AT_ONCE = (Pieces::PASSES + BATCHES - 1) / BATCHES;
 
   static __device__ __forceinline__ bool is_written(int pass) {
-    if (AT_ONCE * BATCHES * THREADS == Pieces::COUNT) return true;
     return static_cast<int>(threadIdx.x) + pass * THREADS < Pieces::COUNT;
   }
 
@@ -132,6 +126,37 @@ struct ShiftedCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
   static __device__ __forceinline__ unsigned target(unsigned shared, int pass) {
     return shared + Tile::offset(row(pass), column(pass));
   }
+
+  // The elements of a piece, of which `columns - column(pass)` lie inside the tensor.
+  __device__ __forceinline__ void copy_elements(unsigned shared, int pass, int rows, int columns) const {
+    const int count = row(pass) < rows ? columns - column(pass) : 0;
+    copy_small<sizeof(Element), CHUNK>([&](int number) {
+      const unsigned to = target(shared, pass) + number * sizeof(Element);
+      return SmallCopy{to, element(pass, number), number < count, true};
+    });
+  }
+
+  __device__ __forceinline__ void issue(unsigned shared, int rows, int columns, const Span&) const {
+#pragma unroll 1
+    for (int pass = 0; pass < Pieces::PASSES; ++pass) {
+      if (is_written(pass)) copy_elements(shared, pass, rows, columns);
+    }
+  }
+};
+
+// For rows of 16-bit elements that begin anywhere, which cp.async cannot copy: a piece is cut out of aligned words, and
+// those of several pieces are under way at once. A piece that lies in two runs of columns, or whose words reach beyond
+// the tensor, is copied element by element.
+template <typename Tile, bool OUTER_COLUMNS>
+struct ShiftedCopy : PieceCopy<Tile, OUTER_COLUMNS> {
+  using Base = PieceCopy<Tile, OUTER_COLUMNS>;
+  using Pieces = typename Base::Pieces;
+  using Base::column, Base::element, Base::is_inside, Base::row, Base::target;
+  // As many as accumulators and the parts' pointers leave registers for.
+  static constexpr int MOST = PARTS * FRAGMENTS_M * FRAGMENTS_N <= 16 ? 8 : PARTS < 4 ? 4 : 2;
+  static constexpr int BATCHES = (Pieces::PASSES + MOST - 1) / MOST;
+  static constexpr int AT_ONCE = (Pieces::PASSES + BATCHES - 1) / BATCHES;
+  static constexpr bool ALL_WRITTEN = AT_ONCE * BATCHES * THREADS == Pieces::COUNT;
 
   // element(first + number), by one addition where it can be.
   __device__ __forceinline__ const Element* next(const Element* first_element, int first, int number) const {
@@ -173,7 +198,7 @@ struct ShiftedCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         const auto piece = leading(shifted(words[i], offsets[i]), columns - column(first + i));
-        if (is_written(first + i)) store_shared(target(shared, first + i), piece);
+        if (ALL_WRITTEN || Base::is_written(first + i)) store_shared(target(shared, first + i), piece);
       }
     }
     if (left) copy_rest(shared, rows, columns, span);
@@ -186,10 +211,7 @@ struct ShiftedCopy : TileCopy<Tile, CHUNK, OUTER_COLUMNS> {
       const auto address = reinterpret_cast<unsigned long long>(element(pass));
       const unsigned long long word = address - address % sizeof(ShiftedWord);
       if (!is_inside(pass, rows, columns) || is_whole(pass, word, columns, span)) continue;
-      copy_small<sizeof(Element), CHUNK>([&](int number) {
-        const unsigned to = target(shared, pass) + number * sizeof(Element);
-        return SmallCopy{to, element(pass, number), number < columns - column(pass), true};
-      });
+      Base::copy_elements(shared, pass, rows, columns);
     }
   }
 };
@@ -198,6 +220,12 @@ template <typename Tile, int WIDTH, bool OUTER_COLUMNS, int BYTES = WIDTH * size
 struct OperandCopy : TileCopy<Tile, WIDTH, OUTER_COLUMNS> {};
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS>
 struct OperandCopy<Tile, WIDTH, OUTER_COLUMNS, 2> : ShiftedCopy<Tile, OUTER_COLUMNS> {};
+
+// What a kernel that is CHECKED falls back to.
+template <typename Tile, bool OUTER_COLUMNS, int BYTES = sizeof(Element)>
+struct SingleCopy : TileCopy<Tile, 1, OUTER_COLUMNS> {};
+template <typename Tile, bool OUTER_COLUMNS>
+struct SingleCopy<Tile, OUTER_COLUMNS, 2> : PieceCopy<Tile, OUTER_COLUMNS> {};
 
 // Copies of WIDTH elements or, in a kernel that is CHECKED, those of width 1 where they are not `legal`.
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS, bool BOTH = CHECKED && (WIDTH > 1)>
@@ -213,7 +241,7 @@ struct RingCopy : OperandCopy<Tile, WIDTH, OUTER_COLUMNS> {
 template <typename Tile, int WIDTH, bool OUTER_COLUMNS>
 struct RingCopy<Tile, WIDTH, OUTER_COLUMNS, true> : OperandCopy<Tile, WIDTH, OUTER_COLUMNS> {
   using Wide = OperandCopy<Tile, WIDTH, OUTER_COLUMNS>;
-  using Narrow = OperandCopy<Tile, 1, OUTER_COLUMNS>;
+  using Narrow = SingleCopy<Tile, OUTER_COLUMNS>;
 
   bool wide;
 
