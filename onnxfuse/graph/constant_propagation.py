@@ -183,11 +183,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def _difference(a: Any, b: Any) -> Any:
-    if isinstance(a, str) and isinstance(b, int):
-        return symbolic.add(a, -b)
-    if isinstance(a, str) or isinstance(b, str):
-        return 0 if a == b else symbolic.function("-", a, b)
-    return a - b
+    return symbolic.subtract(a, b) if isinstance(a, str) or isinstance(b, str) else a - b
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -237,8 +233,8 @@ def _size(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:
 def _quotient(a: Any, b: Any) -> Any:
     """ONNX integer division truncates toward zero; a division by zero has no known value."""
     if isinstance(a, str) or isinstance(b, str):
-        exact = symbolic.divide(a, b) if isinstance(a, int | str) and isinstance(b, int | str) else None
-        return symbolic.function("/", a, b) if exact is None else exact
+        is_of_sizes = isinstance(a, int | str) and isinstance(b, int | str)
+        return symbolic.quotient(a, b) if is_of_sizes else symbolic.function("/", a, b)
     if b == 0:
         return None
     if isinstance(a, int) and isinstance(b, int):

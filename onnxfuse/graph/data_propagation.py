@@ -10,8 +10,9 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxfuse.graph.constant_propagation import Array, known_values, stored_value
+from onnxfuse.graph.named_sizes import canonical
 from onnxfuse.graph.shape_inference import Known, Shape, output_shapes, refined
-from onnxfuse.graph.symbolic import Size, canonical
+from onnxfuse.graph.symbolic import Size
 
 LARGEST = 2**63 - 1  # elements of a tensor
 CONTRADICTIONS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)

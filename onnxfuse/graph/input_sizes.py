@@ -16,7 +16,8 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.load import Model
-from onnxfuse.graph.symbolic import Size, canonical
+from onnxfuse.graph.named_sizes import canonical
+from onnxfuse.graph.symbolic import Size
 from onnxfuse.known_inputs import NOTHING, InputSizes
 
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) ([\w.:/-]+)\)")

@@ -57,12 +57,20 @@ def output_shapes(known: Known) -> list[Shape | None]:
 
 
 def refined(inferred: Shape | None, derived: Shape | None) -> Shape | None:
-    """A shape from both sources: numbers as they are, then the derived symbols, then those of ONNX's inference."""
+    """A shape from both sources: numbers as they are, then the derived symbols, then those of ONNX's inference.
+
+    How many windows a convolution has, an exporter may say in the arithmetic by which the model computes it elsewhere.
+    """
     if inferred is None or derived is None or len(inferred) != len(derived):
         return derived if inferred is None else inferred
     return tuple(
-        old if isinstance(old, int) or new is None else new for old, new in zip(inferred, derived, strict=True)
+        old if isinstance(old, int) or new is None or _is_spelled_out(old, new) else new
+        for old, new in zip(inferred, derived, strict=True)
     )
+
+
+def _is_spelled_out(declared: Size, derived: Size) -> bool:
+    return f"{derived}".startswith("(windows ") and f"{declared}".startswith(("(+ ", "(/ ", "(- "))
 
 
 def broadcast_shapes(shapes: Sequence[Shape | None]) -> Shape | None:
@@ -193,7 +201,7 @@ def _sliced(size: Size, start: Size, end: Size, step: Size) -> Size:
         return len(range(size)[start:end:step])
     if start == 0 and step == 1 and _is_everything(size, end):
         return size
-    last = size if _is_everything(size, end) else end
+    last = size if _is_everything(size, end) else symbolic.from_the_end(size, end)
     if isinstance(start, int) and step == 1 and (length := symbolic.window(size, start, last)) is not None:
         return length
     if isinstance(size, str) and start == symbolic.negative(size) and step == 1 and _is_everything(size, end):

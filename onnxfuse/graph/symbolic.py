@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import accumulate, pairwise
 
 Size = int | str | None
@@ -21,10 +20,6 @@ _AT_MOST = re.compile(r"\(at_most (\d+) .*\)")
 _SUM = re.compile(r"\(\+ ([\w.:/-]+|\([^*]+\)) (-?\d+)\)")  # of an atom, which has no * inside
 _NAME = re.compile(r"[\w.:/]+")  # of a size; no function, which may be negative
 _TWO_TERMS = re.compile(r"\(([+-]) ([\w.:/-]+) ([\w.:/-]+)\)")
-_NAMED_FACTOR = re.compile(r"[\w.:/-]+")
-_NAMED_MINIMUM = re.compile(r"(?:Min\((\d+), |(\d+) - Max\(0, \2 - )(\w+)\)")
-_NAMED_QUOTIENT = re.compile(r"(\(*)([\w.:-]+)//([\w.:-]+)(\)*)")
-_NAMED_SUM = re.compile(r"[\w.:/-]+( ?\+ ?[\w.:/-]+)+")
 
 
 @dataclass(frozen=True)
@@ -70,43 +65,11 @@ class Monomial:
         return _short(str(self)) if self.atoms and self.factor else self.factor
 
 
-def canonical(name: str) -> str:
-    """A model's own name of a dimension as a symbol.
-
-    Exporters write `s1*s2`, `s1//4`, `s2*((s1//s2))`, `past_length + length`, and of the first or last `s1` rows of a
-    table `Min(64, s1)` and `64 - Max(0, 64 - s1)`.
-    """
-    if not any(part and not part.isdecimal() for part in re.split(r"[*+ ]", name)):
-        return _atom(name)  # a name that looks like a number is none
-    factors = [_named_factor(text, is_alone=text == name) for text in name.split("*")]
-    if None not in factors:
-        return str(reduce(Monomial.__mul__, (Monomial.of(factor) for factor in factors if factor is not None)))
-    minimum = _NAMED_MINIMUM.fullmatch(name)
-    if minimum is not None:
-        return str(at_most(canonical(minimum[3]), int(minimum[1] or minimum[2])))
-    if _NAMED_SUM.fullmatch(name):
-        terms = sorted(map(str.strip, name.split("+")), key=lambda term: (term.isdecimal(), term))
-        sizes: list[Size] = [int(term) if term.isdecimal() else term for term in terms]
-        return str(reduce(add, sizes))
-    return _atom(name)
-
-
-def _named_factor(text: str, is_alone: bool) -> Size:
-    """A number, a name or a quotient, which without parentheses is of all that stands before it."""
-    quotient = _NAMED_QUOTIENT.fullmatch(text)
-    if quotient is None:
-        return int(text) if text.isdecimal() else text if _NAMED_FACTOR.fullmatch(text) else None
-    opening, *terms, closing = quotient.groups()
-    sizes = [int(term) if term.isdecimal() else term for term in terms]
-    is_whole = len(opening) == len(closing) and (is_alone or opening)
-    return function("/", *sizes) if is_whole and any(isinstance(size, str) for size in sizes) else None
-
-
 def function(name: str, *arguments: object) -> Size:
     """A size that is some other function of sizes and numbers; None where one of them is unknown."""
     if any(argument is None for argument in arguments):
         return None
-    return _short(_atom(f"{name} {' '.join(map(str, arguments))}"))
+    return _short(atom(f"{name} {' '.join(map(str, arguments))}"))
 
 
 def multiply(sizes: Iterable[Size]) -> Size:
@@ -137,6 +100,21 @@ def add(first: Size, second: Size) -> Size:
     if found is not None and isinstance(second, int):
         return add(found[1], int(found[2]) + second)
     return second if first == 0 else first if second == 0 else function("+", first, second)
+
+
+def subtract(first: Size, second: Size) -> Size:
+    """The difference of sizes, which may be negative."""
+    if isinstance(second, int):
+        return add(first, -second)
+    return 0 if first == second is not None else function("-", first, second)
+
+
+def quotient(first: Size, second: Size) -> Size:
+    """The whole part of a quotient of sizes; None where it is not known."""
+    if isinstance(first, int) and isinstance(second, int):
+        return first // second if first >= 0 < second else None
+    exact = divide(first, second)
+    return function("/", first, second) if exact is None else exact
 
 
 def rest(whole: Size, part: Size) -> Size:
@@ -171,6 +149,16 @@ def window(size: Size, start: int, end: Size) -> Size:
     (whole, added), (bound, further) = _terms(size), _terms(end)
     length = min(added, further) - start
     return add(whole, length) if isinstance(whole, str) and whole == bound and start >= 0 <= length else None
+
+
+def from_the_end(size: Size, end: Size) -> Size:
+    """Where a negative end lies in a size that at least as many were added to; another end as it is.
+
+    Convolutions of an even kernel leave an element that the model cuts off by `[:-1]`.
+    """
+    whole, added = _terms(size)
+    is_counted_back = isinstance(end, int) and end < 0 <= added + end and is_never_negative(whole)
+    return add(size, end) if is_counted_back else end
 
 
 def _terms(size: Size) -> tuple[Size, int]:
@@ -253,7 +241,8 @@ def is_one_or_none(size: Size) -> bool:
     return isinstance(size, str) and size.startswith("(at_most 1 ")
 
 
-def _atom(text: str) -> str:
+def atom(text: str) -> str:
+    """What equals itself and nothing else."""
     return f"({text.replace('*', '·')})"
 
 

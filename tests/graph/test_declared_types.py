@@ -130,3 +130,33 @@ def test_what_scales_features_keeps_their_shape(op: str) -> None:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
     proto = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     fused(proto, 2)
+
+
+FRAMES = "((((samples - 3)//2)) - 1)//2 + 1"
+
+
+def heard(named: bool) -> Analysis:
+    """Frames that convolutions make of a sound, and a mask of as many as the model computes, as torch writes it."""
+    b = Builder()
+    samples = b.input("x", (2, 1, "samples"))
+    frames = b("Conv", samples, b.array(draw(K, 1, 4), "first_kernel"), strides=[2])
+    frames = b("Conv", frames, b.array(draw(K, K, 2), "second_kernel"), strides=[2])
+    product = b("MatMul", b("Transpose", frames, perm=[0, 2, 1]), b.array(draw(K, K), "weight"))
+    length = b("Gather", b("Shape", samples), b.integers(2), axis=0)
+    for less in (3, 1):
+        length = b("Div", b("Sub", length, b.integers(less)), b.integers(2))
+    length = b("Concat", b("Add", length, b.integers(1)), b.integers(1), axis=0)
+    model = b.model(b("Relu", b("Add", product, b("Expand", b.array([[0.5]], "half"), length))))
+    if named:
+        declare(model, frames, TensorProto.FLOAT, (2, K, FRAMES))
+    analysis = analyse_model(model, resolve("sm_80", list))
+    feeds = [{"x": draw(2, 1, size).astype(np.float32)} for size in (6, 7, 12, 19)]
+    assert not difference(model, rewritten(analyse_model(model, resolve("sm_80", list))), feeds)
+    return analysis
+
+
+def test_frames_are_as_many_as_the_exporter_says() -> None:
+    """The arithmetic of a dimension's name is the model's own, by which it computes what meets the frames."""
+    (site,) = heard(named=True).sites
+    assert "relu" in {step.op for step in site.fusion.steps}
+    assert {skipped.reason for skipped in heard(named=False).skipped} == {"unknown_broadcast"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Graph, load_model
+from onnxfuse.graph.named_sizes import canonical
 from tests.helpers import corpus
 from tests.helpers.onnx_build import Builder, run
 
@@ -49,10 +51,14 @@ def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbol
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("s1*s0", "s0*s1"), ("batch", "batch"), ("2*s0", "2*s0"), ("s0 + 2*s1", "(s0 + 2·s1)"),
+    ("name", "expected"), [("s1*s0", "s0*s1"), ("batch", "batch"), ("2*s0", "2*s0"),
+     ("s0 + 2*s1", symbolic.add("2*s1", "s0")), ("s0*" + "9" * 5000, symbolic.atom("s0·" + "9" * 5000)),
      ("s86*((s10//s86))", symbolic.multiply(("s86", symbolic.function("/", "s10", "s86")))), ("a-b*2", "2*a-b"),
      ("(s0//4)*s1", symbolic.multiply((symbolic.function("/", "s0", 4), "s1"))), ("(s0//4", "((s0//4)"),
-     ("2*s0//4", "(2·s0//4)"), ("8//4", "(8//4)"), ("((2*s0)//4)", "(((2·s0)//4))"),
+     ("2*s0//4", "(/ 2·s0 4)"), ("8//4", "(8//4)"), ("((2*s0)//4)", "(/ 2·s0 4)"), ("4*s0//4", "s0"),
+     ("s0*(7//2)", "3*s0"), ("s0//(s1 - s1)", symbolic.function("/", "s0", 0)), ("s0*(2//0)", "(s0·(2//0))"),
+     ("s0 + 2**s1", "(s0 + 2··s1)"), ("s0 s1", "(s0 s1)"), ("-s0 + 4", "(-s0 + 4)"), ("f(s0)", "(f(s0))"),
+     ("(" * 999 + "s0" + ")" * 999, symbolic.atom("(" * 999 + "s0" + ")" * 999)),
      ("past + new", symbolic.add("past", "new")), ("new+past", symbolic.add("past", "new")),
      ("past + 1", symbolic.add("past", 1)), ("1 + past + 2", symbolic.add("past", 3)),
      ("c + a + b", symbolic.add(symbolic.add("a", "b"), "c")),
@@ -60,7 +66,7 @@ def test_broadcast(first: symbolic.Size, second: symbolic.Size, expected: symbol
      ("Min(64, s0) + 1", "(Min(64, s0) + 1)"), ("64 - Max(0, 32 - s0)", "(64 - Max(0, 32 - s0))")],
 )  # fmt: skip
 def test_names_of_dimensions(name: str, expected: str) -> None:
-    assert symbolic.canonical(name) == expected
+    assert canonical(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -103,8 +109,69 @@ def test_a_window_has_as_many_elements_as_a_slice(name: str, added: int, start: 
     assert symbolic.window(size, start, "T") is None
 
 
+@given(st.integers(0, 4), st.integers(-6, -1), st.integers(0, 9))
+def test_an_end_counted_back_is_one_of_the_sequence(added: int, end: int, known: int) -> None:
+    """Where it says which: of a sequence to which no fewer were added, and which is never negative."""
+    place = symbolic.from_the_end(symbolic.add("S", added), end)
+    assert place == (symbolic.add("S", added + end) if added + end >= 0 else end)
+    assert len(range(known + added)[:end]) == max(0, known + added + end)
+    difference = symbolic.function("-", "S", "T")
+    assert symbolic.from_the_end(symbolic.add(difference, added), end) == end
+
+
+def padded_and_cut(b: Builder, padding: int) -> tuple[str, str]:
+    """A convolution over time of an even kernel, and what is left of it without its last element."""
+    x = b.input("x", (1, 2, "frames"))
+    made = b("Conv", x, b.array(np.ones((2, 1, 2 * padding)), "weight"), pads=[padding] * 2, group=2)
+    return x, b("Slice", made, *map(b.integers, (0, -1, 2, 1)))
+
+
+@pytest.mark.parametrize("padding", [1, 4])
+def test_a_sequence_that_is_padded_and_cut_is_as_long_as_it_was(padding: int) -> None:
+    b = Builder()
+    x, cut = padded_and_cut(b, padding)
+    model = b.model(cut)
+    graph = Graph(load_model(model))
+    assert graph.shape(cut) == graph.shape(x)
+    for frames in range(1, 4):
+        assert run(model, {"x": np.ones((1, 2, frames), np.float32)})[0].shape == (1, 2, frames)
+
+
 def test_a_quotient_is_what_shape_arithmetic_makes_of_it() -> None:
-    assert symbolic.canonical("(s1//4)") == symbolic.canonical("s1//4") == symbolic.function("/", "s1", 4)
+    assert canonical("(s1//4)") == canonical("s1//4") == symbolic.function("/", "s1", 4)
+
+
+LENGTHS = ("((((((((s21//80)) - 3)//2)) - 1)//2)) + 1", "s10*((((s21//80)) - 1)//2)", "2*s21 + s10 - 3", "s10 - s21//4")
+
+
+def computed(b: Builder, name: str, sizes: dict[str, str]) -> str:
+    """The graph's own arithmetic for a name that torch's exporter gives a dimension, in Python's order."""
+
+    def value(tree: ast.expr) -> str:
+        match tree:
+            case ast.Name(id):
+                return sizes[id]
+            case ast.Constant(int(number)):
+                return b.integers(number)
+            case ast.BinOp(left, operation, right):
+                return b(OPERATORS[type(operation)], value(left), value(right))
+        raise AssertionError(ast.dump(tree))
+
+    return value(ast.parse(name, mode="eval").body)
+
+
+OPERATORS = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.FloorDiv: "Div"}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_name_is_what_shape_arithmetic_makes_of_it(name: str) -> None:
+    """As the length of a sound behind convolutions, which a mask's shape is computed of."""
+    b = Builder()
+    x = b.input("x", ("s10", "s21"))
+    shape = b("Shape", x)
+    sizes = {size: b("Gather", shape, b.integers(index), axis=0) for index, size in enumerate(("s10", "s21"))}
+    made = b("Expand", b.array([1.0]), computed(b, name, sizes))
+    assert Graph(load_model(b.model(made))).shape(made) == (canonical(name),)
 
 
 def with_all_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
