@@ -75,6 +75,7 @@ def load_model(source: str | Path | ModelProto) -> Model:
     return model
 
 
+OWN_DOMAINS = frozenset({"com.microsoft", "com.microsoft.nchwc"})
 _ORT_FORMAT = slice(4, 8)  # where a flat buffer says what it is
 
 
@@ -105,6 +106,7 @@ def _check(model: Model) -> None:
     if not proto.opset_import or not proto.HasField("graph") or not proto.graph.output:
         raise ModelError(f"{model.label}: not an ONNX model: it has no operator set or no graph output")
     _check_opsets(model)
+    _import_own_domains(proto)
     for tensor in tensors(proto):
         _check_data(model, tensor)
         _check_location(model, tensor)
@@ -123,6 +125,14 @@ def _check_opsets(model: Model) -> None:
     for version in imported:
         if not 1 <= version <= newest:
             raise ModelError(f"{model.label}: unknown opset {version}; this version of onnx knows 1 to {newest}")
+
+
+def _import_own_domains(proto: ModelProto) -> None:
+    """Name operator sets that ONNX Runtime knows without: its transformer optimizer names them only as it saves."""
+    imported = {opset.domain for opset in proto.opset_import}
+    used = {node.domain for node in walk(proto.graph.node)}
+    for domain in sorted(used & OWN_DOMAINS - imported):
+        proto.opset_import.append(helper.make_opsetid(domain, 1))
 
 
 def _broken_text(message: Message) -> Iterator[bytes]:

@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
+from onnxfuse.device import resolve
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.graph.scopes import skeleton_of
+from onnxfuse.pipeline import analyse_model
+from tests.helpers.matching import draw
 from tests.helpers.onnx_build import Builder, run
+from tests.tools.sweep import difference, rewritten
 
 
 def small() -> onnx.ModelProto:
@@ -159,3 +163,19 @@ def test_an_op_of_a_domain_that_nobody_knows_is_never_taken_for_another(domain: 
     model.opset_import.append(helper.make_opsetid("somebody", 1))
     ops = {node.op for node in Graph(load_model(model)).nodes}
     assert ops == ({"MatMul", "Relu"} if there else {"somebody::MatMul", "somebody::Relu"})
+
+
+def test_an_operator_set_of_onnx_runtime_needs_no_import() -> None:
+    """As `onnxruntime.transformers.optimizer` leaves models in memory; what it says itself stays as it is."""
+    b = Builder()
+    x = b.input("x", ("rows", 8))
+    product = b("MatMul", x, b.array(draw(8, 8), "weight"))
+    bare = b.model(b("Gelu", b("Add", product, b.array(draw(8), "bias"))))
+    bare.graph.node[-1].domain = "com.microsoft"
+    feed = {"x": draw(3, 8).astype(np.float32)}
+    analysis = analyse_model(bare, resolve("sm_80", list))
+    assert len(analysis.sites) == 1
+    assert {opset.domain for opset in bare.opset_import} == {""}, "the caller's message is the caller's"
+    fused = rewritten(analysis)
+    assert not difference(bare, fused, [feed])
+    onnx.checker.check_model(fused)
