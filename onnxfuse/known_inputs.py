@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,14 @@ class InputSizes:
         sums: a symbol, and the symbols and numbers whose sum it is.
         values: by input, the symbol or sum whose size the input's value is, and what is added to it.
         one_of: pairs of symbols, one of which is 1: GroupQueryAttention with a past takes one row, or one token.
+        multiples: a symbol, and the number and the symbol whose product it is.
     """
 
     fixed: Mapping[str, int]
     sums: Mapping[str, tuple[str, ...]]
     values: Mapping[str, tuple[tuple[str, ...], int]]
     one_of: frozenset[tuple[str, str]] = frozenset()
+    multiples: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 NOTHING = InputSizes({}, {}, {})

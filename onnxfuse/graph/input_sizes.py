@@ -7,7 +7,7 @@ past and present together, where the graph says so: by what it adds, or by what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -21,6 +21,7 @@ from onnxfuse.graph.symbolic import Size
 from onnxfuse.known_inputs import NOTHING, InputSizes
 
 _SUM = re.compile(r"\(\+ ([\w.:/-]+) ([\w.:/-]+)\)")
+_MULTIPLE = re.compile(r"([1-9]\d{0,3})\*([A-Za-z_]\w*)")
 _TERM = re.compile(r"[A-Za-z_][\w.:/-]*|\d+")
 _POINTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Where", "And", "Or", "Min", "Max"})
 
@@ -72,7 +73,13 @@ def input_sizes(model: Model) -> InputSizes:
                 known[size] for size in (_shape(graph, node, 0) or ())[:2] if isinstance(size, str) and size in known
             ]
             one_of |= {(rows[0], rows[1])} if len(rows) == 2 else set()
-    return InputSizes(fixed, sums, values, frozenset(one_of))
+    return InputSizes(fixed, sums, values, frozenset(one_of), _multiples(symbols))
+
+
+def _multiples(symbols: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Dimensions that torch calls `8*height`, as of an image whose height has to be a multiple of 8."""
+    found = ((symbol, _MULTIPLE.fullmatch(symbol)) for symbol in symbols)
+    return {symbol: (int(match[1]), match[2]) for symbol, match in found if match is not None}
 
 
 def _name(node: gs.Node, index: int | None) -> str:

@@ -163,6 +163,7 @@ def _random_feeds(
     _check_names(specs, shapes, "shapes", SettingError)
     known = {dim for spec in specs for dim in spec.dims or () if isinstance(dim, str)}
     known |= {term for terms in facts.sums.values() for term in terms if not term.isdecimal()}
+    known |= {symbol for _, symbol in facts.multiples.values()}
     for symbol in symbols.keys() - known:
         raise SettingError(f"the model has no dynamic axis {symbol!r}; it has {', '.join(sorted(known)) or 'none'}")
     sizes = dict(symbols)
@@ -182,7 +183,7 @@ def _random_feeds(
 
 def _completed(given: Mapping[str, int], facts: InputSizes) -> dict[str, int]:
     """The sizes given, and what follows from them; a total that is given leaves its first open term the rest."""
-    sizes = {**facts.fixed, **given}
+    sizes = _with_multiples({**facts.fixed, **given}, facts)
     for pair in facts.one_of:
         open_ones = [symbol for symbol in pair if symbol not in sizes]
         if open_ones and 1 not in (sizes.get(symbol) for symbol in pair):
@@ -194,6 +195,17 @@ def _completed(given: Mapping[str, int], facts: InputSizes) -> dict[str, int]:
             others.remove(missing[0])
             sizes[missing[0]] = max(given[total] - _sum(others, sizes), 0)
     return {total: _sum(terms, sizes) for total, terms in facts.sums.items()} | sizes
+
+
+def _with_multiples(sizes: Mapping[str, int], facts: InputSizes) -> dict[str, int]:
+    """The same with each multiple and the symbol that it is one of; by default the largest multiple is small."""
+    known = dict(sizes)
+    for multiple, (factor, symbol) in facts.multiples.items():
+        if multiple in sizes:
+            known.setdefault(symbol, sizes[multiple] // factor)
+    for factor, symbol in sorted(facts.multiples.values(), reverse=True):
+        known.setdefault(symbol, min(_size(symbol, 1, {}), max(SYMBOL_SIZE // factor, BATCH_SIZE)))
+    return {multiple: factor * known[symbol] for multiple, (factor, symbol) in facts.multiples.items()} | known
 
 
 def _sum(terms: Iterable[str], sizes: Mapping[str, int]) -> int:

@@ -193,3 +193,36 @@ def test_what_the_operators_say_is_read() -> None:
     found = input_sizes(load_model(grouped(mask=False)))
     parts = ("past_sequence_length", "sequence_length")
     assert found.values == {"total": (parts, 0), "last": (parts, -1)}
+
+
+def halves(factor: int) -> ModelProto:
+    """Rows of a tensor that are several of another's, as torch's exporter names a dimension `2*rows`."""
+    inputs = [value("x", FLOAT, "rows", 8), value("y", FLOAT, f"{factor}*rows", 8)]
+    given = [weight("w", 8, 8), numpy_helper.from_array(np.array([factor, 1]), "times")]
+    nodes = [
+        helper.make_node("Tile", ["x", "times"], ["repeated"]),
+        helper.make_node("MatMul", ["repeated", "w"], ["product"]),
+        helper.make_node("Add", ["product", "y"], ["out"]),
+    ]
+    return model_of(nodes, inputs, [value("out", FLOAT, f"{factor}*rows", 8)], given)
+
+
+@pytest.mark.parametrize(
+    ("factor", "sizes", "rows"),
+    [(2, None, 8), (8, None, 2), (32, None, 2), (1, None, 16), (8, {"rows": [3]}, 3), (8, {"8*rows": [24]}, 3),
+     (3, {"rows": [0]}, 0)],
+)  # fmt: skip
+def test_a_dimension_that_is_a_multiple_is_one(
+    factor: int, sizes: dict[str, list[int]] | None, rows: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(halves(factor), path)
+    result = verify.verify(path, path, sizes=sizes)
+    assert result.passed
+    assert result.runs[0].shapes == {"x": (rows, 8), "y": (factor * rows, 8)}
+
+
+def test_the_shape_of_a_multiple_tells_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(halves(4), path)
+    assert verify.verify(path, path, shapes={"y": (20, 8)}).runs[0].shapes["x"] == (5, 8)
