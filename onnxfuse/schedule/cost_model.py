@@ -28,7 +28,7 @@ def tiles_of(tile: AnyTile, problem: Problem) -> Amount:
     return problem.batch * np.ceil(problem.m / tile.block_m) * np.ceil(problem.n / tile.block_n)
 
 
-def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec, splits: int = 1) -> Amount:
+def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec, splits: Count = 1) -> Amount:
     """Blocks that a multiprocessor computes one after the other; `splits` of them share a tile along k."""
     return np.ceil(tiles_of(tile, problem) * splits / device.multiprocessors)
 
@@ -39,13 +39,13 @@ def clusters_at_once(blocks: int, residents: int, device: DeviceSpec) -> int:
     return at_once // blocks
 
 
-def products_of(tile: AnyTile, spec: KernelSpec) -> int:
+def products_of(tile: AnyTile, spec: KernelSpec) -> Count:
     """Products of one k of a block."""
     return tile.block_m * tile.block_n * spec.parts
 
 
 def multiplying(
-    tile: AnyTile, pace: float, spec: KernelSpec, problem: Problem, device: DeviceSpec, splits: int = 1
+    tile: AnyTile, pace: Amount, spec: KernelSpec, problem: Problem, device: DeviceSpec, splits: Count = 1
 ) -> Amount:
     """Microseconds in which a multiprocessor multiplies; `splits` blocks share a tile along k."""
     depth = waves_of(tile, problem, device, splits) * problem.k / splits

@@ -18,10 +18,11 @@ from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.limits import MAX_M
+from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes
+from onnxfuse.schedule.kernel_family import Amount, AnyTile, Candidate, Count, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
 from onnxfuse.schedule.row_ranges import FEW_ROWS, LARGE, MOST_KERNELS, MOST_OF_LARGE, MOST_OF_QUANTIZED, choose_ranges
@@ -143,14 +144,11 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
         (measured,) = times.values()
         return replan(plan, min(candidates, key=lambda entry: measured.get(str(entry.tile), math.inf)))
     estimate = _pricing(base, candidates, sizes, plan.device)
-    factors = {
-        m: {
-            entry.tile: measured[str(entry.tile)] / _timed(base, entry, sizes.at(m), plan.device)
-            for entry in candidates
-            if str(entry.tile) in measured
-        }
-        for m, measured in times.items()
-    }
+    factors = {}
+    for m, measured in times.items():
+        terms = estimated(base, candidates, sizes.at(m), plan.device)
+        own = [entry.tile for entry in candidates if str(entry.tile) in measured]
+        factors[m] = {tile: measured[str(tile)] / float(terms[tile][0]) for tile in own}
 
     usual = {m: math.exp(fmean(map(math.log, known.values()))) for m, known in factors.items()}
 
@@ -215,11 +213,14 @@ def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:
     """The cost model's microseconds; of a size that may be of several problems, their mean."""
-    flows = {entry.tile: entry.family.flow(base, entry.tile, device) for entry in candidates}
+    known: dict[tuple[int, ...], dict[AnyTile, Amount]] = {}
 
     def price(entry: Candidate, size: Count) -> Amount:
-        reads = flows[entry.tile]
-        return _mean([entry.family.cost(entry, reads, base, problem, device) for problem in sizes.guesses(size)])
+        key = tuple(np.ravel(size).tolist())
+        if key not in known:
+            every = [estimated(base, candidates, problem, device) for problem in sizes.guesses(size)]
+            known[key] = {each.tile: _mean([times[each.tile] for times in every]) for each in candidates}
+        return known[key][entry.tile]
 
     return price
 
@@ -229,9 +230,23 @@ def _mean(times: Sequence[Amount]) -> Amount:
     return times[0] if len(times) == 1 else np.exp(sum(map(np.log, times)) / len(times))
 
 
-def _timed(base: KernelSpec, entry: Candidate, problem: Problem, device: DeviceSpec) -> Amount:
-    """The cost model's microseconds of one problem."""
-    return entry.family.cost(entry, entry.family.flow(base, entry.tile, device), base, problem, device)
+def estimated(
+    base: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec
+) -> dict[AnyTile, Amount]:
+    """Microseconds of each tile, f64[sizes] or f64[1]: by the terms of its family, and what was learnt beside them.
+
+    Args:
+        base: the kernel.
+        candidates: its tiles.
+        problem: of one size or an array of them.
+        device: to plan for.
+    """
+    flows = [entry.family.flow(base, entry.tile, device) for entry in candidates]
+    pairs = zip(candidates, flows, strict=True)
+    terms = [entry.family.cost(entry, reads, base, problem, device) for entry, reads in pairs]
+    estimates = np.stack([np.atleast_1d(each) for each in np.broadcast_arrays(problem.size, *terms)[1:]])
+    times = estimates * learned_cost.factors(candidates, flows, estimates, base, problem, device)
+    return {entry.tile: row for entry, row in zip(candidates, times, strict=True)}
 
 
 def _rank(
@@ -243,7 +258,8 @@ def _rank(
 ) -> tuple[Ranked, ...]:
     """The tiles by their estimated time, at each of some sizes."""
     every = sizes.at(np.array([problem.size for problem in problems]))
-    costs = [(entry, np.broadcast_to(_timed(base, entry, every, device), len(problems))) for entry in candidates]
+    times = estimated(base, candidates, every, device)
+    costs = [(entry, np.broadcast_to(times[entry.tile], len(problems))) for entry in candidates]
 
     def rank(index: int, problem: Problem) -> Ranked:
         tiles = sorted(((float(cost[index]), entry) for entry, cost in costs), key=lambda pair: pair[0])

@@ -129,19 +129,19 @@ def _width(rng: np.random.Generator, most: int) -> int:
 
 
 def model(problem: Drawn, sites: int, weights: int) -> ModelProto:
-    """So many independent sites, each with an input of its own; weights are shared in turn.
+    """So many independent sites, each with an input of its own; weights are shared in turn; if none, inputs.
 
     Inputs are called `x0`, ... and `residual0`, ...; the outputs of a site follow each other.
     """
     b = Builder(problem.element)
     rows = ("batch", "tokens") if problem.batch else ("rows",)
     shape = (*rows, problem.k) if problem.dynamic else problem.lhs_shape
-    read = [_stored(b, problem, index) for index in range(weights)]
+    read = [_stored(b, problem, index) for index in range(weights)] or [_asked(b, problem)]
     outputs: list[str] = []
     for index in range(sites):
         x = b.input(f"x{index}", shape)
         residual = b.input(f"residual{index}", (*shape[:-1], problem.n)) if problem.kind == "residual" else ""
-        outputs += _site(b, problem, x, residual, *read[index % weights])
+        outputs += _site(b, problem, x, residual, *read[index % len(read)])
     return b.model(*outputs)
 
 
@@ -170,6 +170,13 @@ def _stored(b: Builder, problem: Drawn, index: int) -> tuple[list[str], list[str
         [b.raw(value, f"weight{index}_{part}") for part, value in enumerate(weights)],
         [b.raw(value, f"bias{index}_{part}") for part, value in enumerate(biases)],
     )
+
+
+def _asked(b: Builder, problem: Drawn) -> tuple[list[str], list[str]]:
+    """Names of weights and biases that are inputs: a model to be planned needs no numbers."""
+    weight, bias, products = shapes_of(problem)
+    weights = [b.input(f"weight{part}", weight) for part in range(products)]
+    return weights, [] if bias is None else [b.input(f"bias{part}", bias) for part in range(products)]
 
 
 def _repeated(drawn: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from onnxfuse.dtypes import BF16, F16, F32
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import library as library_module
 from onnxfuse.schedule.library import GAIN, LABEL, LIBRARY, library_rows, library_time, rows_text
-from onnxfuse.schedule.plan import by_library, make_plan, replan
+from onnxfuse.schedule.plan import by_library, estimated, make_plan, replan
 from onnxfuse.schedule.row_ranges import SAME, range_ends, range_lows
 from onnxfuse.schedule.strategy import Strategy, Traffic, estimate
 from tests.helpers.fusions import fusion
@@ -31,12 +31,13 @@ def test_widths_that_tma_cannot_take_go_to_the_library(dtype, parts: int) -> Non
     plan = planned(DEVICE, n=1283, k=771, parts=parts, dtype=dtype)
     assert plan.library_rows
     base, sizes = plan.variants[0].spec, plan.sizes
-    taken = [entry for _, entry in plan.ranked[0].tiles if entry.tile in {each.tile for each in plan.variants}]
+    candidates = [entry for _, entry in plan.ranked[0].tiles]
+    taken = {each.tile for each in plan.variants}
 
     def gain(m: int) -> float:
         problem = sizes.at(m)
-        own = min(each.family.cost(each, each.family.flow(base, each.tile, DEVICE), base, problem, DEVICE)
-                  for each in taken)  # fmt: skip
+        times = estimated(base, candidates, problem, DEVICE)
+        own = min(us[0] for tile, us in times.items() if tile in taken)
         return float(own / library_time(base, problem, 1, DEVICE))
 
     for low, high in zip(map(int, range_lows()), map(int, range_ends()), strict=True):

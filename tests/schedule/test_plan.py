@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,10 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import HopperTile
-from onnxfuse.schedule.plan import SHALLOW, make_plan, most_kernels
+from onnxfuse.schedule.plan import SHALLOW, estimated, make_plan, most_kernels
 from onnxfuse.schedule.portable import PORTABLE, tiles_for
 from onnxfuse.schedule.small_m import small_m_tiles
 from tests.helpers.fusions import fusion
@@ -80,17 +81,14 @@ def test_no_number_of_rows_takes_a_tile_far_from_the_best(
     device = ARCHITECTURES[arch]
     plan = planned(device, n=n, k=k, parts=parts, rhs=rhs, dtype=dtype)
     spec, sizes = plan.variants[0].spec, plan.sizes
-    entries = {entry.tile: (entry, entry.family.flow(spec, entry.tile, device)) for _, entry in plan.ranked[0].tiles}
+    candidates = [entry for _, entry in plan.ranked[0].tiles]
     ranged = [variant for variant in plan.variants if variant.spec == spec]
     assert len({variant.tile for variant in ranged}) <= most_kernels(spec, sizes)
 
-    def cost(tile: Any, m: int) -> float:
-        entry, reads = entries[tile]
-        return entry.family.cost(entry, reads, spec, sizes.at(m), device)
-
     def regret(m: int) -> float:
         taken = next(variant.tile for variant in ranged if variant.min_m <= m <= variant.max_m)
-        return cost(taken, m) / min(cost(tile, m) for tile in entries) - 1
+        times = estimated(spec, candidates, sizes.at(m), device)
+        return float(times[taken][0] / min(times.values())[0]) - 1
 
     random = Random(n)
     drawn = (round(math.exp(random.uniform(0, math.log(16384)))) for _ in range(40))
@@ -145,10 +143,10 @@ def test_the_weight_is_read_as_it_lies(rhs: str, order: str) -> None:
     assert planned(ARCHITECTURES["sm_80"], rhs=rhs).variants[0].spec.rhs_order == order
 
 
-def hopper_tile_for(m: int, k: int, n: int, rhs: str) -> HopperTile:
+def hopper_tile_for(m: int, k: int, n: int, rhs: str) -> HopperTile | SwappedTile:
     plan = planned(ARCHITECTURES["sm_90a"], n=n, k=k, rhs=rhs)
     variant = next(variant for variant in plan.variants if variant.min_m <= m <= variant.max_m)
-    assert variant.family is HOPPER
+    assert variant.family in (HOPPER, HOPPER_SWAPPED)
     return variant.tile
 
 
@@ -179,9 +177,9 @@ def test_a_ragged_end_of_many_rows_is_no_reason_for_small_tiles(m: int, n: int, 
     built = fusion({"m": m, "n": n, "k": k, **packed}, lhs="m k", out="m n", rhs=rhs, parts=parts)
     mapping = map_axes(built)
     variant = make_plan(built, mapping, analyse(built, mapping), ARCHITECTURES["sm_90a"], False).variants[0]
-    assert variant.family is HOPPER
-    tile = variant.tile
-    assert (tile.block_m, tile.lhs_rows) == (128, 0)
+    assert variant.family in (HOPPER, HOPPER_SWAPPED)
+    assert variant.tile.block_m >= 128
+    assert not getattr(variant.tile, "lhs_rows", 0)
 
 
 @pytest.mark.parametrize("rhs", ["k n", "n k"])

@@ -1,0 +1,208 @@
+"""How much longer a kernel takes than its family's terms say: learnt from timed kernels, a factor for the estimate.
+
+The terms add up what is understood. What they leave depends on many sizes at once; small neural networks are fitted to
+its logarithm by `python -m tests.perf.learn`, which also tells what they gain on sites that they have not seen, and the
+factor is that of their mean. Source of the idea: Chen et al., Learning to Optimize Tensor Programs (2018), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxfuse.device import DeviceSpec
+from onnxfuse.ir.fusion import NONLINEAR
+from onnxfuse.schedule import cost_model
+from onnxfuse.schedule.calibration import FOLDER
+from onnxfuse.schedule.kernel_family import Amount, AnyTile, Candidate, Flow, Problem
+from onnxfuse.schedule.kernel_spec import KernelSpec
+
+MATHS = ("f16", "bf16", "tf32")  # arithmetic of the kernels that were timed
+FAMILIES = ("hopper", "hopper_swapped", "small_m", "portable")
+LONGEST_GRANULE = 256  # bytes that a pitch is looked at as a multiple of
+NEAR = 1.6  # times the best estimate of a size: what is farther away is not chosen, whatever was learnt of it
+MOST = 0.5  # of the logarithm: a tile unlike all that were timed keeps its place among the others
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Networks of equal shape: two hidden layers, each followed by max(x, 0), and one output.
+
+    Attributes:
+        names: of the features, in their order.
+        means: of each feature, f32[features]; what features are less, and divided by `scales`.
+        scales: f32[features].
+        widest: how far from 0 a feature may then be; beyond, it counts as this far.
+        weights: of each layer, f32[networks, inputs, outputs].
+        biases: f32[networks, 1, outputs].
+    """
+
+    names: tuple[str, ...]
+    means: NDArray[np.float32]
+    scales: NDArray[np.float32]
+    widest: float
+    weights: tuple[NDArray[np.float32], ...]
+    biases: tuple[NDArray[np.float32], ...]
+
+    def __call__(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Their mean for [rows, features], f32[rows]."""
+        values: NDArray[np.float32] = np.clip((features - self.means) / self.scales, -self.widest, self.widest)
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            values = np.matmul(values, weight) + bias
+            if index < len(self.weights) - 1:
+                np.maximum(values, 0, out=values)
+        mean: NDArray[np.float32] = values[..., 0].mean(axis=0)
+        return mean
+
+
+@cache
+def networks(arch: str) -> Networks | None:
+    """What was learnt of an architecture; None where no kernel was timed."""
+    path = FOLDER / f"{arch}.npz"
+    if not path.exists():
+        return None
+    with np.load(path, allow_pickle=False) as stored:
+        names = tuple(map(str, stored["names"]))
+        arrays = {name: stored[name].astype(np.float32) for name in stored.files if name != "names"}
+    layers = range(sum(name.startswith("weight") for name in arrays))
+    return Networks(
+        names, arrays["means"], arrays["scales"], float(arrays["widest"]),
+        tuple(arrays[f"weight{layer}"] for layer in layers), tuple(arrays[f"bias{layer}"] for layer in layers),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Tiles of one site, each at some size, that a model of costs looks at together.
+
+    Attributes:
+        entries: the tiles, and `flows` their ways through rhs.
+        which: of them, i64[kernels].
+        estimates: microseconds by the terms of their families, f64[kernels].
+        sizes: m, n and k, i64[kernels] each or one for all.
+    """
+
+    entries: Sequence[Candidate]
+    flows: Sequence[Flow]
+    which: NDArray[np.intp]
+    estimates: NDArray[np.float64]
+    sizes: Problem
+
+    def of_tiles(self, trait: Callable[[Any], float]) -> NDArray[np.float64]:
+        """A trait of each kernel's tile."""
+        return np.array([trait(entry.tile) for entry in self.entries])[self.which]
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Rows and columns of the tiles of several kernels, in place of one tile."""
+
+    block_m: Any
+    block_n: Any
+    threads: Any
+
+
+def factors(
+    entries: Sequence[Candidate],
+    flows: Sequence[Flow],
+    estimates: NDArray[np.float64],
+    spec: KernelSpec,
+    problem: Problem,
+    device: DeviceSpec,
+) -> NDArray[np.float64]:
+    """How many times their estimates tiles take, f64[tiles, sizes].
+
+    It is 1 for kernels unlike those that were timed, and for tiles whose estimate is far from the best of a size.
+
+    Args:
+        entries: the tiles.
+        flows: their ways through rhs.
+        estimates: microseconds, by the terms of their families, f64[tiles, sizes].
+        spec: the kernel.
+        problem: the sizes, arrays or numbers.
+        device: to plan for.
+    """
+    found, known = np.ones(estimates.shape), networks(device.arch)
+    if known is None or not is_alike(spec, problem):
+        return found
+    in_families = np.array([entry.family.name in FAMILIES for entry in entries])
+    near = np.isfinite(estimates) & (estimates <= NEAR * estimates.min(axis=0))
+    which, at = np.nonzero(in_families[:, None] & near)
+    m, n, k = (np.broadcast_to(size, estimates.shape[1])[at] for size in (problem.m, problem.n, problem.k))
+    kernels = Kernels(entries, flows, which, estimates[which, at], Problem(m, n, k))
+    table = np.stack([*features(kernels, spec, device).values()], axis=-1, dtype=np.float32)
+    found[which, at] = np.exp(np.clip(known(table), -MOST, MOST))
+    return found
+
+
+def is_alike(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether such kernels were timed: one product, of floats as they lie, whose outputs lie as lhs does."""
+    across = any(access.transposed for access in (*spec.loads, *spec.outs))
+    plain = spec.quantization is None and spec.math in MATHS and spec.lhs_order == "mk" and not across
+    return plain and isinstance(problem.batch, int) and problem.batch == 1
+
+
+def features(kernels: Kernels, spec: KernelSpec, device: DeviceSpec) -> dict[str, NDArray[np.float64]]:
+    """What the networks see, by name, f64[kernels] each; sizes and times as logarithms to the base of 2."""
+    seen = _of_problem(kernels.sizes, spec) | _of_tiles(kernels, spec) | _of_both(kernels, spec, device)
+    return {name: np.broadcast_to(value, kernels.which.shape) for name, value in seen.items()}
+
+
+def _of_problem(sizes: Problem, spec: KernelSpec) -> dict[str, Amount]:
+    width = spec.dtype.bytes
+    return {
+        "m": np.log2(sizes.m), "n": np.log2(sizes.n), "k": np.log2(sizes.k),
+        "fp32": spec.math == "tf32", "two parts": spec.parts == 2, "three parts": spec.parts == 3,
+        "rhs [n, k]": spec.rhs_order == "nk", "tile operands": sum(load.kind == "tile" for load in spec.loads),
+        "nonlinear": sum(step.op in NONLINEAR for step in spec.steps),
+        "granule of k": np.log2(np.gcd(sizes.k * width, LONGEST_GRANULE)),
+        "granule of n": np.log2(np.gcd(sizes.n * width, LONGEST_GRANULE)),
+    }  # fmt: skip
+
+
+def _of_tiles(kernels: Kernels, spec: KernelSpec) -> dict[str, Amount]:
+    """Not every family's tiles have all of these traits."""
+    names = np.array([entry.family.name for entry in kernels.entries])[kernels.which]
+    return {
+        "block_m": np.log2(kernels.of_tiles(lambda tile: tile.block_m)),
+        "block_n": np.log2(kernels.of_tiles(lambda tile: tile.block_n * spec.parts)),
+        "threads": np.log2(kernels.of_tiles(lambda tile: tile.threads)),
+        "ping-pong": kernels.of_tiles(lambda tile: getattr(tile, "pingpong", False)),
+        "splits": np.log2(kernels.of_tiles(_splits)),
+        "sharing": np.log2(kernels.of_tiles(lambda tile: max(getattr(tile, "cluster", 1) // _splits(tile), 1))),
+        "rows of a box": kernels.of_tiles(lambda tile: getattr(tile, "lhs_rows", 0) / 16),
+        "depth": np.log2([reads.depth for reads in kernels.flows])[kernels.which],
+        "at once": np.log2([reads.blocks for reads in kernels.flows])[kernels.which],
+        **{name: names == name for name in FAMILIES},
+    }
+
+
+def _of_both(kernels: Kernels, spec: KernelSpec, device: DeviceSpec) -> dict[str, Amount]:
+    us, sizes, splits = kernels.estimates, kernels.sizes, kernels.of_tiles(_splits)
+    blocks = _Blocks(*map(kernels.of_tiles, map(attrgetter, ("block_m", "block_n", "threads"))))
+    waves = cost_model.tiles_of(blocks, sizes) * splits / device.multiprocessors
+    paces = np.array([entry.pace for entry in kernels.entries])[kernels.which]
+    moving = cost_model.moving(spec, sizes, device) / us
+    return {
+        "waves": np.log2(waves), "whole waves": np.log2(np.ceil(waves)), "last wave": waves / np.ceil(waves),
+        "rows in tiles": _filled(sizes.m, blocks.block_m), "columns in tiles": _filled(sizes.n, blocks.block_n),
+        "moving": moving, "log of moving": np.log2(np.maximum(moving, 1e-3)),
+        "multiplying": cost_model.multiplying(blocks, paces, spec, sizes, device, splits) / us,
+        "estimate": np.log2(us), "share of k": np.log2(sizes.k / splits),
+    }  # fmt: skip
+
+
+def _splits(tile: AnyTile) -> int:
+    """Blocks that share the tile along k."""
+    return int(getattr(tile, "splits", 1))
+
+
+def _filled(sizes: Amount, blocks: Amount) -> Amount:
+    """The part of all tiles, the last one too, that lies inside the tensor."""
+    return sizes / (np.ceil(sizes / blocks) * blocks)

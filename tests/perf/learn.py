@@ -1,0 +1,231 @@
+"""Fit the networks of `schedule/learned_cost.py`: `python -m tests.perf.learn FILES`, results of `tests.perf.tiles`.
+
+First on some of the sites at a time, to tell of the others by how much their estimates are off and how much longer the
+kernel that is estimated fastest takes than the fastest, with the factor and without it. Then on all of them, and
+writes the networks. Training is Adam with decoupled weight decay (Loshchilov and Hutter, 2019) and a rate that falls as
+a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (three minutes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.schedule import learned_cost
+from onnxfuse.schedule.calibration import FOLDER
+from onnxfuse.schedule.kernel_family import Problem
+from onnxfuse.schedule.learned_cost import Kernels, Networks
+from tests.perf.calibrate import rows_of
+from tests.perf.drawn import Drawn
+from tests.perf.tiles import plan_of
+
+DEVICE = ARCHITECTURES["sm_90a"]
+HIDDEN = (64, 32)
+NETWORKS = 4
+EPOCHS, BATCH, WARM_UP = 100, 256, 100
+RATE, DECAY = 3e-3, 0.1
+MOMENTUM, SQUARES, TINY = 0.9, 0.999, 1e-8  # of Adam
+SHARPER = 5.0  # times the logarithms that are learnt, which are small
+WIDEST = 4.0  # standard deviations
+FOLDS = 4
+
+Layers = list[NDArray[np.float32]]
+"""A weight and a bias for each layer, in turn."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Kernels that were timed.
+
+    Attributes:
+        names: of the features.
+        features: f32[kernels, features].
+        estimates: microseconds, f64[kernels], without the factor.
+        times: microseconds, f64[kernels].
+        sites: which site each is of, i64[kernels]; likewise `problems`, a site with its rows.
+    """
+
+    names: tuple[str, ...]
+    features: NDArray[np.float32]
+    estimates: NDArray[np.float64]
+    times: NDArray[np.float64]
+    sites: NDArray[np.int64]
+    problems: NDArray[np.int64]
+
+    @property
+    def left(self) -> NDArray[np.float32]:
+        """What estimates leave: the logarithm of the time over them."""
+        return np.log(self.times / self.estimates).astype(np.float32)
+
+    def of(self, chosen: NDArray[np.bool_]) -> Timings:
+        """Some of them."""
+        return Timings(
+            self.names,
+            self.features[chosen],
+            self.estimates[chosen],
+            self.times[chosen],
+            self.sites[chosen],
+            self.problems[chosen],
+        )
+
+
+def timings(rows: Sequence[Mapping[str, Any]], device: DeviceSpec) -> Timings:
+    """The kernels of a result whose tiles are among today's candidates."""
+    by_site = defaultdict(list)
+    for index, row in enumerate(rows):
+        drawn = Drawn(*row["drawn"])
+        by_site[replace(drawn, m=1)].append((index, drawn.m, row["us"]))
+    found = [
+        (*each, site, index)
+        for site, (drawn, measured) in enumerate(by_site.items())
+        for index, each in _kernels(drawn, measured, device)
+    ]
+    features, estimates, us, sites, problems = zip(*found, strict=True)
+    table = np.array([[*each.values()] for each in features], np.float32)
+    return Timings((*features[0],), table, np.array(estimates), np.array(us), np.array(sites), np.array(problems))
+
+
+def _kernels(
+    drawn: Drawn, measured: Sequence[tuple[int, int, Mapping[str, float]]], device: DeviceSpec
+) -> Iterator[tuple[int, tuple[dict[str, float], float, float]]]:
+    """Of each kernel of a site the problem, and its features, estimate and time."""
+    planned = plan_of(replace(drawn, m=measured[0][1]), device)
+    if planned is None:
+        return
+    spec, entries = planned[1].variants[0].spec, {str(entry.tile): entry for _, entry in planned[1].ranked[0].tiles}
+    for index, m, times in measured:
+        problem = Problem(m, drawn.n, drawn.k)
+        tiles = [entries[tile] for tile in times if tile in entries] if learned_cost.is_alike(spec, problem) else []
+        flows = [entry.family.flow(spec, entry.tile, device) for entry in tiles]
+        pairs = zip(tiles, flows, strict=True)
+        terms = np.array([float(entry.family.cost(entry, reads, spec, problem, device)) for entry, reads in pairs])
+        which = np.flatnonzero(np.isfinite(terms))
+        kernels = Kernels(tiles, flows, which, terms[which], problem)
+        seen = learned_cost.features(kernels, spec, device)
+        for place, each in enumerate(which):
+            own = {name: float(values[place]) for name, values in seen.items()}
+            yield index, (own, float(terms[each]), times[str(tiles[each].tile)])
+
+
+def fit(known: Timings) -> Networks:
+    """The networks that all of these kernels teach."""
+    means, scales = known.features.mean(axis=0), known.features.std(axis=0) + np.float32(TINY)
+    inputs = np.clip((known.features - means) / scales, -WIDEST, WIDEST)
+    trained = [_trained(inputs, SHARPER * known.left, np.random.default_rng(seed)) for seed in range(NETWORKS)]
+    weights, biases = (
+        [np.stack(each) for each in zip(*(net[start::2] for net in trained), strict=True)] for start in (0, 1)
+    )
+    weights[-1], biases[-1] = weights[-1] / SHARPER, biases[-1] / SHARPER
+    return Networks(known.names, means, scales, WIDEST, tuple(weights), tuple(bias[:, None, :] for bias in biases))
+
+
+def _trained(inputs: NDArray[np.float32], wanted: NDArray[np.float32], rng: np.random.Generator) -> Layers:
+    """One network, from random weights on."""
+    layers = _initial((inputs.shape[1], *HIDDEN, 1), rng)
+    first, second = ([np.zeros_like(layer) for layer in layers] for _ in range(2))
+    batches = len(wanted) // BATCH
+    steps = EPOCHS * batches
+    for step in range(steps):
+        if step % batches == 0:
+            order = rng.permutation(len(wanted))
+        rows = order[step % batches * BATCH :][:BATCH]
+        slopes = _slopes(layers, inputs[rows], wanted[rows])
+        rate = RATE * 0.5 * (1 + math.cos(math.pi * step / steps)) * min((step + 1) / WARM_UP, 1.0)
+        for index, (layer, slope) in enumerate(zip(layers, slopes, strict=True)):
+            first[index] += (1 - MOMENTUM) * (slope - first[index])
+            second[index] += (1 - SQUARES) * (slope**2 - second[index])
+            size = np.sqrt(second[index] / (1 - SQUARES ** (step + 1))) + TINY
+            decay = DECAY if index % 2 == 0 else 0.0
+            layer -= np.float32(rate) * (first[index] / (1 - MOMENTUM ** (step + 1)) / size + decay * layer)
+    return layers
+
+
+def _initial(sizes: Sequence[int], rng: np.random.Generator) -> Layers:
+    """Weights whose layers keep the variance of what they read (He et al., 2015), and biases of 0."""
+    layers: Layers = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        drawn = rng.standard_normal((inputs, outputs)) * math.sqrt(2 / inputs)
+        layers += [drawn.astype(np.float32), np.zeros(outputs, np.float32)]
+    layers[-2] *= 0.1  # it begins near 0
+    return layers
+
+
+def _slopes(layers: Layers, inputs: NDArray[np.float32], wanted: NDArray[np.float32]) -> Layers:
+    """Of half the mean square of what a batch is off by, in each weight and bias."""
+    values = [inputs]
+    for index in range(0, len(layers) - 2, 2):
+        values.append(np.maximum(values[-1] @ layers[index] + layers[index + 1], 0))
+    slope = ((values[-1] @ layers[-2] + layers[-1])[:, 0] - wanted)[:, None] / np.float32(len(wanted))
+    slopes: Layers = []
+    for index in range(len(layers) - 2, -1, -2):
+        below = values[index // 2]
+        slopes = [below.T @ slope, slope.sum(axis=0), *slopes]
+        slope = (slope @ layers[index].T) * (below > 0)
+    return slopes
+
+
+def predicted_apart(known: Timings) -> NDArray[np.float32]:
+    """For each kernel what networks say that have not seen its site."""
+    said = np.zeros(len(known.times), np.float32)
+    for fold in range(FOLDS):
+        unseen = known.sites % FOLDS == fold
+        said[unseen] = fit(known.of(~unseen))(known.features[unseen])
+    return said
+
+
+def regrets(known: Timings, estimates: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each problem, how much longer the kernel that is estimated fastest takes than the fastest."""
+    order = np.argsort(known.problems, kind="stable")
+    _, starts = np.unique(known.problems[order], return_index=True)
+    groups = np.split(order, starts[1:])
+    return np.array([known.times[each][estimates[each].argmin()] / known.times[each].min() - 1 for each in groups])
+
+
+def report(known: Timings, said: NDArray[np.float32]) -> None:
+    for what, factors in (("estimates", np.zeros_like(said)), ("with the factor, unseen", said)):
+        found = regrets(known, known.estimates * np.exp(factors))
+        off = math.sqrt(float(np.mean((known.left - factors) ** 2)))
+        median, late = np.quantile(found, [0.5, 0.95])
+        print(
+            f"{what}: off by {off:.3f}; regret {median:.1%}, {late:.1%} at the 95th percentile, mean {found.mean():.2%}"
+        )
+
+
+def write(path: Path, found: Networks) -> None:
+    """Weights in 16 bits: their rounding moves an estimate by less than a thousandth."""
+    arrays: dict[str, Any] = {
+        "names": found.names,
+        "means": found.means,
+        "scales": found.scales,
+        "widest": np.float32(found.widest),
+    }
+    for name, layers in (("weight", found.weights), ("bias", found.biases)):
+        arrays |= {f"{name}{layer}": array.astype(np.float16) for layer, array in enumerate(layers)}
+    np.savez_compressed(path, **arrays)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="result files of tests.perf.tiles")
+    parser.add_argument("--out", type=Path, default=FOLDER / f"{DEVICE.arch}.npz")
+    options = parser.parse_args()
+    rows = [row for path in options.results for row in rows_of(json.loads(path.read_text()))]
+    known = timings(rows, DEVICE)
+    print(f"{len(known.times)} kernels of {len({*known.problems})} problems and {len({*known.sites})} sites")
+    report(known, predicted_apart(known))
+    write(options.out, fit(known))
+
+
+if __name__ == "__main__":
+    main()
