@@ -26,6 +26,8 @@ from onnxfuse.schedule.kernel_spec import KernelSpec
 MATHS = ("f16", "bf16", "tf32")  # arithmetic of the kernels that were timed
 FAMILIES = ("hopper", "hopper_swapped", "small_m", "portable")
 LONGEST_GRANULE = 256  # bytes that a pitch is looked at as a multiple of
+# BLAS multiplies no more than 2**18 numbers in one thread: threads of several processes would wait for each other.
+ROWS_AT_ONCE = 96
 NEAR = 1.6  # times the best estimate of a size: what is farther away is not chosen, whatever was learnt of it
 MOST = 0.5  # of the logarithm: a tile unlike all that were timed keeps its place among the others
 
@@ -36,40 +38,46 @@ class Networks:
 
     Attributes:
         names: of the features, in their order.
-        means: of each feature, f32[features]; what features are less, and divided by `scales`.
-        scales: f32[features].
+        means: of each feature, f64[features]; what features are less, and divided by `scales`.
+        scales: f64[features].
         widest: how far from 0 a feature may then be; beyond, it counts as this far.
-        weights: of each layer, f32[networks, inputs, outputs].
-        biases: f32[networks, 1, outputs].
+        weights: of each layer, f64[networks, inputs, outputs].
+        biases: f64[networks, 1, outputs].
     """
 
     names: tuple[str, ...]
-    means: NDArray[np.float32]
-    scales: NDArray[np.float32]
+    means: NDArray[np.float64]
+    scales: NDArray[np.float64]
     widest: float
-    weights: tuple[NDArray[np.float32], ...]
-    biases: tuple[NDArray[np.float32], ...]
+    weights: tuple[NDArray[np.float64], ...]
+    biases: tuple[NDArray[np.float64], ...]
 
-    def __call__(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Their mean for [rows, features], f32[rows]."""
-        values: NDArray[np.float32] = np.clip((features - self.means) / self.scales, -self.widest, self.widest)
+    def __call__(self, features: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Their mean for [rows, features], f64[rows]."""
+        rows, inputs = features.shape
+        values = np.zeros((-(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, inputs))
+        np.clip((features - self.means) / self.scales, -self.widest, self.widest, out=values[:rows])
+        values = values.reshape(-1, 1, ROWS_AT_ONCE, inputs)
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             values = np.matmul(values, weight) + bias
             if index < len(self.weights) - 1:
                 np.maximum(values, 0, out=values)
-        mean: NDArray[np.float32] = values[..., 0].mean(axis=0)
+        mean: NDArray[np.float64] = values[..., 0].mean(axis=1).ravel()[:rows]
         return mean
 
 
 @cache
 def networks(arch: str) -> Networks | None:
-    """What was learnt of an architecture; None where no kernel was timed."""
+    """What was learnt of an architecture; None where no kernel was timed.
+
+    Stored in 16 bits, used in 64: how a machine adds up its products then decides no choice between tiles.
+    """
     path = FOLDER / f"{arch}.npz"
     if not path.exists():
         return None
     with np.load(path, allow_pickle=False) as stored:
         names = tuple(map(str, stored["names"]))
-        arrays = {name: stored[name].astype(np.float32) for name in stored.files if name != "names"}
+        arrays = {name: stored[name].astype(np.float64) for name in stored.files if name != "names"}
     layers = range(sum(name.startswith("weight") for name in arrays))
     return Networks(
         names, arrays["means"], arrays["scales"], float(arrays["widest"]),
@@ -136,7 +144,7 @@ def factors(
     which, at = np.nonzero(in_families[:, None] & near)
     m, n, k = (np.broadcast_to(size, estimates.shape[1])[at] for size in (problem.m, problem.n, problem.k))
     kernels = Kernels(entries, flows, which, estimates[which, at], Problem(m, n, k))
-    table = np.stack([*features(kernels, spec, device).values()], axis=-1, dtype=np.float32)
+    table = np.stack([*features(kernels, spec, device).values()], axis=-1, dtype=np.float64)
     found[which, at] = np.exp(np.clip(known(table), -MOST, MOST))
     return found
 
