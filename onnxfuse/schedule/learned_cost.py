@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -193,7 +192,8 @@ def _of_tiles(kernels: Kernels, spec: KernelSpec) -> dict[str, Amount]:
 
 def _of_both(kernels: Kernels, spec: KernelSpec, device: DeviceSpec) -> dict[str, Amount]:
     us, sizes, splits = kernels.estimates, kernels.sizes, kernels.of_tiles(_splits)
-    blocks = _Blocks(*map(kernels.of_tiles, map(attrgetter, ("block_m", "block_n", "threads"))))
+    rows, columns = kernels.of_tiles(lambda tile: tile.block_m), kernels.of_tiles(lambda tile: tile.block_n)
+    blocks = _Blocks(rows, columns, kernels.of_tiles(lambda tile: tile.threads))
     waves = cost_model.tiles_of(blocks, sizes) * splits / device.multiprocessors
     paces = np.array([entry.pace for entry in kernels.entries])[kernels.which]
     moving = cost_model.moving(spec, sizes, device) / us
