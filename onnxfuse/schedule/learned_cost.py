@@ -108,7 +108,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Rows and columns of the tiles of several kernels, in place of one tile."""
+    """The sizes of the tiles of several kernels, in place of one tile's."""
 
     block_m: Any
     block_n: Any
@@ -157,7 +157,13 @@ def is_alike(spec: KernelSpec, problem: Problem) -> bool:
 
 def features(kernels: Kernels, spec: KernelSpec, device: DeviceSpec) -> dict[str, NDArray[np.float64]]:
     """What the networks see, by name, f64[kernels] each; sizes and times as logarithms to the base of 2."""
-    seen = _of_problem(kernels.sizes, spec) | _of_tiles(kernels, spec) | _of_both(kernels, spec, device)
+    rows, columns = kernels.of_tiles(lambda tile: tile.block_m), kernels.of_tiles(lambda tile: tile.block_n)
+    blocks, splits = _Blocks(rows, columns, kernels.of_tiles(lambda tile: tile.threads)), kernels.of_tiles(_splits)
+    seen = {
+        **_of_problem(kernels.sizes, spec),
+        **_of_tiles(kernels, blocks, splits, spec),
+        **_of_both(kernels, blocks, splits, spec, device),
+    }
     return {name: np.broadcast_to(value, kernels.which.shape) for name, value in seen.items()}
 
 
@@ -173,27 +179,26 @@ def _of_problem(sizes: Problem, spec: KernelSpec) -> dict[str, Amount]:
     }  # fmt: skip
 
 
-def _of_tiles(kernels: Kernels, spec: KernelSpec) -> dict[str, Amount]:
+def _of_tiles(kernels: Kernels, blocks: _Blocks, splits: NDArray[np.float64], spec: KernelSpec) -> dict[str, Amount]:
     """Not every family's tiles have all of these traits."""
     names = np.array([entry.family.name for entry in kernels.entries])[kernels.which]
+    clusters = kernels.of_tiles(lambda tile: getattr(tile, "cluster", 1))
     return {
-        "block_m": np.log2(kernels.of_tiles(lambda tile: tile.block_m)),
-        "block_n": np.log2(kernels.of_tiles(lambda tile: tile.block_n * spec.parts)),
-        "threads": np.log2(kernels.of_tiles(lambda tile: tile.threads)),
+        "block_m": np.log2(blocks.block_m), "block_n": np.log2(blocks.block_n * spec.parts),
+        "threads": np.log2(blocks.threads),
         "ping-pong": kernels.of_tiles(lambda tile: getattr(tile, "pingpong", False)),
-        "splits": np.log2(kernels.of_tiles(_splits)),
-        "sharing": np.log2(kernels.of_tiles(lambda tile: max(getattr(tile, "cluster", 1) // _splits(tile), 1))),
+        "splits": np.log2(splits), "sharing": np.log2(np.maximum(clusters // splits, 1)),
         "rows of a box": kernels.of_tiles(lambda tile: getattr(tile, "lhs_rows", 0) / 16),
         "depth": np.log2([reads.depth for reads in kernels.flows])[kernels.which],
         "at once": np.log2([reads.blocks for reads in kernels.flows])[kernels.which],
         **{name: names == name for name in FAMILIES},
-    }
+    }  # fmt: skip
 
 
-def _of_both(kernels: Kernels, spec: KernelSpec, device: DeviceSpec) -> dict[str, Amount]:
-    us, sizes, splits = kernels.estimates, kernels.sizes, kernels.of_tiles(_splits)
-    rows, columns = kernels.of_tiles(lambda tile: tile.block_m), kernels.of_tiles(lambda tile: tile.block_n)
-    blocks = _Blocks(rows, columns, kernels.of_tiles(lambda tile: tile.threads))
+def _of_both(
+    kernels: Kernels, blocks: _Blocks, splits: NDArray[np.float64], spec: KernelSpec, device: DeviceSpec
+) -> dict[str, Amount]:
+    us, sizes = kernels.estimates, kernels.sizes
     waves = cost_model.tiles_of(blocks, sizes) * splits / device.multiprocessors
     paces = np.array([entry.pace for entry in kernels.entries])[kernels.which]
     moving = cost_model.moving(spec, sizes, device) / us

@@ -146,9 +146,9 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     estimate = _pricing(base, candidates, sizes, plan.device)
     factors = {}
     for m, measured in times.items():
-        terms = estimated(base, candidates, sizes.at(m), plan.device)
+        estimates = estimated(base, candidates, sizes.at(m), plan.device)
         own = [entry.tile for entry in candidates if str(entry.tile) in measured]
-        factors[m] = {tile: measured[str(tile)] / float(terms[tile][0]) for tile in own}
+        factors[m] = {tile: measured[str(tile)] / float(estimates[tile][0]) for tile in own}
 
     usual = {m: math.exp(fmean(map(math.log, known.values()))) for m, known in factors.items()}
 

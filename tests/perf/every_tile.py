@@ -46,13 +46,20 @@ class Planned:
     choices: tuple[Choice, ...]
 
 
-def plan_of(problem: Drawn, device: DeviceSpec, keep_weights: bool = False) -> tuple[Fusion, ProductPlan] | None:
+def plan_of(
+    problem: Drawn, device: DeviceSpec, keep_weights: bool = False, weights: int = 1
+) -> tuple[Fusion, ProductPlan] | None:
     """The fusion and the plan of a site by itself; None where the model leaves it to ONNX Runtime."""
-    sites = analyse_model(model(problem, 1, 1), (device,), keep_weights=keep_weights).sites
+    sites = analyse_model(model(problem, 1, weights), (device,), keep_weights=keep_weights).sites
     fusion = sites[0].fusion if len(sites) == 1 else None
     if not isinstance(fusion, Fusion) or not sites[0].plans:
         return None
     return fusion, sites[0].plans[0]
+
+
+def plan_as_it_lies(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | None:
+    """The same of weights that stay as they lie, and are inputs but where only initializers are brought together."""
+    return plan_of(problem, device, keep_weights=True, weights=int(problem.kind == "qkv"))
 
 
 def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | None:

@@ -28,7 +28,7 @@ from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.learned_cost import Kernels, Networks
 from tests.perf.calibrate import rows_of
 from tests.perf.drawn import Drawn
-from tests.perf.tiles import plan_of
+from tests.perf.every_tile import plan_as_it_lies
 
 DEVICE = ARCHITECTURES["sm_90a"]
 HIDDEN = (64, 32)
@@ -100,7 +100,7 @@ def _kernels(
     drawn: Drawn, measured: Sequence[tuple[int, int, Mapping[str, float]]], device: DeviceSpec
 ) -> Iterator[tuple[int, tuple[dict[str, float], float, float]]]:
     """Of each kernel of a site the problem, and its features, estimate and time."""
-    planned = plan_of(replace(drawn, m=measured[0][1]), device)
+    planned = plan_as_it_lies(replace(drawn, m=measured[0][1]), device)
     if planned is None:
         return
     spec, entries = planned[1].variants[0].spec, {str(entry.tile): entry for _, entry in planned[1].ranked[0].tiles}

@@ -18,19 +18,21 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.device import ARCHITECTURES
 from onnxfuse.ir.fusion import Fusion
-from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.kernel_family import Candidate
 from onnxfuse.schedule.plan import replan
 from onnxfuse.schedule.variant import ProductPlan
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
-from tests.perf.drawn import MOST_ELEMENTS, MOST_PRODUCTS, MOST_ROWS, Drawn, draw, model
+from tests.perf.anywhere import sizes
+from tests.perf.compare import origin
+from tests.perf.drawn import MOST_ELEMENTS, MOST_PRODUCTS, MOST_ROWS, Drawn, draw
+from tests.perf.every_tile import Choice, Planned, compile_tiles, plan_as_it_lies, time_tiles
+from tests.perf.result_file import write_result
 
 DEVICE = ARCHITECTURES["sm_90a"]
 STREAMS = (
@@ -41,32 +43,16 @@ STREAMS = (
     (0, BFLOAT16),
 )  # added to a seed, of which elements
 LAYERS = (
-    (2048, 5632),
-    (2048, 8192),
-    (2560, 6912),
-    (3072, 8192),
-    (3584, 18944),
-    (4096, 11008),
-    (4096, 14336),
-    (5120, 13824),
-    (320, 1280),
-    (640, 2560),
-    (768, 3072),
-    (1024, 4096),
-    (1152, 4304),
-    (1280, 5120),
-)  # width of a transformer and of its MLP, which may be of two parts
+    (2048, 5632), (2048, 8192), (2560, 6912), (3072, 8192), (3584, 18944), (4096, 11008), (4096, 14336), (5120, 13824),
+    (320, 1280), (640, 2560), (768, 3072), (1024, 4096), (1152, 4304), (1280, 5120),
+)  # fmt: skip
 ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made odd
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
 SHORTER = 0.4  # of MOST_PRODUCTS: longer kernels are timed as precisely, but for long
 LARGEST_STACKED = 4e7  # elements of q's, k's and v's weights, which are initializers
 TURNED = 5  # of weights in fp32, plans store most [n, k]: all but those whose k this divides are drawn so
-ROUNDS = 4
 WAITING = 40  # sites whose kernels are being compiled
 PROCESSES = 15
-DIGITS = 4  # of a time
-
-Timed = tuple[Drawn, Fusion, tuple[tuple[ProductPlan, Candidate], ...]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +67,13 @@ class AtRows:
     def within(self, factor: float) -> list[str]:
         """The tiles that are estimated at no more than this times the best."""
         return [str(entry.tile) for us, entry in self.tiles if us <= factor * self.tiles[0][0]]
+
+    def of(self, names: set[str]) -> Planned:
+        """Those of these tiles that are not too far from the best."""
+        near = names.intersection(self.within(FAR))
+        pairs = [(us, entry) for us, entry in self.tiles if str(entry.tile) in near][:MOST]
+        choices = tuple(Choice(us, replan(self.plan, entry).variants[0]) for us, entry in pairs)
+        return Planned(self.fusion, self.drawn.order, str(pairs[0][1].tile), choices)
 
 
 def layers(seed: int) -> Iterator[Drawn]:
@@ -108,15 +101,6 @@ def sites(seeds: Sequence[int], of_layers: bool = False) -> Iterator[Drawn]:
             yield site
 
 
-def plan_of(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | None:
-    """The fusion and the plan of a site whose weights stay as they lie; None where the model is left alone."""
-    found = analyse_model(model(problem, 1, int(problem.kind == "qkv")), (device,), keep_weights=True).sites
-    fusion = found[0].fusion if len(found) == 1 else None
-    if not isinstance(fusion, Fusion) or not found[0].plans:
-        return None
-    return fusion, found[0].plans[0]
-
-
 def rows_of_site(site: Drawn) -> list[int]:
     """The site's own rows and others, log-uniform, as many as are not too long a kernel."""
     rng = random.Random(str(site))
@@ -130,62 +114,38 @@ def rows_of_site(site: Drawn) -> list[int]:
 
 def at_rows(site: Drawn, rows: int) -> AtRows | None:
     drawn = replace(site, m=rows, batch=0, dynamic=False)
-    found = plan_of(drawn, DEVICE)
+    found = plan_as_it_lies(drawn, DEVICE)
     if found is None:
         return None
     tiles = tuple(pair for pair in found[1].ranked[0].tiles if math.isfinite(pair[0]))
     return AtRows(drawn, *found, tiles)
 
 
-def prepare(site: Drawn, folder: Path) -> list[Timed]:
+def prepare(site: Drawn, folder: Path) -> list[tuple[Drawn, Planned]]:
     """What to time of a site, compiled into a folder: work for a process that sees no GPU."""
-    from tests.perf.kernels import image
-
     rng = random.Random(str(site))
     known = [each for rows in rows_of_site(site) if (each := at_rows(site, rows)) is not None]
     names: set[str] = set()
     for each in known:
         names.update(each.within(NEAR)[:NEAREST])
         names.update(rng.sample(far := each.within(FAR)[NEAREST:], min(1, len(far))))
-    found = []
-    for each in known:
-        near = {name for name in each.within(FAR) if name in names}
-        entries = [entry for _, entry in each.tiles if str(entry.tile) in near][:MOST]
-        for entry in entries:
-            image(replan(each.plan, entry).variants[0], DEVICE, folder)
-        found.append((each.drawn, each.fusion, tuple((each.plan, entry) for entry in entries)))
+    found = [(each.drawn, each.of(names)) for each in known]
+    for _, tiles in found:
+        compile_tiles(tiles, DEVICE, folder)
     return found
 
 
-def measure(timed: Timed, folder: Path) -> dict[str, float]:
-    """Microseconds of each tile."""
-    import cupy
-
-    from tests.perf.anywhere import sizes
-    from tests.perf.every_tile import Buffers, in_turn
-    from tests.perf.kernels import graph_of, launcher, timed_replay
-
-    drawn, fusion, tiles = timed
-    copies, weights = sizes(drawn)
-    buffers = Buffers(drawn, fusion, copies, weights)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    launches = [launcher(replan(plan, entry).variants[0], DEVICE, buffers, folder) for plan, entry in tiles]
-    replays = [graph_of(launch, copies, stream) for launch in launches]
-    times = in_turn([partial(timed_replay, replay, stream) for replay in replays], ROUNDS)
-    return {str(entry.tile): float(f"{us:.{DIGITS}g}") for (_, entry), us in zip(tiles, times, strict=True)}
-
-
-def prepared(source: Iterator[Drawn], folder: Path, seconds: float) -> Iterator[list[Timed]]:
-    """Sites in the order in which they get ready, for so long."""
+def prepared(source: Iterator[Drawn], folder: Path, seconds: float) -> Iterator[tuple[Drawn, Planned]]:
+    """What to time, site by site as they get ready, for so long."""
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
-        waiting: set[Future[list[Timed]]] = set()
+        waiting: set[Future[list[tuple[Drawn, Planned]]]] = set()
         while time.monotonic() < end:
             waiting |= {pool.submit(prepare, next(source), folder) for _ in range(WAITING - len(waiting))}
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in ready:
                 if time.monotonic() < end:
-                    yield each.result()
+                    yield from each.result()
         pool.shutdown(cancel_futures=True)
 
 
@@ -198,15 +158,12 @@ def main() -> None:
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/cubins"), help="folder of compiled kernels")
     options = parser.parse_args()
     options.cubins.mkdir(parents=True, exist_ok=True)
-    from tests.perf.compare import origin
-    from tests.perf.result_file import write_result
-
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    for site in prepared(sites(options.seeds, options.layers), options.cubins, options.seconds):
-        for timed in site:
-            us = {names.setdefault(tile, len(names)): us for tile, us in measure(timed, options.cubins).items()}
-            rows.append({"drawn": astuple(timed[0]), "us": us})
+    for drawn, tiles in prepared(sites(options.seeds, options.layers), options.cubins, options.seconds):
+        times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
+        us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
+        rows.append({"drawn": astuple(drawn), "us": us})
     seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
     write_result(options.out, {**origin(command), "names": [*names], "rows": rows})

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.device import ARCHITECTURES, DeviceSpec
+from onnxfuse.device import ARCHITECTURES
 from onnxfuse.schedule import learned_cost
+from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.learned_cost import Kernels
 from tests.perf import learn
 from tests.perf.calibrate import planned_spec, rows_of
-from tests.perf.tiles import DEVICE
+from tests.perf.learn import DEVICE
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = learned_cost.networks(DEVICE.arch)
@@ -25,8 +26,6 @@ SEED = 5
 
 def site(dtype: str = "f16", parts: int = 1, order: str = "nk") -> tuple[KernelSpec, list[Candidate], list[Flow]]:
     """A kernel of 768 columns of each part, and all of its tiles."""
-    from onnxfuse.schedule.families import PRODUCTS
-
     spec = planned_spec(1024, 768, parts, order, "residual", dtype, DEVICE)
     entries = [
         entry
@@ -101,16 +100,12 @@ def test_kernels_unlike_those_that_were_timed_keep_their_estimate(change: dict) 
     assert (learned_cost.factors(entries, flows, estimates, other, problem, DEVICE) == 1).all()
 
 
-def device() -> DeviceSpec:
-    return ARCHITECTURES[DEVICE.arch]
-
-
 @pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles"])
 def test_what_was_timed_is_estimated_better(file: str) -> None:
     """Also which kernel is the fastest; what it gains on kernels that were not learnt from is docs/kernel-notes.md."""
     rows = rows_of(json.loads((ROOT / f"results/{file}.json").read_text()))
     few = [row for row in rows if row["drawn"][0] != "qkv"][::20]
-    known = learn.timings(few, device())
+    known = learn.timings(few, DEVICE)
     said = NETWORKS(known.features)
     assert np.square(known.left - said).mean() < np.square(known.left).mean() / 2
     before, since = (learn.regrets(known, known.estimates * np.exp(each)) for each in (0 * said, said))
