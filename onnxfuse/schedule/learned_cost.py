@@ -37,46 +37,44 @@ class Networks:
 
     Attributes:
         names: of the features, in their order.
-        means: of each feature, f64[features]; what features are less, and divided by `scales`.
-        scales: f64[features].
+        means: of each feature, f32[features]; what features are less, and divided by `scales`.
+        scales: f32[features].
         widest: how far from 0 a feature may then be; beyond, it counts as this far.
-        weights: of each layer, f64[networks, inputs, outputs].
-        biases: f64[networks, 1, outputs].
+        weights: of each layer, f32[networks, inputs, outputs].
+        biases: f32[networks, 1, outputs].
     """
 
     names: tuple[str, ...]
-    means: NDArray[np.float64]
-    scales: NDArray[np.float64]
+    means: NDArray[np.float32]
+    scales: NDArray[np.float32]
     widest: float
-    weights: tuple[NDArray[np.float64], ...]
-    biases: tuple[NDArray[np.float64], ...]
+    weights: tuple[NDArray[np.float32], ...]
+    biases: tuple[NDArray[np.float32], ...]
 
     def __call__(self, features: NDArray[np.float64]) -> NDArray[np.float64]:
         """Their mean for [rows, features], f64[rows]."""
         rows, inputs = features.shape
-        values = np.zeros((-(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, inputs))
-        np.clip((features - self.means) / self.scales, -self.widest, self.widest, out=values[:rows])
+        values = np.zeros((-(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, inputs), np.float32)
+        values[:rows] = np.clip((features - self.means) / self.scales, -self.widest, self.widest)
         values = values.reshape(-1, 1, ROWS_AT_ONCE, inputs)
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            values = np.matmul(values, weight) + bias
+            values = np.matmul(values, weight)
+            values += bias
             if index < len(self.weights) - 1:
                 np.maximum(values, 0, out=values)
-        mean: NDArray[np.float64] = values[..., 0].mean(axis=1).ravel()[:rows]
+        mean: NDArray[np.float64] = values[..., 0].mean(axis=1, dtype=np.float64).ravel()[:rows]
         return mean
 
 
 @cache
 def networks(arch: str) -> Networks | None:
-    """What was learnt of an architecture; None where no kernel was timed.
-
-    Stored in 16 bits, used in 64: how a machine adds up its products then decides no choice between tiles.
-    """
+    """What was learnt of an architecture; None where no kernel was timed."""
     path = FOLDER / f"{arch}.npz"
     if not path.exists():
         return None
     with np.load(path, allow_pickle=False) as stored:
         names = tuple(map(str, stored["names"]))
-        arrays = {name: stored[name].astype(np.float64) for name in stored.files if name != "names"}
+        arrays = {name: stored[name].astype(np.float32) for name in stored.files if name != "names"}
     layers = range(sum(name.startswith("weight") for name in arrays))
     return Networks(
         names, arrays["means"], arrays["scales"], float(arrays["widest"]),

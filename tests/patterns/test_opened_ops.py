@@ -66,8 +66,8 @@ def model(b: Builder, *outputs: str) -> ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
-def analysed(proto: ModelProto, **arguments: str) -> Analysis:
-    return analyse_model(proto, resolve("sm_90a", list), **arguments)
+def analysed(proto: ModelProto, arch: str = "sm_90a") -> Analysis:
+    return analyse_model(proto, resolve(arch, list))
 
 
 def left(op: str) -> list[str]:
@@ -92,7 +92,7 @@ def test_the_sums_are_the_products_kernels(
 ) -> None:
     """The rest of the op is a kernel of its own, whose own nodes add zeros; numbers are as good as the original's."""
     original = model(layer(op, beta, bias, total, dtype))
-    analysis = analysed(original)
+    analysis = analysed(original, "sm_80")  # in 16 bits of so few columns the library may win on sm_90a
     assert not analysis.skipped
     first, norm = (site.fusion for site in analysis.sites[:2])
     assert {"residual", *(["bias"] if bias else [])} <= {*first.features}

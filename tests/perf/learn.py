@@ -124,11 +124,10 @@ def fit(known: Timings) -> Networks:
     inputs = np.clip((known.features - means) / scales, -WIDEST, WIDEST)
     trained = [_trained(inputs, SHARPER * known.left, np.random.default_rng(seed)) for seed in range(NETWORKS)]
     weights, biases = (
-        [np.stack(each).astype(np.float64) for each in zip(*(net[start::2] for net in trained), strict=True)]
+        [np.stack(each) for each in zip(*(net[start::2] for net in trained), strict=True)]
         for start in (0, 1)
     )
     weights[-1], biases[-1] = weights[-1] / SHARPER, biases[-1] / SHARPER
-    means, scales = means.astype(np.float64), scales.astype(np.float64)
     return Networks(known.names, means, scales, WIDEST, tuple(weights), tuple(bias[:, None, :] for bias in biases))
 
 

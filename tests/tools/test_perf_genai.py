@@ -14,7 +14,7 @@ from tests.helpers.onnx_build import FLOAT16
 from tests.helpers.optimized_layers import Sizes
 from tests.perf.genai_decode import COUNT, FORMS, PAST, Decoder, bound, distance, feeds_of, output_of
 
-SMALL = Sizes(64, 128, 4, 2)
+SMALL = Sizes(256, 512, 4, 2)
 ARCH = "sm_90a"
 
 
