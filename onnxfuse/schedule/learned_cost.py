@@ -123,7 +123,8 @@ def factors(
 ) -> NDArray[np.float64]:
     """How many times their estimates tiles take, f64[tiles, sizes].
 
-    It is 1 for kernels unlike those that were timed, and for tiles whose estimate is far from the best of a size.
+    It is 1 for kernels unlike those that were timed, empty ones among them, and for tiles whose estimate is far from the
+    best of a size.
 
     Args:
         entries: the tiles.
@@ -138,9 +139,9 @@ def factors(
         return found
     in_families = np.array([entry.family.name in FAMILIES for entry in entries])
     near = np.isfinite(estimates) & (estimates <= NEAR * estimates.min(axis=0))
-    which, at = np.nonzero(in_families[:, None] & near)
-    m, n, k = (np.broadcast_to(size, estimates.shape[1])[at] for size in (problem.m, problem.n, problem.k))
-    kernels = Kernels(entries, flows, which, estimates[which, at], Problem(m, n, k))
+    sizes = np.stack([np.broadcast_to(size, estimates.shape[1]) for size in (problem.m, problem.n, problem.k)])
+    which, at = np.nonzero(in_families[:, None] & near & (sizes > 0).all(axis=0))
+    kernels = Kernels(entries, flows, which, estimates[which, at], Problem(*sizes[:, at]))
     table = np.stack([*features(kernels, spec, device).values()], axis=-1, dtype=np.float64)
     found[which, at] = np.exp(np.clip(known(table), -MOST, MOST))
     return found

@@ -124,8 +124,7 @@ def fit(known: Timings) -> Networks:
     inputs = np.clip((known.features - means) / scales, -WIDEST, WIDEST)
     trained = [_trained(inputs, SHARPER * known.left, np.random.default_rng(seed)) for seed in range(NETWORKS)]
     weights, biases = (
-        [np.stack(each) for each in zip(*(net[start::2] for net in trained), strict=True)]
-        for start in (0, 1)
+        [np.stack(each) for each in zip(*(net[start::2] for net in trained), strict=True)] for start in (0, 1)
     )
     weights[-1], biases[-1] = weights[-1] / SHARPER, biases[-1] / SHARPER
     return Networks(known.names, means, scales, WIDEST, tuple(weights), tuple(bias[:, None, :] for bias in biases))

@@ -100,6 +100,17 @@ def test_kernels_unlike_those_that_were_timed_keep_their_estimate(change: dict) 
     assert (learned_cost.factors(entries, flows, estimates, other, problem, DEVICE) == 1).all()
 
 
+@pytest.mark.parametrize("sizes", [(0, 768, 1024), (300, 0, 1024), (300, 768, 0)])
+def test_an_empty_product_has_a_finite_estimate(sizes: tuple[int, int, int]) -> None:
+    """Whose logarithm nobody takes: models declare axes of no elements, and a row beside it is what it was."""
+    spec, entries, flows = site()
+    estimates = terms(spec, entries, flows, Problem(np.array([300]), 768, 1024)).repeat(2, axis=1)
+    m, n, k = (np.array([size, usual]) for size, usual in zip(sizes, (300, 768, 1024), strict=True))
+    empty, usual = learned_cost.factors(entries, flows, estimates, spec, Problem(m, n, k), DEVICE).T
+    assert (empty == 1).all()
+    assert (usual != 1).any()
+
+
 @pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles"])
 def test_what_was_timed_is_estimated_better(file: str) -> None:
     """Also which kernel is the fastest; what it gains on kernels that were not learnt from is docs/kernel-notes.md."""
