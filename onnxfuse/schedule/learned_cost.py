@@ -123,8 +123,8 @@ def factors(
 ) -> NDArray[np.float64]:
     """How many times their estimates tiles take, f64[tiles, sizes].
 
-    It is 1 for kernels unlike those that were timed, empty ones among them, and for tiles whose estimate is far from the
-    best of a size.
+    It is 1 for kernels unlike those that were timed, empty ones among them, and for tiles whose estimate is far from
+    the best of a size.
 
     Args:
         entries: the tiles.
