@@ -28,7 +28,7 @@ from onnxfuse.schedule.hopper_tile import (
     rhs_pieces,
     tma_stored,
 )
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 # Small M comes in a box that is little taller than M. A tile's block_n is the width of all parts together.
@@ -163,7 +163,7 @@ class Hopper(ProductFamily):
         known = calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill[self.name]
-        epilogue = epilogue_time(tile, spec, device)
+        epilogue = of_each(tile, lambda each: epilogue_time(each, spec, device))
         busy = in_turns(tile, waves, main_loop, epilogue)
         together = joined(tile, busy, cost_model.moving(spec, problem, device), problem, known)
         exchanging = exchange_time(tile, spec, problem, device)
@@ -204,8 +204,9 @@ def waves_of_clusters(tile: RingTile, problem: Problem, known: Calibration) -> t
     A tile for every multiprocessor is faster than a share of one. Of clusters of more than two, which leave
     multiprocessors empty, a grid has more than run at once.
     """
-    blocks, at_once = blocks_of(tile, problem), known.hopper_clustered[str(tile.cluster)]
-    too_many = (tile.splits > 1 or tile.cluster > 2) and (problem.guessed | (blocks > at_once))
+    blocks = blocks_of(tile, problem)
+    at_once = of_each(tile, lambda each: known.hopper_clustered[str(each.cluster)])
+    too_many = ((tile.splits > 1) | (tile.cluster > 2)) & (problem.guessed | (blocks > at_once))
     return np.maximum(np.ceil(blocks / at_once), 1), too_many
 
 
@@ -218,14 +219,13 @@ def blocks_of(tile: RingTile, problem: Problem) -> Amount:
 
 def in_turns(tile: HopperTile, waves: Amount, main_loop: Amount, epilogue: Amount) -> Amount:
     """Microseconds of a multiprocessor's tiles: in ping-pong an epilogue runs beside the other team's main loop."""
-    if not tile.pingpong:
-        return waves * (main_loop + epilogue)
-    return (waves - 1) * np.maximum(main_loop, (main_loop + epilogue) / 2) + main_loop + epilogue
+    both = main_loop + epilogue
+    return np.where(tile.pingpong, (waves - 1) * np.maximum(main_loop, both / 2) + both, waves * both)
 
 
 def joined(tile: HopperTile, busy: Amount, moving: Amount, problem: Problem, known: Calibration) -> Amount:
     """Microseconds of a multiprocessor's work and of memory's; what multiplies, and no more, meets the chip's power."""
-    few = problem.m <= tile.block_m - tile.lhs_rows if tile.lhs_rows else False
+    few = (tile.lhs_rows > 0) & (problem.m <= tile.block_m - tile.lhs_rows)
     both = cost_model.beside_memory(busy, moving, np.where(few, FEW_ROWS_POWER, 2.0))
     return both * (1 + known.hopper_long * (busy / both) ** 2 * np.minimum(both, LONGEST))
 
@@ -239,14 +239,14 @@ def _main_loop(
     share = np.minimum(tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
     ragged = np.ceil(waves / np.maximum(np.ceil(problem.m / tile.block_m), 1)) / waves
     loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
-    loading += known.hopper_box * (np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) - 1)
-    behind = np.where(begins_at_any_row(spec) & (problem.m >= tile.block_m), 0, -problem.m % _box(tile))
+    box = _box(tile)
+    loading = loading + known.hopper_box * (np.ceil(np.minimum(problem.m, tile.block_m) / box) - 1)
+    behind = np.where(begins_at_any_row(spec) & (problem.m >= tile.block_m), 0, -problem.m % box)
     zeros = known.hopper_zero_row * behind * share
-    beside = math.hypot(
-        tile.block_m * _multiplied_columns(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math],
-        known.round_trip["hopper"] * block_k(spec) / reads.depth,
-        known.hopper_step,
-    )
+    columns = of_each(tile, lambda each: _multiplied_columns(each, spec))
+    multiplying = tile.block_m * columns * block_k(spec) / entry.pace / known.products[spec.math]
+    arriving = known.round_trip["hopper"] * block_k(spec) / reads.depth
+    beside = np.hypot(np.hypot(multiplying, arriving), known.hopper_step)
     return steps * ((1 - ragged) * np.hypot(beside, loading) + ragged * np.hypot(beside, loading + zeros))
 
 
@@ -263,16 +263,20 @@ def _multiplied_columns(tile: HopperTile, spec: KernelSpec) -> float:
 def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which TMA loads a step's rows, of 128 bytes or less, where every multiprocessor loads."""
     known = calibration(device)
-    lhs = np.ceil(np.minimum(problem.m, tile.block_m) / _box(tile)) * _box(tile)
-    boxes = sum(math.ceil(piece.columns / piece.atom) for piece in rhs_pieces(spec, tile))
-    rhs = float(spec.parts * (tile.block_n if spec.rhs_order == "nk" else boxes * block_k(spec)))
-    width, order = spec.dtype.bytes, spec.rhs_order
-    lhs *= in_pieces("lhs", problem.k * width, known)
-    rhs *= in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
+    width, order, box = spec.dtype.bytes, spec.rhs_order, _box(tile)
+    rows = tile.block_n if order == "nk" else of_each(tile, lambda each: _boxes(each, spec)) * block_k(spec)
+    lhs = np.ceil(np.minimum(problem.m, tile.block_m) / box) * box * in_pieces("lhs", problem.k * width, known)
+    pitch = (problem.k if order == "nk" else problem.n) * width
+    rhs = spec.parts * rows * in_pieces(f"rhs {order}", pitch, known)
     return known.hopper_loaded_row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 
 
-def of_shared(blocks: int, known: Calibration) -> float:
+def _boxes(tile: HopperTile, spec: KernelSpec) -> int:
+    """Boxes of rhs[k, n] that one part of a tile has in a step."""
+    return sum(math.ceil(piece.columns / piece.atom) for piece in rhs_pieces(spec, tile))
+
+
+def of_shared(blocks: Count, known: Calibration) -> Amount:
     """What a row that blocks of a cluster share costs each of them, of one that a block loads alone."""
     return known.hopper_received_row + (1 - known.hopper_received_row) / blocks
 
@@ -302,17 +306,15 @@ def epilogue_time(tile: HopperTile, spec: KernelSpec, device: DeviceSpec) -> flo
     return tile.block_m * tile.block_n * one * 2 / team + refilling
 
 
-def _box(tile: HopperTile) -> int:
+def _box(tile: HopperTile) -> Count:
     """Rows of one box of lhs."""
-    return tile.lhs_rows or tile.block_m
+    return np.where(tile.lhs_rows, tile.lhs_rows, tile.block_m)
 
 
 def exchange_time(tile: RingTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks that split k add up what each has of a tile."""
-    if tile.splits == 1:
-        return 0.0
     sums = tiles_of(tile, problem) * products_of(tile, spec) * FP32_BYTES * (tile.splits - 1)
-    return calibration(device).hopper_meeting + sums / calibration(device).hopper_exchanged
+    return (tile.splits > 1) * (calibration(device).hopper_meeting + sums / calibration(device).hopper_exchanged)
 
 
 def _schedule(tile: HopperTile) -> str:

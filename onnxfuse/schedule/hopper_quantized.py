@@ -15,7 +15,7 @@ from onnxfuse.schedule.hopper import LONGEST, early_depth, epilogue_time, exchan
 from onnxfuse.schedule.hopper import PATHS as HOPPER_PATHS
 from onnxfuse.schedule.hopper_quantized_tile import MAX_GROUPS, QuantizedTile, swapped
 from onnxfuse.schedule.hopper_tile import ARCH
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 _ROWS = (16, 32, 48, 64, 80, 96, 104, 112, 128, 136, 144, 152, 160)
@@ -93,12 +93,12 @@ class HopperQuantized(ProductFamily):
         tile: QuantizedTile = entry.tile
         known = calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
-        epilogue = epilogue_time(tile.swapped, swapped(spec), device)
-        epilogue += known.hopper_quantized["sums"] * (tile.k_groups > 1)
+        epilogue = of_each(tile, lambda each: epilogue_time(each.swapped, swapped(spec), device))
+        epilogue = epilogue + known.hopper_quantized["sums"] * (tile.k_groups > 1)
         busy = waves * (_main_loop(entry, spec, problem, device) + epilogue)
         together = np.hypot(busy + waves * known.fill["hopper"], cost_model.moving(spec, problem, device))
-        together *= 1 + known.hopper_long * np.minimum(together, LONGEST)
-        together += known.launches["hopper"] + exchange_time(tile, spec, problem, device)
+        together = together * (1 + known.hopper_long * np.minimum(together, LONGEST))
+        together = together + known.launches["hopper"] + exchange_time(tile, spec, problem, device)
         return np.where(too_many, np.inf, together)
 
     def is_on_par(self, tile: QuantizedTile, m: int) -> bool:
@@ -111,7 +111,7 @@ def _main_loop(entry: Candidate, spec: KernelSpec, problem: Problem, device: Dev
     tile: QuantizedTile = entry.tile
     steps = np.ceil(problem.k / (tile.block_k * tile.splits * tile.k_groups)) * tile.k_groups
     multiplying = products_of(tile, spec) * tile.block_k / entry.pace / calibration(device).products[spec.math]
-    beside = np.hypot(multiplying, _converting(spec, tile, device))
+    beside = np.hypot(multiplying, of_each(tile, lambda each: _converting(spec, each, device)))
     return steps * np.hypot(beside, _loading(spec, tile, problem, device))
 
 

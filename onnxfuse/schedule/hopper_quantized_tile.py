@@ -12,7 +12,7 @@ memory lies as `hopper_tile` says, with other stages:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
@@ -65,7 +65,7 @@ class QuantizedTile:
     cluster_m: ClassVar[int] = 1  # blocks share no loads
     cluster_n: ClassVar[int] = 1
 
-    @property
+    @cached_property
     def swapped(self) -> HopperTile:
         """The tile as the kernel sees it; with parts apart, as its epilogues do: side by side."""
         rows, columns = (2 * self.block_n, self.block_m // 2) if self.apart else (self.block_n, self.block_m)

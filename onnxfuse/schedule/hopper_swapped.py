@@ -24,7 +24,7 @@ from onnxfuse.schedule.hopper import (
 from onnxfuse.schedule.hopper_quantized_tile import swapped
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
 from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
 MANY_WAVES = 5  # of tiles, from which on clusters take longer: measured, not explained
@@ -87,15 +87,14 @@ class HopperSwapped(ProductFamily):
         tile: SwappedTile = entry.tile
         known = calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
-        epilogue = epilogue_time(tile.swapped, swapped(spec), device)
+        epilogue = of_each(tile, lambda each: epilogue_time(each.swapped, swapped(spec), device))
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill["hopper"]
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), problem, known)
-        both += known.launches[self.name] + exchange_time(tile, spec, problem, device)
+        both = both + known.launches[self.name] + exchange_time(tile, spec, problem, device)
         sharing = tile.cluster > tile.splits
-        both *= 1 + known.hopper_clusters_in_turn * (sharing & (waves >= MANY_WAVES))
-        both += known.hopper_cluster * sharing
-        return np.where(too_many, np.inf, both)
+        both = both * (1 + known.hopper_clusters_in_turn * (sharing & (waves >= MANY_WAVES)))
+        return np.where(too_many, np.inf, both + known.hopper_cluster * sharing)
 
     def is_on_par(self, tile: SwappedTile, m: int) -> bool:
         """Written for the chip's own units."""

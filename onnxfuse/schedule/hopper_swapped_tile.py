@@ -12,6 +12,7 @@ of quantized weights does (`hopper_quantized_tile.swapped`). Shared memory lies 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
@@ -54,7 +55,7 @@ class SwappedTile:
         """Blocks of a cluster."""
         return self.cluster_m * self.cluster_n * self.splits
 
-    @property
+    @cached_property
     def swapped(self) -> HopperTile:
         """The tile as the kernel sees it."""
         return HopperTile(

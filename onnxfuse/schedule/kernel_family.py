@@ -6,11 +6,12 @@ each under the same name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxfuse.device import PTX, DeviceSpec
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
@@ -195,17 +196,38 @@ class Sizes:
         return replace(self.at(columns), batch=self.batch * size / columns)
 
 
+class Tiles:
+    """Tiles of one family in place of one: an attribute is that of all, [tiles, 1], behind which sizes have their axis.
+
+    What a family says of the cost of one tile it says so of many at once: NumPy's calls cost more than their numbers.
+    """
+
+    def __init__(self, each: Sequence[Any]) -> None:
+        self.each = each
+
+    def __getattr__(self, name: str) -> Any:
+        own = [getattr(tile, name) for tile in self.each]
+        found = np.array(own)[:, None] if isinstance(own[0], (int, float)) else Tiles(own)
+        setattr(self, name, found)
+        return found
+
+
+def of_each(tile: Any, trait: Callable[[Any], float]) -> Amount:
+    """What is to be found out of one tile at a time, of one or of several."""
+    return np.array([trait(each) for each in tile.each])[:, None] if isinstance(tile, Tiles) else trait(tile)
+
+
 @dataclass(frozen=True)
 class Flow:
-    """How a tile's blocks read rhs.
+    """How a tile's blocks read rhs; of several tiles, [tiles, 1].
 
     Attributes:
         blocks: that run at once on the whole chip.
         depth: of k, that a block has on its way at any time.
     """
 
-    blocks: int
-    depth: int
+    blocks: Count
+    depth: Count
 
 
 class KernelFamily(Protocol):
@@ -249,7 +271,15 @@ class ProductFamily(KernelFamily, Protocol):
         """How a legal tile reads rhs."""
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """Estimated microseconds; infinite for a tile that is not to be taken."""
+        """Estimated microseconds; infinite for a tile that is not to be taken.
+
+        Args:
+            entry: a tile, or `Tiles`.
+            reads: its flow, or theirs.
+            spec: the kernel.
+            problem: of one size, or of several.
+            device: to plan for.
+        """
 
     def launch(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> Launch:
         """How a legal tile is launched: by default one block a tile."""
@@ -281,4 +311,20 @@ class Candidate:
 
     family: ProductFamily
     tile: Any
-    pace: float
+    pace: Amount
+
+
+def costs(
+    entries: Sequence[Candidate], flows: Sequence[Flow], spec: KernelSpec, problem: Problem, device: DeviceSpec
+) -> NDArray[np.float64]:
+    """What the families say that tiles take, microseconds f64[tiles, sizes]."""
+    found = np.empty((len(entries), np.size(problem.size)))
+    for family in {entry.family: None for entry in entries}:
+        own = [index for index, entry in enumerate(entries) if entry.family is family]
+        tiles = Candidate(
+            family, Tiles([entries[index].tile for index in own]),
+            np.array([entries[index].pace for index in own])[:, None],
+        )  # fmt: skip
+        blocks, depths = ([[getattr(flows[index], name)] for index in own] for name in ("blocks", "depth"))
+        found[own] = family.cost(tiles, Flow(np.array(blocks), np.array(depths)), spec, problem, device)
+    return found

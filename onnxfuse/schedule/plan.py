@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.families import PRODUCTS
-from onnxfuse.schedule.kernel_family import Amount, AnyTile, Candidate, Count, Problem, Sizes
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes, costs
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
 from onnxfuse.schedule.row_ranges import FEW_ROWS, LARGE, MOST_KERNELS, MOST_OF_LARGE, MOST_OF_QUANTIZED, choose_ranges
@@ -30,7 +29,7 @@ from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranke
 
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
 FALLBACK = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
-Price = Callable[[Candidate, Count], Amount]  # microseconds of a tile at a size that plans go by, or at several
+Prices = Callable[[Count], Amount]  # microseconds of tiles at a size that plans go by or several, [tiles, sizes]
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
 
@@ -59,12 +58,12 @@ def make_plan(
     if not fitting:
         raise NotFusable("no_tile_fits", fusion.anchor, f"every tile needs more shared memory than {device.arch} has")
     ranked = _rank(base, fitting, sizes, problems, device)
-    price = _pricing(base, fitting, sizes, device)
+    prices = _pricing(base, fitting, sizes, device)
     if widths.lhs.guarded:
         odds, exposed = calibration(device).odds, replace(base, lhs_width=1)
         risks = [odds * _copying(fitting[-1], exposed, problem, device) for problem in problems]
         ranked = tuple(replace(entry, risk=risk) for entry, risk in zip(ranked, risks, strict=True))
-    variants = _fastest(base, ranked, sizes) if sizes.known else _ranged(base, fitting, price, sizes, device)
+    variants = _fastest(base, ranked, sizes) if sizes.known else _ranged(base, fitting, prices, sizes, device)
     taken = {variant.tile for variant in variants}
     rejected += [Rejected(entry.tile, SLOWER) for entry in fitting if entry.tile not in taken]
     unguarded = _unguarded(base, widths, fusion)
@@ -77,9 +76,9 @@ def make_plan(
         variants.append(last)
     plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
     library = library_way(fusion, mapping, base, sizes, device)
-    own = [entry for entry in fitting if entry.tile in taken]
+    own = [index for index, entry in enumerate(fitting) if entry.tile in taken]
     products = len(fusion.parts if any(rhs.has_parts_in_turn for rhs in fusion.rhs) else fusion.rhs)
-    return _with_library(replace(plan, library=library), own, price, products)
+    return _with_library(replace(plan, library=library), lambda size: prices(size)[own], products)
 
 
 def _unread(fusion: Fusion, device: DeviceSpec) -> NotFusable:
@@ -90,13 +89,12 @@ def _unread(fusion: Fusion, device: DeviceSpec) -> NotFusable:
     return NotFusable("quantized_form", fusion.anchor, f"no kernel of {device.arch} reads {fusion.quantization}")
 
 
-def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, products: int) -> ProductPlan:
+def _with_library(plan: ProductPlan, prices: Prices, products: int) -> ProductPlan:
     """The plan with the library's product for the rows where its own tiles are slower.
 
     Args:
         plan: without it.
-        own: its tiles.
-        price: of those.
+        prices: of its tiles.
         products: that the library makes one after the other.
     """
     base, sizes, device = plan.variants[0].spec, plan.sizes, plan.device
@@ -104,7 +102,7 @@ def _with_library(plan: ProductPlan, own: Sequence[Candidate], price: Price, pro
         return plan
 
     def tiles(size: Count) -> Amount:
-        return np.min([price(entry, sizes.known or size) for entry in own], axis=0)
+        return prices(sizes.known or size).min(axis=0)
 
     def with_library(size: Count) -> Amount:
         problems = sizes.guesses(sizes.known or size)
@@ -143,25 +141,29 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     if sizes is None or sizes.known is not None:
         (measured,) = times.values()
         return replan(plan, min(candidates, key=lambda entry: measured.get(str(entry.tile), math.inf)))
-    estimate = _pricing(base, candidates, sizes, plan.device)
-    factors = {}
-    for m, measured in times.items():
-        estimates = estimated(base, candidates, sizes.at(m), plan.device)
-        own = [entry.tile for entry in candidates if str(entry.tile) in measured]
-        factors[m] = {tile: measured[str(tile)] / float(estimates[tile][0]) for tile in own}
+    names = {str(tile) for tile in {variant.tile for variant in plan.variants}}.union(*times.values())
+    worth = [entry for entry in candidates if str(entry.tile) in names]
+    estimates = _pricing(base, worth, sizes, plan.device)
+    corrections = {
+        m: _corrections(worth, measured, estimated(base, worth, sizes.at(m), plan.device)[:, 0])
+        for m, measured in times.items()
+    }
 
-    usual = {m: math.exp(fmean(map(math.log, known.values()))) for m, known in factors.items()}
+    def prices(rows: Count) -> Amount:
+        return estimates(rows) * _nearest(corrections, rows).T
 
-    def price(entry: Candidate, rows: Count) -> Amount:
-        corrections = {m: known.get(entry.tile, usual[m]) for m, known in factors.items()}
-        return estimate(entry, rows) * _nearest(corrections, rows)
-
-    considered = {variant.tile for variant in plan.variants}.union(*factors.values())
-    worth = [entry for entry in candidates if entry.tile in considered]
-    return _with(plan, _ranged(base, worth, price, sizes, plan.device))
+    return _with(plan, _ranged(base, worth, prices, sizes, plan.device))
 
 
-def _nearest(values: Mapping[int, float], rows: Count) -> NDArray[np.float64]:
+def _corrections(
+    entries: Sequence[Candidate], measured: Mapping[str, float], estimates: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """How many times their estimates tiles took; those that were not measured, as many as the others in the mean."""
+    logarithms = np.array([math.log(measured.get(str(entry.tile), math.nan)) for entry in entries]) - np.log(estimates)
+    return np.exp(np.where(np.isnan(logarithms), np.nanmean(logarithms), logarithms))
+
+
+def _nearest(values: Mapping[int, Amount], rows: Count) -> NDArray[np.float64]:
     """The value of the known number of rows that is nearest to each, by ratio."""
     known = np.array([*values])
     distance = np.abs(np.log(np.divide.outer(np.atleast_1d(rows), known)))
@@ -195,11 +197,11 @@ def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
 
 
 def _ranged(
-    base: KernelSpec, candidates: Sequence[Candidate], price: Price, sizes: Sizes, device: DeviceSpec
+    base: KernelSpec, candidates: Sequence[Candidate], prices: Prices, sizes: Sizes, device: DeviceSpec
 ) -> list[ProductVariant]:
     """Few tiles of which one is good at any number of rows, or columns."""
     few = 1.0 if sizes.by == "n" else FEW_ROWS
-    ranges = choose_ranges(candidates, price, calibration(device).regret, few, most_kernels(base, sizes))
+    ranges = choose_ranges(candidates, prices, calibration(device).regret, few, most_kernels(base, sizes))
     return [_variant(base, each.entry, each.low, each.high, sizes.label) for each in ranges]
 
 
@@ -211,18 +213,17 @@ def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
     return MOST_OF_LARGE if elements >= LARGE else MOST_KERNELS
 
 
-def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Price:
+def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Prices:
     """The cost model's microseconds; of a size that may be of several problems, their mean."""
-    known: dict[tuple[int, ...], dict[AnyTile, Amount]] = {}
+    known: dict[tuple[int, ...], Amount] = {}
 
-    def price(entry: Candidate, size: Count) -> Amount:
+    def prices(size: Count) -> Amount:
         key = tuple(np.ravel(size).tolist())
         if key not in known:
-            every = [estimated(base, candidates, problem, device) for problem in sizes.guesses(size)]
-            known[key] = {each.tile: _mean([times[each.tile] for times in every]) for each in candidates}
-        return known[key][entry.tile]
+            known[key] = _mean([estimated(base, candidates, problem, device) for problem in sizes.guesses(size)])
+        return known[key]
 
-    return price
+    return prices
 
 
 def _mean(times: Sequence[Amount]) -> Amount:
@@ -232,8 +233,8 @@ def _mean(times: Sequence[Amount]) -> Amount:
 
 def estimated(
     base: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec
-) -> dict[AnyTile, Amount]:
-    """Microseconds of each tile, f64[sizes] or f64[1]: by the terms of its family, and what was learnt beside them.
+) -> NDArray[np.float64]:
+    """Microseconds of tiles, f64[tiles, sizes]: by the terms of their family, and what was learnt beside them.
 
     Args:
         base: the kernel.
@@ -242,11 +243,8 @@ def estimated(
         device: to plan for.
     """
     flows = [entry.family.flow(base, entry.tile, device) for entry in candidates]
-    pairs = zip(candidates, flows, strict=True)
-    terms = [entry.family.cost(entry, reads, base, problem, device) for entry, reads in pairs]
-    estimates = np.stack([np.atleast_1d(each) for each in np.broadcast_arrays(problem.size, *terms)[1:]])
-    times = estimates * learned_cost.factors(candidates, flows, estimates, base, problem, device)
-    return {entry.tile: row for entry, row in zip(candidates, times, strict=True)}
+    estimates = costs(candidates, flows, base, problem, device)
+    return estimates * learned_cost.factors(candidates, flows, estimates, base, problem, device)
 
 
 def _rank(
@@ -259,10 +257,9 @@ def _rank(
     """The tiles by their estimated time, at each of some sizes."""
     every = sizes.at(np.array([problem.size for problem in problems]))
     times = estimated(base, candidates, every, device)
-    costs = [(entry, np.broadcast_to(times[entry.tile], len(problems))) for entry in candidates]
 
     def rank(index: int, problem: Problem) -> Ranked:
-        tiles = sorted(((float(cost[index]), entry) for entry, cost in costs), key=lambda pair: pair[0])
+        tiles = sorted(zip(times[:, index].tolist(), candidates, strict=True), key=lambda pair: pair[0])
         return Ranked(problem, tuple(tiles), _copying(tiles[0][1], base, problem, device))
 
     return tuple(rank(index, problem) for index, problem in enumerate(problems))

@@ -104,8 +104,9 @@ class Portable(ProductFamily):
         """
         tile: Tile = entry.tile
         busy = cost_model.multiplying(tile, entry.pace, spec, problem, device)
-        busy += _copying(tile, spec, problem, device, narrow=False) + _narrow_copies(tile, reads, spec, problem, device)
-        busy += cost_model.filling(tile, reads, problem, device, self.name)
+        copying = _copying(tile, spec, problem, device, narrow=False)
+        busy = busy + (copying + _narrow_copies(tile, reads, spec, problem, device))
+        busy = busy + cost_model.filling(tile, reads, problem, device, self.name)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
         moving = cost_model.moving_factors(spec, problem, device)
         main_loop = cost_model.beside_memory(np.hypot(busy, waiting), moving, MEMORY_POWER)
@@ -132,7 +133,7 @@ def _copying(tile: Tile, spec: KernelSpec, problem: Problem, device: DeviceSpec,
     rows = zip(spec.factors, (tile.block_m, tile.block_n * spec.parts), strict=True)
     known = calibration(device)
     crowded = spec.parts * tile.block_m * tile.block_n // tile.threads >= MANY_SUMS
-    each = {width: us * (known.copied_crowded[width] if crowded else 1) for width, us in known.copied.items()}
+    each = {width: us * np.where(crowded, known.copied_crowded[width], 1.0) for width, us in known.copied.items()}
     widths = [(count / factor.width, factor.width * factor.dtype.bytes) for factor, count in rows]
     one_k = sum(count * each[str(width)] for count, width in widths if (width < WIDEST_COPY) == narrow)
     depth = np.ceil(problem.k / tile.block_k) * tile.block_k

@@ -12,7 +12,17 @@ from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model, quantized_small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Flow, Launch, Problem, ProductFamily, any_depth
+from onnxfuse.schedule.kernel_family import (
+    Amount,
+    Candidate,
+    Count,
+    Flow,
+    Launch,
+    Problem,
+    ProductFamily,
+    any_depth,
+    of_each,
+)
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.quantized_small_m_tile import QuantizedSmallMTile
 from onnxfuse.schedule.small_m import PATHS as ELEMENT_PATHS
@@ -143,7 +153,7 @@ def _whole_steps(tile: QuantizedSmallMTile, k: Count) -> Amount:
 
 def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks read rows of lhs that do not stay in shared memory, once for each tile."""
-    held = max(tile.lhs_slots, tile.kept_steps)
+    held = np.maximum(tile.lhs_slots, tile.kept_steps)
     read = np.where(_steps(tile, problem.k) > held, tile.block_m * problem.k * spec.dtype.bytes, 0)
     return cost_model.waves_of(tile, problem, device) * read / calibration(device).read_again
 
@@ -151,9 +161,12 @@ def _reading_again(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem
 def _beside(tile: QuantizedSmallMTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which nothing else is done: rows of lhs come to registers, or a tile's sums are added at once."""
     known, form = calibration(device), spec.quantization
-    if not tile.kept_steps or form is None:
-        return cost_model.waves_of(tile, problem, device) * known.sums_added
-    return quantized_small_m_tile.kept_registers(form, tile) * known.kept_register
+
+    def registers(each: QuantizedSmallMTile) -> int:
+        return quantized_small_m_tile.kept_registers(form, each) if form and each.kept_steps else 0
+
+    adding = cost_model.waves_of(tile, problem, device) * known.sums_added
+    return np.where(tile.kept_steps, of_each(tile, registers) * known.kept_register, adding)
 
 
 def _steps(tile: QuantizedSmallMTile, k: Count) -> Count:

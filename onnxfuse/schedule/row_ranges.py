@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,16 +64,17 @@ def range_lows() -> NDArray[np.int64]:
     return np.array([1, *(range_ends()[:-1] + 1)])
 
 
-def at_both_ends(price: Callable[[NDArray[np.int64]], Amount]) -> NDArray[np.float64]:
-    """[2, ranges]: the price of the first and of the last number of rows of each range."""
+def at_both_ends(prices: Callable[[NDArray[np.int64]], Amount]) -> NDArray[np.float64]:
+    """[..., 2, ranges]: what has a price at each number of rows, [..., rows], at the first and last of each range."""
     rows = np.concatenate([range_lows(), range_ends()])
-    prices = np.broadcast_to(price(rows), rows.shape)
-    return np.asarray(prices, np.float64).reshape(2, -1)
+    found = np.asarray(prices(rows), np.float64)
+    found = np.broadcast_to(found, (*found.shape[:-1], len(rows)))
+    return found.reshape(*found.shape[:-1], 2, -1)
 
 
 def choose_ranges(
     candidates: Sequence[Candidate],
-    price: Callable[[Candidate, NDArray[np.int64]], Amount],
+    prices: Callable[[NDArray[np.int64]], Amount],
     regret: float,
     few: float = FEW_ROWS,
     most: int = MOST_KERNELS,
@@ -82,15 +83,15 @@ def choose_ranges(
 
     Args:
         candidates: legal for every m.
-        price: microseconds of a candidate at numbers of rows; infinite where it is not to be taken, finite for one of
-            them at any m.
+        prices: microseconds of the candidates at numbers of rows, [candidates, rows]; infinite where one is not to be
+            taken, finite for one of them at any m.
         regret: that is worth no other kernel, as a part of the best one's time.
         few: what up to 16 rows count, times any other range of an octave, and by how much the regret of m = 1 is less;
             1 where m stands for columns.
         most: kernels.
     """
-    prices = np.stack([at_both_ends(partial(price, entry)) for entry in candidates], axis=-1)
-    losses = np.log(prices / prices.min(axis=-1, keepdims=True)).max(axis=0)
+    times = at_both_ends(prices)
+    losses = np.log(times / times.min(axis=0)).max(axis=1).T
     weights = np.log((range_ends() + 1) / range_lows()) * np.where(range_ends() <= SMALLEST_END, few, 1.0)
     regrets = math.log1p(regret) / np.where(range_ends() == 1, few, 1.0)
     chosen = _without_needless(_grown([], losses, weights, regrets, most), losses, regrets)

@@ -10,7 +10,7 @@ from onnxfuse.device import CACHE_LINE, SECTOR, DeviceSpec
 from onnxfuse.schedule import cost_model, small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.small_m_tile import FRAGMENT_COLUMNS, SmallMTile, chunk, lhs_copy
 
@@ -111,12 +111,12 @@ class SmallM(ProductFamily):
         known = calibration(device)
         pace = entry.pace if lhs_copy(spec) == chunk(spec) else entry.pace / known.small_m_narrow
         busy = cost_model.multiplying(tile, pace, spec, problem, device, tile.splits)
-        busy += cost_model.filling(tile, reads, problem, device, self.name)
+        busy = busy + cost_model.filling(tile, reads, problem, device, self.name)
         share = np.minimum(cost_model.tiles_of(tile, problem) * tile.splits / device.multiprocessors, 1.0)
         waiting = cost_model.waiting(tile, reads, problem, device, self.name)
-        waiting *= known.small_m_alone + (1 - known.small_m_alone) * share
+        waiting = waiting * (known.small_m_alone + (1 - known.small_m_alone) * share)
         moving = cost_model.moving(spec, problem, device, np.ceil(problem.m / tile.block_m))
-        moving *= _in_sectors(spec, tile, device)
+        moving = moving * of_each(tile, lambda each: _in_sectors(spec, each, device))
         together = np.maximum(np.hypot(busy, waiting), moving)
         return known.launches[self.name] + together + _meeting(tile, reads, spec, problem, device)
 
@@ -146,12 +146,10 @@ def _in_sectors(spec: KernelSpec, tile: SmallMTile, device: DeviceSpec) -> float
 
 def _meeting(tile: SmallMTile, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which the blocks of a cluster wait for each other and send their sums, of all rows that exist."""
-    if tile.splits == 1:
-        return 0.0
     known = calibration(device).small_m_meeting
     sums = np.minimum(problem.m, tile.block_m) * tile.block_n * spec.parts * (tile.splits - 1)
     tiles = np.ceil(cost_model.tiles_of(tile, problem) / reads.blocks)
-    return tiles * (known["cluster"] + known["sum"] * sums)
+    return (tile.splits > 1) * tiles * (known["cluster"] + known["sum"] * sums)
 
 
 SMALL_M = SmallM()

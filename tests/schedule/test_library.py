@@ -33,12 +33,12 @@ def test_widths_that_tma_cannot_take_go_to_the_library(dtype, parts: int) -> Non
     base, sizes = plan.variants[0].spec, plan.sizes
     candidates = [entry for _, entry in plan.ranked[0].tiles]
     taken = {each.tile for each in plan.variants}
+    own = [index for index, entry in enumerate(candidates) if entry.tile in taken]
 
     def gain(m: int) -> float:
         problem = sizes.at(m)
-        times = estimated(base, candidates, problem, DEVICE)
-        own = min(us[0] for tile, us in times.items() if tile in taken)
-        return float(own / library_time(base, problem, 1, DEVICE))
+        times = estimated(base, candidates, problem, DEVICE)[own, 0]
+        return float(times.min() / library_time(base, problem, 1, DEVICE))
 
     for low, high in zip(map(int, range_lows()), map(int, range_ends()), strict=True):
         first = next(each for each in plan.tried if each.min_m <= high <= each.max_m)

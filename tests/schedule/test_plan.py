@@ -82,13 +82,14 @@ def test_no_number_of_rows_takes_a_tile_far_from_the_best(
     plan = planned(device, n=n, k=k, parts=parts, rhs=rhs, dtype=dtype)
     spec, sizes = plan.variants[0].spec, plan.sizes
     candidates = [entry for _, entry in plan.ranked[0].tiles]
+    tiles = [entry.tile for entry in candidates]
     ranged = [variant for variant in plan.variants if variant.spec == spec]
     assert len({variant.tile for variant in ranged}) <= most_kernels(spec, sizes)
 
     def regret(m: int) -> float:
         taken = next(variant.tile for variant in ranged if variant.min_m <= m <= variant.max_m)
-        times = estimated(spec, candidates, sizes.at(m), device)
-        return float(times[taken][0] / min(times.values())[0]) - 1
+        times = estimated(spec, candidates, sizes.at(m), device)[:, 0]
+        return float(times[tiles.index(taken)] / times.min()) - 1
 
     random = Random(n)
     drawn = (round(math.exp(random.uniform(0, math.log(16384)))) for _ in range(40))

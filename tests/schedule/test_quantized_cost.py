@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from onnxfuse.ir.quantization import Quantization
 from onnxfuse.schedule import cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, ProductFamily, Sizes
+from onnxfuse.schedule.kernel_family import Candidate, Count, Flow, Problem, ProductFamily, Sizes, costs
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
 from onnxfuse.schedule.row_ranges import choose_ranges
@@ -73,6 +75,12 @@ def test_more_rows_take_what_was_measured(rows: int) -> None:
         assert 0.9 * measured < least_estimate(HOPPER_QUANTIZED, spec, sizes, rows) < 1.12 * measured
 
 
+def estimates_at(
+    candidates: Sequence[Candidate], flows: Sequence[Flow], spec: KernelSpec, sizes: Sizes, rows: Count
+) -> np.ndarray:
+    return costs(candidates, flows, spec, sizes.at(rows), DEVICE)
+
+
 def test_one_row_has_the_kernel_that_was_fastest() -> None:
     """Of an LLM with any number of rows: what writes token by token."""
     for (spec, sizes), tile in zip(part_specs(), ("4x16x256", "1x32x256"), strict=True):
@@ -82,11 +90,9 @@ def test_one_row_has_the_kernel_that_was_fastest() -> None:
             if QUANTIZED_SMALL_M.why_not(spec, entry.tile, DEVICE) is None
         ]
 
-        def price(entry: Candidate, rows: Count, spec: KernelSpec = spec, sizes: Sizes = sizes) -> Amount:
-            flow = QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE)
-            return QUANTIZED_SMALL_M.cost(entry, flow, spec, sizes.at(rows), DEVICE)
-
-        first = choose_ranges(candidates, price, calibration(DEVICE).regret)[0]
+        flows = [QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE) for entry in candidates]
+        prices = partial(estimates_at, candidates, flows, spec, sizes)
+        first = choose_ranges(candidates, prices, calibration(DEVICE).regret)[0]
         assert first.low == 0
         assert str(first.entry.tile).startswith(tile)
 

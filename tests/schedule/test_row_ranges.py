@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -25,8 +26,8 @@ def drawn_prices(seed: int) -> dict[Candidate, np.ndarray]:
     return {entry: np.repeat(row, 8)[: len(range_ends())] for entry, row in zip(CANDIDATES, drawn, strict=True)}
 
 
-def price_of(prices: dict[Candidate, np.ndarray], entry: Candidate, rows: Count) -> Amount:
-    return prices[entry][np.searchsorted(range_ends(), rows)]
+def prices_at(prices: dict[Candidate, np.ndarray], rows: Count) -> Amount:
+    return np.stack([*prices.values()])[:, np.searchsorted(range_ends(), rows)]
 
 
 def mean_loss(prices: dict[Candidate, np.ndarray], chosen: set[Candidate]) -> float:
@@ -40,7 +41,7 @@ def mean_loss(prices: dict[Candidate, np.ndarray], chosen: set[Candidate]) -> fl
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_no_other_kernel_in_the_place_of_one_is_better(seed: int, most: int) -> None:
     prices = drawn_prices(seed)
-    ranges = choose_ranges(CANDIDATES, lambda entry, rows: price_of(prices, entry, rows), REGRET, few=1.0, most=most)
+    ranges = choose_ranges(CANDIDATES, partial(prices_at, prices), REGRET, few=1.0, most=most)
     assert (ranges[0].low, ranges[-1].high) == (0, MAX_M)
     assert all(before.high + 1 == behind.low for before, behind in pairwise(ranges))
     chosen = {each.entry for each in ranges}
@@ -59,7 +60,7 @@ def test_one_row_has_a_kernel_before_rarer_ranges(few: float, own: bool) -> None
         of_few: np.where(ends == 1, 1.08, np.where(ends < 4096, 1.0, 1.05)),
         of_many: np.where(ends < 4096, 3.0, 1.0),
     }
-    ranges = choose_ranges([*prices], lambda entry, rows: price_of(prices, entry, rows), REGRET, few, most=2)
+    ranges = choose_ranges([*prices], partial(prices_at, prices), REGRET, few, most=2)
     assert (ranges[0].entry is of_one) == own
 
 
@@ -73,5 +74,5 @@ def test_rows_of_several_texts_have_a_kernel_before_rarer_ranges(few: float, own
         of_others: np.where(ends == 16, 1.1, np.where(ends < 4096, 1.0, 1.08)),
         of_many: np.where(ends < 4096, 3.0, 1.0),
     }
-    ranges = choose_ranges([*prices], lambda entry, rows: price_of(prices, entry, rows), REGRET, few, most=2)
+    ranges = choose_ranges([*prices], partial(prices_at, prices), REGRET, few, most=2)
     assert (of_sixteen in {each.entry for each in ranges}) == own
