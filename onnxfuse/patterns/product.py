@@ -256,7 +256,7 @@ def _addressable(
 ) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
     labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
-    first, second = (1, 0) if node.op == "Conv" and not _splits_channels(node) else (0, 1)
+    first, second = (1, 0) if _is_turned(graph, node) else (0, 1)
     rights = list(_rights(graph, node, inputs[second], through_views, computed))
     lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views, {"Cast"} & {*computed}))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
@@ -269,6 +269,11 @@ def _addressable(
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
     return lhs, rhs, contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
+
+
+def _is_turned(graph: Graph, node: gs.Node) -> bool:
+    """Whether the second input of an anchor is its lhs."""
+    return not _splits_channels(node) if node.op == "Conv" else _has_columns_first(graph, node)
 
 
 def _rights(
@@ -345,7 +350,9 @@ def _splits_channels(conv: gs.Node) -> bool:
 
 def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labels:
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
-    (lhs, rhs), out = einsum_labels(str(node.attrs.get("equation", "")), (len(lhs_view), len(rhs_view)))
+    views = (rhs_view, lhs_view) if _is_turned(graph, node) else (lhs_view, rhs_view)
+    terms, out = einsum_labels(str(node.attrs.get("equation", "")), tuple(map(len, views)))
+    lhs, rhs = terms[::-1] if _is_turned(graph, node) else terms
     summed = (set(lhs) | set(rhs)) - set(out)
     known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
     ranks = (len(lhs), len(rhs)) == (len(lhs_view), len(rhs_view))
@@ -353,6 +360,18 @@ def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labe
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
     return Labels(lhs, rhs, out, broadcasts=True)
+
+
+def _has_columns_first(graph: Graph, node: gs.Node) -> bool:
+    """Whether the columns of an Einsum are its first input's: Keras multiplies keys by the query, `aecd,abcd->acbe`.
+
+    A stored matrix stays where it is: it is a weight as rhs alone.
+    """
+    shapes = [graph.shape(tensor.name) for tensor in node.inputs]
+    if node.op != "Einsum" or None in shapes or any(is_stored(graph, tensor) for tensor in node.inputs):
+        return False
+    (first, second), out = einsum_labels(str(node.attrs.get("equation", "")), [len(shape or ()) for shape in shapes])
+    return out[-1:] in set(first) - set(second)
 
 
 def _spelled_out(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:

@@ -157,6 +157,18 @@ def by_einsum(b: Builder) -> list[str]:
     return [b("Identity", b("Einsum", p, heads("value", "keys"), equation="bhij,bjhd->bihd"))]
 
 
+def keys_first(b: Builder) -> list[str]:
+    """As Keras' MultiHeadAttention has it: the keys are multiplied by the query, which has the scale."""
+
+    def heads(name: str, tokens: str) -> str:
+        return b.input(name, ("batch", tokens, HEADS, HEAD))
+
+    q = b("Mul", heads("query", "rows"), number(b, 0.25))
+    s = b("Einsum", heads("key", "keys"), q, equation="aecd,abcd->acbe")
+    p = b("Softmax", b("Add", s, b.input("mask", ("batch", 1, "rows", "keys"))), axis=-1)
+    return [b("Identity", b("Einsum", p, heads("value", "keys"), equation="acbe,aecd->abcd"))]
+
+
 def without_heads(b: Builder) -> list[str]:
     q, k, v = (b.input(name, ("batch", tokens, HEAD)) for name, tokens in (("q", "rows"), ("k", "keys"), ("v", "keys")))
     s = b("MatMul", q, b("Transpose", k, perm=(0, 2, 1)))
@@ -179,8 +191,8 @@ FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
         plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap,
-        filled, grouped, merged_batch, masked_in_batches, by_einsum, without_heads,
-        keys_of_an_image,
+        filled, grouped, merged_batch, masked_in_batches, by_einsum, keys_first,
+        without_heads, keys_of_an_image,
     )
 }  # fmt: skip
 

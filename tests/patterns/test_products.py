@@ -269,6 +269,11 @@ def einsum_of_any_batch(b: Builder) -> str:
     return b("Tanh", b("Einsum", b.input("q", Q), b.input("k", K), equation=equation))
 
 
+def einsum_of_columns_first(b: Builder) -> str:
+    """Keras' scores: keys by the query."""
+    return b("Relu", b("Einsum", b.input("k", K), b.input("q", Q), equation="bhkd,bhqd->bhqk"))
+
+
 def einsum_turned(b: Builder) -> str:
     return b("Relu", b("Einsum", b.input("x", ("rows", DEPTH)), b.array(draw(8, DEPTH)), equation="mk,nk->nm"))
 
@@ -297,7 +302,7 @@ FORMS = [
     sequence_activated,
     volume_activated, image_to_rows, image_normalized, rows_normalized, sequence_normalized, positions_normalized,
     rows_to_image, einsum_scores, einsum_out, einsum_linear, einsum_of_heads, einsum_without_arrow, einsum_turned,
-    einsum_of_any_batch, einsum_scores_of_unsplit_heads, einsum_out_of_unsplit_heads,
+    einsum_of_any_batch, einsum_of_columns_first, einsum_scores_of_unsplit_heads, einsum_out_of_unsplit_heads,
     scaled_scores, masked_scores, causal_scores, padded_scores, biased_scores, flat_scores, attention_out,
     attention_out_of_its_own_shape, attention_out_of_computed_shape,
     shared_keys, keys_of_all_batches, queries_of_all_batches, constant_left,
@@ -421,6 +426,8 @@ def fused(form) -> Fusion:
         (rows_to_image, "m k 1 1", "b n1 n2 k", ["b m n1 n2"], "b m n1 n2"),
         (einsum_scores, "b h m k", "b h n k", ["b 1 m n"], "b h m n"),
         (einsum_of_heads, "b m k1 k2", "k1 k2 n", [], "b m n"),
+        (einsum_of_columns_first, "b h m k", "b h n k", [], "b h m n"),
+        (einsum_turned, "m k", "b k", [], "b m"),
     ],
 )
 def test_axes_are_shared_by_lhs_and_rhs(form, lhs: str, rhs: str, operands: list[str], out: str) -> None:
