@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -65,12 +65,15 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
     """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal."""
     squares = squared(graph, node, *MEANS, SUM)
-    ends = _divided(graph, node) if squares else None
     count = 1 if node.op != SUM else _columns(graph, node)
-    if ends is None or count is None:
+    if not squares or count is None:
         return None
-    between, last, divided, epsilon = ends
-    return _of_rows(graph, node, (*squares, node, *between, last), divided, epsilon / count, count)
+    for end in _ends(graph, node):
+        nodes = (*squares, node, *end.between, end.last)
+        core = _of_rows(graph, node, nodes, end.divided, end.epsilon / count, count)
+        if core is not None:
+            return replace(core, affine=end.affine)
+    return None
 
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
@@ -124,18 +127,47 @@ def squared(graph: Graph, node: gs.Node, *ops: str) -> tuple[gs.Node, ...]:
     return (square, *between) if square is not None and _is_square(graph, square) else ()
 
 
-def _divided(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], gs.Node, gs.Tensor, float] | None:
-    """What lies behind a mean of squares: the nodes to its root or the reciprocal, what is divided, and epsilon."""
-    found = root_of(graph, mean)
-    if found is None:
-        return None
-    nodes, epsilon = found
+@dataclass(frozen=True)
+class _End:
+    """What lies behind a mean of squares.
+
+    Attributes:
+        between: the nodes to its root, or to what rows are multiplied by.
+        last: the node that divides or multiplies rows.
+        divided: the rows.
+        epsilon: what is added to the mean.
+        affine: what the reciprocal is multiplied by before the rows are.
+    """
+
+    between: tuple[gs.Node, ...]
+    last: gs.Node
+    divided: gs.Tensor
+    epsilon: float
+    affine: tuple[tuple[str, gs.Tensor], ...] = ()
+
+
+def _ends(graph: Graph, mean: gs.Node) -> Iterator[_End]:
+    """The ways to read what lies behind a mean of squares: of a product either factor may be the rows.
+
+    Flax and Haiku multiply the reciprocal by the scale, and rows by that.
+    """
+    nodes, epsilon = root_of(graph, mean) or ([], 0.0)
+    if not nodes:
+        return
+    root = nodes[-1].outputs[0]
     if nodes[-1].op == "Sqrt":
         last = reader(nodes[-1], "Div")
-        divides = last is not None and last.inputs[1] is nodes[-1].outputs[0]
-        return (nodes, last, last.inputs[0], epsilon) if last is not None and divides else None
-    last = reader(nodes[-1], "Mul")
-    return None if last is None else (nodes, last, other(last, nodes[-1].outputs[0]), epsilon)
+        if last is not None and last.inputs[1] is root:
+            yield _End(tuple(nodes), last, last.inputs[0], epsilon)
+        return
+    product = reader(nodes[-1], "Mul")
+    if product is None:
+        return
+    yield _End(tuple(nodes), product, other(product, root), epsilon)
+    last = reader(product, "Mul")
+    if last is not None:
+        scale, rows = other(product, root), other(last, product.outputs[0])
+        yield _End((*nodes, product), last, rows, epsilon, (("mul", scale),))
 
 
 def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:

@@ -88,11 +88,16 @@ def times_a_power_alone(b: Builder, x: str, squared: str) -> str:
     return b("Mul", b("Pow", mean(b, squared), b.array(-0.5)), x)
 
 
+def times_a_scaled_reciprocal(b: Builder, x: str, squared: str) -> str:
+    return b("Mul", b("Mul", b("Reciprocal", root(b, squared)), vector(b)), x)
+
+
 def over_the_root_alone(b: Builder, x: str, squared: str) -> str:
     return b("Div", x, b("Sqrt", mean(b, squared)))
 
 
-ENDS = (divided, times_the_reciprocal, times_one_over, times_a_power, times_a_power_alone, over_the_root_alone)
+ENDS = (divided, times_the_reciprocal, times_one_over, times_a_power, times_a_power_alone, times_a_scaled_reciprocal,
+        over_the_root_alone)  # fmt: skip
 
 
 def fused_and_right(model: ModelProto, feed: dict[str, np.ndarray]) -> list[int]:
@@ -186,6 +191,17 @@ SHAPES = [
     (1,), (N,), (1, N), (1, 1), (1, 1, N), (1, 1, 1, N), (1, 1, 1, 1), ("batch", 1, N), ("batch", 1, 1),
     ("rows", N), ("rows", 1), ("batch", "rows", 1), ("batch", "rows", N),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_a_reciprocal_is_multiplied_by_is_a_parameter_of_any_shape_or_none(shape: tuple[int | str, ...]) -> None:
+    b = Builder(FLOAT, opset=17)
+    x = b.input("x", (*ROWS, N))
+    reciprocal = b("Reciprocal", root(b, b("Mul", x, x)))
+    model = b.model(b("Mul", x, b("Mul", reciprocal, b.input("parameter", shape))))
+    parameter = draw(*(SIZES.get(size, size) if isinstance(size, str) else size for size in shape))
+    found = fused_and_right(model, FEED | {"parameter": parameter.astype(np.float32)})
+    assert len(found) == (shape in ((1,), (N,), (1, N), (1, 1), (1, 1, N), ("batch", 1, N), ("batch", 1, 1)))
 
 
 @pytest.mark.parametrize("op", ["Mul", "Add"])

@@ -131,6 +131,18 @@ def without_a_shift(b: Builder, x: str) -> str:
     return b("Add", b("Mul", b("Neg", average), scale), b("Mul", scale, x))
 
 
+def by_a_scaled_reciprocal(b: Builder, x: str) -> str:
+    """As Haiku has it: what rows are multiplied by has the scale."""
+    average = mean(b, x)
+    scale = b("Mul", vector(b), b("Reciprocal", deviation(b, x, average)))
+    return b("Add", b("Mul", scale, b("Sub", x, average)), vector(b, 1))
+
+
+def by_a_scaled_power(b: Builder, x: str) -> str:
+    squares = b("Add", mean(b, b("Mul", x, x)), b.array(1e-3))
+    return b("Mul", x, b("Mul", b("Pow", squares, b.array(-0.5)), vector(b)))
+
+
 def total(b: Builder, squared: str) -> str:
     return b("ReduceSum", squared, b.integers(-1), keepdims=1)
 
@@ -167,7 +179,8 @@ def over_its_length(b: Builder, x: str) -> str:
 OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         to_a_power, widened, widened_twice, one_plus, without_an_epsilon, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
+         to_a_power, widened, widened_twice, one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
+         *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
@@ -285,10 +298,16 @@ def rounded_to_whole_numbers(b: Builder, x: str) -> str:
     return b("Div", x, b("Sqrt", b("Add", b("Cast", squares, to=b.dtype), b.array(1e-3))))
 
 
+def scaled_by_another_row(b: Builder, x: str) -> str:
+    """What the reciprocal is multiplied by is no parameter, nor is it what was squared."""
+    scale = b("Mul", b("Reciprocal", deviation(b, x, mean(b, x))), b("Exp", x))
+    return b("Mul", b("Sub", x, mean(b, x)), scale)
+
+
 NO_NORMALISATION = (
     along_another_axis, cubed, without_the_axis, of_another_tensor, with_an_epsilon_of_the_run, length_of_another,
     length_over_it, length_along_another_axis, of_a_sum_along_another_axis,
-    rounded_to_whole_numbers,
+    rounded_to_whole_numbers, scaled_by_another_row,
 )  # fmt: skip
 
 
