@@ -2,8 +2,10 @@
 
 First on some of the sites at a time, to tell of the others by how much their estimates are off and how much longer the
 kernel that is estimated fastest takes than the fastest, with the factor and without it. Then on all of them, and
-writes the networks. Training is Adam with decoupled weight decay (Loshchilov and Hutter, 2019) and a rate that falls as
-a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (three minutes).
+writes the networks. They learn to be near what estimates leave, and that what is chosen by them is fast: of each
+problem, kernels are as if drawn by a softmax of their estimates, and the mean of how much longer they take than the
+fastest is to fall. Training is Adam with decoupled weight decay (Loshchilov and Hutter, 2019) and a rate that falls as
+a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (four minutes).
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from tests.perf.every_tile import plan_as_it_lies
 DEVICE = ARCHITECTURES["sm_90a"]
 HIDDEN = (64, 32)
 NETWORKS = 4
-EPOCHS, BATCH, WARM_UP = 100, 256, 100
+EPOCHS, PROBLEMS, WARM_UP = 100, 24, 100  # of a batch; and steps in which the rate rises
 RATE, DECAY = 3e-3, 0.1
 MOMENTUM, SQUARES, TINY = 0.9, 0.999, 1e-8  # of Adam
 SHARPER = 5.0  # times the logarithms that are learnt, which are small
 WIDEST = 4.0  # standard deviations
+ALIKE = 0.03  # of the logarithm: of kernels as near as this to each other by their estimates, either may be chosen
+CHOSEN = 1.5  # what the mean of how much longer chosen ones take counts beside half the mean square
 FOLDS = 4
 
 Layers = list[NDArray[np.float32]]
@@ -62,6 +66,13 @@ class Timings:
     times: NDArray[np.float64]
     sites: NDArray[np.int64]
     problems: NDArray[np.int64]
+
+    @property
+    def by_problem(self) -> list[NDArray[np.intp]]:
+        """The kernels of each problem."""
+        order = np.argsort(self.problems, kind="stable")
+        _, starts = np.unique(self.problems[order], return_index=True)
+        return np.split(order, starts[1:])
 
     @property
     def left(self) -> NDArray[np.float32]:
@@ -122,7 +133,8 @@ def fit(known: Timings) -> Networks:
     """The networks that all of these kernels teach."""
     means, scales = known.features.mean(axis=0), known.features.std(axis=0) + np.float32(TINY)
     inputs = np.clip((known.features - means) / scales, -WIDEST, WIDEST)
-    trained = [_trained(inputs, SHARPER * known.left, np.random.default_rng(seed)) for seed in range(NETWORKS)]
+    problems = [_lesson(known, inputs, places) for places in known.by_problem]
+    trained = [_trained(problems, np.random.default_rng(seed)) for seed in range(NETWORKS)]
     weights, biases = (
         [np.stack(each) for each in zip(*(net[start::2] for net in trained), strict=True)] for start in (0, 1)
     )
@@ -130,17 +142,50 @@ def fit(known: Timings) -> Networks:
     return Networks(known.names, means, scales, WIDEST, tuple(weights), tuple(bias[:, None, :] for bias in biases))
 
 
-def _trained(inputs: NDArray[np.float32], wanted: NDArray[np.float32], rng: np.random.Generator) -> Layers:
+@dataclass(frozen=True)
+class Lesson:
+    """Kernels of one problem or of several, one after the other.
+
+    Attributes:
+        inputs: features as a network takes them, f32[kernels, features].
+        wanted: what it is to say, f32[kernels].
+        estimates: logarithms, without what it says, f32[kernels].
+        excess: how much longer each takes than the fastest of its problem, f32[kernels].
+        starts: where each problem begins, i64[problems].
+    """
+
+    inputs: NDArray[np.float32]
+    wanted: NDArray[np.float32]
+    estimates: NDArray[np.float32]
+    excess: NDArray[np.float32]
+    starts: NDArray[np.intp]
+
+
+def _lesson(known: Timings, inputs: NDArray[np.float32], places: NDArray[np.intp]) -> Lesson:
+    times = known.times[places]
+    estimates, excess = np.log(known.estimates[places]), times / times.min() - 1
+    wanted = SHARPER * known.left[places]
+    return Lesson(inputs[places], wanted, estimates.astype(np.float32), excess.astype(np.float32), np.zeros(1, np.intp))
+
+
+def _together(lessons: Sequence[Lesson]) -> Lesson:
+    fields = ("inputs", "wanted", "estimates", "excess")
+    inputs, wanted, estimates, excess = (np.concatenate([getattr(each, name) for each in lessons]) for name in fields)
+    ends = np.cumsum([len(each.wanted) for each in lessons])
+    return Lesson(inputs, wanted, estimates, excess, np.array([0, *ends[:-1]]))
+
+
+def _trained(problems: Sequence[Lesson], rng: np.random.Generator) -> Layers:
     """One network, from random weights on."""
-    layers = _initial((inputs.shape[1], *HIDDEN, 1), rng)
+    layers = _initial((problems[0].inputs.shape[1], *HIDDEN, 1), rng)
     first, second = ([np.zeros_like(layer) for layer in layers] for _ in range(2))
-    batches = len(wanted) // BATCH
+    batches = len(problems) // PROBLEMS
     steps = EPOCHS * batches
     for step in range(steps):
         if step % batches == 0:
-            order = rng.permutation(len(wanted))
-        rows = order[step % batches * BATCH :][:BATCH]
-        slopes = _slopes(layers, inputs[rows], wanted[rows])
+            order = rng.permutation(len(problems))
+        drawn = order[step % batches * PROBLEMS :][:PROBLEMS]
+        slopes = _slopes(layers, _together([problems[index] for index in drawn]))
         rate = RATE * 0.5 * (1 + math.cos(math.pi * step / steps)) * min((step + 1) / WARM_UP, 1.0)
         for index, (layer, slope) in enumerate(zip(layers, slopes, strict=True)):
             first[index] += (1 - MOMENTUM) * (slope - first[index])
@@ -161,18 +206,31 @@ def _initial(sizes: Sequence[int], rng: np.random.Generator) -> Layers:
     return layers
 
 
-def _slopes(layers: Layers, inputs: NDArray[np.float32], wanted: NDArray[np.float32]) -> Layers:
-    """Of half the mean square of what a batch is off by, in each weight and bias."""
-    values = [inputs]
+def _slopes(layers: Layers, lesson: Lesson) -> Layers:
+    """Of what a network is to lower, in each weight and bias."""
+    values = [lesson.inputs]
     for index in range(0, len(layers) - 2, 2):
         values.append(np.maximum(values[-1] @ layers[index] + layers[index + 1], 0))
-    slope = ((values[-1] @ layers[-2] + layers[-1])[:, 0] - wanted)[:, None] / np.float32(len(wanted))
+    slope = _slope_in_said((values[-1] @ layers[-2] + layers[-1])[:, 0], lesson)[:, None]
     slopes: Layers = []
     for index in range(len(layers) - 2, -1, -2):
         below = values[index // 2]
         slopes = [below.T @ slope, slope.sum(axis=0), *slopes]
         slope = (slope @ layers[index].T) * (below > 0)
     return slopes
+
+
+def _slope_in_said(said: NDArray[np.float32], lesson: Lesson) -> NDArray[np.float32]:
+    """Of half the mean square of what it is off by, and of how much longer the kernels take that it has chosen."""
+    starts = lesson.starts
+    lengths = np.diff([*starts, len(said)])
+    scores = -(lesson.estimates + said / SHARPER) / ALIKE
+    odds = np.exp(scores - np.repeat(np.maximum.reduceat(scores, starts), lengths))
+    odds /= np.repeat(np.add.reduceat(odds, starts), lengths)
+    means = np.repeat(np.add.reduceat(odds * lesson.excess, starts), lengths)
+    in_excess = odds * (means - lesson.excess) / (ALIKE * SHARPER * len(starts))
+    slope: NDArray[np.float32] = ((said - lesson.wanted) / len(said) + CHOSEN * in_excess).astype(np.float32)
+    return slope
 
 
 def predicted_apart(known: Timings) -> NDArray[np.float32]:
@@ -186,10 +244,8 @@ def predicted_apart(known: Timings) -> NDArray[np.float32]:
 
 def regrets(known: Timings, estimates: NDArray[np.float64]) -> NDArray[np.float64]:
     """Of each problem, how much longer the kernel that is estimated fastest takes than the fastest."""
-    order = np.argsort(known.problems, kind="stable")
-    _, starts = np.unique(known.problems[order], return_index=True)
-    groups = np.split(order, starts[1:])
-    return np.array([known.times[each][estimates[each].argmin()] / known.times[each].min() - 1 for each in groups])
+    problems = known.by_problem
+    return np.array([known.times[each][estimates[each].argmin()] / known.times[each].min() - 1 for each in problems])
 
 
 def report(known: Timings, said: NDArray[np.float32]) -> None:

@@ -124,19 +124,24 @@ def test_what_was_timed_is_estimated_better(file: str) -> None:
 
 
 def test_slopes_are_differences() -> None:
-    """Of half the mean square, as weights and biases move a little."""
+    """Of what is learnt, as weights and biases move a little."""
     rng = np.random.default_rng(SEED)
     layers = [layer + rng.standard_normal(layer.shape) / 4 for layer in learn._initial((5, 4, 3, 1), rng)]
-    inputs, wanted = rng.standard_normal((7, 5)), rng.standard_normal(7)
+    drawn = (rng.standard_normal(7), rng.standard_normal(7) / 20, rng.random(7))
+    lesson = learn.Lesson(rng.standard_normal((7, 5)), *drawn, np.array([0, 3, 4]))
 
     def loss() -> float:
-        values = inputs
+        values = lesson.inputs
         for index in range(0, len(layers), 2):
             values = values @ layers[index] + layers[index + 1]
             values = np.maximum(values, 0) if index < len(layers) - 2 else values
-        return float(np.square(values[:, 0] - wanted).mean() / 2)
+        said = values[:, 0]
+        odds = np.exp(-(lesson.estimates + said / learn.SHARPER) / learn.ALIKE)
+        problems = (slice(0, 3), slice(3, 4), slice(4, 7))
+        chosen = [odds[each] @ lesson.excess[each] / odds[each].sum() for each in problems]
+        return float(np.square(said - lesson.wanted).mean() / 2 + learn.CHOSEN * np.mean(chosen))
 
-    for layer, slope in zip(layers, learn._slopes(layers, inputs, wanted), strict=True):
+    for layer, slope in zip(layers, learn._slopes(layers, lesson), strict=True):
         for place in np.ndindex(layer.shape):
             layer[place] += 1e-6
             above = loss()
@@ -149,6 +154,7 @@ def test_slopes_are_differences() -> None:
 def test_networks_learn_what_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of two features, and they are the same when they are read again, but for weights of 16 bits."""
     monkeypatch.setattr(learn, "EPOCHS", 40)
+    monkeypatch.setattr(learn, "PROBLEMS", 250)  # of one kernel each, which is no choice
     rng = np.random.default_rng(SEED)
     features = rng.standard_normal((4000, 3)).astype(np.float32)
     left = 0.1 * features[:, 0] * features[:, 1]
