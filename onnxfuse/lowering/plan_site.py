@@ -251,7 +251,8 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
     moves = sum(is_copy(graph.nodes[index]) for index in {*match.nodes, *match.copied})
     expanded = [tensor for tensor in attention.operands if tensor.name in match.expanded]
-    times = {plan.device: _attention_times(attention, mapping, plan, moves, expanded) for plan in plans}
+    steps = len(attention.steps) + sum(graph.nodes[index].op.startswith("Reduce") for index in match.nodes)
+    times = {plan.device: _attention_times(attention, mapping, plan, steps, moves, expanded) for plan in plans}
     site = Site(graph, match, attention, mapping, (), None, choose(times), times, whole=whole)
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
@@ -323,10 +324,14 @@ def _check_resolved(fusion: Fusion) -> None:
 
 
 def _attention_times(
-    attention: Attention, mapping: AxisMapping, plan: AttentionPlan, moves: int, expanded: Sequence[Tensor]
+    attention: Attention, mapping: AxisMapping, plan: AttentionPlan, steps: int, moves: int, expanded: Sequence[Tensor]
 ) -> tuple[Times, ...]:
-    """Microseconds of the kernel and of the nodes, each of whose steps is one between the products."""
-    pairs = estimates(attention, mapping, plan, len(attention.steps), moves, expanded)
+    """Microseconds of the kernel and of the nodes.
+
+    Each of its steps is a node between the products; of a maximum or a sum of rows that is written down, what reads it
+    is one more.
+    """
+    pairs = estimates(attention, mapping, plan, steps, moves, expanded)
     return tuple({Strategy.ONE_KERNEL: own, Strategy.LEFT_ALONE: stock} for own, stock in pairs)
 
 

@@ -37,11 +37,13 @@ from onnxfuse.patterns.probability_guard import NUMBERS, guard_of, masked_again
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.row_shift import shift_of
+from onnxfuse.patterns.softmax_forms import Softmax, softmax_of
 from onnxfuse.patterns.told_shapes import told_shape
 from onnxfuse.patterns.view_ops import VIEWS
 from onnxfuse.patterns.views import Dim, ends_in_columns
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
+NO_MAXIMUM = "its exponentials are of scores from which no maximum of their row is subtracted"
 CUT = "a part of its probabilities is multiplied: what stands beside the keys' scores, as a sink, no kernel knows"
 MAX_BEHIND = 8  # steps from a softmax to the product of it
 Lowered = tuple[Match, Fusion]
@@ -73,7 +75,7 @@ class Candidate:
     """
 
     products: tuple[gs.Node, ...]
-    softmax: gs.Node
+    softmax: Softmax
     behind: tuple[gs.Node, ...]
     second: gs.Node
     guarded: bool
@@ -83,32 +85,31 @@ class Candidate:
 
 def candidates(graph: Graph) -> Iterator[Candidate]:
     """Every softmax of a scope that a product reads and a product feeds, the last one first."""
-    for node in reversed(graph.nodes):
-        if node.op == "Softmax" and node.domain in (None, "", "ai.onnx"):
-            behind = _behind(graph, node)
-            products = tuple(_products_before(graph, node)) if behind is not None else ()
-            if behind is not None and products:
-                yield replace(behind, products=products)
+    for softmax in filter(None, (softmax_of(graph, node) for node in reversed(graph.nodes))):
+        behind = _behind(graph, softmax)
+        products = tuple(_products_before(graph, softmax)) if behind is not None else ()
+        if behind is not None and products:
+            yield replace(behind, products=products)
 
 
-def _behind(graph: Graph, softmax: gs.Node) -> Candidate | None:
+def _behind(graph: Graph, softmax: Softmax) -> Candidate | None:
     """What follows a softmax as far as a product of it; None where there is none."""
-    value, nodes, guarded, masked = softmax.outputs[0], list[gs.Node](), False, False
+    value, nodes, guarded, masked = softmax.last.outputs[0], list[gs.Node](), False, False
     refusal: NotFusable | None = None
     for _ in range(MAX_BEHIND):
-        guard, passed = guard_of(graph, value) or masked_again(graph, softmax, value), _reader(graph, value)
+        guard, passed = guard_of(graph, value) or masked_again(graph, softmax.scores, value), _reader(graph, value)
         if guard is not None and (guard.is_alone or passed is None):
-            refusal = refusal or (None if guard.is_alone else _is_read_beside(softmax, value))
+            refusal = refusal or (None if guard.is_alone else _is_read_beside(softmax.last, value))
             value, guarded, masked = guard.value, guarded or guard.clears, masked or guard.masks
             nodes += guard.nodes
             continue
         if passed is None:
             passed = next((reader for reader in value.outputs if qualified_op(reader) == "Slice"), None)
-            refusal = refusal or _no_kernel(softmax, CUT)
+            refusal = refusal or _no_kernel(softmax.last, CUT)
         if passed is None:
             return None
         if [reader for reader in value.outputs if reader.op != "Shape"] != [passed] or graph.is_escaping(value.name):
-            refusal = refusal or _is_read_beside(softmax, value)
+            refusal = refusal or _is_read_beside(softmax.last, value)
         if is_anchor(graph, passed):
             return Candidate((), softmax, tuple(nodes), passed, guarded, masked, refusal)
         value = passed.outputs[0]
@@ -133,9 +134,9 @@ def _multiplies_first(graph: Graph, node: gs.Node, value: gs.Tensor) -> bool:
     return bool(is_anchor(graph, node) and node.op != "Conv" and node.inputs[0] is value)
 
 
-def _products_before(graph: Graph, softmax: gs.Node) -> Iterator[gs.Node]:
+def _products_before(graph: Graph, softmax: Softmax) -> Iterator[gs.Node]:
     """The products that pointwise nodes lead to a softmax from."""
-    queue, seen = [softmax.inputs[0]], set[int]()
+    queue, seen = [softmax.scores], set[int]()
     for tensor in queue:
         for maker in tensor.inputs:
             if graph.index(maker) in seen or len(seen) >= MAX_BETWEEN:
@@ -169,6 +170,8 @@ class Attentions:
         """
         if candidate.refusal is not None:
             raise candidate.refusal
+        if candidate.softmax.is_spelled_out and not shift_of(self.graph, candidate.softmax.scores):
+            raise _no_kernel(candidate.softmax.first, NO_MAXIMUM)
         _check_axis(self.graph, candidate.softmax)
         _check_types(self.graph, candidate)
         (first, scores), seconds = self._products(candidate, product)
@@ -181,7 +184,7 @@ class Attentions:
                 yield self._attention(candidate, (expanded, self._lowered(expanded)), end)
 
     def _attention(self, candidate: Candidate, first: Lowered, second: Lowered) -> tuple[Match, Attention]:
-        scores = _without_masked(candidate.softmax, first[1]) if candidate.masked else first[1]
+        scores = _without_masked(candidate.softmax.first, first[1]) if candidate.masked else first[1]
         attention = join(scores, second[1], candidate.guarded)
         attention = replace(attention, diagonal=diagonal_of(self.graph, attention))
         return self._joined(candidate, first[0], second[0], attention), attention
@@ -196,9 +199,9 @@ class Attentions:
                 break
         return first, chain((furthest,), seconds)
 
-    def _scores(self, softmax: gs.Node, product: gs.Node, computed: tuple[str, ...]) -> Lowered:
+    def _scores(self, softmax: Softmax, product: gs.Node, computed: tuple[str, ...]) -> Lowered:
         """The fusion from the first product to what the softmax is of."""
-        value, grown = softmax.inputs[0], self._grown(product, computed, softmax)
+        value, grown = softmax.scores, self._grown(product, computed, softmax)
         position = _position(grown, softmax, product)
         partition = Partition(grown, self.points)
         match = partition.closed(grown.needs[position], partition.live.values[position][0])
@@ -210,9 +213,11 @@ class Attentions:
         view = match.live_outs[0].view
         if match.columns == 1:
             keys = (self.graph.shape(value.name) or (1,))[-1]
-            raise _no_kernel(softmax, ONE_KEY if keys == 1 else "its scores are one column of a product, and no keys")
+            raise _no_kernel(
+                softmax.first, ONE_KEY if keys == 1 else "its scores are one column of a product, and no keys"
+            )
         if not ends_in_columns(view) or not _is_whole(match):
-            raise OtherScores(softmax)
+            raise OtherScores(softmax.first)
         return match, self._lowered(match)
 
     def _sums(self, product: gs.Node, computed: tuple[str, ...]) -> Iterator[Lowered]:
@@ -249,7 +254,7 @@ class Attentions:
                 found.append(end)
         return found
 
-    def _grown(self, node: gs.Node, computed: tuple[str, ...], softmax: gs.Node | None = None) -> GrownRegion:
+    def _grown(self, node: gs.Node, computed: tuple[str, ...], softmax: Softmax | None = None) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns; the scores of a softmax."""
         # Batches may lie apart: they are heads.
         if node.op not in ("MatMul", "Einsum") or self.rounds:
@@ -259,7 +264,7 @@ class Attentions:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
             product = read_product(self.graph, node, through_views=False)
-        shift = shift_of(self.graph, softmax) if softmax is not None and not self.rounds else ()
+        shift = shift_of(self.graph, softmax.scores) if softmax is not None and not self.rounds else ()
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, softmax is not None, shift)
         if grown.refused:
             raise grown.refused[0][1]
@@ -271,14 +276,16 @@ class Attentions:
 
     def _joined(self, candidate: Candidate, first: Match, second: Match, attention: Attention) -> Match:
         """Both matches and what lies between as one."""
-        between = [self.graph.index(node) for node in (candidate.softmax, *candidate.behind)]
+        ends = (candidate.softmax.first, candidate.softmax.last, *candidate.behind)
+        inner = (*candidate.softmax.nodes, *candidate.behind)
+        between = {self.graph.index(node) for node in inner}
         nodes = {*first.nodes, *between, *second.nodes}
         shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
         spared = only_feeding(self.graph, [index for index in nodes if index in shapes])
-        told = dict(self._told(first.products[0], between))
-        for node in (candidate.softmax, *candidate.behind):
+        told = dict(self._told(first.products[0], ends))
+        for node in inner:
             if any(self.graph.index(reader) not in nodes | spared | told.keys() for reader in node.outputs[0].outputs):
-                raise _is_read_beside(candidate.softmax, node.outputs[0])
+                raise _is_read_beside(candidate.softmax.last, node.outputs[0])
         match = replace(
             second,
             products=(*first.products, *second.products),
@@ -292,9 +299,9 @@ class Attentions:
         )
         return self.points.placed(match)
 
-    def _told(self, product: Product, between: Iterable[int]) -> Iterator[tuple[int, ToldShape]]:
+    def _told(self, product: Product, nodes: Iterable[gs.Node]) -> Iterator[tuple[int, ToldShape]]:
         """What takes the place of Shapes of probabilities: they are as large as the scores, whoever reads them."""
-        for value in (self.graph.nodes[index].outputs[0] for index in between):
+        for value in (node.outputs[0] for node in nodes):
             sizes = self.graph.shape(value.name)
             for reader in value.outputs:
                 told = None if sizes is None else told_shape(self.graph, product, reader, sizes)
@@ -311,13 +318,13 @@ def _without_masked(softmax: gs.Node, scores: Fusion) -> Fusion:
     return replace(scores, steps=(*before, replace(last, inputs=inputs)))
 
 
-def _position(grown: GrownRegion, softmax: gs.Node, product: gs.Node) -> int:
+def _position(grown: GrownRegion, softmax: Softmax, product: gs.Node) -> int:
     """Where what the softmax is of stands in what has grown."""
-    maker = softmax.inputs[0].inputs[0]
+    maker = softmax.scores.inputs[0]
     for position, node in enumerate(grown.nodes):
         if node is maker:
             return position
-    stops = [stop.refusal for stop in grown.stops if stop.refusal.node != node_label(softmax)]
+    stops = [stop.refusal for stop in grown.stops if stop.refusal.node != node_label(softmax.first)]
     raise stops[0] if stops else _no_kernel(product, "no pointwise nodes lead from the product to the softmax")
 
 
@@ -335,15 +342,17 @@ def _score_is_read(value: gs.Tensor, by: str) -> NotFusable:
     return NotFusable("score_is_read", node_label(value.inputs[0]), detail)
 
 
-def _check_axis(graph: Graph, softmax: gs.Node) -> None:
-    shape = graph.shape(softmax.inputs[0].name)
-    axis = int(softmax.attrs.get("axis", -1 if graph.opset >= LAST_AXIS_OPSET else 1))
+def _check_axis(graph: Graph, softmax: Softmax) -> None:
+    if softmax.is_spelled_out:  # over the last one, as its forms are
+        return
+    shape = graph.shape(softmax.scores.name)
+    axis = int(softmax.first.attrs.get("axis", -1 if graph.opset >= LAST_AXIS_OPSET else 1))
     if shape is None or axis % max(len(shape), 1) != len(shape) - 1:
-        raise _no_kernel(softmax, f"the softmax is along axis {axis}, which is not known to be the last")
+        raise _no_kernel(softmax.first, f"the softmax is along axis {axis}, which is not known to be the last")
 
 
 def _check_types(graph: Graph, candidate: Candidate) -> None:
-    for node in (candidate.softmax, *candidate.behind):
+    for node in (*candidate.softmax.nodes, *candidate.behind):
         for tensor in node.outputs:
             if graph.dtype(tensor.name) not in (TensorProto.BOOL, *NUMBERS):
                 raise _no_kernel(node, f"makes {element_text(graph.dtype(tensor.name))}")

@@ -218,7 +218,7 @@ class Search(Generic[SiteT]):
             try:
                 return self._made_attention(attentions, candidate, product)
             except NotFusable as refusal:
-                refused.append(Apart(candidate.softmax, product, refusal))
+                refused.append(Apart(candidate.softmax.first, product, refusal))
         return min(refused, key=lambda apart: isinstance(apart.refusal, OtherScores))
 
     def _made_attention(self, attentions: Attentions, candidate: Candidate, product: gs.Node) -> Found[SiteT]:

@@ -90,15 +90,15 @@ class Filled:
     number: float
 
 
-def masked_again(graph: Graph, softmax: gs.Node, probabilities: gs.Tensor) -> Guard | None:
+def masked_again(graph: Graph, of: gs.Tensor, probabilities: gs.Tensor) -> Guard | None:
     """The Where that makes zeros of what a mask took before the softmax; None where there is none."""
     readers = [reader for reader in probabilities.outputs if reader.op != "Shape"]
-    if len(readers) != 1 or len(softmax.inputs[0].inputs) != 1 or graph.is_escaping(probabilities.name):
+    if len(readers) != 1 or len(of.inputs) != 1 or graph.is_escaping(probabilities.name):
         return None
-    scores, zeros = _filled(graph, softmax.inputs[0].inputs[0]), _filled(graph, readers[0])
+    scores, zeros = _filled(graph, of.inputs[0]), _filled(graph, readers[0])
     if scores is None or zeros is None or scores.mask != zeros.mask or zeros.number != 0:
         return None
-    if scores.number > LOWEST.get(graph.dtype(softmax.inputs[0].name) or 0, -np.inf):
+    if scores.number > LOWEST.get(graph.dtype(of.name) or 0, -np.inf):
         return None
     own = tuple(cast for cast in zeros.casts if cast not in scores.casts)
     return Guard((*reversed(own), readers[0]), readers[0].outputs[0], clears=True, is_alone=True, masks=True)

@@ -18,9 +18,14 @@ VIEWS = frozenset({"Reshape", "Unsqueeze"})  # of a maximum, to the rank of what
 Nodes = tuple[gs.Node, ...]
 
 
-def shift_of(graph: Graph, softmax: gs.Node) -> Nodes:
-    """The nodes that make the maximum of each row and subtract it, the difference last; none where nobody does."""
-    value = softmax.inputs[0]
+def shift_of(graph: Graph, scores: gs.Tensor) -> Nodes:
+    """The nodes that make the maximum of each row and subtract it, the difference last; none where nobody does.
+
+    Args:
+        graph: the scope.
+        scores: what a softmax is of.
+    """
+    value = scores
     for _ in range(MAX_NODES):
         node = _only_maker(graph, value)
         if node is not None and qualified_op(node) == "Sub":

@@ -1,0 +1,112 @@
+"""Softmaxes over the last axis: the op, or the exponentials of rows over their sums, as JAX's primitives write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import F32
+from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.operators import qualified_op
+from onnxfuse.patterns.row_shift import CASTS, VIEWS, reduced_axes
+
+MAX_NODES = 8  # from the exponentials to the reciprocal of their sum
+HANDED_ON = CASTS | VIEWS
+INVERSES = frozenset({"Reciprocal", "Div"})
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The nodes that make probabilities of scores, in an order in which they run."""
+
+    nodes: tuple[gs.Node, ...]
+
+    @property
+    def first(self) -> gs.Node:
+        """That which reads the scores."""
+        return self.nodes[0]
+
+    @property
+    def last(self) -> gs.Node:
+        """That which makes the probabilities."""
+        return self.nodes[-1]
+
+    @property
+    def scores(self) -> gs.Tensor:
+        """What it is of."""
+        return self.first.inputs[0]
+
+    @property
+    def is_spelled_out(self) -> bool:
+        """Whether it is no op of its own."""
+        return len(self.nodes) > 1
+
+
+def softmax_of(graph: Graph, node: gs.Node) -> Softmax | None:
+    """The softmax whose first node this is; None where it is of none."""
+    if qualified_op(node) == "Softmax":
+        return Softmax((node,))
+    return next(_spelled_out(graph, node), None) if qualified_op(node) == "Exp" else None
+
+
+def _spelled_out(graph: Graph, exp: gs.Node) -> Iterator[Softmax]:
+    """Exponentials that two nodes read: one to add them up, the other to divide them by their sum."""
+    powers = exp.outputs[0]
+    readers = _readers(powers)
+    if len(readers) != 2 or graph.is_escaping(powers.name):
+        return
+    for start, last in (readers, readers[::-1]):
+        way = _way(graph, start, last)
+        if way and _are_sums(graph, powers, way) and _divides(powers, way, last):
+            yield Softmax((exp, *way, last))
+
+
+def _readers(value: gs.Tensor) -> list[gs.Node]:
+    """But for those that ask how large it is."""
+    return [reader for reader in value.outputs if reader.op != "Shape"]
+
+
+def _way(graph: Graph, start: gs.Node, last: gs.Node) -> list[gs.Node]:
+    """The nodes from one to another, of which nobody else reads what they make; none where there is no such way."""
+    way = [start]
+    while len(way) < MAX_NODES:
+        value = way[-1].outputs[0]
+        readers = _readers(value)
+        if len(readers) != 1 or graph.is_escaping(value.name):
+            break
+        if readers[0] is last:
+            return way
+        way.append(readers[0])
+    return []
+
+
+def _are_sums(graph: Graph, powers: gs.Tensor, way: list[gs.Node]) -> bool:
+    """Whether nodes add up rows, or make the reciprocals of such sums, and nothing else but hand them on."""
+    ops = [qualified_op(node) for node in way]
+    shape = graph.shape(powers.name)
+    if ops.count("ReduceSum") != 1 or shape is None or graph.shape(way[-1].outputs[0].name) != (*shape[:-1], 1):
+        return False
+    types = {graph.dtype(node.outputs[0].name) for node in way}
+    place = ops.index("ReduceSum")
+    behind = [node for node in way[place + 1 :] if qualified_op(node) not in HANDED_ON]
+    inverted = not behind or (len(behind) == 1 and _inverts(graph, behind[0]))
+    of_rows = reduced_axes(graph, way[place]) in ([-1], [len(shape) - 1])
+    return {*ops[:place]} <= CASTS and inverted and of_rows and types <= {graph.dtype(powers.name), F32.onnx}
+
+
+def _inverts(graph: Graph, node: gs.Node) -> bool:
+    """Whether a node makes the reciprocal of what it reads."""
+    if qualified_op(node) == "Reciprocal":
+        return True
+    known = graph.known_value(node.inputs[0]) if qualified_op(node) == "Div" else None
+    return known is not None and known.size == 1 and known.dtype != object and float(known.item()) == 1
+
+
+def _divides(powers: gs.Tensor, way: list[gs.Node], last: gs.Node) -> bool:
+    """Whether the last node has exponentials over their sums."""
+    total = way[-1].outputs[0]
+    if any(qualified_op(node) in INVERSES for node in way):
+        return qualified_op(last) == "Mul" and {*map(id, last.inputs)} == {id(powers), id(total)}
+    return qualified_op(last) == "Div" and last.inputs[0] is powers and last.inputs[1] is total
