@@ -13,11 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.thinning import Taken, is_taken
 
-settings.register_profile("nightly", max_examples=2000)
+# How long an input takes to draw says how busy the machine is, not that a strategy is wrong.
+settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nightly", settings.get_profile("any machine"), max_examples=2000)
+settings.load_profile("any machine")
 
 
 @functools.cache

@@ -180,18 +180,23 @@ def test_candidates_need_no_local_memory(arch: str, taken: Taken) -> None:
 
 @pytest.mark.parametrize("rhs", ["n k", "k n"])
 @pytest.mark.parametrize(
-    ("arch", "parts", "n", "k"),
+    ("arch", "parts", "n", "k", "rows"),
     [
-        ("sm_80", 1, 1024, 4096), ("sm_80", 2, 1280, 320), ("sm_80", 1, 4096, 4096),
-        ("sm_90a", 1, 4096, 4096),
+        ("sm_80", 1, 1024, 4096, 16), ("sm_80", 2, 1280, 320, 16), ("sm_80", 1, 4096, 4096, 16),
+        ("sm_90a", 1, 4096, 4096, 8),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("dtype", "exact"), [(F16, False), (F32, False), (F32, True)])
-def test_few_rows_get_the_kernel_for_them(arch: str, rhs: str, parts: int, n: int, k: int, dtype, exact: bool) -> None:
-    """With smaller weights sm_90a's own tiles of 64 rows are as fast; with larger ones all wait for memory."""
+def test_few_rows_get_the_kernel_for_them(
+    arch: str, rhs: str, parts: int, n: int, k: int, rows: int, dtype, exact: bool
+) -> None:
+    """With smaller weights sm_90a's own tiles of 64 rows are as fast; with larger ones all wait for memory.
+
+    So they are from nine rows on: 14 rows of 8192 -> 4096 [k, n] 21.2 us, by the kernel for few rows 21.5.
+    """
     plan = planned(ARCHITECTURES[arch], parts=parts, n=n, k=k, rhs=rhs, dtype=dtype, exact=exact)
     assert plan.variants[0].family is SMALL_M
-    assert plan.variants[0].max_m >= 16
+    assert plan.variants[0].max_m >= rows
     assert all(variant.family is not SMALL_M for variant in plan.variants if variant.max_m > 256)
 
 

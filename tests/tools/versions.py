@@ -120,6 +120,7 @@ def build_wheel(folder: Path) -> Path:
         "onnxfuse/py.typed",
         "onnxfuse/runtime/_bridge/libonnxfuse.so",
         "onnxfuse/kernels/cuda/common/arguments.cuh",
+        "onnxfuse/schedule/calibration/sm_90a.npz",
     ):
         assert name in names, f"{name} is not in {wheel.name}"
     assert not any(name.endswith((".cc", ".h")) or name.startswith("tests/") for name in names), names
