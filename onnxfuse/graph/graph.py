@@ -301,6 +301,11 @@ def _signature(value: onnx.ValueInfoProto) -> Signature:
     return value.name, tensor.elem_type, dims
 
 
+def element_readers(value: gs.Tensor) -> list[gs.Node]:
+    """The nodes that read a value's elements: all of its readers but those that ask how large it is."""
+    return [reader for reader in value.outputs if reader.op != "Shape"]
+
+
 def node_label(node: gs.Node) -> str:
     """A node's name, or its first output's where it has none."""
     return str(node.name or (node.outputs[0].name if node.outputs else node.op))

@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import OWN, FallbackShape
-from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.graph.graph import Graph, element_readers, node_label
 from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.value_types import element_text
@@ -108,7 +108,7 @@ def _behind(graph: Graph, softmax: Softmax) -> Candidate | None:
             refusal = refusal or _no_kernel(softmax.last, CUT)
         if passed is None:
             return None
-        if [reader for reader in value.outputs if reader.op != "Shape"] != [passed] or graph.is_escaping(value.name):
+        if element_readers(value) != [passed] or graph.is_escaping(value.name):
             refusal = refusal or _is_read_beside(softmax.last, value)
         if is_anchor(graph, passed):
             return Candidate((), softmax, tuple(nodes), passed, guarded, masked, refusal)
@@ -119,7 +119,7 @@ def _behind(graph: Graph, softmax: Softmax) -> Candidate | None:
 
 def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
     """The product of a probability, or a node that hands it on to one: a Cast, a view."""
-    readers = [reader for reader in value.outputs if reader.op != "Shape"]
+    readers = element_readers(value)
     second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
     handed = (reader for reader in readers if qualified_op(reader) in ("Cast", "Identity", *VIEWS))
     return second or next(handed, None)
@@ -278,8 +278,7 @@ class Attentions:
         """Both matches and what lies between as one."""
         ends = (candidate.softmax.first, candidate.softmax.last, *candidate.behind)
         inner = (*candidate.softmax.nodes, *candidate.behind)
-        between = {self.graph.index(node) for node in inner}
-        nodes = {*first.nodes, *between, *second.nodes}
+        nodes = {*first.nodes, *map(self.graph.index, inner), *second.nodes}
         shapes = {index: _of_values(shape, attention, second) for index, shape in second.shapes.items()}
         spared = only_feeding(self.graph, [index for index in nodes if index in shapes])
         told = dict(self._told(first.products[0], ends))

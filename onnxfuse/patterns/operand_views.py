@@ -15,7 +15,7 @@ from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.fallback_body import FallbackShape
-from onnxfuse.graph.graph import Graph, Size, node_label
+from onnxfuse.graph.graph import Graph, Size, element_readers, node_label
 from onnxfuse.graph.operators import PRODUCTS, qualified_op
 from onnxfuse.patterns.fallback_shape import Base, fallback_shape
 from onnxfuse.patterns.view_ops import INPUT_VIEWS, viewed
@@ -184,7 +184,7 @@ def _viewed(graph: Graph, node: gs.Node) -> gs.Tensor:
 
 def _feeds_only(graph: Graph, tensor: gs.Tensor, view: gs.Node | None) -> bool:
     """Whether nobody reads a value but one view or products; what reads its shape dies with them."""
-    readers = [reader for reader in tensor.outputs if reader.op != "Shape"]
+    readers = element_readers(tensor)
     expected = (reader is view or (view is None and _multiplies(reader)) for reader in readers)
     return all(expected) and not graph.is_escaping(tensor.name)
 

@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 from onnx import TensorProto
 
 from onnxfuse.dtypes import BF16, F16, F32, FLOATS_BY_ONNX
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import Graph, element_readers
 from onnxfuse.graph.operators import qualified_op
 
 MAX_NODES = 32
@@ -92,7 +92,7 @@ class Filled:
 
 def masked_again(graph: Graph, of: gs.Tensor, probabilities: gs.Tensor) -> Guard | None:
     """The Where that makes zeros of what a mask took before the softmax; None where there is none."""
-    readers = [reader for reader in probabilities.outputs if reader.op != "Shape"]
+    readers = element_readers(probabilities)
     if len(readers) != 1 or len(of.inputs) != 1 or graph.is_escaping(probabilities.name):
         return None
     scores, zeros = _filled(graph, of.inputs[0]), _filled(graph, readers[0])

@@ -350,9 +350,10 @@ def _splits_channels(conv: gs.Node) -> bool:
 
 def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labels:
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
-    views = (rhs_view, lhs_view) if _is_turned(graph, node) else (lhs_view, rhs_view)
+    turned = _has_columns_first(graph, node)
+    views = (rhs_view, lhs_view) if turned else (lhs_view, rhs_view)
     terms, out = einsum_labels(str(node.attrs.get("equation", "")), tuple(map(len, views)))
-    lhs, rhs = terms[::-1] if _is_turned(graph, node) else terms
+    lhs, rhs = terms[::-1] if turned else terms
     summed = (set(lhs) | set(rhs)) - set(out)
     known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
     ranks = (len(lhs), len(rhs)) == (len(lhs_view), len(rhs_view))

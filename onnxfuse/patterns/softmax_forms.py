@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import F32
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import Graph, element_readers
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.patterns.normalisation_forms import number
 from onnxfuse.patterns.row_shift import CASTS, VIEWS, reduced_axes
 
 MAX_NODES = 8  # from the exponentials to the reciprocal of their sum
@@ -54,7 +55,7 @@ def softmax_of(graph: Graph, node: gs.Node) -> Softmax | None:
 def _spelled_out(graph: Graph, exp: gs.Node) -> Iterator[Softmax]:
     """Exponentials that two nodes read: one to add them up, the other to divide them by their sum."""
     powers = exp.outputs[0]
-    readers = _readers(powers)
+    readers = element_readers(powers)
     if len(readers) != 2 or graph.is_escaping(powers.name):
         return
     for start, last in (readers, readers[::-1]):
@@ -63,17 +64,12 @@ def _spelled_out(graph: Graph, exp: gs.Node) -> Iterator[Softmax]:
             yield Softmax((exp, *way, last))
 
 
-def _readers(value: gs.Tensor) -> list[gs.Node]:
-    """But for those that ask how large it is."""
-    return [reader for reader in value.outputs if reader.op != "Shape"]
-
-
 def _way(graph: Graph, start: gs.Node, last: gs.Node) -> list[gs.Node]:
     """The nodes from one to another, of which nobody else reads what they make; none where there is no such way."""
     way = [start]
     while len(way) < MAX_NODES:
         value = way[-1].outputs[0]
-        readers = _readers(value)
+        readers = element_readers(value)
         if len(readers) != 1 or graph.is_escaping(value.name):
             break
         if readers[0] is last:
@@ -100,8 +96,7 @@ def _inverts(graph: Graph, node: gs.Node) -> bool:
     """Whether a node makes the reciprocal of what it reads."""
     if qualified_op(node) == "Reciprocal":
         return True
-    known = graph.known_value(node.inputs[0]) if qualified_op(node) == "Div" else None
-    return known is not None and known.size == 1 and known.dtype != object and float(known.item()) == 1
+    return qualified_op(node) == "Div" and number(graph, node.inputs[0]) == 1
 
 
 def _divides(powers: gs.Tensor, way: list[gs.Node], last: gs.Node) -> bool:

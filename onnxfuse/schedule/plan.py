@@ -141,7 +141,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     if sizes is None or sizes.known is not None:
         (measured,) = times.values()
         return replan(plan, min(candidates, key=lambda entry: measured.get(str(entry.tile), math.inf)))
-    names = {str(tile) for tile in {variant.tile for variant in plan.variants}}.union(*times.values())
+    names = {str(variant.tile) for variant in plan.variants}.union(*times.values())
     worth = [entry for entry in candidates if str(entry.tile) in names]
     estimates = _pricing(base, worth, sizes, plan.device)
     corrections = {

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto
 
-from tests.helpers.attention_graphs import SIZES, feeds, merged, number, scores
-from tests.helpers.onnx_build import FLOAT, Builder, run
-from tests.helpers.reference_attention import evaluate_attention
-from tests.patterns.test_row_shift import KEYS, ROWS, analysed
-from tests.tools.sweep import rewritten
+from tests.helpers.attention_graphs import merged, number, scores
+from tests.helpers.onnx_build import FLOAT, Builder
+from tests.patterns.test_row_shift import ROWS, analysed, attends_as_before
 
 Probabilities = Callable[[Builder, str], str]
 
@@ -114,12 +111,7 @@ def model_of(form: Probabilities) -> ModelProto:
 
 @pytest.mark.parametrize("form", SOFTMAXES, ids=lambda form: form.__name__)
 def test_exponentials_over_their_sums_are_a_softmax(form: Probabilities) -> None:
-    model = model_of(form)
-    analysis, (attention,) = analysed(model)
-    feed = feeds(model, SIZES | KEYS)
-    (expected,) = run(model, feed)
-    np.testing.assert_allclose(evaluate_attention(attention, feed), expected.astype(np.float64), rtol=2**-8, atol=2**-8)
-    assert run(rewritten(analysis), feed)[0].tobytes() == expected.tobytes()
+    attends_as_before(model_of(form), 2**-8)
 
 
 @pytest.mark.parametrize("form", OTHERS, ids=lambda form: form.__name__)

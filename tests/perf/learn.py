@@ -162,9 +162,9 @@ class Lesson:
 
 
 def _lesson(known: Timings, inputs: NDArray[np.float32], places: NDArray[np.intp]) -> Lesson:
-    times = known.times[places]
-    estimates, excess = np.log(known.estimates[places]), times / times.min() - 1
-    wanted = SHARPER * known.left[places]
+    times, us = known.times[places], known.estimates[places]
+    estimates, excess = np.log(us), times / times.min() - 1
+    wanted = SHARPER * np.log(times / us).astype(np.float32)
     return Lesson(inputs[places], wanted, estimates.astype(np.float32), excess.astype(np.float32), np.zeros(1, np.intp))
 
 

@@ -42,6 +42,7 @@ STREAMS = (
     (1000, FLOAT),
     (0, BFLOAT16),
 )  # added to a seed, of which elements
+# Width of a transformer and of its MLP, which may be of two parts.
 LAYERS = (
     (2048, 5632), (2048, 8192), (2560, 6912), (3072, 8192), (3584, 18944), (4096, 11008), (4096, 14336), (5120, 13824),
     (320, 1280), (640, 2560), (768, 3072), (1024, 4096), (1152, 4304), (1280, 5120),
