@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -279,9 +278,8 @@ def other(node: gs.Node, tensor: gs.Tensor) -> gs.Tensor:
 def number(graph: Graph, tensor: gs.Tensor) -> float | None:
     """A number that is known before the run."""
     known = graph.known_value(tensor)
-    if known is None or known.size != 1 or not isinstance(known.flat[0], (int, float, np.number)):
-        return None
-    return float(known.flat[0])
+    entry = known.item() if known is not None and known.size == 1 else None  # Python's own, of bfloat16 too
+    return float(entry) if isinstance(entry, (int, float)) else None
 
 
 def _is_square(graph: Graph, node: gs.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import Analysis, analyse_model
 from onnxfuse.selection import Selection
 from tests.helpers.matching import draw
-from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder
 from tests.tools import sweep
 
 N = 48
@@ -210,6 +211,16 @@ def test_a_form_is_one_kernel_and_has_the_bits_of_the_model(form: Callable[..., 
     assert [node.op_type for node in fused.graph.node if node.op_type != "Add"] == ["FusedPointwise_0"]
     x = draw(2, 5, N).astype(helper.tensor_dtype_to_np_dtype(dtype))
     assert not sweep.difference(model, fused, [{"x": x}])
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form is not pooled], ids=lambda form: form.__name__)
+def test_a_form_in_bf16_is_that_in_fp16(form: Callable[..., str]) -> None:
+    """Where ONNX has its ops in bf16, a pool not. Epsilon is rounded in both, below the normal numbers of fp16."""
+    (_, brain), (_, half) = (the_norm(model_of(form, dtype)) for dtype in (BFLOAT16, FLOAT16))
+    assert abs(brain.epsilon - half.epsilon) <= 2**-9 * half.epsilon + 2**-25
+    assert {tensor.dtype.name for tensor in (*brain.inputs, *brain.outputs)} == {"bf16"}
+    same = replace(brain, epsilon=half.epsilon)
+    assert str(same).replace("bf16", "f16") == str(half)
 
 
 def test_it_reads_as_what_it_is() -> None:
