@@ -1,6 +1,6 @@
 """Sessions of ONNX Runtime on the CPU with the bridge registered; each case runs in a process of its own.
 
-    python -m tests.helpers.bridge_session CASE LIBRARY
+    python -m tests.helpers.bridge_session CASE[,CASE...] LIBRARY
 
 The CUDA driver is whatever libcuda.so.1 the process finds: none, or the stand-in of fake_libcuda.cc, which computes on
 the CPU. Test hooks give the op to the CPU provider, so that the runtime calls every entry point of the bridge for real.
@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import onnx
@@ -617,8 +619,29 @@ def cache() -> None:
         assert (arguments.batch, arguments.n, arguments.k) == (2, ROOM, 7)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The cases, each in a copy of this process: imports take longer than most of them."""
+    global LIBRARY
     LIBRARY = sys.argv[2]
-    globals()[sys.argv[1]]()
-    sys.stdout.flush()
-    os._exit(0)
+    for case in sys.argv[1].split(","):
+        if (child := os.fork()) == 0:
+            run_case(globals()[case])
+        assert os.waitpid(child, 0)[1] == 0, case
+
+
+def run_case(case: Callable[[], None]) -> NoReturn:
+    """End the process with the case: what it has left behind is not taken down."""
+    code = 1
+    try:
+        case()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

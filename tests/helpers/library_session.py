@@ -262,8 +262,11 @@ def sixteen_bit() -> None:
         assert call.d.pitch == 2 * N
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """One case."""
     bridge_session.LIBRARY = sys.argv[2]
-    globals()[sys.argv[1]]()
-    sys.stdout.flush()
-    os._exit(0)
+    bridge_session.run_case(globals()[sys.argv[1]])
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from tests.conftest import has_gpu
 from tests.graph.test_archive import RECORD, records
 from tests.helpers.bridge_build import ROOT, bridge_library, fake_driver_folder
 from tests.helpers.bridge_hooks import Arguments, BridgeError, Node, Outer, Tensor, bridge
+from tests.helpers.many_commands import run_helper
 from tests.tools.fuzz_archive import flags
 
 GATE = Node(
@@ -714,11 +714,8 @@ def test_session(case: str, driver: Mapping[str, str] | None) -> None:
     """A real session of ONNX Runtime; over the stand-in for the CUDA driver, or over none."""
     if driver is None and has_gpu():
         pytest.skip("this machine has a CUDA driver")
-    environment = dict(os.environ)
-    if driver is not None:
-        environment |= {**driver, "LD_LIBRARY_PATH": str(fake_driver_folder())}
-    command = [sys.executable, "-m", "tests.helpers.bridge_session", case, str(bridge_library())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=ROOT)
+    environment = {} if driver is None else {**driver, "LD_LIBRARY_PATH": str(fake_driver_folder())}
+    done = run_helper("tests.helpers.bridge_session", case, bridge_library(), **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

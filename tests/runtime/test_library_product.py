@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from onnxfuse.graph.archive import Library, pack
-from tests.helpers.bridge_build import ROOT, bridge_library, fake_cublaslt, fake_driver_folder
+from tests.helpers.bridge_build import bridge_library, fake_cublaslt, fake_driver_folder
 from tests.helpers.bridge_hooks import Arguments, Matrix, Node, Tensor, bridge
+from tests.helpers.many_commands import run_helper
 from tests.tools.fuzz_archive import RECORD
 
 BYTES = {Library.F16: 2, Library.BF16: 2, Library.TF32: 4}
@@ -187,7 +185,6 @@ CASES_IN_A_PROCESS = (
 @pytest.mark.parametrize("name", CASES_IN_A_PROCESS)
 def test_session(name: str) -> None:
     """A real session of ONNX Runtime over the stand-ins for the driver and the library."""
-    command = [sys.executable, "-m", "tests.helpers.library_session", name, str(bridge_library()), str(fake_cublaslt())]
-    environment = os.environ | {"LD_LIBRARY_PATH": str(fake_driver_folder())}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300, cwd=ROOT)
+    libraries = bridge_library(), fake_cublaslt()
+    done = run_helper("tests.helpers.library_session", name, *libraries, LD_LIBRARY_PATH=str(fake_driver_folder()))
     assert done.returncode == 0, done.stdout + done.stderr
