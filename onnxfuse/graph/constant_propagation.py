@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
-from onnx import helper
+from onnx import TensorProto, helper
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from onnxfuse.graph import symbolic
@@ -29,8 +29,13 @@ BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 MAX_ENTRIES = 64  # what a shape or a bound has at most; larger tensors are data
 
 
-def stored_value(constant: gs.Constant) -> Array:
-    """What a constant holds; bfloat16 as float32, of which onnx-graphsurgeon would warn on standard output."""
+def stored_value(constant: gs.Constant) -> Array | None:
+    """What a constant holds; bfloat16 as float32, of which onnx-graphsurgeon would warn on standard output.
+
+    None of one that a file holds: onnx-graphsurgeon looks for it where it runs, not beside the model.
+    """
+    if constant.data_location == TensorProto.EXTERNAL:
+        return None
     with G_LOGGER.suppress(G_LOGGER.ERROR):
         return np.asarray(constant.values)
 
@@ -314,8 +319,9 @@ def _constant_of_shape(node: gs.Node, values: Values, shapes: Shapes) -> Array |
     sizes = integers(values[0])
     if sizes is None or len(sizes) != 1 or sizes[0] > MAX_ENTRIES:
         return None
-    value = node.attrs.get("value")
-    return np.full(sizes, 0.0 if value is None else stored_value(value).item())
+    filled = node.attrs.get("value")
+    value = np.zeros(1) if filled is None else stored_value(filled)
+    return None if value is None else np.full(sizes, value.item())
 
 
 def _one_hot(node: gs.Node, values: Values, shapes: Shapes) -> Array | None:

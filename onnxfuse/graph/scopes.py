@@ -19,7 +19,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.graph.declared_types import inferred_types
 from onnxfuse.graph.functions import DOMAIN, FunctionKey, functions_of, inline, subgraphs, versions, walk, why_not
 from onnxfuse.graph.known_branches import Choice, take_branches
-from onnxfuse.graph.load import Model, is_large, overridable
+from onnxfuse.graph.load import Model, is_large, overridable, tensors
 from onnxfuse.graph.opened_ops import functions_and_openings
 from onnxfuse.graph.operators import known_operators
 
@@ -92,8 +92,13 @@ def skeleton_of(proto: ModelProto) -> ModelProto:
 
 
 def _drop_absent_last_inputs(node: NodeProto) -> None:
-    """An optional input with an empty name is as good as none; some rules count what a node names."""
-    while node.input and not node.input[-1]:
+    """An optional input with an empty name is as good as none; some rules count what a node names.
+
+    A Loop has two, and may name neither.
+    """
+    known = onnx.defs.has(node.op_type, node.domain)
+    least = onnx.defs.get_schema(node.op_type, node.domain).min_input if known else 0
+    while len(node.input) > least and not node.input[-1]:
         del node.input[-1]
 
 
@@ -194,10 +199,9 @@ def _infer(skeleton: ModelProto, label: str) -> ModelProto:
 
 @contextmanager
 def _out_of_files(skeleton: ModelProto) -> Iterator[None]:
-    """Leave weights of branches and bodies that lie in files no elements: the checker looks for files where it runs."""
-    branches = (branch for node in walk(skeleton.graph.node) for _, branch in subgraphs(node))
-    stored = [tensor for branch in branches for tensor in branch.initializer]
-    outside = [(tensor, tuple(tensor.dims)) for tensor in stored if tensor.data_location == TensorProto.EXTERNAL]
+    """Leave tensors that lie in files no elements, of branches, bodies and nodes: the checker looks where it runs."""
+    stored = (tensor for tensor in tensors(skeleton) if tensor.data_location == TensorProto.EXTERNAL)
+    outside = [(tensor, tuple(tensor.dims)) for tensor in stored]
     for tensor, _ in outside:
         tensor.data_location, tensor.dims[:] = TensorProto.DEFAULT, [0]
     try:

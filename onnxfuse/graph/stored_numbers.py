@@ -28,7 +28,10 @@ def _stored(graph: Graph, tensor: gs.Tensor) -> Array | None:
     maker = tensor.inputs[0] if tensor.inputs else None
     if maker is not None:
         value = maker.attrs.get("value") if maker.op == "Constant" else None
-        return stored_value(value) if isinstance(value, gs.Tensor) else None
+        if not isinstance(value, gs.Tensor):
+            return None
+        own = stored_value(value)
+        return _of_node(graph, maker) if own is None else own
     known = graph.known_value(tensor)
     # Inside a branch or a body another tensor may have the name.
     return _of_main_graph(graph, tensor.name) if known is None and not graph.scope.path else known
@@ -38,8 +41,18 @@ def _of_main_graph(graph: Graph, name: str) -> Array | None:
     proto = graph.model.proto
     fixed = graph.is_initializer(name) and name not in overridable(proto)
     initializer = next((each for each in proto.graph.initializer if each.name == name), None) if fixed else None
+    return None if initializer is None else _read_safely(graph.model, initializer)
+
+
+def _of_node(graph: Graph, constant: gs.Node) -> Array | None:
+    """What a Constant holds whose data lie in a file."""
+    (value,) = (each.t for each in graph.scope.nodes[graph.index(constant)].attribute if each.name == "value")
+    return _read_safely(graph.model, value)
+
+
+def _read_safely(model: Model, tensor: TensorProto) -> Array | None:
     try:
-        return None if initializer is None else _read(graph.model, initializer)
+        return _read(model, tensor)
     except (ModelError, ValueError):  # said where data that are missing matter
         return None
 

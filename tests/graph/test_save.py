@@ -134,6 +134,36 @@ def places(folder: Path, same_folder: bool) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("same_folder", [True, False])
+def test_external_data_of_nodes_travels(tmp_path: Path, same_folder: bool) -> None:
+    """From any working directory, of weights that are Constant nodes, in the main graph and in a function."""
+    source = tmp_path / "a" / "in.onnx"
+    target = (tmp_path / "a" if same_folder else tmp_path / "b") / "out.onnx"
+    for folder in (source.parent, target.parent):
+        folder.mkdir(exist_ok=True)
+    weights = [numpy_helper.from_array(draw(16, 16, seed=seed).astype(np.float32), f"w{seed}") for seed in range(2)]
+    layers = [
+        [
+            helper.make_node("Constant", [], [f"weight{seed}"], value=weight),
+            helper.make_node("MatMul", [x, f"weight{seed}"], [f"product{seed}"]),
+            helper.make_node("Relu", [f"product{seed}"], [made]),
+        ]
+        for seed, (x, made, weight) in enumerate(zip("xy", "yz", weights, strict=True))
+    ]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+    last = helper.make_function("own", "Last", ["y"], ["z"], layers[1], opsets)
+    layers[1] = [helper.make_node("Last", ["y"], ["z"], domain="own")]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (3, 16)) for name in "xz"]
+    graph = helper.make_graph([*layers[0], *layers[1]], "graph", values[:1], values[1:])
+    model = helper.make_model(graph, functions=[last], opset_imports=opsets, ir_version=10)
+    onnx.save(model, source, save_as_external_data=True, location="w.bin", size_threshold=0, convert_attribute=True)
+    report = onnxfuse.optimize_file(source, target, arch="ptx")
+    assert len(report.fused) == 2
+    feed = {"x": draw(3, 16, seed=9).astype(np.float32)}
+    before, after = (onnxruntime.InferenceSession(path).run(None, feed)[0] for path in (source, target))
+    assert before.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("same_folder", [True, False])
 def test_external_data_of_branches_travels(tmp_path: Path, same_folder: bool) -> None:
     """From any working directory: the file lies beside the model."""
     source, target = places(tmp_path, same_folder)

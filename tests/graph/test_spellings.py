@@ -98,6 +98,29 @@ def test_it_is_fused_as_much_and_keeps_its_bits(spelling: str) -> None:
     assert not difference(model, made, feeds)
 
 
+@pytest.mark.parametrize("named", ["trips", "condition", "both"])
+def test_a_loop_that_carries_nothing_need_not_name_both_its_inputs(named: str) -> None:
+    """Its trip count and its condition may have empty names, which still count as inputs."""
+    body = layer().graph
+    names = ("trip", "condition"), (onnx.TensorProto.INT64, onnx.TensorProto.BOOL)
+    own = [helper.make_tensor_value_info(name, dtype, ()) for name, dtype in zip(*names, strict=True)]
+    body.node.append(helper.make_node("Less", ["trip", "last"], ["again"], "again"))
+    body.initializer.append(numpy_helper.from_array(np.array(1), "last"))
+    again = helper.make_tensor_value_info("again", onnx.TensorProto.BOOL, ())
+    (x,), made = tuple(body.input), body.output[0].name
+    inner = helper.make_graph(body.node, "body", own, [again, *body.output], body.initializer)
+    known = {name: numpy_helper.from_array(np.array(value), name) for name, value in (("trips", 3), ("start", True))}
+    given = ["" if named == "condition" else "trips", "" if named == "trips" else "start"]
+    loop = helper.make_node("Loop", given, ["all"], "loop", body=inner)
+    whole = helper.make_tensor_value_info("all", onnx.TensorProto.FLOAT, [None] * 4)
+    graph = helper.make_graph([loop], made, [x], [whole], [known[name] for name in given if name])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    assert fusions(model) == fusions(layer())
+    feed = {"x": draw(2, 3, K).astype(np.float32)}
+    assert not difference(model, rewritten(analyse_model(model, resolve("sm_80", list))), [feed])
+
+
 def test_an_output_that_is_read_keeps_its_name() -> None:
     model = layer()
     with_every_output_named(model)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import onnx
 import pytest
 from onnx import numpy_helper
 
@@ -54,6 +57,21 @@ def test_a_constant_node_is_no_view() -> None:
         b = Builder(FLOAT16)
         mask = b("Constant", value=numpy_helper.from_array(added(there, -np.inf)))
         assert attention_of(b, mask).diagonal == found
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_constant_node_whose_numbers_lie_in_a_file(tmp_path: Path, found: bool) -> None:
+    """They are read beside the model, and unknown where there is no such file."""
+    b = Builder(FLOAT16)
+    mask = b("Constant", value=numpy_helper.from_array(added(band(ROWS, KEYS, None, 0), -np.inf)))
+    p = b("Softmax", b("Add", scores(b, ROWS, KEYS), mask), axis=-1)
+    path = tmp_path / "model.onnx"
+    model = b.model(*merged(b, p, KEYS))
+    onnx.save(model, path, save_as_external_data=True, location="mask.bin", size_threshold=1024, convert_attribute=True)
+    if not found:
+        (tmp_path / "mask.bin").unlink()
+    (site,) = analyse_model(path, [ARCHITECTURES["sm_90a"]]).sites
+    assert site.fusion.diagonal == (Diagonal(0, False, -np.inf) if found else None)
 
 
 def test_what_any_head_sees_counts() -> None:
