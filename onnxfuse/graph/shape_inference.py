@@ -389,10 +389,11 @@ def _scaled(size: Size, scale: float) -> Size:
 
 Rule = Callable[[Known], Sequence[Shape | None]]
 _KEEP_SHAPE = (
-    "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "Dropout", "Elu", "Erf", "Exp",
+    "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "DequantizeLinear", "Dropout",
+    "Elu", "Erf", "Exp",
     "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
     "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
-    "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "Sign",
+    "QuantizeLinear", "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "Sign",
     "SimplifiedLayerNormalization", "Sin", "Softmax", "Softplus", "Softsign", "Sqrt", "SwiGLU", "Swish", "Tanh",
     "Trilu",
 )  # fmt: skip
@@ -488,6 +489,16 @@ def _quantized_columns(known: Known) -> list[Shape | None]:
     return [(*shape[:-1], int(known.node.attrs["N"])) if shape else None]
 
 
+def _with_scale(known: Known) -> list[Shape | None]:
+    """Integers, and the scale and the zero point of all of them."""
+    return [known.shape(0), (), ()]
+
+
+def _of_integers(rule: Rule) -> Rule:
+    """What a rule says of two factors where each has its scale and its zero point behind it."""
+    return lambda known: rule(Known(known.node, [known.shape(0), known.shape(3)], ()))
+
+
 def _gate(known: Known) -> list[Shape | None]:
     """Of a gate and an up, the shape of one; of both in one tensor, half its columns."""
     return [known.shape(0)] if _is_given(known.node, 1) else _half_columns(known)
@@ -505,6 +516,8 @@ def _channels_last(known: Known) -> list[Shape | None]:
 
 _MICROSOFT: dict[str, Rule] = {
     **dict.fromkeys(("BiasAdd", "BiasDropout", "BiasGelu", "BiasSoftmax", "FastGelu", "Gelu", "GroupNorm"), _same),
+    **dict.fromkeys(("DequantizeLinear", "QuantizeLinear"), _same),
+    **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), _matmul),
     **dict.fromkeys(("MultiHeadAttention", "PackedMultiHeadAttention"), _heads),
     **dict.fromkeys(("Attention", "PackedAttention"), _attention),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip),
@@ -532,7 +545,9 @@ _RULES: dict[str, Rule] = {
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,
     "Conv": _convolution,
+    "ConvInteger": _convolution,
     "ConvTranspose": _transposed_convolution,
+    "DynamicQuantizeLinear": _with_scale,
     "Einsum": _einsum,
     "Expand": _expand,
     "Flatten": _flatten,
@@ -544,8 +559,11 @@ _RULES: dict[str, Rule] = {
     "GlobalMaxPool": _whole_windows,
     "GridSample": _grid_sample,
     "MatMul": _matmul,
+    "MatMulInteger": _matmul,
     "MaxPool": _convolution,
     "Pad": _pad,
+    "QLinearConv": _of_integers(_convolution),
+    "QLinearMatMul": _of_integers(_matmul),
     "Range": _range,
     "Reshape": _reshape,
     "Resize": _resize,

@@ -106,6 +106,13 @@ CASES = {
     "four bits": Case(
         "MatMulNBits", (half("b", "s", 64), (UINT8, (48, 2, 16)), half(48, 2)), (("b", "s", 48),),
         {"K": 64, "N": 48, "bits": 4, "block_size": 32}),
+    "from integers": Case(
+        "DequantizeLinear", ((UINT8, ("b", "s", 64)), half(), (UINT8, ())), (("b", "s", 64),)),
+    "of integers": Case(
+        "MatMulIntegerToFloat", ((UINT8, ("b", "s", 64)), (UINT8, (64, 48)), half(), half(), (UINT8, ()), (UINT8, ())),
+        (("b", "s", 48),)),
+    "to integers and back": Case(
+        "DynamicQuantizeMatMul", (half("b", "s", 64), (UINT8, (64, 48)), half(), (UINT8, ())), (("b", "s", 48),)),
     "gate": Case("SwiGLU", (half("b", "s", 64), half("b", "s", 64)), (("b", "s", 64),), runs=False),
     "gate, packed": Case("SwiGLU", (half("b", "s", 64),), (("b", "s", 32),), runs=False),
     "bias and dropout": Case("BiasDropout", (half("b", "s", 64), half(64)), (("b", "s", 64),), runs=False),

@@ -259,6 +259,27 @@ def split_heads_and_merged_again(b: Builder, x: str) -> str:
     return b("Reshape", b("Transpose", heads, perm=[0, 2, 1, 3]), b("Concat", batch, rows, b.integers(8), axis=0))
 
 
+def byte(b: Builder, *shape: int) -> str:
+    return b.raw(np.ones(shape, np.uint8), f"bytes{len(b.initializers)}")
+
+
+def in_integers(b: Builder, x: str, op: str, *weight: int) -> str:
+    """As ONNX Runtime's dynamic quantisation writes a product or a convolution."""
+    integers, _, zero = b("DynamicQuantizeLinear", x, outputs=3)
+    return b("Cast", b(op, integers, byte(b, *weight), zero), to=onnx.TensorProto.FLOAT)
+
+
+def of_integers(b: Builder, x: str, op: str, *weight: int) -> str:
+    """As its static quantisation does in the form of operators."""
+    scale = (b.array(0.5), byte(b))
+    made = b(op, b("QuantizeLinear", x, *scale), *scale, byte(b, *weight), *scale, *scale)
+    return b("DequantizeLinear", made, *scale)
+
+
+def rows_as_images(b: Builder, x: str) -> str:
+    return b("Unsqueeze", merged(b, x), b.integers(1, 2))
+
+
 def expanded_as_torchscript_does(b: Builder, x: str) -> str:
     target = b("Concat", *shape_of(b, x, 0, 1), b.integers(-1), axis=0)
     minus_one = b("Mul", b("ConstantOfShape", b.integers(3), value=ONE), b.integers(-1))
@@ -411,6 +432,10 @@ CHAINS = {
         "MaxPool", b("Reshape", x, b.integers(-1, 1, 8)), kernel_shape=[2], strides=[2], ceil_mode=1
     ),
     "signs": lambda b, x: b("Sign", x),
+    "product_in_integers": lambda b, x: in_integers(b, merged(b, x), "MatMulInteger", 8, 3),
+    "convolved_in_integers": lambda b, x: in_integers(b, rows_as_images(b, x), "ConvInteger", 5, 1, 1, 3),
+    "product_of_integers": lambda b, x: of_integers(b, merged(b, x), "QLinearMatMul", 8, 3),
+    "convolved_of_integers": lambda b, x: of_integers(b, rows_as_images(b, x), "QLinearConv", 5, 1, 1, 3),
     "counted": lambda b, x: b("Range", b.array(0.0), b.array(4.0), b.array(2.0)),
     "in_floats": counted_in_floats,
     "in_doubles": lambda b, x: counted_in_floats(b, x, onnx.TensorProto.DOUBLE),
@@ -443,6 +468,10 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("expanded", ("B", "S", 8)),
         ("doubled", ("B", 1, "2*S", 16)),
         ("convolved_up", ("B", 5, "2*S")),
+        ("product_in_integers", ("B*S", 3)),
+        ("product_of_integers", ("B*S", 3)),
+        ("convolved_in_integers", ("B*S", 5, 1, 6)),
+        ("convolved_of_integers", ("B*S", 5, 1, 6)),
         ("convolved_within", ("B", 4, "S", 3)),
         ("convolved_everywhere", ("B", 4, "S", 4)),
         ("pooled_everywhere", ("B", 1, "S", 4)),
