@@ -51,7 +51,7 @@ from onnxfuse.schedule.strategy import (
     Traffic,
     beside_stock,
     choose,
-    estimate,
+    estimated_times,
     is_faster,
     is_nowhere_slower,
     least_loss,
@@ -487,10 +487,10 @@ def _estimates(
     by = next((entry.problem.by for plan in plans for entry in plan.ranked), "m")
     if epilogue_only is not None:
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
-        return {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
+        return {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
     if _has_biases_alone(graph, match):
         traffic = _traffic_of_gemms(fusion, mapping, by)
-        times = {plan.device: tuple(estimate(plan, traffic, ranked) for ranked in plan.ranked) for plan in plans}
+        times = {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
         return {device: _without_epilogue_only(each) for device, each in times.items()}
     return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
 
@@ -537,7 +537,7 @@ def _beside_products(plan: ProductPlan, fusion: Fusion, mapping: AxisMapping) ->
         passes=0,
         products=len(fusion.rhs),
     )
-    return _without_epilogue_only(estimate(plan, traffic, ranked) for ranked in plan.ranked)
+    return _without_epilogue_only(estimated_times(plan, traffic))
 
 
 def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilogue_only: Implementation) -> Traffic:

@@ -8,19 +8,14 @@ A problem with an array of rows has an array of costs, one for each.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 import numpy as np
 
-from onnxfuse.device import SECTOR, DeviceSpec
+from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, AnyTile, Count, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
-FP32_BYTES = 4
 CLUSTERS_SINCE = 90  # compute capability
-LIBRARY_ALIGNMENT = 16  # bytes that the pitches of the library's fastest kernels are multiples of
 
 
 def tiles_of(tile: AnyTile, problem: Problem) -> Amount:
@@ -76,10 +71,10 @@ def beside_memory(busy: Amount, moving: Amount, power: Amount) -> Amount:
 def moving_factors(spec: KernelSpec, problem: Problem, device: DeviceSpec, passes: Amount = 1) -> Amount:
     """Microseconds in which memory delivers lhs, and rhs so many times."""
     rhs = problem.batch * passes * problem.n * spec.parts * column_bytes(spec, problem.k)
-    return from_memory(_lhs_bytes(spec, problem) + rhs, device)
+    return from_memory(lhs_bytes(spec, problem) + rhs, device)
 
 
-def _lhs_bytes(spec: KernelSpec, problem: Problem) -> Amount:
+def lhs_bytes(spec: KernelSpec, problem: Problem) -> Amount:
     """All of lhs; what batches share is read once."""
     return (1 if problem.shared_lhs else problem.batch) * problem.m * problem.k * spec.dtype.bytes
 
@@ -99,58 +94,3 @@ def waiting(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, fa
 def filling(tile: AnyTile, reads: Flow, problem: Problem, device: DeviceSpec, family: str) -> Amount:
     """Microseconds of the prologues and epilogues of blocks that do not run at once."""
     return np.ceil(tiles_of(tile, problem) / reads.blocks) * calibration(device).fill[family]
-
-
-def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpec) -> Amount | None:
-    """Microseconds in which the library makes a kernel's product; None where nothing is known of it.
-
-    Args:
-        spec: the kernel that would multiply by itself.
-        problem: its sizes.
-        products: that the library makes one after the other, each of as many columns.
-        device: to plan for.
-    """
-    if spec.math not in calibration(device).library_products and spec.quantization is None:
-        return None
-    each = replace(problem, n=problem.n * spec.parts // products)
-    of_floats = _of_floats(spec, each, device)
-    return products * (of_floats if spec.quantization is None else _of_integers(spec, each, of_floats, device))
-
-
-def _of_integers(spec: KernelSpec, problem: Problem, of_floats: Amount, device: DeviceSpec) -> Amount:
-    """The same of ONNX Runtime's MatMulNBits, in the faster of its modes: by itself, or behind unpacking all of rhs."""
-    known, rows = calibration(device).library_quantized, problem.m * problem.batch
-    reading = from_memory(problem.n * column_bytes(spec, problem.k), device)
-    crowd = np.sqrt(np.maximum(rows / known["few"], 1.0))
-    by_itself = reading * (known["read"] + known["row"] * np.sqrt(rows)) * crowd
-    unpacking = known["unpacked"] * from_memory(problem.n * problem.k * spec.dtype.bytes, device)
-    return known["launch"] + np.minimum(by_itself, unpacking + of_floats)
-
-
-def _units(spec: KernelSpec) -> str:
-    """By what the library multiplies."""
-    return "tf32" if spec.dtype.bytes == FP32_BYTES else spec.dtype.name
-
-
-def _of_floats(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """One product of the library: of a vector, in its fastest kernels, or in those that any address suits."""
-    known, size, units = calibration(device), spec.dtype.bytes, _units(spec)
-    m, n, k, granule = problem.m, problem.n, problem.k, known.library_granule
-    whole = problem.batch * np.ceil(m / granule) * np.ceil(n / granule) * granule**2
-    pace = known.library_products.get(spec.math, known.products[units])
-    computing = whole * k / device.multiprocessors / pace
-    memory = from_memory(_lhs_bytes(spec, problem) + problem.batch * (k + m) * n * size, device)
-    turned = known.library_turned.get(f"{units} {spec.rhs_order}", 1.0)
-    is_vector = ((m == 1) | (n == 1)) & (problem.batch == 1)
-    in_sectors = np.where(k * size % SECTOR > 0, known.library_in_sectors, 1.0)
-    alignment = functools.reduce(np.gcd, (k * size, n * size), LIBRARY_ALIGNMENT)
-    slower = sum((alignment == int(each)) * factor for each, factor in known.library_misaligned.items())
-    ways = {
-        "vector": np.hypot(computing, memory),
-        units: np.hypot(computing * turned, memory) * in_sectors,
-        "misaligned": computing * slower + memory * known.library_misaligned_memory,
-    }
-    vector, aligned, misaligned = (
-        known.library_launch[way] + known.library_depth[way] * np.sqrt(k) + busy for way, busy in ways.items()
-    )
-    return np.where(is_vector, vector, np.where(alignment == LIBRARY_ALIGNMENT, aligned, misaligned))

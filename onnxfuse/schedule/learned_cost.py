@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,68 +17,15 @@ from numpy.typing import NDArray
 from onnxfuse.device import DeviceSpec
 from onnxfuse.ir.fusion import NONLINEAR
 from onnxfuse.schedule import cost_model
-from onnxfuse.schedule.calibration import FOLDER
 from onnxfuse.schedule.kernel_family import Amount, AnyTile, Candidate, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.networks import networks
 
 MATHS = ("f16", "bf16", "tf32")  # arithmetic of the kernels that were timed
 FAMILIES = ("hopper", "hopper_swapped", "small_m", "portable")
 LONGEST_GRANULE = 256  # bytes that a pitch is looked at as a multiple of
-# BLAS multiplies no more than 2**18 numbers in one thread: threads of several processes would wait for each other.
-ROWS_AT_ONCE = 96
 NEAR = 1.6  # times the best estimate of a size: what is farther away is not chosen, whatever was learnt of it
 MOST = 0.5  # of the logarithm: a tile unlike all that were timed keeps its place among the others
-
-
-@dataclass(frozen=True)
-class Networks:
-    """Networks of equal shape: two hidden layers, each followed by max(x, 0), and one output.
-
-    Attributes:
-        names: of the features, in their order.
-        means: of each feature, f32[features]; what features are less, and divided by `scales`.
-        scales: f32[features].
-        widest: how far from 0 a feature may then be; beyond, it counts as this far.
-        weights: of each layer, f32[networks, inputs, outputs].
-        biases: f32[networks, 1, outputs].
-    """
-
-    names: tuple[str, ...]
-    means: NDArray[np.float32]
-    scales: NDArray[np.float32]
-    widest: float
-    weights: tuple[NDArray[np.float32], ...]
-    biases: tuple[NDArray[np.float32], ...]
-
-    def __call__(self, features: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Their mean for [rows, features], f64[rows]."""
-        rows, inputs = features.shape
-        values = np.zeros((-(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, inputs), np.float32)
-        values[:rows] = np.clip((features - self.means) / self.scales, -self.widest, self.widest)
-        values = values.reshape(-1, 1, ROWS_AT_ONCE, inputs)
-        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            values = np.matmul(values, weight)
-            values += bias
-            if index < len(self.weights) - 1:
-                np.maximum(values, 0, out=values)
-        mean: NDArray[np.float64] = values[..., 0].mean(axis=1, dtype=np.float64).ravel()[:rows]
-        return mean
-
-
-@cache
-def networks(arch: str) -> Networks | None:
-    """What was learnt of an architecture; None where no kernel was timed."""
-    path = FOLDER / f"{arch}.npz"
-    if not path.exists():
-        return None
-    with np.load(path, allow_pickle=False) as stored:
-        names = tuple(map(str, stored["names"]))
-        arrays = {name: stored[name].astype(np.float32) for name in stored.files if name != "names"}
-    layers = range(sum(name.startswith("weight") for name in arrays))
-    return Networks(
-        names, arrays["means"], arrays["scales"], float(arrays["widest"]),
-        tuple(arrays[f"weight{layer}"] for layer in layers), tuple(arrays[f"bias{layer}"] for layer in layers),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

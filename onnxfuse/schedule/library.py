@@ -20,7 +20,7 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import Fusion, RhsPart, Tensor
 from onnxfuse.limits import MAX_M
-from onnxfuse.schedule import cost_model
+from onnxfuse.schedule import cost_model, library_cost
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, KernelFamily, Launch, Problem, Sizes
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
@@ -88,7 +88,7 @@ def library_time(base: KernelSpec, problem: Problem, products: int, device: Devi
         products: that the library makes one after the other.
         device: to plan for.
     """
-    multiplying = cost_model.library(base, problem, products, device)
+    multiplying = library_cost.library(base, problem, products, device)
     if multiplying is None:
         return math.inf
     moved = problem.n * base.parts * base.dtype.bytes

@@ -5,7 +5,7 @@
     left alone       what the library does is faster than both
 
 One kernel saves writing and reading the product. It wins unless the library multiplies much faster than this project's
-kernels. How fast it is was measured on some chips (`cost_model.library`); on others `library_advantage` of the chip's
+kernels. How fast it is was measured on some chips (`library_cost.library`); on others `library_advantage` of the chip's
 calibration says how many times as fast as the portable kernel it is assumed to be. A measurement (`--tune`) needs none
 of these numbers.
 
@@ -27,12 +27,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import fmean
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxfuse.device import PTX, DeviceSpec
-from onnxfuse.schedule import cost_model
+from onnxfuse.schedule import cost_model, library_cost
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.variant import ProductPlan, Ranked
@@ -94,12 +97,23 @@ class Traffic:
     added: tuple[Normalising, ...] = ()
 
 
-def estimate(plan: ProductPlan, traffic: Traffic, ranked: Ranked) -> Times:
-    """Microseconds of each strategy for one problem, given the tiles of one kernel."""
-    library = cost_model.library(plan.variants[0].spec, ranked.problem, traffic.products, plan.device)
-    if library is None:
-        library = assumed_library(plan, traffic, ranked)
-    return estimate_from(plan.device, library, traffic, _count(ranked), ranked.one_kernel)
+def estimated_times(plan: ProductPlan, traffic: Traffic) -> Iterator[Times]:
+    """Microseconds of each strategy at each number of rows that a plan has ranked its tiles for."""
+    libraries = _libraries(plan, traffic.products)
+    for index, ranked in enumerate(plan.ranked):
+        library = assumed_library(plan, traffic, ranked) if libraries is None else float(libraries[index])
+        yield estimate_from(plan.device, library, traffic, _count(ranked), ranked.one_kernel)
+
+
+def _libraries(plan: ProductPlan, products: int) -> NDArray[np.float64] | None:
+    """Microseconds in which the library makes the product of each, asked for at once; None where that is unknown."""
+    problems = [ranked.problem for ranked in plan.ranked]
+    if not problems:
+        return np.empty(0)
+    m, n, k, batch = np.array([(each.m, each.n, each.k, each.batch) for each in problems]).T
+    together = replace(problems[0], m=m, n=n.astype(np.int64), k=k.astype(np.int64), batch=batch)
+    found = library_cost.library(plan.variants[0].spec, together, products, plan.device)
+    return None if found is None else np.broadcast_to(np.asarray(found, np.float64), m.shape)
 
 
 def _count(ranked: Ranked) -> int:
@@ -116,9 +130,9 @@ def beside_stock(plan: ProductPlan, products: int, passes: int) -> Iterator[Time
         products: that ONNX Runtime makes one after the other.
         passes: nodes behind them, which take a launch at least.
     """
-    for ranked in plan.ranked:
-        library = cost_model.library(plan.variants[0].spec, ranked.problem, products, plan.device)
-        assert library is not None, "the cost model knows MatMulNBits"
+    libraries = _libraries(plan, products)
+    assert libraries is not None, "the cost model knows MatMulNBits"
+    for ranked, library in zip(plan.ranked, libraries, strict=True):
         stock = float(library) + passes * calibration(plan.device).launch
         yield {Strategy.ONE_KERNEL: ranked.one_kernel, Strategy.LEFT_ALONE: stock}
 

@@ -41,7 +41,7 @@ def test_kernel_computes_the_fusion(case: SwappedCase, tmp_path: Path) -> None:
 def test_tiles_compile_without_spills(dtype: str, taken: Taken) -> None:
     kernels = [(spec, tile) for spec in SPECS if spec.math == dtype for tile in legal(spec)]
     with ThreadPoolExecutor() as pool:
-        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 30))
+        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 60))
     assert {(image.spill_bytes, image.local_bytes) for image in run} == {(0, 0)}
 
 

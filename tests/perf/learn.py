@@ -27,7 +27,8 @@ from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.calibration import FOLDER
 from onnxfuse.schedule.kernel_family import Problem
-from onnxfuse.schedule.learned_cost import Kernels, Networks
+from onnxfuse.schedule.learned_cost import Kernels
+from onnxfuse.schedule.networks import Networks
 from tests.perf.calibrate import rows_of
 from tests.perf.drawn import Drawn
 from tests.perf.every_tile import plan_as_it_lies

@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import astuple, dataclass, replace
 from multiprocessing import get_context
@@ -42,6 +42,7 @@ STREAMS = (
     (1000, FLOAT),
     (0, BFLOAT16),
 )  # added to a seed, of which elements
+ALL = (FLOAT16, BFLOAT16, FLOAT)
 # Width of a transformer and of its MLP, which may be of two parts.
 LAYERS = (
     (2048, 5632), (2048, 8192), (2560, 6912), (3072, 8192), (3584, 18944), (4096, 11008), (4096, 14336), (5120, 13824),
@@ -89,12 +90,12 @@ def layers(seed: int) -> Iterator[Drawn]:
         yield Drawn(kind, rows, k, n, rng.choice(("kn", "nk")), element, False, 0)
 
 
-def sites(seeds: Sequence[int], of_layers: bool = False) -> Iterator[Drawn]:
-    """Drawn problems of all elements in turn, without end."""
+def sites(seeds: Sequence[int], of_layers: bool = False, elements: Container[int] = ALL) -> Iterator[Drawn]:
+    """Drawn problems of these elements in turn, without end."""
     if of_layers:
         streams = [layers(seed) for seed in seeds]
     else:
-        streams = [draw(seed + more, element) for seed in seeds for more, element in STREAMS]
+        streams = [draw(seed + more, element) for seed in seeds for more, element in STREAMS if element in elements]
     for stream in itertools.cycle(streams):
         site = next(stream)
         site = replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
@@ -154,18 +155,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--layers", action="store_true", help="products of transformers' layers")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--layers", action="store_true", help="products of transformers' layers")
+    kinds.add_argument("--fp32", action="store_true", help="drawn problems of fp32 alone")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/cubins"), help="folder of compiled kernels")
     options = parser.parse_args()
     options.cubins.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    for drawn, tiles in prepared(sites(options.seeds, options.layers), options.cubins, options.seconds):
+    source = sites(options.seeds, options.layers, (FLOAT,) if options.fp32 else ALL)
+    for drawn, tiles in prepared(source, options.cubins, options.seconds):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
         rows.append({"drawn": astuple(drawn), "us": us})
-    seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers
+    seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers + " --fp32" * options.fp32
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
     write_result(options.out, {**origin(command), "names": [*names], "rows": rows})
 

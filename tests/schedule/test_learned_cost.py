@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.schedule import learned_cost
+from onnxfuse.schedule import learned_cost, networks
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -20,7 +20,7 @@ from tests.perf.calibrate import planned_spec, rows_of
 from tests.perf.learn import DEVICE
 
 ROOT = Path(__file__).parents[2]
-NETWORKS = learned_cost.networks(DEVICE.arch)
+NETWORKS = networks.networks(DEVICE.arch)
 SEED = 5
 
 
@@ -86,7 +86,7 @@ def test_a_factor_is_that_of_each_kernel_by_itself(dtype: str, parts: int, order
 
 @pytest.mark.parametrize("arch", sorted({*ARCHITECTURES} - {DEVICE.arch}))
 def test_nothing_is_known_of_an_architecture_that_was_not_timed(arch: str) -> None:
-    assert learned_cost.networks(arch) is None
+    assert networks.networks(arch) is None
 
 
 @pytest.mark.parametrize("change", [{"math": "3xtf32"}, {"lhs_order": "km"}, {"across": True}, {"batch": 4}])
@@ -163,7 +163,7 @@ def test_networks_learn_what_they_are_shown(tmp_path: Path, monkeypatch: pytest.
     found = learn.fit(known)
     assert np.square(found(features) - left).mean() < np.square(left).mean() / 20
     learn.write(tmp_path / "some.npz", found)
-    monkeypatch.setattr(learned_cost, "FOLDER", tmp_path)
-    again = learned_cost.networks.__wrapped__("some")
+    monkeypatch.setattr(networks, "FOLDER", tmp_path)
+    again = networks.networks.__wrapped__("some")
     assert again.names == known.names
     np.testing.assert_allclose(again(features), found(features), atol=2e-3)

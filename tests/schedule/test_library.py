@@ -17,7 +17,7 @@ from onnxfuse.schedule import library as library_module
 from onnxfuse.schedule.library import GAIN, LABEL, LIBRARY, library_rows, library_time, rows_text
 from onnxfuse.schedule.plan import by_library, estimated, make_plan, replan
 from onnxfuse.schedule.row_ranges import SAME, range_ends, range_lows
-from onnxfuse.schedule.strategy import Strategy, Traffic, estimate
+from onnxfuse.schedule.strategy import Strategy, Traffic, estimated_times
 from tests.helpers.fusions import fusion
 from tests.schedule.test_plan import planned
 
@@ -116,8 +116,7 @@ def test_measured_times_decide_for_the_rows_nearest_to_them() -> None:
 def test_the_fused_node_is_as_fast_as_its_fastest_way() -> None:
     traffic = Traffic(weights=1283 * 771 * 2, lhs=771 * 2, product=1283 * 2, rest=1283 * 2, passes=2)
     plan = planned(DEVICE, n=1283, k=771)
-    for ranked in plan.ranked:
-        times = estimate(plan, traffic, ranked)
+    for ranked, times in zip(plan.ranked, estimated_times(plan, traffic), strict=True):
         taken = any(low <= ranked.size <= high for low, high in plan.library_rows)
         assert (ranked.library < math.inf) == taken
         own = ranked.tiles[0][0] + ranked.risk

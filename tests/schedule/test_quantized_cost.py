@@ -12,7 +12,7 @@ import pytest
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import F16, F32
 from onnxfuse.ir.quantization import Quantization
-from onnxfuse.schedule import cost_model
+from onnxfuse.schedule import library_cost
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.kernel_family import Candidate, Count, Flow, Problem, ProductFamily, Sizes, costs
@@ -37,8 +37,8 @@ MORE_ROWS = {16: (25.7, 14.9), 64: (34.9, 21.2), 128: (49.9, 31.7), 300: (111.2,
 def test_stock_is_not_thought_slower_than_it_is(m: int) -> None:
     spec = planned(DEVICE).variants[0].spec
     spec = replace(spec, parts=1, rhs_order="nk", quantization=Quantization(4, 32, False, F16))
-    up = cost_model.library(spec, Problem(m, HIDDEN, WIDTH), 1, DEVICE)
-    down = cost_model.library(spec, Problem(m, WIDTH, HIDDEN), 1, DEVICE)
+    up = library_cost.library(spec, Problem(m, HIDDEN, WIDTH), 1, DEVICE)
+    down = library_cost.library(spec, Problem(m, WIDTH, HIDDEN), 1, DEVICE)
     assert 0.8 * MLP[m] < 2 * up + down < MLP[m]
 
 
@@ -103,5 +103,5 @@ def test_every_architecture_knows_what_stock_takes(arch: str, math: str) -> None
     dtype = F16 if math == "f16" else F32
     spec = replace(planned(DEVICE).variants[0].spec, parts=1, rhs_order="nk", dtype=dtype, math=math)
     spec = replace(spec, quantization=Quantization(8, 64, True, dtype))
-    times = [cost_model.library(spec, Problem(m, HIDDEN, WIDTH), 1, ARCHITECTURES[arch]) for m in (1, 64, 2048)]
+    times = [library_cost.library(spec, Problem(m, HIDDEN, WIDTH), 1, ARCHITECTURES[arch]) for m in (1, 64, 2048)]
     assert 0 < times[0] < times[1] < times[2]
