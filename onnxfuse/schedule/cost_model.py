@@ -28,6 +28,12 @@ def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec, splits: Count 
     return np.ceil(tiles_of(tile, problem) * splits / device.multiprocessors)
 
 
+def filled(sizes: Amount, blocks: Amount) -> Amount:
+    """The part of all tiles along an axis, the last one too, that lies inside the tensor."""
+    inside: Amount = sizes / (np.ceil(sizes / blocks) * blocks)
+    return inside
+
+
 def clusters_at_once(blocks: int, residents: int, device: DeviceSpec) -> int:
     """Clusters that a chip has room for; one is launched with no more blocks than it has multiprocessors."""
     at_once = device.multiprocessors if residents > 1 else calibration(device).hopper_clustered[str(blocks)]

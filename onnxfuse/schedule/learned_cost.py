@@ -149,7 +149,8 @@ def _of_both(
     moving = cost_model.moving(spec, sizes, device) / us
     return {
         "waves": np.log2(waves), "whole waves": np.log2(np.ceil(waves)), "last wave": waves / np.ceil(waves),
-        "rows in tiles": _filled(sizes.m, blocks.block_m), "columns in tiles": _filled(sizes.n, blocks.block_n),
+        "rows in tiles": cost_model.filled(sizes.m, blocks.block_m),
+        "columns in tiles": cost_model.filled(sizes.n, blocks.block_n),
         "moving": moving, "log of moving": np.log2(np.maximum(moving, 1e-3)),
         "multiplying": cost_model.multiplying(blocks, paces, spec, sizes, device, splits) / us,
         "estimate": np.log2(us), "share of k": np.log2(sizes.k / splits),
@@ -159,8 +160,3 @@ def _of_both(
 def _splits(tile: AnyTile) -> int:
     """Blocks that share the tile along k."""
     return int(getattr(tile, "splits", 1))
-
-
-def _filled(sizes: Amount, blocks: Amount) -> Amount:
-    """The part of all tiles, the last one too, that lies inside the tensor."""
-    return sizes / (np.ceil(sizes / blocks) * blocks)

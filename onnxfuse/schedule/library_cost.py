@@ -124,26 +124,17 @@ def features(
     size, m, n, k = spec.dtype.bytes, problem.m, problem.n, problem.k
     memory = cost_model.from_memory((m * k + k * n + m * n) * size, device) / terms
     pace = calibration(device).products[_units(spec)] * device.multiprocessors
-    waves = {f"{rows}x{columns}": _tiles(m, rows) * _tiles(n, columns) for rows, columns in TILES}
+    tiles = {f"{rows}x{columns}": np.ceil(m / rows) * np.ceil(n / columns) for rows, columns in TILES}
+    waves = {name: each / device.multiprocessors for name, each in tiles.items()}
     seen = {
         "m": np.log2(m), "n": np.log2(n), "k": np.log2(k), "terms": np.log2(terms),
         "fp32": size == FP32_BYTES, "rhs [n, k]": spec.rhs_order == "nk", "vector": m == 1,
         "granule of k": np.log2(np.gcd((k * size).astype(np.int64), LONGEST_GRANULE)),
         "granule of n": np.log2(np.gcd((n * size).astype(np.int64), LONGEST_GRANULE)),
         "moving": memory, "log of moving": np.log2(memory), "multiplying": m * n * k / pace / terms,
-        **{f"waves of {name}": np.log2(each / device.multiprocessors) for name, each in waves.items()},
-        **{f"last wave of {name}": _last(each / device.multiprocessors) for name, each in waves.items()},
-        **{f"rows in {block}": m / (_tiles(m, block) * block) for block in (64, 128)},
-        "columns in 128": n / (_tiles(n, 128) * 128),
+        **{f"waves of {name}": np.log2(each) for name, each in waves.items()},
+        **{f"last wave of {name}": each / np.ceil(each) for name, each in waves.items()},
+        **{f"rows in {block}": cost_model.filled(m, block) for block in (64, 128)},
+        "columns in 128": cost_model.filled(n, 128),
     }  # fmt: skip
     return {name: np.broadcast_to(np.asarray(value, np.float64), np.shape(terms)) for name, value in seen.items()}
-
-
-def _tiles(size: Amount, block: int) -> Amount:
-    """Tiles along an axis."""
-    return np.ceil(size / block)
-
-
-def _last(waves: Amount) -> Amount:
-    """How full the waves are."""
-    return waves / np.ceil(waves)

@@ -1,4 +1,8 @@
-"""Small neural networks that say the logarithm of a factor for an estimate; `python -m tests.perf.learn` fits them."""
+"""Small neural networks that say the logarithm of a factor for an estimate.
+
+Those of kernels are fitted by `python -m tests.perf.learn`, those of the library's products by
+`python -m tests.perf.learn_library`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of cuBLASLt as the bridge asks for it (`runtime/bridge/cublaslt.cc`), to time by itself with torch's."""
+"""The product of cuBLASLt as the bridge asks for it (`runtime/bridge/cublaslt.cc`), to time by itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Product:
 
     def __init__(self, m: int, n: int, k: int, order: str, element: int, bytes_each: int, workspace: int) -> None:
         self.api, self.handle = _library()
-        self.workspace, self.one = workspace, np.array([1.0, 0.0], np.float32)
+        self.workspace = workspace
+        self.scales = np.array([1.0, 0.0], np.float32)  # of the product, and of what it is added to
         operation = ctypes.c_void_p()
         of_elements, arithmetic = TYPES[element]
         _checked(self.api.cublasLtMatmulDescCreate(ctypes.byref(operation), arithmetic, 0))
@@ -101,11 +102,12 @@ class Product:
     def __call__(self, lhs: int, rhs: int, out: int, stream: int) -> None:
         """Launch it on addresses that are multiples of MOST_ALIGNED."""
         of_rhs, of_lhs, of_out = self.layouts
-        one, algorithm = self.one.ctypes.data, self.algorithm.ctypes.data
+        scales, algorithm = self.scales.ctypes.data, self.algorithm.ctypes.data
         pointer = ctypes.c_void_p
         _checked(
             self.api.cublasLtMatmul(
-                self.handle, self.operation, pointer(one), pointer(rhs), of_rhs, pointer(lhs), of_lhs, pointer(one + 4),
+                self.handle, self.operation, pointer(scales), pointer(rhs), of_rhs, pointer(lhs), of_lhs,
+                pointer(scales + self.scales.itemsize),
                 pointer(out), of_out, pointer(out), of_out, pointer(algorithm), pointer(self.workspace),
                 ctypes.c_size_t(int(self.algorithm["workspace"][0])), pointer(stream),
             )

@@ -2,8 +2,8 @@
 
 What `tests.perf.learn_library` learns from. Of drawn products (tests/perf/drawn.py) and of those of transformers'
 layers, in turn, the rows are drawn again. Each is multiplied as the bridge asks cuBLASLt to, in captured graphs with
-cold buffers; its last row is checked. torch.mm takes as long: of 9,613 products of seeds 8001 and 8002,
-timed in turn, 90 of 100 within 1 %, vectors too.
+cold buffers; its last row is checked. torch.mm takes as long: of 9,613 products of seeds 8001 and 8002, timed in turn,
+90 of 100 within 1 %, vectors too.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from tests.perf.torch_graph import captured_by_torch, replay_seconds
 ELEMENTS: dict[int, torch.dtype] = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16, FLOAT: torch.float32}
 MOST_LAUNCHES = 48
 REPLAYS = 5
-LONG_US, SETTLED_US = (
-    50,
-    15e3,
-)  # a product as long as this runs for so long until clocks have settled at the power limit
+# A product as long as the first runs for the second before it is timed: clocks settle at what the chip's power allows.
+LONG_US, SETTLED_US = 50, 15e3
 LONGEST_FLOOR = 0.8 * library_cost.LONGEST  # longer ones are not learnt
 DIGITS = 2  # of microseconds
 
@@ -60,14 +58,15 @@ class Pool:
     """Random numbers of each type; operands lie in it one behind the other, and begin again at its end."""
 
     def __init__(self) -> None:
-        self.bytes = {
+        self.numbers = {
             element: torch.randn(1 << 26, device="cuda").to(kind).repeat(16) for element, kind in ELEMENTS.items()
         }
         self.out = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
         self.place = 0
 
     def take(self, element: int, rows: int, columns: int) -> torch.Tensor:
-        numbers = self.bytes[element]
+        """The next [rows, columns]."""
+        numbers = self.numbers[element]
         count = rows * columns
         if self.place + count > len(numbers):
             self.place = 0
