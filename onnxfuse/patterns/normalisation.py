@@ -20,6 +20,7 @@ from onnxfuse.ir.fusion import Axis, Load, Out, Step, Tensor, Value, load_name, 
 from onnxfuse.ir.normalisation import NORMAL, Normalisation
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
+from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
 from onnxfuse.patterns.normalisation_forms import Core, number, of_length, of_nodes, of_op, other
@@ -28,6 +29,7 @@ from onnxfuse.patterns.scaled_normalisation import of_scaled
 PATTERN = "normalisation"
 MOST_BEHIND = 6  # nodes behind a normalised row: casts, a scale, a bias
 AFFINE = {"Mul": "mul", "Add": "add"}
+SPELLED_OUT = (of_nodes, of_scaled, of_fast_variance, of_length)
 BATCH, ROWS, COLUMNS = "b", "m", "n"
 
 
@@ -70,7 +72,7 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
 
 
 def _spelled_out(graph: Graph, node: gs.Node) -> Core | None:
-    return of_nodes(graph, node) or of_scaled(graph, node) or of_length(graph, node)
+    return next((core for form in SPELLED_OUT if (core := form(graph, node)) is not None), None)
 
 
 def reserved(graph: Graph) -> frozenset[int]:

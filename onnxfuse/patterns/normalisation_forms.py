@@ -67,7 +67,7 @@ def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
     count = 1 if node.op != SUM else _columns(graph, node)
     if not squares or count is None:
         return None
-    for end in _ends(graph, node):
+    for end in ends(graph, node):
         nodes = (*squares, node, *end.between, end.last)
         core = _of_rows(graph, node, nodes, end.divided, end.epsilon / count, count)
         if core is not None:
@@ -77,7 +77,7 @@ def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
     """Rows that are divided by their own length, to which nothing is added."""
-    last = reader(node, "Div") if node.op == LENGTH and _is_of_rows(graph, node) else None
+    last = reader(node, "Div") if node.op == LENGTH and is_of_rows(graph, node) else None
     count = None if last is None else _columns(graph, node)
     if last is None or count is None or last.inputs[1] is not node.outputs[0]:
         return None
@@ -118,16 +118,16 @@ def squared(graph: Graph, node: gs.Node, *ops: str) -> tuple[gs.Node, ...]:
 
     Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone.
     """
-    if node.op not in ops or not _is_of_rows(graph, node):
+    if node.op not in ops or not is_of_rows(graph, node):
         return ()
     cast = maker(node.inputs[0], "Cast")
     between = (cast,) if cast is not None and _widens(graph, cast) else ()
     square = maker((*between, node)[0].inputs[0], "Pow", "Mul")
-    return (square, *between) if square is not None and _is_square(graph, square) else ()
+    return (square, *between) if square is not None and is_square(graph, square) else ()
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """What lies behind a mean of squares.
 
     Attributes:
@@ -145,7 +145,7 @@ class _End:
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
 
 
-def _ends(graph: Graph, mean: gs.Node) -> Iterator[_End]:
+def ends(graph: Graph, mean: gs.Node) -> Iterator[End]:
     """The ways to read what lies behind a mean of squares: of a product either factor may be the rows.
 
     Flax and Haiku multiply the reciprocal by the scale, and rows by that.
@@ -157,16 +157,16 @@ def _ends(graph: Graph, mean: gs.Node) -> Iterator[_End]:
     if nodes[-1].op == "Sqrt":
         last = reader(nodes[-1], "Div")
         if last is not None and last.inputs[1] is root:
-            yield _End(tuple(nodes), last, last.inputs[0], epsilon)
+            yield End(tuple(nodes), last, last.inputs[0], epsilon)
         return
     product = reader(nodes[-1], "Mul")
     if product is None:
         return
-    yield _End(tuple(nodes), product, other(product, root), epsilon)
+    yield End(tuple(nodes), product, other(product, root), epsilon)
     last = reader(product, "Mul")
     if last is not None:
         scale, rows = other(product, root), other(last, product.outputs[0])
-        yield _End((*nodes, product), last, rows, epsilon, (("mul", scale),))
+        yield End((*nodes, product), last, rows, epsilon, (("mul", scale),))
 
 
 def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
@@ -216,7 +216,7 @@ def before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Nod
     behind, tensor_before = _before_cast(graph, tensor)
     sub = maker(tensor_before, "Sub")
     mean = None if sub is None else maker(sub.inputs[1], *MEANS)
-    if sub is None or mean is None or not _is_of_rows(graph, mean):
+    if sub is None or mean is None or not is_of_rows(graph, mean):
         return source(graph, tensor)
     casts, whole = source(graph, sub.inputs[0])
     others, averaged = source(graph, mean.inputs[0])
@@ -282,12 +282,13 @@ def number(graph: Graph, tensor: gs.Tensor) -> float | None:
     return float(entry) if isinstance(entry, (int, float)) else None
 
 
-def _is_square(graph: Graph, node: gs.Node) -> bool:
+def is_square(graph: Graph, node: gs.Node) -> bool:
+    """Whether a product or a power is a square."""
     first, second = node.inputs
     return first is second if node.op == "Mul" else number(graph, second) == 2.0
 
 
-def _is_of_rows(graph: Graph, mean: gs.Node) -> bool:
+def is_of_rows(graph: Graph, mean: gs.Node) -> bool:
     """Whether a reduction is along the last axis, which stays as one element."""
     rank = len(graph.shape(mean.inputs[0].name) or ())
     if mean.op == "GlobalAveragePool":

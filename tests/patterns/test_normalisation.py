@@ -139,6 +139,33 @@ def by_a_scaled_reciprocal(b: Builder, x: str) -> str:
     return b("Add", b("Mul", scale, b("Sub", x, average)), vector(b, 1))
 
 
+def fast_variance(b: Builder, x: str, least: Callable[[Builder, str], str]) -> tuple[str, str]:
+    """The mean, and the variance as Flax has it."""
+    average = mean(b, x)
+    return average, least(b, b("Sub", mean(b, b("Mul", x, x)), b("Mul", average, average)))
+
+
+def by_a_fast_variance(b: Builder, x: str) -> str:
+    """As Flax's LayerNorm is by default, through any exporter of JAX."""
+    average, variance = fast_variance(b, x, lambda b, value: b("Max", value, b.array(0.0)))
+    scale = b("Mul", b("Reciprocal", b("Sqrt", b("Add", variance, b.array(1e-3)))), vector(b))
+    return b("Add", b("Mul", b("Sub", x, average), scale), vector(b, 1))
+
+
+def by_a_fast_variance_and_wide(b: Builder, x: str) -> str:
+    wide = Builder(FLOAT)
+    wide.nodes, wide.initializers = b.nodes, b.initializers
+    of = wide("Cast", x, to=FLOAT)
+    average, variance = fast_variance(wide, of, lambda b, value: b("Clip", value, b.array(0.0)))
+    normal = wide("Div", wide("Sub", of, average), wide("Sqrt", wide("Add", variance, wide.array(1e-3))))
+    return b("Mul", b("Cast", normal, to=b.dtype), vector(b))
+
+
+def by_a_fast_variance_of_any_sign(b: Builder, x: str) -> str:
+    average, variance = fast_variance(b, x, lambda b, value: value)
+    return b("Div", b("Sub", x, average), b("Sqrt", b("Add", variance, b.array(1e-3))))
+
+
 def by_a_scaled_power(b: Builder, x: str) -> str:
     squares = b("Add", mean(b, b("Mul", x, x)), b.array(1e-3))
     return b("Mul", x, b("Mul", b("Pow", squares, b.array(-0.5)), vector(b)))
@@ -178,10 +205,11 @@ def over_its_length(b: Builder, x: str) -> str:
 
 
 OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length)
+FAST = (by_a_fast_variance, by_a_fast_variance_and_wide, by_a_fast_variance_of_any_sign)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
          to_a_power, widened, widened_twice, one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
-         *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
+         *FAST, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
@@ -336,6 +364,37 @@ def of_two(b: Builder, x: str, average: str, other: str, swapped: bool = False) 
     return b("Sub", *((shift, product) if swapped else (product, shift)))
 
 
+def of_three(b: Builder, x: str, least: str, *others: Callable[[Builder, str], str]) -> str:
+    """What is squared, what has the mean, and what is centred: rows, or another where it is said."""
+    squared, averaged, centred = (other(b, x) for other in others)
+    average = mean(b, averaged)
+    difference = b("Sub", mean(b, b("Mul", squared, squared)), b("Mul", average, average))
+    variance = b("Add", b("Max", difference, least), b.array(1e-3))
+    return b("Mul", b("Sub", centred, average), b("Reciprocal", b("Sqrt", variance)))
+
+
+def itself(b: Builder, x: str) -> str:
+    return x
+
+
+def exponential(b: Builder, x: str) -> str:
+    return b("Exp", x)
+
+
+NEARLY_FAST = {
+    "squares of another": lambda b, x: of_three(b, x, b.array(0.0), exponential, itself, itself),
+    "the mean of another": lambda b, x: of_three(b, x, b.array(0.0), itself, exponential, itself),
+    "another than what has the variance": lambda b, x: of_three(b, x, b.array(0.0), itself, itself, exponential),
+    "at least 1": lambda b, x: of_three(b, x, b.array(1.0), itself, itself, itself),
+    "a variance of the run": lambda b, x: of_three(b, x, mean(b, x), itself, itself, itself),
+}
+
+
+@pytest.mark.parametrize("case", NEARLY_FAST)
+def test_what_is_nearly_a_fast_variance_is_none(case: str) -> None:
+    assert not analysed(model_of(NEARLY_FAST[case])).sites
+
+
 NEARLY_SCALED_FIRST = {
     "the mean of another": lambda b, x: of_two(b, x, mean(b, b("Neg", x)), x),
     "another than what has the deviation": lambda b, x: of_two(b, x, mean(b, x), b("Exp", x)),
@@ -350,9 +409,10 @@ def test_what_is_nearly_scaled_first_is_none(case: str) -> None:
 
 
 @pytest.mark.parametrize("inner", range(11))
-def test_no_fusion_makes_what_others_read_of_one_that_is_scaled_first(inner: int) -> None:
+@pytest.mark.parametrize("form", [scaled_first, by_a_fast_variance], ids=lambda form: form.__name__)
+def test_no_fusion_makes_what_others_read_within_it(form: Callable[..., str], inner: int) -> None:
     b = Builder(FLOAT, opset=17)
-    out = scaled_first(b, b.input("x", (*ROWS, N)))
+    out = form(b, b.input("x", (*ROWS, N)))
     assert not analysed(b.model(out, b.nodes[inner].output[0])).sites
 
 
