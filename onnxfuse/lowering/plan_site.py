@@ -515,6 +515,7 @@ def _traffic_of_gemms(fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
         rest=made,
         passes=len(fusion.rhs),
         products=len(fusion.rhs),
+        biased="Gemm",
     )
 
 
@@ -559,10 +560,19 @@ def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilog
         )
         + own,
         own_passes=own,
+        biased=_biased(graph, fusion, mapping, epilogue_only),
         products=len(products),
         normalised=tuple(_normalised(graph, max(sums), _row_bytes(fusion, products[0], across)) for sums in opened),
         added=tuple(_added(graph, epilogue_only.replaced, _row_bytes(fusion, products[0], across))),
     )
+
+
+def _biased(graph: Graph, fusion: Fusion, mapping: AxisMapping, epilogue_only: Implementation) -> str:
+    """The only product and the Add behind it, where that adds a bias and nothing else follows; empty otherwise."""
+    ops = [graph.nodes[index].op for index in epilogue_only.replaced]
+    product, *others = epilogue_only.match.products
+    of_rows = all(mapping.kind(operand) != "tile" for operand in fusion.operands)
+    return f"{product.node.op}, Add" if ops == ["Add"] and not others and of_rows else ""
 
 
 def _is_made_by_a_norm(graph: Graph, index: int) -> bool:

@@ -82,6 +82,8 @@ class Traffic:
             activation of a FusedGemm is one too, and the bias of a Gemm, which the runtime writes ahead of the product.
         products: that the library makes one after the other, each of as many columns.
         own_passes: those of the passes that a product's node makes itself, and goes on to make where it stays.
+        biased: the nodes of a product that a bias is added to and nothing else follows; where nothing was measured of
+            the library, that is a pass like any other.
         normalised: by ops that were taken apart.
         added: by those that the runtime's optimiser makes; where nothing was measured of its kernels, a pass each.
     """
@@ -93,6 +95,7 @@ class Traffic:
     passes: int
     products: int = 1
     own_passes: int = 0
+    biased: str = ""
     normalised: tuple[Normalising, ...] = ()
     added: tuple[Normalising, ...] = ()
 
@@ -170,15 +173,16 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
         m: number of rows.
         one_kernel: microseconds of the one kernel.
     """
-    a_pass = calibration(device).launch + cost_model.from_memory(m * (traffic.product + traffic.rest), device)
-    is_known = bool(calibration(device).library_products)
+    known, memory = calibration(device), cost_model.from_memory(m * (traffic.product + traffic.rest), device)
+    a_pass, is_known = known.launch + memory, bool(known.library_products)
     passes = traffic.passes + (0 if is_known else len(traffic.added))
+    biasing = (known.biasing.get(traffic.biased, 1.0) - 1.0) * memory if is_known else 0.0
     normalised = (*traffic.normalised, *(traffic.added if is_known else ()))
     whole = _normalising(device, m, ((each.op, each.whole) for each in normalised))
     rest = _normalising(device, m, ((each.op, each.rest) for each in normalised))
     return {
         Strategy.ONE_KERNEL: one_kernel + rest,
-        Strategy.LEFT_ALONE: library + passes * a_pass + whole,
+        Strategy.LEFT_ALONE: library + passes * (a_pass + biasing) + whole,
         Strategy.EPILOGUE_ONLY: library + (traffic.own_passes + 1) * a_pass + rest,
     }
 

@@ -11,7 +11,7 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES, resolve
 from onnxfuse.pipeline import analyse_model
-from onnxfuse.schedule import portable
+from onnxfuse.schedule import cost_model, portable
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_tile import HopperTile
@@ -155,3 +155,38 @@ def test_the_cost_model_loses_little_against_what_was_measured(row: dict) -> Non
     strategy = planned(row)
     own = min(time for name, time in times.items() if strategies.get(name, ONE) is strategy)
     assert own <= WORST * min(times.values()), f"{strategy.value}: {times}"
+
+
+def linear(b: Builder, spelling: str) -> str:
+    """A product and its bias by these nodes."""
+    x = b.input("x", (32, 187, 1100) if spelling == "MatMul, Add" else (5984, 1100))
+    bias = b.array(np.ones(1664), "bias")
+    weight = b.array(np.ones((1100, 1664)), "weight")
+    if spelling == "Gemm":
+        return b("Gemm", x, weight, bias)
+    op, *_ = spelling.split(", ")
+    return b("Add", b(op, x, weight), bias)
+
+
+@pytest.mark.parametrize("spelling", [*calibration(ARCHITECTURES["sm_90a"]).biasing])
+def test_the_runtime_takes_longer_to_add_a_bias_than_memory_does(spelling: str) -> None:
+    """Its own nodes take so much longer than as long as memory; where more follows, as long as was assumed before."""
+    device = ARCHITECTURES["sm_90a"]
+    b = Builder(FLOAT16)
+    out = linear(b, spelling)
+    (alone,) = analyse_model(b.model(out), [device]).sites
+    (followed,) = analyse_model(b.model(b("Relu", out)), [device]).sites
+    memory = cost_model.from_memory(5984 * 1664 * 2 * 2, device)
+    (own,), (others,) = alone.estimates[device], followed.estimates[device]
+    known = calibration(device)
+    a_pass = known.launch + memory
+    assert others[ALONE] - own[ALONE] == pytest.approx(a_pass - (known.biasing[spelling] - 1) * memory)
+
+
+def test_what_is_not_known_of_the_library_is_not_known_of_its_bias() -> None:
+    biased = replace(TRAFFIC, biased="Gemm")
+    hopper, ampere = ARCHITECTURES["sm_90a"], ARCHITECTURES["sm_80"]
+    assert estimate_from(ampere, 9.0, biased, 512, 5.0) == estimate_from(ampere, 9.0, TRAFFIC, 512, 5.0)
+    slower, before = (estimate_from(hopper, 9.0, each, 512, 5.0) for each in (biased, TRAFFIC))
+    assert slower[ALONE] > before[ALONE]
+    assert {**slower, ALONE: 0} == {**before, ALONE: 0}

@@ -32,6 +32,7 @@ class Calibration:
         library_behind: by step of the epilogue; nothing where there is no row.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
         library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows; `unpacked` of all rhs.
+        biasing: by the model's nodes; 1 where there is no row.
         normalising: by the op's type.
         normalising_alone: `launch` of a LayerNormalization, and of each `element`.
         norm_launch: of this project's kernel, beside what memory takes.
@@ -85,6 +86,7 @@ class Calibration:
     library_misaligned: Mapping[str, float]
     library_misaligned_memory: float
     library_quantized: Mapping[str, float]
+    biasing: Mapping[str, float]
     normalising: Mapping[str, float]
     normalising_alone: Mapping[str, float]
     norm_launch: float
