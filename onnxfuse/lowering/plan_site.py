@@ -489,7 +489,7 @@ def _estimates(
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
         return {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
     if _has_biases_alone(graph, match):
-        traffic = _traffic_of_gemms(fusion, mapping, by)
+        traffic = _traffic_of_gemms(match, fusion, mapping, by)
         times = {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
         return {device: _without_epilogue_only(each) for device, each in times.items()}
     return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
@@ -504,7 +504,7 @@ def _has_biases_alone(graph: Graph, match: Match) -> bool:
     return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
 
 
-def _traffic_of_gemms(fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
+def _traffic_of_gemms(match: Match, fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
     """Products whose bias is a pass of its own to the runtime: it writes what a product then adds to."""
     shared, walked, across = _walks(fusion, mapping, by)
     made = sum(_row_bytes(fusion, tensor, across) for tensor in fusion.outputs)
@@ -515,7 +515,7 @@ def _traffic_of_gemms(fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
         rest=made,
         passes=len(fusion.rhs),
         products=len(fusion.rhs),
-        biased="Gemm",
+        biased="Gemm" if all(product.is_biased_gemm for product in match.products) else "",
     )
 
 
