@@ -15,12 +15,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import onnx
@@ -28,6 +26,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxfuse.graph.archive import FIRST_OUT, Flavour, Mapped, Record, TensorMap, pack, unpack
+from tests.helpers.many_commands import end_with
 from tests.tools.fuzz_archive import flags, mended
 
 K, N = 8, 12
@@ -625,22 +624,8 @@ def main() -> None:
     LIBRARY = sys.argv[2]
     for case in sys.argv[1].split(","):
         if (child := os.fork()) == 0:
-            run_case(globals()[case])
+            end_with(globals()[case])
         assert os.waitpid(child, 0)[1] == 0, case
-
-
-def run_case(case: Callable[[], None]) -> NoReturn:
-    """End the process with the case: what it has left behind is not taken down."""
-    code = 1
-    try:
-        case()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from tests.helpers.bridge_session import (
     sample,
     session,
 )
+from tests.helpers.many_commands import end_with
 
 OWN = Record(**(vars(RECORD) | {"lhs_alignment": 4, "rhs_alignment": 4}))
 BEHIND = Record(**(vars(OWN) | {"entry": "fake_p0_l4", "load_alignments": (4,) * 4, "library": Library.TF32,
@@ -265,7 +266,7 @@ def sixteen_bit() -> None:
 def main() -> None:
     """One case."""
     bridge_session.LIBRARY = sys.argv[2]
-    bridge_session.run_case(globals()[sys.argv[1]])
+    end_with(globals()[sys.argv[1]])
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
-MOST_SECONDS = 600  # of one run, which then ends with a signal
+MOST_SECONDS = 300  # of one run, which then ends with a signal
 CURRENT_TEST = "PYTEST_CURRENT_TEST"  # of no command's business, and another one in each test
 
 
@@ -81,22 +81,27 @@ def _run(main: Callable[[], Any], command: list[str], working: str) -> Mapping[s
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.chdir(working)
             sys.argv = ["onnxfuse" if command[0] == "onnxfuse.cli" else command[0], *command[1:]]
-            signal.alarm(MOST_SECONDS)
-            code = 1
-            try:
-                main()
-                code = 0
-            except SystemExit as stop:
-                code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+            end_with(main)
         _, status = os.waitpid(child, 0)
         stdout, stderr = (stream.read_text() for stream in streams)
     return {"returncode": os.waitstatus_to_exitcode(status), "stdout": stdout, "stderr": stderr}
+
+
+def end_with(run: Callable[[], Any]) -> NoReturn:
+    """Run something in a copy of a process, which ends with it: what it has left behind is not taken down."""
+    signal.alarm(MOST_SECONDS)
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
