@@ -24,7 +24,7 @@ from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes, costs
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
-from onnxfuse.schedule.row_ranges import FEW_ROWS, LARGE, MOST_KERNELS, MOST_OF_LARGE, MOST_OF_QUANTIZED, choose_ranges
+from onnxfuse.schedule.row_ranges import FEW_ROWS, MOST_KERNELS, MOST_OF_QUANTIZED, choose_ranges
 from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranked, Rejected
 
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
@@ -201,7 +201,8 @@ def _ranged(
 ) -> list[ProductVariant]:
     """Few tiles of which one is good at any number of rows, or columns."""
     few = 1.0 if sizes.by == "n" else FEW_ROWS
-    ranges = choose_ranges(candidates, prices, calibration(device).regret, few, most_kernels(base, sizes))
+    most = most_kernels(base, sizes)
+    ranges = choose_ranges(candidates, prices, calibration(device).regret, few, most=most)
     return [_variant(base, each.entry, each.low, each.high, sizes.label) for each in ranges]
 
 
@@ -210,7 +211,7 @@ def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
     if base.quantization:
         return MOST_OF_QUANTIZED
     elements = base.parts * (sizes.n or 0) * (sizes.k or 0)
-    return MOST_OF_LARGE if elements >= LARGE else MOST_KERNELS
+    return next(most for least, most in MOST_KERNELS if elements >= least)
 
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Prices:

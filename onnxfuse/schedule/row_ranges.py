@@ -21,13 +21,10 @@ from numpy.typing import NDArray
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.kernel_family import Amount, Candidate
 
-MOST_KERNELS = 8  # of one site and architecture
-# Of a large weight. Beside it the machine code of four more kernels is nothing (93 KB of 352 MB for the MLP of a model
-# of 8 billion parameters, and 1.4 s of 23 to compile), and the more waves its tiles take, the more one that fits m
-# gains: with eight, 408 rows of that MLP are 14 % behind the best tile in both products.
-MOST_OF_LARGE = 12
+# Of one site and architecture, whose weight has so many elements at least. Beside a large one the machine code of more
+# kernels is nothing, and the more tiles its columns are, the more one that fits m gains: docs/kernel-notes.md.
+MOST_KERNELS = ((2**24, 24), (2**22, 12), (0, 10))
 MOST_OF_QUANTIZED = 16  # two kernels of few rows, and those that split k, fit few numbers of rows each
-LARGE = 2**24  # elements
 SAME = 0.01  # a kernel is not changed for less
 LARGEST = 16384  # the last range has no end: what is best there is best behind it
 SMALLEST_END = 16
@@ -77,7 +74,8 @@ def choose_ranges(
     prices: Callable[[NDArray[np.int64]], Amount],
     regret: float,
     few: float = FEW_ROWS,
-    most: int = MOST_KERNELS,
+    *,
+    most: int,
 ) -> tuple[RowRange, ...]:
     """The kernels and their ranges of m, which cover every m once.
 

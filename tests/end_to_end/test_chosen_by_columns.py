@@ -26,7 +26,7 @@ from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule import attention_plan, cost_model
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Problem
-from onnxfuse.schedule.row_ranges import MOST_KERNELS
+from onnxfuse.schedule.plan import most_kernels
 from onnxfuse.schedule.variant import ProductPlan, ProductVariant
 from onnxfuse.tune import search
 from onnxfuse.tune.search import Trial
@@ -161,7 +161,7 @@ def regrets(site: Site, problems: Iterable[tuple[int, Problem]]) -> list[float]:
     (plan,) = site.plans
     ranged = of_first_spec(plan)
     spec, candidates = ranged[0].spec, [entry for _, entry in plan.ranked[0].tiles]
-    assert 2 <= len({variant.tile for variant in ranged}) <= MOST_KERNELS
+    assert 2 <= len({variant.tile for variant in ranged}) <= most_kernels(spec, plan.sizes)
 
     def regret(size: int, problem: Problem) -> float:
         flows = {entry: entry.family.flow(spec, entry.tile, DEVICE) for entry in candidates}

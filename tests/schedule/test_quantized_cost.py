@@ -18,7 +18,7 @@ from onnxfuse.schedule.hopper_quantized import HOPPER_QUANTIZED
 from onnxfuse.schedule.kernel_family import Candidate, Count, Flow, Problem, ProductFamily, Sizes, costs
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.quantized_small_m import QUANTIZED_SMALL_M
-from onnxfuse.schedule.row_ranges import choose_ranges
+from onnxfuse.schedule.row_ranges import MOST_OF_QUANTIZED, choose_ranges
 from tests.schedule.test_plan import planned
 
 DEVICE = ARCHITECTURES["sm_90a"]
@@ -92,7 +92,7 @@ def test_one_row_has_the_kernel_that_was_fastest() -> None:
 
         flows = [QUANTIZED_SMALL_M.flow(spec, entry.tile, DEVICE) for entry in candidates]
         prices = partial(estimates_at, candidates, flows, spec, sizes)
-        first = choose_ranges(candidates, prices, calibration(DEVICE).regret)[0]
+        first = choose_ranges(candidates, prices, calibration(DEVICE).regret, most=MOST_OF_QUANTIZED)[0]
         assert first.low == 0
         assert str(first.entry.tile).startswith(tile)
 
