@@ -129,7 +129,13 @@ def test_the_supported_versions_of_onnxruntime_are_said_once_everywhere() -> Non
 def test_one_command_sets_up_and_one_checks() -> None:
     text, script = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / ".ci" / "run").read_text()
     assert "pip install -e '.[cpu,dev]'" in text
-    for part in ("ruff check .", "ruff format --check .", "mypy", "python -m tests.tools.versions", "pytest -n auto"):
+    for part in (
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "python -m tests.tools.versions --ends",
+        "pytest -n auto",
+    ):
         assert part in script
         assert f"`{part}`" in text.replace("\n", " ")
 

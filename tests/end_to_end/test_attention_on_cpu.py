@@ -136,7 +136,7 @@ def check(model, form: str, sizes: dict[str, int], folder: Path, lie=memory_of) 
     return index
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("form", NUMBERS)
 def test_the_kernel_computes_what_the_graph_computes(form: str, tmp_path: Path) -> None:
     model = model_of(form)

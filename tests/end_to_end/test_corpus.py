@@ -26,7 +26,7 @@ def count(fusions: list[Pointwise]) -> Counter[str]:
     return Counter(kind for fusion in fusions for kind in sweep.kinds_of(fusion))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))
 def test_sites_are_those_of_the_manifest(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list), attention=False)
@@ -36,7 +36,7 @@ def test_sites_are_those_of_the_manifest(key: str) -> None:
     assert {kind: found[kind] for kind in sweep.KINDS} == {kind: expected[kind] for kind in sweep.KINDS}
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("key", sorted(corpus.manifest()))
 def test_every_product_is_fused_once_or_listed(key: str) -> None:
     analysis = analyse_model(corpus.folder() / key, resolve("sm_80", list))
@@ -49,13 +49,13 @@ def test_every_product_is_fused_once_or_listed(key: str) -> None:
     assert len(taken) == len(set(taken))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("tiny/")])
 def test_bits_are_the_same_on_the_cpu(key: str) -> None:
     assert not sweep.sweep_model(corpus.folder() / key, None).faults
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("real/")])
 def test_every_attention_fuses_or_says_why(key: str) -> None:
     """Those of the tiny ones are counted where their bits are compared."""
@@ -69,7 +69,7 @@ def test_every_attention_fuses_or_says_why(key: str) -> None:
     assert fused == count or ".fp32." in key
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("key", [key for key in corpus.manifest() if key.startswith("tiny/")])
 def test_no_initializer_is_left_that_nothing_reads(key: str) -> None:
     original = corpus.with_weights(onnx.load(corpus.folder() / key))

@@ -494,7 +494,7 @@ def trial_of(analysis: Analysis) -> Trial:
     return timer[0]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("build", [gate_in_turn, gate_of_two, batched])
 def test_tuning_times_every_form_with_the_weight_in_its_own_order(build: Callable[[Builder, str], list[str]]) -> None:

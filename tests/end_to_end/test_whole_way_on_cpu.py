@@ -338,7 +338,7 @@ def memory_at(arrays: list[np.ndarray], pointer: int) -> tuple[np.ndarray, int]:
     return array.reshape(-1), (pointer - array.ctypes.data) // array.itemsize
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_kernel_behind_the_library_computes_what_the_graph_computes(graph, tmp_path: Path) -> None:
     b = Builder()
@@ -356,7 +356,7 @@ def test_the_kernel_behind_the_library_computes_what_the_graph_computes(graph, t
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("epilogue_only", [False, True])
 def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool, tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_kernel_repeats_a_product(graph, variant: int, tmp_path: Path) -> None
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("order", ["kn", "nk"])
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 8), (8, 1), (2, 3), (4, 8), (1, 12)])
 def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_the_widest_kernel_reads_sizes_of_one(order: str, k: int, n: int, tmp_pa
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("shape", [(32, 48), (1, 48), (32, 1), (1, 1), (2, 32, 48), (2, 1, 48)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("epilogue_only", [False, True])

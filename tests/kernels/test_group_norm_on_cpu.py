@@ -69,7 +69,7 @@ def launch(library: ctypes.CDLL, problem: GroupProblem, case: Case, lazy: bool) 
     assert failure == b"", failure
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_normalises_groups(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -158,7 +158,7 @@ SAMPLE += [*list(three_groups_cases())[::6], *list(served_cases())[::3]]
 PIECES = [case for case in three_groups_cases() if case.name.startswith("three-pieces")]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(18)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: HopperCase, tmp_path: Path) -> None:
     check(case, tmp_path)

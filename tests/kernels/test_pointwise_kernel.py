@@ -123,7 +123,7 @@ def make_problem(spec: TiledPointwise, size: Size, case: Case) -> Problem:
     return Problem(spec, size, NOTHING, [], [make_operand(rng, load, size) for load in lies], outs)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_computes_the_steps(case: Case, tmp_path: Path) -> None:
     spec = make_spec(case)
@@ -137,7 +137,7 @@ def test_kernel_computes_the_steps(case: Case, tmp_path: Path) -> None:
 WIDE = [case for case in CASES if not case.narrow]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
 def test_a_checked_kernel_reads_misaligned_tensors_alone_by_elements(case: Case, tmp_path: Path) -> None:
     spec = checked(make_spec(case))

@@ -46,5 +46,5 @@ def test_a_run_leaves_out_cases_of_marked_tests_alone(options: tuple[str, ...], 
     done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
     cases = [line for line in done.stdout.splitlines() if "::test_kernel_computes_the_steps[" in line]
     others = [line for line in done.stdout.splitlines() if "::test_a_tile_is_made_of_whole_threads[" in line]
-    assert len(cases) == (CASES if options else sum(is_taken(index, 3) for index in range(CASES)))
+    assert len(cases) == (CASES if options else sum(is_taken(index, 5) for index in range(CASES)))
     assert len(others) == 108  # what is not marked
