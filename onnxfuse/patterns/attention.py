@@ -69,6 +69,7 @@ class Candidate:
         softmax: over rows.
         behind: the nodes between it and the second product.
         second: that product.
+        turned: whether the probabilities are its second input, as channels by tokens are multiplied by them.
         guarded: whether rows of NaN become 0 among them.
         masked: whether the scores under a mask are to be minus infinity, where the model has the lowest number.
         refusal: why nothing fuses, if that is clear already.
@@ -81,6 +82,7 @@ class Candidate:
     guarded: bool
     masked: bool = False
     refusal: NotFusable | None = None
+    turned: bool = False
 
 
 def candidates(graph: Graph) -> Iterator[Candidate]:
@@ -111,7 +113,8 @@ def _behind(graph: Graph, softmax: Softmax) -> Candidate | None:
         if element_readers(value) != [passed] or graph.is_escaping(value.name):
             refusal = refusal or _is_read_beside(softmax.last, value)
         if is_anchor(graph, passed):
-            return Candidate((), softmax, tuple(nodes), passed, guarded, masked, refusal)
+            turned = passed.inputs[0] is not value
+            return Candidate((), softmax, tuple(nodes), passed, guarded, masked, refusal, turned)
         value = passed.outputs[0]
         nodes.append(passed)
     return None
@@ -120,7 +123,7 @@ def _behind(graph: Graph, softmax: Softmax) -> Candidate | None:
 def _reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
     """The product of a probability, or a node that hands it on to one: a Cast, a view."""
     readers = element_readers(value)
-    second = next((reader for reader in readers if _multiplies_first(graph, reader, value)), None)
+    second = next((reader for reader in readers if _multiplies(graph, reader, value)), None)
     handed = (reader for reader in readers if qualified_op(reader) in ("Cast", "Identity", *VIEWS))
     return second or next(handed, None)
 
@@ -130,8 +133,8 @@ def _is_read_beside(softmax: gs.Node, value: gs.Tensor) -> NotFusable:
     return NotFusable("probability_is_read", node_label(softmax), detail)
 
 
-def _multiplies_first(graph: Graph, node: gs.Node, value: gs.Tensor) -> bool:
-    return bool(is_anchor(graph, node) and node.op != "Conv" and node.inputs[0] is value)
+def _multiplies(graph: Graph, node: gs.Node, value: gs.Tensor) -> bool:
+    return is_anchor(graph, node) and node.op != "Conv" and any(factor is value for factor in node.inputs[:2])
 
 
 def _products_before(graph: Graph, softmax: Softmax) -> Iterator[gs.Node]:
@@ -193,7 +196,7 @@ class Attentions:
         """Both products, whose factors are read before they are widened, or behind that where not all of them are."""
         for computed in (COMPUTED_VIEWS, SCALES):
             first = self._scores(candidate.softmax, product, computed)
-            seconds = self._sums(candidate.second, computed)
+            seconds = self._sums(candidate, computed)
             furthest = next(seconds)
             if len({tensor.dtype for tensor in (first[1].lhs, *first[1].rhs, *furthest[1].rhs)}) == 1:
                 break
@@ -220,9 +223,10 @@ class Attentions:
             raise OtherScores(softmax.first)
         return match, self._lowered(match)
 
-    def _sums(self, product: gs.Node, computed: tuple[str, ...]) -> Iterator[Lowered]:
+    def _sums(self, candidate: Candidate, computed: tuple[str, ...]) -> Iterator[Lowered]:
         """The fusions from the second product on, of its type, that read nothing beside it; the largest first."""
-        grown = self._grown(product, computed)
+        product = candidate.second
+        grown = self._grown(product, computed, turned=candidate.turned)
         partition = Partition(grown, self.points)
         refusal: NotFusable | None = _no_kernel(product, "the second product is none by itself")
         for position in reversed(self._ends(partition)):
@@ -254,16 +258,18 @@ class Attentions:
                 found.append(end)
         return found
 
-    def _grown(self, node: gs.Node, computed: tuple[str, ...], softmax: Softmax | None = None) -> GrownRegion:
+    def _grown(
+        self, node: gs.Node, computed: tuple[str, ...], softmax: Softmax | None = None, turned: bool | None = None
+    ) -> GrownRegion:
         """What grows from a product, read through as many views as nobody else owns; the scores of a softmax."""
         # Batches may lie apart: they are heads.
         if node.op not in ("MatMul", "Einsum") or self.rounds:
             computed = ()
-        product = read_product(self.graph, node, accepts=lambda found: True, computed=computed)
+        product = read_product(self.graph, node, accepts=lambda found: True, computed=computed, turned=turned)
         if product.quantized is not None:
             raise _no_kernel(node, "a factor is a weight of few bits")
         if any(self.points.is_taken(view.node) for view in product.views):
-            product = read_product(self.graph, node, through_views=False)
+            product = read_product(self.graph, node, through_views=False, turned=turned)
         shift = shift_of(self.graph, softmax.scores) if softmax is not None and not self.rounds else ()
         grown = GrownRegion(self.graph, (product,), self.points.is_taken, self.rounds, softmax is not None, shift)
         if grown.refused:

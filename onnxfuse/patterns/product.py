@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
 
@@ -199,6 +200,7 @@ def read_product(
     through_views: bool = True,
     accepts: Callable[[Contraction], bool] = is_addressable,
     computed: Collection[str] = (),
+    turned: bool | None = None,
 ) -> Product:
     """Understand an anchor.
 
@@ -209,23 +211,32 @@ def read_product(
         accepts: whether it can.
         computed: which of COMPUTED_VIEWS to look through as well, before the first input Casts alone: a Mul there may
             belong to what makes it.
+        turned: whether the second input is the lhs; by default that of which the rows are.
 
     Raises:
         NotFusable: the product has a form or a type that no kernel computes.
     """
     try:
         _check_supported(node)
-        return _read(graph, node, through_views, accepts, computed)
+        turned = _is_turned(graph, node) if turned is None else turned
+        return _read(graph, node, _Reading(through_views, accepts, computed, turned))
     except NotFusable as refusal:
         raise NotFusable(refusal.reason, refusal.node or node_label(node), refusal.detail) from None
 
 
-def _read(
-    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], computed: Collection[str]
-) -> Product:
+class _Reading(NamedTuple):
+    """How the inputs of an anchor are read: what `read_product` was asked for."""
+
+    through_views: bool
+    accepts: Callable[[Contraction], bool]
+    computed: Collection[str]
+    turned: bool
+
+
+def _read(graph: Graph, node: gs.Node, reading: _Reading) -> Product:
     quantized = _quantized(graph, node)
     dtype = _common_dtype(graph, node) if quantized is None else quantized.form.scale
-    lhs, rhs, found = _addressable(graph, node, through_views, accepts, computed)
+    lhs, rhs, found = _addressable(graph, node, reading)
     _check_not_quantized(graph, node, lhs, *([rhs] if quantized is None else []))
     factors = spelled_factors(node)
     spelled = () if factors is None else (InputView(factors, None),)
@@ -251,24 +262,28 @@ def _bias(node: gs.Node) -> str | None:
     return str(node.inputs[2].name) if has_bias else None
 
 
-def _addressable(
-    graph: Graph, node: gs.Node, through_views: bool, accepts: Callable[[Contraction], bool], computed: Collection[str]
-) -> tuple[Source, Source, Contraction]:
+def _addressable(graph: Graph, node: gs.Node, reading: _Reading) -> tuple[Source, Source, Contraction]:
     """Both inputs through as many views as a kernel can address, and the axes that they share."""
-    labels_of, inputs = LABELS_BY_OP.get(node.op, _matrices), _inputs(node)
-    first, second = (1, 0) if _is_turned(graph, node) else (0, 1)
-    rights = list(_rights(graph, node, inputs[second], through_views, computed))
-    lefts = list(sources(graph, inputs[first], AxisKind.LHS, through_views, {"Cast"} & {*computed}))
+    inputs = _inputs(node)
+    left, right = inputs[::-1] if reading.turned else inputs
+    rights = list(_rights(graph, node, right, reading.through_views, reading.computed))
+    lefts = list(sources(graph, left, AxisKind.LHS, reading.through_views, {"Cast"} & {*reading.computed}))
     pairs = [(lhs, rhs) for lhs in lefts for rhs in rights]
     for lhs, rhs in pairs[:-1]:
         try:
-            found = contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
+            found = contract(lhs, rhs, _labels(graph, node, lhs.seen, rhs.seen, reading.turned))
         except NotFusable:
             continue
-        if accepts(found):
+        if reading.accepts(found):
             return lhs, rhs, found
     lhs, rhs = pairs[-1]
-    return lhs, rhs, contract(lhs, rhs, labels_of(graph, node, lhs.seen, rhs.seen))
+    return lhs, rhs, contract(lhs, rhs, _labels(graph, node, lhs.seen, rhs.seen, reading.turned))
+
+
+def _labels(graph: Graph, node: gs.Node, lhs: View, rhs: View, turned: bool) -> Labels:
+    """The dimensions of lhs and rhs, which is the first input where they are turned."""
+    named = LABELS_BY_OP.get(node.op, _matrices)(graph, node, *((rhs, lhs) if turned else (lhs, rhs)))
+    return replace(named, lhs=named.rhs, rhs=named.lhs) if turned else named
 
 
 def _is_turned(graph: Graph, node: gs.Node) -> bool:
@@ -279,12 +294,13 @@ def _is_turned(graph: Graph, node: gs.Node) -> bool:
 def _rights(
     graph: Graph, node: gs.Node, tensor: gs.Tensor, through_views: bool, computed: Collection[str]
 ) -> Iterable[Source]:
-    """The ways to read the second input; integers are read as they lie."""
+    """The ways to read rhs; integers are read as they lie."""
     if qualified_op(node) == NBITS:
         weight = read_quantized(graph, node)
         own = axis_view([weight.n, weight.k], AxisKind.RHS)
         return [Source(str(tensor.name), own, own)]
-    integers = dequantized_source(graph, tensor) if qualified_op(node) == "MatMul" else None
+    may_be_integers = qualified_op(node) == "MatMul" and tensor is node.inputs[1]
+    integers = dequantized_source(graph, tensor) if may_be_integers else None
     return [integers[0]] if integers else sources(graph, tensor, AxisKind.RHS, through_views, computed)
 
 
@@ -323,24 +339,24 @@ def _matrices(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
     return Labels(left, right, batch + first.replace("k", "") + second.replace("k", ""))
 
 
-def _image(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
+def _image(graph: Graph, node: gs.Node, image: View, weight: View) -> Labels:
     """The dimensions of a pointwise convolution; the weight has one of size 1 for each of an image."""
-    lhs_rank, rhs_rank = len(lhs), len(rhs)
-    positions = "hwd"[: lhs_rank - 2]
-    if lhs_rank != rhs_rank or len(positions) != lhs_rank - 2:
-        raise NotFusable("unknown_rank", node_label(node), f"an input of rank {rhs_rank}, a weight of rank {lhs_rank}")
-    ones = positions.upper()
-    if _splits_channels(node):
-        return Labels("bk" + positions, "nk" + ones, "bn" + positions)
-    return Labels("mk" + ones, "bk" + positions, "bm" + positions)
+    positions = _positions(node, image, weight)
+    return Labels("bk" + positions, "ck" + positions.upper(), "bc" + positions)
 
 
-def _channels_last(graph: Graph, node: gs.Node, lhs: View, rhs: View) -> Labels:
+def _channels_last(graph: Graph, node: gs.Node, image: View, weight: View) -> Labels:
     """The same with the channels behind the positions, in the weight as well."""
-    positions = "hwd"[: len(lhs) - 2]
-    if len(lhs) != len(rhs) or len(positions) != len(lhs) - 2:
-        raise NotFusable("unknown_rank", node_label(node), f"an input of rank {len(lhs)}, a weight of rank {len(rhs)}")
-    return Labels("b" + positions + "k", "n" + positions.upper() + "k", "b" + positions + "n")
+    positions = _positions(node, image, weight)
+    return Labels("b" + positions + "k", "c" + positions.upper() + "k", "b" + positions + "c")
+
+
+def _positions(node: gs.Node, image: View, weight: View) -> str:
+    """The labels of an image's positions."""
+    positions, rank = "hwd"[: len(image) - 2], len(weight)
+    if len(image) != rank or len(positions) != rank - 2:
+        raise NotFusable("unknown_rank", node_label(node), f"an input of rank {len(image)}, a weight of rank {rank}")
+    return positions
 
 
 def _splits_channels(conv: gs.Node) -> bool:
@@ -348,15 +364,12 @@ def _splits_channels(conv: gs.Node) -> bool:
     return any(reader.op in ("Split", "Slice", "SplitToSequence") for reader in conv.outputs[0].outputs)
 
 
-def _einsum(graph: Graph, node: gs.Node, lhs_view: View, rhs_view: View) -> Labels:
+def _einsum(graph: Graph, node: gs.Node, first: View, second: View) -> Labels:
     """The dimensions of an Einsum, which sums over dimensions of both inputs."""
-    turned = _has_columns_first(graph, node)
-    views = (rhs_view, lhs_view) if turned else (lhs_view, rhs_view)
-    terms, out = einsum_labels(str(node.attrs.get("equation", "")), tuple(map(len, views)))
-    lhs, rhs = terms[::-1] if turned else terms
+    (lhs, rhs), out = einsum_labels(str(node.attrs.get("equation", "")), (len(first), len(second)))
     summed = (set(lhs) | set(rhs)) - set(out)
     known = all(term.isalpha() and len(set(term)) == len(term) for term in (lhs, rhs, out))
-    ranks = (len(lhs), len(rhs)) == (len(lhs_view), len(rhs_view))
+    ranks = (len(lhs), len(rhs)) == (len(first), len(second))
     if not known or not ranks or not summed or summed - (set(lhs) & set(rhs)) or set(out) - set(lhs + rhs):
         detail = f"the Einsum {node.attrs.get('equation')!r} is no matrix product"
         raise NotFusable("unsupported_product", node_label(node), detail)
@@ -404,7 +417,7 @@ LABELS_BY_OP: dict[str, Callable[[Graph, gs.Node, View, View], Labels]] = {
     "NhwcConv": _channels_last,
     "ReduceSum": _spelled_out,
 }
-"""Op -> the labels of its dimensions, given those of lhs and rhs; others multiply matrices."""
+"""Op -> the labels of its dimensions, given those of both inputs in its own order; others multiply matrices."""
 
 
 def _is_constant(graph: Graph, source: Source) -> bool:

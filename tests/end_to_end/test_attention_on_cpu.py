@@ -40,7 +40,7 @@ SM_90A = ARCHITECTURES["sm_90a"]
 SMALL = {ATTENTION: AttentionTile(2, 48), PORTABLE_ATTENTION: PortableAttentionTile(2, 32)}
 NUMBERS = (
     "scaled_before", "scaled_by_the_run", "masked_and_guarded", "values_in_fp32", "two_biases", "filled",
-    "grouped", "by_einsum", "without_heads",
+    "grouped", "by_einsum", "without_heads", "values_first", "channels_by_einsum",
 )  # fmt: skip
 IMAGE = CompiledImage(b"machine code", "", 0, 0, 0)
 

@@ -187,16 +187,38 @@ def keys_of_an_image(b: Builder) -> list[str]:
     return [b("Identity", b("MatMul", b("Softmax", s, axis=-1), values))]
 
 
+def of_channels(b: Builder, name: str, tokens: int) -> str:
+    """Heads of what a convolution makes for the pixels of an image."""
+    return b.input(name, ("batch", HEADS, HEAD, tokens))
+
+
+def values_first(b: Builder) -> list[str]:
+    """Latent diffusion's autoencoder, BigGAN: channels by tokens, multiplied by the transposed probabilities."""
+    query, key, value = (of_channels(b, *name) for name in (("q", 40), ("k", 72), ("v", 72)))
+    s = b("Mul", b("MatMul", b("Transpose", query, perm=(0, 1, 3, 2)), key), number(b, 0.25))
+    p = b("Softmax", s, axis=3)
+    return [b("Identity", b("MatMul", value, b("Transpose", p, perm=(0, 1, 3, 2))))]
+
+
+def channels_by_einsum(b: Builder) -> list[str]:
+    """Guided diffusion: the result has the columns that the probabilities have for rows."""
+    query, key, value = (of_channels(b, *name) for name in (("q", 40), ("k", 72), ("v", 72)))
+    s = b("Einsum", b("Mul", query, number(b, 0.5)), b("Mul", key, number(b, 0.5)), equation="bhct,bhcs->bhts")
+    p = b("Softmax", b("Cast", s, to=FLOAT), axis=-1)
+    return [b("Identity", b("Einsum", b("Cast", p, to=b.dtype), value, equation="bhts,bhcs->bhct"))]
+
+
 FORMS: dict[str, Callable[[Builder], list[str]]] = {
     form.__name__: form
     for form in (
         plain, scaled_before, scaled_by_the_run, masked_and_guarded, values_in_fp32, masked_keys, two_biases, soft_cap,
         filled, grouped, merged_batch, masked_in_batches, by_einsum, keys_first,
-        without_heads, keys_of_an_image,
+        without_heads, keys_of_an_image, values_first, channels_by_einsum,
     )
 }  # fmt: skip
 
-READ_ANYHOW = ("keys_of_an_image",)  # tokens are neighbours in memory: one kernel, whatever the addresses
+# Tokens are neighbours in memory: one kernel, whatever the addresses.
+READ_ANYHOW = ("keys_of_an_image", "values_first", "channels_by_einsum")
 LEFT_ALONE_IN_FP32 = ("by_einsum", "without_heads")  # so little between the products
 
 

@@ -98,6 +98,51 @@ def test_every_architecture_has_a_kernel(form: str, dtype: int) -> None:
         assert (plan.variants[-1].min_m, plan.variants[-1].max_m) == (0, MAX_M)
 
 
+def probabilities(b: Builder) -> str:
+    """Of as many rows as keys, so that no size tells one from the other."""
+    q, k = (b.input(name, ("batch", 64, HEAD)) for name in ("q", "k"))
+    return b("Softmax", b("MatMul", q, b("Transpose", k, perm=(0, 2, 1))), axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "dims"),
+    [
+        ("bts,bsc->btc", (64, HEAD), (("b",), ("m",), ("o",))),
+        ("bts,bcs->bct", (HEAD, 64), (("b",), ("o",), ("m",))),
+        ("bts,bcs->btc", (HEAD, 64), (("b",), ("m",), ("o",))),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_values_lie_and_are_multiplied_in_any_order(equation: str, shape: tuple, dims: tuple, turned: bool) -> None:
+    b = Builder(FLOAT16)
+    factors, (terms, out) = [probabilities(b), b.input("v", ("batch", *shape))], equation.split("->")
+    if turned:
+        factors, terms = factors[::-1], ",".join(terms.split(",")[::-1])
+    attention = attention_of(b.model(b("Identity", b("Einsum", *factors, equation=f"{terms}->{out}"))))
+    assert attention.values.name == "v"
+    assert attention.outs[0].tensor.dims == dims
+
+
+@pytest.mark.parametrize("equation", ["bts,btc->bsc", "btc,bts->bsc", "bts,btc->bcs"])
+def test_a_product_that_sums_over_the_rows_of_probabilities_is_no_attention(equation: str) -> None:
+    def build(b: Builder) -> list[str]:
+        p, v = probabilities(b), b.input("v", ("batch", 64, HEAD))
+        factors = (p, v) if equation.startswith("bts") else (v, p)
+        return [b("Einsum", *factors, equation=equation)]
+
+    assert reason_of(build) == "no_attention_kernel"
+
+
+@pytest.mark.parametrize("transposed", [(), (0,), (1,)])
+def test_probabilities_that_multiply_themselves_are_no_values(transposed: tuple[int, ...]) -> None:
+    def build(b: Builder) -> list[str]:
+        p = probabilities(b)
+        factors = [b("Transpose", p, perm=(0, 2, 1)) if place in transposed else p for place in range(2)]
+        return [b("MatMul", *factors)]
+
+    assert reason_of(build) == "probability_is_read"
+
+
 def test_a_score_that_is_read() -> None:
     def build(b: Builder) -> list[str]:
         s = scores(b)

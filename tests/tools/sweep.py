@@ -46,6 +46,7 @@ from tests.helpers.onnx_build import cpu_session
 ATTENTIONS = "attentions"
 KINDS = ("packed_gates", "dual_gates", "activations", "residuals")
 PRODUCTS = ("MatMul", "Einsum")
+HANDED_ON = ("Cast", "Identity", "Reshape", "Slice", "Transpose", "Where")
 # Between a product and a softmax.
 BETWEEN = ("Add", "Sub", "Mul", "Div", "Tanh", "Where", "Cast", "Reshape", "Identity", "Concat")
 STRICT = ("packed_gates", "dual_gates")  # one too many is a near miss that was taken for a gate
@@ -113,9 +114,8 @@ def softmaxes_between_products(model: ModelProto) -> list[str]:
 
 def _is_multiplied(node: onnx.NodeProto, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
     behind = readers.get(node.output[0], [])
-    handed = [reader for reader in behind if reader.op_type in ("Cast", "Identity", "Reshape", "Slice", "Where")]
-    first = [reader for reader in behind if reader.op_type in PRODUCTS and reader.input[0] == node.output[0]]
-    return bool(first) or any(_is_multiplied(reader, readers) for reader in handed)
+    handed = [reader for reader in behind if reader.op_type in HANDED_ON]
+    return any(reader.op_type in PRODUCTS for reader in behind) or any(_is_multiplied(each, readers) for each in handed)
 
 
 def _comes_from_product(node: onnx.NodeProto, makers: Mapping[str, onnx.NodeProto]) -> bool:
