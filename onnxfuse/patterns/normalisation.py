@@ -14,16 +14,19 @@ import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
+from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.skip_norms import is_added_and_normalised
 from onnxfuse.ir.fusion import Axis, Load, Out, Step, Tensor, Value, load_name, step_name
 from onnxfuse.ir.normalisation import NORMAL, Normalisation
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
+from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation_forms import Core, number, of_length, of_nodes, of_op, other
+from onnxfuse.patterns.normalisation_forms import Core, number, of_nodes, of_op, other
+from onnxfuse.patterns.row_length import of_length
 from onnxfuse.patterns.scaled_normalisation import of_scaled
 
 PATTERN = "normalisation"
@@ -217,16 +220,27 @@ def _parameter(graph: Graph, parameter: gs.Tensor, dims: Sequence[tuple[str]]) -
 
 def _match(graph: Graph, core: Core, lowered: Normalisation) -> NormalisationMatch:
     """Its nodes; what lives out of it is one value."""
+    shapes = _shapes(graph, core, lowered)
     return NormalisationMatch(
         products=(),
         nodes=tuple(sorted(map(graph.index, core.nodes))),
         copied=(),
         insertion_point=graph.index(core.nodes[-1]),
-        folded=(),
+        folded=tuple(sorted(only_feeding(graph, shapes))),
         constants=(),
         columns=lowered.size(COLUMNS) or 0,
         live_outs=(LiveOut(core.normal.name, (), ()),),
         split=frozenset(),
         epilogue=EpilogueGraph(),
+        shapes=shapes,
         anchor=lowered.anchor,
     )
+
+
+def _shapes(graph: Graph, core: Core, lowered: Normalisation) -> dict[int, FallbackShape]:
+    """The shape to which lengths are repeated along their rows, where the model computes it."""
+    shape = graph.shape(core.x.name) or ()
+    if core.expand is None or graph.known_integers(core.expand.inputs[1]) is not None:
+        return {}
+    entries = (*(1 for _ in shape[1:]), lowered.size(COLUMNS) or 1)
+    return {graph.index(core.expand): FallbackShape(entries, (None,) * len(entries))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnx
@@ -17,7 +17,7 @@ CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "R
 DEFAULT_EPSILON = 1e-5  # of every op's
 MEANS = ("ReduceMean", "GlobalAveragePool")
 DOUBLE = onnx.TensorProto.DOUBLE  # in which TorchScript sums 16 bits
-SUM, LENGTH = "ReduceSum", "ReduceL2"  # of squares, as linear attentions and CLIP make rows one long
+SUM = "ReduceSum"  # of squares, as linear attentions make rows one long
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
 
@@ -35,6 +35,7 @@ class Core:
         epsilon: what is added to the variance.
         affine: the ops with parameters that the nodes hold, in their order.
         scale: what the normalised row is multiplied by before those, for a row that is divided by its own length.
+        expand: the node that repeats that length along the row.
     """
 
     anchor: gs.Node
@@ -45,6 +46,7 @@ class Core:
     epsilon: float
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
     scale: float = 1.0
+    expand: gs.Node | None = None
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -64,28 +66,25 @@ def of_op(graph: Graph, node: gs.Node) -> Core | None:
 def of_nodes(graph: Graph, node: gs.Node) -> Core | None:
     """What is written as a mean or a sum of squares, its root, and a quotient or a product with the reciprocal."""
     squares = squared(graph, node, *MEANS, SUM)
-    count = 1 if node.op != SUM else _columns(graph, node)
+    count = 1 if node.op != SUM else columns_of(graph, node)
     if not squares or count is None:
         return None
     for end in ends(graph, node):
         nodes = (*squares, node, *end.between, end.last)
-        core = _of_rows(graph, node, nodes, end.divided, end.epsilon / count, count)
+        core = of_rows(graph, node, nodes, end.divided, end.epsilon / count, count)
         if core is not None:
             return replace(core, affine=end.affine)
     return None
 
 
-def of_length(graph: Graph, node: gs.Node) -> Core | None:
-    """Rows that are divided by their own length, to which nothing is added."""
-    last = reader(node, "Div") if node.op == LENGTH and is_of_rows(graph, node) else None
-    count = None if last is None else _columns(graph, node)
-    if last is None or count is None or last.inputs[1] is not node.outputs[0]:
-        return None
-    return _of_rows(graph, node, (node, last), last.inputs[0], 0.0, count)
-
-
-def _of_rows(
-    graph: Graph, anchor: gs.Node, nodes: Sequence[gs.Node], divided: gs.Tensor, epsilon: float, count: int
+def of_rows(
+    graph: Graph,
+    anchor: gs.Node,
+    nodes: Sequence[gs.Node],
+    divided: gs.Tensor,
+    epsilon: float,
+    count: int,
+    dead: Collection[int] = (),
 ) -> Core | None:
     """The same with the casts and the mean in front of them, if nobody else reads what they make on the way.
 
@@ -96,18 +95,19 @@ def _of_rows(
         divided: by the root.
         epsilon: what is added to the mean of squares.
         count: how many squares are in what the root is of for one in their mean.
+        dead: nodes that nobody needs then, though they read what is made on the way.
     """
     last = nodes[-1]
     for source in SOURCES:
         centring, x, whole = _centring(graph, nodes[0].inputs[0], divided, source)
         every = (*centring, *nodes)
-        if x is whole and is_closed(graph, every, last):
+        if x is whole and is_closed(graph, every, last, dead):
             is_centred = any(each.op == "Sub" for each in centring)
             return Core(anchor, every, x, last.outputs[0], is_centred, epsilon, scale=count**-0.5)
     return None
 
 
-def _columns(graph: Graph, reduction: gs.Node) -> int | None:
+def columns_of(graph: Graph, reduction: gs.Node) -> int | None:
     """How many elements of a row are reduced to one; None where that is not known before the run."""
     *_, columns = graph.shape(reduction.inputs[0].name) or (None,)
     return columns if isinstance(columns, int) and columns > 0 else None
@@ -247,9 +247,9 @@ SOURCES: tuple[Source, ...] = (_before_cast, _itself)
 """What rows may be read through: kernels read 16 bits where a cast widens them for the sums alone."""
 
 
-def is_closed(graph: Graph, nodes: Sequence[gs.Node], last: gs.Node) -> bool:
-    """Whether nobody else reads what is made on the way."""
-    own = {graph.index(node) for node in nodes}
+def is_closed(graph: Graph, nodes: Sequence[gs.Node], last: gs.Node, dead: Collection[int] = ()) -> bool:
+    """Whether nobody else reads what is made on the way, but those that nobody needs then."""
+    own = {*map(graph.index, nodes), *dead}
     return all(
         not graph.is_escaping(out.name) and all(graph.index(each) in own for each in out.outputs)
         for node in nodes

@@ -204,7 +204,13 @@ def over_its_length(b: Builder, x: str) -> str:
     return b("Div", x, b("ReduceL2", x, axes=[-1], keepdims=1))
 
 
-OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length)
+def over_its_bounded_length(b: Builder, x: str) -> str:
+    """As torch's exporters write `normalize`; in 16 bits its bound is 0."""
+    length = b("Clip", b("ReduceL2", x, axes=[-1], keepdims=1), b.array(1e-12))
+    return b("Mul", b("Div", x, b("Expand", length, b("Shape", x))), vector(b))
+
+
+OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length, over_its_bounded_length)
 FAST = (by_a_fast_variance, by_a_fast_variance_and_wide, by_a_fast_variance_of_any_sign)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,

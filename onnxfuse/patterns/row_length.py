@@ -1,0 +1,48 @@
+"""Rows over their own length: by a ReduceL2, alone as CLIP has it or bounded and expanded as torch's `normalize` does.
+
+A bound is the square that is added to the squares: rows that are much longer than it cannot tell, and zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.graph.graph import Graph
+from onnxfuse.patterns.fallback_shape import only_feeding
+from onnxfuse.patterns.normalisation_forms import Core, columns_of, is_of_rows, number, of_rows, reader
+
+LENGTH = "ReduceL2"
+LARGEST_BOUND = 1e-12 * (1 + 2**-8)  # that of `normalize` in any type, which no row longer than 3e-9 can tell in fp32
+
+
+def of_length(graph: Graph, node: gs.Node) -> Core | None:
+    """Rows that are divided by their own length."""
+    count = columns_of(graph, node) if node.op == LENGTH and is_of_rows(graph, node) else None
+    clip = reader(node, "Clip")
+    bound = 0.0 if clip is None else _bound(graph, clip)
+    if count is None or bound is None:
+        return None
+    expand = reader(clip or node, "Expand")
+    nodes = [each for each in (node, clip, expand) if each is not None]
+    last = reader(nodes[-1], "Div")
+    if last is None or last.inputs[1] is not nodes[-1].outputs[0] or not _is_of_its_rows(graph, expand, last.inputs[0]):
+        return None
+    dead = only_feeding(graph, [] if expand is None else [graph.index(expand)])
+    core = of_rows(graph, node, (*nodes, last), last.inputs[0], bound**2 / count, count, dead)
+    return core and replace(core, expand=expand)
+
+
+def _bound(graph: Graph, clip: gs.Node) -> float | None:
+    """The least that a length becomes, if that is as good as none and there is no greatest."""
+    bounds = [number(graph, tensor) for tensor in clip.inputs[1:] if tensor.name] or [clip.attrs.get("min")]
+    is_least = len(bounds) == 1 and "max" not in clip.attrs and not (clip.inputs[1:] and not clip.inputs[1].name)
+    least = bounds[0] if is_least else None
+    return max(least, 0.0) if least is not None and least <= LARGEST_BOUND else None
+
+
+def _is_of_its_rows(graph: Graph, expand: gs.Node | None, rows: gs.Tensor) -> bool:
+    """Whether lengths are repeated along the rows that they are of, if at all."""
+    shape = graph.shape(rows.name)
+    return expand is None or (shape is not None and graph.shape(expand.outputs[0].name) == shape)

@@ -1,0 +1,118 @@
+"""Rows over their own length where that is bounded and repeated: which of them are normalisations, and how exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from onnx import ModelProto
+
+from onnxfuse.ir.normalisation import Normalisation
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
+from tests.helpers.reference_fusion import evaluate
+from tests.patterns.test_normalisation import ROWS, N, analysed
+from tests.tools import sweep
+
+LENGTHS = [0.0, *(10.0**power for power in range(-8, 16))]
+
+
+def length_of(b: Builder, x: str) -> str:
+    return b("ReduceL2", x, axes=[-1], keepdims=1)
+
+
+def bounded(b: Builder, x: str, bound: float = 1e-12) -> str:
+    return b("Clip", length_of(b, x), b.array(bound))
+
+
+def bounded_by_attributes(b: Builder, x: str) -> str:
+    return b("Clip", length_of(b, x), min=1e-12)
+
+
+def repeated(b: Builder, x: str, length: str) -> str:
+    return b("Div", x, b("Expand", length, b("Shape", x)))
+
+
+def repeated_to_sizes(b: Builder, x: str, length: str) -> str:
+    """As torch.export has it: of several sizes one is the run's."""
+    sizes = [b("Gather", b("Shape", x), b.integers(place)) for place in (0, 1)]
+    return b("Div", x, b("Expand", length, b("Concat", *sizes, b.integers(N), axis=0)))
+
+
+def repeated_by_a_number(b: Builder, x: str, length: str) -> str:
+    return b("Div", x, b("Expand", length, b.integers(1, 1, N)))
+
+
+def not_repeated(b: Builder, x: str, length: str) -> str:
+    return b("Div", x, length)
+
+
+REPEATED = (repeated, repeated_to_sizes, repeated_by_a_number, not_repeated)
+
+
+def model_of(
+    end: Callable[[Builder, str, str], str],
+    length: Callable[[Builder, str], str] = bounded,
+    dtype: int = FLOAT,
+    opset: int = 17,
+) -> ModelProto:
+    b = Builder(dtype, opset=opset)
+    x = b.input("x", (*ROWS, N))
+    return b.model(end(b, x, length(b, x)))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+@pytest.mark.parametrize("end", REPEATED, ids=lambda end: end.__name__)
+def test_it_is_one_node_with_the_bits_of_the_model(end: Callable[..., str], dtype: int) -> None:
+    model = model_of(end, dtype=dtype)
+    analysis = analysed(model)
+    fused = sweep.rewritten(analysis)
+    assert [node.op_type for node in fused.graph.node] == ["FusedPointwise_0"]
+    for rows in (5, 1):
+        x = draw(2, rows, N).astype(np.float32 if dtype == FLOAT else np.float16)
+        assert not sweep.difference(model, fused, [{"x": x}])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_row_that_rounding_can_tell_from_zeros_is_as_long_as_the_models(length: float) -> None:
+    """Of a length of 3e-9 and more, whose square a bound of 1e-12 makes longer by less than half a unit in fp32."""
+    model = model_of(repeated)
+    (site,) = analysed(model).sites
+    assert isinstance(site.fusion, Normalisation)
+    direction = draw(2, 5, N)
+    x = (direction / np.linalg.norm(direction, axis=-1, keepdims=True) * length).astype(np.float32)
+    (wanted,), (found,) = run(model, {"x": x}), evaluate(site.fusion, {"x": x})
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-21, atol=0)
+
+
+def test_bounds_were_attributes_once() -> None:
+    (site,) = analysed(model_of(repeated, bounded_by_attributes, opset=10)).sites
+    assert isinstance(site.fusion, Normalisation)
+
+
+NEARLY: dict[str, Callable[[Builder, str], str]] = {
+    "a bound that rows may tell": lambda b, x: bounded(b, x, 1e-6),
+    "at most 1": lambda b, x: b("Clip", length_of(b, x), b.array(0.0), b.array(1.0)),
+    "at most 0": lambda b, x: b("Clip", length_of(b, x), "", b.array(0.0)),
+    "a bound of the run": lambda b, x: b("Clip", length_of(b, x), b.input("bound", ())),
+    "no bound": lambda b, x: b("Clip", b("Abs", length_of(b, x)), b.array(0.0)),
+}
+
+
+@pytest.mark.parametrize("case", NEARLY)
+def test_another_length_is_none(case: str) -> None:
+    assert not analysed(model_of(repeated, NEARLY[case])).sites
+
+
+def test_rows_that_are_repeated_themselves_are_none() -> None:
+    b = Builder(FLOAT, opset=17)
+    x = b.input("x", (1, N))
+    assert not analysed(b.model(b("Div", x, b("Expand", bounded(b, x), b.integers(7, N))))).sites
+
+
+def test_a_length_that_others_read_is_made() -> None:
+    b = Builder(FLOAT, opset=17)
+    x = b.input("x", (*ROWS, N))
+    length = bounded(b, x)
+    assert not analysed(b.model(repeated(b, x, length), length)).sites
