@@ -25,7 +25,7 @@ from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation_forms import Core, number, of_nodes, of_op, other
+from onnxfuse.patterns.normalisation_forms import VIEWS, Core, number, of_nodes, of_op, other
 from onnxfuse.patterns.row_length import of_length
 from onnxfuse.patterns.scaled_normalisation import of_scaled
 
@@ -220,7 +220,7 @@ def _parameter(graph: Graph, parameter: gs.Tensor, dims: Sequence[tuple[str]]) -
 
 def _match(graph: Graph, core: Core, lowered: Normalisation) -> NormalisationMatch:
     """Its nodes; what lives out of it is one value."""
-    shapes = _shapes(graph, core, lowered)
+    shapes = _shapes(graph, core)
     return NormalisationMatch(
         products=(),
         nodes=tuple(sorted(map(graph.index, core.nodes))),
@@ -237,10 +237,16 @@ def _match(graph: Graph, core: Core, lowered: Normalisation) -> NormalisationMat
     )
 
 
-def _shapes(graph: Graph, core: Core, lowered: Normalisation) -> dict[int, FallbackShape]:
-    """The shape to which lengths are repeated along their rows, where the model computes it."""
-    shape = graph.shape(core.x.name) or ()
-    if core.expand is None or graph.known_integers(core.expand.inputs[1]) is not None:
-        return {}
-    entries = (*(1 for _ in shape[1:]), lowered.size(COLUMNS) or 1)
-    return {graph.index(core.expand): FallbackShape(entries, (None,) * len(entries))}
+def _shapes(graph: Graph, core: Core) -> dict[int, FallbackShape]:
+    """The shapes of the views among its nodes, where the model computes them."""
+    views = (node for node in core.nodes if node.op in VIEWS and graph.known_integers(node.inputs[1]) is None)
+    return {graph.index(view): _shape_of(graph, view) for view in views}
+
+
+def _shape_of(graph: Graph, view: gs.Node) -> FallbackShape:
+    """That of a view which keeps the dimensions that it reads, and may have a last one that is known."""
+    keeps = 0 if view.op == "Reshape" else 1
+    before, after = (graph.shape(tensor.name) or () for tensor in (view.inputs[0], view.outputs[0]))
+    keeping = [place < len(before) and before[place] == size for place, size in enumerate(after)]
+    entries = (keeps if kept or not isinstance(size, int) else size for size, kept in zip(after, keeping, strict=True))
+    return FallbackShape(tuple(entries), (None,) * len(after))

@@ -9,8 +9,9 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
-from onnxfuse.graph.graph import Graph
+from onnxfuse.graph.graph import Graph, element_readers
 from onnxfuse.graph.operators import qualified_op
+from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.row_shift import reduced_axes
 
 CENTRED = {"LayerNormalization": True, "SimplifiedLayerNormalization": False, "RMSNormalization": False}
@@ -18,6 +19,8 @@ DEFAULT_EPSILON = 1e-5  # of every op's
 MEANS = ("ReduceMean", "GlobalAveragePool")
 DOUBLE = onnx.TensorProto.DOUBLE  # in which TorchScript sums 16 bits
 SUM = "ReduceSum"  # of squares, as linear attentions make rows one long
+VIEWS = ("Reshape", "Expand")
+MOST_VIEWS = 4  # behind a variance
 Source = Callable[[Graph, gs.Tensor], tuple[list[gs.Node], gs.Tensor]]
 """What a value is of: the nodes between, and that."""
 
@@ -35,7 +38,6 @@ class Core:
         epsilon: what is added to the variance.
         affine: the ops with parameters that the nodes hold, in their order.
         scale: what the normalised row is multiplied by before those, for a row that is divided by its own length.
-        expand: the node that repeats that length along the row.
     """
 
     anchor: gs.Node
@@ -46,7 +48,6 @@ class Core:
     epsilon: float
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
     scale: float = 1.0
-    expand: gs.Node | None = None
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -84,7 +85,6 @@ def of_rows(
     divided: gs.Tensor,
     epsilon: float,
     count: int,
-    dead: Collection[int] = (),
 ) -> Core | None:
     """The same with the casts and the mean in front of them, if nobody else reads what they make on the way.
 
@@ -95,9 +95,8 @@ def of_rows(
         divided: by the root.
         epsilon: what is added to the mean of squares.
         count: how many squares are in what the root is of for one in their mean.
-        dead: nodes that nobody needs then, though they read what is made on the way.
     """
-    last = nodes[-1]
+    last, dead = nodes[-1], only_feeding(graph, [graph.index(node) for node in nodes if node.op in VIEWS])
     for source in SOURCES:
         centring, x, whole = _centring(graph, nodes[0].inputs[0], divided, source)
         every = (*centring, *nodes)
@@ -118,7 +117,7 @@ def squared(graph: Graph, node: gs.Node, *ops: str) -> tuple[gs.Node, ...]:
 
     Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone.
     """
-    if node.op not in ops or not is_of_rows(graph, node):
+    if node.op not in ops or not (is_of_rows(graph, node) or (_is_along_rows(graph, node) and _handed_on(graph, node))):
         return ()
     cast = maker(node.inputs[0], "Cast")
     between = (cast,) if cast is not None and _widens(graph, cast) else ()
@@ -174,6 +173,8 @@ def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
 
     None is added where torch's exporter took an epsilon of 1e-8 for nothing.
     """
+    views = _handed_on(graph, mean)
+    mean = views[-1] if views else mean
     cast = reader(mean, "Cast")
     if cast is not None and graph.dtype(cast.outputs[0].name) not in (*FLOATS_BY_ONNX, DOUBLE):
         return None
@@ -183,10 +184,29 @@ def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
     root = reader(summed if add is None else add, "Sqrt", "Pow")
     if root is None or epsilon is None:
         return None
-    nodes = [node for node in (cast, add, root) if node is not None]
+    nodes = [*views, *(node for node in (cast, add, root) if node is not None)]
     if root.op == "Pow":
         return (nodes, epsilon) if number(graph, root.inputs[1]) == -0.5 else None
     return [*nodes, *_one_over(graph, root)], epsilon
+
+
+def _handed_on(graph: Graph, node: gs.Node) -> list[gs.Node]:
+    """The views behind a node that keep one element of each row, as torch.export has them behind a variance."""
+    *rows, _ = (graph.shape(node.inputs[0].name) if node.inputs else None) or (None, None)
+    views: list[gs.Node] = []
+    while None not in rows and len(views) < MOST_VIEWS and (view := _view_alone(graph, node)) is not None:
+        if graph.shape(view.outputs[0].name) != (*rows, 1):
+            break
+        views.append(view)
+        node = view
+    return views
+
+
+def _view_alone(graph: Graph, node: gs.Node) -> gs.Node | None:
+    """The view that alone reads the elements of what a node makes."""
+    value = node.outputs[0]
+    readers = element_readers(value)
+    return readers[0] if len(readers) == 1 and readers[0].op in VIEWS and readers[0].inputs[0] is value else None
 
 
 def _one_over(graph: Graph, root: gs.Node) -> list[gs.Node]:
@@ -293,4 +313,9 @@ def is_of_rows(graph: Graph, mean: gs.Node) -> bool:
     rank = len(graph.shape(mean.inputs[0].name) or ())
     if mean.op == "GlobalAveragePool":
         return rank == 3
-    return rank > 0 and reduced_axes(graph, mean) in ([-1], [rank - 1]) and mean.attrs.get("keepdims", 1) == 1
+    return _is_along_rows(graph, mean) and mean.attrs.get("keepdims", 1) == 1
+
+
+def _is_along_rows(graph: Graph, reduction: gs.Node) -> bool:
+    rank = len(graph.shape(reduction.inputs[0].name) or ())
+    return rank > 0 and reduced_axes(graph, reduction) in ([-1], [rank - 1])

@@ -5,12 +5,9 @@ A bound is the square that is added to the squares: rows that are much longer th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import onnx_graphsurgeon as gs
 
 from onnxfuse.graph.graph import Graph
-from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.normalisation_forms import Core, columns_of, is_of_rows, number, of_rows, reader
 
 LENGTH = "ReduceL2"
@@ -29,9 +26,7 @@ def of_length(graph: Graph, node: gs.Node) -> Core | None:
     last = reader(nodes[-1], "Div")
     if last is None or last.inputs[1] is not nodes[-1].outputs[0] or not _is_of_its_rows(graph, expand, last.inputs[0]):
         return None
-    dead = only_feeding(graph, [] if expand is None else [graph.index(expand)])
-    core = of_rows(graph, node, (*nodes, last), last.inputs[0], bound**2 / count, count, dead)
-    return core and replace(core, expand=expand)
+    return of_rows(graph, node, (*nodes, last), last.inputs[0], bound**2 / count, count)
 
 
 def _bound(graph: Graph, clip: gs.Node) -> float | None:
@@ -45,4 +40,5 @@ def _bound(graph: Graph, clip: gs.Node) -> float | None:
 def _is_of_its_rows(graph: Graph, expand: gs.Node | None, rows: gs.Tensor) -> bool:
     """Whether lengths are repeated along the rows that they are of, if at all."""
     shape = graph.shape(rows.name)
-    return expand is None or (shape is not None and graph.shape(expand.outputs[0].name) == shape)
+    known = shape is not None and None not in shape
+    return expand is None or (known and graph.shape(expand.outputs[0].name) == shape)

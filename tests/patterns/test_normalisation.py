@@ -199,6 +199,17 @@ def without_an_epsilon(b: Builder, x: str) -> str:
     return b("Mul", b("Mul", x, b("Reciprocal", b("Sqrt", mean(b, b("Pow", x, b.array(2.0)))))), vector(b))
 
 
+def by_a_variance_of_its_own_shape(b: Builder, x: str) -> str:
+    """As torch.export writes `x.var(-1, unbiased=False, keepdim=True)`: the last dimension is lost and comes back."""
+    centred = b("Sub", x, mean(b, x))
+    variance = b("ReduceMean", b("Mul", centred, centred), axes=[-1], keepdims=0)
+    variance = b("Reshape", variance, b("Concat", b("Shape", variance), b.integers(1), axis=0))
+    sizes = [b("Gather", b("Shape", x), b.integers(place)) for place in (0, 1)]
+    variance = b("Expand", variance, b("Concat", *sizes, b.integers(1), axis=0))
+    deviation = b("Sqrt", b("Add", variance, b.array(1e-3)))
+    return b("Add", b("Mul", b("Div", b("Sub", x, mean(b, x)), deviation), vector(b)), vector(b, 1))
+
+
 def over_its_length(b: Builder, x: str) -> str:
     """As CLIP has it of what it compares."""
     return b("Div", x, b("ReduceL2", x, axes=[-1], keepdims=1))
@@ -214,7 +225,8 @@ OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_le
 FAST = (by_a_fast_variance, by_a_fast_variance_and_wide, by_a_fast_variance_of_any_sign)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         to_a_power, widened, widened_twice, one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
+         by_a_variance_of_its_own_shape, to_a_power, widened, widened_twice,
+         one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
          *FAST, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
@@ -312,6 +324,14 @@ def without_the_axis(b: Builder, x: str) -> str:
     return b("Div", b("Transpose", x, perm=[2, 0, 1]), b("Sqrt", b("Add", squares, b.array(1e-5))))
 
 
+def by_a_repeated_variance(b: Builder, x: str) -> str:
+    """Of one row seven are made."""
+    row = b("Slice", x, b.integers(0), b.integers(1), b.integers(0))
+    centred = b("Sub", row, mean(b, row))
+    variance = b("Expand", mean(b, b("Mul", centred, centred)), b.integers(7, 1, 1))
+    return b("Div", centred, b("Sqrt", b("Add", variance, b.array(1e-3))))
+
+
 def of_another_tensor(b: Builder, x: str) -> str:
     return b("Div", b.input("other", (*ROWS, N)), root(b, b("Pow", x, b.array(2.0))))
 
@@ -350,7 +370,8 @@ def scaled_by_another_row(b: Builder, x: str) -> str:
 
 
 NO_NORMALISATION = (
-    along_another_axis, cubed, without_the_axis, of_another_tensor, with_an_epsilon_of_the_run, length_of_another,
+    along_another_axis, cubed, without_the_axis, by_a_repeated_variance,
+    of_another_tensor, with_an_epsilon_of_the_run, length_of_another,
     length_over_it, length_along_another_axis, of_a_sum_along_another_axis,
     rounded_to_whole_numbers, scaled_by_another_row,
 )  # fmt: skip
