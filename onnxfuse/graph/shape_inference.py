@@ -390,7 +390,7 @@ def _scaled(size: Size, scale: float) -> Size:
 Rule = Callable[[Known], Sequence[Shape | None]]
 _KEEP_SHAPE = (
     "Abs", "BatchNormalization", "Cast", "CastLike", "Ceil", "Clip", "Cos", "CumSum", "DequantizeLinear", "Dropout",
-    "Elu", "Erf", "Exp",
+    "Elu", "Erf", "Exp", "EyeLike",
     "Floor", "Gelu", "GroupNormalization", "HardSigmoid", "HardSwish", "Identity", "InstanceNormalization", "IsNaN",
     "LayerNormalization", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "RMSNormalization",
     "QuantizeLinear", "Reciprocal", "Relu", "Round", "ScatterElements", "ScatterND", "Selu", "Sigmoid", "Sign",

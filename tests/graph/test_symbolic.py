@@ -444,6 +444,7 @@ CHAINS = {
     "elements": of_all_elements,
     "larger": of_the_larger,
     "gram": lambda b, x: b("MatMul", x, b("Transpose", x, perm=[0, 2, 1])),
+    "eye": lambda b, x: b("EyeLike", causal_mask(b, x)),
 }
 
 
@@ -501,6 +502,7 @@ def test_every_rule_tells_what_a_run_makes(name: str) -> None:
         ("counted", (2,)),
         ("in_floats", ("B", "S", 8)),
         ("in_doubles", ("B", "S", 8)),
+        ("eye", ("S", "S")),
     ],
 )
 def test_symbols_come_through_shape_arithmetic(name: str, expected: tuple[symbolic.Size, ...]) -> None:
