@@ -172,6 +172,7 @@ def _lowered(graph: Graph, core: Core) -> Normalisation | None:
         outs=(Out(made, steps[-1].result if steps else NORMAL),),
         centred=core.centred,
         epsilon=core.epsilon,
+        least=core.least,
     )
 
 

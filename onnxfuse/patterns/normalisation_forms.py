@@ -38,6 +38,7 @@ class Core:
         epsilon: what is added to the variance.
         affine: the ops with parameters that the nodes hold, in their order.
         scale: what the normalised row is multiplied by before those, for a row that is divided by its own length.
+        least: that the variance counts for.
     """
 
     anchor: gs.Node
@@ -48,6 +49,7 @@ class Core:
     epsilon: float
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
     scale: float = 1.0
+    least: float = 0.0
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:

@@ -1,9 +1,11 @@
 """Rows over their own length: by a ReduceL2, alone as CLIP has it or bounded and expanded as torch's `normalize` does.
 
-A bound is the square that is added to the squares: rows that are much longer than it cannot tell, and zeros stay zeros.
+A length that is bounded from below is the root of a mean of squares that is.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
@@ -11,7 +13,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.patterns.normalisation_forms import Core, columns_of, is_of_rows, number, of_rows, reader
 
 LENGTH = "ReduceL2"
-LARGEST_BOUND = 1e-12 * (1 + 2**-8)  # that of `normalize` in any type, which no row longer than 3e-9 can tell in fp32
+LARGEST_BOUND = 2.0**63  # whose square fp32 has
 
 
 def of_length(graph: Graph, node: gs.Node) -> Core | None:
@@ -26,11 +28,12 @@ def of_length(graph: Graph, node: gs.Node) -> Core | None:
     last = reader(nodes[-1], "Div")
     if last is None or last.inputs[1] is not nodes[-1].outputs[0] or not _is_of_its_rows(graph, expand, last.inputs[0]):
         return None
-    return of_rows(graph, node, (*nodes, last), last.inputs[0], bound**2 / count, count)
+    core = of_rows(graph, node, (*nodes, last), last.inputs[0], 0.0, count)
+    return core and replace(core, least=bound**2 / count)
 
 
 def _bound(graph: Graph, clip: gs.Node) -> float | None:
-    """The least that a length becomes, if that is as good as none and there is no greatest."""
+    """The least that a length becomes, if that is known and there is no greatest."""
     bounds = [number(graph, tensor) for tensor in clip.inputs[1:] if tensor.name] or [clip.attrs.get("min")]
     is_least = len(bounds) == 1 and "max" not in clip.attrs and not (clip.inputs[1:] and not clip.inputs[1].name)
     least = bounds[0] if is_least else None

@@ -61,11 +61,13 @@ class NormSpec(PointwiseSpec):
     Attributes:
         centred: whether the mean is subtracted.
         epsilon: what is added to the variance.
+        least: that the variance counts for; 0 where nothing bounds it.
         batched: whether each batch has parameters of its own.
     """
 
     centred: bool = True
     epsilon: float = 0.0
+    least: float = 0.0
     batched: bool = False
 
 

@@ -62,6 +62,7 @@ class Case:
     out: DType | None = None
     pad: int = 0
     batch: int = 0
+    least: float = 0.0
 
 
 CASES = [
@@ -81,6 +82,7 @@ CASES = [
     Case("f16 to f32", F16, 128, 9, 2, parameters=F32, out=F32),
     Case("f16 scalars", F16, 64, 9, 1, kinds=("scalar", "row"), pad=16),
     Case("bf16 alone", BF16, 64, 9, 1, kinds=()),
+    Case("f16 bounded", F16, 64, 9, 1, centred=False, kinds=(), least=4.0),
     Case("f16 of batches", F16, 320, 5, 2, batch=3),
     Case("f32 of batches and several warps", F32, 2048, 3, 1, batch=4, pad=4),
     Case("bf16 numbers of batches", BF16, 77, 21, 1, kinds=("scalar", "row"), batch=2),
@@ -97,8 +99,10 @@ def make_spec(case: Case, epsilon: float = 1e-5) -> TiledNorm:
     steps = AFFINE[: len(case.kinds)]
     value = steps[-1].result if steps else "acc0"
     tile = norm_tile(max(way.width for way in (*loads, *outs)), case.n, case.spans)
-    batched = case.batch > 0
-    return TiledNorm(loads, outs, steps, (value,), centred=case.centred, epsilon=epsilon, batched=batched, tile=tile)
+    return TiledNorm(
+        loads, outs, steps, (value,),
+        centred=case.centred, epsilon=epsilon, least=case.least, batched=case.batch > 0, tile=tile,
+    )  # fmt: skip
 
 
 class Rows(Problem):
@@ -127,8 +131,9 @@ class Rows(Problem):
         error = off + UNIT * np.abs(own)
         variance = (own**2).mean(-1, keepdims=True)
         wrong = (depth + 2) * UNIT * variance + (2 * np.abs(own) * error + error**2).mean(-1, keepdims=True)
-        scale = 1 / np.sqrt(variance + self.spec.epsilon)
-        relative = wrong / (variance + self.spec.epsilon) / 2 + 4 * UNIT
+        variance = np.maximum(variance, self.spec.least) + self.spec.epsilon
+        scale = 1 / np.sqrt(variance)
+        relative = wrong / variance / 2 + 4 * UNIT
         return Bounded(own * scale, error * scale + np.abs(own * scale) * (relative + UNIT))
 
 

@@ -265,7 +265,8 @@ def test_a_form_in_bf16_is_that_in_fp16(form: Callable[..., str]) -> None:
     (_, brain), (_, half) = (the_norm(model_of(form, dtype)) for dtype in (BFLOAT16, FLOAT16))
     assert abs(brain.epsilon - half.epsilon) <= 2**-9 * half.epsilon + 2**-25
     assert {tensor.dtype.name for tensor in (*brain.inputs, *brain.outputs)} == {"bf16"}
-    same = replace(brain, epsilon=half.epsilon)
+    assert abs(brain.least - half.least) <= 2**-25
+    same = replace(brain, epsilon=half.epsilon, least=half.least)
     assert str(same).replace("bf16", "f16") == str(half)
 
 

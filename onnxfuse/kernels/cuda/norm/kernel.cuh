@@ -120,6 +120,11 @@ __device__ __forceinline__ float quotient_of(float sum, float count) {
   return fmaf(fmaf(-quotient, count, sum), reciprocal, quotient);
 }
 
+// What is not a number stays so, as it would not through fmaxf().
+__device__ __forceinline__ float bounded(float variance) {
+  return LEAST > 0.0f && variance < LEAST ? LEAST : variance;
+}
+
 // Every thread of the block takes part in the sums, also one whose row does not exist.
 __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int batch, float* sums) {
   const int own = static_cast<int>(threadIdx.x) / ROW_THREADS, thread = static_cast<int>(threadIdx.x) % ROW_THREADS;
@@ -136,7 +141,7 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int bat
   }
   const auto squared = [&](float value) { return (value - mean) * (value - mean); };
   const float variance = __fdividef(sum_of_row(sum_over(x, columns, thread, squared), sums, own, thread), n);
-  if (exists) write_row(x, mean, rsqrtf(variance + EPSILON), args, batch, row, thread);
+  if (exists) write_row(x, mean, rsqrtf(bounded(variance) + EPSILON), args, batch, row, thread);
 }
 
 }  // namespace onnxfuse
