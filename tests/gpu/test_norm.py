@@ -76,6 +76,28 @@ def test_a_scale_and_a_shift_of_each_image(tmp_path: Path, columns: int, dtype: 
         assert (error <= bound).all(), f"{images} x {rows} x {columns}: {(error / bound).max():.2f} of the bound"
 
 
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("bound", [2.0**-20, 2.0])
+@pytest.mark.parametrize("columns", [77, 512])
+def test_lengths_that_are_bounded(tmp_path: Path, columns: int, bound: float, dtype: int) -> None:
+    """Rows of zeros, rows that are shorter than the bound and longer ones; one that is not a number stays so alone."""
+    b = Builder(dtype, opset=17)
+    x = b.input("x", ("rows", columns))
+    length = b("Clip", b("ReduceL2", x, axes=[-1], keepdims=1), b.array(bound))
+    fused, report = onnxfuse.optimize(b.model(b("Div", x, b("Expand", length, b("Shape", x)))), arch="native")
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    given = np.random.default_rng(columns).standard_normal((9, columns))
+    given *= (np.array([0, 1e-6, 1e-3, 0.05, 0.1, 0.5, 1, 7, 1]) / columns**0.5)[:, None]
+    given[-1, 3] = np.nan
+    given = given.astype(NUMPY[dtype])
+    found = run_cuda(session(fused, tmp_path / "fused.onnx", fused=True), given, dtype)
+    lengths = np.linalg.norm(as_float64(given), axis=-1, keepdims=True)
+    expected = as_float64(given) / np.maximum(lengths, bound)
+    assert np.isnan(found[-1]).all()
+    error = np.abs(found - expected)[:-1]
+    assert (error <= ULPS * EPSILON[dtype] * (np.abs(expected)[:-1] + 2.0**-14)).all(), error.max()
+
+
 def chain(folder: Path, **options: str) -> Any:
     """Norm, product, norm, a product with residual: each kernel begins beside the end of the one before it."""
     rng = np.random.default_rng(0)
