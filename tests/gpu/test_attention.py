@@ -15,7 +15,7 @@ import onnxfuse
 from onnxfuse.graph.op_names import FUSED_ATTENTION, kind_of
 from onnxfuse.runtime.driver import local_architectures
 from onnxfuse.verify.verify import verify
-from tests.helpers.attention_graphs import FORMS, LEFT_ALONE_IN_FP32, SIZES, feeds, model_of, of_heads
+from tests.helpers.attention_graphs import BY_EINSUM, FORMS, LEFT_ALONE_IN_FP32, SIZES, feeds, model_of, of_heads
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder, run
 from tests.patterns.test_diagonal import FOUND as DIAGONALS
 from tests.patterns.test_diagonal import Mask, attention
@@ -51,7 +51,7 @@ CASES = [
     pytest.param(form, each, id=f"{form}-{name}")
     for form in FORMS
     for name, each in zip(("f16", "bf16"), TYPES, strict=True)
-    if (form, name) != ("by_einsum", "bf16")  # ONNX has no Einsum of bfloat16
+    if form not in BY_EINSUM or name != "bf16"
 ]
 
 

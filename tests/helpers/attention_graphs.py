@@ -219,7 +219,9 @@ FORMS: dict[str, Callable[[Builder], list[str]]] = {
 
 # Tokens are neighbours in memory: one kernel, whatever the addresses.
 READ_ANYHOW = ("keys_of_an_image", "values_first", "channels_by_einsum")
-LEFT_ALONE_IN_FP32 = ("by_einsum", "without_heads")  # so little between the products
+# So little is between the products, or single elements are read where the library's kernels read rows.
+LEFT_ALONE_IN_FP32 = ("by_einsum", "without_heads", "values_first", "channels_by_einsum")
+BY_EINSUM = ("by_einsum", "keys_first", "channels_by_einsum")  # of which ONNX has none in bfloat16
 
 
 class Casting(Builder):
