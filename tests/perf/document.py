@@ -43,7 +43,7 @@ def document() -> str:
             *_whole_models(result("h200")),
             *_strangers(result("h200-strangers")),
             *_memory(result("h200-memory")),
-            *_drawn([result(f"h200-anywhere-{name}") for name in ("f16", "bf16", "f32")]),
+            *_drawn([result(f"{gpu}-anywhere-{name}") for gpu in ("h200", "h100") for name in ("f16", "bf16", "f32")]),
             *_dynamic(result("h200-dynamic-mlp")),
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),
@@ -270,7 +270,8 @@ def _drawn(all_found: Sequence[Mapping[str, Any]]) -> list[str]:
         "## Problems drawn at random\n",
         "Rows from 1 to 16,384, widths of real models and around them, seven epilogues, both orders of weights, sizes",
         "known or not, by `tests/perf/drawn.py`. Ours is the whole site, cuBLAS the plain product of the full width.",
-        "Regret is how much slower the chosen tile is than the fastest of the ten that the cost model likes best.\n",
+        "Regret is how much slower the chosen tile is than the fastest of the ten that the cost model likes best.",
+        "Plans are those of an H200, also on an H100, whose memory is slower.\n",
         *map(_source, all_found),
         *_table(
             ("command", "problems", "slower than stock by 2 %", *heads, "regret: median, 95th"),
