@@ -1,5 +1,6 @@
 // A normalisation of rows: out[row, column] = epilogue((x - mean) / sqrt(variance + EPSILON), loads[column] ...), where
-// mean and variance are those of the row's n columns; of RMSNorm the mean is 0 (not CENTRED).
+// mean and variance are those of the row's n columns, and no variance counts for less than LEAST; of RMSNorm the mean is 0
+// (not CENTRED).
 //
 // Memory bounds it: a row is read once and stays in the registers of its ROW_THREADS threads, each of which has SPANS
 // spans of SPAN neighbours. So the variance is that of numbers less their mean (the squares of all numbers less the
