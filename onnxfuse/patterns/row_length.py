@@ -34,10 +34,9 @@ def of_length(graph: Graph, node: gs.Node) -> Core | None:
 
 def _bound(graph: Graph, clip: gs.Node) -> float | None:
     """The least that a length becomes, if that is known and there is no greatest."""
-    bounds = [number(graph, tensor) for tensor in clip.inputs[1:] if tensor.name] or [clip.attrs.get("min")]
-    is_least = len(bounds) == 1 and "max" not in clip.attrs and not (clip.inputs[1:] and not clip.inputs[1].name)
-    least = bounds[0] if is_least else None
-    return max(least, 0.0) if least is not None and least <= LARGEST_BOUND else None
+    least = number(graph, clip.inputs[1]) if len(clip.inputs) > 1 else clip.attrs.get("min")
+    has_greatest = "max" in clip.attrs or any(tensor.name for tensor in clip.inputs[2:])
+    return None if has_greatest or least is None or least > LARGEST_BOUND else max(least, 0.0)
 
 
 def _is_of_its_rows(graph: Graph, expand: gs.Node | None, rows: gs.Tensor) -> bool:

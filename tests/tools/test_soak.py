@@ -19,13 +19,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
 
 def test_a_short_one_passes(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "CHECK_EVERY", 10)
-    outcome = soak.soak(models, seconds=3, threads=4, device="cpu")
+    outcome = soak.soak(models, seconds=6, threads=4, device="cpu")
     assert outcome.wrong == []
     assert outcome.failures == []
     assert all(outcome.runs.values())
     assert outcome.checked == sum(outcome.runs.values()) // soak.CHECK_EVERY
     assert outcome.checked
-    assert len(outcome.samples) >= 2
+    assert len(outcome.samples) > 2
 
 
 def test_a_wrong_output_is_found(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
