@@ -46,6 +46,7 @@ def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> s
         "SWAPPED": False,
         "APART": False,
         "PINGPONG": tile.pingpong,
+        "LAST_WAVE_SPLIT": False,
         "LHS_OUTER_COLUMNS": spec.lhs_run > 0,
         "LHS_OUTER_BATCH": spec.lhs_batch_runs,
         "RHS_OUTER_BATCH": spec.rhs_batch_runs,
@@ -78,7 +79,7 @@ def generated_swapped(
     """
     own = {
         "SWAPPED": True, "APART": False, "PINGPONG": False, "OPERANDS_AHEAD": False, "LAST_ROWS_FULL": False,
-        "LAST_COLUMNS_FULL": False,
+        "LAST_COLUMNS_FULL": False, "LAST_WAVE_SPLIT": False,
     }  # fmt: skip
     not_stored = "static constexpr bool TMA_STORED = false; "
     tables = access_tables(spec.loads, layout.load_offsets, spec.outs, layout.out_offsets, lambda out: not_stored)

@@ -31,9 +31,10 @@ def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> 
         "RHS_K_CONTIGUOUS": True,
         "LAST_COLUMNS_FULL": begins_at_any_column(spec),
         "PINGPONG": tile.pingpong,
+        "LAST_WAVE_SPLIT": tile.last_wave_splits > 1,
     }
     products = multiplications(spec, [tile.block_m] * spec.parts)
-    return generated_swapped(spec, tile.cluster, layout, flags, _numbers(spec, tile, layout), products)
+    return generated_swapped(spec, tile.launched_cluster, layout, flags, _numbers(spec, tile, layout), products)
 
 
 def _numbers(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> dict[str, int]:

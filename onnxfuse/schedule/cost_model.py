@@ -8,6 +8,8 @@ A problem with an array of rows has an array of costs, one for each.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from onnxfuse.device import DeviceSpec
@@ -26,6 +28,18 @@ def tiles_of(tile: AnyTile, problem: Problem) -> Amount:
 def waves_of(tile: AnyTile, problem: Problem, device: DeviceSpec, splits: Count = 1) -> Amount:
     """Blocks that a multiprocessor computes one after the other; `splits` of them share a tile along k."""
     return np.ceil(tiles_of(tile, problem) * splits / device.multiprocessors)
+
+
+def saved_of_last_wave(tile: Any, problem: Problem, device: DeviceSpec) -> Amount:
+    """The part of a wave that a kernel saves where clusters split the last one's k, 0 where it does not.
+
+    As the kernel decides: each remaining tile has a cluster, and all tiles of the same columns are split or none.
+    """
+    splits, tiles, at_once = tile.last_wave_splits, tiles_of(tile, problem), device.multiprocessors
+    rest = tiles % at_once
+    together = (tiles - rest) % np.maximum(np.ceil(problem.m / tile.block_m), 1) == 0
+    happens = (problem.batch == 1) & together & (rest > 0) & (rest * splits <= at_once)
+    return happens * (1 - 1 / splits)
 
 
 def filled(sizes: Amount, blocks: Amount) -> Amount:

@@ -23,7 +23,7 @@ from onnxfuse.schedule.hopper import (
 )
 from onnxfuse.schedule.hopper_quantized_tile import swapped
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
-from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
+from onnxfuse.schedule.hopper_tile import ARCH, ATOM, FP32_BYTES, block_k
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
@@ -40,6 +40,8 @@ TILES = (
         for cluster_m, cluster_n in ((1, 1), (2, 1), (1, 4))
         for rows in _NARROW_ROWS
     ),
+    # Tiles of the same columns are neighbours, for they are split or none of them is.
+    *(SwappedTile(rows, 64, group_rows=1, pingpong=True, last_wave_splits=2) for rows in (*_NARROW_ROWS, 160)),
 )
 
 
@@ -68,8 +70,9 @@ class HopperSwapped(ProductFamily):
     def launch(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> Launch:
         """A persistent grid of clusters, with tensor maps."""
         layout = hopper_swapped_tile.footprint(spec, tile, device.shared_bytes)
+        rows, columns = tile.block_m * tile.cluster_m, tile.block_n * tile.cluster_n
         return Launch(
-            tile.block_m * tile.cluster_m, tile.block_n * tile.cluster_n, tile.threads, layout.total, tile.cluster,
+            rows, columns, tile.threads, layout.total, tile.launched_cluster,
             hopper_swapped_tile.map_rules(spec, tile), early_depth(layout, block_k(spec), device),
         )  # fmt: skip
 
@@ -87,11 +90,13 @@ class HopperSwapped(ProductFamily):
         tile: SwappedTile = entry.tile
         known = calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
+        waves = waves - (saved := cost_model.saved_of_last_wave(tile, problem, device))
         epilogue = of_each(tile, lambda each: epilogue_time(each.swapped, swapped(spec), device))
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill["hopper"]
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), problem, known)
-        both = both + known.launches[self.name] + exchange_time(tile, spec, problem, device)
+        exchanging = exchange_time(tile, spec, problem, device) + (saved > 0) * _last_exchange(tile, spec, device)
+        both = both + known.launches[self.name] + exchanging
         sharing = tile.cluster > tile.splits
         both = both * (1 + known.hopper_clusters_in_turn * (sharing & (waves >= MANY_WAVES)))
         return np.where(too_many, np.inf, both + known.hopper_cluster * sharing)
@@ -119,9 +124,16 @@ def _main_loop(
     loading = _loading(tile, spec, problem, device) * (known.hopper_alone + (1 - known.hopper_alone) * share)
     products = products_of(tile, spec) * block_k(spec) / entry.pace / known.products[spec.math]
     arriving = known.round_trip["hopper"] * block_k(spec) / reads.depth
-    power = np.where((waves == 1) & tile.pingpong, NARROW_POWER, 2.0)
+    power = np.where((waves <= 1) & tile.pingpong, NARROW_POWER, 2.0)
     limits = (products, arriving, known.hopper_step, loading)
     return steps * sum(limit**power for limit in limits) ** (1 / power)
+
+
+def _last_exchange(tile: SwappedTile, spec: KernelSpec, device: DeviceSpec) -> Amount:
+    """Microseconds in which blocks that split the last wave's k add up what each has of a tile."""
+    known = calibration(device)
+    sums = device.multiprocessors / 2 * products_of(tile, spec) * FP32_BYTES
+    return known.hopper_meeting + sums / known.hopper_exchanged
 
 
 def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

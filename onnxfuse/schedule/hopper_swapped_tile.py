@@ -22,6 +22,7 @@ from onnxfuse.schedule.hopper_tile import ATOM, FRAGMENT_ROWS, HopperFootprint, 
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import QUANTIZED, KernelSpec
 
+LAST_WAVE_SPLITS = (1, 2)
 MOST_BLOCKS = 8  # of a cluster that every chip can launch
 MAX_ACCUMULATORS = {1: 160, 2: 160, 4: 80}  # of a thread, by the blocks that split k; tests forbid that ptxas spills
 
@@ -38,6 +39,8 @@ class SwappedTile:
         pingpong: each of the two groups owns every other tile; otherwise both share each tile.
         cluster_m: blocks with neighbouring rows that share what they load of rhs.
         cluster_n: blocks with neighbouring columns that share what they load of lhs.
+        last_wave_splits: blocks of a cluster that share along k each tile of the last wave alone, where those have room
+            for it; 1 or 2.
     """
 
     block_m: int
@@ -47,20 +50,26 @@ class SwappedTile:
     pingpong: bool = False
     cluster_m: int = 1
     cluster_n: int = 1
+    last_wave_splits: int = 1
 
     k_groups: ClassVar[int] = 1  # all groups multiply every stage of their tile
 
     @property
     def cluster(self) -> int:
-        """Blocks of a cluster."""
+        """Blocks that work together on every tile."""
         return self.cluster_m * self.cluster_n * self.splits
+
+    @property
+    def launched_cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster * self.last_wave_splits
 
     @cached_property
     def swapped(self) -> HopperTile:
         """The tile as the kernel sees it."""
         return HopperTile(
             self.block_n, self.block_m, self.pingpong, cluster_m=self.cluster_n, cluster_n=self.cluster_m,
-            splits=self.splits, group_rows=self.group_rows,
+            splits=self.splits * self.last_wave_splits, group_rows=self.group_rows,
         )  # fmt: skip
 
     @property
@@ -70,6 +79,7 @@ class SwappedTile:
 
     def __str__(self) -> str:
         splits = f" k split by {self.splits}" if self.splits > 1 else ""
+        splits += f" last wave's k split by {self.last_wave_splits}" if self.last_wave_splits > 1 else ""
         cluster = f" cluster {self.cluster_m}x{self.cluster_n}" if self.cluster_m * self.cluster_n > 1 else ""
         pingpong = " ping-pong" if self.pingpong else ""
         return f"{self.block_m}x{self.block_n} swapped{pingpong}{cluster}{splits}"
@@ -124,14 +134,21 @@ def _of_tile(spec: KernelSpec, tile: SwappedTile) -> Rules:
     yield tile.splits not in hopper_tile.SPLITS, "k is split by 2 or 4"
     other = tile.pingpong or tile.cluster_m * tile.cluster_n > 1
     yield tile.splits > 1 and other, "k is split among blocks with cooperative tiles that share no loads"
+    yield from _of_last_wave(tile)
     yield tile.cluster > MOST_BLOCKS, f"a cluster has {MOST_BLOCKS} blocks at most"
     parts = tile.block_m % tile.cluster_n == 0 and block_k(spec) % tile.cluster_m == 0
     yield not parts, "blocks load equal parts of what they share"
     accumulators = spec.parts * tile.swapped.group_m // FRAGMENT_ROWS * tile.block_m // 2
-    most = MAX_ACCUMULATORS[tile.splits] - hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
+    most = MAX_ACCUMULATORS[tile.swapped.splits] - hopper_tile.COPIED_OUT_REGISTERS * (len(spec.outs) - 1)
     most = min(hopper_tile.max_accumulators(swapped(spec), tile.swapped.groups), most)
     yield accumulators > most, f"{accumulators} accumulators in a thread, of {most} at most"
     yield 1 + spec.parts + len(spec.outs) > MAX_MAPS, f"a launch has {MAX_MAPS} tensor maps at most"
+
+
+def _of_last_wave(tile: SwappedTile) -> Rules:
+    yield tile.last_wave_splits not in LAST_WAVE_SPLITS, "the last wave's k is split by 2"
+    other = tile.cluster > 1 or not tile.pingpong
+    yield tile.last_wave_splits > 1 and other, "the last wave's k is split in ping-pong where blocks share nothing"
 
 
 def _of_memory(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> Rules:

@@ -57,6 +57,7 @@ class _Blocks:
     block_m: Any
     block_n: Any
     threads: Any
+    last_wave_splits: Any
 
 
 def factors(
@@ -103,7 +104,8 @@ def is_alike(spec: KernelSpec, problem: Problem) -> bool:
 def features(kernels: Kernels, spec: KernelSpec, device: DeviceSpec) -> dict[str, NDArray[np.float64]]:
     """What the networks see, by name, f64[kernels] each; sizes and times as logarithms to the base of 2."""
     rows, columns = kernels.of_tiles(lambda tile: tile.block_m), kernels.of_tiles(lambda tile: tile.block_n)
-    blocks, splits = _Blocks(rows, columns, kernels.of_tiles(lambda tile: tile.threads)), kernels.of_tiles(_splits)
+    threads, lasts = kernels.of_tiles(lambda tile: tile.threads), kernels.of_tiles(_last_wave_splits)
+    blocks, splits = _Blocks(rows, columns, threads, lasts), kernels.of_tiles(_splits)
     seen = {
         **_of_problem(kernels.sizes, spec),
         **_of_tiles(kernels, blocks, splits, spec),
@@ -144,17 +146,25 @@ def _of_both(
     kernels: Kernels, blocks: _Blocks, splits: NDArray[np.float64], spec: KernelSpec, device: DeviceSpec
 ) -> dict[str, Amount]:
     us, sizes = kernels.estimates, kernels.sizes
-    waves = cost_model.tiles_of(blocks, sizes) * splits / device.multiprocessors
     paces = np.array([entry.pace for entry in kernels.entries])[kernels.which]
+    waves = cost_model.tiles_of(blocks, sizes) * splits / device.multiprocessors
+    saved = cost_model.saved_of_last_wave(blocks, sizes, device)
+    whole = np.ceil(waves) - saved
+    multiplying = cost_model.multiplying(blocks, paces, spec, sizes, device, splits) * whole / np.ceil(waves)
     moving = cost_model.moving(spec, sizes, device) / us
     return {
-        "waves": np.log2(waves), "whole waves": np.log2(np.ceil(waves)), "last wave": waves / np.ceil(waves),
+        "waves": np.log2(waves), "whole waves": np.log2(whole), "last wave": waves / whole, "saved": saved,
         "rows in tiles": cost_model.filled(sizes.m, blocks.block_m),
         "columns in tiles": cost_model.filled(sizes.n, blocks.block_n),
         "moving": moving, "log of moving": np.log2(np.maximum(moving, 1e-3)),
-        "multiplying": cost_model.multiplying(blocks, paces, spec, sizes, device, splits) / us,
+        "multiplying": multiplying / us,
         "estimate": np.log2(us), "share of k": np.log2(sizes.k / splits),
     }  # fmt: skip
+
+
+def _last_wave_splits(tile: AnyTile) -> int:
+    """Blocks that share a tile of the last wave."""
+    return int(getattr(tile, "last_wave_splits", 1))
 
 
 def _splits(tile: AnyTile) -> int:

@@ -37,7 +37,7 @@ def large_cases() -> list[SwappedCase]:
 
 
 CASES = [*swapped_cases(), *large_cases()]
-SPLIT = [case for case in CASES if case.tile.splits > 1]
+SPLIT = [case for case in CASES if case.tile.swapped.splits > 1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,9 +63,12 @@ def test_kernel_computes_the_fusion(case: SwappedCase, kernel: object, monkeypat
         problem = make_problem(case.spec, size)
         first = launch(kernel, case, problem)
         problem.check(first)
-        # The same bits from a few blocks that walk over many tiles.
-        for one, other in zip(first, launch(kernel, case, problem, blocks=4), strict=True):
-            np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+        # The same bits from a few blocks that walk over many tiles, unless their last wave, which is split, is another.
+        few = launch(kernel, case, problem, blocks=4)
+        problem.check(few)
+        for one, other in zip(first, few, strict=True):
+            if case.tile.last_wave_splits == 1:
+                np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 @pytest.mark.parametrize("case", [SPLIT[0], SPLIT[-1], CASES[-1]], ids=lambda case: case.name)

@@ -21,7 +21,11 @@ ARRIVALS = {
             "if (HAS_SLABS && leader) barrier_arrive(memory.slabs_empty",
             "if (HAS_SLABS) barrier_arrive(memory.slabs_empty",
         ),
-        ("SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS)", "SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS * WARP_SIZE)"),
+        (
+            "if (leader) barrier_arrive(slabs_empty",
+            "barrier_arrive(slabs_empty",
+        ),
+        ("SLABS_EMPTY_OFFSET + slab * 8, SLAB_WARPS)", "SLABS_EMPTY_OFFSET + slab * 8, SLAB_WARPS * WARP_SIZE)"),
     ),
     "// ---- quantized_small_m/sums.cuh": (
         ("if (lane() == 0) mbarrier_arrive(barrier);", "mbarrier_arrive(barrier);"),

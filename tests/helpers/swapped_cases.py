@@ -23,7 +23,8 @@ TILES = (
     SwappedTile(72, 128), SwappedTile(104, 128, splits=2), SwappedTile(136, 128), SwappedTile(88, 128, splits=4),
     SwappedTile(88, 64, pingpong=True, cluster_n=4), SwappedTile(56, 64, pingpong=True, cluster_m=2),
     SwappedTile(104, 128, cluster_m=2), SwappedTile(72, 64, pingpong=True, cluster_m=2, cluster_n=4),
-    SwappedTile(120, 64, pingpong=True),
+    SwappedTile(120, 64, pingpong=True), SwappedTile(152, 64, group_rows=1, pingpong=True, last_wave_splits=2),
+    SwappedTile(72, 64, group_rows=1, pingpong=True, last_wave_splits=2),
 )  # fmt: skip
 # Rows below, at and behind a tile's, and far more; columns and depths that are no multiples of a tile's.
 SIZES = (

@@ -168,6 +168,11 @@ def test_blocks_share_columns_that_two_products_multiply(tmp_path: Path) -> None
     check(replace(PIECES[0], sizes=(Size(193, 120, 72),)), tmp_path)
 
 
+def _splits_last_wave(case: AnyCase) -> bool:
+    """Whether sums depend on how many blocks there are."""
+    return getattr(case.tile, "last_wave_splits", 1) > 1
+
+
 def check(case: HopperCase | SwappedCase, folder: Path) -> None:
     """The results of each size, with copies that land at once and, to the same bits, as late as they may."""
     library = build(case, folder)
@@ -177,7 +182,7 @@ def check(case: HopperCase | SwappedCase, folder: Path) -> None:
         problem = make_problem(case.spec, size)
         eager = launch(library, case, problem, 2, lazy=False)
         problem.check(eager)
-        late = launch(library, case, problem, 1, lazy=True)
+        late = launch(library, case, problem, 2 if _splits_last_wave(case) else 1, lazy=True)
         for first, second in zip(eager, late, strict=True):
             np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxfuse.dtypes import F32
@@ -14,10 +15,10 @@ from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED, TILES
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, map_rules
 from onnxfuse.schedule.kernel_spec import KernelSpec
-from tests.helpers.kernel_problem import Size, make_spec
+from tests.helpers.kernel_problem import Size, make_problem, make_spec
 from tests.helpers.swapped_cases import DEVICE, PORTABLE, TYPES, SwappedCase, swapped_cases
 from tests.helpers.thinning import Taken
-from tests.kernels.test_hopper_on_cpu import check
+from tests.kernels.test_hopper_on_cpu import build, check, launch
 
 LARGE = Size(154, 4096, 4096)
 SPECS = [
@@ -35,6 +36,35 @@ def legal(spec: KernelSpec) -> list[SwappedTile]:
 @pytest.mark.parametrize("case", list(swapped_cases()), ids=lambda case: case.name)
 def test_kernel_computes_the_fusion(case: SwappedCase, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+# Of four blocks: tiles along m and along n, batches -> how many columns of tiles are split.
+LAST_WAVES = ((1, 2, 1, 2), (1, 5, 1, 1), (1, 3, 1, 0), (2, 5, 1, 1), (3, 3, 1, 0), (1, 5, 2, 0))
+
+
+# The operands of 120 rows come in more slabs than there is room for.
+@pytest.mark.parametrize(("rows", "parts", "kind"), [(120, 1, "residual"), (40, 2, "plain")])
+def test_clusters_split_what_remains_of_a_last_wave(rows: int, parts: int, kind: str, tmp_path: Path) -> None:
+    """Its bits are those of a kernel that splits all tiles, and the others' those of one that splits none."""
+    depth, columns = 136, 64
+    tile = SwappedTile(rows, columns, group_rows=1, pingpong=True, last_wave_splits=2)
+    tiles = {"some": tile, "none": SwappedTile(rows, 128), "all": SwappedTile(rows, 128, splits=2)}
+    spec = make_spec("f16", parts, "nk", PORTABLE, Size(rows, 128, depth), kind, (F32,))
+    own = {name: SwappedCase(name, spec, each, ()) for name, each in tiles.items()}
+    for name in own:
+        (tmp_path / name).mkdir()
+    libraries = {name: build(each, tmp_path / name) for name, each in own.items()}
+    for down, across, batch, split in LAST_WAVES:
+        problem = make_problem(spec, Size(down * rows - 3, across * columns, depth, batch=batch))
+        outs = {name: launch(libraries[name], own[name], problem, 2, lazy=False)[0] for name in tiles}
+        late = launch(libraries["some"], own["some"], problem, 2, lazy=True)
+        problem.check(late)
+        some, none, every = (outs[name][problem.outs[0].index] for name in ("some", "none", "all"))
+        np.testing.assert_array_equal(late[0][problem.outs[0].index], some)
+        whole = (across - split) * columns
+        np.testing.assert_array_equal(some[..., :whole], none[..., :whole])
+        np.testing.assert_array_equal(some[..., whole:], every[..., whole:])
+        assert (none != every).any()  # the order of sums is seen
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "tf32"])
@@ -68,6 +98,9 @@ def test_boxes_fill_a_stage_and_all_fits(spec: KernelSpec) -> None:
         ({"tile": SwappedTile(160, 128, splits=3)}, "split"),
         ({"tile": SwappedTile(160, 128, splits=2, cluster_m=2)}, "share no loads"),
         ({"tile": SwappedTile(88, 64, pingpong=True, cluster_n=16)}, "8 blocks"),
+        ({"tile": SwappedTile(88, 64, pingpong=True, cluster_m=2, last_wave_splits=2)}, "share nothing"),
+        ({"tile": SwappedTile(88, 128, last_wave_splits=2)}, "in ping-pong"),
+        ({"tile": SwappedTile(88, 64, pingpong=True, last_wave_splits=4)}, "split by 2"),
         ({"tile": SwappedTile(72, 64, pingpong=True, cluster_n=5)}, "equal parts"),
         ({"dtype": "tf32", "order": "kn"}, "k contiguous"),
         ({"tile": SwappedTile(240, 256)}, "accumulators"),

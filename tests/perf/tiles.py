@@ -24,7 +24,8 @@ from typing import Any
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.ir.fusion import Fusion
-from onnxfuse.schedule.kernel_family import Candidate
+from onnxfuse.schedule.cost_model import saved_of_last_wave
+from onnxfuse.schedule.kernel_family import Candidate, Problem
 from onnxfuse.schedule.plan import replan
 from onnxfuse.schedule.variant import ProductPlan
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
@@ -50,6 +51,7 @@ LAYERS = (
 )  # fmt: skip
 ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made odd
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
+NEAR_LAST, LASTS = 1.1, 4  # the same of tiles that share a last wave, where they alone are wanted
 SHORTER = 0.4  # of MOST_PRODUCTS: longer kernels are timed as precisely, but for long
 LARGEST_STACKED = 4e7  # elements of q's, k's and v's weights, which are initializers
 TURNED = 5  # of weights in fp32, plans store most [n, k]: all but those whose k this divides are drawn so
@@ -69,6 +71,18 @@ class AtRows:
     def within(self, factor: float) -> list[str]:
         """The tiles that are estimated at no more than this times the best."""
         return [str(entry.tile) for us, entry in self.tiles if us <= factor * self.tiles[0][0]]
+
+    @property
+    def splits_last_wave(self) -> list[str]:
+        """The tiles not far from the best that share a last wave along k, the best first."""
+        problem = Problem(self.drawn.m, self.drawn.n, self.drawn.k)
+        return [
+            str(entry.tile)
+            for us, entry in self.tiles
+            if us <= NEAR_LAST * self.tiles[0][0]
+            and getattr(entry.tile, "last_wave_splits", 1) > 1
+            and saved_of_last_wave(entry.tile, problem, DEVICE) > 0
+        ]
 
     def of(self, names: set[str]) -> Planned:
         """Those of these tiles that are not too far from the best."""
@@ -123,13 +137,16 @@ def at_rows(site: Drawn, rows: int) -> AtRows | None:
     return AtRows(drawn, *found, tiles)
 
 
-def prepare(site: Drawn, folder: Path) -> list[tuple[Drawn, Planned]]:
+def prepare(site: Drawn, folder: Path, of_last_waves: bool = False) -> list[tuple[Drawn, Planned]]:
     """What to time of a site, compiled into a folder: work for a process that sees no GPU."""
     rng = random.Random(str(site))
     known = [each for rows in rows_of_site(site) if (each := at_rows(site, rows)) is not None]
+    if of_last_waves:
+        known = [each for each in known if each.splits_last_wave]
     names: set[str] = set()
     for each in known:
         names.update(each.within(NEAR)[:NEAREST])
+        names.update(each.splits_last_wave[:LASTS] if of_last_waves else ())
         names.update(rng.sample(far := each.within(FAR)[NEAREST:], min(1, len(far))))
     found = [(each.drawn, each.of(names)) for each in known]
     for _, tiles in found:
@@ -137,13 +154,17 @@ def prepare(site: Drawn, folder: Path) -> list[tuple[Drawn, Planned]]:
     return found
 
 
-def prepared(source: Iterator[Drawn], folder: Path, seconds: float) -> Iterator[tuple[Drawn, Planned]]:
+def prepared(
+    source: Iterator[Drawn], folder: Path, seconds: float, of_last_waves: bool = False
+) -> Iterator[tuple[Drawn, Planned]]:
     """What to time, site by site as they get ready, for so long."""
     end = time.monotonic() + seconds
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         waiting: set[Future[list[tuple[Drawn, Planned]]]] = set()
         while time.monotonic() < end:
-            waiting |= {pool.submit(prepare, next(source), folder) for _ in range(WAITING - len(waiting))}
+            waiting |= {
+                pool.submit(prepare, next(source), folder, of_last_waves) for _ in range(WAITING - len(waiting))
+            }
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in ready:
                 if time.monotonic() < end:
@@ -158,6 +179,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--layers", action="store_true", help="products of transformers' layers")
     kinds.add_argument("--fp32", action="store_true", help="drawn problems of fp32 alone")
+    parser.add_argument("--last-wave", action="store_true", help="only where a tile is near that shares a last wave")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/cubins"), help="folder of compiled kernels")
     options = parser.parse_args()
@@ -165,11 +187,12 @@ def main() -> None:
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
     source = sites(options.seeds, options.layers, (FLOAT,) if options.fp32 else ALL)
-    for drawn, tiles in prepared(source, options.cubins, options.seconds):
+    for drawn, tiles in prepared(source, options.cubins, options.seconds, options.last_wave):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
         rows.append({"drawn": astuple(drawn), "us": us})
     seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers + " --fp32" * options.fp32
+    seeds += " --last-wave" * options.last_wave
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
     write_result(options.out, {**origin(command), "names": [*names], "rows": rows})
 

@@ -16,20 +16,21 @@ __device__ __forceinline__ void await_cluster(unsigned shared, RingPosition ring
     barrier_wait(shared + EMPTY_OFFSET + ring.stage * 8, ring.parity ^ 1);
     ring.next();
   }
-  if constexpr (SPLITS > 1) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
+  if constexpr (SENDS_OFTEN) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
 }
 
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
   const TileScheduler scheduler(args);
-  const int steps = steps_of(args);
-  const int first_step = SPLITS > 1 ? rank * steps : 0;
-  const int filled = min(steps, STAGES) - 1;
+  const int of_whole = steps_of(args, 1), of_split = steps_of(args, SPLITS);
   RingPosition ring;
   int sums_parity = 0;
   for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
     const OutTile tile = scheduler.at(number, rank);
+    const int steps = scheduler.is_split(number) ? of_split : of_whole;
+    const int first_step = scheduler.is_split(number) ? rank * steps : 0;
+    const int filled = min(steps, STAGES) - 1;
     const int bytes = stage_bytes(args, tile);
-    if (SPLITS > 1 && number != scheduler.first) {
+    if (SENDS_OFTEN && number != scheduler.first) {
       barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
       sums_parity ^= 1;
     }
@@ -80,12 +81,12 @@ __device__ __forceinline__ void produce_slab(const OnnxfuseArguments& args, unsi
 __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, unsigned char* memory, unsigned shared,
                                               int rank, int first_group) {
   const TileScheduler scheduler(args);
-  const int first_warp = SPLITS > 1 ? rank : 0;
+  const int first_warp = SENDS_OFTEN ? rank : 0;
+  int number = first_number(scheduler, first_group);
+  if (number >= scheduler.tiles) return;
   barrier_wait(shared + SLABS_START_OFFSET, 0);
-  int count = 0;
 #pragma unroll 1
-  for (int number = first_number(scheduler, first_group); number < scheduler.tiles;
-       number += next_number(scheduler), ++count) {
+  for (int count = 0; number < scheduler.tiles; number += next_number(scheduler), ++count) {
     const OutTile tile = scheduler.at(number, rank);
 #pragma unroll 1
     for (int index = 0; index < SLABS; ++index) {
@@ -132,9 +133,10 @@ constexpr int TURN_BARRIER = 1;  // named barrier of team 0; the next is that of
 // Where the sums that come from block `from` of the cluster lie for a warp of its owner, or for one of that number in the
 // block that sends them: four registers after the other, lanes side by side, without bank conflicts.
 __device__ __forceinline__ int sums_offset(int from, int owner) {
-  const int own_warp = threadIdx.x / WARP_GROUP * OWN_WARPS + threadIdx.x % WARP_GROUP / WARP_SIZE / SPLITS;
+  const int group = threadIdx.x / WARP_GROUP % TEAM_GROUPS;
+  const int own_warp = group * OWN_WARPS + threadIdx.x % WARP_GROUP / WARP_SIZE / SPLITS;
   const int sender = (from ^ owner) - 1;
-  const int warp = sender * CONSUMERS * OWN_WARPS + own_warp;
+  const int warp = sender * TEAM_GROUPS * OWN_WARPS + own_warp;
   return RING_BYTES + warp * WARP_SUMS_BYTES + threadIdx.x % WARP_SIZE * 16;
 }
 constexpr int SUMS_PITCH = WARP_SIZE * 16;
@@ -156,7 +158,8 @@ __device__ __forceinline__ void send_partials(const float (&acc)[SUBTILES][ACCUM
 // 2 and 3, then both, whichever of them is this block: a row's bits do not depend on where in a tile it lies.
 __device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULATORS], const unsigned char* memory,
                                                 unsigned shared, int rank, int parity) {
-  if (threadIdx.x == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SPLIT_SUMS_BYTES);
+  const int thread = threadIdx.x % (TEAM_GROUPS * WARP_GROUP);
+  if (thread == rank * WARP_SIZE) barrier_arrive_expect(shared + SUMS_FULL_OFFSET, SPLIT_SUMS_BYTES);
   barrier_wait(shared + SUMS_FULL_OFFSET, parity);
   const auto sums_of = [&](int distance, int i) {
     const unsigned char* sums = memory + sums_offset(rank ^ distance, rank);
@@ -175,12 +178,24 @@ __device__ __forceinline__ void reduce_partials(float (&acc)[SUBTILES][ACCUMULAT
       add(own, pair);
     }
   }
+  if constexpr (!SENDS_OFTEN) return;
   // Sums that are added have been loaded; the peer's next tile overwrites them.
 #pragma unroll
   for (int i = 0; i < SUBTILES * ACCUMULATORS; ++i) pin(acc[i / ACCUMULATORS][i % ACCUMULATORS]);
   __syncwarp();
   const int lane = threadIdx.x % WARP_SIZE;
   if (lane > 0 && lane < SPLITS) barrier_arrive_peer(shared + SUMS_READ_OFFSET, rank ^ lane);
+}
+
+// This warp does not read the slabs of its tile number `count`, which another block's warp has too: it hands over each in
+// turn, as those do that read them.
+__device__ __forceinline__ void leave_slabs(unsigned slabs_full, unsigned slabs_empty, int count) {
+  const bool leader = threadIdx.x % WARP_SIZE == 0;
+#pragma unroll
+  for (int index = 0; index < SLABS; ++index) {
+    barrier_wait(slabs_full + index % LOAD_BUFFERS * 8, slab_parity(count, index));
+    if (leader) barrier_arrive(slabs_empty + index % LOAD_BUFFERS * 8);
+  }
 }
 
 constexpr int PAIR_BARRIER = 3;  // named barrier of two warps with the same rows, of one part each; one for each pair
@@ -273,21 +288,24 @@ __device__ __forceinline__ void gather(float (&acc)[SUBTILES][ACCUMULATORS], con
 // What is left of a consumer group's `count`-th tile when its sums are there.
 __device__ __forceinline__ void finish_tile(float (&acc)[SUBTILES][ACCUMULATORS], const OnnxfuseArguments& args,
                                             const Maps& maps, unsigned char* memory, unsigned shared, int rank,
-                                            int group, int count) {
+                                            int group, int count, bool is_split) {
   const int first_row = group % TEAM_GROUPS * GROUP_M, buffer = count % VECTOR_BUFFERS;
   unsigned char* staging = memory + RING_BYTES + SUMS_BYTES + staging_of(group);
   const unsigned slabs = shared + group * GROUP_SLABS_BYTES;
   const unsigned char* vectors = memory + VECTORS_OFFSET + buffer * VECTORS_BYTES;
   barrier_wait(shared + VECTORS_FULL_OFFSET + buffer * 8, count / VECTOR_BUFFERS % 2);
   const OutTile tile = group_tile(*reinterpret_cast<const OutTile*>(vectors), group);
-  const int owner = SPLITS > 1 ? threadIdx.x / WARP_SIZE % SPLITS : rank;
+  const int owner = is_split ? threadIdx.x / WARP_SIZE % SPLITS : rank;
   if (owner == rank) {
-    if constexpr (SPLITS > 1) reduce_partials(acc, memory, shared, rank, count % 2);
+    if (is_split) reduce_partials(acc, memory, shared, rank, SENDS_OFTEN ? count % 2 : 0);
     if constexpr (APART) exchange_parts(acc[0], memory, group);
     run_epilogue(acc, args, maps, tile, APART ? 0 : first_row,
                  {vectors, staging, slabs + SLABS_FULL_OFFSET, slabs + SLABS_EMPTY_OFFSET}, count / TEAMS);
   } else {
     send_partials(acc, shared, rank, owner);
+    if constexpr (LAST_WAVE_SPLIT && HAS_SLABS) {
+      leave_slabs(slabs + SLABS_FULL_OFFSET, slabs + SLABS_EMPTY_OFFSET, count / TEAMS);
+    }
   }
   barrier_arrive(shared + VECTORS_EMPTY_OFFSET + buffer * 8);
 }
@@ -297,18 +315,19 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
   const int group = K_GROUPS > 1 ? any_group % CONSUMERS : any_group;
   const int k_group = K_GROUPS > 1 ? any_group / CONSUMERS : 0;
   const TileScheduler scheduler(args);
-  const int steps = steps_of(args);
+  const int of_whole = steps_of(args, 1), of_split = steps_of(args, SPLITS);
   const int team = group / TEAM_GROUPS;
   const int first_row = group % TEAM_GROUPS * GROUP_M;
   RingPosition ring;
-  if (team == 1) ring.skip(steps);
+  if (team == 1) ring.skip(of_whole);
   float acc[SUBTILES][ACCUMULATORS];
   int count = team;
 #pragma unroll 1
   for (int number = first_number(scheduler, group); number < scheduler.tiles; number += next_number(scheduler)) {
     if (PINGPONG && count > 0) named_sync(TURN_BARRIER + team, CONSUMERS * WARP_GROUP);
-    run_main_loop(acc, ring, shared, first_row, args,
-                  {scheduler.at(number, rank), first_k_of(steps, rank), steps, k_group});
+    const bool is_split = scheduler.is_split(number);
+    const int steps = is_split ? of_split : of_whole, first_k = is_split ? rank * steps * BLOCK_K : 0;
+    run_main_loop(acc, ring, shared, first_row, args, {scheduler.at(number, rank), first_k, steps, k_group});
     const bool is_last = number + scheduler.clusters >= scheduler.tiles;
     if (PINGPONG && !is_last) named_arrive(TURN_BARRIER + (team ^ 1), CONSUMERS * WARP_GROUP);
     finish_main_loop(acc, ring, shared);
@@ -316,9 +335,9 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
       ring.skip(K_GROUPS - 1 - k_group);
       gather(acc, {memory, group, k_group}, count == 0, is_last);
     }
-    if (k_group == 0) finish_tile(acc, args, maps, memory, shared, rank, group, count);
+    if (k_group == 0) finish_tile(acc, args, maps, memory, shared, rank, group, count, is_split);
     count += TEAMS;
-    if (PINGPONG) ring.skip(steps);
+    if (PINGPONG) ring.skip(of_whole);
   }
   if (TMA_STORED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // else the block's memory is gone
 }
@@ -338,7 +357,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
 #pragma unroll
     for (int slab = 0; slab < CONSUMERS * LOAD_BUFFERS; ++slab) {
       barrier_init(shared + SLABS_FULL_OFFSET + slab * 8, SERVED ? 1 : 2 * WARP_SIZE);
-      barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, OWN_WARPS);
+      barrier_init(shared + SLABS_EMPTY_OFFSET + slab * 8, SLAB_WARPS);
     }
     barrier_init(shared + SLABS_START_OFFSET, 1);
   }

@@ -28,6 +28,8 @@ constexpr int SLABS_N = (BLOCK_N + SLAB_COLUMNS - 1) / SLAB_COLUMNS;
 constexpr bool SLABS_FILL = BLOCK_N % SLAB_COLUMNS == 0;  // else the last slab ends with 8 columns that are not the tile's
 constexpr int SLABS = SUBTILES * SLABS_N;
 constexpr bool IN_PLACE = IN_PLACE_LOAD >= 0;       // out lies where this tile operand was
+constexpr bool SENDS_OFTEN = SPLITS > 1 && !LAST_WAVE_SPLIT;  // sums of tile after tile to the same place
+constexpr int SLAB_BLOCKS = SENDS_OFTEN ? SPLITS : 1;  // that each have the slabs of some of a group's warps
 constexpr bool HAS_SLABS = TILE_LOADS > 0 || SERVED;  // producer warps hand buffers to the consumers
 
 // Rows that threads copy are 8 elements longer than the data: then the 8 rows of a fragment start in different banks.
@@ -210,12 +212,12 @@ struct CopyOf<Access, false> {
   using Type = WalkedCopy<Access>;
 };
 
-// One slab of every tile operand -> the staging areas of every SPLITS-th of a group's warps, asynchronously where
+// One slab of every tile operand -> the staging areas of every SLAB_BLOCKS-th of a group's warps, asynchronously where
 // cp.async moves as little. `staging` is that of the first one, number `first`.
 __device__ __forceinline__ void load_slab(unsigned char* staging, const OnnxfuseArguments& args, const OutTile& tile,
                                           int index, int first) {
 #pragma unroll 1
-  for (int warp = first; warp < WARP_GROUP / WARP_SIZE; warp += SPLITS, staging += SPLITS * STAGING_BYTES) {
+  for (int warp = first; warp < WARP_GROUP / WARP_SIZE; warp += SLAB_BLOCKS, staging += SLAB_BLOCKS * STAGING_BYTES) {
     const Slab slab(args, tile, index, warp);
     static_for<0, LOADS>([&](auto number) {
       using Access = Load<decltype(number)::value>;

@@ -27,6 +27,10 @@
 //                      block 1   k [....... k)  warp 0: sums -> block 0     warp 1: adds, epilogue
 //                      sums_full: what the others have for this block's warps has come; sums_read: what this one sent is
 //                      added
+//   split last wave  in ping-pong: blocks compute tiles by themselves, and what remains behind whole waves is split along k
+//                    by the blocks of a cluster, as above, where there is a cluster for each such tile
+//                      block 0   [tile 0] [tile 4] [tile 8, first half of k ]
+//                      block 1   [tile 1] [tile 5] [tile 8, second half of k]     2 and 3 likewise, tile 9
 //   shared k         K_GROUPS times as many consumer groups, where a warp's waits are what takes time: those with the same
 //                    rows have every K_GROUPS-th stage each, and the first of them gets the sums of all
 //                      group 0   [stage 0] [stage 2] ..  adds, epilogue

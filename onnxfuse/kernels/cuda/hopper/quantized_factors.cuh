@@ -138,7 +138,7 @@ using Zeros = Beside<ZERO_COPY, ZERO_COPIES>;
 // What of every stage TMA does not bring, by one warp.
 __device__ __forceinline__ void prepare(const OnnxfuseArguments& args, unsigned shared, int rank) {
   const TileScheduler scheduler(args);
-  const int steps = steps_of(args), first_k = first_k_of(steps, rank);
+  const int steps = steps_of(args, SPLITS), first_k = SPLITS > 1 ? rank * steps * BLOCK_K : 0;
   const int blocks = (args.k - 1) / QUANTIZED_BLOCK + 1;
   const int scales_bytes = blocks * int(sizeof(Element)), zeros_bytes = (blocks * BITS + 7) / 8;
   Scales scales;

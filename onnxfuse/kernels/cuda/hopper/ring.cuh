@@ -50,14 +50,17 @@ constexpr int READERS = TILE_WARPS * (CLUSTER_M + CLUSTER_N - 1);
 
 // Of a group, warps whose rows belong to one block.
 constexpr int OWN_WARPS = WARP_GROUP / WARP_SIZE / SPLITS;
+constexpr int SLAB_WARPS = WARP_GROUP / WARP_SIZE / SLAB_BLOCKS;  // that read slabs of this block
 constexpr int WARP_SUMS_BYTES = SUBTILES * ACCUMULATORS * WARP_SIZE * 4;
-constexpr int SPLIT_SUMS_BYTES = (SPLITS - 1) * CONSUMERS * OWN_WARPS * WARP_SUMS_BYTES;  // of the cluster's other blocks
+constexpr int SPLIT_SUMS_BYTES = (SPLITS - 1) * TEAM_GROUPS * OWN_WARPS * WARP_SUMS_BYTES;  // of the cluster's other blocks
 constexpr int K_GROUP_SUMS_BYTES = CONSUMERS * (WARP_GROUP / WARP_SIZE) * WARP_SUMS_BYTES;  // of groups that share k
 constexpr int GROUP_SUMS_BYTES = (K_GROUPS - 1) * K_GROUP_SUMS_BYTES;
 
 static_assert(SHARED_BYTES == SUMS_READ_OFFSET + (SPLITS > 1 ? 8 : 0), "footprint and kernel agree");
 static_assert(SPLITS == 1 || SPLITS == 2 || SPLITS == 4, "warps belong to blocks, and sums are paired");
-static_assert(SPLITS == 1 || (SHARING == 1 && TEAMS == 1), "the blocks of a cluster work on one tile");
+static_assert(SPLITS == 1 || SHARING == 1, "the blocks of a cluster work on one tile");
+static_assert(SPLITS == 1 || LAST_WAVE_SPLIT || TEAMS == 1, "sums of one tile at a time lie in shared memory");
+static_assert(!LAST_WAVE_SPLIT || (SPLITS > 1 && K_GROUPS == 1 && !SERVED), "each block has tiles of its own");
 static_assert(SUMS_BYTES == SPLIT_SUMS_BYTES + GROUP_SUMS_BYTES, "footprint and kernel agree");
 static_assert(K_GROUPS == 1 || TEAMS == 1, "groups that share k have the same tile");
 // A group waits for a stage's next phase by its parity, so it has to have seen the one before; and it reads a stage while
@@ -130,20 +133,33 @@ struct ClusterPlace {
 // next batch. The blocks of a cluster take neighbouring tiles. With LAST_ROWS_FULL the last tile down ends where the
 // rows end, and with LAST_COLUMNS_FULL the last one to the right where the columns do: some are computed twice, to the same
 // bits, because TMA takes three times as long for a row of a box that lies behind a tensor's end as for any other.
+//
+// With LAST_WAVE_SPLIT blocks take tiles by themselves, wave after wave, and what remains is split along k if each such tile
+// can have a cluster: it counts once for each block. All tiles of the same columns are split or none, for a row's bits do
+// not depend on where it lies, nor do those that are computed twice.
 struct TileScheduler {
-  int tiles_m, tiles_n, tiles, clusters, first, last_row, last_column;
+  int tiles_m, tiles_n, tiles, clusters, first, last_row, last_column, whole;
 
   __device__ __forceinline__ TileScheduler(const OnnxfuseArguments& args) {
+    constexpr int TOGETHER = LAST_WAVE_SPLIT ? 1 : CLUSTER;
     tiles_m = (rows_of(args) - 1) / (BLOCK_M * CLUSTER_M) + 1;
     tiles_n = (columns_of(args) - 1) / (TILE_COLUMNS * CLUSTER_N) + 1;
     tiles = tiles_m * tiles_n * args.batch;
-    clusters = gridDim.x / CLUSTER;
-    first = blockIdx.x / CLUSTER;
+    clusters = gridDim.x / TOGETHER;
+    first = blockIdx.x / TOGETHER;
     last_row = LAST_ROWS_FULL ? max(rows_of(args) - BLOCK_M, 0) : rows_of(args);
     last_column = LAST_COLUMNS_FULL ? max(columns_of(args) - TILE_COLUMNS, 0) : columns_of(args);
+    whole = LAST_WAVE_SPLIT ? tiles / clusters * clusters : 0;
+    const int rest = (tiles - whole) * SPLITS;
+    const bool splits = args.batch == 1 && whole % tiles_n == 0 && rest <= clusters;
+    if constexpr (LAST_WAVE_SPLIT) splits ? tiles = whole + rest : whole = tiles;
   }
 
-  __device__ __forceinline__ OutTile at(int tile, int rank) const {
+  // Whether the blocks of a cluster share this tile.
+  __device__ __forceinline__ bool is_split(int number) const { return SPLITS > 1 && (!LAST_WAVE_SPLIT || number >= whole); }
+
+  __device__ __forceinline__ OutTile at(int number, int rank) const {
+    const int tile = LAST_WAVE_SPLIT && is_split(number) ? whole + (number - whole) / SPLITS : number;
     const int batch = tile / (tiles_m * tiles_n);
     const int in_batch = tile % (tiles_m * tiles_n);
     const int group = in_batch / (GROUP_ROWS * tiles_n);
@@ -176,11 +192,9 @@ __device__ __forceinline__ int next_number(const TileScheduler& scheduler) { ret
 // Steps of k of one block. Where there are fewer than for all blocks, the last ones read zeros behind the end of k. Groups
 // that share k have as many each: a stage and a step are then always the same group's, and a row's bits do not depend on
 // which tiles its block had before.
-__device__ __forceinline__ int steps_of(const OnnxfuseArguments& args) {
-  return ((args.k - 1) / (BLOCK_K * SPLITS * K_GROUPS) + 1) * K_GROUPS;
+__device__ __forceinline__ int steps_of(const OnnxfuseArguments& args, int blocks) {
+  return ((args.k - 1) / (BLOCK_K * blocks * K_GROUPS) + 1) * K_GROUPS;
 }
-
-__device__ __forceinline__ int first_k_of(int steps, int rank) { return SPLITS > 1 ? rank * steps * BLOCK_K : 0; }
 
 // What a block multiplies for a tile: `steps` stages from k = `first_k` on, of which a group that shares k has every
 // K_GROUPS-th one from its own number on.
