@@ -40,6 +40,7 @@ from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.cached_attention import ONLY, make_cached_plan, mapping_of
+from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.group_norm import make_group_norm_plan, map_groups
 from onnxfuse.schedule.norm_plan import make_norm_plan, own_time, rows_of, stock_time
 from onnxfuse.schedule.plan import make_plan
@@ -165,7 +166,14 @@ def _is_worth_it(transposed: Site, kept: Site | NotFusable) -> bool:
     if isinstance(kept, NotFusable):
         return True
     devices = kept.estimates
-    return is_faster(*({device: _chosen(site, device) for device in devices} for site in (transposed, kept)))
+    return is_faster(*({device: _in_models(site, device) for device in devices} for site in (transposed, kept)))
+
+
+def _in_models(site: Site, device: DeviceSpec) -> list[float]:
+    """Microseconds of a site among others: what a weight [k, n] costs there, kernels by themselves do not show."""
+    plan = next((plan for plan in site.plans if plan.device == device), None)
+    as_kn = site.strategy is Strategy.ONE_KERNEL and plan is not None and plan.variants[0].spec.rhs_order == "kn"
+    return [us * (calibration(device).kn_in_models if as_kn else 1.0) for us in _chosen(site, device)]
 
 
 def accepted(site: Site | NotFusable) -> Site:

@@ -86,11 +86,11 @@ class HopperSwapped(ProductFamily):
         return Flow(device.multiprocessors, stages * block_k(spec))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-        """As that of the kernel whose groups share each tile."""
-        tile: SwappedTile = entry.tile
-        known = calibration(device)
+        """As that of the kernel whose groups share each tile; infinite where a last wave is to be split and is not."""
+        tile, known = entry.tile, calibration(device)
         waves, too_many = waves_of_clusters(tile, problem, known)
         waves = waves - (saved := cost_model.saved_of_last_wave(tile, problem, device))
+        too_many = too_many | (tile.last_wave_splits > 1) & (saved == 0)
         epilogue = of_each(tile, lambda each: epilogue_time(each.swapped, swapped(spec), device))
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill["hopper"]
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)

@@ -73,6 +73,7 @@ class Calibration:
     copied_beside: Mapping[str, float]
     launch: float
     odds: float
+    kn_in_models: float
     regret: float
     exact: str
     library_advantage: Mapping[str, float]
