@@ -16,18 +16,16 @@ from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.operators import qualified_op
-from onnxfuse.ir.fusion import MAX_STEPS, NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, load_name
+from onnxfuse.ir.fusion import NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, load_name
 from onnxfuse.ir.group_normalisation import CHANNEL, GROUP, IMAGE, GroupNormalisation
-from onnxfuse.ir.normalisation import NORMAL
 from onnxfuse.limits import MAX_LOADS
-from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
+from onnxfuse.patterns.behind_normalisation import Tail, is_known
+from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
 from onnxfuse.patterns.normalisation import PATTERN, NormalisationMatch
 from onnxfuse.patterns.normalisation_forms import DEFAULT_EPSILON
-from onnxfuse.patterns.pointwise_table import CHANNELS, pointwise_row
 
-MOST_BEHIND = 12  # pointwise nodes
 MOST_BEFORE = 4  # nodes that make the shape of the image again
 
 
@@ -62,7 +60,7 @@ def group_normalisations(graph: Graph, points: InsertionPoints) -> Iterator[tupl
         core = _between_views(graph, node) or _of_op(graph, node)
         if core is None or graph.is_folded(core.normal.name):
             continue
-        tail = Tail(graph, core, points.is_taken)
+        tail = ChannelTail(graph, core, points.is_taken)
         tail.grow()
         lowered = _lowered(graph, core, tail)
         if lowered is None or any(map(points.is_taken, core.nodes)):
@@ -131,7 +129,7 @@ def _views(graph: Graph, node: gs.Node) -> tuple[gs.Node, gs.Node] | None:
 def _shaping(graph: Graph, x: gs.Tensor, shapes: Sequence[gs.Tensor]) -> tuple[gs.Node, ...] | None:
     """The nodes that make shapes of that of x; None where they are made of anything else."""
     found: list[gs.Node] = []
-    stack = [shape for shape in shapes if not _is_known(graph, shape)]
+    stack = [shape for shape in shapes if not is_known(graph, shape)]
     while stack:
         maker = next(iter(stack.pop().inputs), None)
         if maker is None or len(found) > MOST_BEFORE:
@@ -139,14 +137,8 @@ def _shaping(graph: Graph, x: gs.Tensor, shapes: Sequence[gs.Tensor]) -> tuple[g
         if maker in found:
             continue
         found.append(maker)
-        stack += [each for each in maker.inputs if each is not x and each.name and not _is_known(graph, each)]
+        stack += [each for each in maker.inputs if each is not x and each.name and not is_known(graph, each)]
     return tuple(found)
-
-
-def _is_known(graph: Graph, tensor: gs.Tensor) -> bool:
-    """Whether every number of a tensor is known before the run."""
-    known = graph.known_value(tensor)
-    return known is not None and all(isinstance(number, (int, float, np.number)) for number in known.flat)
 
 
 def _only_reader(graph: Graph, value: gs.Tensor) -> gs.Node | None:
@@ -176,14 +168,14 @@ def _is_computed(graph: Graph, core: Core) -> bool:
     return bool(channels) and (channels or 0) % core.groups == 0 and None not in dtypes and 0 < core.epsilon < math.inf
 
 
-def _lowered(graph: Graph, core: Core, tail: Tail) -> GroupNormalisation | None:
+def _lowered(graph: Graph, core: Core, tail: ChannelTail) -> GroupNormalisation | None:
     """The fusion; None where its types or sizes are no kernel's."""
     if not _is_computed(graph, core) or not tail.is_known:
         return None
     axes = _axes(graph.shape(core.x.name) or (), core.groups)
     dims: tuple[Dim, ...] = ((IMAGE,), (GROUP, CHANNEL), *((axis.name,) for axis in axes[3:]))
     x, made = (Tensor(each.name, _known(graph, each), dims) for each in (core.x, tail.made))
-    steps, value = tail.steps()
+    steps, value = tail.steps([*tail.operands])
     ops = {step.op for step in steps}
     named = {"add": "bias", "mul": "scale"}
     features = {"groups", *(ops & NONLINEAR), *(named[step.op] for step in steps if step.op in named and _loads(step))}
@@ -217,104 +209,47 @@ def _axes(shape: Sequence[Size], groups: int) -> tuple[Axis, ...]:
     return (Axis(IMAGE, batch), Axis(GROUP, groups), Axis(CHANNEL, (channels or 0) // groups), *own)
 
 
-class Tail:
-    """What is behind a normalisation and is done to each element by itself, with numbers of its channel.
-
-    It grows as long as nodes are pointwise, and ends where one value alone is read by others.
+class ChannelTail(Tail):
+    """What is behind such a normalisation, with numbers of its channels.
 
     Attributes:
-        nodes: those that are taken in.
-        made: what they make, or the normalisation.
         operands: the numbers of channels, by name.
         is_known: whether those of an op itself are.
     """
 
     def __init__(self, graph: Graph, core: Core, is_taken: Callable[[gs.Node], bool]) -> None:
-        self.graph, self.core, self.is_taken = graph, core, is_taken
-        self.epilogue = EpilogueGraph()
-        self.nodes: tuple[gs.Node, ...] = ()
-        self.made = core.normal
+        super().__init__(graph, core.x, core.normal, is_taken)
+        self.core = core
         self.operands: dict[str, Tensor] = {}
         self.is_known = True
-        ref = self.epilogue.acc(core.normal.name)
         for op, parameter in core.affine:
-            leaf = self._leaf(parameter, is_own=True)
-            if leaf is None:
+            number = super().leaf(parameter)
+            own = self._channels(parameter, ((GROUP, CHANNEL),)) if number is None else number
+            if own is None:
                 self.is_known = False
                 break
-            ref = self.epilogue.apply(op, ref, leaf)
-        self.values = {core.normal.name: ref}
-        self.root = ref
+            self.root = self.epilogue.apply(op, self.root, own)
 
     def grow(self) -> None:
-        """Take in what is behind."""
-        grown: list[gs.Node] = []
-        tensors = [self.core.normal]
-        while len(grown) < MOST_BEHIND:
-            behind = (reader for tensor in tensors for reader in tensor.outputs if reader not in grown)
-            node = next((each for each in behind if self._absorb(each)), None)
-            if node is None:
-                break
-            grown.append(node)
-            tensors.append(node.outputs[0])
-            live = [each for each in tensors if self._is_read_outside(each, grown)]
-            if len(live) == 1:
-                self.nodes, self.made, self.root = tuple(grown), live[0], self.values[live[0].name]
-        self._forget_unread()
+        """Take in what is behind, and forget operands of nodes that are behind the end."""
+        super().grow()
+        read = {each.operand for each in self.epilogue.leaves(LOAD, (self.root,))}
+        self.operands = {name: each for name, each in self.operands.items() if name in read}
 
-    def steps(self) -> tuple[tuple[Step, ...], str]:
-        """A straight line, and the name of what it makes."""
+    def leaf(self, tensor: gs.Tensor) -> Ref | None:
+        """A number, or one of each channel."""
+        number = super().leaf(tensor)
+        return self._channels(tensor, _dims_of(self.graph, self.core, tensor)) if number is None else number
 
-        def name_of(leaf: Expression) -> str:
-            return NORMAL if leaf.op == ACC else load_name(1 + [*self.operands].index(leaf.operand))
-
-        steps, names = self.epilogue.straight_line((self.root,), name_of)
-        return steps, str(names[self.root])
-
-    def _absorb(self, node: gs.Node) -> bool:
-        """Whether a node is one of the tail's, and what it makes a value."""
-        lower = pointwise_row(node)
-        made = node.outputs[0]
-        is_image = self.graph.shape(made.name) == self.graph.shape(self.core.x.name)
-        if lower is None or node.op in CHANNELS or self.is_taken(node) or len(node.outputs) > 1 or not is_image:
-            return False
-        refs = [self._ref(each) for each in node.inputs]
-        if None in refs or self.graph.dtype(made.name) not in FLOATS_BY_ONNX:
-            return False
-        try:
-            self.values[made.name] = lower(self.epilogue, [ref for ref in refs if ref is not None], node.attrs)
-        except NotFusable:
-            return False
-        return self.epilogue.count_steps((self.values[made.name],)) <= MAX_STEPS
-
-    def _ref(self, tensor: gs.Tensor) -> Ref | None:
-        """A value of the tail, a number, or one of each channel; -1 for an input that is left out."""
-        if not tensor.name:
-            return -1
-        return self.values[tensor.name] if tensor.name in self.values else self._leaf(tensor)
-
-    def _leaf(self, parameter: gs.Tensor, is_own: bool = False) -> Ref | None:
-        """The same of what is no value of the tail."""
-        known = self.graph.known_value(parameter)
-        if known is not None and known.size == 1 and _is_known(self.graph, parameter):
-            return self.epilogue.constant(float(known.flat[0]))
-        dims = ((GROUP, CHANNEL),) if is_own else _dims_of(self.graph, self.core, parameter)
+    def _channels(self, parameter: gs.Tensor, dims: tuple[Dim, ...] | None) -> Ref | None:
         dtype = FLOATS_BY_ONNX.get(self.graph.dtype(parameter.name) or 0)
         if dims is None or dtype is None or len(self.operands) > MAX_LOADS - 2:
             return None
         self.operands.setdefault(parameter.name, Tensor(parameter.name, dtype, dims))
         return self.epilogue.load(parameter.name)
 
-    def _is_read_outside(self, tensor: gs.Tensor, grown: Sequence[gs.Node]) -> bool:
-        return self.graph.is_escaping(tensor.name) or any(reader not in grown for reader in tensor.outputs)
 
-    def _forget_unread(self) -> None:
-        """Operands of nodes that are behind the end."""
-        read = {each.operand for each in self.epilogue.leaves(LOAD, (self.root,))}
-        self.operands = {name: each for name, each in self.operands.items() if name in read}
-
-
-def _match(graph: Graph, core: Core, tail: Tail, lowered: GroupNormalisation) -> NormalisationMatch:
+def _match(graph: Graph, core: Core, tail: ChannelTail, lowered: GroupNormalisation) -> NormalisationMatch:
     """Its nodes; what lives out of it is one value."""
     return NormalisationMatch(
         products=(),

@@ -1,4 +1,6 @@
-"""Normalisations of rows: an op, or the nodes that exporters write for one, and the parameters of columns behind it.
+"""Normalisations of rows: an op, or the nodes that exporters write for one, with the parameters of columns behind it.
+
+An activation behind these is its kernel's too (behind_normalisation.py).
 
 They are looked for when all products have their nodes. What ONNX Runtime's ops were taken apart for (opened_ops.py) is
 one where a product has the sums; else the op stays whole, which adds as well.
@@ -7,7 +9,7 @@ one where a product has the sums; else the op stays whole, which adds as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnx_graphsurgeon as gs
@@ -17,9 +19,10 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.skip_norms import is_added_and_normalised
-from onnxfuse.ir.fusion import Axis, Load, Out, Step, Tensor, Value, load_name, step_name
-from onnxfuse.ir.normalisation import NORMAL, Normalisation
+from onnxfuse.ir.fusion import NONLINEAR, Axis, Load, Out, Step, Tensor
+from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_NORMALISED
+from onnxfuse.patterns.behind_normalisation import Tail
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
@@ -65,11 +68,14 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
         if core is None or graph.is_folded(core.normal.name) or not _is_left_to_a_kernel(graph, points, core):
             continue
         core = core if rounds else _with_parameters(graph, core, points)
-        lowered = _lowered(graph, core)
+        tail = _tail(graph, core, points.is_taken)
+        if not rounds:
+            tail.grow()
+        lowered = _lowered(graph, core, tail)
         if lowered is None or any(map(points.is_taken, core.nodes)):
             continue
         try:
-            yield points.placed(_match(graph, core, lowered)), lowered
+            yield points.placed(_match(graph, core, tail, lowered)), lowered
         except NotFusable:  # its parameters are computed of what it makes
             continue
 
@@ -80,8 +86,9 @@ def _spelled_out(graph: Graph, node: gs.Node) -> Core | None:
 
 def reserved(graph: Graph) -> frozenset[int]:
     """The nodes of normalisations that are spelled out: a product that took a cast of them would leave the others."""
-    cores = (_spelled_out(graph, node) for node in graph.nodes)
-    return frozenset(graph.index(node) for core in cores if core and _lowered(graph, core) for node in core.nodes)
+    cores = filter(None, (_spelled_out(graph, node) for node in graph.nodes))
+    found = (core for core in cores if _lowered(graph, core, _tail(graph, core, lambda node: True)))
+    return frozenset(graph.index(node) for core in found for node in core.nodes)
 
 
 def _is_left_to_a_kernel(graph: Graph, points: InsertionPoints, core: Core) -> bool:
@@ -148,9 +155,21 @@ def _outer_rank(graph: Graph, x: gs.Tensor, parameter: gs.Tensor) -> int | None:
     return rank if is_read and not is_whole else None
 
 
-def _lowered(graph: Graph, core: Core) -> Normalisation | None:
+def _tail(graph: Graph, core: Core, is_taken: Callable[[gs.Node], bool]) -> Tail:
+    """What is done to a normalised element, so far by the nodes of the normalisation; known numbers are no operands."""
+    tail = Tail(graph, core.x, core.normal, is_taken)
+    if core.scale != 1:
+        tail.root = tail.epilogue.apply("mul", tail.root, tail.epilogue.constant(core.scale))
+    for op, parameter in core.affine:
+        value = number(graph, parameter)
+        ref = tail.epilogue.load(parameter.name) if value is None else tail.epilogue.constant(value)
+        tail.root = tail.epilogue.apply(op, tail.root, ref)
+    return tail
+
+
+def _lowered(graph: Graph, core: Core, tail: Tail) -> Normalisation | None:
     """The fusion; None where its types or sizes are no kernel's."""
-    shape, out = graph.shape(core.x.name), core.normal.name
+    shape, out = graph.shape(core.x.name), tail.made.name
     dtypes = [FLOATS_BY_ONNX.get(graph.dtype(name) or 0) for name in (core.x.name, out)]
     if not shape or None in dtypes or not isinstance(shape[-1], int) or not 1 < shape[-1] <= MOST_NORMALISED:
         return None
@@ -160,20 +179,29 @@ def _lowered(graph: Graph, core: Core) -> Normalisation | None:
     axes = _axes(shape, outer)
     dims = tuple((axis.name,) for axis in axes)
     x, made = (Tensor(name, _known(dtype), dims) for name, dtype in zip((core.x.name, out), dtypes, strict=True))
-    steps, operands = _steps(graph, core, dims)
+    read = (parameter for _, parameter in core.affine if number(graph, parameter) is None)
+    operands = {parameter.name: _parameter(graph, parameter, dims) for parameter in read}
+    steps, value = tail.steps([*operands])
     return Normalisation(
         anchor=node_label(core.anchor),
         pattern=PATTERN,
-        features=tuple(sorted({"add": "bias", "mul": "scale"}[op] for op in {step.op for step in steps})),
+        features=_features(core, steps),
         axes=axes,
-        operands=(x, *operands),
+        operands=(x, *operands.values()),
         loads=tuple(map(Load, range(1 + len(operands)))),
         steps=steps,
-        outs=(Out(made, steps[-1].result if steps else NORMAL),),
+        outs=(Out(made, value),),
         centred=core.centred,
         epsilon=core.epsilon,
         least=core.least,
     )
+
+
+def _features(core: Core, steps: Sequence[Step]) -> tuple[str, ...]:
+    """What a report counts: how rows are scaled and shifted, and activations."""
+    ops = {*(op for op, _ in core.affine), *(["mul"] if core.scale != 1 else [])}
+    named = {{"add": "bias", "mul": "scale"}[op] for op in ops}
+    return tuple(sorted(named | ({step.op for step in steps} & NONLINEAR)))
 
 
 def _known(dtype: DType | None) -> DType:
@@ -192,45 +220,24 @@ def _names(loop: str, count: int) -> list[str]:
     return [loop] if count == 1 else [f"{loop}{place}" for place in range(count)]
 
 
-def _steps(graph: Graph, core: Core, dims: Sequence[tuple[str]]) -> tuple[tuple[Step, ...], tuple[Tensor, ...]]:
-    """What is done to a normalised element, and the parameters that it takes; known numbers are none.
-
-    Args:
-        graph: the scope.
-        core: the nodes.
-        dims: the axes of x.
-    """
-    steps = [Step(step_name(0), "mul", (NORMAL, core.scale))] if core.scale != 1 else []
-    operands: dict[str, Tensor] = {}
-    last: Value = steps[-1].result if steps else NORMAL
-    for op, parameter in core.affine:
-        value: Value | None = number(graph, parameter)
-        if value is None:
-            operands.setdefault(parameter.name, _parameter(graph, parameter, dims))
-            value = load_name(1 + [*operands].index(parameter.name))
-        steps.append(Step(step_name(len(steps)), op, (last, value)))
-        last = steps[-1].result
-    return tuple(steps), tuple(operands.values())
-
-
 def _parameter(graph: Graph, parameter: gs.Tensor, dims: Sequence[tuple[str]]) -> Tensor:
     shape = graph.shape(parameter.name) or ()
     own = tuple(() if size == 1 else axis for size, axis in zip(shape, dims[len(dims) - len(shape) :], strict=True))
     return Tensor(parameter.name, _known(FLOATS_BY_ONNX.get(graph.dtype(parameter.name) or 0)), own)
 
 
-def _match(graph: Graph, core: Core, lowered: Normalisation) -> NormalisationMatch:
+def _match(graph: Graph, core: Core, tail: Tail, lowered: Normalisation) -> NormalisationMatch:
     """Its nodes; what lives out of it is one value."""
-    shapes = _shapes(graph, core)
+    shapes, nodes = _shapes(graph, core), sorted(map(graph.index, (*core.nodes, *tail.nodes)))
     return NormalisationMatch(
         products=(),
-        nodes=tuple(sorted(map(graph.index, core.nodes))),
+        nodes=tuple(nodes),
         copied=(),
-        insertion_point=graph.index(core.nodes[-1]),
+        insertion_point=nodes[-1],
         folded=tuple(sorted(only_feeding(graph, shapes))),
         constants=(),
         columns=lowered.size(COLUMNS) or 0,
-        live_outs=(LiveOut(core.normal.name, (), ()),),
+        live_outs=(LiveOut(tail.made.name, (), ()),),
         split=frozenset(),
         epilogue=EpilogueGraph(),
         shapes=shapes,
