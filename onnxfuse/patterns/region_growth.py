@@ -29,6 +29,7 @@ from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
+from onnxfuse.patterns.softplus_guard import softplus_of, threshold_of
 from onnxfuse.patterns.view_ops import VIEWS, viewed
 from onnxfuse.patterns.views import common_view
 
@@ -184,6 +185,8 @@ class GrownRegion:
             self._take(node, columns[0] if node is self._shift[-1] else None)
         elif op == "SequenceAt":
             self._absorb_sequence_at(node)
+        elif op in ("Greater", "Where") and self._is_softplus(node):
+            self._absorb_softplus(node)
         elif not columns and self.arguments.expands(node):
             self._take(node, None)
         elif op == "Shape" or not columns or self._reads_type_alone(node):
@@ -196,6 +199,16 @@ class GrownRegion:
             self._absorb_pointwise(node, columns, lower)
         else:
             raise NotFusable("unknown_op", "", f"{op} is not pointwise")
+
+    def _is_softplus(self, node: gs.Node) -> bool:
+        """Whether a node chooses between a softplus and what that is of, where they are one number, or says where."""
+        where = threshold_of(self.graph, node) or node
+        softplus = None if self.epilogue.rounds else softplus_of(self.graph, where)
+        return softplus is not None and self.values.get(softplus.name) is not None
+
+    def _absorb_softplus(self, node: gs.Node) -> None:
+        softplus = softplus_of(self.graph, node)
+        self._take(node, None if softplus is None else self.values[softplus.name])
 
     def _reads_type_alone(self, node: gs.Node) -> bool:
         """Whether a CastLike makes another value alike, as exporters write the numbers beside a product."""
