@@ -179,9 +179,13 @@ def _nodes(replacement: Replacement) -> list[NodeProto]:
 
 
 def _rounded_as_before(replacement: Replacement, nodes: list[NodeProto]) -> list[NodeProto]:
-    """The same nodes, and Shapes where copied ones have readers less, or where a Shape became a number."""
+    """The same nodes, and Shapes where copied ones have readers less, or where a Shape became a number.
+
+    What is copied, as a Transpose before a product, stays in the model for its other readers.
+    """
     graph = replacement.graph
     shaped = {value for index in replacement.folded for value in graph.scope.nodes[index].input}
+    shaped |= {value for index in replacement.copied for value in graph.scope.nodes[index].output}
     values = {node.output[0] for node in nodes if node.op_type == "Split"}
     values |= {node.output[0] for node in nodes if node.op_type in MOVES and node.output[0] in shaped}
     lost = {value for value in values if has_readers_of_16_bits(graph, value)} - read_in_16_bits(nodes)
