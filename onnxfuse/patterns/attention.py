@@ -44,6 +44,7 @@ from onnxfuse.patterns.views import Dim, ends_in_columns
 
 MAX_BETWEEN = 32  # nodes that are looked at between a product and a softmax; no score has more
 NO_MAXIMUM = "its exponentials are of scores from which no maximum of their row is subtracted"
+UNROUNDED = "it is written in several nodes, between which the kernel would not round as they do"
 CUT = "a part of its probabilities is multiplied: what stands beside the keys' scores, as a sink, no kernel knows"
 MAX_BEHIND = 8  # steps from a softmax to the product of it
 Lowered = tuple[Match, Fusion]
@@ -175,6 +176,8 @@ class Attentions:
             raise candidate.refusal
         if candidate.softmax.is_spelled_out and not shift_of(self.graph, candidate.softmax.scores):
             raise _no_kernel(candidate.softmax.first, NO_MAXIMUM)
+        if self.rounds and len(candidate.softmax.nodes) > 1:
+            raise _no_kernel(candidate.softmax.first, UNROUNDED)
         _check_axis(self.graph, candidate.softmax)
         _check_types(self.graph, candidate)
         (first, scores), seconds = self._products(candidate, product)

@@ -1,4 +1,4 @@
-"""Softmaxes over the last axis: the op, or the exponentials of rows over their sums, as JAX's primitives write them."""
+"""Softmaxes over the last axis: the op, exponentials of a LogSoftmax, or those of rows over their sums, as in JAX."""
 
 from __future__ import annotations
 
@@ -41,15 +41,25 @@ class Softmax:
 
     @property
     def is_spelled_out(self) -> bool:
-        """Whether it is no op of its own."""
-        return len(self.nodes) > 1
+        """Whether it is no op of its own, and nothing but the nodes before it subtracts a maximum."""
+        return qualified_op(self.first) == "Exp"
 
 
 def softmax_of(graph: Graph, node: gs.Node) -> Softmax | None:
     """The softmax whose first node this is; None where it is of none."""
     if qualified_op(node) == "Softmax":
         return Softmax((node,))
+    if qualified_op(node) == "LogSoftmax":
+        return _of_logarithms(graph, node)
     return next(_spelled_out(graph, node), None) if qualified_op(node) == "Exp" else None
+
+
+def _of_logarithms(graph: Graph, log: gs.Node) -> Softmax | None:
+    """Exponentials of all that a LogSoftmax makes, if nobody else reads that."""
+    value = log.outputs[0]
+    readers = element_readers(value)
+    is_alone = len(readers) == 1 and qualified_op(readers[0]) == "Exp" and not graph.is_escaping(value.name)
+    return Softmax((log, readers[0])) if is_alone else None
 
 
 def _spelled_out(graph: Graph, exp: gs.Node) -> Iterator[Softmax]:

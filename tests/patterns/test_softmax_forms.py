@@ -1,4 +1,4 @@
-"""Exponentials over the sums of their rows are a softmax; nothing else is that looks like it."""
+"""Exponentials over the sums of their rows, or of a LogSoftmax, are a softmax; nothing else is that looks like it."""
 
 from __future__ import annotations
 
@@ -53,6 +53,23 @@ def whole_in_fp32(b: Builder, s: str) -> str:
     return b("Cast", b("Div", e, sums(b, e)), to=b.dtype)
 
 
+def of_logarithms(b: Builder, s: str) -> str:
+    return b("Exp", b("LogSoftmax", b("Mul", s, number(b, 0.25)), axis=-1))
+
+
+def of_logarithms_of_columns(b: Builder, s: str) -> str:
+    return b("Exp", b("LogSoftmax", s, axis=-2))
+
+
+def of_scaled_logarithms(b: Builder, s: str) -> str:
+    """A temperature behind it, whose rows have other sums than one."""
+    return b("Exp", b("Mul", b("LogSoftmax", s, axis=-1), number(b, 0.5)))
+
+
+def logarithms(b: Builder, s: str) -> str:
+    return b("LogSoftmax", s, axis=-1)
+
+
 def without_a_maximum(b: Builder, s: str) -> str:
     """Which is infinity over infinity where the op is a number."""
     e = b("Exp", s)
@@ -96,11 +113,11 @@ def of_squares(b: Builder, s: str) -> str:
 
 
 SOFTMAXES = (
-    divided, of_one_number_a_row, times_the_reciprocal, times_one_over, summed_in_fp32, whole_in_fp32
+    divided, of_one_number_a_row, times_the_reciprocal, times_one_over, summed_in_fp32, whole_in_fp32, of_logarithms
 )  # fmt: skip
 OTHERS = (
     without_a_maximum, of_columns, times_sums, sums_over, two_over_sums, over_the_reciprocal, with_a_place_for_none,
-    of_squares,
+    of_squares, of_logarithms_of_columns, of_scaled_logarithms, logarithms,
 )  # fmt: skip
 
 
@@ -119,6 +136,12 @@ def test_what_is_like_it_is_none(form: Probabilities) -> None:
     assert analysed(model_of(form))[1] == []
 
 
+def test_logarithms_that_others_read_stay() -> None:
+    b = Builder(TensorProto.FLOAT16, opset=17)
+    log = logarithms(b, scores(b, ROWS, ROWS))
+    assert analysed(b.model(*merged(b, b("Exp", log), ROWS), log))[1] == []
+
+
 @pytest.mark.parametrize("which", ["powers", "sums"])
 def test_what_others_read_of_it_keeps_it(which: str) -> None:
     b = Builder(TensorProto.FLOAT16, opset=17)
@@ -134,5 +157,6 @@ def test_a_missing_maximum_is_the_reason() -> None:
     assert any(reason == "no_attention_kernel" and "no maximum of their row" in detail for reason, detail in reasons)
 
 
-def test_as_the_model_rounds_it_stays() -> None:
-    assert analysed(model_of(divided), "onnx")[1] == []
+@pytest.mark.parametrize("form", [divided, of_logarithms], ids=lambda form: form.__name__)
+def test_as_the_model_rounds_it_stays(form: Probabilities) -> None:
+    assert analysed(model_of(form), "onnx")[1] == []
