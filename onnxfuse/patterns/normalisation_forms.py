@@ -98,10 +98,11 @@ def of_rows(
         epsilon: what is added to the mean of squares.
         count: how many squares are in what the root is of for one in their mean.
     """
-    last, dead = nodes[-1], only_feeding(graph, [graph.index(node) for node in nodes if node.op in VIEWS])
+    last = nodes[-1]
     for source in SOURCES:
         centring, x, whole = _centring(graph, nodes[0].inputs[0], divided, source)
         every = (*centring, *nodes)
+        dead = only_feeding(graph, [graph.index(node) for node in every if node.op in VIEWS])
         if x is whole and is_closed(graph, every, last, dead):
             is_centred = any(each.op == "Sub" for each in centring)
             return Core(anchor, every, x, last.outputs[0], is_centred, epsilon, scale=count**-0.5)
@@ -237,12 +238,46 @@ def before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Nod
     """The nodes before one of the two, and what they are of."""
     behind, tensor_before = _before_cast(graph, tensor)
     sub = maker(tensor_before, "Sub")
-    mean = None if sub is None else maker(sub.inputs[1], *MEANS)
-    if sub is None or mean is None or not is_of_rows(graph, mean):
+    mean = () if sub is None else _mean(graph, sub.inputs[1])
+    if sub is None or not mean:
         return source(graph, tensor)
     casts, whole = source(graph, sub.inputs[0])
-    others, averaged = source(graph, mean.inputs[0])
-    return ([*casts, *others, mean, sub, *behind], whole) if averaged is whole else source(graph, tensor)
+    others, averaged = source(graph, mean[0].inputs[0])
+    return ([*casts, *others, *mean, sub, *behind], whole) if averaged is whole else source(graph, tensor)
+
+
+def _mean(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ...]:
+    """The nodes that make the means of rows: a reduction, or sums over their number, as torch.export has `var_mean`.
+
+    Those of 16 bits it sums in fp32, and rounds the mean, which a kernel need not.
+    """
+    mean, cast = maker(value, *MEANS), maker(value, "Cast")
+    if mean is not None:
+        return (mean,) if is_of_rows(graph, mean) else ()
+    if cast is not None and graph.dtype(cast.inputs[0].name) == F32.onnx:
+        sums = _sums_over_their_number(graph, cast.inputs[0])
+        return (*sums, cast) if sums else ()
+    return _sums_over_their_number(graph, value)
+
+
+def _sums_over_their_number(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ...]:
+    over = maker(value, "Div")
+    views, total = _before_views(over.inputs[0]) if over is not None else ([], None)
+    if over is None or total is None or total.op != SUM or not _is_along_rows(graph, total):
+        return ()
+    *rows, _ = graph.shape(total.inputs[0].name) or (None,)
+    is_kept = views == _handed_on(graph, total) and graph.shape(over.outputs[0].name) == (*rows, 1)
+    count = columns_of(graph, total)
+    return (total, *views, over) if is_kept and count and number(graph, over.inputs[1]) == count else ()
+
+
+def _before_views(tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Node | None]:
+    """The views that make a value, and the node before them."""
+    views: list[gs.Node] = []
+    while (view := maker(tensor, *VIEWS)) is not None and len(views) < MOST_VIEWS:
+        views.insert(0, view)
+        tensor = view.inputs[0]
+    return views, next(iter(tensor.inputs), None)
 
 
 def _before_cast(graph: Graph, tensor: gs.Tensor) -> tuple[list[gs.Node], gs.Tensor]:

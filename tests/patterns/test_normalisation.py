@@ -210,6 +210,33 @@ def by_a_variance_of_its_own_shape(b: Builder, x: str) -> str:
     return b("Add", b("Mul", b("Div", b("Sub", x, mean(b, x)), deviation), vector(b)), vector(b, 1))
 
 
+def with_its_own_shape(b: Builder, x: str, reduced: str) -> str:
+    """The last dimension that a reduction has taken away, as torch.export brings it back."""
+    kept = b("Reshape", reduced, b("Concat", b("Shape", reduced), b.integers(1), axis=0))
+    sizes = [b("Gather", b("Shape", x), b.integers(place)) for place in (0, 1)]
+    return b("Expand", kept, b("Concat", *sizes, b.integers(1), axis=0))
+
+
+def by_variance_and_mean(
+    b: Builder, x: str, count: float = N, wide: bool = False, averaged: Callable[[Builder, str], str] = lambda b, x: x
+) -> str:
+    """As torch.export writes `torch.var_mean`: the mean that is subtracted is sums over their number."""
+    read, element = (b("Cast", x, to=FLOAT), np.float32) if wide else (x, helper.tensor_dtype_to_np_dtype(b.dtype))
+    centred = b("Sub", read, b("ReduceMean", read, axes=[-1], keepdims=1))
+    variance = b("ReduceMean", b("Mul", centred, centred), axes=[-1], keepdims=0)
+    total = with_its_own_shape(b, x, b("ReduceSum", averaged(b, read), b.integers(-1), keepdims=0))
+    average, variance = b("Div", total, b.raw(np.asarray(count, element), "count")), with_its_own_shape(b, x, variance)
+    if wide:
+        average, variance = (b("Cast", each, to=b.dtype) for each in (average, variance))
+    deviation = b("Sqrt", b("Add", variance, b.array(1e-3)))
+    return b("Mul", b("Mul", b("Sub", x, average), b("Reciprocal", deviation)), vector(b))
+
+
+def by_variance_and_mean_and_wide(b: Builder, x: str) -> str:
+    """Of 16 bits both are of fp32, and rounded."""
+    return by_variance_and_mean(b, x, wide=True)
+
+
 def over_its_length(b: Builder, x: str) -> str:
     """As CLIP has it of what it compares."""
     return b("Div", x, b("ReduceL2", x, axes=[-1], keepdims=1))
@@ -225,8 +252,8 @@ OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_le
 FAST = (by_a_fast_variance, by_a_fast_variance_and_wide, by_a_fast_variance_of_any_sign)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
 FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         by_a_variance_of_its_own_shape, to_a_power, widened, widened_twice,
-         one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
+         by_a_variance_of_its_own_shape, by_variance_and_mean, by_variance_and_mean_and_wide, to_a_power, widened,
+         widened_twice, one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
          *FAST, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
@@ -407,6 +434,28 @@ def itself(b: Builder, x: str) -> str:
 
 def exponential(b: Builder, x: str) -> str:
     return b("Exp", x)
+
+
+NEARLY_A_MEAN = {
+    "one less than there are": lambda b, x: by_variance_and_mean(b, x, N - 1),
+    "their squares' root": lambda b, x: by_variance_and_mean(b, x, N**0.5),
+    "the sum of another": lambda b, x: by_variance_and_mean(b, x, averaged=exponential),
+    "the sum of another, in fp32": lambda b, x: by_variance_and_mean(b, x, wide=True, averaged=exponential),
+}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("case", NEARLY_A_MEAN)
+def test_what_is_nearly_a_mean_beside_a_variance_is_none(case: str, dtype: int) -> None:
+    assert not analysed(model_of(NEARLY_A_MEAN[case], dtype)).sites
+
+
+@pytest.mark.parametrize("op", ["ReduceSum", "Div", "Expand"])
+def test_sums_that_others_read_keep_the_nodes(op: str) -> None:
+    b = Builder(FLOAT, opset=17)
+    out = by_variance_and_mean(b, b.input("x", (*ROWS, N)))
+    read = next(node.output[0] for node in b.nodes if node.op_type == op)
+    assert not analysed(b.model(out, read)).sites
 
 
 NEARLY_FAST = {
