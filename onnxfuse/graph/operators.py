@@ -6,6 +6,7 @@ There it learns their element types; their shapes are rows of symbolic_shapes.py
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ CONVOLUTIONS = frozenset({"Conv", "com.microsoft::NhwcConv"})  # which multiply 
 NBITS = "com.microsoft::MatMulNBits"  # a product with a weight of few bits
 PRODUCTS = CONVOLUTIONS | {"MatMul", "Gemm", "com.microsoft::FusedMatMul", "com.microsoft::FusedGemm", "Einsum", NBITS}
 
+MICROSOFTS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 # Operator -> outputs that have the element type of its first float input.
 MICROSOFT: dict[str, tuple[int, ...]] = {
     "Attention": (0, 1),
@@ -66,7 +68,7 @@ _ATTRIBUTES = {"axis": defs.OpSchema.AttrType.INT, "epsilon": defs.OpSchema.Attr
                "stash_type": defs.OpSchema.AttrType.INT}  # fmt: skip
 
 
-KNOWN_DOMAINS = (None, "", "ai.onnx", "com.microsoft")
+KNOWN_DOMAINS = (None, "", "ai.onnx", MICROSOFTS)
 
 
 def name_of_op(node: gs.Node) -> str:
@@ -76,7 +78,7 @@ def name_of_op(node: gs.Node) -> str:
 
 def qualified_op(node: gs.Node) -> str:
     """The op of a graph's node with its domain, `com.microsoft::BiasGelu`; without one for ONNX's own."""
-    return f"{node.domain}::{node.op}" if node.domain == "com.microsoft" else str(node.op)
+    return f"{node.domain}::{node.op}" if node.domain == MICROSOFTS else str(node.op)
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def known_operators(*, microsoft: bool) -> Iterator[None]:
             registered.
     """
     wanted = [("", op, outputs) for op, outputs in UNVERSIONED.items()]
-    wanted += [("com.microsoft", op, outputs) for op, outputs in MICROSOFT.items()] if microsoft else []
+    wanted += [(MICROSOFTS, op, outputs) for op, outputs in MICROSOFT.items()] if microsoft else []
     with _LOCK:
         made = [(op, domain) for domain, op, outputs in wanted if _register(domain, op, outputs)]
         try:
@@ -102,6 +104,13 @@ def _register(domain: str, op: str, outputs: tuple[int, ...]) -> bool:
     """Whether the operator is new; one that somebody else has registered is left alone."""
     if defs.has(op, 1, domain):
         return False
+    defs.register_schema(_schema(domain, op, outputs))
+    return True
+
+
+@functools.cache
+def _schema(domain: str, op: str, outputs: tuple[int, ...]) -> defs.OpSchema:
+    """Made once: a small model's inference takes less time than that of all schemas."""
     anything = [defs.OpSchema.FormalParameter(name, "T", param_option=_ANY, is_homogeneous=False) for name in "xy"]
     attributes = [defs.OpSchema.Attribute(name, kind, required=False) for name, kind in _ATTRIBUTES.items()]
     schema = defs.OpSchema(
@@ -119,8 +128,7 @@ def _register(domain: str, op: str, outputs: tuple[int, ...]) -> bool:
                 context.set_output_type(output, TypeProto(tensor_type=TypeProto.Tensor(elem_type=own)))
 
     schema.set_type_and_shape_inference_function(infer)
-    defs.register_schema(schema)
-    return True
+    return schema
 
 
 def _first_float(context: InferenceContext) -> int:

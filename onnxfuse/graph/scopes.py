@@ -21,7 +21,7 @@ from onnxfuse.graph.functions import DOMAIN, FunctionKey, functions_of, inline, 
 from onnxfuse.graph.known_branches import Choice, take_branches
 from onnxfuse.graph.load import Model, is_large, overridable, tensors
 from onnxfuse.graph.opened_ops import functions_and_openings
-from onnxfuse.graph.operators import known_operators
+from onnxfuse.graph.operators import MICROSOFTS, known_operators
 
 ScopePath = tuple[tuple[int, str], ...]
 """How to reach a scope from the main graph: a node's index and its attribute's name, once a level."""
@@ -188,13 +188,18 @@ def _infer(skeleton: ModelProto, label: str) -> ModelProto:
     try:
         with known_operators(microsoft=False), _shaped(skeleton.graph), _out_of_files(skeleton):
             onnx.checker.check_model(skeleton)
-        with known_operators(microsoft=True):
+        with known_operators(microsoft=_may_have_microsofts(skeleton)):
             return inferred_types(skeleton)
     except MemoryError:
         raise ModelError(f"{label}: a shape or a constant in it is larger than memory") from None
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{label}: invalid model: {reason[:300]}") from None
+
+
+def _may_have_microsofts(skeleton: ModelProto) -> bool:
+    """Whether ONNX Runtime's operators have to be known: to register all takes longer than to infer a small model."""
+    return bool(skeleton.functions) or any(node.domain == MICROSOFTS for node in walk(skeleton.graph.node))
 
 
 @contextmanager
