@@ -63,7 +63,10 @@ from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
+KEPT_PLANS = 1024  # some 10 kB each, of all models that a process fuses: many share the sizes of their sites
 FREE_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape"})  # that move no data
+
+kept_plan = functools.lru_cache(KEPT_PLANS)(make_plan)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Planner:
     transposable: Collection[str]
     attention: bool = False
     make_plan: Callable[..., ProductPlan] = field(
-        default_factory=lambda: functools.lru_cache(maxsize=None)(make_plan), compare=False
+        default_factory=lambda: functools.lru_cache(maxsize=None)(kept_plan), compare=False
     )
 
 

@@ -18,11 +18,13 @@ from onnxfuse.device import ARCHITECTURES, WITHOUT_GPU
 from onnxfuse.graph.fused_nodes import flops_of
 from onnxfuse.graph.op_names import FUSED_GEMM_ON, kind_of
 from onnxfuse.kernels import emit, portable
+from onnxfuse.lowering import plan_site
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule import cost_model, portable_tile
 from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
+from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.tune.search import measure
 from tests.helpers.many_commands import run_command as command
@@ -50,6 +52,7 @@ def any_family(monkeypatch: pytest.MonkeyPatch) -> None:
     def text(spec: KernelSpec, tile: Tile, device: Any) -> str:
         return portable.emit(plain(spec), tile)
 
+    monkeypatch.setattr(plan_site, "kept_plan", make_plan)  # neither takes other tests' plans nor leaves its own
     monkeypatch.setattr(portable_tile, "why_not", reads_it)
     monkeypatch.setitem(emit.TEXTS, "portable", emit.Text(emit.TEXTS["portable"].entry, text))
 

@@ -10,6 +10,7 @@ import pytest
 import onnxfuse
 from onnxfuse.device import ARCHITECTURES, PTX, resolve
 from onnxfuse.graph.archive import Flavour, unpack
+from onnxfuse.lowering import plan_site
 
 MODEL = Path(__file__).parents[2] / "models" / "lstm_gates.onnx"
 
@@ -50,3 +51,13 @@ def test_two_compilations_and_any_number_of_jobs_make_the_same_file(monkeypatch:
         monkeypatch.setenv("ONNXFUSE_COMPILE_JOBS", jobs)
         files.add(optimized("sm_80,ptx"))
     assert len(files) == 1
+
+
+def test_what_was_planned_before_makes_the_same_file() -> None:
+    """A process plans equal sites once, whichever model they are of."""
+    plan_site.kept_plan.cache_clear()
+    first = optimized("sm_80,ptx")
+    planned = plan_site.kept_plan.cache_info().misses
+    assert planned
+    assert optimized("sm_80,ptx") == first
+    assert plan_site.kept_plan.cache_info().misses == planned
