@@ -71,7 +71,7 @@ def test_clusters_split_what_remains_of_a_last_wave(rows: int, parts: int, kind:
 def test_tiles_compile_without_spills(dtype: str, taken: Taken) -> None:
     kernels = [(spec, tile) for spec in SPECS if spec.math == dtype for tile in legal(spec)]
     with ThreadPoolExecutor() as pool:
-        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 60))
+        run = pool.map(lambda each: compile_source(emit(*each, DEVICE.shared_bytes), DEVICE), taken(kernels, 90))
     assert {(image.spill_bytes, image.local_bytes) for image in run} == {(0, 0)}
 
 
