@@ -161,6 +161,7 @@ def test_masks_of_odd_length_go_to_the_kernel_that_reads_them_anyhow(tmp_path: P
     assert check(model_of("two_biases"), "two_biases", {**SIZES, "keys": 71}, tmp_path) > 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["masked_and_guarded", "two_biases", "grouped"])
 def test_fp32_is_multiplied_in_tf32(form: str, tmp_path: Path) -> None:
     model = model_of(form, FLOAT)

@@ -179,6 +179,7 @@ def test_what_is_left_alone_for_one_architecture_is_fused_for_the_other() -> Non
     assert not analyse_model(model, [ARCHITECTURES[arch]]).skipped
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", [Form(4, 32), Form(8, 16, True)], ids=str)
 def test_scales_of_any_kind_are_computed_as_before(form: Form, tmp_path: Path) -> None:
     """0, negative, infinite and NaN: by the original nodes to the bit, and verify judges such outputs."""

@@ -43,6 +43,7 @@ LAST_WAVES = ((1, 2, 1, 2), (1, 5, 1, 1), (1, 3, 1, 0), (2, 5, 1, 1), (3, 3, 1, 
 
 
 # The operands of 120 rows come in more slabs than there is room for.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "parts", "kind"), [(120, 1, "residual"), (40, 2, "plain")])
 def test_clusters_split_what_remains_of_a_last_wave(rows: int, parts: int, kind: str, tmp_path: Path) -> None:
     """Its bits are those of a kernel that splits all tiles, and the others' those of one that splits none."""
