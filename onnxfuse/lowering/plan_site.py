@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ParamSpec
 
@@ -63,7 +63,7 @@ from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
-KEPT_PLANS = 1024  # some 10 kB each, of all models that a process fuses: many share the sizes of their sites
+KEPT_PLANS = 1024  # some 10 kB each, of all models that a process fuses: few sites differ in more than names
 FREE_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape"})  # that move no data
 
 kept_plan = functools.lru_cache(KEPT_PLANS)(make_plan)
@@ -79,7 +79,6 @@ class Planner:
         rounds: whether fusions round every intermediate as the model does; then their steps stay as written.
         transposable: weights that may be stored otherwise than the model has them.
         attention: whether two products and the softmax between them become one kernel.
-        make_plan: that of `schedule`, once for equal arguments: a model has few sites that differ in more than names.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -87,9 +86,6 @@ class Planner:
     rounds: bool
     transposable: Collection[str]
     attention: bool = False
-    make_plan: Callable[..., ProductPlan] = field(
-        default_factory=lambda: functools.lru_cache(maxsize=None)(kept_plan), compare=False
-    )
 
 
 def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation | CachedAttention) -> Site:
@@ -216,7 +212,7 @@ def _planned(
     _check_resolved(fusion)
     widths = analyse(fusion, mapping)
     nameless = _nameless(fusion)
-    plans = tuple(planner.make_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
+    plans = tuple(kept_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None

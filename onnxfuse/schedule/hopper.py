@@ -313,8 +313,13 @@ def _box(tile: HopperTile) -> Count:
 
 def exchange_time(tile: RingTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which blocks that split k add up what each has of a tile."""
-    sums = tiles_of(tile, problem) * products_of(tile, spec) * FP32_BYTES * (tile.splits - 1)
-    return (tile.splits > 1) * (calibration(device).hopper_meeting + sums / calibration(device).hopper_exchanged)
+    return (tile.splits > 1) * exchanging(tiles_of(tile, problem) * (tile.splits - 1) * products_of(tile, spec), device)
+
+
+def exchanging(sums: Amount, device: DeviceSpec) -> Amount:
+    """Microseconds in which the blocks of clusters meet and send each other so many sums."""
+    known = calibration(device)
+    return known.hopper_meeting + sums * FP32_BYTES / known.hopper_exchanged
 
 
 def _schedule(tile: HopperTile) -> str:

@@ -15,6 +15,7 @@ from onnxfuse.schedule.hopper import (
     early_depth,
     epilogue_time,
     exchange_time,
+    exchanging,
     in_pieces,
     in_turns,
     joined,
@@ -23,7 +24,7 @@ from onnxfuse.schedule.hopper import (
 )
 from onnxfuse.schedule.hopper_quantized_tile import swapped
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
-from onnxfuse.schedule.hopper_tile import ARCH, ATOM, FP32_BYTES, block_k
+from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
@@ -95,8 +96,9 @@ class HopperSwapped(ProductFamily):
         main_loop = _main_loop(entry, reads, spec, problem, device, waves) + known.fill["hopper"]
         busy = in_turns(tile.swapped, waves, main_loop, epilogue)
         both = joined(tile.swapped, busy, cost_model.moving(spec, problem, device), problem, known)
-        exchanging = exchange_time(tile, spec, problem, device) + (saved > 0) * _last_exchange(tile, spec, device)
-        both = both + known.launches[self.name] + exchanging
+        exchange = exchange_time(tile, spec, problem, device)
+        exchange = exchange + (saved > 0) * exchanging(device.multiprocessors / 2 * products_of(tile, spec), device)
+        both = both + known.launches[self.name] + exchange
         sharing = tile.cluster > tile.splits
         both = both * (1 + known.hopper_clusters_in_turn * (sharing & (waves >= MANY_WAVES)))
         return np.where(too_many, np.inf, both + known.hopper_cluster * sharing)
@@ -127,13 +129,6 @@ def _main_loop(
     power = np.where((waves <= 1) & tile.pingpong, NARROW_POWER, 2.0)
     limits = (products, arriving, known.hopper_step, loading)
     return steps * sum(limit**power for limit in limits) ** (1 / power)
-
-
-def _last_exchange(tile: SwappedTile, spec: KernelSpec, device: DeviceSpec) -> Amount:
-    """Microseconds in which blocks that split the last wave's k add up what each has of a tile."""
-    known = calibration(device)
-    sums = device.multiprocessors / 2 * products_of(tile, spec) * FP32_BYTES
-    return known.hopper_meeting + sums / known.hopper_exchanged
 
 
 def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
