@@ -26,6 +26,8 @@ from onnxfuse.schedule.hopper_tile import (
 )
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
+COPY_ENTRY = "onnxfuse_copy_lhs"  # the bridge launches it by this name
+
 
 def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
     """The CUDA source of a kernel.
@@ -36,7 +38,12 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
         shared_limit: shared memory of one block, in bytes.
     """
     text = _generated(spec, tile, footprint(spec, tile, shared_limit))
-    return assembled(text, "hopper/gemm.cuh", (*GENERATED_USES, "hopper/fast_math.cuh"))
+    return assembled(text, "hopper/gemm.cuh", uses(spec))
+
+
+def uses(spec: KernelSpec) -> tuple[str, ...]:
+    """The files that the generated text of a kernel of sm_90a uses."""
+    return (*GENERATED_USES, "hopper/fast_math.cuh", *(("common/copied_lhs.cuh",) if spec.copies_lhs else ()))
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
@@ -112,6 +119,20 @@ using Element = {spec.dtype.cuda};
 {functor(spec, fast=not wants_the_models_bits(spec))}
 {multiplications}
 }}  // namespace onnxfuse
+{copy_entry(spec)}"""
+
+
+def copy_entry(spec: KernelSpec) -> str:
+    """The kernel that copies lhs before this one."""
+    if not spec.copies_lhs:
+        return ""
+    return f"""
+extern "C" __global__ void __launch_bounds__(onnxfuse::COPY_THREADS)
+{COPY_ENTRY}(const __grid_constant__ OnnxfuseArguments args) {{
+  onnxfuse::wait_for_kernel_before();
+  onnxfuse::let_kernel_behind_start();
+  onnxfuse::copy_lhs<sizeof(onnxfuse::Element)>(args);
+}}
 """
 
 

@@ -5,8 +5,8 @@ The kernel takes two arguments, as `kernels/hopper.py` says; the maps are those 
 
 from __future__ import annotations
 
-from onnxfuse.kernels.hopper import block_numbers, generated_swapped, multiplications
-from onnxfuse.kernels.source import GENERATED_USES, assembled
+from onnxfuse.kernels.hopper import block_numbers, generated_swapped, multiplications, uses
+from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, seen
 from onnxfuse.schedule.hopper_tile import HopperFootprint, begins_at_any_column, block_k
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -21,7 +21,7 @@ def emit(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> str:
         shared_limit: shared memory of one block, in bytes.
     """
     text = _generated(seen(spec), tile, footprint(spec, tile, shared_limit))
-    return assembled(text, "hopper/swapped.cuh", (*GENERATED_USES, "hopper/fast_math.cuh"))
+    return assembled(text, "hopper/swapped.cuh", uses(spec))
 
 
 def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> str:

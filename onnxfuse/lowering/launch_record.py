@@ -62,7 +62,7 @@ def _flags(spec: AnySpec) -> tuple[int, ...]:
 
 def _flags_of(access: Access) -> int:
     loops = sum(_IN_RUNS[loop] for loop in access.two_levels)
-    return loops | (TensorFlag.TRANSPOSED if access.transposed else 0)
+    return loops | access.transposed * TensorFlag.TRANSPOSED | access.copied * TensorFlag.COPIED
 
 
 def _tensor_map(rule: MapRule | None) -> TensorMap:

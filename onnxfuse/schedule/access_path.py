@@ -26,7 +26,8 @@ def path(table: Mapping[str, str], role: str, access: Access) -> str:
 
 
 def _lhs(table: Mapping[str, str], access: Access) -> str:
-    return _product(table, access, LHS_AXES) + (f" in runs of {access.run}" if access.run else "")
+    copied = "copied to rows on 16-byte boundaries, then " if access.copied else ""
+    return copied + _product(table, access, LHS_AXES) + (f" in runs of {access.run}" if access.run else "")
 
 
 def _rhs(table: Mapping[str, str], access: Access) -> str:

@@ -8,11 +8,12 @@ A problem with an array of rows has an array of costs, one for each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from onnxfuse.device import DeviceSpec
+from onnxfuse.device import CACHE_LINE, DeviceSpec
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import Amount, AnyTile, Count, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -70,6 +71,19 @@ def multiplying(
 def from_memory(size: Amount, device: DeviceSpec) -> Amount:
     """Microseconds in which memory moves so many bytes."""
     return size / device.multiprocessors / calibration(device).bytes
+
+
+def with_lhs_copied(spec: KernelSpec, problem: Problem) -> Problem:
+    """The problem as a kernel sees it whose lhs was copied to rows of whole cache lines: k as long as those."""
+    line = CACHE_LINE // spec.dtype.bytes
+    return replace(problem, k=-(-problem.k // line) * line)
+
+
+def copying_lhs(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds of that copy: a launch, and what it reads and writes."""
+    batches = 1 if problem.shared_lhs else problem.batch
+    moved = 2 * problem.m * batches * problem.k * spec.dtype.bytes
+    return calibration(device).launch + from_memory(moved, device)
 
 
 def column_bytes(spec: KernelSpec, k: Count) -> Amount:

@@ -126,6 +126,10 @@ class Hopper(ProductFamily):
         own = replace(own, operands_ahead=tile.groups == 2 and ahead)
         return Candidate(self, own, known.pace["hopper"][_schedule(tile)])
 
+    def copies_lhs(self, spec: KernelSpec) -> bool:
+        """As `hopper_tile` says."""
+        return hopper_tile.copies_lhs(spec)
+
     def why_not(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> str | None:
         """As `hopper_tile` says, and the narrowest boxes are slow."""
         pieces = rhs_pieces(spec, tile)

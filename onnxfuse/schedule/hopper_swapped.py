@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnxfuse.device import DeviceSpec
-from onnxfuse.schedule import cost_model, hopper_swapped_tile
+from onnxfuse.schedule import cost_model, hopper_swapped_tile, hopper_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import products_of
@@ -59,6 +59,10 @@ class HopperSwapped(ProductFamily):
             return ()
         paces = calibration(device).pace["hopper"]
         return tuple(Candidate(self, tile, paces[_schedule(tile)]) for tile in TILES)
+
+    def copies_lhs(self, spec: KernelSpec) -> bool:
+        """As `hopper_tile` says."""
+        return hopper_tile.copies_lhs(spec)
 
     def why_not(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> str | None:
         """As `hopper_swapped_tile` says."""

@@ -20,7 +20,7 @@ from onnxfuse.schedule import hopper_tile
 from onnxfuse.schedule.hopper_quantized_tile import of_shape, swapped
 from onnxfuse.schedule.hopper_tile import ATOM, FRAGMENT_ROWS, HopperFootprint, HopperTile, Rules, block_k
 from onnxfuse.schedule.kernel_family import MapRule
-from onnxfuse.schedule.kernel_spec import QUANTIZED, KernelSpec
+from onnxfuse.schedule.kernel_spec import QUANTIZED, TMA_BYTES, KernelSpec
 
 LAST_WAVE_SPLITS = (1, 2)
 MOST_BLOCKS = 8  # of a cluster that every chip can launch
@@ -117,7 +117,7 @@ def why_not(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> str | Non
 
 def _of_operands(spec: KernelSpec) -> Rules:
     """What no tile changes."""
-    narrow = min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < hopper_tile.LDS_BYTES
+    narrow = min(factor.width for factor in spec.factors) * spec.dtype.bytes < TMA_BYTES
     yield spec.quantization is not None, QUANTIZED
     yield spec.math not in hopper_tile.WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
     yield spec.math == "tf32" and spec.rhs_order == "kn", "wgmma reads 32-bit elements with k contiguous only"

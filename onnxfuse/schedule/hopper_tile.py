@@ -25,7 +25,7 @@ from typing import ClassVar
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule.calibration import calibration_of
 from onnxfuse.schedule.kernel_family import MapRule
-from onnxfuse.schedule.kernel_spec import QUANTIZED, Access, KernelSpec
+from onnxfuse.schedule.kernel_spec import QUANTIZED, TMA_BYTES, Access, KernelSpec
 from onnxfuse.schedule.shared_memory import staged_pitch
 
 ARCH = "sm_90a"
@@ -419,6 +419,13 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
     )
 
 
+def copies_lhs(spec: KernelSpec) -> bool:
+    """Whether TMA reaches lhs only where it was copied to rows that begin on 16-byte boundaries, and rhs as it lies."""
+    lhs_is_narrow, rhs_is_narrow = (width * spec.dtype.bytes < TMA_BYTES for width in (spec.lhs_width, spec.rhs_width))
+    plain = spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs or spec.quantization)
+    return lhs_is_narrow and not rhs_is_narrow and plain
+
+
 def first(rules: Rules) -> str | None:
     """The reason that holds, if any."""
     return next((reason for holds, reason in rules if holds), None)
@@ -427,7 +434,7 @@ def first(rules: Rules) -> str | None:
 def _of_operands(spec: KernelSpec) -> Rules:
     """What no tile changes."""
     transposed = spec.rhs_order == "kn" or spec.lhs_order == "km"
-    narrow = min(spec.lhs_width, spec.rhs_width) * spec.dtype.bytes < LDS_BYTES
+    narrow = min(factor.width for factor in spec.factors) * spec.dtype.bytes < TMA_BYTES
     walked = [load for load in spec.loads if load.kind != "tile" and {*load.two_levels} - {"batch"}]
     yield spec.quantization is not None, QUANTIZED
     yield spec.math not in WGMMA_STEPS, f"wgmma does not multiply {spec.math}"

@@ -10,6 +10,7 @@ from onnxfuse.ir.fusion import Step
 from onnxfuse.ir.quantization import Quantization
 
 QUANTIZED = "rhs is quantized"  # what a family says that cannot read one
+TMA_BYTES = 16  # that rows of what TMA reads begin on multiples of
 EXACT = ("fp32", "3xtf32")  # arithmetic with all 24 bits of an fp32 number
 
 
@@ -54,6 +55,7 @@ class Access:
         transposed: a tile's contiguous axis is m, not n: accesses go down the columns.
         two_levels: the loops, `m`, `n` or `batch`, that no single stride walks: the kernel steps through runs of them.
         run: columns of one run where n is walked in two levels and the run is known before the launch; else 0.
+        copied: the launch copies the tensor first, to rows that begin on 16-byte boundaries.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class Access:
     transposed: bool = False
     two_levels: tuple[str, ...] = ()
     run: int = 0
+    copied: bool = False
 
     def alignment(self, checked: bool) -> int:
         """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""
@@ -102,6 +105,7 @@ class KernelSpec:
         zero_points_width: bytes of one access to its zero points.
         depth: k of a quantized rhs, which is a weight, so that it is known; else 0.
         columns: n of a quantized rhs; else 0.
+        copies_lhs: the launch copies lhs first, to rows that begin on 16-byte boundaries, and the kernel reads those.
     """
 
     dtype: DType
@@ -124,6 +128,7 @@ class KernelSpec:
     zero_points_width: int = 1
     depth: int = 0
     columns: int = 0
+    copies_lhs: bool = False
 
     @property
     def rhs_dtype(self) -> DType:
@@ -135,8 +140,9 @@ class KernelSpec:
         """How lhs and rhs are reached, as [m, k] and [k, n]; `n` among the levels is the columns, whatever the loop."""
         lhs_levels = (*(("n",) if self.lhs_run else ()), *(("batch",) if self.lhs_batch_runs else ()))
         rhs_levels = ("batch",) if self.rhs_batch_runs else ()
+        width, turned = TMA_BYTES // self.dtype.bytes if self.copies_lhs else self.lhs_width, self.lhs_order == "km"
         return (
-            Access("tile", self.dtype, self.lhs_width, self.lhs_order == "km", lhs_levels, self.lhs_run),
+            Access("tile", self.dtype, width, turned, lhs_levels, self.lhs_run, self.copies_lhs),
             Access("tile", self.rhs_dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
         )
 

@@ -20,6 +20,7 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.cost_model import copying_lhs, with_lhs_copied
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes, costs
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -97,7 +98,7 @@ def _with_library(plan: ProductPlan, prices: Prices, products: int) -> ProductPl
         prices: of its tiles.
         products: that the library makes one after the other.
     """
-    base, sizes, device = plan.variants[0].spec, plan.sizes, plan.device
+    base, sizes, device = _base(plan.variants[0]), plan.sizes, plan.device
     if not plan.library or sizes is None:
         return plan
 
@@ -119,7 +120,7 @@ def _with_library(plan: ProductPlan, prices: Prices, products: int) -> ProductPl
 
 def replan(plan: ProductPlan, entry: Candidate) -> ProductPlan:
     """The plan with one tile for every number of rows; what takes over from it stays."""
-    base = plan.variants[0].spec
+    base = _base(plan.variants[0])
     by = plan.variants[0].by
     return _with(replace(plan, library_rows=()), [_variant(base, entry, 0, MAX_M, by)])
 
@@ -136,7 +137,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     """
     if not times:
         return plan
-    base, sizes = plan.variants[0].spec, plan.sizes
+    base, sizes = _base(plan.variants[0]), plan.sizes
     candidates = [entry for _, entry in plan.ranked[0].tiles]
     if sizes is None or sizes.known is not None:
         (measured,) = times.values()
@@ -192,8 +193,13 @@ def by_library(plan: ProductPlan, times: Mapping[int, Mapping[str, float]] | Non
 
 
 def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
-    rest = [variant for variant in plan.variants if variant.spec != variants[0].spec]
+    rest = [variant for variant in plan.variants if _base(variant) != _base(variants[0])]
     return replace(plan, variants=(*variants, *rest))
+
+
+def _base(variant: ProductVariant) -> KernelSpec:
+    """The kernel with lhs as the model has it, of which the tiles of all families are made."""
+    return replace(variant.spec, copies_lhs=False)
 
 
 def _ranged(
@@ -243,9 +249,28 @@ def estimated(
         problem: of one size or an array of them.
         device: to plan for.
     """
-    flows = [entry.family.flow(base, entry.tile, device) for entry in candidates]
-    estimates = costs(candidates, flows, base, problem, device)
-    return estimates * learned_cost.factors(candidates, flows, estimates, base, problem, device)
+    copying = {family for family in PRODUCTS if family.copies_lhs(base)}
+    if not copying:
+        return _kernel_times(base, candidates, problem, device)
+    times = np.empty((len(candidates), np.size(problem.size)))
+    copied, aligned = replace(base, copies_lhs=True), with_lhs_copied(base, problem)
+    own = [index for index, entry in enumerate(candidates) if entry.family in copying]
+    others = [index for index, entry in enumerate(candidates) if entry.family not in copying]
+    if own:
+        times[own] = _kernel_times(copied, [candidates[index] for index in own], aligned, device)
+        times[own] += copying_lhs(base, problem, device)
+    if others:
+        times[others] = _kernel_times(base, [candidates[index] for index in others], problem, device)
+    return times
+
+
+def _kernel_times(
+    spec: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec
+) -> NDArray[np.float64]:
+    """The same of kernels that all read lhs as it lies, or all a copy of it, without the time to copy it."""
+    flows = [entry.family.flow(spec, entry.tile, device) for entry in candidates]
+    estimates = costs(candidates, flows, spec, problem, device)
+    return estimates * learned_cost.factors(candidates, flows, estimates, spec, problem, device)
 
 
 def _rank(
@@ -267,6 +292,8 @@ def _rank(
 
 
 def _copying(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
+    if entry.family.copies_lhs(spec):
+        return float(copying_lhs(spec, problem, device))
     return float(entry.family.copying(entry.tile, spec, problem, device))
 
 
@@ -277,7 +304,7 @@ def _fastest(base: KernelSpec, ranked: Sequence[Ranked], sizes: Sizes) -> list[P
 
 
 def _variant(spec: KernelSpec, entry: Candidate, min_m: int, max_m: int, by: str) -> ProductVariant:
-    return ProductVariant(entry.family, spec, entry.tile, min_m, max_m, by)
+    return ProductVariant(entry.family, entry.family.read_by(spec), entry.tile, min_m, max_m, by)
 
 
 def arithmetic(dtype: DType, device: DeviceSpec, depth: int | None, exact_fp32: bool) -> str:
@@ -348,8 +375,9 @@ def _checked(spec: KernelSpec) -> KernelSpec:
 
 
 def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate], list[Rejected]]:
-    every = [entry for family in PRODUCTS for entry in family.candidates(base, device, k)]
-    reasons = [entry.family.why_not(base, entry.tile, device) for entry in every]
+    specs = {family: family.read_by(base) for family in PRODUCTS}
+    every = [entry for family in PRODUCTS for entry in family.candidates(specs[family], device, k)]
+    reasons = [entry.family.why_not(specs[entry.family], entry.tile, device) for entry in every]
     fitting = [entry for entry, reason in zip(every, reasons, strict=True) if reason is None]
     return fitting, [Rejected(entry.tile, reason) for entry, reason in zip(every, reasons, strict=True) if reason]
 

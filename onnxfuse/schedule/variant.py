@@ -39,7 +39,8 @@ class Variant(Generic[Spec]):
 
     def __str__(self) -> str:
         widths = " ".join(
-            f"{name} x{each.width}" for name, each in zip(("lhs", "rhs"), self.spec.factors, strict=False)
+            f"{name} x{each.width}{' copied' if each.copied else ''}"
+            for name, each in zip(("lhs", "rhs"), self.spec.factors, strict=False)
         )
         sizes = f"{self.by} {self.min_m}..{self.max_m if self.max_m < MAX_M else ''}  {self.tile}"
         where = ", where a tensor lies so" if self.spec.checked else ""

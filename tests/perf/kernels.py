@@ -25,12 +25,13 @@ from onnx import ModelProto
 
 from onnxfuse.analysis.axis_mapping import map_axes
 from onnxfuse.analysis.vector_width import analyse
-from onnxfuse.device import DeviceSpec, spec_of
+from onnxfuse.device import CACHE_LINE, DeviceSpec, spec_of
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.gemm import ENTRY
+from onnxfuse.kernels.hopper import COPY_ENTRY
 from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_cached
@@ -49,6 +50,7 @@ ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 LAUNCHES = 20  # of one graph
 REPLAYS = 9
 CHECKED_ROWS = 16
+COPY_THREADS, COPY_CHUNK = 256, 16  # threads, and bytes of each; kernels/cuda/common/copied_lhs.cuh
 MAP_BYTES = 128
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by bytes
@@ -231,10 +233,25 @@ def image(variant: ProductVariant, device: DeviceSpec, folder: Path) -> Path:
     return path
 
 
+def copied(arguments: np.ndarray, size: int) -> tuple[np.ndarray, cupy.ndarray, np.ndarray, int]:
+    """The arguments of a kernel that reads a copy of lhs, the copy, what copies it, and the blocks of that."""
+    m, k = (int(arguments[name][0]) for name in "mk")
+    pitch = -(-k * size // CACHE_LINE) * CACHE_LINE // size
+    memory = cupy.empty((m, pitch * size), np.uint8)
+    copying, behind = np.zeros(1, ARGUMENTS), arguments.copy()
+    behind["lhs"][0] = copying["outs"][0, 0] = (memory.data.ptr, 0, pitch, 1)
+    copying["lhs"][0] = arguments["lhs"][0]
+    for name, value in (("m", m), ("k", k), ("batch", 1)):
+        copying[name] = value
+    return behind, memory, copying, -(-m * -(-k * size // COPY_CHUNK) // COPY_THREADS)
+
+
 def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
-    """Launches the variant on one copy of the buffers."""
+    """Launches the variant on one copy of the buffers; what copies its lhs before it, if it reads a copy."""
     path = image(variant, device, folder)
-    function = cupy.RawModule(path=str(path)).get_function(ENTRY)
+    module = cupy.RawModule(path=str(path))
+    function = module.get_function(ENTRY)
+    copier = module.get_function(COPY_ENTRY) if variant.spec.copies_lhs else None
     rule = variant.family.launch(variant.spec, variant.tile, device)
     function.max_dynamic_shared_size_bytes = rule.shared_bytes
     row = buffers.row
@@ -242,9 +259,14 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
     cluster = rule.cluster
     grid = min(tiles, device.multiprocessors // cluster) * cluster if cluster else tiles
     prepared: list[tuple[Any, ...]] = []
-    kept: list[np.ndarray] = []
+    kept: list[Any] = []
+    copies: list[tuple[np.ndarray, int]] = []
     for copy in range(buffers.copies):
         arguments = buffers.arguments(copy)
+        if copier is not None:
+            arguments, made, copying, blocks = copied(arguments, variant.spec.dtype.bytes)
+            kept.append(made)
+            copies.append((copying, blocks))
         if not rule.maps:
             prepared.append((arguments,))
             continue
@@ -255,6 +277,9 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
         prepared.append((arguments, maps))
 
     def launch(copy: int) -> None:
+        if copier is not None:
+            copying, blocks = copies[copy]
+            copier((blocks, 1, 1), (COPY_THREADS, 1, 1), (copying,))
         function((grid, 1, 1), (rule.threads, 1, 1), prepared[copy], shared_mem=rule.shared_bytes)
 
     return launch

@@ -190,7 +190,17 @@ void parse_quantized(Cursor& cursor, Record& record) {
   }
 }
 
+void check_copy(const Record& record) {
+  const TensorRule* tensors = record.tensors;
+  const auto is_copied = [](const TensorRule& rule) { return (rule.flags & kCopied) != 0; };
+  const bool alone = tensors[kLhsIndex].flags == kCopied && !record.is_quantized() && record.library == LibraryMath::kNone;
+  if (std::any_of(tensors + kRhsIndex, tensors + kTensors, is_copied) || (record.copies_lhs() && !alone)) {
+    fail("a record has an impossible copy", kRemedy);
+  }
+}
+
 void check_record(const Record& record) {
+  check_copy(record);
   const bool sane = record.flavour <= Flavour::kPtx && record.capability >= 10 && record.capability < 1000 &&
                     0 <= record.min_m && record.min_m <= record.max_m && record.block_m >= 1 &&
                     record.block_m <= kMaxBlock && record.block_n >= 1 && record.block_n <= kMaxBlock &&

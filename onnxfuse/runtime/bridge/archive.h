@@ -20,9 +20,11 @@ enum class Flavour : uint32_t {
 constexpr size_t kLhsIndex = 0, kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;
 constexpr size_t kTensors = kFirstOut + ONNXFUSE_MAX_OUTS;
 
-// The loops of a tensor that the kernel walks in two levels; whether its accesses go down the tensor's rows.
-constexpr uint8_t kRowsInRuns = 1, kColumnsInRuns = 2, kBatchesInRuns = 4, kTransposed = 8;
-constexpr uint8_t kInRuns = kRowsInRuns | kColumnsInRuns | kBatchesInRuns, kAllFlags = kInRuns | kTransposed;
+// The loops of a tensor that the kernel walks in two levels; whether its accesses go down the tensor's rows; of lhs,
+// whether the kernel reads a copy of it.
+constexpr uint8_t kRowsInRuns = 1, kColumnsInRuns = 2, kBatchesInRuns = 4, kTransposed = 8, kCopied = 16;
+constexpr uint8_t kInRuns = kRowsInRuns | kColumnsInRuns | kBatchesInRuns;
+constexpr uint8_t kAllFlags = kInRuns | kTransposed | kCopied;
 
 // What a record asks of one tensor. The alignment, in bytes, is of its address and all pitches; 0 for what the kernel
 // does not have: lhs and rhs together, for a kernel without a product.
@@ -73,6 +75,9 @@ struct Record {
 
   bool is_quantized() const { return quantized.bits != 0; }
   bool has_product() const { return tensors[kLhsIndex].alignment != 0; }
+  bool copies_lhs() const { return (tensors[kLhsIndex].flags & kCopied) != 0; }
+  // Whether a run may lack the memory or the library that it needs, so that another record has to stand behind it.
+  bool may_be_refused() const { return copies_lhs() || library != LibraryMath::kNone; }
 };
 
 using Records = std::vector<Record>;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "copied_lhs.h"
 #include "error.h"
 #include "library_product.h"
 
@@ -38,7 +39,7 @@ std::string remedy_for(uint32_t device) {
 // Whether `earlier` fits wherever `later` does, so that `later` is never chosen (and its PTX need not be compiled). What
 // the library may refuse shadows nothing.
 bool shadows(const Record& earlier, const Record& later) {
-  if (earlier.library != LibraryMath::kNone || later.library != LibraryMath::kNone) return false;
+  if (earlier.may_be_refused() || later.library != LibraryMath::kNone) return false;
   const auto asks_less = [](const TensorRule& a, const TensorRule& b) {
     return a.alignment <= b.alignment && ((a.flags ^ b.flags) & kTransposed) == 0 &&
            (b.flags & ~a.flags & kInRuns) == 0;
@@ -137,9 +138,8 @@ std::string tensor_misfit(const Record& record, const Counts& counts, const Elem
   const Extents out{args.batch, args.m, values > 0 ? values : args.n};
   const auto needs = [](const TensorRule& rule) { return text(" needs ", int{rule.alignment}); };
   const TensorRule& lhs_rule = record.tensors[kLhsIndex];
-  if (counts.rhs > 0 && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) {
-    return text("lhs", needs(lhs_rule));
-  }
+  const bool reads_lhs = counts.rhs > 0 && !record.copies_lhs();   // whose copy lies as it should
+  if (reads_lhs && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) return text("lhs", needs(lhs_rule));
   for (size_t i = 0; i < counts.rhs; ++i) {
     const TensorRule& rule = record.tensors[kRhsIndex];
     if (values > 0 && i == 1) {
@@ -175,6 +175,7 @@ std::string library_misfit(const Record& record, const Contract& contract, const
 std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
                    const OnnxfuseArguments& arguments) {
   if (record.library != LibraryMath::kNone) return library_misfit(record, contract, bytes, arguments);
+  if (record.copies_lhs() && !can_copy_lhs(arguments, bytes.lhs)) return "a copy needs one stride of rows of lhs, and";
   const Counts counts{contract.rhs.size(), contract.loads.size(), contract.outs.size()};
   const std::string tensor = tensor_misfit(record, counts, bytes, arguments);
   if (!tensor.empty()) return tensor;
@@ -251,7 +252,7 @@ bool covers(const Record& record, int64_t size) { return record.min_m <= size &&
   std::string ranges, alignment;
   const int64_t size = planned_size(contract, arguments);
   for (const Record* record : candidates) {
-    if (record->library != LibraryMath::kNone) continue;   // another kernel takes over from it
+    if (record->may_be_refused()) continue;   // another kernel takes over from it
     ranges += text(ranges.empty() ? "" : ", ", record->min_m, "..", record->max_m);
     if (covers(*record, size) && alignment.empty()) alignment = misfit(*record, contract, bytes, arguments);
   }

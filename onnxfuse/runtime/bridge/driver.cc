@@ -189,12 +189,12 @@ Module::~Module() {
   if (pushed.exists()) driver_.module_unload_(handle_);   // else it went with the context
 }
 
-Function Module::function(const Record& record) const {
+Function Module::function(const std::string& entry, uint32_t shared_bytes) const {
   Function function = nullptr;
-  driver_.check(driver_.module_function_(&function, handle_, record.entry.c_str()),
-                text("find the kernel's entry ", record.entry).c_str());
-  driver_.check(driver_.function_attribute_(function, kMaxDynamicSharedBytes, static_cast<int>(record.shared_bytes)),
-                text("give the kernel ", record.shared_bytes, " bytes of shared memory").c_str());
+  driver_.check(driver_.module_function_(&function, handle_, entry.c_str()),
+                text("find the kernel's entry ", entry).c_str());
+  driver_.check(driver_.function_attribute_(function, kMaxDynamicSharedBytes, static_cast<int>(shared_bytes)),
+                text("give the kernel ", shared_bytes, " bytes of shared memory").c_str());
   return function;
 }
 

@@ -128,8 +128,8 @@ class Module {
   // The record's image in the current context, loaded if no other kernel uses it yet. Safe from several threads.
   static std::shared_ptr<Module> acquire(const Driver& driver, Context context, const Record& record);
 
-  // The record's entry, allowed to use its shared memory.
-  Function function(const Record& record) const;
+  // A function of the image, allowed to use so much shared memory.
+  Function function(const std::string& entry, uint32_t shared_bytes) const;
 
   Module(const Driver& driver, Context context, const Record& record);
   ~Module();

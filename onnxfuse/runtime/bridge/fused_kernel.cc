@@ -26,7 +26,7 @@ FusedKernel::FusedKernel(const OrtApi* api, const OrtKernelInfo* info)
     const auto type = static_cast<OrtElementType>(contract_.out_types[0]->onnx);
     original_ = std::make_unique<OriginalOp>(api, info, contract_, type);
   }
-  if (loaded().library != nullptr) scratch_ = std::make_unique<ScratchAllocator>(api, info);
+  if (loaded().needs_scratch()) scratch_ = std::make_unique<ScratchAllocator>(api, info);
 }
 
 const Loaded& FusedKernel::loaded() const {

@@ -49,7 +49,7 @@ class FusedKernel {
   const ElementBytes bytes_;
   const std::shared_ptr<const Records> archive_;
   std::unique_ptr<const OriginalOp> original_;   // of a node over a cache alone
-  std::unique_ptr<const ScratchAllocator> scratch_;   // nothing for a node that takes none of the library's products
+  std::unique_ptr<const ScratchAllocator> scratch_;   // nothing for a node whose kernels need none
 
   // Contexts that this node has code in; grows only. The newest is read without the lock.
   mutable std::mutex mutex_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "copied_lhs.h"
 #include "error.h"
 #include "tensor_maps.h"
 
@@ -101,7 +102,30 @@ bool launch_behind_library(const Loaded& code, size_t chosen, const Contract& co
   return true;
 }
 
+// Whether there was memory for a copy of lhs, and the kernel was launched behind what makes it.
+bool launch_behind_copy(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
+                        const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
+  void* memory = scratch(lhs_copy_bytes(arguments, bytes.lhs) + kScratchAlignment);
+  if (memory == nullptr) return false;
+  OnnxfuseArguments behind = with_lhs_at(arguments, bytes.lhs, aligned(memory));
+  OnnxfuseArguments copy = copying(arguments, behind);
+  cuda_driver()->launch(code.copies[chosen], copy_grid(copy, bytes.lhs), kCopyThreads, 0, /*early=*/true, stream, &copy,
+                        nullptr);
+  launch_kernel(code, chosen, contract, bytes, behind, stream);
+  return true;
+}
+
+bool launch_if_possible(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
+                        const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
+  const auto launch_behind = code.records[chosen]->copies_lhs() ? launch_behind_copy : launch_behind_library;
+  return launch_behind(code, chosen, contract, bytes, arguments, scratch, stream);
+}
+
 }  // namespace
+
+bool Loaded::needs_scratch() const {
+  return std::any_of(records.begin(), records.end(), [](const Record* record) { return record->may_be_refused(); });
+}
 
 std::unique_ptr<const Loaded> load(const Contract& contract, const Records& records, Context context) {
   const Driver& driver = *cuda_driver();
@@ -116,7 +140,9 @@ std::unique_ptr<const Loaded> load(const Contract& contract, const Records& reco
   result->records = records_for(records, contract, result->device);
   for (const Record* record : result->records) {
     result->modules.push_back(Module::acquire(driver, context, *record));
-    result->functions.push_back(result->modules.back()->function(*record));
+    const Module& module = *result->modules.back();
+    result->functions.push_back(module.function(record->entry, record->shared_bytes));
+    result->copies.push_back(record->copies_lhs() ? module.function(kCopyEntry, 0) : nullptr);
   }
   return result;
 }
@@ -131,8 +157,8 @@ void launch_blocks(const Loaded& code, size_t chosen, int64_t blocks, OnnxfuseAr
 void launch(const Loaded& code, const Contract& contract, const ElementBytes& bytes, OnnxfuseArguments& arguments,
             const Scratch& scratch, Stream stream) {
   size_t chosen = choose(code.records, contract, bytes, arguments);
-  while (code.records[chosen]->library != LibraryMath::kNone) {
-    if (launch_behind_library(code, chosen, contract, bytes, arguments, scratch, stream)) return;
+  while (code.records[chosen]->may_be_refused()) {
+    if (launch_if_possible(code, chosen, contract, bytes, arguments, scratch, stream)) return;
     chosen = choose(code.records, contract, bytes, arguments, chosen + 1);
   }
   launch_kernel(code, chosen, contract, bytes, arguments, stream);

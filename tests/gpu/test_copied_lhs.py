@@ -1,0 +1,109 @@
+"""Kernels that read a copy of lhs, because its own rows begin where TMA cannot, in CUDA sessions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model, optimize_model
+from onnxfuse.runtime.driver import local_architectures
+from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.strategy import Strategy
+from onnxfuse.schedule.variant import ProductPlan
+from tests.gpu.sessions import check_replays, check_threads
+from tests.gpu.test_library_product import live_session
+from tests.gpu.test_ort_session import BF16, F16, as_float64, gate_model
+from tests.gpu.test_tune import check
+from tests.helpers.matching import run_values
+from tests.helpers.onnx_build import Builder
+
+pytestmark = pytest.mark.gpu
+
+# (k, columns of one part): rows of odd elements, of words of 4 bytes, of less than 16 bytes, of a cache line and more.
+SIZES = [(331, 136), (1282, 72), (7, 64), (65, 24)]
+TILES = ["64x64 ping-pong", "128x128 cooperative", "128x64 cooperative k split by 4", "72x128 swapped",
+         "64x64 swapped ping-pong last wave's k split by 2"]  # fmt: skip
+
+
+def copying(plan: ProductPlan, tile: str) -> ProductPlan:
+    """That tile at any number of rows, or the first that reads a copy; nothing else runs."""
+    entries = [entry for _, entry in plan.ranked[0].tiles if entry.family.copies_lhs(plan.variants[-1].spec)]
+    entry = next((each for each in entries if str(each.tile) == tile), entries[0])
+    return replace(replan(plan, entry), variants=replan(plan, entry).variants[:1])
+
+
+def optimized(model: onnx.ModelProto, tile: str, sites: int = 1, others: int = 0) -> onnx.ModelProto:
+    """With so many sites that copy lhs, and others as they are planned."""
+    analysis = analyse_model(model, resolve("native", local_architectures), keep_weights=True)
+    assert len(analysis.sites) == sites + others, analysis.skipped
+    forced = [
+        replace(site, strategy=Strategy.ONE_KERNEL, plans=tuple(copying(plan, tile) for plan in site.plans))
+        for site in analysis.sites
+        if any(HOPPER.copies_lhs(plan.variants[-1].spec) for plan in site.plans)
+    ]
+    assert len(forced) == sites
+    assert all(variant.spec.copies_lhs for site in forced for plan in site.plans for variant in plan.variants)
+    chosen = {site.fusion.anchor: site for site in forced}
+    whole = tuple(chosen.get(site.fusion.anchor, site) for site in analysis.sites)
+    return optimize_model(replace(analysis, sites=whole))[0]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_it_computes_rows_on_any_boundary(tmp_path: Path, dtype: int, tile: str, parts: int) -> None:
+    for k, n in SIZES:
+        model = gate_model(dtype, "kn", parts, k, n)
+        check(tmp_path, model, optimized(model, tile), dtype, (k, n))
+
+
+def batched_model(dtype: int, batches: int | str) -> onnx.ModelProto:
+    """A product of each batch with an rhs of its own; one lhs for all where `batches` is 1."""
+    b = Builder(dtype)
+    x, y = b.input("x", (batches, "m", 333)), b.input("y", ("b", 333, 72))
+    return b.model(b("Tanh", b("MatMul", x, y)))
+
+
+@pytest.mark.parametrize("batches", [1, "b"])
+def test_it_copies_batches_and_one_that_all_share(tmp_path: Path, batches: int | str) -> None:
+    live = live_session(optimized(batched_model(F16, batches), TILES[0]), tmp_path)
+    exact = batched_model(onnx.TensorProto.FLOAT, batches)
+    for count, rows in ((3, 77), (1, 1), (5, 130)):
+        rng = np.random.default_rng(rows)
+        shapes = {"x": (count if batches == "b" else 1, rows, 333), "y": (count, 333, 72)}
+        feed = {name: (rng.standard_normal(shape) / 4).astype(np.float16) for name, shape in shapes.items()}
+        wide = {name: value.astype(np.float32) for name, value in feed.items()}
+        (expected,) = run_values(exact, [exact.graph.output[0].name], wide)
+        (actual,) = live.run(None, feed)
+        assert np.abs(as_float64(actual) - expected).max() <= 2.0**-10
+
+
+def chain(pairs: int) -> onnx.ModelProto:
+    """Products of a width that TMA does not read and of one that it does, in turn: copies lie in the same memory."""
+    rng = np.random.default_rng(pairs)
+    b = Builder(F16)
+    t = b.input("x", ("m", 332))
+    for index in range(pairs):
+        narrow, wide = (b.array(rng.standard_normal((332, 136)) / 16, f"{name}{index}") for name in ("narrow", "wide"))
+        t = b("Tanh", b("Gemm", t, narrow))
+        t = b("Tanh", b("Gemm", t, wide, transB=1))
+    return b.model(t)
+
+
+def test_captured_graphs_replay_it(tmp_path: Path) -> None:
+    fused = optimized(chain(3), TILES[0], sites=3, others=3)
+    inputs = [np.random.default_rng(seed).standard_normal((154, 332)).astype(np.float16) for seed in range(4)]
+    check_replays(live_session(fused, tmp_path), live_session(fused, tmp_path, enable_cuda_graph="1"), inputs)
+
+
+def test_threads_share_a_session(tmp_path: Path) -> None:
+    """Runs at the same time have streams of their own, and no copy in common."""
+    live = live_session(optimized(chain(2), TILES[0], sites=2, others=2), tmp_path)
+    inputs = [np.random.default_rng(m).standard_normal((m, 332)).astype(np.float16) for m in (1, 17, 64, 300, 1000)]
+    check_threads([(live, x) for x in inputs])
