@@ -75,7 +75,7 @@ class TensorFlag(IntFlag):
     COLUMNS_IN_RUNS = 2
     BATCHES_IN_RUNS = 4
     TRANSPOSED = 8  # accesses go down the rows
-    COPIED = 16  # lhs: the launch copies it first, to rows that begin on 16-byte boundaries
+    COPIED = 16  # a factor: the launch copies it first, to rows along k that begin on 16-byte boundaries
 
 
 class Mapped(IntEnum):
@@ -255,8 +255,7 @@ def _check(record: Record) -> None:
         (0 <= record.early_depth < 2**32, "early depth"),
         (len(record.flags) == TENSORS and all(0 <= flags <= _ALL_FLAGS for flags in record.flags), "flags"),
         (not any(_flags_of_missing(record)), "flags of a tensor that it does not have"),
-        (not any(flags & TensorFlag.COPIED for flags in record.flags[1:]), "copy of what is not lhs"),
-        (not (record.flags[0] & TensorFlag.COPIED) or _is_copy_possible(record), "copy of lhs"),
+        (_is_copy_possible(record), "copy"),
         (record.library in tuple(Library) and _is_library_possible(record), "product of the library"),
         (record.quantized is None or _is_form_possible(record.quantized, record), "quantized rhs"),
         (len(record.maps) <= MAX_MAPS and all(_is_possible(entry, record) for entry in record.maps), "tensor map"),
@@ -290,8 +289,11 @@ def _is_form_possible(form: QuantizedRhs, record: Record) -> bool:
 
 
 def _is_copy_possible(record: Record) -> bool:
-    """A copy is of one level, as it lies."""
-    return record.flags[0] == TensorFlag.COPIED and record.quantized is None and record.library == Library.NONE
+    """Factors are copied along k, in one level; nothing else is."""
+    alone = {0: TensorFlag.COPIED, 1: TensorFlag.COPIED | TensorFlag.TRANSPOSED}
+    copied = [(tensor, flags) for tensor, flags in enumerate(record.flags) if flags & TensorFlag.COPIED]
+    own = record.quantized is None and record.library == Library.NONE
+    return not copied or (own and all(alone.get(tensor) == flags for tensor, flags in copied))
 
 
 def _is_library_possible(record: Record) -> bool:

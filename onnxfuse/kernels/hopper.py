@@ -26,7 +26,7 @@ from onnxfuse.schedule.hopper_tile import (
 )
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
-COPY_ENTRY = "onnxfuse_copy_lhs"  # the bridge launches it by this name
+COPY_ENTRY = "onnxfuse_copy_rows"  # the bridge launches it by this name
 
 
 def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
@@ -43,7 +43,7 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
 
 def uses(spec: KernelSpec) -> tuple[str, ...]:
     """The files that the generated text of a kernel of sm_90a uses."""
-    return (*GENERATED_USES, "hopper/fast_math.cuh", *(("common/copied_lhs.cuh",) if spec.copies_lhs else ()))
+    return (*GENERATED_USES, "hopper/fast_math.cuh", *(("common/copied_rows.cuh",) if spec.copied else ()))
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
@@ -123,15 +123,15 @@ using Element = {spec.dtype.cuda};
 
 
 def copy_entry(spec: KernelSpec) -> str:
-    """The kernel that copies lhs before this one."""
-    if not spec.copies_lhs:
+    """The kernel that copies factors before this one."""
+    if not spec.copied:
         return ""
     return f"""
 extern "C" __global__ void __launch_bounds__(onnxfuse::COPY_THREADS)
 {COPY_ENTRY}(const __grid_constant__ OnnxfuseArguments args) {{
   onnxfuse::wait_for_kernel_before();
   onnxfuse::let_kernel_behind_start();
-  onnxfuse::copy_lhs<sizeof(onnxfuse::Element)>(args);
+  onnxfuse::copy_rows<sizeof(onnxfuse::Element)>(args);
 }}
 """
 

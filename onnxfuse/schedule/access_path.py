@@ -26,8 +26,7 @@ def path(table: Mapping[str, str], role: str, access: Access) -> str:
 
 
 def _lhs(table: Mapping[str, str], access: Access) -> str:
-    copied = "copied to rows on 16-byte boundaries, then " if access.copied else ""
-    return copied + _product(table, access, LHS_AXES) + (f" in runs of {access.run}" if access.run else "")
+    return _product(table, access, LHS_AXES) + (f" in runs of {access.run}" if access.run else "")
 
 
 def _rhs(table: Mapping[str, str], access: Access) -> str:
@@ -35,7 +34,8 @@ def _rhs(table: Mapping[str, str], access: Access) -> str:
 
 
 def _product(table: Mapping[str, str], access: Access, axes: tuple[str, str]) -> str:
-    return table[f"{_narrow(access)}product"].format(axis=axes[access.transposed])
+    copied = "copied to rows on 16-byte boundaries, then " if access.copied else ""
+    return copied + table[f"{_narrow(access)}product"].format(axis=axes[access.transposed])
 
 
 def _load(table: Mapping[str, str], load: Access) -> str:

@@ -73,17 +73,19 @@ def from_memory(size: Amount, device: DeviceSpec) -> Amount:
     return size / device.multiprocessors / calibration(device).bytes
 
 
-def with_lhs_copied(spec: KernelSpec, problem: Problem) -> Problem:
-    """The problem as a kernel sees it whose lhs was copied to rows of whole cache lines: k as long as those."""
+def with_rows_copied(spec: KernelSpec, problem: Problem) -> Problem:
+    """The problem as a kernel sees it whose factors were copied to rows of whole cache lines: k as long as those."""
     line = CACHE_LINE // spec.dtype.bytes
     return replace(problem, k=-(-problem.k // line) * line)
 
 
-def copying_lhs(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
-    """Microseconds of that copy: a launch, and what it reads and writes."""
-    batches = 1 if problem.shared_lhs else problem.batch
-    moved = 2 * problem.m * batches * problem.k * spec.dtype.bytes
-    return calibration(device).launch + from_memory(moved, device)
+def copying_rows(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds in which the factors of a kernel are copied: launches, and what they read and write."""
+    of_lhs = problem.m if problem.shared_lhs else problem.m * problem.batch
+    rows = {"lhs": of_lhs, "rhs": problem.n * spec.parts * problem.batch}
+    moved = 2 * problem.k * spec.dtype.bytes * sum(rows[factor] for factor in spec.copied)
+    launches = sum(1 if factor == "lhs" else spec.parts for factor in spec.copied)
+    return launches * calibration(device).launch + from_memory(moved, device)
 
 
 def column_bytes(spec: KernelSpec, k: Count) -> Amount:

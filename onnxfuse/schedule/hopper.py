@@ -126,9 +126,9 @@ class Hopper(ProductFamily):
         own = replace(own, operands_ahead=tile.groups == 2 and ahead)
         return Candidate(self, own, known.pace["hopper"][_schedule(tile)])
 
-    def copies_lhs(self, spec: KernelSpec) -> bool:
+    def copied(self, spec: KernelSpec) -> tuple[str, ...]:
         """As `hopper_tile` says."""
-        return hopper_tile.copies_lhs(spec)
+        return hopper_tile.copied(spec)
 
     def why_not(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> str | None:
         """As `hopper_tile` says, and the narrowest boxes are slow."""

@@ -60,9 +60,9 @@ class HopperSwapped(ProductFamily):
         paces = calibration(device).pace["hopper"]
         return tuple(Candidate(self, tile, paces[_schedule(tile)]) for tile in TILES)
 
-    def copies_lhs(self, spec: KernelSpec) -> bool:
+    def copied(self, spec: KernelSpec) -> tuple[str, ...]:
         """As `hopper_tile` says."""
-        return hopper_tile.copies_lhs(spec)
+        return hopper_tile.copied(spec)
 
     def why_not(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> str | None:
         """As `hopper_swapped_tile` says."""

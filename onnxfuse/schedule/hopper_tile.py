@@ -25,7 +25,7 @@ from typing import ClassVar
 from onnxfuse.limits import MAX_BOX, MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule.calibration import calibration_of
 from onnxfuse.schedule.kernel_family import MapRule
-from onnxfuse.schedule.kernel_spec import QUANTIZED, TMA_BYTES, Access, KernelSpec
+from onnxfuse.schedule.kernel_spec import FACTORS, QUANTIZED, TMA_BYTES, Access, KernelSpec
 from onnxfuse.schedule.shared_memory import staged_pitch
 
 ARCH = "sm_90a"
@@ -419,11 +419,15 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
     )
 
 
-def copies_lhs(spec: KernelSpec) -> bool:
-    """Whether TMA reaches lhs only where it was copied to rows that begin on 16-byte boundaries, and rhs as it lies."""
-    lhs_is_narrow, rhs_is_narrow = (width * spec.dtype.bytes < TMA_BYTES for width in (spec.lhs_width, spec.rhs_width))
-    plain = spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs or spec.quantization)
-    return lhs_is_narrow and not rhs_is_narrow and plain
+def copied(spec: KernelSpec) -> tuple[str, ...]:
+    """The factors that TMA reaches where they were copied alone; none where that does not help."""
+    along_k = {
+        "lhs": spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs),
+        "rhs": spec.rhs_order == "nk" and not spec.rhs_batch_runs,
+    }
+    widths = zip(FACTORS, (spec.lhs_width, spec.rhs_width), strict=True)
+    narrow = tuple(name for name, width in widths if width * spec.dtype.bytes < TMA_BYTES)
+    return narrow if spec.quantization is None and all(along_k[name] for name in narrow) else ()
 
 
 def first(rules: Rules) -> str | None:

@@ -264,13 +264,14 @@ class ProductFamily(KernelFamily, Protocol):
     def why_not(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> str | None:
         """Why the kernel cannot run with a tile, or would be slow with it for certain; None if it can."""
 
-    def copies_lhs(self, spec: KernelSpec) -> bool:
-        """Whether the kernel reads a copy of lhs, whose rows begin where it needs them to."""
-        return False
+    def copied(self, spec: KernelSpec) -> tuple[str, ...]:
+        """The factors of which the kernel reads a copy, whose rows begin where it needs them to."""
+        return ()
 
     def read_by(self, spec: KernelSpec) -> KernelSpec:
-        """The spec as this kernel's text is made of: with lhs copied, where it has to be."""
-        return replace(spec, copies_lhs=True) if self.copies_lhs(spec) else spec
+        """The spec as this kernel's text is made of: with factors copied that have to be."""
+        factors = self.copied(spec)
+        return replace(spec, copied=factors) if factors else spec
 
     def shared_bytes(self, spec: KernelSpec, tile: Any, device: DeviceSpec) -> int:
         """Dynamic shared memory of one block, in bytes."""

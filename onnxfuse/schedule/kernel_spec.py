@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from onnxfuse.dtypes import U8, DType
@@ -11,6 +11,7 @@ from onnxfuse.ir.quantization import Quantization
 
 QUANTIZED = "rhs is quantized"  # what a family says that cannot read one
 TMA_BYTES = 16  # that rows of what TMA reads begin on multiples of
+FACTORS = ("lhs", "rhs")
 EXACT = ("fp32", "3xtf32")  # arithmetic with all 24 bits of an fp32 number
 
 
@@ -105,7 +106,8 @@ class KernelSpec:
         zero_points_width: bytes of one access to its zero points.
         depth: k of a quantized rhs, which is a weight, so that it is known; else 0.
         columns: n of a quantized rhs; else 0.
-        copies_lhs: the launch copies lhs first, to rows that begin on 16-byte boundaries, and the kernel reads those.
+        copied: factors, `lhs` and `rhs`, that the launch copies first, to rows along k that begin on 16-byte
+            boundaries; the kernel reads those.
     """
 
     dtype: DType
@@ -128,7 +130,7 @@ class KernelSpec:
     zero_points_width: int = 1
     depth: int = 0
     columns: int = 0
-    copies_lhs: bool = False
+    copied: tuple[str, ...] = ()
 
     @property
     def rhs_dtype(self) -> DType:
@@ -140,11 +142,13 @@ class KernelSpec:
         """How lhs and rhs are reached, as [m, k] and [k, n]; `n` among the levels is the columns, whatever the loop."""
         lhs_levels = (*(("n",) if self.lhs_run else ()), *(("batch",) if self.lhs_batch_runs else ()))
         rhs_levels = ("batch",) if self.rhs_batch_runs else ()
-        width, turned = TMA_BYTES // self.dtype.bytes if self.copies_lhs else self.lhs_width, self.lhs_order == "km"
-        return (
-            Access("tile", self.dtype, width, turned, lhs_levels, self.lhs_run, self.copies_lhs),
-            Access("tile", self.rhs_dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels),
-        )
+        lhs = Access("tile", self.dtype, self.lhs_width, self.lhs_order == "km", lhs_levels, self.lhs_run)
+        rhs = Access("tile", self.rhs_dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels)
+        return self._as_read("lhs", lhs), self._as_read("rhs", rhs)
+
+    def _as_read(self, factor: str, access: Access) -> Access:
+        copied = replace(access, width=TMA_BYTES // self.dtype.bytes, copied=True)
+        return copied if factor in self.copied else access
 
     @property
     def factor_alignments(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.access import access, run_of
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.cost_model import copying_lhs, with_lhs_copied
+from onnxfuse.schedule.cost_model import copying_rows, with_rows_copied
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes, costs
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -198,8 +198,8 @@ def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
 
 
 def _base(variant: ProductVariant) -> KernelSpec:
-    """The kernel with lhs as the model has it, of which the tiles of all families are made."""
-    return replace(variant.spec, copies_lhs=False)
+    """The kernel with factors as the model has them, of which the tiles of all families are made."""
+    return replace(variant.spec, copied=())
 
 
 def _ranged(
@@ -249,25 +249,22 @@ def estimated(
         problem: of one size or an array of them.
         device: to plan for.
     """
-    copying = {family for family in PRODUCTS if family.copies_lhs(base)}
-    if not copying:
+    copied = {family: family.copied(base) for family in PRODUCTS}
+    if not any(copied.values()):
         return _kernel_times(base, candidates, problem, device)
     times = np.empty((len(candidates), np.size(problem.size)))
-    copied, aligned = replace(base, copies_lhs=True), with_lhs_copied(base, problem)
-    own = [index for index, entry in enumerate(candidates) if entry.family in copying]
-    others = [index for index, entry in enumerate(candidates) if entry.family not in copying]
-    if own:
-        times[own] = _kernel_times(copied, [candidates[index] for index in own], aligned, device)
-        times[own] += copying_lhs(base, problem, device)
-    if others:
-        times[others] = _kernel_times(base, [candidates[index] for index in others], problem, device)
+    for factors in {copied[entry.family] for entry in candidates}:
+        own = [index for index, entry in enumerate(candidates) if copied[entry.family] == factors]
+        spec, seen = replace(base, copied=factors), with_rows_copied(base, problem) if factors else problem
+        times[own] = _kernel_times(spec, [candidates[index] for index in own], seen, device)
+        times[own] += copying_rows(spec, problem, device)
     return times
 
 
 def _kernel_times(
     spec: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec
 ) -> NDArray[np.float64]:
-    """The same of kernels that all read lhs as it lies, or all a copy of it, without the time to copy it."""
+    """The same of kernels that all read copies of the same factors, without the time to make them."""
     flows = [entry.family.flow(spec, entry.tile, device) for entry in candidates]
     estimates = costs(candidates, flows, spec, problem, device)
     return estimates * learned_cost.factors(candidates, flows, estimates, spec, problem, device)
@@ -292,9 +289,8 @@ def _rank(
 
 
 def _copying(entry: Candidate, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> float:
-    if entry.family.copies_lhs(spec):
-        return float(copying_lhs(spec, problem, device))
-    return float(entry.family.copying(entry.tile, spec, problem, device))
+    made = copying_rows(entry.family.read_by(spec), problem, device)
+    return float(made + entry.family.copying(entry.tile, spec, problem, device))
 
 
 def _fastest(base: KernelSpec, ranked: Sequence[Ranked], sizes: Sizes) -> list[ProductVariant]:

@@ -165,7 +165,8 @@ def test_mending_an_archive_brings_a_reader_behind_its_header(data: bytes) -> No
         ({"image": b""}, "image"),
         ({"flags": flags({0: 1}), "lhs_alignment": 0, "rhs_alignment": 0}, "flags of a tensor"),
         ({"flags": flags({2 + 11: 8})}, "flags of a tensor"),
-        ({"flags": flags({2: 16})}, "flags"),
+        ({"flags": flags({2: 16})}, "copy"),
+        ({"flags": flags({2: 32})}, "flags"),
         ({"flags": (0,) * (TENSORS - 1)}, "flags"),
     ],
 )

@@ -45,8 +45,8 @@ def of_154_rows() -> ModelProto:
 def of_odd_depth() -> ModelProto:
     """Rows that begin anywhere, so that some numbers of them are the library's."""
     b = Builder(FLOAT16)
-    product = b("MatMul", b.input("x", ("rows", 2153)), b.raw(np.zeros((2153, 320), np.float16), "weight"))
-    return b.model(b("Add", product, b.raw(np.zeros(320, np.float16), "bias")))
+    product = b("MatMul", b.input("x", ("rows", 2153)), b.raw(np.zeros((2153, 321), np.float16), "weight"))
+    return b.model(b("Add", product, b.raw(np.zeros(321, np.float16), "bias")))
 
 
 def implementations() -> dict[str, Implementation]:

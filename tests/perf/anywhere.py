@@ -308,6 +308,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="so many problems at most")
     parser.add_argument("--out", type=Path, help="result file, JSON")
     parser.add_argument("--further", type=int, default=0, help="time tiles alone, so many far ones among them")
+    parser.add_argument(
+        "--odd", action="store_true", help="only problems whose rows along k begin where TMA cannot read"
+    )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--fp32", action="store_const", dest="element", const=FLOAT, help="TF32 by both sides")
     kinds.add_argument("--bf16", action="store_const", dest="element", const=BFLOAT16)
@@ -315,7 +318,8 @@ def main() -> None:
     element = options.element or FLOAT16
     device, deadline = spec_of(driver.local_architectures()[0]), time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
-    problems = itertools.islice(draw(options.seed, element), options.count)
+    every = (each for each in draw(options.seed, element) if not options.odd or each.k * each.element_bytes % 16)
+    problems = itertools.islice(every, options.count)
     with (
         tempfile.TemporaryDirectory() as name,
         closing(in_order(problems, Path(name), device, options.further)) as ready,
@@ -332,6 +336,7 @@ def main() -> None:
     if options.out:
         flag = {FLOAT: " --fp32", BFLOAT16: " --bf16"}.get(element, "")
         flag += f" --further {options.further}" if options.further else ""
+        flag += " --odd" if options.odd else ""
         command = f"python -m tests.perf.anywhere --seed {options.seed} --seconds {options.seconds:g}{flag}"
         write_result(options.out, {**origin(command), "rows": rows})
 

@@ -36,6 +36,7 @@ from onnxfuse.patterns import is_anchor, match_site
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.compile import compile_cached
 from onnxfuse.schedule.kernel_family import MapRule
+from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.variant import ProductPlan, ProductVariant
 from onnxfuse.settings import cache_dir
@@ -50,7 +51,7 @@ ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 LAUNCHES = 20  # of one graph
 REPLAYS = 9
 CHECKED_ROWS = 16
-COPY_THREADS, COPY_CHUNK = 256, 16  # threads, and bytes of each; kernels/cuda/common/copied_lhs.cuh
+COPY_THREADS, COPY_CHUNK = 256, 16  # threads, and bytes of each; kernels/cuda/common/copied_rows.cuh
 MAP_BYTES = 128
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 MAP_TYPES = {2: 1, 4: 2}  # CU_TENSOR_MAP_DATA_TYPE_UINT16 and _UINT32, by bytes
@@ -233,25 +234,38 @@ def image(variant: ProductVariant, device: DeviceSpec, folder: Path) -> Path:
     return path
 
 
-def copied(arguments: np.ndarray, size: int) -> tuple[np.ndarray, cupy.ndarray, np.ndarray, int]:
-    """The arguments of a kernel that reads a copy of lhs, the copy, what copies it, and the blocks of that."""
-    m, k = (int(arguments[name][0]) for name in "mk")
-    pitch = -(-k * size // CACHE_LINE) * CACHE_LINE // size
-    memory = cupy.empty((m, pitch * size), np.uint8)
-    copying, behind = np.zeros(1, ARGUMENTS), arguments.copy()
-    behind["lhs"][0] = copying["outs"][0, 0] = (memory.data.ptr, 0, pitch, 1)
-    copying["lhs"][0] = arguments["lhs"][0]
-    for name, value in (("m", m), ("k", k), ("batch", 1)):
-        copying[name] = value
-    return behind, memory, copying, -(-m * -(-k * size // COPY_CHUNK) // COPY_THREADS)
+class Copying:
+    """The arguments of a kernel that reads copies of factors, and the launches that make them."""
+
+    def __init__(self, arguments: np.ndarray, spec: KernelSpec) -> None:
+        self.behind, self.memory = arguments.copy(), list[cupy.ndarray]()
+        self.launches: list[tuple[int, np.ndarray]] = []
+        m, n, k = (int(arguments[name][0]) for name in "mnk")
+        size = spec.dtype.bytes
+        pitch = -(-k * size // CACHE_LINE) * CACHE_LINE // size
+        if "lhs" in spec.copied:
+            self.behind["lhs"][0] = self._copy(arguments["lhs"][0], m, k, pitch, size)
+        for part in range(spec.parts if "rhs" in spec.copied else 0):
+            pointer, batch, row, column = arguments["rhs"][0, part]
+            copy = self._copy((pointer, batch, column, row), n, k, pitch, size)
+            self.behind["rhs"][0, part] = (copy[0], copy[1], copy[3], copy[2])
+
+    def _copy(self, source: Any, rows: int, k: int, pitch: int, size: int) -> tuple[int, int, int, int]:
+        self.memory.append(cupy.empty((rows, pitch * size), np.uint8))
+        arguments, copy = np.zeros(1, ARGUMENTS), (self.memory[-1].data.ptr, 0, pitch, 1)
+        arguments["lhs"][0], arguments["outs"][0, 0] = tuple(source), copy
+        for name, value in (("m", rows), ("k", k), ("batch", 1)):
+            arguments[name] = value
+        self.launches.append((-(-rows * -(-k * size // COPY_CHUNK) // COPY_THREADS), arguments))
+        return copy
 
 
 def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
-    """Launches the variant on one copy of the buffers; what copies its lhs before it, if it reads a copy."""
+    """Launches the variant on one copy of the buffers; before it what copies factors, if it reads copies."""
     path = image(variant, device, folder)
     module = cupy.RawModule(path=str(path))
     function = module.get_function(ENTRY)
-    copier = module.get_function(COPY_ENTRY) if variant.spec.copies_lhs else None
+    copier = module.get_function(COPY_ENTRY) if variant.spec.copied else function
     rule = variant.family.launch(variant.spec, variant.tile, device)
     function.max_dynamic_shared_size_bytes = rule.shared_bytes
     row = buffers.row
@@ -259,14 +273,13 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
     cluster = rule.cluster
     grid = min(tiles, device.multiprocessors // cluster) * cluster if cluster else tiles
     prepared: list[tuple[Any, ...]] = []
-    kept: list[Any] = []
-    copies: list[tuple[np.ndarray, int]] = []
+    kept: list[np.ndarray] = []
+    copies: list[Copying] = []
     for copy in range(buffers.copies):
         arguments = buffers.arguments(copy)
-        if copier is not None:
-            arguments, made, copying, blocks = copied(arguments, variant.spec.dtype.bytes)
-            kept.append(made)
-            copies.append((copying, blocks))
+        if variant.spec.copied:
+            copies.append(Copying(arguments, variant.spec))
+            arguments = copies[-1].behind
         if not rule.maps:
             prepared.append((arguments,))
             continue
@@ -277,9 +290,8 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
         prepared.append((arguments, maps))
 
     def launch(copy: int) -> None:
-        if copier is not None:
-            copying, blocks = copies[copy]
-            copier((blocks, 1, 1), (COPY_THREADS, 1, 1), (copying,))
+        for blocks, made in copies[copy].launches if copies else ():
+            copier((blocks, 1, 1), (COPY_THREADS, 1, 1), (made,))
         function((grid, 1, 1), (rule.threads, 1, 1), prepared[copy], shared_mem=rule.shared_bytes)
 
     return launch

@@ -20,8 +20,8 @@ enum class Flavour : uint32_t {
 constexpr size_t kLhsIndex = 0, kRhsIndex = 1, kFirstLoad = 2, kFirstOut = kFirstLoad + ONNXFUSE_MAX_LOADS;
 constexpr size_t kTensors = kFirstOut + ONNXFUSE_MAX_OUTS;
 
-// The loops of a tensor that the kernel walks in two levels; whether its accesses go down the tensor's rows; of lhs,
-// whether the kernel reads a copy of it.
+// The loops of a tensor that the kernel walks in two levels; whether its accesses go down the tensor's rows; of lhs and
+// rhs, whether the kernel reads a copy.
 constexpr uint8_t kRowsInRuns = 1, kColumnsInRuns = 2, kBatchesInRuns = 4, kTransposed = 8, kCopied = 16;
 constexpr uint8_t kInRuns = kRowsInRuns | kColumnsInRuns | kBatchesInRuns;
 constexpr uint8_t kAllFlags = kInRuns | kTransposed | kCopied;
@@ -75,9 +75,10 @@ struct Record {
 
   bool is_quantized() const { return quantized.bits != 0; }
   bool has_product() const { return tensors[kLhsIndex].alignment != 0; }
-  bool copies_lhs() const { return (tensors[kLhsIndex].flags & kCopied) != 0; }
+  bool copies(size_t tensor) const { return (tensors[tensor].flags & kCopied) != 0; }
+  bool copies_any() const { return copies(kLhsIndex) || copies(kRhsIndex); }
   // Whether a run may lack the memory or the library that it needs, so that another record has to stand behind it.
-  bool may_be_refused() const { return copies_lhs() || library != LibraryMath::kNone; }
+  bool may_be_refused() const { return copies_any() || library != LibraryMath::kNone; }
 };
 
 using Records = std::vector<Record>;

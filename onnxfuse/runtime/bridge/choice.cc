@@ -5,7 +5,7 @@
 #include <limits>
 #include <string>
 
-#include "copied_lhs.h"
+#include "copied_rows.h"
 #include "error.h"
 #include "library_product.h"
 
@@ -138,9 +138,9 @@ std::string tensor_misfit(const Record& record, const Counts& counts, const Elem
   const Extents out{args.batch, args.m, values > 0 ? values : args.n};
   const auto needs = [](const TensorRule& rule) { return text(" needs ", int{rule.alignment}); };
   const TensorRule& lhs_rule = record.tensors[kLhsIndex];
-  const bool reads_lhs = counts.rhs > 0 && !record.copies_lhs();   // whose copy lies as it should
+  const bool reads_lhs = counts.rhs > 0 && !record.copies(kLhsIndex);   // a copy lies as it should
   if (reads_lhs && !fits(args.lhs, args.lhs_outer, lhs, bytes.lhs, lhs_rule)) return text("lhs", needs(lhs_rule));
-  for (size_t i = 0; i < counts.rhs; ++i) {
+  for (size_t i = 0; i < counts.rhs && !record.copies(kRhsIndex); ++i) {
     const TensorRule& rule = record.tensors[kRhsIndex];
     if (values > 0 && i == 1) {
       const TensorRule along{rule.alignment, static_cast<uint8_t>(rule.flags & ~kTransposed)};
@@ -175,7 +175,7 @@ std::string library_misfit(const Record& record, const Contract& contract, const
 std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
                    const OnnxfuseArguments& arguments) {
   if (record.library != LibraryMath::kNone) return library_misfit(record, contract, bytes, arguments);
-  if (record.copies_lhs() && !can_copy_lhs(arguments, bytes.lhs)) return "a copy needs one stride of rows of lhs, and";
+  if (!can_copy(record, contract, bytes, arguments)) return "a copy needs rows along k, one stride apart, and";
   const Counts counts{contract.rhs.size(), contract.loads.size(), contract.outs.size()};
   const std::string tensor = tensor_misfit(record, counts, bytes, arguments);
   if (!tensor.empty()) return tensor;

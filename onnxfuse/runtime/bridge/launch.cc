@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "copied_lhs.h"
+#include "copied_rows.h"
 #include "error.h"
 #include "tensor_maps.h"
 
@@ -102,22 +102,25 @@ bool launch_behind_library(const Loaded& code, size_t chosen, const Contract& co
   return true;
 }
 
-// Whether there was memory for a copy of lhs, and the kernel was launched behind what makes it.
-bool launch_behind_copy(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
-                        const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
-  void* memory = scratch(lhs_copy_bytes(arguments, bytes.lhs) + kScratchAlignment);
+// Whether there was memory for the copies, and the kernel was launched behind what makes them.
+bool launch_behind_copies(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
+                          const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
+  const Record& record = *code.records[chosen];
+  const int64_t needed = copies_at(record, contract, bytes, arguments, nullptr).bytes;
+  void* memory = scratch(needed + kScratchAlignment);
   if (memory == nullptr) return false;
-  OnnxfuseArguments behind = with_lhs_at(arguments, bytes.lhs, aligned(memory));
-  OnnxfuseArguments copy = copying(arguments, behind);
-  cuda_driver()->launch(code.copies[chosen], copy_grid(copy, bytes.lhs), kCopyThreads, 0, /*early=*/true, stream, &copy,
-                        nullptr);
-  launch_kernel(code, chosen, contract, bytes, behind, stream);
+  Copies copies = copies_at(record, contract, bytes, arguments, aligned(memory));
+  for (Copies::Launch& copy : copies.launches) {
+    cuda_driver()->launch(code.copies[chosen], copy.grid, kCopyThreads, 0, /*early=*/true, stream, &copy.arguments,
+                          nullptr);
+  }
+  launch_kernel(code, chosen, contract, bytes, copies.behind, stream);
   return true;
 }
 
 bool launch_if_possible(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
                         const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
-  const auto launch_behind = code.records[chosen]->copies_lhs() ? launch_behind_copy : launch_behind_library;
+  const auto launch_behind = code.records[chosen]->copies_any() ? launch_behind_copies : launch_behind_library;
   return launch_behind(code, chosen, contract, bytes, arguments, scratch, stream);
 }
 
@@ -142,7 +145,7 @@ std::unique_ptr<const Loaded> load(const Contract& contract, const Records& reco
     result->modules.push_back(Module::acquire(driver, context, *record));
     const Module& module = *result->modules.back();
     result->functions.push_back(module.function(record->entry, record->shared_bytes));
-    result->copies.push_back(record->copies_lhs() ? module.function(kCopyEntry, 0) : nullptr);
+    result->copies.push_back(record->copies_any() ? module.function(kCopyEntry, 0) : nullptr);
   }
   return result;
 }

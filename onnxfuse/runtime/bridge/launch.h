@@ -19,7 +19,7 @@ struct Loaded {
   Device device;
   std::vector<const Record*> records;
   std::vector<Function> functions;   // one for each record
-  std::vector<Function> copies;      // what copies lhs before it; nullptr where nothing does
+  std::vector<Function> copies;      // what copies factors before it; nullptr where nothing does
   std::vector<std::shared_ptr<Module>> modules;
   std::shared_ptr<Cublaslt> library;   // nothing where no record needs it, or there is none
 
@@ -33,7 +33,7 @@ using Scratch = std::function<void*(size_t)>;
 // The records of the node's kernel that the device of the current context runs, loaded there.
 std::unique_ptr<const Loaded> load(const Contract& contract, const Records& records, Context context);
 
-// Launches the first record that fits the arguments, for whose copy of lhs, if it needs one, there is memory, and whose
+// Launches the first record that fits the arguments, for whose copies, if it needs any, there is memory, and whose
 // product, where it is the library's, the library takes on.
 // Throws Error that says what does not fit.
 void launch(const Loaded& code, const Contract& contract, const ElementBytes& bytes, OnnxfuseArguments& arguments,

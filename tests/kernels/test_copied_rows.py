@@ -1,4 +1,4 @@
-"""The kernel that copies lhs to rows that TMA reads, on the CPU: every element, and nothing beside."""
+"""The kernel that copies a factor to rows that TMA reads, on the CPU: every element, and nothing beside."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CASES = [
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     found = plan_of(Drawn("bias", 4096, 1331, 1024, "kn", 10, False, 0), SM_90A)
     assert found is not None
-    variant = next(each for each in found[1].variants if each.spec.copies_lhs)
+    variant = next(each for each in found[1].variants if each.spec.copied)
     entry = copy_entry(variant.spec)
     assert entry in kernel_source(variant, SM_90A), "the kernel's own text has it"
     generated = "// ---- generated\nnamespace onnxfuse { using Element = __half; }\n"
-    source = assembled(generated, "common/copied_lhs.cuh") + entry
-    folder = tmp_path_factory.mktemp("copied_lhs")
+    source = assembled(generated, "common/copied_rows.cuh") + entry
+    folder = tmp_path_factory.mktemp("copied_rows")
     library = build_library(host_source(source), folder, f"-DONNXFUSE_ENTRY={COPY_ENTRY}")
     library.emulate.restype = ctypes.c_char_p
     return library

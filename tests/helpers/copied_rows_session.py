@@ -1,6 +1,6 @@
 """Sessions of ONNX Runtime on the CPU whose kernels read a copy of lhs; each case in a process of its own.
 
-    python -m tests.helpers.copied_lhs_session CASE BRIDGE
+    python -m tests.helpers.copied_rows_session CASE BRIDGE
 
 The stand-in for the driver copies floats. The kernel behind the copy multiplies both parts with each other and adds its
 loads; the one that takes over from it adds to 1 what it loads alone: results tell which of them has run.

@@ -1,7 +1,8 @@
-// Copies lhs [batch, m, k], whose rows begin on any boundary of an element, to outs[0], where they begin on cache lines:
-// TMA reads no others. It runs before the kernel that multiplies, which finds its text behind this one.
+// Copies the rows of a factor, [batch, m, k], that begin on any boundary of an element, to rows that begin on cache lines:
+// TMA reads no others. It runs before the kernel that multiplies, which finds its text behind this one. Of rhs, whose k is
+// contiguous, n are the rows.
 //
-//   lhs       |row 0 ......|row 1 ......|row 2 ......|
+//   lhs       |row 0 ......|row 1 ......|row 2 ......|           what is copied
 //   outs[0]   |row 0 ......0   |row 1 ......0   |row 2 ......0   |
 //
 // A thread writes 16 bytes, zeros behind k, and reads them in words of 4 where all rows begin and end so, else of 2. What
@@ -29,19 +30,20 @@ __device__ __forceinline__ void copy_chunk(const unsigned char* from, unsigned c
 }
 
 template <int ELEMENT_BYTES>
-__device__ __forceinline__ void copy_lhs(const OnnxfuseArguments& args) {
+__device__ __forceinline__ void copy_rows(const OnnxfuseArguments& args) {
+  const OnnxfuseTensor &source = args.lhs, &copy = args.outs[0];
   const int row_bytes = args.k * ELEMENT_BYTES;
   const unsigned chunks = (row_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
   const unsigned index = blockIdx.x * COPY_THREADS + threadIdx.x, row = index / chunks;
   if (row >= static_cast<unsigned>(args.m)) return;
   const int first = static_cast<int>(index % chunks) * CHUNK_BYTES;
-  const long long pitch = args.lhs.row_stride * ELEMENT_BYTES, batch_pitch = args.lhs.batch_stride * ELEMENT_BYTES;
-  const auto address = reinterpret_cast<unsigned long long>(args.lhs.pointer);
+  const long long pitch = source.row_stride * ELEMENT_BYTES, batch_pitch = source.batch_stride * ELEMENT_BYTES;
+  const auto address = reinterpret_cast<unsigned long long>(source.pointer);
   const bool in_words = ((address | pitch | batch_pitch | row_bytes) & 3) == 0;
   for (int batch = blockIdx.z; batch < args.batch; batch += gridDim.z) {
-    const long long element = batch * args.outs[0].batch_stride + row * args.outs[0].row_stride;
-    const auto* from = static_cast<const unsigned char*>(args.lhs.pointer) + batch * batch_pitch + row * pitch + first;
-    auto* to = static_cast<unsigned char*>(args.outs[0].pointer) + element * ELEMENT_BYTES + first;
+    const long long element = batch * copy.batch_stride + row * copy.row_stride;
+    const auto* from = static_cast<const unsigned char*>(source.pointer) + batch * batch_pitch + row * pitch + first;
+    auto* to = static_cast<unsigned char*>(copy.pointer) + element * ELEMENT_BYTES + first;
     if (in_words) {
       copy_chunk<unsigned>(from, to, row_bytes - first);
     } else {

@@ -1,4 +1,4 @@
-"""Kernels that read a copy of lhs, because its own rows begin where TMA cannot, in CUDA sessions."""
+"""Kernels that read copies of factors, because their own rows begin where TMA cannot read, in CUDA sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.schedule.variant import ProductPlan
 from tests.gpu.sessions import check_replays, check_threads
 from tests.gpu.test_library_product import live_session
-from tests.gpu.test_ort_session import BF16, F16, as_float64, gate_model
+from tests.gpu.test_ort_session import BF16, F16, F32, TF32_EPSILON, ULPS, as_float64, gate_model
 from tests.gpu.test_tune import check
 from tests.helpers.matching import run_values
 from tests.helpers.onnx_build import Builder
@@ -33,7 +33,7 @@ TILES = ["64x64 ping-pong", "128x128 cooperative", "128x64 cooperative k split b
 
 def copying(plan: ProductPlan, tile: str) -> ProductPlan:
     """That tile at any number of rows, or the first that reads a copy; nothing else runs."""
-    entries = [entry for _, entry in plan.ranked[0].tiles if entry.family.copies_lhs(plan.variants[-1].spec)]
+    entries = [entry for _, entry in plan.ranked[0].tiles if entry.family.copied(plan.variants[-1].spec)]
     entry = next((each for each in entries if str(each.tile) == tile), entries[0])
     return replace(replan(plan, entry), variants=replan(plan, entry).variants[:1])
 
@@ -45,10 +45,10 @@ def optimized(model: onnx.ModelProto, tile: str, sites: int = 1, others: int = 0
     forced = [
         replace(site, strategy=Strategy.ONE_KERNEL, plans=tuple(copying(plan, tile) for plan in site.plans))
         for site in analysis.sites
-        if any(HOPPER.copies_lhs(plan.variants[-1].spec) for plan in site.plans)
+        if any(HOPPER.copied(plan.variants[-1].spec) for plan in site.plans)
     ]
     assert len(forced) == sites
-    assert all(variant.spec.copies_lhs for site in forced for plan in site.plans for variant in plan.variants)
+    assert all(variant.spec.copied for site in forced for plan in site.plans for variant in plan.variants)
     chosen = {site.fusion.anchor: site for site in forced}
     whole = tuple(chosen.get(site.fusion.anchor, site) for site in analysis.sites)
     return optimize_model(replace(analysis, sites=whole))[0]
@@ -56,27 +56,46 @@ def optimized(model: onnx.ModelProto, tile: str, sites: int = 1, others: int = 0
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_it_computes_rows_on_any_boundary(tmp_path: Path, dtype: int, tile: str, parts: int) -> None:
-    for k, n in SIZES:
-        model = gate_model(dtype, "kn", parts, k, n)
-        check(tmp_path, model, optimized(model, tile), dtype, (k, n))
+@pytest.mark.parametrize(("dtype", "order"), [(F16, "kn"), (BF16, "kn"), (F16, "nk"), (F32, "nk")])
+def test_it_computes_rows_on_any_boundary(tmp_path: Path, dtype: int, order: str, tile: str, parts: int) -> None:
+    """Of a weight [n, k] its rows are copied as well, and n may be odd."""
+    for k, n in SIZES if order == "kn" else [(k, n + 1) for k, n in SIZES]:
+        model = gate_model(dtype, order, parts, k, n)
+        fused = optimized(model, tile)
+        if dtype == F32:
+            check_tf32(tmp_path, model, fused, k)
+        else:
+            check(tmp_path, model, fused, dtype, (k, n))
 
 
-def batched_model(dtype: int, batches: int | str) -> onnx.ModelProto:
+def check_tf32(folder: Path, model: onnx.ModelProto, fused: onnx.ModelProto, k: int) -> None:
+    """One row ONNX Runtime multiplies in full precision, which kernels of the tensor cores do not."""
+    live = live_session(fused, folder)
+    for m in (1, 17, 130):
+        x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
+        (expected,) = run_values(model, [model.graph.output[0].name], {"x": x})
+        (actual,) = live.run(None, {"x": x})
+        assert np.abs(actual - expected).max() <= 2 * ULPS * TF32_EPSILON * max(1.0, np.abs(expected).max()), m
+
+
+def batched_model(dtype: int, batches: int | str, order: str) -> onnx.ModelProto:
     """A product of each batch with an rhs of its own; one lhs for all where `batches` is 1."""
     b = Builder(dtype)
-    x, y = b.input("x", (batches, "m", 333)), b.input("y", ("b", 333, 72))
-    return b.model(b("Tanh", b("MatMul", x, y)))
+    x, y = b.input("x", (batches, "m", 333)), b.input("y", ("b", 333, 72) if order == "kn" else ("b", 72, 333))
+    return b.model(b("Tanh", b("MatMul", x, y if order == "kn" else b("Transpose", y, perm=(0, 2, 1)))))
 
 
+@pytest.mark.parametrize("order", ["kn", "nk"])
 @pytest.mark.parametrize("batches", [1, "b"])
-def test_it_copies_batches_and_one_that_all_share(tmp_path: Path, batches: int | str) -> None:
-    live = live_session(optimized(batched_model(F16, batches), TILES[0]), tmp_path)
-    exact = batched_model(onnx.TensorProto.FLOAT, batches)
+def test_it_copies_batches_and_one_that_all_share(tmp_path: Path, batches: int | str, order: str) -> None:
+    live = live_session(optimized(batched_model(F16, batches, order), TILES[0]), tmp_path)
+    exact = batched_model(F32, batches, order)
     for count, rows in ((3, 77), (1, 1), (5, 130)):
         rng = np.random.default_rng(rows)
-        shapes = {"x": (count if batches == "b" else 1, rows, 333), "y": (count, 333, 72)}
+        shapes = {
+            "x": (count if batches == "b" else 1, rows, 333),
+            "y": (count, *((333, 72) if order == "kn" else (72, 333))),
+        }
         feed = {name: (rng.standard_normal(shape) / 4).astype(np.float16) for name, shape in shapes.items()}
         wide = {name: value.astype(np.float32) for name, value in feed.items()}
         (expected,) = run_values(exact, [exact.graph.output[0].name], wide)

@@ -1,4 +1,4 @@
-"""A copy of lhs for a kernel that cannot read its rows as they lie: which runs take it; sessions over a stand-in."""
+"""Copies of factors for a kernel that cannot read their rows as they lie: which runs take it; sessions."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def test_both_sides_refuse_an_impossible_copy(name: str, monkeypatch: pytest.Mon
 def test_session(name: str) -> None:
     """A real session of ONNX Runtime over the stand-in for the driver."""
     folder = str(fake_driver_folder())
-    done = run_helper("tests.helpers.copied_lhs_session", name, bridge_library(), LD_LIBRARY_PATH=folder)
+    done = run_helper("tests.helpers.copied_rows_session", name, bridge_library(), LD_LIBRARY_PATH=folder)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,95 @@
+#include "copied_rows.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace onnxfuse {
+namespace {
+
+constexpr int64_t kLine = 128, kChunk = 16;   // bytes
+constexpr int kMaxGridZ = 65535;
+
+// A factor as rows along k.
+struct Rows {
+  OnnxfuseTensor tensor;   // [batch, rows, k]
+  int rows, k, batches;
+  int64_t bytes;           // of an element
+  bool in_one_level;
+
+  bool is_dense() const { return in_one_level && (tensor.column_stride == 1 || k == 1); }
+  int64_t pitch() const { return parts(k * bytes, kLine) * kLine / bytes; }   // elements from row to row of the copy
+  int64_t chunks() const { return rows * parts(k * bytes, kChunk); }          // of a batch: a thread each
+  static int64_t parts(int64_t value, int64_t step) { return (value + step - 1) / step; }
+};
+
+int batches_of(const OnnxfuseTensor& tensor, int batch) { return tensor.batch_stride == 0 ? 1 : batch; }
+
+Rows lhs_rows(const ElementBytes& bytes, const OnnxfuseArguments& args) {
+  const OnnxfuseOuter& outer = args.lhs_outer;
+  const bool plain = outer.rows >= args.m && outer.columns >= args.k && outer.batches >= args.batch;
+  return {args.lhs, args.m, args.k, batches_of(args.lhs, args.batch), bytes.lhs, plain};
+}
+
+Rows rhs_rows(const ElementBytes& bytes, const OnnxfuseArguments& args, size_t part) {
+  const OnnxfuseOuter& outer = args.rhs_outer;
+  const OnnxfuseTensor& rhs = args.rhs[part];
+  const bool plain = outer.rows >= args.k && outer.columns >= args.n && outer.batches >= args.batch;
+  const OnnxfuseTensor turned{rhs.pointer, rhs.batch_stride, rhs.column_stride, rhs.row_stride};
+  return {turned, args.n, args.k, batches_of(rhs, args.batch), bytes.rhs[part], plain};
+}
+
+// What a record wants copied, in the order of the copies: lhs, the parts of rhs.
+std::vector<Rows> copied(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                         const OnnxfuseArguments& arguments) {
+  std::vector<Rows> result;
+  if (record.copies(kLhsIndex)) result.push_back(lhs_rows(bytes, arguments));
+  for (size_t part = 0; record.copies(kRhsIndex) && part < contract.rhs.size(); ++part) {
+    result.push_back(rhs_rows(bytes, arguments, part));
+  }
+  return result;
+}
+
+Copies::Launch launch_of(const Rows& from, const OnnxfuseTensor& to) {
+  Copies::Launch launch;
+  launch.arguments.lhs = from.tensor;
+  launch.arguments.outs[0] = to;
+  launch.arguments.m = from.rows;
+  launch.arguments.k = from.k;
+  launch.arguments.batch = from.batches;
+  launch.grid = {static_cast<unsigned>(Rows::parts(from.chunks(), kCopyThreads)),
+                 static_cast<unsigned>(std::min(from.batches, kMaxGridZ))};
+  return launch;
+}
+
+}  // namespace
+
+bool can_copy(const Record& record, const Contract& contract, const ElementBytes& bytes,
+              const OnnxfuseArguments& arguments) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();   // the kernel counts threads and a row's bytes in 32 bits
+  const std::vector<Rows> every = copied(record, contract, bytes, arguments);
+  return std::all_of(every.begin(), every.end(), [](const Rows& rows) {
+    return rows.is_dense() && rows.k * rows.bytes <= kMost && rows.chunks() <= kMost - int64_t{kCopyThreads};
+  });
+}
+
+Copies copies_at(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                 const OnnxfuseArguments& arguments, void* memory) {
+  Copies result;
+  result.behind = arguments;
+  const auto place = [&](const Rows& from) {
+    const int64_t pitch = from.pitch(), batch = from.rows * pitch;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory) + result.bytes;
+    const OnnxfuseTensor to{reinterpret_cast<void*>(address), from.tensor.batch_stride == 0 ? 0 : batch, pitch, 1};
+    result.bytes += batch * from.batches * from.bytes;
+    result.launches.push_back(launch_of(from, to));
+    return to;
+  };
+  if (record.copies(kLhsIndex)) result.behind.lhs = place(lhs_rows(bytes, arguments));
+  for (size_t part = 0; record.copies(kRhsIndex) && part < contract.rhs.size(); ++part) {
+    const OnnxfuseTensor to = place(rhs_rows(bytes, arguments, part));
+    result.behind.rhs[part] = {to.pointer, to.batch_stride, to.column_stride, to.row_stride};
+  }
+  return result;
+}
+
+}  // namespace onnxfuse

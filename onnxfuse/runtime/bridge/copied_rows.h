@@ -1,0 +1,39 @@
+// Factors in scratch memory, with rows that begin on cache lines, for a kernel that reads them by TMA. Pure: no runtime,
+// no driver.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "archive.h"
+#include "axes.h"
+#include "contract.h"
+#include "driver.h"
+#include "kernels/cuda/common/arguments.cuh"
+
+namespace onnxfuse {
+
+// The kernel that copies, in the image of the one behind it; kernels/cuda/common/copied_rows.cuh.
+constexpr char kCopyEntry[] = "onnxfuse_copy_rows";
+constexpr unsigned kCopyThreads = 256;
+
+// Whether of all that a record wants copied one stride walks each loop, k is contiguous, and the copy of a possible size.
+bool can_copy(const Record& record, const Contract& contract, const ElementBytes& bytes,
+              const OnnxfuseArguments& arguments);
+
+// What runs before the kernel, and the kernel's own arguments.
+struct Copies {
+  struct Launch {
+    OnnxfuseArguments arguments{};   // lhs is what is copied, outs[0] the copy
+    Driver::Grid grid{};
+  };
+  std::vector<Launch> launches;   // one for each factor; a batch that all share is copied once
+  OnnxfuseArguments behind{};
+  int64_t bytes = 0;   // of all copies, one behind the other
+};
+
+// The copies at `memory`, which begins on a cache line. Only where can_copy().
+Copies copies_at(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                 const OnnxfuseArguments& arguments, void* memory);
+
+}  // namespace onnxfuse
