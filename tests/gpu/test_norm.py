@@ -9,11 +9,15 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 
 import onnxfuse
 from tests.gpu.sessions import TURNS, check_replays, check_threads
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, run_cuda, session
+from tests.helpers.matching import run_values
 from tests.helpers.onnx_build import Builder
+from tests.patterns.test_behind_normalisation import ACTIVATIONS, model_of
+from tests.patterns.test_normalisation import N
 
 pytestmark = pytest.mark.gpu
 
@@ -96,6 +100,25 @@ def test_lengths_that_are_bounded(tmp_path: Path, columns: int, bound: float, dt
     assert np.isnan(found[-1]).all()
     error = np.abs(found - expected)[:-1]
     assert (error <= ULPS * EPSILON[dtype] * (np.abs(expected)[:-1] + 2.0**-14)).all(), error.max()
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_behind_it(tmp_path: Path, name: str, dtype: int) -> None:
+    """The reference is the same model in fp32 on the CPU: no activation is steeper than 2 near what is normalised."""
+    model, exact = model_of(ACTIVATIONS[name], dtype=dtype), model_of(ACTIVATIONS[name], dtype=F32)
+    for given, wide in zip(model.graph.initializer, exact.graph.initializer, strict=True):
+        wide.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(given).astype(np.float32), wide.name))
+    fused, report = onnxfuse.optimize(model, arch="native")
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    assert len(fused.graph.node) == 1
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    for rows in ((1, 1), (3, 77), (2, 1024)):
+        given = np.random.default_rng(rows).standard_normal((*rows, N)).astype(NUMPY[dtype])
+        (expected,) = run_values(exact, [exact.graph.output[0].name], {"x": given.astype(np.float32)})
+        error = np.abs(run_cuda(live, given, dtype) - expected)
+        bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + 64 * EPSILON[F32])
+        assert (error <= bound).all(), f"{rows}: {error.max():.3g}, {(error / bound).max():.2f} of the bound"
 
 
 def chain(folder: Path, **options: str) -> Any:

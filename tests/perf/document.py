@@ -18,6 +18,7 @@ _OTHERS = {
     "CUDNN_ATTENTION": "torch, cuDNN",
     "MultiHeadAttention": "ONNX Runtime",
 }  # by the names of results
+DRAWN = ("h200-anywhere", "h200-anywhere-odd", "h100-anywhere")
 TARGET = ROOT / "docs" / "performance.md"
 HEAD = """\
 # Performance
@@ -43,7 +44,7 @@ def document() -> str:
             *_whole_models(result("h200")),
             *_strangers(result("h200-strangers")),
             *_memory(result("h200-memory")),
-            *_drawn([result(f"{gpu}-anywhere-{name}") for gpu in ("h200", "h100") for name in ("f16", "bf16", "f32")]),
+            *_drawn([result(f"{drawn}-{name}") for drawn in DRAWN for name in ("f16", "bf16", "f32")]),
             *_dynamic(result("h200-dynamic-mlp")),
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),

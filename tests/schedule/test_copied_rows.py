@@ -1,0 +1,107 @@
+"""Factors whose rows TMA cannot read: which kernels copy them, what that costs, and what else a plan keeps for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from onnxfuse.device import spec_of
+from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.cost_model import copying_rows
+from onnxfuse.schedule.hopper import HOPPER
+from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
+from onnxfuse.schedule.kernel_family import Candidate, Problem
+from onnxfuse.schedule.plan import estimated, replan, retuned
+from onnxfuse.schedule.variant import ProductPlan
+from tests.perf.drawn import Drawn
+from tests.perf.every_tile import plan_as_it_lies
+
+DEVICE = spec_of("sm_90a")
+TMA_FAMILIES = {HOPPER, HOPPER_SWAPPED}
+F16, BF16, F32 = 10, 16, 1
+
+
+def plan_for(order: str, k: int, n: int, element: int = F16, m: int = 2048, kind: str = "residual") -> ProductPlan:
+    found = plan_as_it_lies(Drawn(kind, m, k, n, order, element, True, 0), DEVICE)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("order", "k", "n", "element", "copied"),
+    [
+        ("kn", 1365, 512, F16, ("lhs",)),
+        ("kn", 2730, 1024, BF16, ("lhs",)),
+        ("nk", 2730, 1024, F16, ("lhs", "rhs")),
+        ("nk", 2730, 1023, F16, ("lhs", "rhs")),
+        ("nk", 2730, 1023, F32, ("lhs", "rhs")),
+        ("nk", 2732, 1023, F32, ()),  # rows of four fp32 numbers are rows of 16 bytes
+        ("kn", 2728, 1024, F16, ()),
+        ("kn", 2728, 1023, F16, ()),  # rows of rhs are not along k
+        ("kn", 2730, 1023, F16, ()),
+    ],
+)
+def test_what_is_copied(order: str, k: int, n: int, element: int, copied: tuple[str, ...]) -> None:
+    """Rows along k of no multiple of 16 bytes, by kernels that read by TMA, where all that is narrow can be copied."""
+    plan = plan_for(order, k, n, element)
+    assert {variant.spec.copied for variant in plan.variants if variant.family in TMA_FAMILIES} <= {copied}
+    assert {variant.spec.copied for variant in plan.variants if variant.family not in TMA_FAMILIES} <= {()}
+    assert any(variant.spec.copied for variant in plan.variants) == bool(copied)
+    last = plan.variants[-1]
+    assert (last.spec.copied, last.spec.checked, last.min_m) == ((), True, 0), "what takes over needs no memory"
+    for variant in plan.variants:
+        assert variant.family.why_not(variant.spec, variant.tile, DEVICE) is None
+        assert ("copied" in str(variant)) == bool(variant.spec.copied)
+
+
+def test_few_rows_are_read_as_they_lie() -> None:
+    """A copy is a launch more."""
+    plan = plan_for("kn", 2730, 1024)
+    at = {m: next(each for each in plan.tried if each.min_m <= m <= each.max_m) for m in (1, 8, 512, 8192)}
+    assert [bool(at[m].spec.copied) for m in at] == [False, False, True, True]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("order", "launches"), [("kn", 1), ("nk", 3)])
+def test_a_copy_costs_what_it_moves_and_its_launches(order: str, launches: int) -> None:
+    """Beside it a tile takes what it takes of rows of whole cache lines."""
+    odd, even = (plan_for(order, k, 1024, kind="geglu") for k in (2730, 2752))
+    narrow, wide = (replace(plan.variants[-1].spec, checked=False) for plan in (odd, even))
+    entries = [entry for us, entry in odd.ranked[-1].tiles if entry.family in TMA_FAMILIES and math.isfinite(us)]
+    problem = Problem(16384, 1024, 2730)
+    of_copies, of_even = (
+        estimated(spec, entries, replace(problem, k=k), DEVICE) for spec, k in ((narrow, 2730), (wide, 2752))
+    )
+    copied = replace(narrow, copied=HOPPER.copied(narrow))
+    assert of_copies - of_even == pytest.approx(float(copying_rows(copied, problem, DEVICE)))
+    moved = 2 * 2 * 2730 * (16384 + (2 * 1024 if order == "nk" else 0))  # bytes
+    known = calibration(DEVICE)
+    expected = launches * known.launch + moved / (known.bytes * DEVICE.multiprocessors)
+    assert float(copying_rows(copied, problem, DEVICE)) == pytest.approx(expected)
+
+
+def of_tile(plan: ProductPlan, copies: bool) -> Candidate:
+    return next(entry for _, entry in plan.ranked[-1].tiles if (entry.family in TMA_FAMILIES) == copies)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_plan_of_one_tile_keeps_what_takes_over(copies: bool) -> None:
+    plan = plan_for("kn", 2730, 1024)
+    entry = of_tile(plan, copies)
+    first, *rest = replan(plan, entry).variants
+    assert (first.tile, bool(first.spec.copied)) == (entry.tile, copies)
+    assert rest == [plan.variants[-1]]
+    assert replan(replan(plan, of_tile(plan, not copies)), entry).variants == (first, *rest)
+
+
+def test_measured_times_choose_between_both() -> None:
+    plan = plan_for("kn", 2730, 1024)
+    tiles = [entry for us, entry in plan.ranked[-1].tiles if math.isfinite(us)]
+
+    def measured(copying: float, other: float) -> dict[str, float]:
+        return {str(each.tile): copying if each.family in TMA_FAMILIES else other for each in tiles}
+
+    for copying, other in ((50.0, 20.0), (20.0, 50.0)):
+        found = retuned(plan, {m: measured(copying, other) for m in (1, 64, 1024, 8192)})
+        assert {bool(each.spec.copied) for each in found.variants[:-1]} == {copying < other}
