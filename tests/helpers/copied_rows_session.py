@@ -98,7 +98,10 @@ def threads() -> None:
 def no_memory() -> None:
     """Where there is none for the copy, the kernel behind it runs."""
     on_cpu()
-    archive, rows = pack([replace(COPYING, max_m=2**31 - 1), OTHER]), 1 << 18
+    archive, rows = (
+        pack([replace(COPYING, max_m=2**31 - 1), OTHER]),
+        1 << 20,
+    )  # a copy larger than what an allocator keeps
     made = session(narrow(archive=archive, dims=(None, None, None)), arena=False)
     check(made, copied, 1, 3, K)
     x, before = np.ones((1, rows, K), np.float32), driver().fake_copies()

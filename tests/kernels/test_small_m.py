@@ -211,8 +211,10 @@ def test_it_is_for_wide_accesses_of_rhs(dtype, n: int, k: int, rhs: str) -> None
 
 @pytest.mark.parametrize(("dtype", "k"), [(F32, 4097), (F16, 4099), (BF16, 4100), (F16, 1026)])
 def test_it_takes_any_depth_of_rows_of_n(dtype, k: int) -> None:
+    """And is about as fast as what reads a copy of them."""
     plan = planned(ARCHITECTURES["sm_90a"], m=7, n=4096, k=k, dtype=dtype, rhs="k n")
-    assert plan.variants[0].family is SMALL_M
+    best, _ = plan.ranked[0].tiles[0]
+    assert min(us for us, entry in plan.ranked[0].tiles if entry.family is SMALL_M) <= 1.15 * best
 
 
 @pytest.mark.parametrize(

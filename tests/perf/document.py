@@ -18,7 +18,10 @@ _OTHERS = {
     "CUDNN_ATTENTION": "torch, cuDNN",
     "MultiHeadAttention": "ONNX Runtime",
 }  # by the names of results
-DRAWN = ("h200-anywhere", "h200-anywhere-odd", "h100-anywhere")
+DRAWN = (
+    *(f"{gpu}-anywhere-{name}" for gpu in ("h200", "h100") for name in ("f16", "bf16", "f32")),
+    *(f"h200-anywhere-odd-{name}" for name in ("f16", "bf16")),
+)
 TARGET = ROOT / "docs" / "performance.md"
 HEAD = """\
 # Performance
@@ -44,7 +47,7 @@ def document() -> str:
             *_whole_models(result("h200")),
             *_strangers(result("h200-strangers")),
             *_memory(result("h200-memory")),
-            *_drawn([result(f"{drawn}-{name}") for drawn in DRAWN for name in ("f16", "bf16", "f32")]),
+            *_drawn([result(name) for name in DRAWN]),
             *_dynamic(result("h200-dynamic-mlp")),
             *_quantized(result("h200-quantized")),
             *_optimized(result("h200-optimized")),
@@ -272,7 +275,8 @@ def _drawn(all_found: Sequence[Mapping[str, Any]]) -> list[str]:
         "Rows from 1 to 16,384, widths of real models and around them, seven epilogues, both orders of weights, sizes",
         "known or not, by `tests/perf/drawn.py`. Ours is the whole site, cuBLAS the plain product of the full width.",
         "Regret is how much slower the chosen tile is than the fastest of the ten that the cost model likes best.",
-        "Plans are those of an H200, also on an H100, whose memory is slower.\n",
+        "Plans are those of an H200, also on an H100, whose memory is slower. With `--odd` k is such that rows begin",
+        "where TMA does not read them, so that they are copied or read by other kernels.\n",
         *map(_source, all_found),
         *_table(
             ("command", "problems", "slower than stock by 2 %", *heads, "regret: median, 95th"),
