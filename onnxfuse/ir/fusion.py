@@ -24,6 +24,7 @@ STORED_AXES = ("kb", "kq", "kz")  # of what holds it: blocks, bytes of a block, 
 OPS = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "pow": 2, "min": 2, "max": 2,
     "neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "log": 1, "reciprocal": 1, "erf": 1, "tanh": 1, "sigmoid": 1,
+    "sin": 1, "cos": 1,
     "softplus": 1, "relu": 1, "leaky_relu": 2, "elu": 2, "hard_sigmoid": 3, "hard_swish": 1, "mish": 1,
     "gelu": 1, "gelu_tanh": 1, "clip": 3, "where": 3, "round_f32": 1, "round_f16": 1, "round_bf16": 1,
 }  # fmt: skip

@@ -81,6 +81,8 @@ EXPRESSIONS: dict[str, Expression] = {
     "reciprocal": _template("1.0f / {}"),
     "erf": _template("erff({})"),
     "tanh": _template("tanhf({})"),
+    "sin": _template("pointwise::sin({})"),
+    "cos": _template("pointwise::cos({})"),
     "sigmoid": _template("pointwise::sigmoid({})", fast="pointwise::fast_sigmoid({})"),
     "softplus": _template("pointwise::softplus({})"),
     "relu": _template("maximum({}, 0.0f)"),

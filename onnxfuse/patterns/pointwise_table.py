@@ -162,6 +162,8 @@ POINTWISE: dict[str, Lower] = {
     "Reciprocal": _op("reciprocal"),
     "Erf": _op("erf"),
     "Tanh": _op("tanh"),
+    "Sin": _op("sin"),
+    "Cos": _op("cos"),
     "Sigmoid": _op("sigmoid"),
     "Softplus": _op("softplus"),
     "Relu": _op("relu"),

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#define __constant__
 #define __device__
 #define __global__
 #define __forceinline__ inline

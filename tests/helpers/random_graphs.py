@@ -17,8 +17,8 @@ from onnx import ModelProto, helper
 from tests.helpers.onnx_build import Builder
 
 UNARY = ("Tanh", "Sigmoid", "Erf", "Relu", "Abs", "Neg", "Softplus", "LeakyRelu", "Elu", "HardSwish", "Gelu", "Mish",
-         "Identity", "HardSigmoid", "Softsign")  # fmt: skip
-BOUNDED = ("Tanh", "Sigmoid", "Erf", "HardSigmoid", "Softsign")
+         "Identity", "HardSigmoid", "Softsign", "Sin", "Cos")  # fmt: skip
+BOUNDED = ("Tanh", "Sigmoid", "Erf", "HardSigmoid", "Softsign", "Sin", "Cos")
 BINARY = ("Add", "Sub", "Min", "Max", "Mul")
 OUTSIDE = ("Softmax", "ReduceMax", "Floor")
 SYMBOLS = ("batch", "groups", "rows")

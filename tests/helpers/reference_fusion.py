@@ -38,6 +38,8 @@ OPS = {
     "reciprocal": np.reciprocal,
     "erf": lambda x: _erf(x),
     "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
     "sigmoid": lambda x: np.exp(-np.logaddexp(0.0, -x)),
     "softplus": _softplus,
     "relu": lambda x: np.maximum(x, 0.0),

@@ -56,6 +56,7 @@ CASES = [
     *(Case(op, ("x", "y")) for op in ("add", "sub", "mul", "div", "min", "max")),
     *(Case(op, ("x",)) for op in ("neg", "abs", "sqrt", "relu", "reciprocal")),
     *(Case(op, ("x",), ulps=4) for op in ("exp", "log", "erf", "tanh", "softplus")),
+    *(Case(op, ("x",), ulps=2) for op in ("sin", "cos")),
     *(Case("pow", ("x", float(n)), ulps=abs(n) + 2) for n in (1, 2, 3, 4, 5, -1, -2, -3)),
     *(Case("pow", ("x", exponent), ulps=4) for exponent in (0.5, 1.5, -0.5, 0.0)),
     Case("pow", ("x", "y"), ulps=4),
@@ -143,6 +144,39 @@ def check(case: Case, x: np.ndarray, y: np.ndarray, out: np.ndarray, allowance: 
     known = np.isneginf(x) if case.op == "pow" and case.arguments[1] == 0.5 else np.zeros(len(x), bool)  # sqrt's NaN
     wrong = np.flatnonzero(~(same | close | known))
     assert wrong.size == 0, [(case, x[i], y[i], out[i], expected[i]) for i in wrong[:8]]
+
+
+def multiples_of_half_pi() -> list[float]:
+    """Those numbers of fp32 which are next to one, of every magnitude, by pi to 600 bits (Machin's formula)."""
+    bits = 600
+    half_pi = 2 * (4 * _arctangent(5, bits) - _arctangent(239, bits))
+    counts = [round(2 ** (step / 8)) for step in range(8 * 126)]
+    return [float(np.float32(count * half_pi / 2**bits)) for count in counts]
+
+
+def _arctangent(inverse: int, bits: int) -> int:
+    """Of 1 / `inverse`, times 2^bits."""
+    power, total, odd = (1 << bits) // inverse, 0, 1
+    while power:
+        total += power // odd * (1 if odd % 4 == 1 else -1)
+        power, odd = power // inverse**2, odd + 2
+    return total
+
+
+@pytest.mark.parametrize("op", ["sin", "cos"])
+def test_angles_of_any_size(op: str, compiled: ctypes.CDLL) -> None:
+    """Drawn from all numbers of fp32, and next to multiples of pi/2, where one of the two is smallest."""
+    case = next(case for case in CASES if case.op == op)
+    near = np.float32(multiples_of_half_pi())
+    drawn = np.random.default_rng(0).integers(0, 2**32, 200_000, np.uint32).view(np.float32)
+    around = [near, -near, np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(0))]
+    small = np.random.default_rng(1).uniform(-200, 200, 200_000).astype(np.float32)
+    x = np.concatenate([drawn[np.isfinite(drawn)], small, *around, np.float32([65535.996, 65536, -65536, 65536.01])])
+    out = np.empty_like(x)
+    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (x, x, out)]
+    getattr(compiled, f"case{CASES.index(case)}")(len(x), *pointers)
+    check(case, x, x, out)
+    assert np.abs(out).max() <= 1
 
 
 FAST = {"fast_gelu_of_half": (2.2, 0.62, 0.53, 9.9e-6), "fast_short_gelu_of_half": (18, 1.4, 0.85, 1.1e-4)}

@@ -124,6 +124,7 @@ def test_gemm(trans_b: int, alpha: float, beta: float, bias_shape) -> None:
 
 
 UNARY = ["Neg", "Abs", "Sqrt", "Exp", "Log", "Reciprocal", "Erf", "Tanh", "Sigmoid", "Softplus", "Relu", "LeakyRelu",
+         "Sin", "Cos",
          "Elu", "HardSigmoid", "HardSwish", "Mish", "Gelu", "Selu", "Celu", "Softsign",
          "Identity"]  # fmt: skip
 
@@ -454,3 +455,15 @@ def test_the_ir_prints_as_the_documentation_does() -> None:
         "        t3 = t0 * t2",
         "out     f32[b, m, n] <- t3",
     ]
+
+
+def test_a_layer_of_sines_is_one_kernel() -> None:
+    """As implicit neural representations have them: a frequency, a Linear, a sine, a residual of cosines."""
+    b = Builder()
+    angle = b("Mul", linear(b), b.array(30.0))
+    model = b.model(b("Add", b("Sin", angle), b("Cos", angle)))
+    match, fusion = only(model)
+    assert len(match.nodes) == len(model.graph.node)
+    assert [step.op for step in fusion.steps] == ["add", "mul", "sin", "cos", "add"]
+    assert "activation" in fusion.features
+    check_meaning(model, fusion, FEED, 30 * 2e-5)  # the frequency times what the product is off by

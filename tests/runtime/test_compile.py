@@ -15,6 +15,7 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES, PTX
 from onnxfuse.errors import CompileError
+from onnxfuse.ir.fusion import Step, acc_name
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.gemm import ENTRY
 from onnxfuse.lowering import compile_kernels
@@ -86,6 +87,13 @@ def test_kernels_of_rows_that_begin_anywhere_need_no_local_memory(taken: Taken) 
         images = list(pool.map(lambda spec: compile_source(spec.source(), DEVICE), specs))
     for spec, image in zip(specs, images, strict=True):
         assert (image.spill_bytes, image.local_bytes) == (0, 0), spec
+
+
+def test_angles_of_any_size_need_no_local_memory() -> None:
+    spec = make_spec("f16", 1, "kn", tiles_for("f16", 1)[0], ALIGNED, "plain")
+    steps = (Step("t0", "sin", (acc_name(0),)), Step("t1", "cos", ("t0",)))
+    image = compile_source(replace(spec, steps=steps, out_values=("t1",)).source(), DEVICE)
+    assert (image.spill_bytes, image.local_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
