@@ -31,10 +31,11 @@ from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
 from onnxfuse.patterns.softplus_guard import softplus_of, threshold_of
 from onnxfuse.patterns.view_ops import VIEWS, viewed
-from onnxfuse.patterns.views import common_view
+from onnxfuse.patterns.views import common_view, extent
 
 MAX_NODES = 256  # of one product; no epilogue is this long, and the matcher stays linear in the model's size
 MAX_INPUTS = 64  # of a node; no shape and no sum has more
+ANGULAR = ("Sin", "Cos")
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,8 @@ class GrownRegion:
             raise NotFusable("columns_differ", "", "combines values with different numbers of columns")
         if len(node.outputs) != 1:
             raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
+        if node.op in ANGULAR and any(extent(product.k) == 1 for product in self.products):
+            raise NotFusable("outer_product", "", "k is 1: angles of positions, whose digits TF32 would not hold")
         view = self.arguments.broadcast(node, common_view([value.view for value in columns]))
         value = replace(columns[0], view=view)
         inputs = self.arguments.of(node, value)

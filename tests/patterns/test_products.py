@@ -513,6 +513,11 @@ def outer_product(b: Builder) -> str:
     return b("Transpose", t, perm=(0, 2, 1))
 
 
+def angles(b: Builder) -> str:
+    """The same of frequencies that the model stores."""
+    return b("Cos", b("MatMul", b.input("positions", ("rows", 1)), b.array(draw(1, DEPTH))))
+
+
 def other_batch(b: Builder) -> str:
     return b("Relu", b("MatMul", b.input("q", ("other", "rows", DEPTH)), b.input("k", ("batch", DEPTH, "keys"))))
 
@@ -548,6 +553,7 @@ def split_columns_of_the_run(b: Builder) -> str:
         (between_softmaxes, "unknown_op"),
         (regrouped_only, "nothing_follows"),
         (outer_product, "outer_product"),
+        (angles, "outer_product"),
         (other_batch, "unknown_broadcast"),
         (traced, "unsupported_product"),
         (three_inputs, "unsupported_product"),
