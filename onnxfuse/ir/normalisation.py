@@ -12,7 +12,7 @@ ROW = load_name(0)  # what is normalised
 
 @dataclass(frozen=True)
 class Normalisation(Pointwise):
-    """`normal[m, n] = (x[m, n] - mean[m]) / sqrt(max(variance[m], least) + epsilon)`, and the steps over it and loads.
+    """`normal[m, n] = (x[m, n] - mean[m]) / (sqrt(max(variance[m], least) + epsilon) + added)`, and steps over it.
 
     The first operand is x, whose mean and variance along n they are; all others are of columns, and of a batch, as the
     scale and the shift `[b, n]` of adaptive ones behind x[b, m, n]. Layer normalisation (Ba, Kiros and Hinton, 2016) is
@@ -22,11 +22,13 @@ class Normalisation(Pointwise):
         centred: whether the mean is subtracted.
         epsilon: what is added to the variance.
         least: that the variance counts for; 0 where nothing bounds it.
+        added: what is added to the deviation.
     """
 
     centred: bool
     epsilon: float
     least: float = 0.0
+    added: float = 0.0
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -37,7 +39,8 @@ class Normalisation(Pointwise):
     def __str__(self) -> str:
         moments = "mean and variance" if self.centred else "mean square"
         least = f", at least {self.least:.6g}" if self.least else ""
-        text = f"{NORMAL} = in0, normalised by {moments} along n{least}, epsilon {self.epsilon:.6g}"
+        added = f", {self.added:.6g} added to the deviation" if self.added else ""
+        text = f"{NORMAL} = in0, normalised by {moments} along n{least}, epsilon {self.epsilon:.6g}{added}"
         head, *rows = super().__str__().split("\n")
         place = next(index for index, row in enumerate(rows) if not row.startswith(("in", "axes")))
         return "\n".join([head, *rows[:place], f"{'':<7} {text}", *rows[place:]])

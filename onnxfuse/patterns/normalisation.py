@@ -23,6 +23,7 @@ from onnxfuse.ir.fusion import NONLINEAR, Axis, Load, Out, Step, Tensor
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.behind_normalisation import Tail
+from onnxfuse.patterns.deviation import of_deviation
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
@@ -35,7 +36,7 @@ from onnxfuse.patterns.scaled_normalisation import of_scaled
 PATTERN = "normalisation"
 MOST_BEHIND = 6  # nodes behind a normalised row: casts, a scale, a bias
 AFFINE = {"Mul": "mul", "Add": "add"}
-SPELLED_OUT = (of_nodes, of_scaled, of_fast_variance, of_length)
+SPELLED_OUT = (of_nodes, of_scaled, of_fast_variance, of_length, of_deviation)
 BATCH, ROWS, COLUMNS = "b", "m", "n"
 
 
@@ -194,6 +195,7 @@ def _lowered(graph: Graph, core: Core, tail: Tail) -> Normalisation | None:
         centred=core.centred,
         epsilon=core.epsilon,
         least=core.least,
+        added=core.added,
     )
 
 

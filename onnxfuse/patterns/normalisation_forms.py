@@ -39,6 +39,7 @@ class Core:
         affine: the ops with parameters that the nodes hold, in their order.
         scale: what the normalised row is multiplied by before those, for a row that is divided by its own length.
         least: that the variance counts for.
+        added: what is added to the deviation.
     """
 
     anchor: gs.Node
@@ -50,6 +51,7 @@ class Core:
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
     scale: float = 1.0
     least: float = 0.0
+    added: float = 0.0
 
 
 def of_op(graph: Graph, node: gs.Node) -> Core | None:
@@ -86,7 +88,7 @@ def of_rows(
     nodes: Sequence[gs.Node],
     divided: gs.Tensor,
     epsilon: float,
-    count: int,
+    count: float,
 ) -> Core | None:
     """The same with the casts and the mean in front of them, if nobody else reads what they make on the way.
 
@@ -115,12 +117,16 @@ def columns_of(graph: Graph, reduction: gs.Node) -> int | None:
     return columns if isinstance(columns, int) and columns > 0 else None
 
 
-def squared(graph: Graph, node: gs.Node, *ops: str) -> tuple[gs.Node, ...]:
+def squared(graph: Graph, node: gs.Node, *ops: str, behind: gs.Node | None = None) -> tuple[gs.Node, ...]:
     """The node that squares what another, of one of some ops, takes the mean or the sum of, by rows; a cast behind it.
 
-    Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone.
+    Nothing where there is no such node. torch.export widens squares of 16 bits for their sum alone, and views make of
+    numbers one a row, behind the reduction or a node `behind` it.
     """
-    if node.op not in ops or not (is_of_rows(graph, node) or (_is_along_rows(graph, node) and _handed_on(graph, node))):
+    is_kept = node.op in ops and (
+        is_of_rows(graph, node) or (_is_along_rows(graph, node) and bool(handed_on(graph, node, behind)))
+    )
+    if not is_kept:
         return ()
     cast = maker(node.inputs[0], "Cast")
     between = (cast,) if cast is not None and _widens(graph, cast) else ()
@@ -176,7 +182,7 @@ def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
 
     None is added where torch's exporter took an epsilon of 1e-8 for nothing.
     """
-    views = _handed_on(graph, mean)
+    views = handed_on(graph, mean)
     mean = views[-1] if views else mean
     cast = reader(mean, "Cast")
     if cast is not None and graph.dtype(cast.outputs[0].name) not in (*FLOATS_BY_ONNX, DOUBLE):
@@ -193,10 +199,17 @@ def root_of(graph: Graph, mean: gs.Node) -> tuple[list[gs.Node], float] | None:
     return [*nodes, *_one_over(graph, root)], epsilon
 
 
-def _handed_on(graph: Graph, node: gs.Node) -> list[gs.Node]:
-    """The views behind a node that keep one element of each row, as torch.export has them behind a variance."""
-    *rows, _ = (graph.shape(node.inputs[0].name) if node.inputs else None) or (None, None)
+def handed_on(graph: Graph, reduction: gs.Node, node: gs.Node | None = None) -> list[gs.Node]:
+    """The views that keep one element of each row, as torch.export has them behind a variance.
+
+    Args:
+        graph: the scope.
+        reduction: what makes one element of each row.
+        node: behind which they are, if that is another node.
+    """
+    *rows, _ = (graph.shape(reduction.inputs[0].name) if reduction.inputs else None) or (None, None)
     views: list[gs.Node] = []
+    node = node or reduction
     while None not in rows and len(views) < MOST_VIEWS and (view := _view_alone(graph, node)) is not None:
         if graph.shape(view.outputs[0].name) != (*rows, 1):
             break
@@ -266,7 +279,7 @@ def _sums_over_their_number(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ..
     if over is None or total is None or total.op != SUM or not _is_along_rows(graph, total):
         return ()
     *rows, _ = graph.shape(total.inputs[0].name) or (None,)
-    is_kept = views == _handed_on(graph, total) and graph.shape(over.outputs[0].name) == (*rows, 1)
+    is_kept = views == handed_on(graph, total) and graph.shape(over.outputs[0].name) == (*rows, 1)
     count = columns_of(graph, total)
     return (total, *views, over) if is_kept and count and number(graph, over.inputs[1]) == count else ()
 

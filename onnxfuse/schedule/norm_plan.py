@@ -32,7 +32,8 @@ def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSp
     values = tuple(out.value for out in fusion.outs)
     spec = NormSpec(
         loads, outs, fusion.steps, values,
-        centred=fusion.centred, epsilon=fusion.epsilon, least=fusion.least, batched=bool(mapping.batch),
+        centred=fusion.centred, epsilon=fusion.epsilon, least=fusion.least, added=fusion.added,
+        batched=bool(mapping.batch),
     )  # fmt: skip
     span = span_of(loads, outs)
     tiers = _tiers(columns * _batches(fusion, mapping), device)

@@ -62,12 +62,14 @@ class NormSpec(PointwiseSpec):
         centred: whether the mean is subtracted.
         epsilon: what is added to the variance.
         least: that the variance counts for; 0 where nothing bounds it.
+        added: what is added to the deviation.
         batched: whether each batch has parameters of its own.
     """
 
     centred: bool = True
     epsilon: float = 0.0
     least: float = 0.0
+    added: float = 0.0
     batched: bool = False
 
 

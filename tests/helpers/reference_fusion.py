@@ -82,7 +82,8 @@ def evaluate_rows(fusion: Normalisation, values: dict[str, np.ndarray]) -> list[
     x, *_ = given = [np.asarray(values[operand.name], np.float64) for operand in fusion.operands]
     own = x - x.mean(-1, keepdims=True) if fusion.centred else x
     names = {f"op{index}": given[load.operand] for index, load in enumerate(fusion.loads)}
-    names["acc0"] = own / np.sqrt(np.maximum((own * own).mean(-1, keepdims=True), fusion.least) + fusion.epsilon)
+    variance = np.maximum((own * own).mean(-1, keepdims=True), fusion.least) + fusion.epsilon
+    names["acc0"] = own / (np.sqrt(variance) + fusion.added)
     for step in fusion.steps:
         inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
         names[step.result] = OPS[step.op](*inputs)

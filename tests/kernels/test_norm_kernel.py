@@ -63,6 +63,7 @@ class Case:
     pad: int = 0
     batch: int = 0
     least: float = 0.0
+    added: float = 0.0
 
 
 CASES = [
@@ -83,6 +84,7 @@ CASES = [
     Case("f16 scalars", F16, 64, 9, 1, kinds=("scalar", "row"), pad=16),
     Case("bf16 alone", BF16, 64, 9, 1, kinds=()),
     Case("f16 bounded", F16, 64, 9, 1, centred=False, kinds=(), least=4.0),
+    Case("f32 of a deviation and a little", F32, 96, 9, 1, added=0.25),
     Case("f16 of batches", F16, 320, 5, 2, batch=3),
     Case("f32 of batches and several warps", F32, 2048, 3, 1, batch=4, pad=4),
     Case("bf16 numbers of batches", BF16, 77, 21, 1, kinds=("scalar", "row"), batch=2),
@@ -101,7 +103,7 @@ def make_spec(case: Case, epsilon: float = 1e-5) -> TiledNorm:
     tile = norm_tile(max(way.width for way in (*loads, *outs)), case.n, case.spans)
     return TiledNorm(
         loads, outs, steps, (value,),
-        centred=case.centred, epsilon=epsilon, least=case.least, batched=case.batch > 0, tile=tile,
+        centred=case.centred, epsilon=epsilon, least=case.least, added=case.added, batched=case.batch > 0, tile=tile,
     )  # fmt: skip
 
 
@@ -132,7 +134,7 @@ class Rows(Problem):
         variance = (own**2).mean(-1, keepdims=True)
         wrong = (depth + 2) * UNIT * variance + (2 * np.abs(own) * error + error**2).mean(-1, keepdims=True)
         variance = np.maximum(variance, self.spec.least) + self.spec.epsilon
-        scale = 1 / np.sqrt(variance)
+        scale = 1 / (np.sqrt(variance) + self.spec.added)
         relative = wrong / variance / 2 + 4 * UNIT
         return Bounded(own * scale, error * scale + np.abs(own * scale) * (relative + UNIT))
 

@@ -1,6 +1,6 @@
-// A normalisation of rows: out[row, column] = epilogue((x - mean) / sqrt(variance + EPSILON), loads[column] ...), where
-// mean and variance are those of the row's n columns, and no variance counts for less than LEAST; of RMSNorm the mean is 0
-// (not CENTRED).
+// A normalisation of rows: out[row, column] = epilogue((x - mean) / (sqrt(variance + EPSILON) + ADDED), loads[column] ...),
+// where mean and variance are those of the row's n columns, and no variance counts for less than LEAST; of RMSNorm the mean
+// is 0 (not CENTRED).
 //
 // Memory bounds it: a row is read once and stays in the registers of its ROW_THREADS threads, each of which has SPANS
 // spans of SPAN neighbours. So the variance is that of numbers less their mean (the squares of all numbers less the
@@ -126,6 +126,13 @@ __device__ __forceinline__ float bounded(float variance) {
   return LEAST > 0.0f && variance < LEAST ? LEAST : variance;
 }
 
+// One over the deviation. A quotient by more than 2^126 would be 0, and no root is as large.
+__device__ __forceinline__ float scale_of(float variance) {
+  const float bound = bounded(variance) + EPSILON;
+  if constexpr (ADDED > 0.0f) return __fdividef(1.0f, sqrtf(bound) + ADDED);
+  return rsqrtf(bound);
+}
+
 // Every thread of the block takes part in the sums, also one whose row does not exist.
 __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int batch, float* sums) {
   const int own = static_cast<int>(threadIdx.x) / ROW_THREADS, thread = static_cast<int>(threadIdx.x) % ROW_THREADS;
@@ -142,7 +149,7 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int bat
   }
   const auto squared = [&](float value) { return (value - mean) * (value - mean); };
   const float variance = __fdividef(sum_of_row(sum_over(x, columns, thread, squared), sums, own, thread), n);
-  if (exists) write_row(x, mean, rsqrtf(bounded(variance) + EPSILON), args, batch, row, thread);
+  if (exists) write_row(x, mean, scale_of(variance), args, batch, row, thread);
 }
 
 }  // namespace onnxfuse
