@@ -82,11 +82,11 @@ def _axis_names(match: Match, line: _Line) -> AxisNames:
     inputs = (first.lhs_view, *(product.rhs_view for product in match.products))
     tensors = (*inputs, *(operand.view for operand in line.operands), *(out.view for out in match.live_outs))
     columns = first.columns if len(first.columns) > 1 else (Piece(COLUMNS, match.columns),)
-    return name_axes(first.row_view, (first.k,), columns, tensors, match.window is not None)
+    return name_axes(first.row_view, (first.k,), columns, tensors, match.has_windows)
 
 
 def _part_axis(match: Match) -> tuple[Axis, ...]:
-    packed = {product.n for product, _ in match.ranges if match.window is None} - {match.columns}
+    packed = {product.n for product, _ in match.ranges if not match.has_windows} - {match.columns}
     return tuple(Axis(PART_AXIS, count_of(width, match.columns)) for width in packed)
 
 
@@ -146,7 +146,7 @@ def _range(match: Match, columns: int | str, first: int) -> tuple[int | None, in
     """Which columns are read of as many as a tensor has: a part, the start of a window, or neither where it is all."""
     if columns == match.columns:
         return None, None
-    return (count_of(first, match.columns), None) if match.window is None else (None, first)
+    return (None, first) if match.has_windows else (count_of(first, match.columns), None)
 
 
 def _dtype(graph: Graph, name: str) -> DType:

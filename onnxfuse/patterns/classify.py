@@ -5,7 +5,7 @@ beside them), or two products of one input (Llama's gate and up), meet in one va
 gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
 sibling_gemms  products of one input, each with an epilogue and an output of its own (q, k and v)
 column_ranges  other equal ranges of one product, or more products; columns that nothing reads are not computed. Or one
-range of any width
+range of any width, or several that meet
 attention      two products and the softmax between them (attention.py)
 normalisation  no product at all: rows less their mean, over their deviation (normalisation.py)
 cached_attention  one token of each sequence over a cache of keys and values (cached_attention.py)
@@ -14,6 +14,7 @@ cached_attention  one token of each sequence over a cache of keys and values (ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.limits import MAX_PARTS
@@ -73,7 +74,7 @@ def check_parts(match: Match) -> None:
     if len(ranges) > MAX_PARTS:
         raise NotFusable("too_many_parts", match.label, f"{len(ranges)} column ranges; a kernel takes {MAX_PARTS}")
     packed = {product.n for product, _ in ranges if product.n != columns}
-    if match.window is not None:
+    if match.has_windows:
         _check_window(match, *packed)
         return
     if len(packed) > 1 or any(not is_part(product.n, start, columns) for product, start in ranges):
@@ -110,7 +111,14 @@ def _has_axis_of_parts(operand: Operand, whole: int | str | None, columns: int |
 
 
 def _check_window(match: Match, whole: int | str) -> None:
-    """Operands have the columns of a window, or those of the product that it is of, all in one dimension."""
+    """Windows share no columns; operands have those of one, or those of the product, all in one dimension."""
+    starts = [start for _, start in match.ranges]
+    if any(isinstance(match.columns, int) and later - first < match.columns for first, later in pairwise(starts)):
+        raise NotFusable("not_equal_parts", match.label, f"{match.columns} columns each from {starts} on overlap")
+    if any(len(out.refs) > 1 for out in match.live_outs):
+        raise NotFusable(
+            "not_equal_parts", match.label, "stores several ranges of a product, and not all, as one value"
+        )
     for leaf in match.reads:
         operand = match.operands[leaf.operand]
         pieces = [piece for dim in operand.view for piece in dim if is_column(piece)]

@@ -167,10 +167,11 @@ class Match:
         return [(self.products[index], start) for index, start in sorted(found)]
 
     @property
-    def window(self) -> int | None:
-        """First column of the only range, if that is none of equal parts of its product."""
-        (product, start), *others = self.ranges
-        return None if others or is_part(product.n, start, self.columns) else start
+    def has_windows(self) -> bool:
+        """Whether the ranges, of one product, are not among equal parts that make up all of it."""
+        ranges = self.ranges
+        is_one = len({product.out for product, _ in ranges}) == 1
+        return is_one and not all(is_part(product.n, start, self.columns) for product, start in ranges)
 
     @property
     def reads(self) -> list[Expression]:

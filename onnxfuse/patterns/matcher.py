@@ -8,6 +8,7 @@ later one absorbs it and reads the earlier one's result, which is there by then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -346,13 +347,15 @@ class Search(Generic[SiteT]):
         """
         if largest is not None and partition.takes_columns_apart(largest.match) and not largest.match.stores_several:
             return []
-        for product in group if largest is None else largest.match.products:
-            found = [self._first(partition, matches) for matches in partition.matches_by_range(product)]
+        products = group if largest is None else largest.match.products
+        for product, meeting in itertools.product(products, (True, False)):
+            found = [self._first(partition, matches) for matches in partition.matches_by_range(product, meeting)]
             known = [each for each in found if each is not None]
             if known and len(known) == len(found) and not _read_each_other(known):
                 paired = self._with_neighbours(partition, known)
                 has_room = self.points.have_room([each.match for each in paired])
-                return paired if has_room and self._leave_nothing(known, paired) else []
+                if has_room and self._leave_nothing(known, paired):
+                    return paired
         return []
 
     def _leave_nothing(self, ranges: Sequence[Found[SiteT]], paired: Sequence[Found[SiteT]]) -> bool:

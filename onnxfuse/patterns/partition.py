@@ -111,7 +111,7 @@ class Partition:
         """Whether a match has a Split or its like."""
         return any(qualified_op(self.grown.graph.nodes[index]) in COLUMN_OPS for index in match.nodes)
 
-    def matches_by_range(self, product: Product) -> Iterator[list[Match]]:
+    def matches_by_range(self, product: Product, meeting: bool) -> Iterator[list[Match]]:
         """For each column range of a product by itself, the matches that compute it and no other, the largest first.
 
         Of a range that another fusion reads as the product makes it, the last match is that range alone.
@@ -119,8 +119,16 @@ class Partition:
         Each stands for the nodes after the range, and multiplies by the range's columns of the weight alone. What they
         all need, from the product to where it is taken apart, stays until nothing reads it: so there is nothing where
         somebody else does.
+
+        Args:
+            product: the ranges are of its columns.
+            meeting: whether ranges that meet count as one, if any do; else there is nothing.
         """
         ranges = regions_of_ranges(self.live, product)
+        if meeting:
+            apart, ranges = ranges, regions_of_ranges(self.live, product, meeting)
+            if apart.keys() == ranges.keys():
+                return
         taken = taken_ranges(self.live, product, ranges, self.points.is_taken)
         bare = [value for span, value in taken.items() if span not in ranges]
         region = Region.union(ranges.values())
@@ -128,19 +136,27 @@ class Partition:
         spans = sorted({*ranges, *taken})
         if len(spans) > 1 and not is_read_beside(self.live, shared, region, bare):
             for span in spans:
-                own = self._matches_of_range(ranges.get(span, NOTHING), shared)
+                own = self._matches_of_range(ranges.get(span, NOTHING), shared, meeting)
                 yield [*own, *self._bare_range(taken.get(span))]
 
-    def _matches_of_range(self, own: Region, shared: Region) -> Iterator[Match]:
-        """The matches of one range that nobody reads further in front than where they end."""
+    def _matches_of_range(self, own: Region, shared: Region, meeting: bool) -> Iterator[Match]:
+        """The matches of one range that nobody reads further in front than where they end.
+
+        Of ranges that meet they have all that begins with one.
+        """
+        first = Region.of(self._entries(own)[: None if meeting else 1])
         for position in reversed(list(own)):
             needs = self.grown.needs[position]
             region = needs & own
-            if own.first in region and self.worth.may_end(position, region):
+            if first <= region and self.worth.may_end(position, region):
                 try:
                     yield self.match(region, position, needs & shared)
                 except NotFusable as refusal:
                     self.refuse(region, refusal)
+
+    def _entries(self, own: Region) -> list[int]:
+        """Those of some nodes that read nothing of the others, in their order."""
+        return [position for position in own if self.grown.needs[position] & own == Region.of((position,))]
 
     def _bare_range(self, value: GrownValue | None) -> Iterator[Match]:
         """A range with nothing behind it, if it has a place: whatever makes its value stays for the other ranges."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import onnx_graphsurgeon as gs
 
@@ -16,31 +16,56 @@ from onnxfuse.patterns.region_growth import COLUMN_OPS, GrownRegion
 Span = tuple[int, int]  # first column of a product, and the first one after it
 
 
-def regions_of_ranges(live: Liveness, product: Product) -> dict[Span, Region]:
-    """The nodes after each range of a product; a range of a range is of the larger."""
+def regions_of_ranges(live: Liveness, product: Product, meeting: bool = False) -> dict[Span, Region]:
+    """The nodes after each range of a product; a range of a range is of the larger.
+
+    Args:
+        live: what has grown.
+        product: the ranges are of its columns.
+        meeting: whether ranges that meet, as a value and its gate beside q, k and v, are one from the first column of
+            them to the last; else what reads several of them is none's.
+    """
     found: dict[Span, Region] = {}
     for position, values in enumerate(live.values):
-        span = _span(live.grown, values[0], product) if len(values) == 1 else None
+        span = _span_of_all(live.grown, values, product, meeting)
         if span is not None:
             own = [known for known in found if known[0] <= span[0] and span[1] <= known[1]] or [span]
         else:  # arithmetic on the shape of one range is its own
             arithmetic = all(value.columns is None for value in values)
             own = [known for known in found if arithmetic and found[known] & live.grown.needs[position]]
         if span is not None or len(own) == 1:
-            found[own[0]] = found.get(own[0], Region()) | Region.of((position,))
+            inner = [found.pop(known) for known in _within(own[0], [*found])]
+            found[own[0]] = Region.union([*inner, Region.of((position,))])
     return found
 
 
-def _span(grown: GrownRegion, value: GrownValue, product: Product) -> Span | None:
+def _within(span: Span, others: Collection[Span]) -> list[Span]:
+    """Those of some ranges that another one has all columns of, itself too."""
+    return [other for other in others if span[0] <= other[0] and other[1] <= span[1]]
+
+
+def _span_of_all(grown: GrownRegion, values: Sequence[GrownValue], product: Product, meeting: bool) -> Span | None:
+    """The columns of a product that a node's values are made of, each of one range or of several that meet."""
+    if len(values) > 1 and not meeting:
+        return None
+    spans = [_span(grown, value, product, meeting) for value in values]
+    known = [span for span in spans if span is not None]
+    if not known or len(known) < len(spans):
+        return None
+    whole = min(first for first, _ in known), max(end for _, end in known)
+    return None if whole == (0, product.n) else whole
+
+
+def _span(grown: GrownRegion, value: GrownValue, product: Product, meeting: bool = False) -> Span | None:
     """The columns of a product that a value is one range of; None where it has all of them."""
     columns = value.columns
     if columns is None or isinstance(columns.length, str) or columns.length == product.n:
         return None
     leaves = grown.epilogue.leaves(ACC, (columns.ref,))
-    if len(leaves) != 1 or leaves[0].operand != product.out:
+    firsts = [leaf.offset or 0 for leaf in leaves if leaf.operand == product.out]
+    if not firsts or len(firsts) != len(leaves) or (len(firsts) > 1 and not meeting):
         return None
-    first = leaves[0].offset or 0
-    return first, first + columns.length
+    return min(firsts), max(firsts) + columns.length
 
 
 def taken_ranges(

@@ -189,6 +189,18 @@ def window_of_rows(b: Builder) -> list[str]:
     return [b("Tanh", b("Slice", t, *map(b.integers, (5, 5 + N, 1))))]
 
 
+def gate_of_windows(b: Builder) -> list[str]:
+    """Value and gate are no parts of the product, and a residual has its columns."""
+    both = b("Add", linear(b, n=21), b.input("residual", ("rows", 21)))
+    return [gate(b, *(b("Slice", both, *map(b.integers, (start, start + N, 2))) for start in (3, 13)))]
+
+
+def gate_of_windows_of_rows(b: Builder) -> list[str]:
+    """The same of a weight [n, k]."""
+    t = b("Gemm", b.input("x", ("rows", K)), b.array(draw(21, K), "weight"), b.array(draw(21), "c"), transB=1)
+    return [gate(b, *(b("Slice", t, *map(b.integers, (start, start + N, 1))) for start in (0, 9)))]
+
+
 def halves_in_turn(b: Builder) -> list[str]:
     """gpt-oss's gate of a weight [n, k]: a step from column to column of a half passes one of the other."""
     t = b("Gemm", b.input("x", ("rows", K)), b.array(draw(2 * N, K), "weight"), b.array(draw(2 * N), "c"), transB=1)
@@ -216,7 +228,7 @@ GRAPHS = [
     packed_gate_read_elsewhere, dual_gate, dual_gate_of_gemms, two_residuals, adaptive_scale, third_of_a_wider_split,
     four_outputs, masked_scores, padded_scores, merged_heads, grouped_scores, constant_left, image, image_from_rows,
     causal_scores, padding_fills_scores, masks_of_every_kind, transposed_mask, masked_gate, heads_of_siblings,
-    window, window_of_rows, halves_in_turn, experts_in_turn,
+    window, window_of_rows, gate_of_windows, gate_of_windows_of_rows, halves_in_turn, experts_in_turn,
     one_input_of_experts_in_turn,
 ]  # fmt: skip
 

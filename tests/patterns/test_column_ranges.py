@@ -118,10 +118,33 @@ def twice_as_wide_rotated_alike(b: Builder) -> list[str]:
     return rotated_alike(b, (4 * WIDTH, 2 * WIDTH, 2 * WIDTH))
 
 
+PARALLEL = (*SIZES, 2 * 16)  # with a value and a gate of 16 columns, as PaLM's parallel blocks have them
+
+
+def gate_beside_others(b: Builder) -> list[str]:
+    q, k, v, both = split(b, packed(b, PARALLEL), PARALLEL)
+    value, gate = b("Split", both, outputs=2, axis=-1, num_outputs=2)
+    return [head(b, q), head(b, k), head(b, v), b("Mul", value, b("Mul", gate, b("Sigmoid", gate)))]
+
+
+def gate_of_two_ranges(b: Builder) -> list[str]:
+    sizes = (SIZES[0], 16, 16, *SIZES[1:])
+    q, gate, value, k, v = split(b, packed(b, sizes, bias=True), sizes)
+    return [head(b, q), b("Neg", k), head(b, v), b("Mul", b("Gelu", gate), value)]
+
+
+def gate_of_neighbours(b: Builder) -> list[str]:
+    sizes = (16, 16, *SIZES)
+    value, gate, q, k, v = sliced(b, packed(b, sizes, transposed=True), sizes)
+    return [b("Mul", value, b("Relu", gate)), head(b, q), head(b, k), head(b, v)]
+
+
+GATES = (gate_beside_others, gate_of_two_ranges, gate_of_neighbours)
 FORMS = {
     grouped_queries: 3, biased_slices: 3, weight_of_rows: 3, bias_of_a_range: 3, twice_as_wide: 3, no_common_width: 3,
     one_range_is_read: 1, rotated_queries: 3, shapes_of_their_own: 3, shapes_of_the_product: 3,
-    rotated_alike: 3, twice_as_wide_rotated_alike: 3,
+    rotated_alike: 3, twice_as_wide_rotated_alike: 3, gate_beside_others: 4, gate_of_two_ranges: 4,
+    gate_of_neighbours: 4,
 }  # fmt: skip
 
 
@@ -182,6 +205,15 @@ def test_a_range_is_a_window_of_the_weight() -> None:
     (_, first), (_, second), (_, third) = found(built(no_common_width))
     assert [fusion.parts[0].start for fusion in (first, second)] == [0, 5]
     assert third.parts[0].part == 6
+
+
+@pytest.mark.parametrize("form", GATES, ids=lambda form: form.__name__)
+def test_a_gate_beside_other_ranges_is_one_kernel_of_two_windows(form) -> None:
+    fusions = [fusion for _, fusion in found(built(form))]
+    (gate,) = (fusion for fusion in fusions if len(fusion.parts) == 2)
+    starts = {gate_beside_others: [20, 36], gate_of_two_ranges: [12, 28], gate_of_neighbours: [0, 16]}[form]
+    assert [(part.part, part.start) for part in gate.parts] == [(None, start) for start in starts]
+    assert gate.pattern == ("split_gemm" if form is gate_beside_others else "column_ranges")
 
 
 def test_ranges_of_equal_width_share_a_kernel_where_that_pays() -> None:
