@@ -244,7 +244,7 @@ class GrownRegion:
         if len(node.outputs) != 1:
             raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
         if node.op in ANGULAR and any(extent(product.k) == 1 for product in self.products):
-            raise NotFusable("outer_product", "", "k is 1: angles of positions, whose digits TF32 would not hold")
+            raise NotFusable("outer_product", "", "k is 1: angles of positions, in which nothing is summed")
         view = self.arguments.broadcast(node, common_view([value.view for value in columns]))
         value = replace(columns[0], view=view)
         inputs = self.arguments.of(node, value)
