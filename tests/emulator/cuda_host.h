@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#define __constant__
 #define __device__
 #define __global__
 #define __forceinline__ inline

@@ -41,10 +41,6 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return logistic(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
-// 2/pi behind a word of zeros: all of it that the largest number of fp32 needs.
-__constant__ constexpr unsigned TWO_BY_PI[] = {0x0u,        0xa2f9836eu, 0x4e441529u, 0xfc2757d1u,
-                                               0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
-
 // An angle is `quadrant` times pi/2, of which four are a turn, and `rest`, which is little more than pi/4 at most.
 struct Angle {
   float rest;
@@ -61,6 +57,9 @@ __device__ __forceinline__ Angle small_angle(float x) {
 // From 2^16 on: of 2/pi times the mantissa the 64 bits from a half turn on, as what is before them is whole turns. No
 // number of fp32 is nearer to a multiple of pi/2 than 2^-30 or so, which leaves more bits than `rest` has.
 __device__ __forceinline__ Angle large_angle(float x) {
+  // 2/pi behind a word of zeros: all of it that the largest number of fp32 needs. In here, no other kernel carries it.
+  static constexpr unsigned TWO_BY_PI[] = {0x0u,        0xa2f9836eu, 0x4e441529u, 0xfc2757d1u,
+                                           0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
   const unsigned bits = __float_as_uint(x), first = (bits >> 23 & 255) - 120;
   unsigned long long window[3];
   for (unsigned i = 0; i < 3; ++i) {
