@@ -8,11 +8,11 @@ The archive is one uint8 initializer, input 0 of every fused node. Little-endian
     records   278 bytes each: char[32] kernel, char[64] entry, u32 capability, u32 flavour, i64 min_m, i64
               max_m, u32 block_m, block_n, threads, shared_bytes, u8 alignments of lhs, rhs, loads[12], outs[4] (0: the
               kernel has no such tensor), u8 flags of the same 18 tensors (`TensorFlag`: the loops that the kernel walks
-              in two levels, and whether its accesses go down the rows), u16 cluster, u32 early depth, u32 number of
-              tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous, swizzle, u16 box_inner,
-              box_outer), u32 library (`Library`), u8 bits and block of a quantized rhs, u8 alignments of its scales and
-              zero points (all 0: it is not quantized), u64 offset of the image from the start of the archive, u32 bytes
-              of it there, u32 bytes of it decompressed
+              in two levels, whether its accesses go down the rows, whether it reads a copy), u16 cluster, u32 early
+              depth, u32 number of tensor maps, tensor maps[9] of 8 bytes each (u8 tensor, index, rows_contiguous,
+              swizzle, u16 box_inner, box_outer), u32 library (`Library`), u8 bits and block of a quantized rhs, u8
+              alignments of its scales and zero points (all 0: it is not quantized), u64 offset of the image from the
+              start of the archive, u32 bytes of it there, u32 bytes of it decompressed
     images    each a deflate stream (RFC 1951) of its own, one behind the other; an image that several records share is
               stored once. Compressed they take less than a quarter; one is decompressed while the driver loads it
 
@@ -30,6 +30,10 @@ a place of zeros that the kernel loads and stores nothing by. A record with tens
 A record whose library is not NONE belongs to a node with a product, and its kernel has none: cuBLASLt makes the product
 in scratch memory, and the kernel's first loads are the parts of it, before those of the node. Such a record is passed
 over where the process holds no cuBLASLt, or where that refuses; another one of the same rows stands behind it.
+
+A record that copies lhs, rhs or both has a second function in its image, `onnxfuse_copy_rows`: rows along k go to
+scratch memory first, each to the beginning of a cache line, and the kernel reads them there. What is copied may lie on
+any boundary, with one stride for each loop. Such a record is passed over where there is no memory.
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of

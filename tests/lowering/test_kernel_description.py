@@ -14,6 +14,7 @@ from onnxfuse.lowering.kernel_description import describe, read_description
 from onnxfuse.lowering.site import Implementation
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.families import FAMILIES
+from onnxfuse.schedule.kernel_spec import KernelSpec
 from tests.helpers.attention_graphs import FORMS, model_of
 from tests.helpers.cached_model import cached_model
 from tests.helpers.group_models import group_model
@@ -49,12 +50,20 @@ def of_odd_depth() -> ModelProto:
     return b.model(b("Add", product, b.raw(np.zeros(321, np.float16), "bias")))
 
 
+def of_copied_rows() -> ModelProto:
+    """Rows that TMA reads in a copy alone."""
+    b = Builder(FLOAT16)
+    return b.model(
+        b("Relu", b("MatMul", b.input("x", (2048, 2730)), b.raw(np.zeros((2730, 1024), np.float16), "weight")))
+    )
+
+
 def implementations() -> dict[str, Implementation]:
     """Those of several models, each with a name, and of one site both."""
     b = ragged()
     sites = [
         site
-        for model in (MODEL, b.model(b.nodes[-1].output[0]), of_154_rows(), of_odd_depth())
+        for model in (MODEL, b.model(b.nodes[-1].output[0]), of_154_rows(), of_odd_depth(), of_copied_rows())
         for site in analyse_model(model, DEVICES).sites
     ]
     for tokens, width in ((8, 64), (2048, 512)):
@@ -82,5 +91,8 @@ def test_it_is_read_back_as_it_was(known: dict[str, Implementation]) -> None:
 
 
 def test_every_family_is_among_them(known: dict[str, Implementation]) -> None:
+    """And a kernel that reads a copy."""
+    specs = [variant.spec for each in known.values() for _, variant in each.variants]
+    assert any(isinstance(spec, KernelSpec) and spec.copied for spec in specs)
     families = {variant.family.name for each in known.values() for _, variant in each.variants}
     assert families == {family.name for family in FAMILIES}
