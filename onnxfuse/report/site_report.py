@@ -15,10 +15,10 @@ from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.fusion import Fusion, Pointwise, StoredRhs, Tensor
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.report.document import document
-from onnxfuse.schedule.kernel_spec import Access
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library import LABEL as LIBRARY
 from onnxfuse.schedule.library import rows_text
-from onnxfuse.schedule.variant import AnyPlan, AnyVariant
+from onnxfuse.schedule.variant import AnyPlan, AnySpec, AnyVariant
 
 LOOPS = ("batch", "heads", "m", "n", "k", "o")  # fields of an AxisMapping
 
@@ -283,12 +283,17 @@ def _paths(role: str, kernels: Mapping[str, AnyVariant], accesses: Iterable[Acce
 
 def _widest(plan: AnyPlan) -> Iterator[AnyVariant]:
     """The variants that read and write as the first does; those behind them take over where they may not."""
-    first = plan.variants[0].spec
+    first = _as_they_lie(plan.variants[0].spec)
     for variant in plan.variants:
-        spec = variant.spec
+        spec = _as_they_lie(variant.spec)
         same = (spec.factors, spec.loads, spec.outs) == (first.factors, first.loads, first.outs)
         if same and not spec.checked:
             yield variant
+
+
+def _as_they_lie(spec: AnySpec) -> AnySpec:
+    """A kernel's spec, whether it reads factors as they lie or copies of them."""
+    return replace(spec, copied=()) if isinstance(spec, KernelSpec) else spec
 
 
 def _row(

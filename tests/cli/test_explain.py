@@ -15,7 +15,7 @@ from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.schedule.variant import SLOWER
 from tests.cli.test_cli import MODELS
 from tests.helpers.many_commands import run_command as command
-from tests.helpers.onnx_build import Builder
+from tests.helpers.onnx_build import FLOAT16, Builder
 
 LAYERS = 40
 
@@ -92,3 +92,16 @@ def test_the_runner_up_is_the_nearest_of_the_tiles_that_are_not_taken(path: Path
             assert found[1] in slower
             assert float(found[2]) / float(found[3]) == pytest.approx(best, abs=0.2)
             assert plan.details.count(" not ") == len(plan.rejected)
+
+
+def test_what_is_copied_before_a_kernel_reads_it_is_said() -> None:
+    """The same operand of few rows is read as it lies; the plan names each kernel that reads a copy."""
+    b = Builder(FLOAT16)
+    model = b.model(b("Relu", b("MatMul", b.input("x", ("rows", 1365)), b.raw(np.zeros((1365, 512), np.float16), "w"))))
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    (site,) = make_report(analysis).fused
+    lhs, rhs, *_ = site.operands
+    assert "copied to rows on 16-byte boundaries, then TMA" in lhs.path["sm_90a"]
+    assert "copied" not in lhs.path["few rows"]
+    assert not any("copied" in path for path in rhs.path.values())
+    assert re.search(r"ping-pong.*lhs x8 copied rhs x8", str(analysis.sites[0].plans[0]))
