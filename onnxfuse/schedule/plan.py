@@ -73,7 +73,8 @@ def make_plan(
         others = _fitting(unguarded, device, deepest)[0]
         variants += _fastest(unguarded, _rank(unguarded, others, sizes, few, device), sizes)
     last = _variant(_checked(base), fitting[-1], 0, MAX_M, sizes.label)
-    if all((variant.spec, variant.tile) != (last.spec, last.tile) for variant in variants):
+    is_among_them = any((each.spec, each.tile) == (last.spec, last.tile) for each in variants)
+    if not is_among_them or any(each.spec.copied for each in variants):  # for copies there may be no memory
         variants.append(last)
     plan = ProductPlan(device, tuple(variants), widths, tuple(rejected), ranked, sizes)
     library = library_way(fusion, mapping, base, sizes, device)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from onnxfuse.device import spec_of
+from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import copying_rows
 from onnxfuse.schedule.hopper import HOPPER
@@ -54,6 +55,21 @@ def test_what_is_copied(order: str, k: int, n: int, element: int, copied: tuple[
     for variant in plan.variants:
         assert variant.family.why_not(variant.spec, variant.tile, DEVICE) is None
         assert ("copied" in str(variant)) == bool(variant.spec.copied)
+
+
+@pytest.mark.parametrize("element", [F16, BF16, F32])
+def test_for_every_number_of_rows_something_needs_no_memory(element: int) -> None:
+    """Also where every width is one element, so that the kernel of some rows could take any pointer."""
+    for k, n in ((189, 95), (355, 77), (643, 331), (1365, 1001)):
+        for kind in ("bias", "geglu", "qkv"):
+            plan = plan_for("nk", k, n, element, kind=kind)
+            without = [each for each in plan.variants if not each.spec.copied]
+            for m in (0, 1, 17, 300, 4096, MAX_M):
+                taken = (each for each in plan.variants if each.min_m <= m <= each.max_m)
+                behind = [each for each in without if each.min_m <= m <= each.max_m]
+                assert behind, (k, n, kind, m)
+                assert next(taken).spec.copied in ((), ("lhs", "rhs"))
+                assert behind[-1].spec.checked or max(a.width for a in behind[-1].spec.factors) == 1
 
 
 def test_few_rows_are_read_as_they_lie() -> None:
