@@ -56,8 +56,8 @@ Copies::Launch launch_of(const Rows& from, const OnnxfuseTensor& to) {
   launch.arguments.m = from.rows;
   launch.arguments.k = from.k;
   launch.arguments.batch = from.batches;
-  launch.grid = {static_cast<unsigned>(Rows::parts(from.chunks(), kCopyThreads)),
-                 static_cast<unsigned>(std::min(from.batches, kMaxGridZ))};
+  launch.blocks = static_cast<unsigned>(Rows::parts(from.chunks(), kCopyThreads));
+  launch.batches = static_cast<unsigned>(std::min(from.batches, kMaxGridZ));
   return launch;
 }
 

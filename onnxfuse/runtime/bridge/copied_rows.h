@@ -8,7 +8,6 @@
 #include "archive.h"
 #include "axes.h"
 #include "contract.h"
-#include "driver.h"
 #include "kernels/cuda/common/arguments.cuh"
 
 namespace onnxfuse {
@@ -25,7 +24,7 @@ bool can_copy(const Record& record, const Contract& contract, const ElementBytes
 struct Copies {
   struct Launch {
     OnnxfuseArguments arguments{};   // lhs is what is copied, outs[0] the copy
-    Driver::Grid grid{};
+    unsigned blocks = 0, batches = 0;   // of the grid
   };
   std::vector<Launch> launches;   // one for each factor; a batch that all share is copied once
   OnnxfuseArguments behind{};

@@ -111,8 +111,8 @@ bool launch_behind_copies(const Loaded& code, size_t chosen, const Contract& con
   if (memory == nullptr) return false;
   Copies copies = copies_at(record, contract, bytes, arguments, aligned(memory));
   for (Copies::Launch& copy : copies.launches) {
-    cuda_driver()->launch(code.copies[chosen], copy.grid, kCopyThreads, 0, /*early=*/true, stream, &copy.arguments,
-                          nullptr);
+    cuda_driver()->launch(code.copies[chosen], {copy.blocks, copy.batches}, kCopyThreads, 0, /*early=*/true, stream,
+                          &copy.arguments, nullptr);
   }
   launch_kernel(code, chosen, contract, bytes, copies.behind, stream);
   return true;
