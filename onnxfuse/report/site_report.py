@@ -293,7 +293,7 @@ def _widest(plan: AnyPlan) -> Iterator[AnyVariant]:
 
 def _as_they_lie(spec: AnySpec) -> AnySpec:
     """A kernel's spec, whether it reads factors as they lie or copies of them."""
-    return replace(spec, copied=()) if isinstance(spec, KernelSpec) else spec
+    return spec.without_copies if isinstance(spec, KernelSpec) else spec
 
 
 def _row(

@@ -146,6 +146,11 @@ class KernelSpec:
         rhs = Access("tile", self.rhs_dtype, self.rhs_width, self.rhs_order == "nk", rhs_levels)
         return self._as_read("lhs", lhs), self._as_read("rhs", rhs)
 
+    @property
+    def without_copies(self) -> KernelSpec:
+        """The kernel with factors as the model has them, of which the tiles of all families are made."""
+        return replace(self, copied=())
+
     def _as_read(self, factor: str, access: Access) -> Access:
         copied = replace(access, width=TMA_BYTES // self.dtype.bytes, copied=True)
         return copied if factor in self.copied else access

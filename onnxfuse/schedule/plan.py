@@ -99,7 +99,7 @@ def _with_library(plan: ProductPlan, prices: Prices, products: int) -> ProductPl
         prices: of its tiles.
         products: that the library makes one after the other.
     """
-    base, sizes, device = _base(plan.variants[0]), plan.sizes, plan.device
+    base, sizes, device = plan.variants[0].spec.without_copies, plan.sizes, plan.device
     if not plan.library or sizes is None:
         return plan
 
@@ -121,7 +121,7 @@ def _with_library(plan: ProductPlan, prices: Prices, products: int) -> ProductPl
 
 def replan(plan: ProductPlan, entry: Candidate) -> ProductPlan:
     """The plan with one tile for every number of rows; what takes over from it stays."""
-    base = _base(plan.variants[0])
+    base = plan.variants[0].spec.without_copies
     by = plan.variants[0].by
     return _with(replace(plan, library_rows=()), [_variant(base, entry, 0, MAX_M, by)])
 
@@ -138,7 +138,7 @@ def retuned(plan: ProductPlan, times: Mapping[int, Mapping[str, float]]) -> Prod
     """
     if not times:
         return plan
-    base, sizes = _base(plan.variants[0]), plan.sizes
+    base, sizes = plan.variants[0].spec.without_copies, plan.sizes
     candidates = [entry for _, entry in plan.ranked[0].tiles]
     if sizes is None or sizes.known is not None:
         (measured,) = times.values()
@@ -194,13 +194,9 @@ def by_library(plan: ProductPlan, times: Mapping[int, Mapping[str, float]] | Non
 
 
 def _with(plan: ProductPlan, variants: Sequence[ProductVariant]) -> ProductPlan:
-    rest = [variant for variant in plan.variants if _base(variant) != _base(variants[0])]
+    base = variants[0].spec.without_copies
+    rest = [variant for variant in plan.variants if variant.spec.without_copies != base]
     return replace(plan, variants=(*variants, *rest))
-
-
-def _base(variant: ProductVariant) -> KernelSpec:
-    """The kernel with factors as the model has them, of which the tiles of all families are made."""
-    return replace(variant.spec, copied=())
 
 
 def _ranged(

@@ -13,7 +13,7 @@ from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.attention_tile import AttentionSpec
 from onnxfuse.schedule.cached_attention_tile import CachedAttentionSpec
 from onnxfuse.schedule.kernel_family import Candidate, KernelFamily, Problem, Sizes
-from onnxfuse.schedule.kernel_spec import KernelSpec
+from onnxfuse.schedule.kernel_spec import FACTORS, KernelSpec
 from onnxfuse.schedule.library_tile import LibrarySpec
 from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
@@ -40,7 +40,7 @@ class Variant(Generic[Spec]):
     def __str__(self) -> str:
         widths = " ".join(
             f"{name} x{each.width}{' copied' if each.copied else ''}"
-            for name, each in zip(("lhs", "rhs"), self.spec.factors, strict=False)
+            for name, each in zip(FACTORS, self.spec.factors, strict=False)
         )
         sizes = f"{self.by} {self.min_m}..{self.max_m if self.max_m < MAX_M else ''}  {self.tile}"
         where = ", where a tensor lies so" if self.spec.checked else ""

@@ -88,6 +88,26 @@ def batches() -> None:
     assert (last().batch, last().lhs.batch_stride) == (3, 5 * 32)
 
 
+def both() -> None:
+    """Rows of a weight [n, k], each part by itself, behind those of lhs; or theirs alone."""
+    on_cpu()
+    turned = {"axes": "b m k, (p n) k, (p n) -> b m n"}
+    rhs_alone = flags({1: TensorFlag.COPIED | TensorFlag.TRANSPOSED})
+    for chosen, count in ((flags({0: TensorFlag.COPIED}), 3), (flags({}), 2)):
+        wanted = tuple(map(max, chosen, rhs_alone))
+        maps = tuple(TensorMap(Mapped.RHS, part, True, 128, 32, 16) for part in range(2))
+        copying = replace(COPYING, flags=wanted, maps=maps, lhs_alignment=16 if chosen[0] else 4)
+        proto = onnx.load_from_string(narrow(archive=pack([copying, OTHER]), **turned))
+        proto.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(WEIGHT.T), "w"))
+        before = driver().fake_copies()
+        check(session(proto.SerializeToString()), copied, 2, 3, K)
+        assert driver().fake_copies() == before + count
+        parts = last().rhs
+        assert [(part.row_stride, 4 * part.column_stride) for part in parts[:2]] == [(1, 128)] * 2
+        assert parts[1].pointer - parts[0].pointer == 128 * N
+        assert parts[0].pointer % 128 == 0
+
+
 def threads() -> None:
     """Runs at the same time have no copy in common."""
     on_cpu()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import onnxfuse
 from onnxfuse.device import CACHE_LINE, spec_of
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.hopper import COPY_ENTRY, copy_entry
-from onnxfuse.kernels.source import assembled
+from onnxfuse.kernels.source import assembled, template
 from tests.helpers.host_build import build_library
 from tests.helpers.kernel_problem import ARGUMENTS
 from tests.kernels.test_portable_on_cpu import Range, host_source
@@ -19,6 +21,7 @@ from tests.perf.drawn import Drawn
 from tests.perf.every_tile import plan_of
 
 SM_90A = spec_of("sm_90a")
+BRIDGE = Path(onnxfuse.__file__).parent / "runtime" / "bridge"
 THREADS, CHUNK = 256, 16
 BEHIND = 4  # bytes behind the copy that nobody may touch
 # (m, k, batches, elements between rows beside k, elements before the first)
@@ -27,6 +30,16 @@ CASES = [
     *itertools.product((3,), (34, 65), (2, 3), (0, 1), (0, 1)),
     (300, 21, 1, 0, 0), (129, 200, 2, 1, 2),
 ]  # fmt: skip
+
+
+def test_the_bridge_launches_it_as_it_is_written() -> None:
+    text = template("common/copied_rows.cuh")
+    bridge = "".join((BRIDGE / f"copied_rows.{ending}").read_text() for ending in ("h", "cc"))
+    for name, value in (("COPY_THREADS", THREADS), ("CHUNK_BYTES", CHUNK)):
+        assert f"constexpr int {name} = {value};" in text
+    assert f"kCopyThreads = {THREADS};" in bridge
+    assert f"kLine = {CACHE_LINE}, kChunk = {CHUNK};" in bridge
+    assert f'kCopyEntry[] = "{COPY_ENTRY}";' in bridge
 
 
 @pytest.fixture(scope="module")

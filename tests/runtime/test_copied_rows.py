@@ -92,7 +92,7 @@ def test_both_sides_refuse_an_impossible_copy(name: str, monkeypatch: pytest.Mon
         bridge().archive(pack([dataclasses.replace(COPYING, **IMPOSSIBLE[name])]))
 
 
-@pytest.mark.parametrize("name", ["copies", "batches", "threads", "no_memory"])
+@pytest.mark.parametrize("name", ["copies", "batches", "both", "threads", "no_memory"])
 def test_session(name: str) -> None:
     """A real session of ONNX Runtime over the stand-in for the driver."""
     folder = str(fake_driver_folder())

@@ -19,6 +19,7 @@ struct Rows {
   bool is_dense() const { return in_one_level && (tensor.column_stride == 1 || k == 1); }
   int64_t pitch() const { return parts(k * bytes, kLine) * kLine / bytes; }   // elements from row to row of the copy
   int64_t chunks() const { return rows * parts(k * bytes, kChunk); }          // of a batch: a thread each
+  int64_t copy_bytes() const { return rows * pitch() * bytes * batches; }
   static int64_t parts(int64_t value, int64_t step) { return (value + step - 1) / step; }
 };
 
@@ -72,22 +73,29 @@ bool can_copy(const Record& record, const Contract& contract, const ElementBytes
   });
 }
 
+int64_t copy_bytes(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                   const OnnxfuseArguments& arguments) {
+  int64_t result = 0;
+  for (const Rows& rows : copied(record, contract, bytes, arguments)) result += rows.copy_bytes();
+  return result;
+}
+
 Copies copies_at(const Record& record, const Contract& contract, const ElementBytes& bytes,
                  const OnnxfuseArguments& arguments, void* memory) {
   Copies result;
   result.behind = arguments;
-  const auto place = [&](const Rows& from) {
-    const int64_t pitch = from.pitch(), batch = from.rows * pitch;
-    const uintptr_t address = reinterpret_cast<uintptr_t>(memory) + result.bytes;
-    const OnnxfuseTensor to{reinterpret_cast<void*>(address), from.tensor.batch_stride == 0 ? 0 : batch, pitch, 1};
-    result.bytes += batch * from.batches * from.bytes;
+  OnnxfuseTensor* rhs = result.behind.rhs;
+  uintptr_t address = reinterpret_cast<uintptr_t>(memory);
+  for (const Rows& from : copied(record, contract, bytes, arguments)) {
+    const int64_t pitch = from.pitch(), batch_stride = from.tensor.batch_stride == 0 ? 0 : from.rows * pitch;
+    const OnnxfuseTensor to{reinterpret_cast<void*>(address), batch_stride, pitch, 1};
+    if (record.copies(kLhsIndex) && result.launches.empty()) {
+      result.behind.lhs = to;
+    } else {
+      *rhs++ = {to.pointer, to.batch_stride, to.column_stride, to.row_stride};
+    }
     result.launches.push_back(launch_of(from, to));
-    return to;
-  };
-  if (record.copies(kLhsIndex)) result.behind.lhs = place(lhs_rows(bytes, arguments));
-  for (size_t part = 0; record.copies(kRhsIndex) && part < contract.rhs.size(); ++part) {
-    const OnnxfuseTensor to = place(rhs_rows(bytes, arguments, part));
-    result.behind.rhs[part] = {to.pointer, to.batch_stride, to.column_stride, to.row_stride};
+    address += from.copy_bytes();
   }
   return result;
 }

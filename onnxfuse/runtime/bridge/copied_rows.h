@@ -28,10 +28,13 @@ struct Copies {
   };
   std::vector<Launch> launches;   // one for each factor; a batch that all share is copied once
   OnnxfuseArguments behind{};
-  int64_t bytes = 0;   // of all copies, one behind the other
 };
 
-// The copies at `memory`, which begins on a cache line. Only where can_copy().
+// Of all copies. Only where can_copy(), as what follows.
+int64_t copy_bytes(const Record& record, const Contract& contract, const ElementBytes& bytes,
+                   const OnnxfuseArguments& arguments);
+
+// The copies at `memory`, which begins on a cache line, one behind the other.
 Copies copies_at(const Record& record, const Contract& contract, const ElementBytes& bytes,
                  const OnnxfuseArguments& arguments, void* memory);
 

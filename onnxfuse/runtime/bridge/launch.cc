@@ -106,8 +106,7 @@ bool launch_behind_library(const Loaded& code, size_t chosen, const Contract& co
 bool launch_behind_copies(const Loaded& code, size_t chosen, const Contract& contract, const ElementBytes& bytes,
                           const OnnxfuseArguments& arguments, const Scratch& scratch, Stream stream) {
   const Record& record = *code.records[chosen];
-  const int64_t needed = copies_at(record, contract, bytes, arguments, nullptr).bytes;
-  void* memory = scratch(needed + kScratchAlignment);
+  void* memory = scratch(copy_bytes(record, contract, bytes, arguments) + kScratchAlignment);
   if (memory == nullptr) return false;
   Copies copies = copies_at(record, contract, bytes, arguments, aligned(memory));
   for (Copies::Launch& copy : copies.launches) {
