@@ -311,9 +311,9 @@ def arithmetic(dtype: DType, device: DeviceSpec, depth: int | None, exact_fp32: 
     """
     if dtype != F32:
         return dtype.name
-    if not exact_fp32:
-        return "tf32"
-    return "fp32" if depth is not None and depth < SHALLOW else calibration(device).exact
+    if depth is not None and depth < SHALLOW:
+        return "fp32"
+    return calibration(device).exact if exact_fp32 else "tf32"
 
 
 def _spec(fusion: Fusion, mapping: AxisMapping, widths: Widths, math_mode: str) -> KernelSpec:

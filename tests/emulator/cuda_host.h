@@ -17,6 +17,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ inline
 #define __shared__
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))

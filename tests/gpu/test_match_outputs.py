@@ -63,13 +63,31 @@ def heads_of_grouped_queries(b: Builder, k: int, n: int) -> list[str]:
     return [b("Transpose", t, perm=(0, 2, 1, 3)) for t in split]
 
 
+def gate_beside_grouped_queries(b: Builder, k: int, n: int) -> list[str]:
+    """PaLM's parallel block: one weight of q, of k, of v and of a gate, whose parts are two windows of it."""
+    *ranges, packed = b("Split", linear(b, k, 7 * n), b.integers(3 * n, n, n, 2 * n), outputs=4, axis=-1)
+    split = [b("Reshape", t, b.integers(0, 0, -1, n // 2)) for t in ranges]
+    heads = [b("Transpose", t, perm=(0, 2, 1, 3)) for t in split]
+    return [*heads, gate(b, *b("Split", packed, outputs=2, axis=-1, num_outputs=2))]
+
+
+def gate_behind_an_odd_range(b: Builder, k: int, n: int) -> list[str]:
+    """Of a weight [n, k]: both parts of the gate begin at odd columns."""
+    sizes, rng = (n // 8 * 2 - 1, n, n), np.random.default_rng([k, n])
+    weight = b("Transpose", b.array(rng.standard_normal((sum(sizes), k)) / np.sqrt(k), "weight"), perm=(1, 0))
+    t = b("Add", b("MatMul", "x", weight), b.array(rng.standard_normal(sum(sizes)), "bias"))
+    first, value, gated = sliced(b, t, sizes)
+    return [b("Tanh", first), gate(b, value, gated)]
+
+
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
 @pytest.mark.parametrize("fp32", ["tf32", "exact"])
-def test_windows_of_one_weight_in_a_session(fp32: Fp32, dtype: int, k: int, n: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [heads_of_grouped_queries, gate_beside_grouped_queries, gate_behind_an_odd_range])
+def test_windows_of_one_weight_in_a_session(build, fp32: Fp32, dtype: int, k: int, n: int, tmp_path: Path) -> None:
     b = Builder(dtype)
     b.input("x", (2, "rows", k))
-    model = b.model(*heads_of_grouped_queries(b, k, n))
+    model = b.model(*build(b, k, n))
     fused, report = onnxfuse.optimize(model, arch="native", fp32=fp32)
     if (dtype, fp32) != (FLOAT, "tf32"):  # where the library may be faster
         assert len(report.fused) >= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import pytest
 from onnx import numpy_helper
 
 import onnxfuse
+from onnxfuse.device import resolve
+from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.pipeline import analyse_model
+from onnxfuse.runtime.driver import local_architectures
 from tests.gpu.sessions import TURNS, check_replays, check_threads
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, run_cuda, session
 from tests.helpers.matching import run_values
 from tests.helpers.onnx_build import Builder
+from tests.helpers.reference_fusion import evaluate
 from tests.patterns.test_behind_normalisation import ACTIVATIONS, model_of
+from tests.patterns.test_deviation import ENDS, Form, of_one_less, variance
+from tests.patterns.test_deviation import model_of as deviation_model
 from tests.patterns.test_normalisation import N
 
 pytestmark = pytest.mark.gpu
@@ -118,6 +126,29 @@ def test_an_activation_behind_it(tmp_path: Path, name: str, dtype: int) -> None:
         (expected,) = run_values(exact, [exact.graph.output[0].name], {"x": given.astype(np.float32)})
         error = np.abs(run_cuda(live, given, dtype) - expected)
         bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + 64 * EPSILON[F32])
+        assert (error <= bound).all(), f"{rows}: {error.max():.3g}, {(error / bound).max():.2f} of the bound"
+
+
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("deviation", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("spread", [variance, of_one_less], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("end", ENDS, ids=lambda form: form.__name__)
+def test_a_deviation_and_what_is_added_to_it(
+    tmp_path: Path, end: Callable[..., str], spread: Form, deviation: float, dtype: int
+) -> None:
+    """Rows whose deviation counts less than what is added to it, as much, and more; the reference is float64."""
+    model = deviation_model(end, spread, dtype)
+    fused, report = onnxfuse.optimize(model, arch="native")
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    (site,) = analyse_model(model, resolve("native", local_architectures)).sites
+    assert isinstance(site.fusion, Normalisation)
+    stored = {tensor.name: as_float64(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer}
+    live = session(fused, tmp_path / "fused.onnx", fused=True)
+    for rows in ((1, 1), (3, 77), (2, 1024)):
+        given = (np.random.default_rng(rows).standard_normal((*rows, N)) * deviation).astype(NUMPY[dtype])
+        (expected,) = evaluate(site.fusion, stored | {"x": as_float64(given)})
+        error = np.abs(run_cuda(live, given, dtype) - expected)
+        bound = ULPS * (EPSILON[dtype] * np.abs(expected) / 4 + 16 * EPSILON[F32] * (1 + np.abs(expected)))
         assert (error <= bound).all(), f"{rows}: {error.max():.3g}, {(error / bound).max():.2f} of the bound"
 
 

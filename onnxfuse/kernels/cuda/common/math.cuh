@@ -55,8 +55,9 @@ __device__ __forceinline__ Angle small_angle(float x) {
 }
 
 // From 2^16 on: of 2/pi times the mantissa the 64 bits from a half turn on, as what is before them is whole turns. No
-// number of fp32 is nearer to a multiple of pi/2 than 2^-30 or so, which leaves more bits than `rest` has.
-__device__ __forceinline__ Angle large_angle(float x) {
+// number of fp32 is nearer to a multiple of pi/2 than 2^-30 or so, which leaves more bits than `rest` has. A function
+// that is called: in line for each of a thread's outputs, texts are longer than what instructions are kept in.
+__device__ __noinline__ Angle large_angle(float x) {
   // 2/pi behind a word of zeros: all of it that the largest number of fp32 needs. In here, no other kernel carries it.
   static constexpr unsigned TWO_BY_PI[] = {0x0u,        0xa2f9836eu, 0x4e441529u, 0xfc2757d1u,
                                            0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
