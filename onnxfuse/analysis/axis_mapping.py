@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from onnxfuse.dtypes import FLOATS
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Pointwise, Tensor
 from onnxfuse.ir.normalisation import Normalisation
-from onnxfuse.limits import MOST_LEVELS
+from onnxfuse.limits import MOST_LEVELS, WIDEST_BYTES
 
 Axes = tuple[str, ...]
 
@@ -135,10 +136,28 @@ def map_pointwise(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
     rows = flatten(pointwise, _tensors(pointwise), (*mapping.batch, *mapping.m))
     batch = mapping.batch if len(rows) > 1 else ()
     own = AxisMapping(batch, tuple(axis for axis in (*mapping.batch, *mapping.m) if axis not in batch), mapping.n, ())
+    own = _with_wide_accesses(pointwise, own)
     for tensor in _tensors(pointwise):
         for loop in (own.batch, own.m, own.n):
             _check_levels(pointwise, tensor, loop, MOST_LEVELS)
     return own
+
+
+def _with_wide_accesses(pointwise: Pointwise, mapping: AxisMapping) -> AxisMapping:
+    """Rows that begin where no wide access is legal, as those of small images, joined where nothing lies between them.
+
+    As few of the axes before n as make rows of a multiple of the most bytes; where none do, all stays as it is.
+    """
+    joined = [replace(mapping, m=mapping.m[:first], n=mapping.m[first:] + mapping.n) for first in range(len(mapping.m))]
+    whole = [each for each in joined if len(flatten(pointwise, _tensors(pointwise), each.n)) == 1]
+    return max((mapping, *reversed(whole)), key=lambda each: _aligned_bytes(pointwise, each.n))
+
+
+def _aligned_bytes(pointwise: Pointwise, columns: Axes) -> int:
+    """Bytes of an access that is legal wherever a row of so many columns begins."""
+    known = math.prod(size for axis in columns if (size := pointwise.size(axis)) is not None)
+    element = min(tensor.dtype.bytes for tensor in _tensors(pointwise) if tensor.dtype in FLOATS)
+    return math.gcd(known * element, WIDEST_BYTES)
 
 
 def map_rows(fusion: Normalisation) -> AxisMapping:

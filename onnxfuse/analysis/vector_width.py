@@ -26,8 +26,7 @@ from itertools import takewhile
 
 from onnxfuse.analysis.axis_mapping import Axes, AxisMapping, reads_rows, stepped
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Pointwise, Tensor
-
-WIDEST_BYTES = 16  # ld.global.v4, cp.async 16
+from onnxfuse.limits import WIDEST_BYTES
 
 
 @dataclass(frozen=True)

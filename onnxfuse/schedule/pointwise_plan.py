@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from onnxfuse.analysis.axis_mapping import AxisMapping
+from onnxfuse.analysis.axis_mapping import AxisMapping, static_size
 from onnxfuse.analysis.vector_width import EpilogueWidths, analyse_epilogue
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import FLOATS
@@ -15,7 +15,7 @@ from onnxfuse.schedule.access import access
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.pointwise import POINTWISE
-from onnxfuse.schedule.pointwise_tile import PointwiseSpec, PointwiseTile, rows_in_flight, span_of, tile_for
+from onnxfuse.schedule.pointwise_tile import LONG, PointwiseSpec, PointwiseTile, rows_in_flight, span_of, tile_for
 from onnxfuse.schedule.variant import PointwisePlan, PointwiseVariant
 
 
@@ -23,8 +23,8 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
     """Choose the kernels of what follows a product for one architecture."""
     widths = analyse_epilogue(pointwise, mapping)
     loads, outs = accesses(pointwise, mapping, widths)
-    columns = math.prod(pointwise.size(axis) or 1 for axis in mapping.n)
-    rows = rows_in_flight(loads, span_of(loads, outs), device)
+    columns = _columns(pointwise, mapping)
+    rows = 1 if static_size(pointwise, mapping.m) == 1 else rows_in_flight(loads, span_of(loads, outs), device)
     tall, flat = (tile_for(loads, outs, columns, count) for count in (rows, 1))
     # Below this m the tall tile makes too few blocks.
     blocks = calibration(device).pointwise_blocks * device.multiprocessors
@@ -40,6 +40,13 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
         rows = rows_in_flight(narrow.loads, 1, device)
         variants.append(_variant(narrow, tile_for(narrow.loads, narrow.outs, columns, rows), 0, MAX_M))
     return PointwisePlan(device, tuple(variants), widths)
+
+
+def _columns(pointwise: Pointwise, mapping: AxisMapping) -> int:
+    """How many tiles are chosen by: where rows were joined, and only the run knows how many, long ones."""
+    rows, columns = (math.prod(pointwise.size(axis) or 1 for axis in loop) for loop in (mapping.m, mapping.n))
+    is_joined = len(mapping.n) > 1 and rows == 1
+    return LONG if is_joined and static_size(pointwise, mapping.n) is None else columns
 
 
 def _variant(spec: PointwiseSpec, tile: PointwiseTile, min_m: int, max_m: int) -> PointwiseVariant:

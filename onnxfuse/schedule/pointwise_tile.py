@@ -11,6 +11,7 @@ from onnxfuse.schedule.kernel_spec import Access, QuantizedAccess
 
 THREADS = 256
 REGISTER_BYTES = 4
+LONG = 1 << 14  # columns from which rows may be few, as those of whole images: a block's threads are beside each other
 COLUMN_THREADS = (32, 16, 8)  # a warp reads at least 8 neighbours' columns, whole lines of memory, of one row
 
 
@@ -93,7 +94,8 @@ def span_of(loads: tuple[Access, ...], outs: tuple[Access, ...]) -> int:
 def tile_for(loads: tuple[Access, ...], outs: tuple[Access, ...], n: int, rows: int) -> PointwiseTile:
     """The tile whose threads own `rows` rows each and which wastes the fewest of n columns; the wider of equals."""
     span = span_of(loads, outs)
-    threads = min(COLUMN_THREADS, key=lambda threads: -(-n // (threads * span)) * threads)
+    choices = (THREADS,) if n >= LONG else COLUMN_THREADS
+    threads = min(choices, key=lambda threads: -(-n // (threads * span)) * threads)
     return PointwiseTile(THREADS // threads * rows, threads * span, span)
 
 

@@ -11,10 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.analysis.axis_mapping import map_axes
-from onnxfuse.analysis.vector_width import WIDEST_BYTES, analyse, is_transposed
+from onnxfuse.analysis.vector_width import analyse, is_transposed
 from onnxfuse.dtypes import BF16, BOOL, F16, F32
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import Fusion, RhsPart
+from onnxfuse.limits import WIDEST_BYTES
 from tests.helpers.addresses import accesses, is_legal, lines
 from tests.helpers.fusions import fusion
 

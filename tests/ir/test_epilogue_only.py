@@ -103,6 +103,36 @@ def test_rows_flatten_where_only_lhs_stood_in_the_way() -> None:
     assert (map_pointwise(transposed, mapping).batch, map_pointwise(transposed, mapping).m) == (("b",), ("m",))
 
 
+IMAGE = "b c y"
+JOINED = [  # sizes, what else is read; the axes of n, and elements of an access
+    ({"c": 8, "y": 49}, [(IMAGE, F16)], ("c", "y"), 8),
+    ({"c": 8, "y": None}, [(IMAGE, F16)], ("c", "y"), 8),
+    ({"c": 12, "y": 49}, [(IMAGE, F16), ("1", F32)], ("c", "y"), 4),
+    ({"c": None, "y": 49, "b": 16}, [(IMAGE, F16)], ("b", "c", "y"), 8),
+    ({"c": 7, "y": 49}, [(IMAGE, F16)], ("y",), 1),
+    ({"c": 8, "y": 196}, [(IMAGE, F16)], ("c", "y"), 8),
+    ({"c": 8, "y": 64}, [(IMAGE, F16)], ("y",), 8),
+    ({"c": 8, "y": 49}, [("b c 1", F16)], ("y",), 1),  # a number of each row lies between
+    ({"c": 8, "y": 49}, [("1 1 y", F16)], ("y",), 1),
+]
+
+
+@pytest.mark.parametrize(("sizes", "operands", "columns", "width"), JOINED)
+def test_rows_that_begin_anywhere_are_joined(sizes, operands, columns: tuple[str, ...], width: int) -> None:
+    """Of images: whatever is read and written wide is so at every element where an access of it begins."""
+    built = fusion({"b": None, "k": 5} | sizes, lhs="c k", rhs="b k y", out=IMAGE, operands=operands)
+    epilogue_only = epilogue_of(built, (Tensor("product", F16, dims(IMAGE)),))
+    mapping = map_pointwise(epilogue_only, map_axes(built))
+    assert mapping.n == columns
+    assert (*mapping.batch, *mapping.m, *mapping.n) == ("b", "c", "y")
+    (device,) = resolve("sm_90a", list)
+    plan = make_pointwise_plan(epilogue_only, mapping, device)
+    tile = plan.variants[0].tile
+    assert plan.variants[0].spec.outs[0].width == width
+    assert tile.block_n % tile.span == 0
+    assert tile.block_m * tile.block_n % (tile.threads * tile.span) == 0
+
+
 def test_few_rows_are_spread_over_more_blocks() -> None:
     built = fusion({"m": None, "n": 1280, "k": 5, "p": 2}, rhs="k (p n)", parts=2)
     epilogue_only = epilogue_of(built, products_of(built))

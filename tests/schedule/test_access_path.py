@@ -180,16 +180,18 @@ def test_explain_prints_masks() -> None:
 def test_behind_a_product_the_paths_are_those_of_the_kernel_behind_it() -> None:
     b = Builder(FLOAT16)
     t = b("MatMul", b.input("x", (4096, 320)), b.array(np.ones((320, 641)), "weight"))
+    t = b("Add", t, b.array(np.ones(641), "bias"))
     model = b.model(b("Tanh", b("Add", t, b.input("residual", (4096, 641)))))
     analysis = analyse_model(model, resolve("sm_100", list))
     epilogue_only = tuple(replace(site, strategy=Strategy.EPILOGUE_ONLY) for site in analysis.sites)
     (site,) = make_report(replace(analysis, sites=epilogue_only)).fused
     assert [(row.kind, row.width, row.path) for row in site.operands] == [
         ("tile", 1, {"behind the product": "element by element along n"}),
+        ("row", 1, {"behind the product": "once per tile into registers"}),
         ("tile", 1, {"behind the product": "element by element along n"}),
         ("out", 1, {"behind the product": "direct store along n"}),
     ]
-    assert site.operands[1].reason == "row pitch 641 is odd"
+    assert site.operands[2].reason == "row pitch 641 is odd"
 
 
 def test_what_a_weight_has_beside_its_integers_goes_the_way_that_its_kernel_takes() -> None:
