@@ -31,9 +31,9 @@ A record whose library is not NONE belongs to a node with a product, and its ker
 in scratch memory, and the kernel's first loads are the parts of it, before those of the node. Such a record is passed
 over where the process holds no cuBLASLt, or where that refuses; another one of the same rows stands behind it.
 
-A record that copies lhs, rhs or both has a second function in its image, `onnxfuse_copy_rows`: rows along k go to
-scratch memory first, each to the beginning of a cache line, and the kernel reads them there. What is copied may lie on
-any boundary, with one stride for each loop. Such a record is passed over where there is no memory.
+A record that copies lhs, rhs or both has a second function in its image, `onnxfuse_copy_rows`: rows of the contiguous
+axis go to scratch memory first, each to the beginning of a cache line, and the kernel reads them there. What is copied
+may lie on any boundary, with one stride for each loop. Such a record is passed over where there is no memory.
 
 A node runs the first record of its kernel whose architecture, range of m and alignments fit, so the order of records is
 the order of preference: cubins before PTX, wide accesses before narrow ones. The address of every tensor, and each of
@@ -293,11 +293,11 @@ def _is_form_possible(form: QuantizedRhs, record: Record) -> bool:
 
 
 def _is_copy_possible(record: Record) -> bool:
-    """Factors are copied along k, in one level; nothing else is."""
-    alone = {0: TensorFlag.COPIED, 1: TensorFlag.COPIED | TensorFlag.TRANSPOSED}
+    """Factors are copied, lhs along k and rhs along either axis, in one level; nothing else is."""
+    alone = {0: (TensorFlag.COPIED,), 1: (TensorFlag.COPIED, TensorFlag.COPIED | TensorFlag.TRANSPOSED)}
     copied = [(tensor, flags) for tensor, flags in enumerate(record.flags) if flags & TensorFlag.COPIED]
     own = record.quantized is None and record.library == Library.NONE
-    return not copied or (own and all(alone.get(tensor) == flags for tensor, flags in copied))
+    return not copied or (own and all(flags in alone.get(tensor, ()) for tensor, flags in copied))
 
 
 def _is_library_possible(record: Record) -> bool:

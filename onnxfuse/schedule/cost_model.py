@@ -75,8 +75,9 @@ def from_memory(size: Amount, device: DeviceSpec) -> Amount:
 
 def with_rows_copied(spec: KernelSpec, problem: Problem) -> Problem:
     """The problem as a kernel sees it whose factors were copied to rows of whole cache lines: k as long as those."""
+    along_k = "lhs" in spec.copied or ("rhs" in spec.copied and spec.rhs_order == "nk")
     line = CACHE_LINE // spec.dtype.bytes
-    return replace(problem, k=-(-problem.k // line) * line)
+    return replace(problem, k=-(-problem.k // line) * line) if along_k else problem
 
 
 def copying_rows(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:

@@ -421,13 +421,13 @@ def why_not(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str | None
 
 def copied(spec: KernelSpec) -> tuple[str, ...]:
     """The factors that TMA reaches where they were copied alone; none where that does not help."""
-    along_k = {
+    in_one_level = {
         "lhs": spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs),
-        "rhs": spec.rhs_order == "nk" and not spec.rhs_batch_runs,
+        "rhs": not spec.rhs_batch_runs,
     }
     widths = zip(FACTORS, (spec.lhs_width, spec.rhs_width), strict=True)
     narrow = tuple(name for name, width in widths if width * spec.dtype.bytes < TMA_BYTES)
-    return narrow if spec.quantization is None and all(along_k[name] for name in narrow) else ()
+    return narrow if spec.quantization is None and all(in_one_level[name] for name in narrow) else ()
 
 
 def first(rules: Rules) -> str | None:

@@ -106,8 +106,8 @@ class KernelSpec:
         zero_points_width: bytes of one access to its zero points.
         depth: k of a quantized rhs, which is a weight, so that it is known; else 0.
         columns: n of a quantized rhs; else 0.
-        copied: factors, `lhs` and `rhs`, that the launch copies first, to rows along k that begin on 16-byte
-            boundaries; the kernel reads those.
+        copied: factors, `lhs` and `rhs`, that the launch copies first, to rows of their contiguous axis that
+            begin on 16-byte boundaries; the kernel reads those.
     """
 
     dtype: DType

@@ -252,7 +252,8 @@ def estimated(
     times = np.empty((len(candidates), np.size(problem.size)))
     for factors in {copied[entry.family] for entry in candidates}:
         own = [index for index, entry in enumerate(candidates) if copied[entry.family] == factors]
-        spec, seen = replace(base, copied=factors), with_rows_copied(base, problem) if factors else problem
+        spec = replace(base, copied=factors)
+        seen = with_rows_copied(spec, problem)
         times[own] = _kernel_times(spec, [candidates[index] for index in own], seen, device)
         times[own] += copying_rows(spec, problem, device)
     return times

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.gpu
 
 # (k, columns of one part): rows of odd elements, of words of 4 bytes, of less than 16 bytes, of a cache line and more.
 SIZES = [(331, 136), (1282, 72), (7, 64), (65, 24)]
+ODD = [(k, n + 1) for k, n in SIZES]
 TILES = ["64x64 ping-pong", "128x128 cooperative", "128x64 cooperative k split by 4", "72x128 swapped",
          "64x64 swapped ping-pong last wave's k split by 2"]  # fmt: skip
 
@@ -59,13 +60,25 @@ def optimized(model: onnx.ModelProto, tile: str, sites: int = 1, others: int = 0
 @pytest.mark.parametrize(("dtype", "order"), [(F16, "kn"), (BF16, "kn"), (F16, "nk"), (F32, "nk")])
 def test_it_computes_rows_on_any_boundary(tmp_path: Path, dtype: int, order: str, tile: str, parts: int) -> None:
     """Of a weight [n, k] its rows are copied as well, and n may be odd."""
-    for k, n in SIZES if order == "kn" else [(k, n + 1) for k, n in SIZES]:
+    check_sizes(tmp_path, dtype, order, tile, parts, SIZES if order == "kn" else ODD)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("tile", TILES[:3])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_it_computes_rows_of_rhs_along_n(tmp_path: Path, dtype: int, tile: str, parts: int) -> None:
+    """Alone, and behind those of lhs; each part is copied to rows of its own."""
+    check_sizes(tmp_path, dtype, "kn", tile, parts, [*ODD, (64, 49), (320, 196), (8, 3)])
+
+
+def check_sizes(folder: Path, dtype: int, order: str, tile: str, parts: int, sizes: list[tuple[int, int]]) -> None:
+    for k, n in sizes:
         model = gate_model(dtype, order, parts, k, n)
         fused = optimized(model, tile)
         if dtype == F32:
-            check_tf32(tmp_path, model, fused, k)
+            check_tf32(folder, model, fused, k)
         else:
-            check(tmp_path, model, fused, dtype, (k, n))
+            check(folder, model, fused, dtype, (k, n))
 
 
 def check_tf32(folder: Path, model: onnx.ModelProto, fused: onnx.ModelProto, k: int) -> None:
@@ -78,23 +91,23 @@ def check_tf32(folder: Path, model: onnx.ModelProto, fused: onnx.ModelProto, k: 
         assert np.abs(actual - expected).max() <= 2 * ULPS * TF32_EPSILON * max(1.0, np.abs(expected).max()), m
 
 
-def batched_model(dtype: int, batches: int | str, order: str) -> onnx.ModelProto:
+def batched_model(dtype: int, batches: int | str, order: str, n: int) -> onnx.ModelProto:
     """A product of each batch with an rhs of its own; one lhs for all where `batches` is 1."""
     b = Builder(dtype)
-    x, y = b.input("x", (batches, "m", 333)), b.input("y", ("b", 333, 72) if order == "kn" else ("b", 72, 333))
+    x, y = b.input("x", (batches, "m", 333)), b.input("y", ("b", 333, n) if order == "kn" else ("b", n, 333))
     return b.model(b("Tanh", b("MatMul", x, y if order == "kn" else b("Transpose", y, perm=(0, 2, 1)))))
 
 
-@pytest.mark.parametrize("order", ["kn", "nk"])
+@pytest.mark.parametrize(("order", "n"), [("kn", 72), ("kn", 49), ("nk", 72)])
 @pytest.mark.parametrize("batches", [1, "b"])
-def test_it_copies_batches_and_one_that_all_share(tmp_path: Path, batches: int | str, order: str) -> None:
-    live = live_session(optimized(batched_model(F16, batches, order), TILES[0]), tmp_path)
-    exact = batched_model(F32, batches, order)
+def test_it_copies_batches_and_one_that_all_share(tmp_path: Path, batches: int | str, order: str, n: int) -> None:
+    live = live_session(optimized(batched_model(F16, batches, order, n), TILES[0]), tmp_path)
+    exact = batched_model(F32, batches, order, n)
     for count, rows in ((3, 77), (1, 1), (5, 130)):
         rng = np.random.default_rng(rows)
         shapes = {
             "x": (count if batches == "b" else 1, rows, 333),
-            "y": (count, *((333, 72) if order == "kn" else (72, 333))),
+            "y": (count, *((333, n) if order == "kn" else (n, 333))),
         }
         feed = {name: (rng.standard_normal(shape) / 4).astype(np.float16) for name, shape in shapes.items()}
         wide = {name: value.astype(np.float32) for name, value in feed.items()}

@@ -108,6 +108,19 @@ def both() -> None:
         assert parts[0].pointer % 128 == 0
 
 
+def along_n() -> None:
+    """Rows of rhs [k, n], of each part its own columns; batches lie behind each other."""
+    on_cpu()
+    maps = tuple(TensorMap(Mapped.RHS, part, False, 128, 32, 16) for part in range(2))
+    copying = replace(COPYING, flags=flags({1: TensorFlag.COPIED}), maps=maps, lhs_alignment=4)
+    check(session(narrow(archive=pack([copying, OTHER]))), copied, 2, 3, K)
+    assert driver().fake_copies() == 2
+    parts, line = last().rhs, -(-4 * N // 128) * 128
+    assert [(4 * part.row_stride, part.column_stride) for part in parts[:2]] == [(line, 1)] * 2
+    assert parts[1].pointer - parts[0].pointer == line * K
+    assert parts[0].pointer % 128 == 0
+
+
 def threads() -> None:
     """Runs at the same time have no copy in common."""
     on_cpu()

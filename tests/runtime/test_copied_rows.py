@@ -63,6 +63,17 @@ def test_the_kernel_without_a_copy_stands_behind_it() -> None:
     assert chosen([dataclasses.replace(COPYING, max_m=5), same, LAST], rows("m k"), ((6, 8), (8, 40), (6, 40))) == 1
 
 
+@pytest.mark.parametrize("n", [1, 7, 49, 64])
+def test_a_copy_of_rhs_fits_rows_along_either_axis(n: int) -> None:
+    """Whichever is contiguous; of the other order it fits none of more than one."""
+    along_n = dataclasses.replace(PLAIN, flags=flags({1: TensorFlag.COPIED}), lhs_alignment=2)
+    along_k = dataclasses.replace(along_n, flags=flags({1: TensorFlag.COPIED | TensorFlag.TRANSPOSED}))
+    for rhs, shape in (("k n", (65, n)), ("n k", (n, 65))):
+        node = Node(f"m k, {rhs}, m n -> m n", "m=m n=n k=k", ARGUMENTS, f"n={n}", KERNEL)
+        fitting = {"k n": 0, "n k": 1}[rhs]
+        assert chosen([along_n, along_k, LAST], node, ((6, 65), shape, (6, n))) == (0 if n == 1 else fitting)
+
+
 def test_columns_apart_and_levels_are_not_copied() -> None:
     assert chosen([COPYING, LAST], rows("k m"), ((331, 6), (331, 40), (6, 40))) == 1
     last = dataclasses.replace(LAST, flags=flags({0: TensorFlag.COLUMNS_IN_RUNS, 1: TensorFlag.TRANSPOSED}))
@@ -73,7 +84,7 @@ def test_columns_apart_and_levels_are_not_copied() -> None:
 
 
 IMPOSSIBLE = {
-    "of rhs": {"flags": flags({1: TensorFlag.COPIED})},
+    "of rhs in runs": {"flags": flags({1: TensorFlag.COPIED | TensorFlag.BATCHES_IN_RUNS})},
     "of a load": {"flags": flags({FIRST_LOAD: TensorFlag.COPIED})},
     "of an output": {"flags": flags({FIRST_OUT: TensorFlag.COPIED})},
     "in runs": {"flags": flags({0: TensorFlag.COPIED | TensorFlag.COLUMNS_IN_RUNS})},
@@ -92,7 +103,7 @@ def test_both_sides_refuse_an_impossible_copy(name: str, monkeypatch: pytest.Mon
         bridge().archive(pack([dataclasses.replace(COPYING, **IMPOSSIBLE[name])]))
 
 
-@pytest.mark.parametrize("name", ["copies", "batches", "both", "threads", "no_memory"])
+@pytest.mark.parametrize("name", ["copies", "batches", "both", "along_n", "threads", "no_memory"])
 def test_session(name: str) -> None:
     """A real session of ONNX Runtime over the stand-in for the driver."""
     folder = str(fake_driver_folder())

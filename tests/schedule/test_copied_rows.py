@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from onnxfuse.device import spec_of
 from onnxfuse.limits import MAX_M
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.cost_model import copying_rows
+from onnxfuse.schedule.cost_model import copying_rows, with_rows_copied
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
 from onnxfuse.schedule.kernel_family import Candidate, Problem
 from onnxfuse.schedule.plan import estimated, replan, retuned
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.schedule.variant import ProductPlan
+from tests.helpers.onnx_build import FLOAT16, Builder
 from tests.perf.drawn import Drawn
 from tests.perf.every_tile import plan_as_it_lies
 
@@ -40,12 +44,13 @@ def plan_for(order: str, k: int, n: int, element: int = F16, m: int = 2048, kind
         ("nk", 2730, 1023, F32, ("lhs", "rhs")),
         ("nk", 2732, 1023, F32, ()),  # rows of four fp32 numbers are rows of 16 bytes
         ("kn", 2728, 1024, F16, ()),
-        ("kn", 2728, 1023, F16, ()),  # rows of rhs are not along k
-        ("kn", 2730, 1023, F16, ()),
+        ("kn", 2728, 1023, F16, ("rhs",)),  # rows along n
+        ("kn", 2730, 1023, BF16, ("lhs", "rhs")),
+        ("kn", 2728, 1023, F32, ()),  # the tensor cores read fp32 along k alone
     ],
 )
 def test_what_is_copied(order: str, k: int, n: int, element: int, copied: tuple[str, ...]) -> None:
-    """Rows along k of no multiple of 16 bytes, by kernels that read by TMA, where all that is narrow can be copied."""
+    """Rows of no multiple of 16 bytes, by kernels that read by TMA, where all that is narrow can be copied."""
     plan = plan_for(order, k, n, element)
     assert {variant.spec.copied for variant in plan.variants if variant.family in TMA_FAMILIES} <= {copied}
     assert {variant.spec.copied for variant in plan.variants if variant.family not in TMA_FAMILIES} <= {()}
@@ -95,6 +100,33 @@ def test_a_copy_costs_what_it_moves_and_its_launches(order: str, launches: int) 
     known = calibration(DEVICE)
     expected = launches * known.launch + moved / (known.bytes * DEVICE.multiprocessors)
     assert float(copying_rows(copied, problem, DEVICE)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("k", [2728, 2730])
+def test_rows_of_rhs_along_n_leave_k_as_it_is(k: int) -> None:
+    """Only where those of lhs are copied as well, k ends on a cache line."""
+    plan = plan_for("kn", k, 1023, kind="geglu")
+    spec = next(each.spec for each in plan.variants if each.spec.copied)
+    problem = Problem(16384, 1023, k)
+    assert with_rows_copied(spec, problem).k == {2728: 2728, 2730: 2752}[k]
+    moved = 2 * 2 * k * (2 * 1023 + (16384 if k == 2730 else 0))
+    known = calibration(DEVICE)
+    expected = len(spec.copied) * known.launch + known.launch + moved / (known.bytes * DEVICE.multiprocessors)
+    assert float(copying_rows(spec, problem, DEVICE)) == pytest.approx(expected)
+
+
+SMALL_IMAGES = [(2048, 512, 7), (512, 2048, 7), (192, 1152, 7), (1024, 256, 14)]  # ResNet's and EfficientNet's
+
+
+@pytest.mark.parametrize(("k", "channels", "side"), SMALL_IMAGES)
+def test_images_whose_rows_begin_anywhere_are_one_kernel(k: int, channels: int, side: int) -> None:
+    b = Builder(FLOAT16)
+    weight, bias = b.array(np.ones((channels, k, 1, 1)), "weight"), b.array(np.ones(channels), "bias")
+    x = b.input("x", (64, k, side, side))
+    model = b.model(b("Relu", b("Conv", x, weight, bias, kernel_shape=[1, 1])))
+    (site,) = analyse_model(model, (DEVICE,)).sites
+    assert site.strategy is Strategy.ONE_KERNEL
+    assert site.plans[0].variants[0].spec.copied == ("rhs",)
 
 
 def of_tile(plan: ProductPlan, copies: bool) -> Candidate:

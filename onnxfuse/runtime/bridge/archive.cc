@@ -193,10 +193,10 @@ void parse_quantized(Cursor& cursor, Record& record) {
 void check_copy(const Record& record) {
   const TensorRule* tensors = record.tensors;
   const auto is_copied = [](const TensorRule& rule) { return (rule.flags & kCopied) != 0; };
-  const bool along_k = (!record.copies(kLhsIndex) || tensors[kLhsIndex].flags == kCopied) &&
-                       (!record.copies(kRhsIndex) || tensors[kRhsIndex].flags == (kCopied | kTransposed));
+  const bool in_one_level = (!record.copies(kLhsIndex) || tensors[kLhsIndex].flags == kCopied) &&
+                            (!record.copies(kRhsIndex) || (tensors[kRhsIndex].flags | kTransposed) == (kCopied | kTransposed));
   const bool own = !record.is_quantized() && record.library == LibraryMath::kNone;
-  if (std::any_of(tensors + kFirstLoad, tensors + kTensors, is_copied) || (record.copies_any() && !(along_k && own))) {
+  if (std::any_of(tensors + kFirstLoad, tensors + kTensors, is_copied) || (record.copies_any() && !(in_one_level && own))) {
     fail("a record has an impossible copy", kRemedy);
   }
 }

@@ -175,7 +175,7 @@ std::string library_misfit(const Record& record, const Contract& contract, const
 std::string misfit(const Record& record, const Contract& contract, const ElementBytes& bytes,
                    const OnnxfuseArguments& arguments) {
   if (record.library != LibraryMath::kNone) return library_misfit(record, contract, bytes, arguments);
-  if (!can_copy(record, contract, bytes, arguments)) return "a copy needs rows along k, one stride apart, and";
+  if (!can_copy(record, contract, bytes, arguments)) return "a copy needs contiguous rows, one stride apart, and";
   const Counts counts{contract.rhs.size(), contract.loads.size(), contract.outs.size()};
   const std::string tensor = tensor_misfit(record, counts, bytes, arguments);
   if (!tensor.empty()) return tensor;

@@ -16,7 +16,7 @@ namespace onnxfuse {
 constexpr char kCopyEntry[] = "onnxfuse_copy_rows";
 constexpr unsigned kCopyThreads = 256;
 
-// Whether of all that a record wants copied one stride walks each loop, k is contiguous, and the copy of a possible size.
+// Whether of all that a record wants copied one stride walks each loop, rows are contiguous, and the copy of a possible size.
 bool can_copy(const Record& record, const Contract& contract, const ElementBytes& bytes,
               const OnnxfuseArguments& arguments);
 

@@ -1,6 +1,6 @@
 // Copies the rows of a factor, [batch, m, k], that begin on any boundary of an element, to rows that begin on cache lines:
-// TMA reads no others. It runs before the kernel that multiplies, which finds its text behind this one. Of rhs, whose k is
-// contiguous, n are the rows.
+// TMA reads no others. It runs before the kernel that multiplies, which finds its text behind this one. Of rhs n are the
+// rows where its k is contiguous, and where n is, its k are called m and its n k.
 //
 //   lhs       |row 0 ......|row 1 ......|row 2 ......|           what is copied
 //   outs[0]   |row 0 ......0   |row 1 ......0   |row 2 ......0   |
