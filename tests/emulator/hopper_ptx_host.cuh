@@ -28,6 +28,8 @@ inline unsigned swizzled(unsigned address, long long span) {
 // body(shared address, element of the tensor or null outside of it) for every element of a box.
 template <typename Body>
 void for_each_of_box(const HostMap& map, unsigned shared, const int (&place)[5], const Body& body) {
+  // Of a row it begins on 16 bytes, or an H200 calls the instruction illegal.
+  if (place[0] * map.element % 16 != 0) emulator::fail("a box begins between 16-byte boundaries of its rows");
   for (long long y = 0; y < map.box[1]; ++y) {
     for (long long x = 0; x < map.box[0]; ++x) {
       const long long at[5] = {place[0] + x, place[1] + y, place[2], place[3], place[4]};

@@ -56,7 +56,7 @@ def layer(dtype: int, order: str, k: int, n: int) -> onnx.ModelProto:
 def test_layers_of_every_shape(tmp_path: Path, dtype: int, order: str, fp32: Fp32) -> None:
     """What a product is off by, an angle is by a frequency as much: the magnitude of the terms bounds it.
 
-    Where the library multiplies, angles are rounded as the model's own are: twice its error is allowed there.
+    Where the library multiplies, the product is rounded as the model's own is.
     """
     if fp32 == "exact" and dtype != F32:
         pytest.skip("the fp32 mode concerns fp32 models only")
@@ -67,7 +67,6 @@ def test_layers_of_every_shape(tmp_path: Path, dtype: int, order: str, fp32: Fp3
         fused, report = onnxfuse.optimize(model, arch="native", fp32=fp32, keep_weights=True)
         assert len(report.fused) == 1, (k, n)
         live = session(fused, tmp_path / "fused.onnx", fused=True)
-        stock = session(model, tmp_path / "stock.onnx", fused=False) if dtype == F16 else None
         graph = Graph(load_model(model))
         _, fusion = match_site(graph, next(node for node in graph.nodes if is_anchor(graph, node)))
         stored = {tensor.name: as_float64(numpy_helper.to_array(tensor)) for tensor in model.graph.initializer}
@@ -77,9 +76,8 @@ def test_layers_of_every_shape(tmp_path: Path, dtype: int, order: str, fp32: Fp3
             weight = stored["weight"] if order == "kn" else stored["weight"].T
             terms = np.abs(as_float64(x)) @ np.abs(weight) + np.abs(stored["bias"])
             error = np.abs(run_cuda(live, x, dtype) - expected)
-            bound = ULPS * (FREQUENCY * multiplied * terms + EPSILON[dtype])
-            if stock is not None:
-                bound = np.maximum(bound, 2 * np.abs(run_cuda(stock, x, dtype) - expected).max())
+            rounding = EPSILON[dtype] / 2 * np.abs(as_float64(x) @ weight)
+            bound = ULPS * (FREQUENCY * multiplied * terms + EPSILON[dtype]) + (1 + FREQUENCY) * rounding
             assert (error <= bound).all(), f"m={m} k={k} n={n}: {error.max():.3g}, {(error / bound).max():.2f}"
 
 
@@ -104,7 +102,7 @@ def test_angles_of_any_size(tmp_path: Path, op: str) -> None:
     expected = (np.sin if op == "Sin" else np.cos)(as_float64(x))
     unit = np.spacing(np.abs(expected).astype(np.float32)).astype(np.float64)
     off = np.abs(found - expected) / unit
-    assert off.max() <= 2, (off.max(), x.flat[off.argmax()])
+    assert off.max() <= 3, (off.max(), x.flat[off.argmax()])
     assert np.abs(found).max() <= 1
 
 

@@ -132,6 +132,19 @@ def batch_runs_cases() -> Iterator[HopperCase]:
                 yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
 
 
+def copied_cases() -> Iterator[HopperCase]:
+    """Rhs [k, n] as it lies behind a copy: n ends anywhere, and rows begin on 16 bytes, past what `pad` adds."""
+    sizes = (Size(130, 49, 72, batch=2, pad=7), Size(77, 201, 136, pad=7), Size(256, 1, 64, pad=7))
+    for turn, shape in enumerate(SHAPES[::2]):
+        parts, kind = 1 + turn % 2, ("plain", "residual")[turn % 2]
+        spec = make_spec(("f16", "bf16")[turn % 2], parts, "kn", PORTABLE, sizes[0], kind)
+        spec = replace(spec, copied=("rhs",), lhs_width=8)
+        tile = tile_of(shape, parts, (1, 1), False, 2)
+        if why_not(spec, tile, DEVICE.shared_bytes) is None:
+            name = f"copied-{spec.math}-{tile}-{kind}-{turn}"
+            yield HopperCase(name.replace(" ", "-"), spec, tile, sizes)
+
+
 def tall_cases() -> Iterator[HopperCase]:
     """M is the contiguous axis of lhs, with both orders of rhs."""
     sizes = (Size(136, 96, 72, batch=2), Size(504, 136, 248), Size(8, 72, 64, pad=8), Size(256, 200, 1280))

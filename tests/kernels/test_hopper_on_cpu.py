@@ -26,6 +26,7 @@ from tests.helpers.hopper_cases import (
     HopperCase,
     batch_runs_cases,
     cases,
+    copied_cases,
     served_cases,
     small_m_cases,
     split_cases,
@@ -66,7 +67,8 @@ def emit(case: AnyCase) -> str:
 def host_source(source: str) -> str:
     """An emitted source with PTX replaced by C++."""
     source = _replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", _text("ptx_host.cuh"))
-    source = _replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", ACCURATE_GELU)
+    behind = next(name for name in ("// ---- common/copied_rows.cuh", "// ---- generated") if name in source)
+    source = _replaced(source, "// ---- hopper/fast_math.cuh", behind, ACCURATE_GELU)
     source = _replaced(source, "// acc[64, ", "}  // namespace onnxfuse", "")
     ptx = _text("cluster_ptx_host.cuh") + _text("hopper_ptx_host.cuh")
     source = _replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- hopper/epilogue.cuh", ptx)
@@ -156,6 +158,12 @@ SHARED = [next(case for case in cases() if getattr(case.tile, shared) == 2) for 
 SAMPLE = [*SHARED, *list(cases())[::37], *SPLIT[::4], *list(small_m_cases())[::2], *list(batch_runs_cases())[::2]]
 SAMPLE += [*list(three_groups_cases())[::6], *list(served_cases())[::3]]
 PIECES = [case for case in three_groups_cases() if case.name.startswith("three-pieces")]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", list(copied_cases()), ids=lambda case: case.name)
+def test_kernels_of_copied_rows_begin_each_box_on_a_boundary(case: HopperCase, tmp_path: Path) -> None:
+    check(case, tmp_path)
 
 
 @pytest.mark.one_in(18)

@@ -76,7 +76,7 @@ __device__ __noinline__ Angle large_angle(float x) {
   return x < 0.0f ? Angle{-rest, 0u - quadrant} : Angle{rest, quadrant};
 }
 
-// Off by less than 2 ulp: the polynomials by 2^-28 and 2^-33, `rest` by an ulp. Not sinf, which keeps words of large
+// Off by less than 3 ulp: the polynomials by 2^-28 and 2^-33, `rest` by an ulp. Not sinf, which keeps words of large
 // numbers in local memory: kernels would be a third longer.
 __device__ __forceinline__ float sine(float x, unsigned quadrants) {
   const Angle angle = fabsf(x) < 65536.0f ? small_angle(x) : large_angle(x);
