@@ -240,7 +240,7 @@ def begins_at_any_row(spec: KernelSpec) -> bool:
 def begins_at_any_column(spec: KernelSpec) -> bool:
     """Whether a tile may begin a whole tile before the last column, of which every width is a divisor: not in runs.
 
-    Nor where n, along which TMA reads rhs, is no multiple of 16 bytes: a box begins on one, or the instruction is illegal.
+    Nor where n, along which TMA reads rhs, is no multiple of 16 bytes: boxes begin on one, others are illegal.
     """
     inside_rows = spec.rhs_order == "kn" and "rhs" in spec.copied
     return not inside_rows and not any("n" in access.two_levels for access in (*spec.loads, *spec.outs))
