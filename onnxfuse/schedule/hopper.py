@@ -85,7 +85,7 @@ PATHS = {
     "row": _VECTOR,
     "column": _VECTOR,
     "tile": "TMA or cp.async along n, beside the main loop",
-    "narrow tile": "element by element along n, beside the main loop",
+    "narrow tile": "in chunks of memory along n, single bytes by themselves, beside the main loop",
     "transposed tile": "cp.async along m, beside the main loop, transposed in shared memory",
     "narrow transposed tile": "element by element along m, beside the main loop, transposed in shared memory",
     "out": "direct store along n",

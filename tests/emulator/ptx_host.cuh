@@ -25,6 +25,7 @@ void store_small(unsigned shared, unsigned short value) {
 
 template <int BYTES>
 void copy_async(unsigned shared, const void* global, bool inside) {
+  if (shared % BYTES || (inside && reinterpret_cast<uintptr_t>(global) % BYTES)) emulator::fail("a misaligned copy");
   emulator::PendingCopy copy{shared, {}, BYTES};
   if (inside) emulator::check_global(global, BYTES, false);
   if (inside) memcpy(copy.bytes, global, BYTES);

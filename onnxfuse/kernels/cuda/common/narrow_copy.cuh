@@ -63,4 +63,50 @@ __device__ __forceinline__ void copy_small_tile(const OnnxfuseTensor& tensor, co
   });
 }
 
+// Whether rows of 16-bit elements may begin anywhere, one stride apart.
+template <typename Access>
+constexpr bool is_ragged() {
+  return sizeof(typename Access::Type) == 2 && Access::WIDTH == 1 && !Access::TRANSPOSED && !Access::OUTER_ROWS &&
+         !Access::OUTER_COLUMNS && !Access::OUTER_BATCH;
+}
+
+constexpr int WIDEST_COPY = 16;  // the widest copy
+
+// Elements of others before a row, in the chunk of memory in which it begins.
+template <typename T>
+__device__ __forceinline__ int shift_of(const T* row) {
+  return static_cast<int>(reinterpret_cast<unsigned long long>(row) % WIDEST_COPY / sizeof(T));
+}
+
+// A warp's tile[ROWS, COLUMNS] of such a tensor, [begin, end), from `first` on, asynchronously: chunks as they lie in
+// memory, so that a row's first element has shift_of() others before it. `shared` gives the address of a row's chunk at a
+// column. Of a chunk that leaves the tensor, what lies inside is copied by itself.
+//
+//   memory   |.......a|aaaaaaaa|aaaabbbb|bbbbbbbb|b.......|
+//   row 0    |.......a|aaaaaaaa|aaaabbbb|                      shift 7
+//   row 1    |aaaabbbb|bbbbbbbb|b.......|                      shift 4
+template <int ROWS, int COLUMNS, typename T, typename Shared>
+__device__ __forceinline__ void copy_ragged_tile(const T* first, long long row_stride, const T* begin, const T* end,
+                                                 int rows, const Shared& shared) {
+  constexpr int LANES = 32, CHUNK = WIDEST_COPY / int(sizeof(T)), PER_ROW = COLUMNS / CHUNK + 1;
+  static_assert(COLUMNS % CHUNK == 0, "one chunk more than the columns fill");
+#pragma unroll 2
+  for (int number = threadIdx.x % LANES; number < ROWS * PER_ROW; number += LANES) {
+    const int row = number / PER_ROW, column = number % PER_ROW * CHUNK;
+    if (row >= rows) return;
+    const T* global = first + row * row_stride;
+    global += column - shift_of(global);
+    const unsigned target = shared(row, column);
+    if (global >= begin && global + CHUNK <= end) {
+      copy_async<WIDEST_COPY>(target, global, true);
+      continue;
+    }
+#pragma unroll 1
+    for (int element = 0; element < CHUNK; ++element, ++global) {
+      if (global < begin || global >= end) continue;
+      store_small<sizeof(T)>(target + element * sizeof(T), load_small<sizeof(T)>(global, true));
+    }
+  }
+}
+
 }  // namespace onnxfuse

@@ -231,6 +231,15 @@ __device__ __forceinline__ void load_slab(unsigned char* staging, const Onnxfuse
           const auto shared = [&](int row, int column) {
             return shared_address(staged + Staged<Access>::offset(row, column));
           };
+          if constexpr (is_ragged<Access>()) {
+            if (tensor.column_stride == 1) {
+              const T* first = element_of<Access>(tensor, outer, slab.batch, slab.row, slab.column);
+              const auto* begin = static_cast<const T*>(tensor.pointer);
+              const T* last = element_of<Access>(tensor, outer, args.batch - 1, rows_of(args) - 1, columns_of(args) - 1);
+              copy_ragged_tile<WARP_ROWS, SLAB_COLUMNS>(first, tensor.row_stride, begin, last + 1, slab.rows, shared);
+              return;
+            }
+          }
           copy_small_tile<Access, WARP_ROWS, SLAB_COLUMNS>(tensor, outer, slab.batch, slab.row, slab.column, slab.rows,
                                                            slab.columns, shared);
         } else {
@@ -327,10 +336,32 @@ using UnitOperands = float2[2][2][LOADS + 1];
 // Whether columns from `column` on are a tile's: of the last unit those of the second fragment may not be.
 __device__ __forceinline__ constexpr bool is_in_tile(int column) { return SLABS_FILL || column < BLOCK_N; }
 
-// Two neighbours of a warp's slab of a tile operand, from `lane_column` of the fragment at `column` on.
+// Of each tile operand whose rows begin anywhere, what lies before this thread's rows where they are staged. They are 8
+// apart, as a multiple of rows is from slab to slab, so that it is the same for all rows of a group's tile.
+struct Shifts {
+  int of[LOADS + 1];
+};
+
+__device__ __forceinline__ Shifts shifts_of(const OnnxfuseArguments& args, const OutTile& tile) {
+  Shifts shifts;
+  static_for<0, LOADS>([&](auto index) {
+    constexpr int INDEX = decltype(index)::value;
+    using Access = Load<INDEX>;
+    if constexpr (Access::KIND == Kind::tile && is_ragged<Access>()) {
+      const OnnxfuseTensor& tensor = seen(args.loads[INDEX]);
+      const auto* row = element_of<Access>(tensor, seen(args.loads_outer[INDEX]), tile.batch,
+                                           tile.row + threadIdx.x % WARP_SIZE / 4, tile.column);
+      shifts.of[INDEX] = tensor.column_stride == 1 ? shift_of(row) : 0;
+    }
+  });
+  return shifts;
+}
+
+// Two neighbours of a warp's slab of a tile operand, from `lane_column` of the fragment at `column` on; what begins
+// anywhere lies `shift` elements later.
 template <typename Access>
 __device__ __forceinline__ float2 read_staged(const unsigned char* staging, int row, int column, int lane_column,
-                                              int buffer) {
+                                              int buffer, int shift) {
   using T = typename Access::Type;
   const T* staged = reinterpret_cast<const T*>(staging + Access::OFFSET);
   const T* first = staged + buffer * Staged<Access>::ELEMENTS + Staged<Access>::offset(row, column + lane_column);
@@ -339,6 +370,8 @@ __device__ __forceinline__ float2 read_staged(const unsigned char* staging, int 
     first = reinterpret_cast<const T*>(staging + offset) + lane_column;
   } else if constexpr (Access::TRANSPOSED) {
     return make_float2(to_float(first[0]), to_float(first[Staged<Access>::PITCH]));
+  } else if constexpr (is_ragged<Access>()) {
+    return make_float2(to_float(first[shift]), to_float(first[shift + 1]));
   }
   const auto pair = load_packed<Packed<T, 2>>(first);
   return make_float2(to_float(pair.values[0]), to_float(pair.values[1]));
@@ -347,7 +380,7 @@ __device__ __forceinline__ float2 read_staged(const unsigned char* staging, int 
 // Operands of the unit whose first column, counted from the group's tile, is `first_column` and from the slab `column`.
 __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsigned char* vectors,
                                               const unsigned char* staging, int first_row, int first_column,
-                                              int column, int buffer) {
+                                              int column, int buffer, const Shifts& shifts) {
   const int lane_row = threadIdx.x % WARP_SIZE / 4;
   const int lane_column = threadIdx.x % 4 * 2;
   static_for<0, LOADS>([&](auto index) {
@@ -363,7 +396,8 @@ __device__ __forceinline__ void read_operands(UnitOperands& operands, const unsi
         const int row = half * 8 + lane_row;
         const int fragment_column = fragment * FRAGMENT_COLUMNS + lane_column;
         if constexpr (Access::KIND == Kind::tile) {
-          operand = read_staged<Access>(staging, row, column + fragment * FRAGMENT_COLUMNS, lane_column, buffer);
+          const int shift = is_ragged<Access>() ? shifts.of[INDEX] : 0;
+          operand = read_staged<Access>(staging, row, column + fragment * FRAGMENT_COLUMNS, lane_column, buffer, shift);
         } else if constexpr (Access::KIND == Kind::row) {
           operand = *reinterpret_cast<const float2*>(vector + first_column + fragment_column);
         } else {
@@ -470,6 +504,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
   const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
   const int warp_row = first_row + warp * WARP_ROWS;
   const bool leader = threadIdx.x % WARP_SIZE == 0;
+  const Shifts shifts = shifts_of(args, tile);
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {
     const int subtile = index / SLABS_N;
@@ -482,7 +517,8 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
     UnitOperands operands[2];
     const auto read = [&](UnitOperands& target, int column) {
       const int load_buffer = TILE_LOADS > 0 ? index % LOAD_BUFFERS : 0;
-      read_operands(target, memory.vectors, memory.staging, row, slab_column + column, column, load_buffer);
+      read_operands(target, memory.vectors, memory.staging, row, slab_column + column, column, load_buffer,
+                    shifts);
     };
     read(operands[0], 0);
 #pragma unroll
