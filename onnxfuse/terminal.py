@@ -22,6 +22,7 @@ from onnxfuse.bench.sites import SiteTimes
 from onnxfuse.errors import OnnxfuseError, OutputError
 from onnxfuse.graph.fused_nodes import architectures_of
 from onnxfuse.graph.packed_data import Packing
+from onnxfuse.graph.padded_rows import PaddedRows
 from onnxfuse.graph.save import Saved
 from onnxfuse.graph.transposed_data import Order
 from onnxfuse.lowering.inspection import Inspection
@@ -129,6 +130,8 @@ def print_explanation(report: Report, analysis: Analysis) -> None:
 def _order_text(order: Order) -> str:
     if isinstance(order, tuple):
         return f"the model's dimensions {', '.join(map(str, order))}"
+    if isinstance(order, PaddedRows):
+        return f"{_order_text(order.perm)}, rows of {order.row} with zeros up to {order.whole}"
     return "as a MatMulNBits has it" if isinstance(order, Packing) else "part by part"
 
 

@@ -147,6 +147,8 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
     run = _run(own, inner)
     sizes = [fusion.size(axis) for axis in run]
     contiguity = math.gcd(math.prod(size for size in sizes if size is not None), *_window(fusion, tensor))
+    if _is_padded(fusion, tensor):
+        contiguity = tensor.wide[1] if tensor.wide else contiguity
     if contiguity % limit == 0:
         return Width(limit, f"{WIDEST_BYTES} bytes")
     if None in sizes:
@@ -159,6 +161,12 @@ def _window(fusion: Pointwise, tensor: Tensor) -> list[int]:
     if tensor.wide is None or tensor.wide[0] != len(tensor.dims) - 1:
         return []
     return [tensor.wide[1], *fusion.starts(tensor)]
+
+
+def _is_padded(fusion: Pointwise, tensor: Tensor) -> bool:
+    """Whether what lies behind the rows of a weight [n, k] are zeros, which may be read as any other k."""
+    inner = tensor.dims[-1] if tensor.wide is not None and tensor.wide[0] == len(tensor.dims) - 1 else ()
+    return bool(inner) and not any(axis in out.tensor.axes for out in fusion.outs for axis in inner)
 
 
 def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:

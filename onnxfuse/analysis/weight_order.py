@@ -15,6 +15,9 @@ from dataclasses import replace
 
 from onnxfuse.device import SECTOR
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
+from onnxfuse.limits import WIDEST_BYTES
+
+PADDED = 64  # a weight may grow by one part in so many: of 2730 elements of 16 bits by 6
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it: dimension i of the stored tensor is dimension `perm[i]` of the model's."""
@@ -46,6 +49,40 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | No
         None where nothing would change, where a weight may not be stored otherwise, or has k and n in one dimension.
     """
     return _reordered(fusion, allowed, _contracted(fusion))
+
+
+def with_padded_rows(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
+    """The same with zeros behind each row of k, so that all begin where the widest access is legal.
+
+    Returns:
+        None where they do already, where zeros would be more than one part in PADDED of a row, k is not known, or a
+        weight may not be stored otherwise, is a window, or has k and something else in one dimension.
+    """
+    fusion, perms = with_k_innermost(fusion, allowed) or (fusion, {})
+    if fusion.quantization is not None or any(tensor.wide is not None for tensor in fusion.rhs):
+        return None
+    names = [tensor.name for tensor in fusion.inputs]
+    if any(tensor.name not in allowed or names.count(tensor.name) > 1 for tensor in fusion.rhs):
+        return None
+    wholes = {tensor.name: _whole_row(fusion, tensor) for tensor in fusion.rhs}
+    rhs = tuple(
+        replace(tensor, wide=(len(tensor.dims) - 1, whole)) for tensor in fusion.rhs if (whole := wholes[tensor.name])
+    )
+    if len(rhs) < len(fusion.rhs):
+        return None
+    identity = {tensor.name: tuple(range(len(tensor.dims))) for tensor in rhs}
+    return replace(fusion, rhs=rhs), {**identity, **perms}
+
+
+def _whole_row(fusion: Fusion, tensor: Tensor) -> int:
+    """Elements of a row of k with zeros behind it; 0 where there are to be none."""
+    inner = tensor.dims[-1]
+    size = fusion.size(inner[0]) if len(inner) == 1 and inner[0] in _contracted(fusion) else None
+    if size is None:
+        return 0
+    elements = WIDEST_BYTES // tensor.dtype.bytes
+    whole = -(-size // elements) * elements
+    return whole if 0 < (whole - size) * PADDED <= size else 0
 
 
 def _with_n_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:

@@ -14,8 +14,8 @@ from onnx import ModelProto, TensorProto
 from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
-from onnxfuse.graph.load import Model, data_bytes, leaves_folder, load_model, tensors
-from onnxfuse.graph.transposed_data import forget_order, in_order
+from onnxfuse.graph.load import Model, leaves_folder, load_model, tensors
+from onnxfuse.graph.transposed_data import bytes_as_they_lie, forget_order, in_order
 
 
 def external_tensors(proto: ModelProto) -> Iterator[TensorProto]:
@@ -73,7 +73,7 @@ def read_data(source: Model, tensor: TensorProto) -> bytes:
         ModelError: the file is missing, lies elsewhere, ends too early or cannot be read.
     """
     path, info = locate_tensor(source, tensor), ExternalDataInfo(tensor)
-    expected = data_bytes(tensor)
+    expected = bytes_as_they_lie(tensor)
     length = expected if info.length is None else info.length
     label = f"{source.label}: the data of {tensor.name!r}"
     if length != expected:

@@ -18,8 +18,9 @@ from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.op_names import FUSED_GEMM
 from onnxfuse.graph.opened_ops import adding_zeros
 from onnxfuse.graph.packed_data import Packing, unpacking
+from onnxfuse.graph.padded_rows import PaddedRows, without_padding
 from onnxfuse.graph.rounding_shapes import MOVES, has_readers_of_16_bits, read_in_16_bits, unread_shapes
-from onnxfuse.graph.rows_in_turn import taking_turns
+from onnxfuse.graph.rows_in_turn import RowsInTurn, taking_turns
 from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.graph.transposed_data import Order
 
@@ -146,13 +147,18 @@ def _with_stash_type(node: NodeProto) -> NodeProto:
 
 def _restoring(stored: str, name: str, order: Order) -> list[NodeProto]:
     """The nodes that make a weight as the model has it from the stored one."""
-    if not isinstance(order, tuple):
-        nodes = unpacking(order, stored, name) if isinstance(order, Packing) else taking_turns(order, stored, name)
-        for node in nodes:
-            node.doc_string = RESTORING
-        return nodes
-    own = [order.index(place) for place in range(len(order))]
-    return [helper.make_node("Transpose", [stored], [name], doc_string=RESTORING, perm=own)]
+    if isinstance(order, Packing):
+        nodes = unpacking(order, stored, name)
+    elif isinstance(order, RowsInTurn):
+        nodes = taking_turns(order, stored, name)
+    elif isinstance(order, PaddedRows):
+        nodes = without_padding(order, stored, name)
+    else:
+        own = [order.index(place) for place in range(len(order))]
+        nodes = [helper.make_node("Transpose", [stored], [name], perm=own)]
+    for node in nodes:
+        node.doc_string = RESTORING
+    return nodes
 
 
 def opsets_of(graph: Graph, nodes: Iterable[NodeProto]) -> list[OperatorSetIdProto]:

@@ -24,7 +24,7 @@ from onnxfuse.errors import OutputError
 from onnxfuse.graph.external_data import external_tensors, locate, locate_tensor, read_data
 from onnxfuse.graph.functions import walk
 from onnxfuse.graph.load import Model, data_bytes, is_large, leaves_folder
-from onnxfuse.graph.transposed_data import forget_order, in_order, pending_order
+from onnxfuse.graph.transposed_data import bytes_as_they_lie, forget_order, in_order, pending_order
 from onnxfuse.staging import staging
 
 LARGEST_MESSAGE = 2**31 - 2**26  # of weights: protobuf refuses 2 GB, and nodes and names need some of it
@@ -237,11 +237,12 @@ def _serialized(proto: ModelProto) -> Iterator[bytes]:
 
 def _tensor_head(tensor: TensorProto) -> tuple[bytes, int]:
     """What stands before an initializer's raw data in the graph's bytes, and how many bytes of raw data follow."""
-    rest = TensorProto()
+    rest, weight = TensorProto(), len(tensor.raw_data)
     _copy_fields(tensor, rest, but="raw_data")
     forget_order(rest)
-    fields, weight = rest.SerializeToString(), len(tensor.raw_data)
+    fields = rest.SerializeToString()
     if tensor.HasField("raw_data"):
+        weight += data_bytes(tensor) - bytes_as_they_lie(tensor)
         fields += _tag(TensorProto.RAW_DATA_FIELD_NUMBER) + _varint(weight)
     return _tag(GraphProto.INITIALIZER_FIELD_NUMBER) + _varint(len(fields) + weight) + fields, weight
 

@@ -14,12 +14,14 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.errors import ModelError
+from onnxfuse.graph.load import data_bytes
 from onnxfuse.graph.packed_data import Packing, packed, packing_of
+from onnxfuse.graph.padded_rows import PaddedRows, padded_rows_of, with_padding
 from onnxfuse.graph.rows_in_turn import RowsInTurn, part_by_part, rows_in_turn_of
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it."""
-Order = Perm | Packing | RowsInTurn
+Order = Perm | Packing | RowsInTurn | PaddedRows
 """How a weight is stored otherwise than the model has it."""
 
 _KEY = "onnxfuse.perm"
@@ -46,6 +48,10 @@ def transpose(tensor: TensorProto, order: Order) -> None:
     if isinstance(order, RowsInTurn):
         tensor.metadata_props.add(key=_KEY, value=str(order))
         return
+    if isinstance(order, PaddedRows):
+        tensor.metadata_props.add(key=_KEY, value=str(order))
+        tensor.dims[:] = order.stored_shape(tuple(tensor.dims))
+        return
     tensor.metadata_props.add(key=_KEY, value=",".join(map(str, order)))
     tensor.dims[:] = [tensor.dims[place] for place in order]
 
@@ -63,6 +69,12 @@ def pending_order(tensor: TensorProto) -> str:
     return next((entry.value for entry in tensor.metadata_props if entry.key == _KEY), "")
 
 
+def bytes_as_they_lie(tensor: TensorProto) -> int:
+    """How many bytes a tensor's data need before they are in the order that it has."""
+    padding = padded_rows_of(pending_order(tensor))
+    return data_bytes(tensor) if padding is None else data_bytes(tensor) // padding.whole * padding.row
+
+
 def in_order(tensor: TensorProto, data: bytes) -> Iterator[bytes]:
     """A tensor's data as they lie, in the order that it has, in pieces."""
     perm = pending_order(tensor)
@@ -76,6 +88,10 @@ def in_order(tensor: TensorProto, data: bytes) -> Iterator[bytes]:
     rows = rows_in_turn_of(perm)
     if rows is not None:
         yield part_by_part(rows, data)
+        return
+    padding = padded_rows_of(perm)
+    if padding is not None:
+        yield from with_padding(padding, tuple(tensor.dims), data)
         return
     places = tuple(map(int, perm.split(",")))
     shape = [tensor.dims[places.index(place)] for place in range(len(places))]

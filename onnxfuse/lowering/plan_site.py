@@ -19,13 +19,14 @@ from onnxfuse.analysis.axis_mapping import (
     map_rows,
 )
 from onnxfuse.analysis.vector_width import analyse
-from onnxfuse.analysis.weight_order import has_columns_in_turn, in_another_order
+from onnxfuse.analysis.weight_order import has_columns_in_turn, in_another_order, with_padded_rows
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_ATTENTION, FUSED_CACHE, FUSED_GEMM_ON, FUSED_POINTWISE
 from onnxfuse.graph.operators import is_copy, qualified_op
+from onnxfuse.graph.padded_rows import PaddedRows
 from onnxfuse.graph.rows_in_turn import RowsInTurn
 from onnxfuse.graph.skip_norms import OPTIMISED, is_added_and_normalised, is_bias_of_it
 from onnxfuse.graph.transposed_data import Order
@@ -63,6 +64,7 @@ from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
+SLICE_OF_INPUTS = 10  # the operator set from which its bounds are inputs
 KEPT_PLANS = 1024  # some 10 kB each, of all models that a process fuses: few sites differ in more than names
 FREE_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape"})  # that move no data
 
@@ -118,12 +120,27 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Nor
     other = in_another_order(fusion, planner.transposable)
     if has_columns_in_turn(fusion):
         return _plan_columns_in_turn(planner, graph, match, fusion, other)
-    if other is None:
+    anew = _padded(planner, graph, fusion) or other
+    if anew is None:
         return accepted(plan(fusion))
-    kept, transposed = _attempt(plan, fusion), _attempt(plan, *other)
+    kept, transposed = _attempt(plan, fusion), _attempt(plan, *anew)
     if isinstance(transposed, Site) and transposed.strategy is Strategy.ONE_KERNEL and _is_worth_it(transposed, kept):
         return replace(transposed, as_stored=kept)
     return accepted(kept)
+
+
+def _padded(planner: Planner, graph: Graph, fusion: Fusion) -> tuple[Fusion, Mapping[str, Order]] | None:
+    """The fusion of weights with zeros behind their rows, which the body cuts off; None where there are none such."""
+    found = with_padded_rows(fusion, planner.transposable)
+    if found is None or graph.scope.opsets.get("", 1) < SLICE_OF_INPUTS:
+        return None
+    padded, perms = found
+    orders = {
+        tensor.name: PaddedRows(perms[tensor.name], padded.size(tensor.dims[-1][0]) or 0, tensor.wide[1])
+        for tensor in padded.rhs
+        if tensor.wide is not None
+    }
+    return padded, orders
 
 
 def _orders(match: Match) -> Mapping[str, Order]:

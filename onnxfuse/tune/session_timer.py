@@ -13,6 +13,7 @@ from typing import Any
 from onnxfuse.device import DeviceSpec
 from onnxfuse.graph.extract import fused_nodes, site_model, stock_nodes, subgraph_id
 from onnxfuse.graph.fallback_body import opsets_of
+from onnxfuse.graph.padded_rows import PaddedRows
 from onnxfuse.ir.fusion import Fusion, Pointwise, Tensor
 from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.lowering.compile_kernels import Kernels, compile_implementations
@@ -148,7 +149,10 @@ def _shapes(trial: Trial, implementation: Implementation | None, inputs: Sequenc
     """The inputs' shapes: one implementation may take a weight in the model's order where another does not."""
     for port, tensor in zip(inputs, trial.site.fusion.inputs, strict=True):
         perm = trial.site.transposed.get(tensor.name)
-        if not isinstance(perm, tuple) or (implementation is not None and tensor.name in implementation.transposed):
+        as_model = implementation is None or tensor.name not in implementation.transposed
+        if as_model and isinstance(perm, PaddedRows):
+            yield perm.model_shape(port.shape)
+        elif not as_model or not isinstance(perm, tuple):
             yield port.shape
         else:
             yield tuple(port.shape[perm.index(place)] for place in range(len(perm)))
