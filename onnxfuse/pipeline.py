@@ -15,6 +15,7 @@ from onnxfuse.graph.fallback_body import fallback_body
 from onnxfuse.graph.graph import Graph, Model, ModelProto, all_graphs, load_model, node_label, reached_functions
 from onnxfuse.graph.load import data_bytes
 from onnxfuse.graph.op_names import POOL_SIZE, named
+from onnxfuse.graph.padded_rows import PaddedRows
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
 from onnxfuse.graph.transposed_data import put_in_order
@@ -301,6 +302,7 @@ def _report(analysis: Analysis, nodes_before: int, nodes_after: int, weights: Ma
         nodes_before,
         nodes_after,
         weights,
+        _padding(analysis, weights),
     )
 
 
@@ -308,6 +310,16 @@ def _bytes_of_transposed(analysis: Analysis) -> dict[str, int]:
     """The weights that the written model has in another order, each with its size."""
     wanted = analysis.transposed
     return {each.name: data_bytes(each) for each in analysis.model.proto.graph.initializer if each.name in wanted}
+
+
+def _padding(analysis: Analysis, weights: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of zeros that the written model has behind the rows of some of them."""
+    orders = {name: order for site in analysis.sites for name, order in site.implementation.transposed.items()}
+    return {
+        name: weights[name] // order.row * (order.whole - order.row)
+        for name, order in orders.items()
+        if isinstance(order, PaddedRows)
+    }
 
 
 def _node_names(site: Site, indices: Iterable[int]) -> tuple[str, ...]:

@@ -151,8 +151,11 @@ def print_report(report: Report) -> None:
     if report.transposed:
         megabytes = sum(report.transposed.values()) / 1e6
         what = "weight" if len(report.transposed) == 1 else "weights"
+        zeros = sum(report.padding.values()) / 1e6
+        grown = f" and {zeros:.2f} MB of zeros behind rows" if report.padding else ""
         _print(
-            f"{len(report.transposed)} {what} stored in another order, {megabytes:.1f} MB; --keep-weights leaves them"
+            f"{len(report.transposed)} {what} stored in another order, {megabytes:.1f} MB{grown}; "
+            "--keep-weights leaves them"
         )
 
 

@@ -144,6 +144,7 @@ class Report:
         nodes_before: nodes of the model at all depths.
         nodes_after: the same once it is rewritten.
         transposed: the weights that the written model has in another order, by name, and their bytes.
+        padding: of those, bytes of zeros that it has behind their rows beside.
     """
 
     model: str | None
@@ -153,6 +154,7 @@ class Report:
     nodes_before: int
     nodes_after: int
     transposed: Mapping[str, int] = field(default_factory=dict)
+    padding: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -161,7 +163,10 @@ class Report:
             "skipped": [site.to_dict() for site in self.skipped],
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
-            "transposed": [{"name": name, "bytes": size} for name, size in self.transposed.items()],
+            "transposed": [
+                {"name": name, "bytes": size, "padding": self.padding.get(name, 0)}
+                for name, size in self.transposed.items()
+            ],
         }
         return document("report", self.model, self.architectures, body)
 

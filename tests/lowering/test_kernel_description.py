@@ -19,7 +19,7 @@ from tests.helpers.attention_graphs import FORMS, model_of
 from tests.helpers.cached_model import cached_model
 from tests.helpers.group_models import group_model
 from tests.helpers.matching import draw
-from tests.helpers.onnx_build import FLOAT16, Builder
+from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.helpers.optimized_layers import Sizes, layers
 from tests.helpers.quantized import Form, quantized_model
 
@@ -43,11 +43,17 @@ def of_154_rows() -> ModelProto:
     return b.model(b("Mul", b("Mul", gate, b("Sigmoid", gate)), up))
 
 
-def of_odd_depth() -> ModelProto:
-    """Rows that begin anywhere, so that some numbers of them are the library's."""
+def of_many_rows() -> ModelProto:
+    """So few columns that rows from some number on are the library's."""
     b = Builder(FLOAT16)
-    product = b("MatMul", b.input("x", ("rows", 2153)), b.raw(np.zeros((2153, 321), np.float16), "weight"))
-    return b.model(b("Add", product, b.raw(np.zeros(321, np.float16), "bias")))
+    product = b("MatMul", b.input("x", ("rows", 2152)), b.raw(np.zeros((2152, 328), np.float16), "weight"))
+    return b.model(b("Add", product, b.raw(np.zeros(328, np.float16), "bias")))
+
+
+def of_padded_rows() -> ModelProto:
+    """A weight with zeros behind its rows."""
+    b = Builder(FLOAT)
+    return b.model(b("Relu", b("MatMul", b.input("x", ("rows", 1138)), b.raw(np.zeros((1138, 512), np.float32), "w"))))
 
 
 def of_copied_rows() -> ModelProto:
@@ -63,7 +69,14 @@ def implementations() -> dict[str, Implementation]:
     b = ragged()
     sites = [
         site
-        for model in (MODEL, b.model(b.nodes[-1].output[0]), of_154_rows(), of_odd_depth(), of_copied_rows())
+        for model in (
+            MODEL,
+            b.model(b.nodes[-1].output[0]),
+            of_154_rows(),
+            of_many_rows(),
+            of_copied_rows(),
+            of_padded_rows(),
+        )
         for site in analyse_model(model, DEVICES).sites
     ]
     for tokens, width in ((8, 64), (2048, 512)):

@@ -241,7 +241,7 @@ def test_products_that_the_library_makes_faster_one_by_one_share_a_kernel(projec
     weights = [b.array(np.zeros((2102, 4096)), f"w{number}") for number in range(projections)]
     biases = [b.array(np.zeros(4096), f"b{number}") for number in range(projections)]
     outs = [b("Add", b("MatMul", x, weight), bias) for weight, bias in zip(weights, biases, strict=True)]
-    analysis = analyse_model(b.model(*outs), [DEVICE])
+    analysis = analyse_model(b.model(*outs), [DEVICE], keep_weights=True)
     (site,) = analysis.sites
     assert len(site.fusion.parts) == projections
     assert site.strategy is (Strategy.ONE_KERNEL if projections == 3 else Strategy.EPILOGUE_ONLY)
