@@ -68,7 +68,8 @@ def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | N
     if own is None:
         return None
     order = "nk" if own[0].rhs[0].axes[-1] == "k" else "kn"
-    known = plan_of(replace(problem, order=order, dynamic=False), device, keep_weights=True)
+    is_padded = row_of(own[0], problem) > problem.k
+    known = plan_of(replace(problem, order=order, dynamic=False), device, keep_weights=not is_padded)
     if known is None:
         return None
     chosen = next(each for each in own[1].tried if each.min_m <= problem.m <= each.max_m)
@@ -80,6 +81,12 @@ def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | N
     drawn = random.Random(str(problem)).sample(far, min(further, len(far)))
     choices = (Choice(us, replan(plan, entry).variants[0]) for us, entry in near + drawn)
     return Planned(fusion, order, str(chosen.tile), tuple(choices))
+
+
+def row_of(fusion: Fusion, problem: Drawn) -> int:
+    """Elements of a row of a weight [n, k], with the zeros behind it."""
+    wide = fusion.rhs[0].wide
+    return wide[1] if wide is not None and fusion.rhs[0].axes[-1] == "k" else problem.k
 
 
 def compile_tiles(found: Planned, device: DeviceSpec, folder: Path) -> None:
@@ -96,7 +103,8 @@ class Buffers:
         self.x = [_random(problem, (problem.m, problem.k)) for _ in range(copies)]
         count = len({rhs.name for rhs in fusion.rhs})
         columns = problem.width // count
-        shape = (problem.k, columns) if problem.order == "kn" else (columns, problem.k)
+        self.row_elements = row_of(fusion, problem)
+        shape = (problem.k, columns) if problem.order == "kn" else (columns, self.row_elements)
         scale = problem.k**-0.5
         self.weights = [[_random(problem, shape, scale) for _ in range(count)] for _ in range(weights)]
         self.weight = [each[0] for each in self.weights]
@@ -110,7 +118,7 @@ class Buffers:
         made["lhs"][0] = (self.x[copy].data.ptr, 0, problem.k, 1)
         weights = self.weights[copy % len(self.weights)]
         columns = problem.width // len(weights)
-        strides = (columns, 1) if problem.order == "kn" else (1, problem.k)
+        strides = (columns, 1) if problem.order == "kn" else (1, self.row_elements)
         for part in range(problem.parts):
             packed = len(weights) < problem.parts
             offset = part * problem.n * strides[1] * problem.element_bytes if packed else 0

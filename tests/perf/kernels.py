@@ -242,21 +242,24 @@ class Copying:
         self.launches: list[tuple[int, np.ndarray]] = []
         m, n, k = (int(arguments[name][0]) for name in "mnk")
         size = spec.dtype.bytes
-        pitch = -(-k * size // CACHE_LINE) * CACHE_LINE // size
         if "lhs" in spec.copied:
-            self.behind["lhs"][0] = self._copy(arguments["lhs"][0], m, k, pitch, size)
+            self.behind["lhs"][0] = self._copy(arguments["lhs"][0], m, k, size)
         for part in range(spec.parts if "rhs" in spec.copied else 0):
             pointer, batch, row, column = arguments["rhs"][0, part]
-            copy = self._copy((pointer, batch, column, row), n, k, pitch, size)
-            self.behind["rhs"][0, part] = (copy[0], copy[1], copy[3], copy[2])
+            if spec.rhs_order == "kn":
+                self.behind["rhs"][0, part] = self._copy((pointer, batch, row, column), k, n, size)
+            else:
+                copy = self._copy((pointer, batch, column, row), n, k, size)
+                self.behind["rhs"][0, part] = (copy[0], copy[1], copy[3], copy[2])
 
-    def _copy(self, source: Any, rows: int, k: int, pitch: int, size: int) -> tuple[int, int, int, int]:
+    def _copy(self, source: Any, rows: int, columns: int, size: int) -> tuple[int, int, int, int]:
+        pitch = -(-columns * size // CACHE_LINE) * CACHE_LINE // size
         self.memory.append(cupy.empty((rows, pitch * size), np.uint8))
         arguments, copy = np.zeros(1, ARGUMENTS), (self.memory[-1].data.ptr, 0, pitch, 1)
         arguments["lhs"][0], arguments["outs"][0, 0] = tuple(source), copy
-        for name, value in (("m", rows), ("k", k), ("batch", 1)):
+        for name, value in (("m", rows), ("k", columns), ("batch", 1)):
             arguments[name] = value
-        self.launches.append((-(-rows * -(-k * size // COPY_CHUNK) // COPY_THREADS), arguments))
+        self.launches.append((-(-rows * -(-columns * size // COPY_CHUNK) // COPY_THREADS), arguments))
         return copy
 
 
