@@ -18,11 +18,11 @@ from onnxfuse.schedule.plan import replan
 from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.schedule.variant import ProductPlan
 from onnxfuse.verify.verify import verify
-from tests.end_to_end.test_padded_rows import WAYS, Build, built
 from tests.gpu.test_copied_rows import check_tf32
 from tests.gpu.test_ort_session import BF16, F16, F32, gate_model
 from tests.gpu.test_tune import check
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
+from tests.helpers.padded_models import WAYS, Build, built
 
 pytestmark = pytest.mark.gpu
 

@@ -74,6 +74,16 @@ def test_a_copy_of_rhs_fits_rows_along_either_axis(n: int) -> None:
         assert chosen([along_n, along_k, LAST], node, ((6, 65), shape, (6, n))) == (0 if n == 1 else fitting)
 
 
+@pytest.mark.parametrize("k", [65, 66, 70, 72])
+def test_zeros_behind_a_row_may_be_read(k: int) -> None:
+    """Of a weight whose rows are a window of k; of one without, whole accesses end with k."""
+    whole = dataclasses.replace(PLAIN, flags=flags({1: TensorFlag.TRANSPOSED}), lhs_alignment=2)
+    last = dataclasses.replace(LAST, flags=flags({1: TensorFlag.TRANSPOSED}))
+    for rhs, row, fits in (("n k:72", 72, True), ("n k", k, k == 72), ("n k:74", 74, False)):
+        node = Node(f"m k, {rhs}, m n -> m n", "m=m n=n k=k", ARGUMENTS, f"n=40 k={k}", KERNEL)
+        assert chosen([whole, last], node, ((6, k), (40, row), (6, 40))) == (0 if fits else 1)
+
+
 def test_columns_apart_and_levels_are_not_copied() -> None:
     assert chosen([COPYING, LAST], rows("k m"), ((331, 6), (331, 40), (6, 40))) == 1
     last = dataclasses.replace(LAST, flags=flags({0: TensorFlag.COLUMNS_IN_RUNS, 1: TensorFlag.TRANSPOSED}))

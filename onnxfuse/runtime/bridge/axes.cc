@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <ostream>
 
 #include "error.h"
@@ -368,6 +369,13 @@ void set_quantized(const Inputs& inputs, const ElementBytes& bytes, OnnxfuseArgu
   }
 }
 
+// Elements of a row of k with the zeros behind it, of a weight that is stored so: its last dimension is a window of k.
+std::optional<int> padded_row(const Contract& contract, const Reference& reference) {
+  const std::vector<Group>& dims = contract.inputs[reference.tensor];
+  if (dims.empty() || dims.back().whole == kUnknown || dims.back() != contract.k) return std::nullopt;
+  return static_cast<int>(std::min<int64_t>(dims.back().whole, std::numeric_limits<int>::max()));
+}
+
 void set_factors(const Inputs& inputs, const ElementBytes& bytes, OnnxfuseArguments* arguments) {
   const Contract& contract = inputs.contract;
   const Loop k{contract.k, 1}, n{contract.n, 1};
@@ -385,6 +393,7 @@ void set_factors(const Inputs& inputs, const ElementBytes& bytes, OnnxfuseArgume
     const LevelledTensor rhs = inputs.read(contract.rhs[i], k, n, bytes.rhs[i]);
     arguments->rhs[i] = rhs.tensor;
     arguments->rhs_outer = rhs.outer;   // the parts lie in one tensor, or in some of the same shape
+    if (const auto row = padded_row(contract, contract.rhs[i])) arguments->rhs_outer.rows = *row;   // accesses end there
   }
 }
 
