@@ -20,7 +20,7 @@ _OTHERS = {
 }  # by the names of results
 DRAWN = (
     *(f"{gpu}-anywhere-{name}" for gpu in ("h200", "h100") for name in ("f16", "bf16", "f32")),
-    *(f"h200-anywhere-odd-{name}" for name in ("f16", "bf16")),
+    *(f"h200-anywhere-odd-{name}" for name in ("f16", "bf16", "f32")),
 )
 TARGET = ROOT / "docs" / "performance.md"
 HEAD = """\
