@@ -238,4 +238,7 @@ def _adjacent(fusion: Pointwise, tensor: Tensor, outer: str, inner: str) -> bool
     axes = stepped(fusion, tensor.axes)
     if outer not in axes or inner not in axes:
         return outer not in axes and inner not in axes
+    window = () if tensor.wide is None else tensor.dims[tensor.wide[0]]
+    if inner in window and outer not in window:  # what is beside it lies between
+        return False
     return axes.index(inner) == axes.index(outer) + 1

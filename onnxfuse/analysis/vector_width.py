@@ -12,6 +12,8 @@ part are multiples of the contiguity, because nothing lies between the rows of a
 aligned in all of them. lhs and rhs are read along their contiguous axis, a tile or output along n or, where m is its
 contiguous axis, along m.
 
+Behind the rows of a weight that is stored with zeros there, accesses may go on: its pitch alone counts.
+
 Where the contiguous axis is a size that only the run knows, the width is `guarded`: the launch rule looks at the size,
 and where it does not fit a kernel that takes this tensor for one of width 1 takes over. Pointers are guarded always:
 where one does not fit, the plan's last kernel decides for each tensor by itself (compare nvFuser's vectorization of
@@ -146,9 +148,8 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
         return Width(1, f"{own[-1]}, not {inner[-1]}, is its contiguous axis")
     run = _run(own, inner)
     sizes = [fusion.size(axis) for axis in run]
-    contiguity = math.gcd(math.prod(size for size in sizes if size is not None), *_window(fusion, tensor))
-    if _is_padded(fusion, tensor):
-        contiguity = tensor.wide[1] if tensor.wide else contiguity
+    known = math.prod(size for size in sizes if size is not None)
+    contiguity = _padded_row(fusion, tensor) or math.gcd(known, *_window(fusion, tensor))
     if contiguity % limit == 0:
         return Width(limit, f"{WIDEST_BYTES} bytes")
     if None in sizes:
@@ -163,10 +164,12 @@ def _window(fusion: Pointwise, tensor: Tensor) -> list[int]:
     return [tensor.wide[1], *fusion.starts(tensor)]
 
 
-def _is_padded(fusion: Pointwise, tensor: Tensor) -> bool:
-    """Whether what lies behind the rows of a weight [n, k] are zeros, which may be read as any other k."""
-    inner = tensor.dims[-1] if tensor.wide is not None and tensor.wide[0] == len(tensor.dims) - 1 else ()
-    return bool(inner) and not any(axis in out.tensor.axes for out in fusion.outs for axis in inner)
+def _padded_row(fusion: Pointwise, tensor: Tensor) -> int:
+    """Elements of a row of a weight [n, k] with the zeros behind it, which may be read as any k; 0 of other tensors."""
+    if tensor.wide is None or tensor.wide[0] != len(tensor.dims) - 1:
+        return 0
+    stored = {axis for out in fusion.outs for axis in out.tensor.axes}
+    return 0 if stored & {*tensor.dims[-1]} else tensor.wide[1]
 
 
 def _contiguous_loop(fusion: Pointwise, tensor: Tensor, rows: Axes, columns: Axes) -> Axes:

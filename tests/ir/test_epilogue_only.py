@@ -133,6 +133,14 @@ def test_rows_that_begin_anywhere_are_joined(sizes, operands, columns: tuple[str
     assert tile.block_m * tile.block_n % (tile.threads * tile.span) == 0
 
 
+def test_windows_of_rows_are_not_joined() -> None:
+    """Other columns of the product lie between those of one row and of the next."""
+    built = fusion({"c": 8, "y": 49, "b": None, "k": 5}, lhs="c k", rhs="b k y", out=IMAGE)
+    dense = Tensor("product", F16, dims(IMAGE))
+    for product, columns in ((dense, ("c", "y")), (replace(dense, wide=(2, 98)), ("y",))):
+        assert map_pointwise(epilogue_of(built, (product,)), map_axes(built)).n == columns
+
+
 def test_few_rows_are_spread_over_more_blocks() -> None:
     built = fusion({"m": None, "n": 1280, "k": 5, "p": 2}, rhs="k (p n)", parts=2)
     epilogue_only = epilogue_of(built, products_of(built))
