@@ -5,6 +5,7 @@ The rule itself is the bridge's, in C++. Whatever it launches reaches every elem
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,17 +28,21 @@ from onnxfuse.lowering.compile_kernels import Kernels
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.lowering.pack import pack_implementations
 from onnxfuse.lowering.site import Implementation
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.compile import CompiledImage
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.library import LIBRARY, MATH
 from onnxfuse.schedule.plan import by_library, make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
+from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant, ProductVariant
 from tests.analysis.test_vector_width import random_fusions
 from tests.helpers.addresses import accesses, is_legal, lines
 from tests.helpers.bridge_hooks import Arguments, Node, bridge
 from tests.helpers.fusions import fusion
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.ir.test_epilogue_only import products_of
+from tests.perf.drawn import PARTS, Drawn, model
 
 IMAGE = CompiledImage(b"// no machine code", "", None, None, None)  # the rule does not look into it
 APART = 1 << 20  # bytes from tensor to tensor
@@ -86,6 +91,8 @@ def shape_of(tensor: Tensor, sizes: Mapping[str, int]) -> list[int]:
         shape.append(1)
         for axis in dim:
             shape[-1] *= sizes[axis]
+    if tensor.wide is not None:
+        shape[tensor.wide[0]] = tensor.wide[1]
     return shape
 
 
@@ -345,3 +352,32 @@ def test_whatever_is_launched_behind_the_library_is_legal(drawn, data: st.DataOb
                 assert access.width == 1 or tensor.column_stride == 1
                 assert (tensor.pointer or 0) % (access.width * access.dtype.bytes) == 0
                 assert all(step % access.width == 0 for step in steps)
+
+
+@pytest.mark.parametrize("element", [FLOAT, FLOAT16, BFLOAT16])
+def test_what_a_plan_chose_is_what_runs(element: int) -> None:
+    """Where tensors begin on wide boundaries nothing takes over, whatever k and n; with weights as they lie and not."""
+    draw = random.Random(element)
+    taken = set[str]()
+    for keep_weights in (False, True) * 8:
+        kind, order = draw.choice(list(PARTS)), draw.choice(("kn", "nk"))
+        k, n = draw.randrange(130, 700), draw.choice((draw.randrange(8, 300), 8 * draw.randrange(1, 40)))
+        drawn = model(Drawn(kind, 300, k, n, order, element, True, 0), 1, 1)
+        devices = (ARCHITECTURES["sm_90a"], ARCHITECTURES["sm_80"])
+        for site in analyse_model(drawn, devices, keep_weights=keep_weights).sites:
+            for plan in site.plans if site.strategy is Strategy.ONE_KERNEL else ():
+                made = packed(FUSED_GEMM, site.fusion, site.mapping, replace(plan, library_rows=()))
+                taken |= check_first(made, int(plan.device.arch[3:5]))
+    assert {"hopper", "portable", "small_m", "padded", "copied"} <= taken
+
+
+def check_first(made: Launch, capability: int) -> set[str]:
+    """At several numbers of rows the first kernel of them runs; what there was."""
+    seen = set[str]()
+    for m in (1, 17, 300, 5000):
+        sizes = {axis.name: axis.size or m for axis in made.fusion.axes}
+        wanted = next(each for each in made.variants if each.min_m <= m <= each.max_m)
+        chosen = made.chosen(made.arguments(sizes, {}), capability)
+        assert chosen == wanted, (m, str(made.fusion))
+        seen |= {chosen.family.name, *(["copied"] if chosen.spec.copied else [])}
+    return seen | {"padded" for tensor in made.fusion.inputs if tensor.wide is not None}
