@@ -131,7 +131,9 @@ def _order_text(order: Order) -> str:
     if isinstance(order, tuple):
         return f"the model's dimensions {', '.join(map(str, order))}"
     if isinstance(order, PaddedRows):
-        return f"{_order_text(order.perm)}, rows of {order.row} with zeros up to {order.whole}"
+        as_it_was = order.perm == tuple(range(len(order.perm)))
+        dimensions = "" if as_it_was else f"{_order_text(order.perm)}, "
+        return f"{dimensions}rows of {order.row} with zeros up to {order.whole}"
     return "as a MatMulNBits has it" if isinstance(order, Packing) else "part by part"
 
 
@@ -151,8 +153,8 @@ def print_report(report: Report) -> None:
     if report.transposed:
         megabytes = sum(report.transposed.values()) / 1e6
         what = "weight" if len(report.transposed) == 1 else "weights"
-        zeros = sum(report.padding.values()) / 1e6
-        grown = f" and {zeros:.2f} MB of zeros behind rows" if report.padding else ""
+        zeros = sum(report.padding.values()) / 1e3
+        grown = f" and {zeros:.1f} kB of zeros behind rows" if report.padding else ""
         _print(
             f"{len(report.transposed)} {what} stored in another order, {megabytes:.1f} MB{grown}; "
             "--keep-weights leaves them"
