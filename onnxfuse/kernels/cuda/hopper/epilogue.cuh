@@ -498,6 +498,9 @@ __device__ __forceinline__ void await_slab(const EpilogueMemory& memory, int cou
 }
 
 // Accumulators -> outputs of the group's tile number `count`. `first_row` is the group's place in the block's tile.
+//
+// With OPERANDS_AHEAD, a unit's operands are read before the last one's results are written; the compiler would not swap
+// them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
 __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMULATORS],
                                              const OnnxfuseArguments& args, const Maps& maps, const OutTile& tile,
                                              int first_row, const EpilogueMemory& memory, int count) {
@@ -507,13 +510,10 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
   const Shifts shifts = shifts_of(args, tile);
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {
-    const int subtile = index / SLABS_N;
     const int slab_column = index % SLABS_N * SLAB_COLUMNS;
-    const int row = subtile * GROUP_WGMMA_ROWS + warp_row;
+    const int row = index / SLABS_N * GROUP_WGMMA_ROWS + warp_row;
     const int buffer = index % (SERVED ? LOAD_BUFFERS : OUT_BUFFERS);
     await_slab(memory, count, index, leader);
-    // With OPERANDS_AHEAD, a unit's operands are read before the last one's results are written; the compiler would not
-    // swap them, because it cannot tell that they do not overlap. Pays where the epilogue outlasts the main loop.
     UnitOperands operands[2];
     const auto read = [&](UnitOperands& target, int column) {
       const int load_buffer = TILE_LOADS > 0 ? index % LOAD_BUFFERS : 0;
@@ -527,7 +527,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
       const int next = column + UNIT_COLUMNS;
       if (!OPERANDS_AHEAD && column > 0) read(operands[0], column);
       if (OPERANDS_AHEAD && next < SLAB_COLUMNS) read(operands[current ^ 1], next);
-      run_unit(acc[subtile], operands[current], memory.staging, slab_column + column, column, buffer);
+      run_unit(acc[index / SLABS_N], operands[current], memory.staging, slab_column + column, column, buffer);
     }
     if constexpr (TMA_STORED_OUTS > 0) shared_to_tma_fence();
     __syncwarp();
