@@ -64,12 +64,11 @@ def with_padded_rows(fusion: Fusion, allowed: Collection[str]) -> Reordered | No
     names = [tensor.name for tensor in fusion.inputs]
     if any(tensor.name not in allowed or names.count(tensor.name) > 1 for tensor in fusion.rhs):
         return None
-    wholes = {tensor.name: _whole_row(fusion, tensor) for tensor in fusion.rhs}
-    rhs = tuple(
-        replace(tensor, wide=(len(tensor.dims) - 1, whole)) for tensor in fusion.rhs if (whole := wholes[tensor.name])
-    )
-    if len(rhs) < len(fusion.rhs):
+    wholes = [_whole_row(fusion, tensor) for tensor in fusion.rhs]
+    if not all(wholes):
         return None
+    pairs = zip(fusion.rhs, wholes, strict=True)
+    rhs = tuple(replace(tensor, wide=(len(tensor.dims) - 1, whole)) for tensor, whole in pairs)
     identity = {tensor.name: tuple(range(len(tensor.dims))) for tensor in rhs}
     return replace(fusion, rhs=rhs), {**identity, **perms}
 

@@ -20,8 +20,8 @@ from onnxfuse.tune.session_timer import ports, trial_models
 from tests.end_to_end.test_weight_order import (
     DEVICES,
     EXTERNAL,
-    LEVELS,
     arrays,
+    check_bits,
     everywhere,
     outputs,
     silu,
@@ -62,10 +62,7 @@ def test_a_fused_file_has_the_originals_bits(build: Build, dtype: int) -> None:
     analysis = analyse_model(model, DEVICES)
     assert all((order.row, order.whole) == (K, 152) for order in padded(analysis).values())
     fused = rewritten(analysis, transposed=True)
-    for level in LEVELS:
-        assert outputs(fused, level, feed(dtype)) == outputs(model, level, feed(dtype)), level
-    for expected, actual in zip(run(model, feed(dtype)), run(fused, feed(dtype)), strict=True):  # nothing is folded
-        np.testing.assert_allclose(actual, expected, rtol=1e-3 if dtype == FLOAT16 else 2e-6, atol=2e-6)
+    check_bits(model, fused, feed(dtype), dtype)
 
 
 @pytest.mark.usefixtures("everywhere")

@@ -70,7 +70,7 @@ constexpr bool is_ragged() {
          !Access::OUTER_COLUMNS && !Access::OUTER_BATCH;
 }
 
-constexpr int WIDEST_COPY = 16;  // the widest copy
+constexpr int WIDEST_COPY = 16;  // bytes of one cp.async
 
 // Elements of others before a row, in the chunk of memory in which it begins.
 template <typename T>
