@@ -204,38 +204,48 @@ def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> 
     }
 
 
-def multiplications(spec: KernelSpec, widths: Sequence[int]) -> str:
+def multiplications(spec: KernelSpec, widths: Sequence[int], lhs_in_registers: bool = False) -> str:
     """The function `multiply<FIRST, COLUMNS>` for each wgmma, of so many columns, one behind the other in registers."""
+    lhs = "const unsigned (&lhs)[4]" if lhs_in_registers else "unsigned long long lhs"
+    parameters = f"(float (&acc)[{sum(widths) // 2}], {lhs}, unsigned long long rhs, int accumulate)"
     firsts = [sum(widths[:index]) // 2 for index in range(len(widths))]
-    registers = sum(widths) // 2
-    functions = (wgmma(spec, first, width, registers) for first, width in zip(firsts, widths, strict=True))
+    instruction = wgmma_of_registers if lhs_in_registers else wgmma
+    functions = (
+        f"template <>\n__device__ __forceinline__ void multiply<{first}, {width}>{parameters} {{\n"
+        f"  {instruction(spec, first, width)}\n}}\n"
+        for first, width in zip(firsts, widths, strict=True)
+    )
     return f"""\
-// acc[64, COLUMNS], registers from FIRST on, (+)= lhs[64, step] * rhs[step, COLUMNS], operands by descriptor.
-// Where not `accumulate`, the old accumulators are not read.
+// acc[64, COLUMNS], registers from FIRST on, (+)= lhs[64, step] * rhs[step, COLUMNS], by descriptors; lhs also in
+// registers. Where not `accumulate`, the old accumulators are not read.
 template <int FIRST, int COLUMNS>
-__device__ void multiply(float (&acc)[{registers}], unsigned long long lhs, unsigned long long rhs, int accumulate);
+__device__ void multiply{parameters};
 {"".join(functions)}"""
 
 
-def wgmma(spec: KernelSpec, first: int, width: int, registers: int) -> str:
-    """One of them: a wgmma on `width` of all the columns whose sums are a thread's `registers`."""
+def wgmma(spec: KernelSpec, first: int, width: int) -> str:
+    """A wgmma on `width` of all the columns, whose sums are a thread's registers from `first` on."""
+    # Only 16-bit operands may be transposed: the last two immediates of their wgmma.
+    transposed = f", {int(spec.lhs_order == 'km')}, {int(spec.rhs_order == 'kn')}" if spec.dtype.bytes == 2 else ""
+    return _instruction(spec, first, width, "%{0}", '"l"(lhs)', transposed)
+
+
+def wgmma_of_registers(spec: KernelSpec, first: int, width: int) -> str:
+    """The same with lhs in registers, and k contiguous in rhs."""
+    inputs = ", ".join(f'"r"(lhs[{index}])' for index in range(4))
+    return _instruction(
+        spec, first, width, "{{%{0}, %{1}, %{2}, %{3}}}", inputs, ", 0" if spec.dtype.bytes == 2 else ""
+    )
+
+
+def _instruction(spec: KernelSpec, first: int, width: int, lhs: str, inputs: str, transposed: str) -> str:
+    """A wgmma whose `lhs` names the operands that `inputs` binds."""
     count = width // 2
     names = ", ".join(f"%{index}" for index in range(count))
-    operands = ", ".join(f'"+f"(acc[{first + index}])' for index in range(count))
-    lhs, rhs, accumulate = (f"%{count + index}" for index in range(3))
+    sums = ", ".join(f'"+f"(acc[{first + index}])' for index in range(count))
+    rhs = count + inputs.count("(")
     kind = f"m64n{width}k{WGMMA_STEPS[spec.math]}.f32.{spec.math}.{spec.math}"
-    # Only 16-bit operands may be transposed: the last two immediates of their wgmma.
-    transposed = f", {int(spec.lhs_order == 'km')}, {int(spec.rhs_order == 'kn')}"
-    immediates = f"1, 1{transposed if spec.dtype.bytes == 2 else ''}"
     return f"""\
-template <>
-__device__ __forceinline__ void multiply<{first}, {width}>(float (&acc)[{registers}], unsigned long long lhs,
-                                                       unsigned long long rhs, int accumulate) {{
-  asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
-               "wgmma.mma_async.sync.aligned.{kind} "
-               "{{{names}}}, "
-               "{lhs}, {rhs}, p, {immediates}; }}"
-               : {operands}
-               : "l"(lhs), "l"(rhs), "r"(accumulate));
-}}
-"""
+asm volatile("{{ .reg .pred p; setp.ne.s32 p, %{rhs + 1}, 0; wgmma.mma_async.sync.aligned.{kind} "
+               "{{{names}}}, {lhs.format(*range(count, rhs))}, %{rhs}, p, 1, 1{transposed}; }}"
+               : {sums} : {inputs}, "l"(rhs), "r"(accumulate));"""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from onnxfuse.kernels.hopper import block_numbers, generated_swapped, multiplications, uses
 from onnxfuse.kernels.source import assembled
-from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, seen
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, in_registers, seen
 from onnxfuse.schedule.hopper_tile import HopperFootprint, begins_at_any_column, block_k
 from onnxfuse.schedule.kernel_spec import KernelSpec
 
@@ -20,11 +20,12 @@ def emit(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> str:
         tile: a legal tile: `hopper_swapped_tile.why_not(spec, tile, shared_limit)` is None.
         shared_limit: shared memory of one block, in bytes.
     """
-    text = _generated(seen(spec), tile, footprint(spec, tile, shared_limit))
-    return assembled(text, "hopper/swapped.cuh", uses(spec))
+    products = multiplications(seen(spec), [tile.block_m] * spec.parts, in_registers(spec))
+    text = _generated(seen(spec), tile, footprint(spec, tile, shared_limit), products)
+    return assembled(text, f"hopper/swapped{'_registers' * in_registers(spec)}.cuh", uses(spec))
 
 
-def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> str:
+def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint, products: str) -> str:
     """Of a spec as the kernel sees it."""
     flags = {
         "LHS_K_CONTIGUOUS": spec.lhs_order == "mk",
@@ -33,7 +34,6 @@ def _generated(spec: KernelSpec, tile: SwappedTile, layout: HopperFootprint) -> 
         "PINGPONG": tile.pingpong,
         "LAST_WAVE_SPLIT": tile.last_wave_splits > 1,
     }
-    products = multiplications(spec, [tile.block_m] * spec.parts)
     return generated_swapped(spec, tile.launched_cluster, layout, flags, _numbers(spec, tile, layout), products)
 
 

@@ -23,8 +23,8 @@ from onnxfuse.schedule.hopper import (
     waves_of_clusters,
 )
 from onnxfuse.schedule.hopper_quantized_tile import swapped
-from onnxfuse.schedule.hopper_swapped_tile import SwappedTile
-from onnxfuse.schedule.hopper_tile import ARCH, ATOM, block_k
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, in_registers, span
+from onnxfuse.schedule.hopper_tile import ARCH, block_k
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 
@@ -44,6 +44,15 @@ TILES = (
     # Tiles of the same columns are neighbours, for they are split or none of them is.
     *(SwappedTile(rows, 64, group_rows=1, pingpong=True, last_wave_splits=2) for rows in (*_NARROW_ROWS, 160)),
 )
+# Rows that the kernel whose M side is lhs has for all but a weight that comes from registers.
+FROM_REGISTERS = (
+    *(SwappedTile(rows, 128) for rows in (32, 64, 128, 192, 256)),
+    *(SwappedTile(rows, 128, cluster_m=2) for rows in (128, 256)),
+    *(SwappedTile(rows, 128, cluster_n=2) for rows in (128, 192, 256)),
+    SwappedTile(128, 64, pingpong=True, cluster_m=2),
+    *(SwappedTile(rows, 128, splits=2) for rows in (64, 128)),
+    *(SwappedTile(rows, 64, pingpong=True) for rows in (32, 128, 192)),
+)
 
 
 class HopperSwapped(ProductFamily):
@@ -58,7 +67,8 @@ class HopperSwapped(ProductFamily):
         if device.arch != ARCH or spec.quantization is not None:
             return ()
         paces = calibration(device).pace["hopper"]
-        return tuple(Candidate(self, tile, paces[_schedule(tile)]) for tile in TILES)
+        tiles = (*TILES, *FROM_REGISTERS) if in_registers(spec) else TILES
+        return tuple(Candidate(self, tile, paces[_schedule(tile)]) for tile in tiles)
 
     def copied(self, spec: KernelSpec) -> tuple[str, ...]:
         """As `hopper_tile` says."""
@@ -138,10 +148,11 @@ def _main_loop(
 def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which TMA loads a step's rows of 128 bytes, where every multiprocessor loads."""
     known, width, order = calibration(device), spec.dtype.bytes, spec.rhs_order
-    rows = tile.block_n if order == "nk" else tile.block_n // ATOM * block_k(spec)
+    rows = tile.block_n if order == "nk" else tile.block_n // span(spec) * block_k(spec)
     lhs = tile.block_m * in_pieces("lhs", problem.k * width, known)
     rhs = spec.parts * rows * in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
-    return known.hopper_loaded_row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
+    row = known.hopper_loaded_row * (known.hopper_turned_rows if in_registers(spec) else 1.0)
+    return row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 
 
 HOPPER_SWAPPED = HopperSwapped()

@@ -18,7 +18,7 @@ from typing import ClassVar
 from onnxfuse.limits import MAX_MAPS, STAGE_ROW_BYTES
 from onnxfuse.schedule import hopper_tile
 from onnxfuse.schedule.hopper_quantized_tile import of_shape, swapped
-from onnxfuse.schedule.hopper_tile import ATOM, FRAGMENT_ROWS, HopperFootprint, HopperTile, Rules, block_k
+from onnxfuse.schedule.hopper_tile import FRAGMENT_ROWS, HopperFootprint, HopperTile, Rules, block_k
 from onnxfuse.schedule.kernel_family import MapRule
 from onnxfuse.schedule.kernel_spec import QUANTIZED, TMA_BYTES, KernelSpec
 
@@ -100,10 +100,20 @@ def map_rules(spec: KernelSpec, tile: SwappedTile) -> tuple[MapRule | None, ...]
     """The tensor maps of a launch: lhs, rhs of each part; threads store the outputs, which need none."""
     depth = block_k(spec)
     nk = spec.rhs_order == "nk"
-    box = (depth, tile.block_n // tile.cluster_m) if nk else (ATOM, depth // tile.cluster_m)
+    box = (depth, tile.block_n // tile.cluster_m) if nk else (span(spec), depth // tile.cluster_m)
     lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, depth, tile.block_m // tile.cluster_n)
     rhs = (MapRule("rhs", part, nk, STAGE_ROW_BYTES, *box) for part in range(spec.parts))
     return (lhs, *rhs, *(None for _ in spec.outs))
+
+
+def span(spec: KernelSpec) -> int:
+    """Elements of the widest swizzle's span, of the weight with n contiguous."""
+    return STAGE_ROW_BYTES // spec.dtype.bytes
+
+
+def in_registers(spec: KernelSpec) -> bool:
+    """Whether wgmma reads the weight from registers: from shared memory 32-bit elements have k contiguous only."""
+    return spec.math == "tf32" and spec.rhs_order == "kn"
 
 
 def why_not(spec: KernelSpec, tile: SwappedTile, shared_limit: int) -> str | None:
@@ -120,7 +130,6 @@ def _of_operands(spec: KernelSpec) -> Rules:
     narrow = min(factor.width for factor in spec.factors) * spec.dtype.bytes < TMA_BYTES
     yield spec.quantization is not None, QUANTIZED
     yield spec.math not in hopper_tile.WGMMA_STEPS, f"wgmma does not multiply {spec.math}"
-    yield spec.math == "tf32" and spec.rhs_order == "kn", "wgmma reads 32-bit elements with k contiguous only"
     yield narrow, "TMA needs rows of lhs and rhs on 16-byte boundaries"
     plain = spec.lhs_order == "mk" and not (spec.lhs_run or spec.lhs_batch_runs or spec.rhs_batch_runs)
     yield not plain, "swapped: one stride walks the rows of lhs, one its batches, and k is contiguous"

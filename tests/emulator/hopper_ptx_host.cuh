@@ -174,18 +174,20 @@ void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long
   memcpy(warp.values[lane], lhs, 16);
   __syncwarp();
   const auto element = [&](int half, int k) {
-    Element pair[2];  // of the lane of the same row that holds columns k and k + 1, or k - 1 and k
-    memcpy(static_cast<void*>(pair), &warp.values[lane / 4 * 4 + k % 8 / 2][half + k / 8 * 2], 4);
-    return to_float(pair[k % 2]);
+    constexpr int HELD = 4 / sizeof(Element);  // neighbours along k in one register
+    Element held[HELD];
+    const int holder = lane / 4 * 4 + k / HELD % 4;
+    memcpy(static_cast<void*>(held), &warp.values[holder][half + k / (4 * HELD) * 2], 4);
+    return to_float(held[k % HELD]);
   };
   multiply_rows(acc, element, rhs, k_contiguous, accumulate);
   __syncwarp();
 }
 
-// Of a quantized weight: registers from FIRST on of acc[64, columns of a tile] (+)= lhs[64, 16] * rhs, lhs in registers.
-template <int FIRST, int REGISTERS>
+// Of a weight in registers: those from FIRST on of acc[64, columns of a tile] (+)= lhs[64, 32 bytes] * rhs.
+template <int FIRST, int COLUMNS, int REGISTERS>
 void multiply(float (&acc)[REGISTERS], const unsigned (&lhs)[4], unsigned long long rhs, int accumulate) {
-  multiply_values(reinterpret_cast<float (&)[APART ? BLOCK_N : BLOCK_N / 2]>(acc[FIRST]), lhs, rhs, accumulate, true);
+  multiply_values(reinterpret_cast<float (&)[COLUMNS / 2]>(acc[FIRST]), lhs, rhs, accumulate, true);
 }
 
 template <int WORDS>

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED, TILES
+from onnxfuse.schedule.hopper_swapped import FROM_REGISTERS, HOPPER_SWAPPED, TILES
 from tests.gpu.kernels import Kernels
 from tests.gpu.test_hopper_kernel import launch
 from tests.helpers.kernel_problem import FP32, GROWTH, Size, make_problem, make_spec
@@ -26,8 +26,8 @@ RUNS = 20
 def large_cases() -> list[SwappedCase]:
     """Every tile, with one part and with two; types and orders take turns."""
     found = []
-    for turn, tile in enumerate(TILES):
-        dtype, order = TYPES[turn % len(TYPES)]
+    turns = [(tile, TYPES[turn % len(TYPES)]) for turn, tile in enumerate(TILES)]
+    for tile, (dtype, order) in (*turns, *((tile, ("tf32", "kn")) for tile in FROM_REGISTERS)):
         for parts, kind in ((1, "residual"), (2, "plain")):
             spec = make_spec(dtype, parts, order, PORTABLE, LARGE, kind)
             if HOPPER_SWAPPED.why_not(spec, tile, DEVICE) is None:

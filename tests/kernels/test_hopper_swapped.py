@@ -12,8 +12,8 @@ import pytest
 from onnxfuse.dtypes import F32
 from onnxfuse.kernels.hopper_swapped import emit
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED, TILES
-from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, map_rules
+from onnxfuse.schedule.hopper_swapped import FROM_REGISTERS, HOPPER_SWAPPED, TILES
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, in_registers, map_rules
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from tests.helpers.kernel_problem import Size, make_problem, make_spec
 from tests.helpers.swapped_cases import DEVICE, PORTABLE, TYPES, SwappedCase, swapped_cases
@@ -29,7 +29,8 @@ SPECS = [
 
 
 def legal(spec: KernelSpec) -> list[SwappedTile]:
-    return [tile for tile in TILES if HOPPER_SWAPPED.why_not(spec, tile, DEVICE) is None]
+    tiles = (*TILES, *FROM_REGISTERS) if in_registers(spec) else TILES
+    return [tile for tile in tiles if HOPPER_SWAPPED.why_not(spec, tile, DEVICE) is None]
 
 
 @pytest.mark.one_in(18)
@@ -103,7 +104,6 @@ def test_boxes_fill_a_stage_and_all_fits(spec: KernelSpec) -> None:
         ({"tile": SwappedTile(88, 128, last_wave_splits=2)}, "in ping-pong"),
         ({"tile": SwappedTile(88, 64, pingpong=True, last_wave_splits=4)}, "split by 2"),
         ({"tile": SwappedTile(72, 64, pingpong=True, cluster_n=5)}, "equal parts"),
-        ({"dtype": "tf32", "order": "kn"}, "k contiguous"),
         ({"tile": SwappedTile(240, 256)}, "accumulators"),
     ],
 )

@@ -55,6 +55,7 @@ NEAR_LAST, LASTS = 1.1, 4  # the same of tiles that share a last wave, where the
 SHORTER = 0.4  # of MOST_PRODUCTS: longer kernels are timed as precisely, but for long
 LARGEST_STACKED = 4e7  # elements of q's, k's and v's weights, which are initializers
 TURNED = 5  # of weights in fp32, plans store most [n, k]: all but those whose k this divides are drawn so
+CHUNK = 4  # elements of fp32 in 16 bytes
 WAITING = 40  # sites whose kernels are being compiled
 PROCESSES = 15
 
@@ -104,8 +105,10 @@ def layers(seed: int) -> Iterator[Drawn]:
         yield Drawn(kind, rows, k, n, rng.choice(("kn", "nk")), element, False, 0)
 
 
-def sites(seeds: Sequence[int], of_layers: bool = False, elements: Container[int] = ALL) -> Iterator[Drawn]:
-    """Drawn problems of these elements in turn, without end."""
+def sites(
+    seeds: Sequence[int], of_layers: bool = False, elements: Container[int] = ALL, as_kn: bool = False
+) -> Iterator[Drawn]:
+    """Drawn problems of these elements in turn, without end; with `as_kn` those that TMA reaches, of weights [k, n]."""
     if of_layers:
         streams = [layers(seed) for seed in seeds]
     else:
@@ -113,6 +116,9 @@ def sites(seeds: Sequence[int], of_layers: bool = False, elements: Container[int
     for stream in itertools.cycle(streams):
         site = next(stream)
         site = replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
+        if as_kn and (site.k % CHUNK or site.n % CHUNK):
+            continue
+        site = replace(site, order="kn") if as_kn else site
         if site.kind != "qkv" or site.k * site.width <= LARGEST_STACKED:
             yield site
 
@@ -179,6 +185,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--layers", action="store_true", help="products of transformers' layers")
     kinds.add_argument("--fp32", action="store_true", help="drawn problems of fp32 alone")
+    kinds.add_argument("--kn", action="store_true", help="the same of weights [k, n], as they lie")
     parser.add_argument("--last-wave", action="store_true", help="only where a tile is near that shares a last wave")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/cubins"), help="folder of compiled kernels")
@@ -186,12 +193,13 @@ def main() -> None:
     options.cubins.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    source = sites(options.seeds, options.layers, (FLOAT,) if options.fp32 else ALL)
+    source = sites(options.seeds, options.layers, (FLOAT,) if options.fp32 or options.kn else ALL, options.kn)
     for drawn, tiles in prepared(source, options.cubins, options.seconds, options.last_wave):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
         rows.append({"drawn": astuple(drawn), "us": us})
     seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers + " --fp32" * options.fp32
+    seeds += " --kn" * options.kn
     seeds += " --last-wave" * options.last_wave
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
     write_result(options.out, {**origin(command), "names": [*names], "rows": rows})

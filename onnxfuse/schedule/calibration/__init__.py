@@ -95,6 +95,7 @@ class Calibration:
     pointwise_blocks: int
     pointwise_bytes_in_flight: int
     hopper_loaded_row: float
+    hopper_turned_rows: float
     hopper_received_row: float
     hopper_cluster: float
     hopper_clusters_in_turn: float

@@ -308,8 +308,8 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[SUBTILES][ACCUMULATO
         (K_CONTIGUOUS_DESCRIPTOR | descriptor_address(atom)) + k % ATOM_K * sizeof(Element) / 16;
     static_for<0, UNITS>([&](auto unit) {
       constexpr int UNIT = decltype(unit)::value;
-      multiply<UNIT % OWN_PARTS * BLOCK_N / 2>(acc[UNIT / OWN_PARTS], fragments.words[step][UNIT], activations,
-                                           accumulate | k);
+      multiply<UNIT % OWN_PARTS * BLOCK_N / 2, TILE_COLUMNS>(acc[UNIT / OWN_PARTS], fragments.words[step][UNIT],
+                                                         activations, accumulate | k);
     });
   }
   multiply_commit();
