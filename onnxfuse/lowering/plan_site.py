@@ -47,6 +47,7 @@ from onnxfuse.schedule.norm_plan import make_norm_plan, own_time, rows_of, stock
 from onnxfuse.schedule.plan import make_plan
 from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
 from onnxfuse.schedule.strategy import (
+    CONVOLUTION,
     Normalising,
     Strategy,
     Times,
@@ -236,7 +237,8 @@ def _planned(
     estimates = _estimates(graph, match, fusion, mapping, plans, epilogue_only)
     if match.shared:  # a product that stays would do all columns, for each of the matches that share it
         epilogue_only, estimates = None, {device: _without_epilogue_only(times) for device, times in estimates.items()}
-    disagreed = Strategy.LEFT_ALONE if fusion.quantization is not None or match.is_bare else Strategy.ONE_KERNEL
+    others = fusion.quantization is not None or match.is_bare or _convolves_alone(graph, match)
+    disagreed = Strategy.LEFT_ALONE if others else Strategy.ONE_KERNEL
     strategy = choose(estimates, disagreed) if estimates else Strategy.ONE_KERNEL
     site = Site(graph, match, fusion, mapping, plans, epilogue_only, strategy, estimates, transposed=transposed)
     if fusion.quantization is not None and site.is_left_alone:
@@ -513,7 +515,7 @@ def _estimates(
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
         return {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
     if _has_biases_alone(graph, match):
-        traffic = _traffic_of_gemms(match, fusion, mapping, by)
+        traffic = _traffic_of_biased(match, fusion, mapping, by)
         times = {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
         return {device: _without_epilogue_only(each) for device, each in times.items()}
     return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
@@ -528,8 +530,15 @@ def _has_biases_alone(graph: Graph, match: Match) -> bool:
     return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
 
 
-def _traffic_of_gemms(match: Match, fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
-    """Products whose bias is a pass of its own to the runtime: it writes what a product then adds to."""
+def _convolves_alone(graph: Graph, match: Match) -> bool:
+    """The same of convolutions: the library adds their biases, but turns images round before it multiplies."""
+    return all(product.is_biased_convolution for product in match.products) and _has_biases_alone(graph, match)
+
+
+def _traffic_of_biased(match: Match, fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
+    """Products whose bias is a pass of its own to the runtime: for a Gemm it writes what a product then adds to."""
+    convolve = all(product.is_biased_convolution for product in match.products)
+    gemms = all(product.is_biased_gemm for product in match.products)
     shared, walked, across = _walks(fusion, mapping, by)
     made = sum(_row_bytes(fusion, tensor, across) for tensor in fusion.outputs)
     return Traffic(
@@ -537,9 +546,9 @@ def _traffic_of_gemms(match: Match, fusion: Fusion, mapping: AxisMapping, by: st
         lhs=sum(_row_bytes(fusion, factor, (PART_AXIS, *mapping.k)) for factor in walked),
         product=made,
         rest=made,
-        passes=len(fusion.rhs),
+        passes=0 if convolve else len(fusion.rhs),
         products=len(fusion.rhs),
-        biased="Gemm" if all(product.is_biased_gemm for product in match.products) else "",
+        biased=CONVOLUTION if convolve else "Gemm" if gemms else "",
     )
 
 

@@ -124,6 +124,11 @@ class Product:
         return self.node.op == "Gemm" and self.bias is not None and self.beta != 0.0
 
     @property
+    def is_biased_convolution(self) -> bool:
+        """Whether it is one of channels first, which the runtime's library turns round, and has a bias."""
+        return self.node.op == "Conv" and self.bias is not None
+
+    @property
     def is_spelled_out(self) -> bool:
         """Whether the model computes it without an op for products."""
         return bool(self.node.op == "ReduceSum")

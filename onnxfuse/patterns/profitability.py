@@ -78,7 +78,9 @@ class Profitability:
     def _is_computed_by_product(self, node: gs.Node) -> bool:
         """Whether a product's own node does arithmetic, for which the runtime has another kernel."""
         own = next((product for product in self.grown.products if product.node is node), None)
-        return own is not None and (own.activation is not None or own.is_biased_gemm)
+        if own is None:
+            return False
+        return own.activation is not None or own.is_biased_gemm or own.is_biased_convolution
 
     def _is_work(self, node: gs.Node) -> bool:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""

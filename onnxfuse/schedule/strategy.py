@@ -40,6 +40,7 @@ from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.kernel_family import AnyTile, Candidate
 from onnxfuse.schedule.variant import ProductPlan, Ranked
 
+CONVOLUTION = "Conv"
 LEAST_GAIN = 1.005  # of weights in another order; an estimate that is nearly equal moves nothing
 
 
@@ -83,7 +84,7 @@ class Traffic:
         products: that the library makes one after the other, each of as many columns.
         own_passes: those of the passes that a product's node makes itself, and goes on to make where it stays.
         biased: the nodes of a product that a bias is added to and nothing else follows; where nothing was measured of
-            the library, that is a pass like any other.
+            the library, that is a pass like any other. CONVOLUTION adds it by itself.
         normalised: by ops that were taken apart.
         added: by those that the runtime's optimiser makes; where nothing was measured of its kernels, a pass each.
     """
@@ -177,12 +178,13 @@ def estimate_from(device: DeviceSpec, library: float, traffic: Traffic, m: int, 
     a_pass, is_known = known.launch + memory, bool(known.library_products)
     passes = traffic.passes + (0 if is_known else len(traffic.added))
     biasing = (known.biasing.get(traffic.biased, 1.0) - 1.0) * memory if is_known else 0.0
+    alone = library * (known.convolution if traffic.biased == CONVOLUTION else 1.0)
     normalised = (*traffic.normalised, *(traffic.added if is_known else ()))
     whole = _normalising(device, m, ((each.op, each.whole) for each in normalised))
     rest = _normalising(device, m, ((each.op, each.rest) for each in normalised))
     return {
         Strategy.ONE_KERNEL: one_kernel + rest,
-        Strategy.LEFT_ALONE: library + passes * (a_pass + biasing) + whole,
+        Strategy.LEFT_ALONE: alone + passes * (a_pass + biasing) + whole,
         Strategy.EPILOGUE_ONLY: library + (traffic.own_passes + 1) * a_pass + rest,
     }
 

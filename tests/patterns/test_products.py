@@ -145,11 +145,11 @@ def column_vector(b: Builder) -> str:
     return b("Relu", b("MatMul", b.input("x", ("batch", "rows", DEPTH)), b.input("y", (DEPTH,))))
 
 
-def image(b: Builder, *spatial: str, n: int = 8) -> str:
-    """A pointwise convolution with a bias."""
+def image(b: Builder, *spatial: str, n: int = 8, biased: bool = True) -> str:
+    """A pointwise convolution, with a bias unless it is to have none."""
     x, ones = b.input("x", ("batch", DEPTH, *spatial)), [1] * len(spatial)
     weight, bias = b.array(draw(n, DEPTH, *ones), "weight"), b.array(draw(n, seed=1), "bias")
-    return b("Conv", x, weight, bias, kernel_shape=ones)
+    return b("Conv", x, weight, *([bias] if biased else []), kernel_shape=ones)
 
 
 def image_activated(b: Builder) -> str:
@@ -532,13 +532,13 @@ def three_inputs(b: Builder) -> str:
 
 
 def convolved(b: Builder) -> str:
-    return b("Softmax", image(b, "keys"))
+    return b("Softmax", image(b, "keys", biased=False))
 
 
 def trained(b: Builder) -> str:
     """A BatchNormalization whose statistics are those of the run."""
     vectors = [b.array(draw(8, seed=seed)) for seed in range(3)]
-    t = image(b, "height", "width")
+    t = image(b, "height", "width", biased=False)
     return b("BatchNormalization", t, *vectors, b.array(np.ones(8)), outputs=3, training_mode=1)[0]
 
 
@@ -589,6 +589,24 @@ def test_a_gemm_without_a_bias_is_left_alone(bias: dict[str, float]) -> None:
     b = Builder()
     inputs = (b.input("x", (96, 64)), b.array(draw(48, 64)), *([b.array(draw(48))] if bias else []))
     assert refusal(b.model(b("Gemm", *inputs, transB=1, **bias))).reason == "nothing_follows"
+
+
+@pytest.mark.parametrize("dtype", [1, FLOAT16], ids=["f32", "f16"])
+def test_a_convolution_by_itself_is_a_fusion_where_that_was_measured(dtype: int) -> None:
+    """The library turns images round before it multiplies; of chips on which nobody saw that, it keeps them."""
+    b = Builder(dtype)
+    x, weight = b.input("x", (8, 96, 28, 28)), b.array(draw(64, 96, 1, 1) / 8, "weight")
+    t = b("Conv", x, weight, b.array(draw(64)), kernel_shape=[1, 1])
+    model = b.model(b("MaxPool", t, kernel_shape=[2, 2]))
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    (site,) = analysis.sites
+    assert (len(site.fusion.operands), site.strategy) == (1, Strategy.ONE_KERNEL)
+    fused, feed = rewritten(analysis), {"x": draw(8, 96, 28, 28).astype(b.numpy)}
+    assert run(fused, feed)[0].tobytes() == run(model, feed)[0].tobytes()
+    for architectures, reason in (("sm_80", "slower"), ("sm_90a,sm_80", "slower_elsewhere")):
+        left = analyse_model(model, resolve(architectures, list))
+        assert not left.sites
+        assert [entry.reason for entry in left.skipped] == [reason]
 
 
 def test_an_image_of_one_row_is_not_taken_apart_along_its_columns() -> None:

@@ -88,6 +88,7 @@ class Calibration:
     library_misaligned_memory: float
     library_quantized: Mapping[str, float]
     biasing: Mapping[str, float]
+    convolution: float
     normalising: Mapping[str, float]
     normalising_alone: Mapping[str, float]
     norm_launch: float
