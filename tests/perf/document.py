@@ -46,6 +46,7 @@ def document() -> str:
             "## Against stock ONNX Runtime\n",
             *_whole_models(result("h200")),
             *_strangers(result("h200-strangers")),
+            *_convolutions(result("h200-convolutions")),
             *_memory(result("h200-memory")),
             *_drawn([result(name) for name in DRAWN]),
             *_dynamic(result("h200-dynamic-mlp")),
@@ -260,6 +261,21 @@ def _strangers(found: Mapping[str, Any]) -> list[str]:
         "diffusers and torch.nn, by both exporters; their outputs agree with stock's.\n",
         _source(found),
         *_table(("type", "models", "faster, geometric mean", "least", "", "", ""), shown),
+    ]
+
+
+def _convolutions(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (row["model"].removesuffix(".onnx"), str(row["sites"]), " -> ".join(map(str, row["launches"])),
+         _us(row["stock_us"]), _us(row["fused_us"]), f"{row['ratio']:.2f}x", f"{row['apart']:.1g}")
+        for row in sorted(found["rows"], key=lambda row: row["model"])
+    ]  # fmt: skip
+    return [
+        "Whole networks of convolutions, likewise, of 8 images (MobileNetV2 and ConvMixer 1, UNet 4, EfficientNet-B3",
+        "32 of 225 x 225, ResNeXt 64 of 160 x 160). Those that squeeze and excite amplify any rounding, with random",
+        "weights: they are as far from themselves with weights cut to TF32.\n",
+        _source(found),
+        *_table(("model", "sites", "launches", "stock", "fused", "faster", "outputs apart"), rows),
     ]
 
 
