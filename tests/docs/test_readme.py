@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import click
@@ -74,6 +75,18 @@ def test_the_figures_are_those_of_the_committed_result() -> None:
         assert [*times, f"{model['ratio']:.2f}x", launches] in [row[1:] for row in rows]
         assert model["verify"]["passed"]
     assert all(str(results[key]) in section for key in ("gpu", "driver", "onnxruntime", "date", "command"))
+
+
+@pytest.mark.parametrize(
+    ("name", "models"), [("h200-strangers", "models that nobody"), ("h200-convolutions", "networks of convolutions")]
+)
+def test_the_figures_of_strangers_are_those_of_the_committed_results(name: str, models: str) -> None:
+    rows = json.loads((PACKAGE.parent / "results" / f"{name}.json").read_text())["rows"]
+    gains = [row["ratio"] for row in rows]
+    text = rf"Of (\d+) {models}[^`]*? geometric mean is (\S+)x and ([^`]*?) \(`results/{name}.json`\)"
+    ((count, mean, least),) = re.findall(text, " ".join(README.split()))
+    assert (int(count), float(mean)) == (len(gains), round(statistics.geometric_mean(gains), 2))
+    assert least == f"the least {min(gains):.2f}x" or (least == "none is slower by 2 %" and min(gains) > 0.98)
 
 
 def test_the_second_tiers_figures_are_those_of_the_committed_result() -> None:
