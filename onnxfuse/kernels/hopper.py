@@ -207,12 +207,12 @@ def block_numbers(spec: KernelSpec, tile: RingTile, layout: HopperFootprint) -> 
 def multiplications(spec: KernelSpec, widths: Sequence[int], lhs_in_registers: bool = False) -> str:
     """The function `multiply<FIRST, COLUMNS>` for each wgmma, of so many columns, one behind the other in registers."""
     lhs = "const unsigned (&lhs)[4]" if lhs_in_registers else "unsigned long long lhs"
+    bound = [f'"r"(lhs[{index}])' for index in range(4)] if lhs_in_registers else ['"l"(lhs)']
     parameters = f"(float (&acc)[{sum(widths) // 2}], {lhs}, unsigned long long rhs, int accumulate)"
     firsts = [sum(widths[:index]) // 2 for index in range(len(widths))]
-    instruction = wgmma_of_registers if lhs_in_registers else wgmma
     functions = (
         f"template <>\n__device__ __forceinline__ void multiply<{first}, {width}>{parameters} {{\n"
-        f"  {instruction(spec, first, width)}\n}}\n"
+        f"  {_wgmma(spec, first, width, bound)}\n}}\n"
         for first, width in zip(firsts, widths, strict=True)
     )
     return f"""\
@@ -223,29 +223,18 @@ __device__ void multiply{parameters};
 {"".join(functions)}"""
 
 
-def wgmma(spec: KernelSpec, first: int, width: int) -> str:
-    """A wgmma on `width` of all the columns, whose sums are a thread's registers from `first` on."""
-    # Only 16-bit operands may be transposed: the last two immediates of their wgmma.
-    transposed = f", {int(spec.lhs_order == 'km')}, {int(spec.rhs_order == 'kn')}" if spec.dtype.bytes == 2 else ""
-    return _instruction(spec, first, width, "%{0}", '"l"(lhs)', transposed)
-
-
-def wgmma_of_registers(spec: KernelSpec, first: int, width: int) -> str:
-    """The same with lhs in registers, and k contiguous in rhs."""
-    inputs = ", ".join(f'"r"(lhs[{index}])' for index in range(4))
-    return _instruction(
-        spec, first, width, "{{%{0}, %{1}, %{2}, %{3}}}", inputs, ", 0" if spec.dtype.bytes == 2 else ""
-    )
-
-
-def _instruction(spec: KernelSpec, first: int, width: int, lhs: str, inputs: str, transposed: str) -> str:
-    """A wgmma whose `lhs` names the operands that `inputs` binds."""
+def _wgmma(spec: KernelSpec, first: int, width: int, lhs: Sequence[str]) -> str:
+    """A wgmma on `width` of all the columns, whose sums are registers from `first` on; `lhs` binds its operands."""
     count = width // 2
-    names = ", ".join(f"%{index}" for index in range(count))
+    names = [f"%{index}" for index in range(count + len(lhs) + 2)]
     sums = ", ".join(f'"+f"(acc[{first + index}])' for index in range(count))
-    rhs = count + inputs.count("(")
     kind = f"m64n{width}k{WGMMA_STEPS[spec.math]}.f32.{spec.math}.{spec.math}"
+    own, (rhs, accumulate) = names[count:-2], names[-2:]
+    read = own[0] if len(own) == 1 else f"{{{', '.join(own)}}}"
+    # Only 16-bit operands in shared memory may be transposed: the last immediates of their wgmma.
+    orders = [spec.lhs_order == "km"] * (len(own) == 1) + [spec.rhs_order == "kn"]
+    transposed = "".join(f", {int(order)}" for order in orders) if spec.dtype.bytes == 2 else ""
     return f"""\
-asm volatile("{{ .reg .pred p; setp.ne.s32 p, %{rhs + 1}, 0; wgmma.mma_async.sync.aligned.{kind} "
-               "{{{names}}}, {lhs.format(*range(count, rhs))}, %{rhs}, p, 1, 1{transposed}; }}"
-               : {sums} : {inputs}, "l"(rhs), "r"(accumulate));"""
+asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; wgmma.mma_async.sync.aligned.{kind} "
+               "{{{", ".join(names[:count])}}}, {read}, {rhs}, p, 1, 1{transposed}; }}"
+               : {sums} : {", ".join(lhs)}, "l"(rhs), "r"(accumulate));"""

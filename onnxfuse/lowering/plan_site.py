@@ -532,12 +532,11 @@ def _has_biases_alone(graph: Graph, match: Match) -> bool:
 
 def _convolves_alone(graph: Graph, match: Match) -> bool:
     """The same of convolutions: the library adds their biases, but turns images round before it multiplies."""
-    return all(product.is_biased_convolution for product in match.products) and _has_biases_alone(graph, match)
+    return match.convolves and _has_biases_alone(graph, match)
 
 
 def _traffic_of_biased(match: Match, fusion: Fusion, mapping: AxisMapping, by: str) -> Traffic:
     """Products whose bias is a pass of its own to the runtime: for a Gemm it writes what a product then adds to."""
-    convolve = all(product.is_biased_convolution for product in match.products)
     gemms = all(product.is_biased_gemm for product in match.products)
     shared, walked, across = _walks(fusion, mapping, by)
     made = sum(_row_bytes(fusion, tensor, across) for tensor in fusion.outputs)
@@ -546,9 +545,9 @@ def _traffic_of_biased(match: Match, fusion: Fusion, mapping: AxisMapping, by: s
         lhs=sum(_row_bytes(fusion, factor, (PART_AXIS, *mapping.k)) for factor in walked),
         product=made,
         rest=made,
-        passes=0 if convolve else len(fusion.rhs),
+        passes=0 if match.convolves else len(fusion.rhs),
         products=len(fusion.rhs),
-        biased=CONVOLUTION if convolve else "Gemm" if gemms else "",
+        biased=CONVOLUTION if match.convolves else "Gemm" if gemms else "",
     )
 
 

@@ -126,6 +126,11 @@ class Match:
         return plain and not self.shared and len(self.nodes) == len(self.products)
 
     @property
+    def convolves(self) -> bool:
+        """Whether its products are convolutions that add their biases."""
+        return all(product.is_biased_convolution for product in self.products)
+
+    @property
     def stores_several(self) -> bool:
         """Whether it stores several ranges as one value."""
         return any(len(out.refs) > 1 for out in self.live_outs)

@@ -23,7 +23,7 @@ from onnxfuse.schedule.hopper import (
     waves_of_clusters,
 )
 from onnxfuse.schedule.hopper_quantized_tile import swapped
-from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, in_registers, span
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, in_registers
 from onnxfuse.schedule.hopper_tile import ARCH, block_k
 from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
@@ -148,9 +148,12 @@ def _main_loop(
 def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
     """Microseconds in which TMA loads a step's rows of 128 bytes, where every multiprocessor loads."""
     known, width, order = calibration(device), spec.dtype.bytes, spec.rhs_order
-    rows = tile.block_n if order == "nk" else tile.block_n // span(spec) * block_k(spec)
     lhs = tile.block_m * in_pieces("lhs", problem.k * width, known)
-    rhs = spec.parts * rows * in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
+    rhs = (
+        spec.parts
+        * tile.block_n
+        * in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
+    )
     row = known.hopper_loaded_row * (known.hopper_turned_rows if in_registers(spec) else 1.0)
     return row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 

@@ -6,7 +6,7 @@ of quantized weights does (`hopper_quantized_tile.swapped`). Shared memory lies 
 
     stage     lhs[block_m][128 bytes], of each part rhs[block_n][128 bytes], swizzled as wgmma wants it
 
-`kernels/cuda/hopper/swapped_factors.cuh` asserts the same numbers, so the two cannot disagree.
+`kernels/cuda/hopper/swapped_stage.cuh` asserts the same numbers, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -100,15 +100,10 @@ def map_rules(spec: KernelSpec, tile: SwappedTile) -> tuple[MapRule | None, ...]
     """The tensor maps of a launch: lhs, rhs of each part; threads store the outputs, which need none."""
     depth = block_k(spec)
     nk = spec.rhs_order == "nk"
-    box = (depth, tile.block_n // tile.cluster_m) if nk else (span(spec), depth // tile.cluster_m)
+    box = (depth, (tile.block_n if nk else depth) // tile.cluster_m)  # as many columns as k fill a row of 128 bytes
     lhs = MapRule("lhs", 0, False, STAGE_ROW_BYTES, depth, tile.block_m // tile.cluster_n)
     rhs = (MapRule("rhs", part, nk, STAGE_ROW_BYTES, *box) for part in range(spec.parts))
     return (lhs, *rhs, *(None for _ in spec.outs))
-
-
-def span(spec: KernelSpec) -> int:
-    """Elements of the widest swizzle's span, of the weight with n contiguous."""
-    return STAGE_ROW_BYTES // spec.dtype.bytes
 
 
 def in_registers(spec: KernelSpec) -> bool:

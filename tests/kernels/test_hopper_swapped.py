@@ -12,8 +12,8 @@ import pytest
 from onnxfuse.dtypes import F32
 from onnxfuse.kernels.hopper_swapped import emit
 from onnxfuse.runtime.compile import compile_source
-from onnxfuse.schedule.hopper_swapped import FROM_REGISTERS, HOPPER_SWAPPED, TILES
-from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, in_registers, map_rules
+from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED, TILES
+from onnxfuse.schedule.hopper_swapped_tile import SwappedTile, footprint, map_rules
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from tests.helpers.kernel_problem import Size, make_problem, make_spec
 from tests.helpers.swapped_cases import DEVICE, PORTABLE, TYPES, SwappedCase, swapped_cases
@@ -29,7 +29,7 @@ SPECS = [
 
 
 def legal(spec: KernelSpec) -> list[SwappedTile]:
-    tiles = (*TILES, *FROM_REGISTERS) if in_registers(spec) else TILES
+    tiles = [entry.tile for entry in HOPPER_SWAPPED.candidates(spec, DEVICE, LARGE.k)]
     return [tile for tile in tiles if HOPPER_SWAPPED.why_not(spec, tile, DEVICE) is None]
 
 
