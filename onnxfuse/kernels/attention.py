@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from onnxfuse.dtypes import BF16, F32
 from onnxfuse.kernels.epilogue import straight_line
 from onnxfuse.kernels.hopper import cluster_attribute
-from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag
+from onnxfuse.kernels.source import access_tables, assembled, constants, flag
 from onnxfuse.schedule.attention_tile import (
     AttentionSpec,
     AttentionTile,
@@ -26,7 +26,6 @@ from onnxfuse.schedule.attention_tile import (
 
 ENTRY = "onnxfuse_attention"
 LOG2_E = math.log2(math.e)
-USES = (*GENERATED_USES, "hopper/fast_math.cuh")
 # Blocks of few rows that a multiprocessor holds: without a number the compiler makes room for more, and spills.
 RESIDENTS = 2
 HUGE = 1e37  # as the lowest number in place of minus infinity is; no fp16 number
@@ -38,7 +37,7 @@ def emit(spec: AttentionSpec, tile: AttentionTile) -> str:
     flags = {"TOGETHER": tile.together, "TURNS": tile.turns and tile.consumers > 1, "BY_TMA": True}
     offsets = [sum(masks[:index]) for index in range(len(masks))]
     generated = _generated(spec, tile, _wgmma_numbers(spec, tile), flags, offsets, _wgmma_products(spec, tile))
-    return assembled(generated + _cluster(tile.splits), "hopper/attention.cuh", USES)
+    return assembled(generated + _cluster(tile.splits), "hopper/attention.cuh")
 
 
 def _wgmma_numbers(spec: AttentionSpec, tile: AttentionTile) -> dict[str, int]:
@@ -65,7 +64,7 @@ def emit_portable(spec: AttentionSpec, tile: PortableAttentionTile) -> str:
     }
     flags = {"BY_TMA": False, "WIDE": not spec.checked}
     generated = _generated(spec, tile, numbers, flags, [0] * len(spec.loads), "")
-    return assembled(generated + _cluster(tile.cluster), "portable/attention.cuh", USES)
+    return assembled(generated + _cluster(tile.cluster), "portable/attention.cuh")
 
 
 def _cluster(blocks: int) -> str:

@@ -7,7 +7,7 @@ from onnxfuse.kernels.source import assembled, constants, flag
 from onnxfuse.schedule.cached_attention_tile import CachedAttentionSpec, CachedAttentionTile, shared_bytes
 
 ENTRY = "onnxfuse_cached_attention"
-USES = ("common/arguments.cuh", "common/cluster_ptx.cuh", "hopper/fast_math.cuh")
+USES = ("common/arguments.cuh", "common/cluster_ptx.cuh")
 
 
 def emit(spec: CachedAttentionSpec, tile: CachedAttentionTile) -> str:

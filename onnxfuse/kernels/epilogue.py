@@ -1,7 +1,7 @@
 """IR op -> CUDA expression, and the epilogue's steps as one straight-line functor in fp32.
 
 The table has exactly the keys of `fusion.OPS`. Functions that CUDA does not name are hand-written in
-`cuda/common/math.cuh`, and their fast versions in `cuda/hopper/fast_math.cuh`, where their accuracy is argued.
+`cuda/common/math.cuh`, and their fast versions in `cuda/common/fast_math.cuh`, where their accuracy is argued.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from onnxfuse.ir.fusion import Step, Value, acc_name, load_name
+from onnxfuse.ir.fusion import ROUNDS, Step, Value, acc_name, load_name
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.norm_tile import NormSpec
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 
+ROUNDED_MATH = ("f16", "bf16", "tf32")  # of operands of 11 bits at most: the fast functions are off by less
 SHORT_BYTES = 2  # of an output for which the shorter gelu is exact enough
 MAX_EXPANDED_POWER = 4  # x^5 and above: powf is as accurate and rare enough
 
@@ -102,21 +103,21 @@ EXPRESSIONS: dict[str, Expression] = {
 }
 
 
-def functor(spec: KernelSpec, fast: bool = False) -> str:
+def functor(spec: KernelSpec, halves: bool = False) -> str:
     """The CUDA source of `struct Epilogue`: accumulators and operands of one output element in, results out.
 
     Args:
         spec: what to compute.
-        fast: whether by the fast functions, which only a kernel with `cuda/hopper/fast_math.cuh` has.
+        halves: whether the kernel stages half of what `halved_sums` names.
     """
     accumulators = [f"    const float {acc_name(part)} = accumulators[{part}];" for part in range(spec.parts)]
-    steps = _fast_steps(spec) if fast else _steps(spec)
+    steps = _fast_steps(spec, halved_sums(spec) if halves else {}) if is_fast(spec) else _steps(spec)
     return _struct("const float (&accumulators)[PARTS], ", [*accumulators, *_body(spec, steps)])
 
 
 def pointwise_functor(spec: PointwiseSpec) -> str:
     """The same without a product: operands of one output element in, results out."""
-    return _struct("", _body(spec, _steps(spec)))
+    return _struct("", _body(spec, _fast_steps(spec, {}) if is_fast(spec) else _steps(spec)))
 
 
 def norm_functor(spec: NormSpec) -> str:
@@ -141,6 +142,20 @@ struct {name} {{
 """
 
 
+def is_fast(spec: KernelSpec | PointwiseSpec) -> bool:
+    """Whether the fast functions are accurate enough.
+
+    They are where what is multiplied is rounded to 16 bits or TF32, or, where nothing is, all that is stored; and no
+    step rounds as the model's tensors do, which would show them.
+    """
+    rounded = spec.math in ROUNDED_MATH if isinstance(spec, KernelSpec) else _is_short(spec)
+    return rounded and not any(step.op in ROUNDS for step in spec.steps)
+
+
+def _is_short(spec: KernelSpec | PointwiseSpec) -> bool:
+    return all(out.dtype.bytes <= SHORT_BYTES for out in spec.outs)
+
+
 def halved_sums(spec: KernelSpec) -> dict[Value, tuple[str, int]]:
     """Sums of which a fast gelu takes half, acc / 2 + bias / 2, in one FFMA where half of the bias is staged.
 
@@ -148,6 +163,8 @@ def halved_sums(spec: KernelSpec) -> dict[Value, tuple[str, int]]:
         The name of each sum of an accumulator and a row operand, of which nothing but a gelu reads the one and nothing
         but the sum the other: what it is in halves, and the operand's index among the loads.
     """
+    if not is_fast(spec):
+        return {}
     reads = Counter((*(value for step in spec.steps for value in step.inputs), *spec.out_values))
     of_gelu = {step.inputs[0] for step in spec.steps if step.op == "gelu"}
     accumulators = {acc_name(part) for part in range(spec.parts)}
@@ -161,15 +178,15 @@ def halved_sums(spec: KernelSpec) -> dict[Value, tuple[str, int]]:
     }
 
 
-def _fast_steps(spec: KernelSpec) -> list[str]:
+def _fast_steps(spec: KernelSpec | PointwiseSpec, halved: Mapping[Value, tuple[str, int]]) -> list[str]:
     """By the fast functions, of which gelu takes half of its argument and is shorter where 16 bits are stored."""
-    halved = {name: half for name, (half, _) in halved_sums(spec).items()}
-    gelu = "fast_gelu_of_half" if any(out.dtype.bytes > SHORT_BYTES for out in spec.outs) else "fast_short_gelu_of_half"
+    gelu = "fast_short_gelu_of_half" if _is_short(spec) else "fast_gelu_of_half"
     lines = []
     for step in spec.steps:
         expression = EXPRESSIONS[step.op].fast(*step.inputs)
         if step.op == "gelu":
-            expression = f"pointwise::{gelu}({halved.get(step.inputs[0], f'0.5f * {_text(step.inputs[0])}')})"
+            half, _ = halved.get(step.inputs[0], (f"0.5f * {_text(step.inputs[0])}", 0))
+            expression = f"pointwise::{gelu}({half})"
         if step.result not in halved:
             lines.append(f"    const float {step.result} = {expression};")
     return lines

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from onnxfuse.ir.fusion import ROUNDS
 from onnxfuse.kernels.epilogue import functor, halved_sums
 from onnxfuse.kernels.source import GENERATED_USES, access_tables, assembled, constants, flag, quantized_numbers
 from onnxfuse.schedule.hopper import RingTile
@@ -43,7 +42,7 @@ def emit(spec: KernelSpec, tile: HopperTile, shared_limit: int) -> str:
 
 def uses(spec: KernelSpec) -> tuple[str, ...]:
     """The files that the generated text of a kernel of sm_90a uses."""
-    return (*GENERATED_USES, "hopper/fast_math.cuh", *(("common/copied_rows.cuh",) if spec.copied else ()))
+    return (*GENERATED_USES, *(("common/copied_rows.cuh",) if spec.copied else ()))
 
 
 def _generated(spec: KernelSpec, tile: HopperTile, layout: HopperFootprint) -> str:
@@ -116,7 +115,7 @@ using Element = {spec.dtype.cuda};
 
 {tables}
 
-{functor(spec, fast=not wants_the_models_bits(spec))}
+{functor(spec, halves=True)}
 {multiplications}
 }}  // namespace onnxfuse
 {copy_entry(spec)}"""
@@ -143,12 +142,7 @@ def cluster_attribute(blocks: int) -> str:
 
 def halved_loads(spec: KernelSpec) -> int:
     """A bit for each row operand of which half is staged."""
-    return 0 if wants_the_models_bits(spec) else sum(1 << index for _, index in halved_sums(spec).values())
-
-
-def wants_the_models_bits(spec: KernelSpec) -> bool:
-    """Whether its steps round as the model's tensors do, so that the fast functions would be seen."""
-    return any(step.op in ROUNDS for step in spec.steps)
+    return sum(1 << index for _, index in halved_sums(spec).values())
 
 
 def _tma_stored(out: Access) -> str:

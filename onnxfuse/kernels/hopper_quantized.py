@@ -6,7 +6,7 @@ The kernel takes two arguments, as `kernels/hopper.py` says; the maps are those 
 from __future__ import annotations
 
 from onnxfuse.kernels.hopper import block_numbers, generated_swapped, multiplications
-from onnxfuse.kernels.source import GENERATED_USES, assembled
+from onnxfuse.kernels.source import assembled
 from onnxfuse.schedule.hopper_quantized_tile import QuantizedTile, footprint, swapped
 from onnxfuse.schedule.hopper_tile import HopperFootprint
 from onnxfuse.schedule.kernel_spec import KernelSpec
@@ -21,7 +21,7 @@ def emit(spec: KernelSpec, tile: QuantizedTile, shared_limit: int) -> str:
         shared_limit: shared memory of one block, in bytes.
     """
     text = _generated(swapped(spec), tile, footprint(spec, tile, shared_limit))
-    return assembled(text, "hopper/quantized.cuh", (*GENERATED_USES, "hopper/fast_math.cuh"))
+    return assembled(text, "hopper/quantized.cuh")
 
 
 def _generated(spec: KernelSpec, tile: QuantizedTile, layout: HopperFootprint) -> str:

@@ -16,7 +16,13 @@ from onnxfuse.schedule.shared_memory import copy_width
 
 TEMPLATES = Path(__file__).parent / "cuda"
 
-GENERATED_USES = ("common/arguments.cuh", "common/element.cuh", "common/addressing.cuh", "common/math.cuh")
+GENERATED_USES = (
+    "common/arguments.cuh",
+    "common/element.cuh",
+    "common/addressing.cuh",
+    "common/math.cuh",
+    "common/fast_math.cuh",
+)
 
 _OWN_INCLUDE = re.compile(r'^#(?:pragma once|include "(.*)")\n', re.MULTILINE)
 

@@ -66,6 +66,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> shift % 32);
 }
 inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __saturatef(float x) { return x > 0.0f ? std::min(x, 1.0f) : 0.0f; }
 inline float __expf(float x) { return expf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.

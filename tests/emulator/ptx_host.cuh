@@ -249,6 +249,10 @@ unsigned subtract_pair(T type, unsigned first, unsigned second) {
   return result;
 }
 
+inline float at_least_normal(float x) { return std::fabs(x) < std::numeric_limits<float>::min() ? 0.0f : x; }
+inline float fast_exp2(float x) { return at_least_normal(exp2f(at_least_normal(x))); }
+inline float fast_reciprocal(float x) { return at_least_normal(1.0f / at_least_normal(x)); }
+
 inline float minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }
 inline float maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 

@@ -153,7 +153,6 @@ def host_source(source: str) -> str:
         return (EMULATOR / name).read_text()
 
     source = replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", host("ptx_host.cuh"))
-    source = replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
     source = replaced(source, "// acc[64, BLOCK_N]", "}  // namespace onnxfuse", "")
     ptx = host("cluster_ptx_host.cuh") + host("hopper_ptx_host.cuh")
     source = replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- common/cluster_shares.cuh", ptx)
@@ -190,14 +189,12 @@ def launch(library: ctypes.CDLL, problem: AttentionProblem, tile: AttentionTile,
 
 def portable_source(source: str) -> str:
     """The same of the portable kernel."""
-    source = replaced(source, "// ---- hopper/fast_math.cuh", "// ---- generated", "")
     return on_the_cpu(portable_host_source(source))
 
 
 def on_the_cpu(source: str) -> str:
-    """With the exponentials of the CPU, and the shared memory of a block of the emulated cluster."""
-    source = source.replace(SHARED_MEMORY, SHARED_MEMORY_OF_BLOCK)
-    return source.replace("pointwise::fast_exp2", "exp2f").replace("pointwise::fast_", "pointwise::")
+    """With the shared memory of a block of the emulated cluster."""
+    return source.replace(SHARED_MEMORY, SHARED_MEMORY_OF_BLOCK)
 
 
 def build_portable(spec: AttentionSpec, tile: PortableAttentionTile, folder: Path) -> ctypes.CDLL:

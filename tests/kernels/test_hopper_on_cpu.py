@@ -40,12 +40,6 @@ from tests.helpers.tensor_maps import MAP_BYTES, described
 from tests.kernels.test_portable_on_cpu import Range
 
 MAX_WORK = 1e7  # products of one size: seconds on the CPU
-ACCURATE_GELU = """
-namespace onnxfuse::pointwise {
-float gelu_of_half(float half) { return gelu(2.0f * half); }
-float short_gelu_of_half(float half) { return gelu(2.0f * half); }
-}
-"""  # the fast ones: tests/kernels/test_epilogue_ops.py
 
 
 class HostMap(ctypes.Structure):
@@ -67,13 +61,11 @@ def emit(case: AnyCase) -> str:
 def host_source(source: str) -> str:
     """An emitted source with PTX replaced by C++."""
     source = _replaced(source, "// ---- common/ptx.cuh", "// ---- common/math.cuh", _text("ptx_host.cuh"))
-    behind = next(name for name in ("// ---- common/copied_rows.cuh", "// ---- generated") if name in source)
-    source = _replaced(source, "// ---- hopper/fast_math.cuh", behind, ACCURATE_GELU)
     source = _replaced(source, "// acc[64, ", "}  // namespace onnxfuse", "")
     ptx = _text("cluster_ptx_host.cuh") + _text("hopper_ptx_host.cuh")
     source = _replaced(source, "// ---- common/cluster_ptx.cuh", "// ---- hopper/epilogue.cuh", ptx)
     shared = "unsigned char* onnxfuse_shared = ::onnxfuse_shared + cluster_rank() * EMULATED_BLOCK_PITCH;"
-    source = re.sub(r"extern __shared__ [^;]*;", shared, source).replace("pointwise::fast_", "pointwise::")
+    source = re.sub(r"extern __shared__ [^;]*;", shared, source)
     return f'#include "cuda_host.h"\n#include "cluster_host.h"\n{source}{_text("cluster_launch.h")}'
 
 

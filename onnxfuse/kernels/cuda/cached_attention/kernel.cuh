@@ -25,7 +25,6 @@
 #include "common/arguments.cuh"
 #include "common/cluster_ptx.cuh"
 #include "common/warp_sum.cuh"
-#include "hopper/fast_math.cuh"
 
 namespace onnxfuse {
 
@@ -236,11 +235,11 @@ __device__ __forceinline__ float exponentiate(unsigned (&probabilities)[2], Stat
   greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
   greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
   const float base = greatest > minus_infinity() ? greatest : 0.0f;
-  const float rescale = pointwise::fast_exp2(state.maximum - base);
+  const float rescale = fast_exp2(state.maximum - base);
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    scores[i] = pointwise::fast_exp2(scores[i] - base);
+    scores[i] = fast_exp2(scores[i] - base);
     sum += scores[i];
   }
   probabilities[0] = packed_word(scores[0], scores[1]), probabilities[1] = packed_word(scores[2], scores[3]);
@@ -347,7 +346,7 @@ __device__ __forceinline__ float4 added(Softmax& all, const OfSoftmax& softmax, 
   float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    const float weight = pointwise::fast_exp2(softmax(i).maximum - base);
+    const float weight = fast_exp2(softmax(i).maximum - base);
     const float4 own = sums(i);
     total = {fmaf(weight, own.x, total.x), fmaf(weight, own.y, total.y), fmaf(weight, own.z, total.z),
              fmaf(weight, own.w, total.w)};
@@ -360,8 +359,8 @@ __device__ __forceinline__ float4 added(Softmax& all, const OfSoftmax& softmax, 
 __device__ __forceinline__ float scale_of(const OnnxfuseArguments& args, const Token& token, int head, const Softmax& all) {
   if constexpr (!SINK) return __fdividef(1.0f, all.sum);
   const float sink = element_at(args.loads[5].pointer, token.group * GROUP + head) * LOG2_E;
-  const float base = fmaxf(all.maximum, sink), weight = pointwise::fast_exp2(all.maximum - base);
-  return __fdividef(weight, fmaf(weight, all.sum, pointwise::fast_exp2(sink - base)));
+  const float base = fmaxf(all.maximum, sink), weight = fast_exp2(all.maximum - base);
+  return __fdividef(weight, fmaf(weight, all.sum, fast_exp2(sink - base)));
 }
 
 __device__ __forceinline__ void store_result(const OnnxfuseArguments& args, const Token& token, int item,

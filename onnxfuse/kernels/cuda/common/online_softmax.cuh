@@ -235,7 +235,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& s
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float greatest = maximum[row] == minus_infinity() ? 0.0f : maximum[row];
-    rescale[row] = pointwise::fast_exp2((softmax.maximum[row] - greatest) * SCALE);
+    rescale[row] = fast_exp2((softmax.maximum[row] - greatest) * SCALE);
     softmax.maximum[row] = maximum[row];
     if constexpr (HUGE_SCORES) clear_huge(scores, row, greatest);
     const float offset = greatest * SCALE;
@@ -245,7 +245,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& s
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         float& score = scores[i + 2 * row + column];
-        score = pointwise::fast_exp2(fmaf(score, SCALE, -offset));
+        score = fast_exp2(fmaf(score, SCALE, -offset));
         sums[column] += score;
       }
     }
@@ -365,8 +365,8 @@ __device__ __forceinline__ void merge_maxima(Softmax& softmax, const float (&max
   for (int row = 0; row < 2; ++row) {
     const float greatest = fmaxf(softmax.maximum[row], maximum[row]);
     const float offset = greatest == minus_infinity() ? 0.0f : greatest;
-    own[row] = pointwise::fast_exp2((softmax.maximum[row] - offset) * SCALE);
-    others[row] = pointwise::fast_exp2((maximum[row] - offset) * SCALE);
+    own[row] = fast_exp2((softmax.maximum[row] - offset) * SCALE);
+    others[row] = fast_exp2((maximum[row] - offset) * SCALE);
     softmax.maximum[row] = greatest;
   }
 }

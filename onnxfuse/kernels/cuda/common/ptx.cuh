@@ -277,6 +277,18 @@ __device__ __forceinline__ unsigned subtract_pair(__nv_bfloat16, unsigned first,
   return result;
 }
 
+// Results below 2^-126 are zero; both are off by 2 ulp at most.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // NaN if either argument is, as ONNX has it; fminf and fmaxf would drop the NaN.
 __device__ __forceinline__ float minimum(float first, float second) {
   float result;

@@ -1,24 +1,11 @@
-// The activations of the sm_90a kernel, whose operands have 16 bits or are rounded to TF32: a third of the instructions
-// of the functions of math.cuh, with errors that are a small part of what the operands' rounding does. Defined for
-// every float.
+// Activations where 16 bits are stored or multiplied, or TF32: a third of the instructions of the functions of math.cuh,
+// with errors that are a small part of what that rounding does. Defined for every float.
 #pragma once
 #include "common/ptx.cuh"
 
 namespace onnxfuse::pointwise {
 
 constexpr float LOG2_E = 1.4426950408889634f;
-
-// Results below 2^-126 are zero; both are off by 2 ulp at most.
-__device__ __forceinline__ float fast_exp2(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // numerator / (1 + exp(-x))
 __device__ __forceinline__ float fast_logistic(float numerator, float x) {
