@@ -149,7 +149,7 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
     run = _run(own, inner)
     sizes = [fusion.size(axis) for axis in run]
     known = math.prod(size for size in sizes if size is not None)
-    contiguity = _padded_row(fusion, tensor) or math.gcd(known, *_window(fusion, tensor))
+    contiguity = padded_row(fusion, tensor) or math.gcd(known, *_window(fusion, tensor))
     if contiguity % limit == 0:
         return Width(limit, f"{WIDEST_BYTES} bytes")
     if None in sizes:
@@ -164,7 +164,7 @@ def _window(fusion: Pointwise, tensor: Tensor) -> list[int]:
     return [tensor.wide[1], *fusion.starts(tensor)]
 
 
-def _padded_row(fusion: Pointwise, tensor: Tensor) -> int:
+def padded_row(fusion: Pointwise, tensor: Tensor) -> int:
     """Elements of a row of a weight [n, k] with the zeros behind it, which may be read as any k; 0 of other tensors."""
     if tensor.wide is None or tensor.wide[0] != len(tensor.dims) - 1:
         return 0

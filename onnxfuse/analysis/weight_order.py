@@ -1,8 +1,8 @@
 """Weights the other way round: rhs with k innermost where the model stores it with n innermost, or the reverse.
 
 Kernels read an rhs whose contiguous axis is k faster than one whose contiguous axis is n: `k (p n)` becomes `(p n) k`.
-But rows of k that begin at no sector of memory are read three times as slowly, and those of odd k one by one; where
-rows of n begin at rounder places they are then the faster ones, and `(p n) k` becomes `k (p n)`. Whether a model may
+But rows of k that begin at no sector of memory are read three times as slowly, and those of odd k one by one: they get
+zeros behind them, or, where rows of n begin at rounder places, `(p n) k` becomes `k (p n)`. Whether a model may
 store a weight so is for others to say; here is what its fusion is then. Where the columns of parts take turns,
 `k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
 """
@@ -13,11 +13,12 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from onnxfuse.device import SECTOR
+from onnxfuse.device import CACHE_LINE, SECTOR
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
 from onnxfuse.limits import WIDEST_BYTES
 
-PADDED = 64  # a weight may grow by one part in so many: of 2730 elements of 16 bits by 6
+PADDED = 32  # a weight may grow by one part in so many: of 2730 elements of 16 bits by 22
+BOUNDARIES = (CACHE_LINE, CACHE_LINE // 2, SECTOR, WIDEST_BYTES)  # bytes; the first is the fastest for TMA
 
 Perm = tuple[int, ...]
 """As numpy.transpose has it: dimension i of the stored tensor is dimension `perm[i]` of the model's."""
@@ -52,7 +53,7 @@ def with_k_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | No
 
 
 def with_padded_rows(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:
-    """The same with zeros behind each row of k, so that all begin where the widest access is legal.
+    """The same with zeros behind each row of k, so that all begin on a boundary that is as large as the zeros allow.
 
     Returns:
         None where they do already, where zeros would be more than one part in PADDED of a row, k is not known, or a
@@ -77,11 +78,15 @@ def _whole_row(fusion: Fusion, tensor: Tensor) -> int:
     """Elements of a row of k with zeros behind it; 0 where there are to be none."""
     inner = tensor.dims[-1]
     size = fusion.size(inner[0]) if len(inner) == 1 and inner[0] in _contracted(fusion) else None
-    if size is None:
-        return 0
-    elements = WIDEST_BYTES // tensor.dtype.bytes
-    whole = -(-size // elements) * elements
-    return whole if 0 < (whole - size) * PADDED <= size else 0
+    whole = 0 if size is None else padded_size(size, tensor.dtype.bytes)
+    return whole if whole != size else 0
+
+
+def padded_size(size: int, element_bytes: int) -> int:
+    """Elements of a row that ends on the largest boundary for which it grows by one part in PADDED at most."""
+    elements = (boundary // element_bytes for boundary in BOUNDARIES)
+    wholes = (-(-size // each) * each for each in elements)
+    return next((whole for whole in wholes if (whole - size) * PADDED <= size), size)
 
 
 def _with_n_innermost(fusion: Fusion, allowed: Collection[str]) -> Reordered | None:

@@ -270,8 +270,7 @@ def _loading(tile: HopperTile, spec: KernelSpec, problem: Problem, device: Devic
     width, order, box = spec.dtype.bytes, spec.rhs_order, _box(tile)
     rows = tile.block_n if order == "nk" else of_each(tile, lambda each: _boxes(each, spec)) * block_k(spec)
     lhs = np.ceil(np.minimum(problem.m, tile.block_m) / box) * box * in_pieces("lhs", problem.k * width, known)
-    pitch = (problem.k if order == "nk" else problem.n) * width
-    rhs = spec.parts * rows * in_pieces(f"rhs {order}", pitch, known)
+    rhs = spec.parts * rows * in_pieces(f"rhs {order}", problem.rhs_row(order) * width, known)
     return known.hopper_loaded_row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 
 

@@ -149,11 +149,7 @@ def _loading(tile: SwappedTile, spec: KernelSpec, problem: Problem, device: Devi
     """Microseconds in which TMA loads a step's rows of 128 bytes, where every multiprocessor loads."""
     known, width, order = calibration(device), spec.dtype.bytes, spec.rhs_order
     lhs = tile.block_m * in_pieces("lhs", problem.k * width, known)
-    rhs = (
-        spec.parts
-        * tile.block_n
-        * in_pieces(f"rhs {order}", (problem.k if order == "nk" else problem.n) * width, known)
-    )
+    rhs = spec.parts * tile.block_n * in_pieces(f"rhs {order}", problem.rhs_row(order) * width, known)
     row = known.hopper_loaded_row * (known.hopper_turned_rows if in_registers(spec) else 1.0)
     return row * (lhs * of_shared(tile.cluster_n, known) + rhs * of_shared(tile.cluster_m, known))
 

@@ -110,6 +110,7 @@ class Problem:
         by: which size kernels are chosen by, `m` or `n`.
         columns: of all batches together, where those are what kernels are chosen by and n is known.
         shared_lhs: all batches are of one lhs, as images of a convolution's weight.
+        stored_k: of a weight [n, k] that has zeros behind its rows, elements from row to row; else 0.
     """
 
     m: Any
@@ -120,12 +121,17 @@ class Problem:
     by: str = "m"
     columns: Any = None
     shared_lhs: bool = False
+    stored_k: int = 0
 
     @property
     def size(self) -> Any:
         """The size that kernels are chosen by."""
         columns = self.n if self.columns is None else self.columns
         return columns if self.by == "n" else self.m
+
+    def rhs_row(self, order: str) -> Any:
+        """Elements from row to row of rhs, [k, n] or [n, k]; of parts beside each other more, and as round a number."""
+        return (self.stored_k or self.k) if order == "nk" else self.n
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,7 @@ class Sizes:
         guessed: the batch may be larger at run time.
         typical: an unknown n or k where m is smaller, an unknown k where n is.
         shared_lhs: all batches are of one lhs.
+        stored_k: of a weight [n, k] that has zeros behind its rows, elements from row to row; else 0.
     """
 
     m: int | None
@@ -146,6 +153,7 @@ class Sizes:
     guessed: bool
     typical: int
     shared_lhs: bool = False
+    stored_k: int = 0
 
     @property
     def by(self) -> str:
@@ -172,8 +180,8 @@ class Sizes:
     def at(self, size: Count) -> Problem:
         """The problem with so many rows, or columns: what else is not known is a sequence as well."""
         unknown = max(size, self.typical) if isinstance(size, int) else np.maximum(size, self.typical)
-        shared = self.shared_lhs
-        problem = Problem(self.m or size, size, self.k or unknown, self.batch, self.guessed, self.by, shared_lhs=shared)
+        problem = Problem(self.m or size, size, self.k or unknown, self.batch, self.guessed, self.by)
+        problem = replace(problem, shared_lhs=self.shared_lhs, stored_k=self.stored_k)
         if self.by == "m":
             return replace(problem, n=self.n or unknown, guessed=self.guessed or self.n is None)
         if self.n is None:

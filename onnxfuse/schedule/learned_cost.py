@@ -35,7 +35,7 @@ class Kernels:
     Attributes:
         entries: the tiles, and `flows` their ways through rhs.
         which: of them, i64[kernels].
-        estimates: microseconds by the terms of their families, f64[kernels].
+        estimates: microseconds by the terms of their families, and of copies that they read, f64[kernels].
         sizes: m, n and k, i64[kernels] each or one for all.
     """
 
@@ -76,7 +76,7 @@ def factors(
     Args:
         entries: the tiles.
         flows: their ways through rhs.
-        estimates: microseconds, by the terms of their families, f64[tiles, sizes].
+        estimates: microseconds, by the terms of their families, and of copies that they read, f64[tiles, sizes].
         spec: the kernel.
         problem: the sizes, arrays or numbers.
         device: to plan for.
@@ -88,8 +88,10 @@ def factors(
     near = np.isfinite(estimates) & (estimates <= NEAR * estimates.min(axis=0))
     sizes = np.stack([np.broadcast_to(size, estimates.shape[1]) for size in (problem.m, problem.n, problem.k)])
     which, at = np.nonzero(in_families[:, None] & near & (sizes > 0).all(axis=0))
-    kernels = Kernels(entries, flows, which, estimates[which, at], Problem(*sizes[:, at]))
-    table = np.stack([*features(kernels, spec, device).values()], axis=-1, dtype=np.float64)
+    m, n, k = sizes[:, at]
+    kernels = Kernels(entries, flows, which, estimates[which, at], Problem(m, n, k, stored_k=problem.stored_k))
+    seen = features(kernels, spec, device)
+    table = np.stack([seen[name] for name in known.names], axis=-1, dtype=np.float64)
     found[which, at] = np.exp(np.clip(known(table), -MOST, MOST))
     return found
 
@@ -123,6 +125,8 @@ def _of_problem(sizes: Problem, spec: KernelSpec) -> dict[str, Amount]:
         "nonlinear": sum(step.op in NONLINEAR for step in spec.steps),
         "granule of k": np.log2(np.gcd(sizes.k * width, LONGEST_GRANULE)),
         "granule of n": np.log2(np.gcd(sizes.n * width, LONGEST_GRANULE)),
+        "granule of rhs": np.log2(np.gcd(sizes.rhs_row(spec.rhs_order) * width, LONGEST_GRANULE)),
+        "copies": len(spec.copied),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxfuse.analysis.axis_mapping import AxisMapping, levels, static_size
-from onnxfuse.analysis.vector_width import Widths, lhs_order, rhs_order
+from onnxfuse.analysis.vector_width import Widths, lhs_order, padded_row, rhs_order
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
 from onnxfuse.errors import NotFusable
@@ -50,7 +50,8 @@ def make_plan(
     batch = 1 if shared else math.prod(fusion.size(axis) or 1 for axis in mapping.batch)
     guessed = not shared and static_size(fusion, mapping.batch) is None
     one_lhs = not any(axis in fusion.lhs.axes for axis in mapping.batch)
-    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size, one_lhs)
+    stored_k = padded_row(fusion, fusion.rhs[0])
+    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size, one_lhs, stored_k)
     problems = [sizes.at(size) for size in sizes.sampled]
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
@@ -248,23 +249,22 @@ def estimated(
     """
     copied = {family: family.copied(base) for family in PRODUCTS}
     if not any(copied.values()):
-        return _kernel_times(base, candidates, problem, device)
+        return _launch_times(base, candidates, problem, device)
     times = np.empty((len(candidates), np.size(problem.size)))
     for factors in {copied[entry.family] for entry in candidates}:
         own = [index for index, entry in enumerate(candidates) if copied[entry.family] == factors]
         spec = replace(base, copied=factors)
-        seen = with_rows_copied(spec, problem)
-        times[own] = _kernel_times(spec, [candidates[index] for index in own], seen, device)
-        times[own] += copying_rows(spec, problem, device)
+        copying, seen = copying_rows(spec, problem, device), with_rows_copied(spec, problem)
+        times[own] = _launch_times(spec, [candidates[index] for index in own], seen, device, copying)
     return times
 
 
-def _kernel_times(
-    spec: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec
+def _launch_times(
+    spec: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec, copying: Amount = 0.0
 ) -> NDArray[np.float64]:
-    """The same of kernels that all read copies of the same factors, without the time to make them."""
+    """The same of kernels that all read copies of the same factors, which take so long to make."""
     flows = [entry.family.flow(spec, entry.tile, device) for entry in candidates]
-    estimates = costs(candidates, flows, spec, problem, device)
+    estimates: NDArray[np.float64] = costs(candidates, flows, spec, problem, device) + copying
     return estimates * learned_cost.factors(candidates, flows, estimates, spec, problem, device)
 
 

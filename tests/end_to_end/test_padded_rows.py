@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 
 import onnxfuse
-from onnxfuse.analysis.weight_order import PADDED
+from onnxfuse.analysis.weight_order import BOUNDARIES, PADDED, padded_size
 from onnxfuse.device import resolve
 from onnxfuse.graph.padded_rows import PaddedRows, padded_rows_of, with_padding, without_padding
 from onnxfuse.pipeline import Analysis, analyse_model
@@ -52,6 +52,15 @@ def padded(analysis: Analysis) -> dict[str, PaddedRows]:
 def as_stored(order: PaddedRows, value: np.ndarray) -> np.ndarray:
     rows = value.transpose(order.perm)
     return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, order.whole - order.row)])
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_rows_end_on_the_largest_boundary_that_is_near(element_bytes: int) -> None:
+    for size in range(1, 6000):
+        whole = padded_size(size, element_bytes)
+        near = [end for end in range(size, size + size // PADDED + 1) if end * element_bytes % BOUNDARIES[-1] == 0]
+        grades = [max(each for each in BOUNDARIES if end * element_bytes % each == 0) for end in near]
+        assert whole == (near[grades.index(max(grades))] if near else size)
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -132,9 +141,9 @@ def test_external_weights_and_the_api(tmp_path: Path) -> None:
 
 
 def short_rows(b: Builder, x: str) -> list[str]:
-    """Of 126 elements a 64th are less than the two that are missing."""
-    short = b("Slice", x, b.integers(0), b.integers(126), b.integers(-1))
-    return [silu(b, b("MatMul", b("Tanh", short), weight(b, 126, N)))]
+    """Of 62 elements a 32nd are less than the two that are missing."""
+    short = b("Slice", x, b.integers(0), b.integers(62), b.integers(-1))
+    return [silu(b, b("MatMul", b("Tanh", short), weight(b, 62, N)))]
 
 
 def whole_rows(b: Builder, x: str) -> list[str]:
@@ -171,6 +180,20 @@ def test_by_the_cost_model_no_kernel_copies_rows_of_weights(k: int, element: int
     assert padded(analysis).keys() == {"w"}
     specs = [variant.spec for site in analysis.sites for plan in site.plans for variant in plan.variants]
     assert {spec.copied for spec in specs} == {(), ("lhs",)}
+
+
+@pytest.mark.parametrize(("k", "element", "whole"), [(4304, FLOAT16, 4352), (3236, FLOAT, 3264), (4096, FLOAT16, 0)])
+def test_rows_that_begin_on_no_line_are_estimated_slower(k: int, element: int, whole: int) -> None:
+    """And are stored so that they do, where kernels read them as they lie; those that do stay."""
+    b = Builder(element)
+    stored = b.raw(np.zeros((1152, k), b.numpy), "w")
+    model = b.model(b("Relu", b("Gemm", b.input("x", (2048, k)), stored, transB=1)))
+    (site,), (kept,) = (
+        analyse_model(model, resolve("sm_90a", list), keep_weights=kept).sites for kept in (False, True)
+    )
+    assert {name: order.whole for name, order in site.transposed.items()} == ({"w": whole} if whole else {})
+    own, others = (each.plans[0].ranked[0].tiles[0][0] for each in (site, kept))
+    assert own < others if whole else own == others
 
 
 @pytest.mark.usefixtures("everywhere")

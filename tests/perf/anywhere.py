@@ -43,7 +43,7 @@ from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.perf.bars import FLOORS, LATE, over_cublas, quantile, regret, regrets, slower_than_stock
 from tests.perf.compare import origin
 from tests.perf.drawn import Drawn, draw, model, stored
-from tests.perf.every_tile import Planned, compile_tiles, in_turn, planned, time_tiles
+from tests.perf.every_tile import Planned, compile_tiles, in_turn, is_odd, planned, time_tiles
 from tests.perf.kernels import TF32_EPS
 from tests.perf.result_file import write_result
 from tests.perf.torch_graph import captured_by_torch, replay_seconds
@@ -318,7 +318,7 @@ def main() -> None:
     element = options.element or FLOAT16
     device, deadline = spec_of(driver.local_architectures()[0]), time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
-    every = (each for each in draw(options.seed, element) if not options.odd or each.k * each.element_bytes % 16)
+    every = (each for each in draw(options.seed, element) if not options.odd or is_odd(each))
     problems = itertools.islice(every, options.count)
     with (
         tempfile.TemporaryDirectory() as name,

@@ -13,10 +13,13 @@ from pathlib import Path
 import cupy
 import numpy as np
 
+from onnxfuse.analysis.axis_mapping import map_axes
+from onnxfuse.analysis.vector_width import analyse
+from onnxfuse.analysis.weight_order import with_padded_rows
 from onnxfuse.device import DeviceSpec
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.pipeline import analyse_model
-from onnxfuse.schedule.plan import replan
+from onnxfuse.schedule.plan import make_plan, replan
 from onnxfuse.schedule.variant import ProductPlan, ProductVariant
 from tests.helpers.kernel_problem import ARGUMENTS
 from tests.perf.drawn import Drawn, model
@@ -26,6 +29,7 @@ NEAR, NEAREST = 1.6, 10  # tiles whose estimate is within this of the best are t
 FAR, FURTHER = 5.0, 14  # and as many others, drawn at random, where the cost model is to be fitted
 ROUNDS = 5
 DIGITS = 2  # of microseconds
+ACCESS = 16  # bytes, which addresses and pitches of TMA are multiples of
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,32 @@ def plan_as_it_lies(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, Product
     return plan_of(problem, device, keep_weights=True, weights=int(problem.kind == "qkv"))
 
 
+def plan_padded(problem: Drawn, device: DeviceSpec) -> tuple[Fusion, ProductPlan] | None:
+    """The same of weights [n, k] with zeros behind their rows; None where a plan would store none."""
+    found = plan_as_it_lies(replace(problem, order="nk"), device)
+    padded = found and with_padded_rows(found[0], {rhs.name for rhs in found[0].rhs})
+    if not padded:
+        return None
+    fusion, mapping = padded[0], map_axes(padded[0])
+    return fusion, make_plan(fusion, mapping, analyse(fusion, mapping), device, exact_fp32=False)
+
+
+def is_odd(problem: Drawn) -> bool:
+    """Whether rows along k begin where TMA cannot read."""
+    return problem.k * problem.element_bytes % ACCESS != 0
+
+
+def order_of(fusion: Fusion) -> str:
+    """In which the weights are stored."""
+    return "nk" if fusion.rhs[0].axes[-1] == "k" else "kn"
+
+
 def planned(problem: Drawn, device: DeviceSpec, further: int = 0) -> Planned | None:
     """What to time, with so many tiles more than the nearest; None where the model is not one kernel."""
     own = plan_of(problem, device)
     if own is None:
         return None
-    order = "nk" if own[0].rhs[0].axes[-1] == "k" else "kn"
+    order = order_of(own[0])
     is_padded = row_of(own[0], problem) > problem.k
     known = plan_of(replace(problem, order=order, dynamic=False), device, keep_weights=not is_padded)
     if known is None:

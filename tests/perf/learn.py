@@ -23,15 +23,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxfuse.analysis.vector_width import padded_row
 from onnxfuse.device import ARCHITECTURES, DeviceSpec
 from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.calibration import FOLDER
-from onnxfuse.schedule.kernel_family import Problem
+from onnxfuse.schedule.cost_model import copying_rows, with_rows_copied
+from onnxfuse.schedule.kernel_family import Candidate, Problem
+from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.learned_cost import Kernels
 from onnxfuse.schedule.networks import Networks
 from tests.perf.calibrate import rows_of
 from tests.perf.drawn import Drawn
-from tests.perf.every_tile import plan_as_it_lies
+from tests.perf.every_tile import plan_as_it_lies, plan_padded
 
 DEVICE = ARCHITECTURES["sm_90a"]
 HIDDEN = (64, 32)
@@ -97,11 +100,11 @@ def timings(rows: Sequence[Mapping[str, Any]], device: DeviceSpec) -> Timings:
     by_site = defaultdict(list)
     for index, row in enumerate(rows):
         drawn = Drawn(*row["drawn"])
-        by_site[replace(drawn, m=1)].append((index, drawn.m, row["us"]))
+        by_site[replace(drawn, m=1), row.get("padded", False)].append((index, drawn.m, row["us"]))
     found = [
         (*each, site, index)
-        for site, (drawn, measured) in enumerate(by_site.items())
-        for index, each in _kernels(drawn, measured, device)
+        for site, ((drawn, padded), measured) in enumerate(by_site.items())
+        for index, each in _kernels(drawn, padded, measured, device)
     ]
     features, estimates, us, sites, problems = zip(*found, strict=True)
     table = np.array([[*each.values()] for each in features], np.float32)
@@ -109,25 +112,39 @@ def timings(rows: Sequence[Mapping[str, Any]], device: DeviceSpec) -> Timings:
 
 
 def _kernels(
-    drawn: Drawn, measured: Sequence[tuple[int, int, Mapping[str, float]]], device: DeviceSpec
+    drawn: Drawn, padded: bool, measured: Sequence[tuple[int, int, Mapping[str, float]]], device: DeviceSpec
 ) -> Iterator[tuple[int, tuple[dict[str, float], float, float]]]:
     """Of each kernel of a site the problem, and its features, estimate and time."""
-    planned = plan_as_it_lies(replace(drawn, m=measured[0][1]), device)
+    planned = (plan_padded if padded else plan_as_it_lies)(replace(drawn, m=measured[0][1]), device)
     if planned is None:
         return
-    spec, entries = planned[1].variants[0].spec, {str(entry.tile): entry for _, entry in planned[1].ranked[0].tiles}
-    for index, m, times in measured:
-        problem = Problem(m, drawn.n, drawn.k)
-        tiles = [entries[tile] for tile in times if tile in entries] if learned_cost.is_alike(spec, problem) else []
-        flows = [entry.family.flow(spec, entry.tile, device) for entry in tiles]
-        pairs = zip(tiles, flows, strict=True)
-        terms = np.array([float(entry.family.cost(entry, reads, spec, problem, device)) for entry, reads in pairs])
-        which = np.flatnonzero(np.isfinite(terms))
-        kernels = Kernels(tiles, flows, which, terms[which], problem)
-        seen = learned_cost.features(kernels, spec, device)
-        for place, each in enumerate(which):
-            own = {name: float(values[place]) for name, values in seen.items()}
-            yield index, (own, float(terms[each]), times[str(tiles[each].tile)])
+    fusion, plan = planned
+    base, entries = plan.variants[0].spec.without_copies, [entry for _, entry in plan.ranked[0].tiles]
+    if not learned_cost.is_alike(base, Problem(1, drawn.n, drawn.k)):
+        return
+    for factors in {entry.family.copied(base) for entry in entries}:
+        spec = replace(base, copied=factors)
+        alike = {str(entry.tile): entry for entry in entries if entry.family.copied(base) == factors}
+        for index, m, times in measured:
+            problem = Problem(m, drawn.n, drawn.k, stored_k=padded_row(fusion, fusion.rhs[0]))
+            tiles = [alike[tile] for tile in times if tile in alike]
+            for entry, own in zip(tiles, _described(spec, tiles, problem, device), strict=True):
+                if math.isfinite(own[1]):
+                    yield index, (*own, times[str(entry.tile)])
+
+
+def _described(
+    spec: KernelSpec, tiles: Sequence[Candidate], problem: Problem, device: DeviceSpec
+) -> Iterator[tuple[dict[str, float], float]]:
+    """Features and estimate of each of some tiles of one problem, as a plan has them."""
+    seen, copying = with_rows_copied(spec, problem), float(copying_rows(spec, problem, device))
+    flows = [entry.family.flow(spec, entry.tile, device) for entry in tiles]
+    pairs = zip(tiles, flows, strict=True)
+    terms = np.array([float(entry.family.cost(entry, reads, spec, seen, device)) + copying for entry, reads in pairs])
+    kernels = Kernels(tiles, flows, np.arange(len(tiles)), terms, seen)
+    known = learned_cost.features(kernels, spec, device) if tiles else {}
+    for place, estimate in enumerate(terms):
+        yield {name: float(values[place]) for name, values in known.items()}, float(estimate)
 
 
 def fit(known: Timings) -> Networks:

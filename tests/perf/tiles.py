@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from onnxfuse.device import ARCHITECTURES
+from onnxfuse.device import ARCHITECTURES, CACHE_LINE
 from onnxfuse.ir.fusion import Fusion
 from onnxfuse.schedule.cost_model import saved_of_last_wave
 from onnxfuse.schedule.kernel_family import Candidate, Problem
@@ -32,7 +32,7 @@ from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.perf.anywhere import sizes
 from tests.perf.compare import origin
 from tests.perf.drawn import MOST_ELEMENTS, MOST_PRODUCTS, MOST_ROWS, Drawn, draw
-from tests.perf.every_tile import Choice, Planned, compile_tiles, plan_as_it_lies, time_tiles
+from tests.perf.every_tile import Choice, Planned, compile_tiles, order_of, plan_as_it_lies, plan_padded, time_tiles
 from tests.perf.result_file import write_result
 
 DEVICE = ARCHITECTURES["sm_90a"]
@@ -90,7 +90,7 @@ class AtRows:
         near = names.intersection(self.within(FAR))
         pairs = [(us, entry) for us, entry in self.tiles if str(entry.tile) in near][:MOST]
         choices = tuple(Choice(us, replan(self.plan, entry).variants[0]) for us, entry in pairs)
-        return Planned(self.fusion, self.drawn.order, str(pairs[0][1].tile), choices)
+        return Planned(self.fusion, order_of(self.fusion), str(pairs[0][1].tile), choices)
 
 
 def layers(seed: int) -> Iterator[Drawn]:
@@ -106,9 +106,16 @@ def layers(seed: int) -> Iterator[Drawn]:
 
 
 def sites(
-    seeds: Sequence[int], of_layers: bool = False, elements: Container[int] = ALL, as_kn: bool = False
+    seeds: Sequence[int],
+    of_layers: bool = False,
+    elements: Container[int] = ALL,
+    as_kn: bool = False,
+    padded: bool = False,
 ) -> Iterator[Drawn]:
-    """Drawn problems of these elements in turn, without end; with `as_kn` those that TMA reaches, of weights [k, n]."""
+    """Drawn problems of these elements in turn, without end.
+
+    With `as_kn` those that TMA reaches, of weights [k, n]; `padded` those whose rows of k begin on no cache lines.
+    """
     if of_layers:
         streams = [layers(seed) for seed in seeds]
     else:
@@ -119,6 +126,9 @@ def sites(
         if as_kn and (site.k % CHUNK or site.n % CHUNK):
             continue
         site = replace(site, order="kn") if as_kn else site
+        if padded and site.k * site.element_bytes % CACHE_LINE == 0:
+            continue
+        site = replace(site, order="nk") if padded else site
         if site.kind != "qkv" or site.k * site.width <= LARGEST_STACKED:
             yield site
 
@@ -134,19 +144,19 @@ def rows_of_site(site: Drawn) -> list[int]:
     return sorted(found)
 
 
-def at_rows(site: Drawn, rows: int) -> AtRows | None:
+def at_rows(site: Drawn, rows: int, padded: bool) -> AtRows | None:
     drawn = replace(site, m=rows, batch=0, dynamic=False)
-    found = plan_as_it_lies(drawn, DEVICE)
+    found = (plan_padded if padded else plan_as_it_lies)(drawn, DEVICE)
     if found is None:
         return None
     tiles = tuple(pair for pair in found[1].ranked[0].tiles if math.isfinite(pair[0]))
     return AtRows(drawn, *found, tiles)
 
 
-def prepare(site: Drawn, folder: Path, of_last_waves: bool = False) -> list[tuple[Drawn, Planned]]:
+def prepare(site: Drawn, folder: Path, padded: bool, of_last_waves: bool) -> list[tuple[Drawn, Planned]]:
     """What to time of a site, compiled into a folder: work for a process that sees no GPU."""
     rng = random.Random(str(site))
-    known = [each for rows in rows_of_site(site) if (each := at_rows(site, rows)) is not None]
+    known = [each for rows in rows_of_site(site) if (each := at_rows(site, rows, padded)) is not None]
     if of_last_waves:
         known = [each for each in known if each.splits_last_wave]
     names: set[str] = set()
@@ -161,7 +171,7 @@ def prepare(site: Drawn, folder: Path, of_last_waves: bool = False) -> list[tupl
 
 
 def prepared(
-    source: Iterator[Drawn], folder: Path, seconds: float, of_last_waves: bool = False
+    source: Iterator[Drawn], folder: Path, seconds: float, padded: bool = False, of_last_waves: bool = False
 ) -> Iterator[tuple[Drawn, Planned]]:
     """What to time, site by site as they get ready, for so long."""
     end = time.monotonic() + seconds
@@ -169,7 +179,7 @@ def prepared(
         waiting: set[Future[list[tuple[Drawn, Planned]]]] = set()
         while time.monotonic() < end:
             waiting |= {
-                pool.submit(prepare, next(source), folder, of_last_waves) for _ in range(WAITING - len(waiting))
+                pool.submit(prepare, next(source), folder, padded, of_last_waves) for _ in range(WAITING - len(waiting))
             }
             ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for each in ready:
@@ -186,6 +196,7 @@ def main() -> None:
     kinds.add_argument("--layers", action="store_true", help="products of transformers' layers")
     kinds.add_argument("--fp32", action="store_true", help="drawn problems of fp32 alone")
     kinds.add_argument("--kn", action="store_true", help="the same of weights [k, n], as they lie")
+    kinds.add_argument("--padded", action="store_true", help="drawn problems whose weights get zeros behind their rows")
     parser.add_argument("--last-wave", action="store_true", help="only where a tile is near that shares a last wave")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/cubins"), help="folder of compiled kernels")
@@ -193,13 +204,14 @@ def main() -> None:
     options.cubins.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    source = sites(options.seeds, options.layers, (FLOAT,) if options.fp32 or options.kn else ALL, options.kn)
-    for drawn, tiles in prepared(source, options.cubins, options.seconds, options.last_wave):
+    elements = (FLOAT,) if options.fp32 or options.kn else ALL
+    source = sites(options.seeds, options.layers, elements, options.kn, options.padded)
+    for drawn, tiles in prepared(source, options.cubins, options.seconds, options.padded, options.last_wave):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
-        rows.append({"drawn": astuple(drawn), "us": us})
+        rows.append({"drawn": astuple(drawn), "us": us, **({"padded": True} if options.padded else {})})
     seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers + " --fp32" * options.fp32
-    seeds += " --kn" * options.kn
+    seeds += " --kn" * options.kn + " --padded" * options.padded
     seeds += " --last-wave" * options.last_wave
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
     write_result(options.out, {**origin(command), "names": [*names], "rows": rows})

@@ -11,6 +11,7 @@ import pytest
 from onnxfuse.device import spec_of
 from onnxfuse.limits import MAX_M
 from onnxfuse.pipeline import analyse_model
+from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.cost_model import copying_rows, with_rows_copied
 from onnxfuse.schedule.hopper import HOPPER
@@ -85,8 +86,11 @@ def test_few_rows_are_read_as_they_lie() -> None:
 
 
 @pytest.mark.parametrize(("order", "launches"), [("kn", 1), ("nk", 3)])
-def test_a_copy_costs_what_it_moves_and_its_launches(order: str, launches: int) -> None:
-    """Beside it a tile takes what it takes of rows of whole cache lines."""
+def test_a_copy_costs_what_it_moves_and_its_launches(
+    order: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it, and but for what was learnt, a tile takes what it takes of rows of whole cache lines."""
+    monkeypatch.setattr(learned_cost, "networks", lambda arch: None)
     odd, even = (plan_for(order, k, 1024, kind="geglu") for k in (2730, 2752))
     narrow, wide = (replace(plan.variants[-1].spec, checked=False) for plan in (odd, even))
     entries = [entry for us, entry in odd.ranked[-1].tiles if entry.family in TMA_FAMILIES and math.isfinite(us)]
