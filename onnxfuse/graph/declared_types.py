@@ -6,6 +6,7 @@ Runtime does not: converters leave types behind that were true of another batch 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import onnx
@@ -20,6 +21,8 @@ MAX_LOOPS = 64  # each of which may read what another carried, and has a pass of
 KEEP_TYPE = frozenset({"Imputer", "Normalizer", "Scaler"})  # of ai.onnx.ml, where ONNX infers nothing
 Dimension = TensorShapeProto.Dimension
 
+_NO_BROADCAST = re.compile(r"\(op_type:(\w+), node name: ([^)]*)\): \[ShapeInferenceError\] Incompatible dimensions")
+
 
 def inferred_types(model: ModelProto) -> ModelProto:
     """The model with the types of all values that can be told; a declared type that contradicts is not believed.
@@ -29,12 +32,14 @@ def inferred_types(model: ModelProto) -> ModelProto:
 
     Raises:
         onnx.shape_inference.InferenceError: the types of inputs and outputs contradict the nodes.
+        ValueError: inputs of a node do not broadcast.
     """
     declared = _taken(model.graph)
     for _, graph in (inner for node in model.graph.node for inner in subgraphs(node)):
         _forget_stored(graph)
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
     known = _types(inferred.graph)
+    _check_broadcasts(model, known)
     if any(_contradicts(known[name], kind) for name, kind in declared.items() if name in known):
         declared = {name: _without_sizes(kind) for name, kind in declared.items()}
     for _ in range(MAX_PASSES + min(MAX_LOOPS, len(loops(model)))):
@@ -50,6 +55,22 @@ def inferred_types(model: ModelProto) -> ModelProto:
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, data_prop=True)
         known = _types(inferred.graph)
     return inferred
+
+
+def _check_broadcasts(model: ModelProto, known: Types) -> None:
+    """Where inference tells nothing of a value, it may have met shapes that ONNX Runtime refuses, and keeps to itself.
+
+    Raises:
+        ValueError: inputs of a node do not broadcast.
+    """
+    if all(name in known for node in model.graph.node for name in node.output if name):
+        return
+    try:
+        onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    except onnx.shape_inference.InferenceError as error:
+        fault = _NO_BROADCAST.search(str(error))
+        if fault is not None:
+            raise ValueError(f"{fault[2]} ({fault[1]}): the shapes of its inputs do not broadcast") from None
 
 
 def _taken(graph: GraphProto) -> dict[str, TypeProto]:

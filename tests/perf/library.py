@@ -41,7 +41,7 @@ DIGITS = 2  # of microseconds
 
 def products(seeds: list[int]) -> Iterator[Drawn]:
     """Plain products, whose n is that of the whole weight, of drawn sites and of layers in turn, without end."""
-    streams = [sites(seeds), sites(seeds, of_layers=True)]
+    streams = [sites(seeds), sites(seeds, "layers")]
     while True:
         for stream in streams:
             site = next(stream)

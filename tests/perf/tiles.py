@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import astuple, dataclass, replace
 from multiprocessing import get_context
@@ -49,6 +49,12 @@ LAYERS = (
     (2048, 5632), (2048, 8192), (2560, 6912), (3072, 8192), (3584, 18944), (4096, 11008), (4096, 14336), (5120, 13824),
     (320, 1280), (640, 2560), (768, 3072), (1024, 4096), (1152, 4304), (1280, 5120),
 )  # fmt: skip
+KINDS = {
+    "layers": "products of transformers' layers",
+    "fp32": "drawn problems of fp32 alone",
+    "kn": "the same that TMA reaches, of weights [k, n], as they lie",
+    "padded": "drawn problems whose rows of k begin on no cache line, with zeros behind those of the weight",
+}
 ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made odd
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
 NEAR_LAST, LASTS = 1.1, 4  # the same of tiles that share a last wave, where they alone are wanted
@@ -105,32 +111,23 @@ def layers(seed: int) -> Iterator[Drawn]:
         yield Drawn(kind, rows, k, n, rng.choice(("kn", "nk")), element, False, 0)
 
 
-def sites(
-    seeds: Sequence[int],
-    of_layers: bool = False,
-    elements: Container[int] = ALL,
-    as_kn: bool = False,
-    padded: bool = False,
-) -> Iterator[Drawn]:
-    """Drawn problems of these elements in turn, without end.
-
-    With `as_kn` those that TMA reaches, of weights [k, n]; `padded` those whose rows of k begin on no cache lines.
-    """
-    if of_layers:
-        streams = [layers(seed) for seed in seeds]
-    else:
-        streams = [draw(seed + more, element) for seed in seeds for more, element in STREAMS if element in elements]
-    for stream in itertools.cycle(streams):
-        site = next(stream)
-        site = replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
-        if as_kn and (site.k % CHUNK or site.n % CHUNK):
-            continue
-        site = replace(site, order="kn") if as_kn else site
-        if padded and site.k * site.element_bytes % CACHE_LINE == 0:
-            continue
-        site = replace(site, order="nk") if padded else site
-        if site.kind != "qkv" or site.k * site.width <= LARGEST_STACKED:
+def sites(seeds: Sequence[int], kind: str = "") -> Iterator[Drawn]:
+    """Drawn problems in turn, without end, of one of KINDS or all that are drawn."""
+    elements = (FLOAT,) if kind in ("fp32", "kn") else ALL
+    drawn = [draw(seed + more, element) for seed in seeds for more, element in STREAMS if element in elements]
+    for stream in itertools.cycle([layers(seed) for seed in seeds] if kind == "layers" else drawn):
+        site = _of_kind(next(stream), kind)
+        if site is not None and (site.kind != "qkv" or site.k * site.width <= LARGEST_STACKED):
             yield site
+
+
+def _of_kind(site: Drawn, kind: str) -> Drawn | None:
+    """The site with its weight as the kind has it; None where it is none of them."""
+    if kind == "kn":
+        return None if site.k % CHUNK or site.n % CHUNK else replace(site, order="kn")
+    if kind == "padded":
+        return replace(site, order="nk") if site.k * site.element_bytes % CACHE_LINE else None
+    return replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
 
 
 def rows_of_site(site: Drawn) -> list[int]:
@@ -193,10 +190,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--seconds", type=float, default=400)
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--layers", action="store_true", help="products of transformers' layers")
-    kinds.add_argument("--fp32", action="store_true", help="drawn problems of fp32 alone")
-    kinds.add_argument("--kn", action="store_true", help="the same of weights [k, n], as they lie")
-    kinds.add_argument("--padded", action="store_true", help="drawn problems whose weights get zeros behind their rows")
+    for kind, text in KINDS.items():
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="", help=text)
     parser.add_argument("--last-wave", action="store_true", help="only where a tile is near that shares a last wave")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/cubins"), help="folder of compiled kernels")
@@ -204,14 +199,13 @@ def main() -> None:
     options.cubins.mkdir(parents=True, exist_ok=True)
     names: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    elements = (FLOAT,) if options.fp32 or options.kn else ALL
-    source = sites(options.seeds, options.layers, elements, options.kn, options.padded)
-    for drawn, tiles in prepared(source, options.cubins, options.seconds, options.padded, options.last_wave):
+    padded = options.kind == "padded"
+    source = sites(options.seeds, options.kind)
+    for drawn, tiles in prepared(source, options.cubins, options.seconds, padded, options.last_wave):
         times = time_tiles(drawn, tiles, *sizes(drawn), DEVICE, options.cubins)
         us = {names.setdefault(tile, len(names)): us for tile, (us, _) in times.items()}
-        rows.append({"drawn": astuple(drawn), "us": us, **({"padded": True} if options.padded else {})})
-    seeds = " ".join(map(str, options.seeds)) + " --layers" * options.layers + " --fp32" * options.fp32
-    seeds += " --kn" * options.kn + " --padded" * options.padded
+        rows.append({"drawn": astuple(drawn), "us": us, **({"padded": True} if padded else {})})
+    seeds = " ".join(map(str, options.seeds)) + f" --{options.kind}" * bool(options.kind)
     seeds += " --last-wave" * options.last_wave
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
     write_result(options.out, {**origin(command), "names": [*names], "rows": rows})
