@@ -1,6 +1,6 @@
-"""Weights whose rows are stored with zeros behind them, so that each begins where the widest access is legal.
+"""Weights whose rows are stored with zeros behind them, so that each begins on a rounder place, a cache line at best.
 
-Rows of 2730 elements of 16 bits begin on multiples of 4 bytes; stored as rows of 2736 they begin on 16, and kernels
+Rows of 2730 elements of 16 bits begin on multiples of 4 bytes; stored as rows of 2752 they begin on 128, and kernels
 that read [n, k] by TMA or in whole vectors read them as they lie, run after run, where they had to copy them first.
 """
 

@@ -1,4 +1,4 @@
-"""Models of weights whose rows of k begin at no 16 bytes."""
+"""Models of weights whose rows of k begin on no cache line, nor on 16 bytes."""
 
 from __future__ import annotations
 
