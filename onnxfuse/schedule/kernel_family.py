@@ -180,8 +180,8 @@ class Sizes:
     def at(self, size: Count) -> Problem:
         """The problem with so many rows, or columns: what else is not known is a sequence as well."""
         unknown = max(size, self.typical) if isinstance(size, int) else np.maximum(size, self.typical)
-        problem = Problem(self.m or size, size, self.k or unknown, self.batch, self.guessed, self.by)
-        problem = replace(problem, shared_lhs=self.shared_lhs, stored_k=self.stored_k)
+        m, k, shared = self.m or size, self.k or unknown, self.shared_lhs
+        problem = Problem(m, size, k, self.batch, self.guessed, self.by, shared_lhs=shared, stored_k=self.stored_k)
         if self.by == "m":
             return replace(problem, n=self.n or unknown, guessed=self.guessed or self.n is None)
         if self.n is None:

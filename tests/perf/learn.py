@@ -122,7 +122,7 @@ def _kernels(
     base, entries = plan.variants[0].spec.without_copies, [entry for _, entry in plan.ranked[0].tiles]
     if not learned_cost.is_alike(base, Problem(1, drawn.n, drawn.k)):
         return
-    for factors in {entry.family.copied(base) for entry in entries}:
+    for factors in dict.fromkeys(entry.family.copied(base) for entry in entries):
         spec = replace(base, copied=factors)
         alike = {str(entry.tile): entry for entry in entries if entry.family.copied(base) == factors}
         for index, m, times in measured:
