@@ -4,7 +4,8 @@ Kernels read an rhs whose contiguous axis is k faster than one whose contiguous 
 But rows of k that begin at no sector of memory are read three times as slowly, and those of odd k one by one: they get
 zeros behind them, or, where rows of n begin at rounder places, `(p n) k` becomes `k (p n)`. Whether a model may
 store a weight so is for others to say; here is what its fusion is then. Where the columns of parts take turns,
-`k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other.
+`k (n p)`, neighbours in a row are of different parts; `(n p) k` has rows of k like any other. Where they take turns
+several at a time, `k (n1 p n2)`, no stride walks those of a part: they are stored part by part, `(p n1 n2) k`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from onnxfuse.device import CACHE_LINE, SECTOR
-from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
+from onnxfuse.ir.fusion import PART_AXIS, Dim, Fusion, Tensor
 from onnxfuse.limits import WIDEST_BYTES
 
 PADDED = 32  # a weight may grow by one part in so many: of 2730 elements of 16 bits by 22
@@ -133,6 +134,47 @@ def has_columns_in_turn(fusion: Fusion) -> bool:
     in_turn = (tensor for tensor in fusion.rhs if tensor.has_parts_in_turn)
     rows = ([axis for axis in tensor.axes if fusion.size(axis) != 1] for tensor in in_turn)
     return any(row and row[-1] == PART_AXIS for row in rows)
+
+
+def has_runs_in_turn(fusion: Fusion) -> bool:
+    """Whether the columns of parts take turns several at a time, `(n1 p n2)`, in some rhs."""
+    return any(PART_AXIS in dim[1:-1] for tensor in fusion.rhs for dim in _stepped(fusion, tensor))
+
+
+def _stepped(fusion: Fusion, tensor: Tensor) -> list[Dim]:
+    return [tuple(axis for axis in dim if fusion.size(axis) != 1) for dim in tensor.dims]
+
+
+def part_by_part(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapping[str, bool]] | None:
+    """The fusion of weights whose columns take turns several at a time, stored part by part with k innermost.
+
+    Args:
+        fusion: as the model stores its weights.
+        allowed: names of tensors that may be stored otherwise.
+
+    Returns:
+        The fusion, and of each weight whether the model has n innermost; None where one may not be stored otherwise,
+        has more dimensions than k and n, or is quantised.
+    """
+    names = [tensor.name for tensor in fusion.inputs]
+    inner = _contracted(fusion)
+    turned: dict[str, bool] = {}
+    for tensor in fusion.rhs:
+        columns = [dim for dim in tensor.dims if PART_AXIS in dim]
+        depth = [dim for dim in tensor.dims if {*dim} <= inner]
+        if len(tensor.dims) != 2 or len(columns) != 1 or len(depth) != 1 or tensor.wide is not None:
+            return None
+        if tensor.name not in allowed or names.count(tensor.name) > 1 or fusion.quantization is not None:
+            return None
+        turned[tensor.name] = tensor.dims == (depth[0], columns[0])
+    rhs = tuple(replace(tensor, dims=_parts_first(tensor, inner)) for tensor in fusion.rhs)
+    return replace(fusion, rhs=rhs), turned
+
+
+def _parts_first(tensor: Tensor, inner: set[str]) -> tuple[Dim, ...]:
+    (depth,) = (dim for dim in tensor.dims if {*dim} <= inner)
+    (columns,) = (dim for dim in tensor.dims if PART_AXIS in dim)
+    return (PART_AXIS, *(axis for axis in columns if axis != PART_AXIS)), depth
 
 
 def _behind_others(tensor: Tensor, inner: set[str]) -> Perm | None:

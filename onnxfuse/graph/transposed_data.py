@@ -8,7 +8,7 @@ their order, and `put_in_order` moves the bytes of those that a message holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
@@ -40,20 +40,22 @@ def transpose(tensor: TensorProto, order: Order) -> None:
         raw = numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data
         tensor.ClearField(helper.tensor_dtype_to_field(tensor.data_type))
         tensor.raw_data = raw
+    text = ",".join(map(str, order)) if isinstance(order, tuple) else str(order)
+    tensor.metadata_props.add(key=_KEY, value=text)
+    tensor.dims[:] = _stored_shape(order, tuple(tensor.dims))
     if isinstance(order, Packing):
-        tensor.metadata_props.add(key=_KEY, value=str(order))
         tensor.data_type = TensorProto.UINT8
-        tensor.dims[:] = order.dims
-        return
+
+
+def _stored_shape(order: Order, shape: tuple[int, ...]) -> Sequence[int]:
+    """The dimensions in which a tensor is stored that the model has in others."""
+    if isinstance(order, Packing):
+        return order.dims
     if isinstance(order, RowsInTurn):
-        tensor.metadata_props.add(key=_KEY, value=str(order))
-        return
+        return order.dims if order.turned else shape
     if isinstance(order, PaddedRows):
-        tensor.metadata_props.add(key=_KEY, value=str(order))
-        tensor.dims[:] = order.stored_shape(tuple(tensor.dims))
-        return
-    tensor.metadata_props.add(key=_KEY, value=",".join(map(str, order)))
-    tensor.dims[:] = [tensor.dims[place] for place in order]
+        return order.stored_shape(shape)
+    return [shape[place] for place in order]
 
 
 def put_in_order(proto: ModelProto) -> None:
@@ -93,7 +95,10 @@ def in_order(tensor: TensorProto, data: bytes) -> Iterator[bytes]:
     if padding is not None:
         yield from with_padding(padding, tuple(tensor.dims), data)
         return
-    places = tuple(map(int, perm.split(",")))
+    yield from _permuted(tensor, data, tuple(map(int, perm.split(","))))
+
+
+def _permuted(tensor: TensorProto, data: bytes, places: Perm) -> Iterator[bytes]:
     shape = [tensor.dims[places.index(place)] for place in range(len(places))]
     array = np.frombuffer(data, f"u{len(data) // max(math.prod(shape), 1)}").reshape(shape).transpose(places)
     if array.ndim > 2:

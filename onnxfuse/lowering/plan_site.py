@@ -17,9 +17,16 @@ from onnxfuse.analysis.axis_mapping import (
     map_broadcast_product,
     map_pointwise,
     map_rows,
+    static_size,
 )
 from onnxfuse.analysis.vector_width import analyse
-from onnxfuse.analysis.weight_order import has_columns_in_turn, in_another_order, with_padded_rows
+from onnxfuse.analysis.weight_order import (
+    has_columns_in_turn,
+    has_runs_in_turn,
+    in_another_order,
+    part_by_part,
+    with_padded_rows,
+)
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
@@ -118,6 +125,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Nor
     orders = _orders(match)
     if orders:
         return _plan_stored_anew(planner, graph, match, fusion, orders)
+    if has_runs_in_turn(fusion):
+        return _plan_columns_in_turn(planner, graph, match, fusion, _part_by_part(planner, match, fusion))
     other = in_another_order(fusion, planner.transposable)
     if has_columns_in_turn(fusion):
         return _plan_columns_in_turn(planner, graph, match, fusion, other)
@@ -142,6 +151,19 @@ def _padded(planner: Planner, graph: Graph, fusion: Fusion) -> tuple[Fusion, Map
         if tensor.wide is not None
     }
     return padded, orders
+
+
+def _part_by_part(planner: Planner, match: Match, fusion: Fusion) -> tuple[Fusion, Mapping[str, Order]] | None:
+    """The fusion of weights stored part by part, where the model has halves of heads in turn; None where they stay."""
+    found = part_by_part(fusion, planner.transposable)
+    if found is None:
+        return None
+    anew, turned = found
+    turns = {product.rhs: (product.turns, product.run) for product in match.products}
+    dims = {tensor.name: tuple(static_size(fusion, dim) or 0 for dim in tensor.dims) for tensor in anew.rhs}
+    return anew, {
+        name: RowsInTurn(*turns[name], dims[name][0], dims[name], is_turned) for name, is_turned in turned.items()
+    }
 
 
 def _orders(match: Match) -> Mapping[str, Order]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import onnx_graphsurgeon as gs
@@ -21,6 +21,17 @@ from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent
 
 MASK_OPS = frozenset({"Cast", "Not"})  # that a kernel does to a mask as it reads it
 MAX_MASK_NODES = 8  # of them, one after the other
+
+
+@dataclass(frozen=True)
+class Range:
+    """Of equal ranges of a value's columns the one that an expression is asked for."""
+
+    index: int = 0
+    count: int = 1
+
+
+EVERY = Range()
 
 
 class Arguments:
@@ -61,8 +72,27 @@ class Arguments:
                     dims[-place] = (Piece(axis, size),)
         return tuple(dims)
 
-    def of(self, node: gs.Node, value: Columns) -> list[Ref]:
-        """The inputs' expressions."""
+    def of(self, node: gs.Node, value: Columns, columns: Range = EVERY) -> list[Ref]:
+        """The inputs' expressions, for a range of the value's columns."""
+        every = zip(node.inputs, self._of(node, value), strict=True)
+        return [self._range(tensor, ref, value, columns) for tensor, ref in every]
+
+    def _range(self, tensor: gs.Tensor, ref: Ref, value: Columns, columns: Range) -> Ref:
+        """The expression of an input for a range, of that for all columns or, where it is put together, for the first.
+
+        Raises:
+            NotFusable: it is put together of more or fewer ranges.
+        """
+        own = self._values.get(tensor.name)
+        if own is not None and own.rest:
+            if len(own.refs) != columns.count:
+                raise NotFusable("columns_differ", "", "combines columns that were put together of other ranges")
+            return own.refs[columns.index]
+        if ref < 0 or columns.index == 0:
+            return ref
+        return self._epilogue.moved(ref, columns.index * int(value.length) // columns.count)
+
+    def _of(self, node: gs.Node, value: Columns) -> list[Ref]:
         channels = CHANNELS.get(qualified_op(node))
         if channels is None:
             return [self.argument(tensor, value) for tensor in node.inputs]

@@ -1,5 +1,6 @@
 """Which column ranges of which products a match combines: what the pattern is called, and when a kernel can do it.
 
+rotary_gemm    two halves of the columns, of a head for example, meet in both halves of one value (RoPE)
 split_gemm     two halves of one product, or of a range of it (GEGLU, SwiGLU, GLU, ReGLU; Flux2 has q, k and v
 beside them), or two products of one input (Llama's gate and up), meet in one value
 gemm_epilogue  one product as it is: bias, scales, activation, residuals, casts
@@ -20,7 +21,13 @@ from onnxfuse.errors import NotFusable
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import ACC, Ref
 from onnxfuse.patterns.match import Match, Operand, count_of, is_part, is_start
-from onnxfuse.patterns.views import COLUMNS, Piece, in_turn, is_column
+from onnxfuse.patterns.views import COLUMNS, Piece, is_column
+
+
+def _is_rotation(match: Match) -> bool:
+    """Whether two halves of one product meet in each of two that are stored as one value."""
+    stored = [out.refs for out in match.live_outs if len(out.refs) > 1]
+    return any(all(_are_two_halves(match, ref) for ref in refs) for refs in stored)
 
 
 def _is_gate(match: Match) -> bool:
@@ -48,6 +55,7 @@ def _are_siblings(match: Match) -> bool:
 
 
 PATTERNS: dict[str, Callable[[Match], bool]] = {
+    "rotary_gemm": _is_rotation,
     "split_gemm": _is_gate,
     "gemm_epilogue": _all_columns,
     "sibling_gemms": _are_siblings,
@@ -99,15 +107,11 @@ def _check_turns(match: Match) -> None:
 
 
 def _has_axis_of_parts(operand: Operand, whole: int | str | None, columns: int | str) -> bool:
-    """Whether a dimension of an operand counts parts, and not columns; parts of one column are columns.
-
-    One that holds all columns in turn is split as a product of such columns is.
-    """
+    """Whether a dimension of an operand counts parts and no other one columns; parts of one column are columns."""
     if not isinstance(columns, int) or not isinstance(whole, int):
         return False
-    pieces = tuple(piece for dim in operand.view for piece in dim if is_column(piece))
-    counts = any(piece.step >= columns > 1 and piece.size != 1 for piece in pieces)
-    return counts and pieces != in_turn(whole, max(whole // columns, 1))
+    pieces = [piece for dim in operand.view for piece in dim if is_column(piece) and piece.size != 1]
+    return any(piece.step >= columns > 1 for piece in pieces) and all(piece.step > 1 for piece in pieces)
 
 
 def _check_window(match: Match, whole: int | str) -> None:

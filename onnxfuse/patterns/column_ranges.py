@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,8 +16,19 @@ from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.match import Columns
 from onnxfuse.patterns.split_bounds import sequence_sizes, slice_bounds, split_sizes
-from onnxfuse.patterns.views import COLUMNS, Piece, View, columns_dim, extent, in_turn, is_column, with_columns
+from onnxfuse.patterns.views import (
+    COLUMNS,
+    Dim,
+    Piece,
+    View,
+    columns_dim,
+    extent,
+    is_column,
+    joined,
+    with_columns,
+)
 
+HALVES = 2  # of a head's columns, that rotary embeddings (Su et al., 2021) turn together
 LARGEST_INDEX = 2**31 - 1  # from here on a Slice's end means the end of the axis, whatever its size
 
 
@@ -26,11 +37,13 @@ class InTurn(NotFusable):
 
     Attributes:
         parts: how many there are.
+        run: columns that a turn has.
     """
 
-    def __init__(self, detail: str, parts: int) -> None:
+    def __init__(self, detail: str, parts: int, run: int = 1) -> None:
         super().__init__("strided_slice", "", detail)
         self.parts = parts
+        self.run = run
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,7 @@ class Whole:
         index: the dimension.
         step: columns that a step along it passes.
         turns: where a step along it is to the next part, of parts whose columns take turns: their number, else 1.
+        of_each: columns along the dimension, where it is one of several in a row of all, as a head is; else 0.
     """
 
     epilogue: EpilogueGraph
@@ -50,6 +64,7 @@ class Whole:
     index: int
     step: int
     turns: int = 1
+    of_each: int = 0
 
     @property
     def length(self) -> int:
@@ -60,6 +75,8 @@ class Whole:
         """
         if isinstance(self.value.length, str):
             raise NotFusable("bounds_not_constant", "", "takes columns apart whose number only the run knows")
+        if self.of_each:
+            return self.of_each
         return self.turns if self.turns > 1 else self.value.length // self.step
 
     def range(self, start: int, stop: int) -> Columns:
@@ -71,9 +88,27 @@ class Whole:
         if self.turns > 1:
             detail = "takes columns that do not lie side by side"
             raise InTurn(detail, self.turns) if stop - start == 1 else NotFusable("strided_slice", "", detail)
+        if self.of_each:
+            return self._half(start, stop)
         view = with_columns(self.value.view, self.index, stop - start, self.step)
         ref = self.epilogue.moved(self.value.ref, start * self.step)
         return Columns(ref, (stop - start) * self.step, view)
+
+    def _half(self, start: int, stop: int) -> Columns:
+        """The first or the second half of the dimension, whose columns take turns with those of the other.
+
+        Raises:
+            NotFusable: it is neither, or an InTurn where columns are not numbered so.
+        """
+        detail = "takes columns that do not lie side by side"
+        run, whole = stop - start, self.value.length
+        if HALVES * run != self.of_each or start % run or isinstance(whole, str):
+            raise NotFusable("strided_slice", "", detail)
+        width = whole // HALVES
+        if self.value.view[self.index] != (Piece(COLUMNS, HALVES, width), Piece(COLUMNS, run)):
+            raise InTurn(detail, HALVES, run)
+        view = with_columns(self.value.view, self.index, run, 1)
+        return Columns(self.epilogue.moved(self.value.ref, start // run * width), width, view)
 
     def ranges(self, sizes: list[int]) -> list[Columns]:
         """All of them, in ranges of some sizes.
@@ -96,18 +131,47 @@ def whole(epilogue: EpilogueGraph, value: Columns, axis: int, verb: str) -> Whol
         NotFusable: the axis does not count the value's columns, or they do not lie side by side.
     """
     axis %= len(value.view)
+    if value.rest:
+        raise NotFusable("strided_slice", "", f"{verb} columns that were put together")
     if any(is_column(piece) and piece.axis != COLUMNS for dim in value.view for piece in dim):
         raise NotFusable("not_the_last_axis", "", f"{verb} columns of several axes, as an image's are")
     if axis == columns_dim(value.view):
         return Whole(epilogue, value, axis, 1)
-    piece = value.view[axis][0] if len(value.view[axis]) == 1 else None
-    if piece is None or not is_column(piece):
+    dim = value.view[axis]
+    if not dim or not all(map(is_column, dim)):
         raise NotFusable("not_the_last_axis", "", f"{verb} along an axis that is not the product's columns")
-    if symbolic.multiply((piece.size, piece.step)) == value.length:
-        return Whole(epilogue, value, axis, piece.step)
-    if not _counts_turns(value, piece):
+    if len(dim) == 1 and symbolic.multiply((dim[0].size, dim[0].step)) == value.length:
+        return Whole(epilogue, value, axis, dim[0].step)
+    if len(dim) == 1 and _counts_turns(value, dim[0]):
+        return Whole(epilogue, value, axis, 1, int(dim[0].size))
+    if not _is_head(value, dim):
         raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
-    return Whole(epilogue, value, axis, 1, int(piece.size))
+    return Whole(epilogue, value, axis, 1, of_each=int(extent(dim)))
+
+
+def _is_head(value: Columns, dim: Dim) -> bool:
+    """Whether a dimension has some of the columns, as they lie; or such as halves that take turns."""
+    if isinstance(value.length, str) or dim[-1].step != 1:
+        return False
+    halves = len(dim) == HALVES and (dim[0].size, dim[0].step) == (HALVES, value.length // HALVES)
+    return (len(dim) == 1 or halves) and int(extent(dim)) < value.length
+
+
+def concatenated(epilogue: EpilogueGraph, values: Sequence[Columns], axis: int) -> Columns:
+    """Equal ranges of one product's columns as one value with all of its columns.
+
+    Raises:
+        NotFusable: they are no such ranges, or lie otherwise than what takes them apart would have them.
+    """
+    first, *others = values
+    axis %= len(first.view)
+    dim, width = first.view[axis], first.length
+    alike = all((each.length, each.view, each.rest) == (width, first.view, ()) for each in values)
+    if isinstance(width, str) or not alike or not others or not all(map(is_column, dim)):
+        raise NotFusable("unknown_op", "", "puts values together that are no equal ranges of a product's columns")
+    together = joined((Piece(COLUMNS, len(values), width), *dim))
+    view = (*first.view[:axis], together, *first.view[axis + 1 :])
+    return Columns(first.ref, width * len(values), view, tuple(each.ref for each in others))
 
 
 def _counts_turns(value: Columns, piece: Piece) -> bool:
@@ -148,16 +212,17 @@ def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns)
 
 
 def _every(epilogue: EpilogueGraph, value: Columns, axis: int, taken: slice) -> Columns:
-    """Every second column, or every third: one of as many parts."""
-    detail, parts, length = f"slices with step {taken.step}", taken.step, value.length
-    if isinstance(length, str) or not 1 < parts <= MAX_PARTS or length % parts or length == parts:
+    """Every second column, or every third, of all or of each head: one of as many parts."""
+    detail, parts, length, dim = f"slices with step {taken.step}", taken.step, value.length, value.view[axis]
+    size = extent(dim)
+    if isinstance(length, str) or isinstance(size, str) or not 1 < parts <= MAX_PARTS or size % parts or size == parts:
         raise NotFusable("strided_slice", "", detail)
-    columns, width = range(length)[taken], length // parts
-    if len(columns) == width and value.view[axis] == (Piece(COLUMNS, length),):
+    columns, width, own = range(size)[taken], length // parts, size // parts
+    if len(columns) == own and dim == (Piece(COLUMNS, size),) and not value.rest:
         raise InTurn(detail, parts)
-    if len(columns) != width or value.view[axis] != in_turn(length, parts):
+    if len(columns) != own or dim != (Piece(COLUMNS, own), Piece(COLUMNS, parts, width)) or value.rest:
         raise NotFusable("strided_slice", "", detail)
-    return Whole(epilogue, value, axis, 1).range(columns[0] * width, (columns[0] + 1) * width)
+    return Columns(epilogue.moved(value.ref, columns[0] * width), width, with_columns(value.view, axis, own, 1))
 
 
 def _takes_all(view: View, start: int, end: int, axis: int, step: int) -> bool:

@@ -33,11 +33,27 @@ def is_start(start: int, width: int | str) -> bool:
 
 @dataclass(frozen=True)
 class Columns:
-    """A value with the product's rows and `length` columns, in the order and grouping of `view`."""
+    """A value with the product's rows and `length` columns, in the order and grouping of `view`.
+
+    Attributes:
+        ref: what it is; of several equal ranges that are put together, what the first is.
+        rest: what each later one is: no expression of the first one's columns.
+    """
 
     ref: Ref
     length: int | str
     view: View
+    rest: tuple[Ref, ...] = ()
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """Each of the ranges that are put together; the value itself where none are."""
+        return (self.ref, *self.rest)
+
+    @property
+    def width(self) -> int | str:
+        """Columns of one of them."""
+        return self.length if isinstance(self.length, str) else self.length // len(self.refs)
 
 
 @dataclass(frozen=True)

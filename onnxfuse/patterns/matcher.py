@@ -9,7 +9,7 @@ later one absorbs it and reads the earlier one's result, which is there by then.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -267,13 +267,14 @@ class Search(Generic[SiteT]):
         """Partition what a group grows into until no match is left: the matches, and the products that have none."""
         found: list[Found[SiteT]] = []
         group, refused = self._readable(group)
+        in_order, kept = {product.out: product for product in group}, set[str]()
         while group:
             grown = GrownRegion(self.graph, group, self.points.is_taken, self.rounds)
             if grown.refused:
                 refused += [(product.node, refusal) for product, refusal in grown.refused]
                 group = _without(group, [product for product, _ in grown.refused])
                 continue
-            in_turns = _in_turns(group, grown)
+            in_turns = _in_turns(group, grown, kept)
             if in_turns is not None:
                 group = in_turns
                 continue
@@ -284,6 +285,9 @@ class Search(Generic[SiteT]):
                     self.points.take(each.match)
                 found += chosen
                 group = _without(group, chosen[0].match.products)
+            elif any(product.run > 1 for product in group):  # what keeps no halves of heads apart may still be fused
+                kept |= {product.out for product in group}
+                group = tuple(in_order[product.out] for product in group)
             elif partition.refusals and any(product.reads_through_views for product in group):
                 group, unreadable = self._without_views(group)
                 refused += unreadable
@@ -343,9 +347,10 @@ class Search(Generic[SiteT]):
     def _by_range(self, partition: Partition, group: Group, largest: Found[SiteT] | None) -> list[Found[SiteT]]:
         """A match for every column range of one product, where no match takes its columns apart; none, or all of them.
 
-        One that stores several of them as one value is none. Ranges of equal width become one match where that pays.
+        One that stores several of them as one value is none, but where it puts them together anew. Ranges of equal
+        width become one match where that pays.
         """
-        if largest is not None and partition.takes_columns_apart(largest.match) and not largest.match.stores_several:
+        if largest is not None and _keeps_together(partition, largest.match):
             return []
         products = group if largest is None else largest.match.products
         for product, meeting in itertools.product(products, (True, False)):
@@ -433,15 +438,29 @@ class Search(Generic[SiteT]):
             return None
 
 
-def _in_turns(group: Group, grown: GrownRegion) -> Group | None:
-    """The products, those numbered part by part of which growth found parts whose columns take turns; else None."""
-    parts = {product.out: grown.turns.get(product.out, 1) for product in group if product.turns == 1}
-    made = tuple(product.in_turns(parts.get(product.out, 1)) for product in group)
+def _in_turns(group: Group, grown: GrownRegion, kept: Collection[str]) -> Group | None:
+    """The products, those numbered part by part of which growth found parts whose columns take turns; else None.
+
+    Args:
+        group: the products.
+        grown: what grew from them.
+        kept: the outputs of products that are not to be numbered so.
+    """
+    turns = {out: turn for out, turn in grown.turns.items() if out not in kept}
+    made = tuple(
+        product.in_turns(*turns.get(product.out, (1, 1))) if product.turns == 1 else product for product in group
+    )
     return made if any(product.turns != own.turns for product, own in zip(made, group, strict=True)) else None
 
 
 def _without(group: Group, products: Sequence[Product]) -> Group:
     return tuple(product for product in group if product not in products)
+
+
+def _keeps_together(partition: Partition, match: Match) -> bool:
+    """Whether a match takes columns apart and stores no several ranges as one value but those that it puts together."""
+    is_one = not match.stores_several or partition.puts_columns_together(match)
+    return is_one and partition.takes_columns_apart(match)
 
 
 def _read_each_other(found: Sequence[Found[SiteT]]) -> bool:

@@ -111,6 +111,11 @@ class Partition:
         """Whether a match has a Split or its like."""
         return any(qualified_op(self.grown.graph.nodes[index]) in COLUMN_OPS for index in match.nodes)
 
+    def puts_columns_together(self, match: Match) -> bool:
+        """Whether a match has a Concat of ranges of columns."""
+        nodes = (self.grown.graph.nodes[index] for index in match.nodes)
+        return any(value is not None and value.rest for node in nodes for value in self.grown.values_of(node))
+
     def matches_by_range(self, product: Product, meeting: bool) -> Iterator[list[Match]]:
         """For each column range of a product by itself, the matches that compute it and no other, the largest first.
 
@@ -230,10 +235,10 @@ class Partition:
             insertion_point=-1,
             folded=self.live.folded(region),
             constants=self.live.constants(region),
-            columns=columns.length,
+            columns=columns.width,
             live_outs=(
-                *self._live_outs(region, furthest, columns.length, bare),
-                LiveOut(furthest.name, (columns.ref,), columns.view),
+                *self._live_outs(region, furthest, columns.width, bare),
+                LiveOut(furthest.name, columns.refs, columns.view),
             ),
             split=frozenset(span for node in own for span in split_span(grown, node)),
             epilogue=grown.epilogue,
@@ -262,8 +267,10 @@ class Partition:
 
     def _live_out(self, value: GrownValue, width: int | str, region: Region) -> LiveOut:
         count = 0 if value.columns is None else count_of(value.columns.length, width)
-        if value.columns is None or not count:
+        if value.columns is None or not count or (value.columns.rest and value.columns.width != width):
             raise self.live.refusal(value, "and is not as wide as the result", region)
+        if value.columns.width == width:
+            return LiveOut(value.name, value.columns.refs, value.columns.view)
         starts = [0] if isinstance(width, str) else [index * width for index in range(count)]
         if len(starts) > 1 and columns_dim(value.columns.view) is None:
             raise self.live.refusal(value, "and its columns are reshaped", region)

@@ -69,6 +69,7 @@ class Product:
         activation: what FusedGemm applies to its result.
         quantized: what else makes the matrix that `rhs` stands for, if it is quantised.
         turns: parts whose columns take turns, and are numbered part by part; 1 where all lie in their order.
+        run: of how many columns such a turn is.
     """
 
     node: gs.Node
@@ -92,6 +93,7 @@ class Product:
     activation: Activation | None = None
     quantized: QuantizedWeight | None = None
     turns: int = 1
+    run: int = 1
 
     @property
     def copied(self) -> tuple[gs.Node, ...]:
@@ -143,24 +145,28 @@ class Product:
         """Number of columns; a symbol where only the run knows it."""
         return extent(self.columns)
 
-    def in_turns(self, parts: int) -> Product:
-        """The same with columns that are numbered part by part; itself where they cannot be."""
+    def in_turns(self, parts: int, run: int = 1) -> Product:
+        """The same with columns that are numbered part by part; itself where they cannot be.
+
+        Args:
+            parts: whose columns take turns.
+            run: of how many columns a turn is.
+        """
         n = self.n
-        if parts == 1 or isinstance(n, str) or n % parts or self.columns != (Piece(COLUMNS, n),):
+        if parts == 1 or isinstance(n, str) or n % (parts * run) or self.columns != (Piece(COLUMNS, n),):
             return self
-        views = (_in_turns(view, n, parts) for view in (self.rhs_view, self.out_view, self.biased))
+        views = (_in_turns(view, n, parts, run) for view in (self.rhs_view, self.out_view, self.biased))
         rhs_view, out_view, biased = views
+        turned = replace(self, out_view=out_view, biased=biased, turns=parts, run=run)
         if self.quantized is None:
-            return replace(self, rhs_view=rhs_view, out_view=out_view, biased=biased, turns=parts)
-        quantized = self.quantized.part_by_part(self.rhs, parts)
-        if quantized is None:
-            return self
-        return replace(self, quantized=quantized, out_view=out_view, biased=biased, turns=parts)
+            return replace(turned, rhs_view=rhs_view)
+        quantized = self.quantized.part_by_part(self.rhs, parts, run)
+        return self if quantized is None else replace(turned, quantized=quantized)
 
 
-def _in_turns(view: View, n: int, parts: int) -> View:
+def _in_turns(view: View, n: int, parts: int, run: int) -> View:
     dim = (Piece(COLUMNS, n),)
-    return tuple(in_turn(n, parts) if own == dim else own for own in view)
+    return tuple(in_turn(n, parts, run) if own == dim else own for own in view)
 
 
 def is_anchor(graph: Graph, node: gs.Node) -> bool:

@@ -14,6 +14,9 @@ from onnxfuse.patterns.view_ops import VIEWS
 COPIES = frozenset({"Identity", "Dropout"})
 REGROUPING = COPIES | {"Cast"}  # with these alone after it, an intermediate is not worth an output
 
+MOVING = frozenset({"Transpose", "Concat"})  # data, which a kernel stores where they belong
+ENDS = frozenset(VIEWS) | MOVING
+
 COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
 
 
@@ -27,9 +30,9 @@ class Profitability:
         self._work = self.grown.those(self._is_work)
 
     def may_end(self, position: int, region: Region) -> bool:
-        """Whether a node's value lives out of the region, which computes something or spares a Transpose."""
+        """Whether a node's value lives out of the region, which computes something or spares a move of data."""
         value, is_computed = self.live.values[position][0], position in self._computed
-        if value.columns is None or not (is_computed or self.grown.nodes[position].op in VIEWS):
+        if value.columns is None or not (is_computed or self.grown.nodes[position].op in ENDS):
             return False
         return (is_computed or bool(region & self._work)) and self.live.is_live_out(value, region)
 
@@ -86,7 +89,7 @@ class Profitability:
         """Whether the runtime moves or computes data for a node that a kernel does for nothing."""
         if self._is_quantized(node):
             return True
-        return qualified_op(node) == "Transpose" or (self._is_computed(node) and node.op not in REGROUPING)
+        return qualified_op(node) in MOVING or (self._is_computed(node) and node.op not in REGROUPING)
 
     def _is_computed(self, node: gs.Node) -> bool:
         """Whether a node does arithmetic beside a plain product, or is one with a weight of few bits."""

@@ -48,7 +48,7 @@ class QuantizedWeight:
     flat: frozenset[str]
     orders: tuple[tuple[str, Order], ...] = ()
 
-    def part_by_part(self, weight: str, parts: int) -> QuantizedWeight | None:
+    def part_by_part(self, weight: str, parts: int, run: int) -> QuantizedWeight | None:
         """The same of columns in turn, to be stored part by part; None where the integers are not stored so anyway."""
         if self.orders:
             return None
@@ -57,7 +57,7 @@ class QuantizedWeight:
         if self.zero_points is not None:
             inner[self.zero_points] = (form.zero_point_bytes(k),)
         dims = {name: (self.n * own[0],) if name in self.flat else (self.n, *own) for name, own in inner.items()}
-        orders = tuple((name, RowsInTurn(parts, self.n, shape)) for name, shape in dims.items())
+        orders = tuple((name, RowsInTurn(parts, run, self.n, shape)) for name, shape in dims.items())
         return replace(self, orders=orders)
 
 

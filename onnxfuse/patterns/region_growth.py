@@ -21,8 +21,8 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
-from onnxfuse.patterns.arguments import Arguments
-from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, split_to_sequence, whole
+from onnxfuse.patterns.arguments import Arguments, Range
+from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, concatenated, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
@@ -57,7 +57,7 @@ class GrownRegion:
         shapes: by node, the shape that a Reshape reads from outside.
         refused: products that cannot begin it, and why: what grew has none of them.
         arguments: what the nodes read beside the products.
-        turns: by product, how many parts growth stopped at whose columns take turns.
+        turns: by product, how many parts growth stopped at whose columns take turns, and of how many columns each is.
         of_scores: whether what grows are the scores of a softmax.
     """
 
@@ -80,7 +80,7 @@ class GrownRegion:
         self.refused: list[tuple[Product, NotFusable]] = []
         self.shapes: dict[int, FallbackShape] = {}
         self.arguments = Arguments(graph, self.epilogue, self.values, of_scores)
-        self.turns: dict[str, int] = {}
+        self.turns: dict[str, tuple[int, int]] = {}
         self.of_scores = of_scores
         self._is_taken = is_taken
         self._shift = shift  # nodes before a softmax that change no probability, the last of a value and one beside it
@@ -110,7 +110,7 @@ class GrownRegion:
             value = self._single(node)
             made = {leaf.operand for leaf in self.epilogue.leaves(ACC, (value.ref,))}
             whole = (product.out for product in self.products if product.out in made and product.n == value.length)
-            self.turns |= dict.fromkeys(whole, stop.parts)
+            self.turns |= dict.fromkeys(whole, (stop.parts, stop.run))
 
     def _start(self) -> None:
         """The products, and the readers of those that can be taken."""
@@ -163,6 +163,10 @@ class GrownRegion:
         inputs = node.inputs[: 1 if self.graph.index(node) in self.shapes else None]
         return self.needed_by(self._makers[tensor.name] for tensor in inputs if tensor.name in self._makers)
 
+    def values_of(self, node: gs.Node) -> list[Columns | None]:
+        """What an absorbed node makes."""
+        return [self.values[tensor.name] for tensor in node.outputs]
+
     def needed_by(self, positions: Iterable[int]) -> Region:
         """Some absorbed nodes, and all that they need."""
         return Region.union(self.needs[position] for position in positions)
@@ -194,6 +198,8 @@ class GrownRegion:
             self._absorb_known(node)
         elif op in COLUMN_OPS:
             COLUMN_OPS[op](self, node)
+        elif op == "Concat":
+            self._absorb_concat(node)
         elif op in VIEWS:
             self._absorb_view(node)
         elif (lower := pointwise_row(node)) is not None:
@@ -236,7 +242,7 @@ class GrownRegion:
         shape = None if inside else fallback_shape(self.graph, node, value.view, view, self.products[0].base)
         self._take_view(node, replace(value, view=view), shape)
 
-    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
+    def _check_pointwise(self, node: gs.Node, columns: list[Columns]) -> None:
         if len(node.inputs) > MAX_INPUTS:
             raise NotFusable("too_many_operands", "", f"{node.op} of {len(node.inputs)} inputs")
         if len({value.length for value in columns}) != 1:
@@ -245,11 +251,27 @@ class GrownRegion:
             raise NotFusable("unknown_op", "", f"{node.op} with {len(node.outputs)} outputs is not pointwise")
         if node.op in ANGULAR and any(extent(product.k) == 1 for product in self.products):
             raise NotFusable("outer_product", "", "k is 1: angles of positions, in which nothing is summed")
+
+    def _absorb_pointwise(self, node: gs.Node, columns: list[Columns], lower: Lower) -> None:
+        self._check_pointwise(node, columns)
         view = self.arguments.broadcast(node, common_view([value.view for value in columns]))
-        value = replace(columns[0], view=view)
-        inputs = self.arguments.of(node, value)
+        ranges = max(len(value.refs) for value in columns)
+        value = replace(columns[0], view=view, rest=())
+        inputs = [self.arguments.of(node, value, Range(index, ranges)) for index in range(ranges)]
         self._check_keeps_shape(node, len(value.view))
-        self._take(node, replace(value, ref=self._stored(node, lower(self.epilogue, inputs, node.attrs))))
+        first, *rest = (self._stored(node, lower(self.epilogue, each, node.attrs)) for each in inputs)
+        self._take(node, replace(value, ref=first, rest=tuple(rest)))
+
+    def _absorb_concat(self, node: gs.Node) -> None:
+        """Ranges of a product's columns, put together again."""
+        values = [self.values.get(tensor.name) for tensor in node.inputs]
+        known = [value for value in values if value is not None]
+        made = {leaf.operand for value in known for leaf in self.epilogue.leaves(ACC, value.refs)}
+        value = concatenated(self.epilogue, known, int(node.attrs["axis"]))
+        whole = [product.out for product in self.products if {product.out} == made and product.n == value.length]
+        if len(known) < len(values) or not whole:
+            raise NotFusable("unknown_op", "", "puts together what are not all columns of one product")
+        self._take(node, value)
 
     def _check_fits(self, ref: Ref) -> None:
         """No kernel makes what needs more than a kernel takes, nor anything after it."""

@@ -112,7 +112,7 @@ def _take(pieces: list[Piece], size: Size) -> Dim:
             pieces[:1] = split(pieces[0], size)
         taken.append(pieces.pop(0))
         size = symbolic.divide(size, taken[-1].size)
-    return _joined(taken)
+    return joined(taken)
 
 
 def split(piece: Piece, size: Size) -> tuple[Piece, Piece]:
@@ -123,13 +123,13 @@ def split(piece: Piece, size: Size) -> tuple[Piece, Piece]:
     return replace(piece, size=size, step=piece.step * inner), replace(piece, size=inner)
 
 
-def _joined(pieces: list[Piece]) -> Dim:
+def joined(pieces: Iterable[Piece]) -> Dim:
     """Neighbours that are one piece of an axis become it, so that equal views are equal."""
-    joined: list[Piece] = []
+    found: list[Piece] = []
     for piece in pieces:
-        whole = _one_piece(joined[-1], piece) if joined else None
-        joined[-1 if whole else len(joined) :] = [whole or piece]
-    return tuple(joined)
+        whole = _one_piece(found[-1], piece) if found else None
+        found[-1 if whole else len(found) :] = [whole or piece]
+    return tuple(found)
 
 
 def _one_piece(outer: Piece, inner: Piece) -> Piece | None:
@@ -201,10 +201,14 @@ def ends_in_columns(view: View) -> bool:
     return is_last and not any(is_column(piece) for dim in view[:-1] for piece in dim)
 
 
-def in_turn(columns: int, parts: int) -> Dim:
-    """The columns of a dimension in which those of some parts take turns, numbered part by part: `(n p)`."""
+def in_turn(columns: int, parts: int, run: int = 1) -> Dim:
+    """The columns of a dimension in which those of some parts take turns, numbered part by part.
+
+    One after the other, `(n p)`; or so many at a time, as the halves of heads that a rotation turns, `(n1 p n2)`.
+    """
     width = columns // parts
-    return Piece(COLUMNS, width), Piece(COLUMNS, parts, width)
+    turns = Piece(COLUMNS, width // run, run), Piece(COLUMNS, parts, width)
+    return (*turns, Piece(COLUMNS, run)) if run > 1 else turns
 
 
 def with_columns(view: View, index: int, length: int, step: int) -> View:

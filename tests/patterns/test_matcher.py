@@ -362,10 +362,11 @@ def backwards(b: Builder) -> str:
 
 
 def of_each_head(b: Builder) -> str:
-    """Rotary embeddings: every second column of each head."""
-    t, ends, axes, two = linear(b, bias=False), b.integers(N), b.integers(-1), b.integers(2)
-    t = b("Reshape", t, b.integers(0, 0, 2, N // 2))
-    return gate(b, b("Slice", t, b.integers(0), ends, axes, two), b("Slice", t, b.integers(1), ends, axes, two))
+    """Of each head's columns the first and the last one, and not those between."""
+    t, axes = linear(b, n=2 * N, bias=False), b.integers(-1)
+    t = b("Reshape", t, b.integers(0, 0, 2, N))
+    first, last = ((start, start + 1) for start in (0, N - 1))
+    return gate(b, *(b("Slice", t, b.integers(start), b.integers(end), axes) for start, end in (first, last)))
 
 
 def in_turn_and_apart(b: Builder) -> str:

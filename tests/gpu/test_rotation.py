@@ -1,0 +1,72 @@
+"""Rotary embeddings behind a product, in CUDA sessions: every family of kernels, and halves of heads of any width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+import onnxfuse
+from onnxfuse.device import resolve
+from onnxfuse.pipeline import analyse_model, optimize_model
+from onnxfuse.runtime.driver import local_architectures
+from onnxfuse.schedule.families import PRODUCTS
+from onnxfuse.schedule.strategy import Strategy
+from onnxfuse.verify.verify import verify
+from tests.gpu.test_padded_rows import of_family
+from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
+from tests.helpers.rotary_models import ROTATIONS, Rotate, rotary, sliced
+
+pytestmark = pytest.mark.gpu
+
+HEADS = [(8, 64), (3, 40), (5, 12), (1, 128)]  # and columns of each: halves of whole accesses, of 8 bytes, of 12
+ROWS = (1, 16, 17, 130, 600)
+K = 192
+
+
+def check(folder: Path, model: onnx.ModelProto, fused: onnx.ModelProto) -> None:
+    before, after = folder / "before.onnx", folder / "after.onnx"
+    onnx.save(model, before)
+    onnx.save(fused, after)
+    assert verify(before, after, sizes={"batch": [2], "rows": ROWS}, per_site=True, require_gpu=True).passed
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT])
+@pytest.mark.parametrize("order", ["kn", "nk"])
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_planned_kernels(rotate: Rotate, order: str, dtype: int, tmp_path: Path) -> None:
+    for heads, head in HEADS[:2]:
+        model = rotary(rotate, order, dtype=dtype, heads=heads, head=head, k=K, scaled=True)
+        fused, report = onnxfuse.optimize(model, arch="native")
+        assert len(report.fused) == 1
+        check(tmp_path, model, fused)
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT])
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_behind_the_product(rotate: Rotate, dtype: int, keep_weights: bool, tmp_path: Path) -> None:
+    model = rotary(rotate, dtype=dtype, heads=3, head=40, k=K)
+    analysis = analyse_model(model, resolve("native", local_architectures), keep_weights=keep_weights)
+    (site,) = analysis.sites
+    behind = replace(site, strategy=Strategy.EPILOGUE_ONLY)
+    check(tmp_path, model, optimize_model(replace(analysis, sites=(behind,)))[0])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT])
+@pytest.mark.parametrize("family", [family.name for family in PRODUCTS if "quantized" not in family.name])
+def test_every_family_of_kernels(family: str, dtype: int, tmp_path: Path) -> None:
+    taken = 0
+    for heads, head in HEADS:
+        model = rotary(sliced, dtype=dtype, heads=heads, head=head, k=K)
+        analysis = analyse_model(model, resolve("native", local_architectures))
+        (site,) = analysis.sites
+        plan = of_family(site.plans[0], family)
+        if plan is not None:
+            forced = replace(site, strategy=Strategy.ONE_KERNEL, plans=(plan,))
+            check(tmp_path, model, optimize_model(replace(analysis, sites=(forced,)))[0])
+            taken += 1
+    if not taken:
+        pytest.skip("no kernel of this family")

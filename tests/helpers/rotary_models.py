@@ -1,0 +1,98 @@
+"""Rotary embeddings behind a product, as exporters write them: heads whose halves, or pairs, turn by an angle each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+
+from tests.helpers.matching import draw
+from tests.helpers.onnx_build import FLOAT, Builder
+
+K, HEADS, HEAD = 48, 4, 16
+TOP = 2**63 - 1
+Rotate = Callable[[Builder, str, int], str]
+
+
+def tables(b: Builder, columns: int) -> tuple[str, str]:
+    """Cosines and sines of each row, of all heads."""
+    return tuple(b.input(name, (1, 1, "rows", columns)) for name in ("cos", "sin"))
+
+
+def half(b: Builder, x: str, start: int, end: int) -> str:
+    return b("Slice", x, b.integers(start), b.integers(end), b.integers(-1), b.integers(1))
+
+
+def turned(b: Builder, x: str, other: str, head: int) -> str:
+    cos, sin = tables(b, head)
+    return b("Add", b("Mul", x, cos), b("Mul", other, sin))
+
+
+def sliced(b: Builder, x: str, head: int) -> str:
+    """`x * cos + cat(-x[..., half:], x[..., :half]) * sin`."""
+    first, second = half(b, x, 0, head // 2), half(b, x, head // 2, TOP)
+    return turned(b, x, b("Concat", b("Neg", second), first, axis=-1), head)
+
+
+def split(b: Builder, x: str, head: int) -> str:
+    """The same by `chunk`."""
+    first, second = b("Split", x, outputs=2, axis=-1, num_outputs=2)
+    return turned(b, x, b("Concat", b("Neg", second), first, axis=3), head)
+
+
+def by_halves(b: Builder, x: str, head: int) -> str:
+    """`cat(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`, of tables of half a head."""
+    cos, sin = tables(b, head // 2)
+    first, second = half(b, x, 0, head // 2), half(b, x, head // 2, head)
+    left = b("Sub", b("Mul", first, cos), b("Mul", second, sin))
+    right = b("Add", b("Mul", second, cos), b("Mul", first, sin))
+    return b("Concat", left, right, axis=-1)
+
+
+def in_pairs(b: Builder, x: str, head: int) -> str:
+    """`x * cos + stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin`."""
+    axes, top, two = b.integers(3), b.integers(TOP), b.integers(2)
+    first, second = (b("Slice", x, b.integers(start), top, axes, two) for start in (0, 1))
+    pairs = [b("Unsqueeze", each, b.integers(-1)) for each in (b("Neg", second), first)]
+    flat = b("Reshape", b("Concat", *pairs, axis=-1), b.integers(0, 0, -1, head))
+    return turned(b, x, flat, head)
+
+
+ROTATIONS: list[Rotate] = [sliced, split, by_halves, in_pairs]
+
+
+def product(b: Builder, order: str, bias: bool, heads: int, head: int, k: int) -> str:
+    """Heads of `x`, `[batch, heads, rows, head]`."""
+    x = b.input("x", ("batch", "rows", k))
+    n = heads * head
+    if order == "kn":
+        y = b("MatMul", x, b.array(draw(k, n) / k**0.5, "weight"))
+        y = b("Add", y, b.array(draw(n, seed=1), "bias")) if bias else y
+    else:
+        parameters = [b.array(draw(n, k) / k**0.5, "weight"), *([b.array(draw(n, seed=1), "bias")] if bias else [])]
+        flat = b("Gemm", b("Reshape", x, b.integers(-1, k)), *parameters, transB=1)
+        rows = b("Slice", b("Shape", x), b.integers(0), b.integers(2))
+        y = b("Reshape", flat, b("Concat", rows, b.integers(n), axis=0))
+    return b("Transpose", b("Reshape", y, b.integers(0, 0, heads, head)), perm=[0, 2, 1, 3])
+
+
+def rotary(
+    rotate: Rotate, order: str = "kn", bias: bool = True, dtype: int = FLOAT, heads: int = HEADS, head: int = HEAD,
+    k: int = K, scaled: bool = False,
+) -> onnx.ModelProto:  # fmt: skip
+    b = Builder(dtype)
+    y = rotate(b, product(b, order, bias, heads, head, k), head)
+    return b.model(b("Mul", y, b.array(0.25)) if scaled else y)
+
+
+def feed(model: onnx.ModelProto, rows: int, batch: int = 2, seed: int = 3) -> dict[str, np.ndarray]:
+    """Draws; tables hold the cosines and sines of angles."""
+    sizes = {"batch": batch, "rows": rows}
+    angles = {}
+    for value in model.graph.input:
+        shape = [sizes.get(dim.dim_param) or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        angles[value.name] = draw(*shape, seed=seed)
+    made = {"x": angles["x"], "cos": np.cos(angles["cos"]), "sin": np.sin(angles["cos"])}
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
+    return {name: value.astype(dtype) for name, value in made.items()}
