@@ -53,8 +53,10 @@ KINDS = {
     "layers": "products of transformers' layers",
     "fp32": "drawn problems of fp32 alone",
     "kn": "the same that TMA reaches, of weights [k, n], as they lie",
+    "narrow": "drawn problems of few columns and deep k, the worst beside cuBLAS",
     "padded": "drawn problems whose rows of k begin on no cache line, with zeros behind those of the weight",
 }
+NARROW, DEEP = 2048, 4  # columns of all parts at most, and times as many elements of k at least
 ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made odd
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
 NEAR_LAST, LASTS = 1.1, 4  # the same of tiles that share a last wave, where they alone are wanted
@@ -125,6 +127,8 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
     """The site with its weight as the kind has it; None where it is none of them."""
     if kind == "kn":
         return None if site.k % CHUNK or site.n % CHUNK else replace(site, order="kn")
+    if kind == "narrow" and (site.width > NARROW or site.k < DEEP * site.width):
+        return None
     if kind == "padded":
         return replace(site, order="nk") if site.k * site.element_bytes % CACHE_LINE else None
     return replace(site, order="nk") if site.element == FLOAT and site.k % TURNED else site
