@@ -151,6 +151,14 @@ class Step:
     op: str
     inputs: tuple[Value, ...]
 
+    def __eq__(self, other: object) -> bool:
+        """As they are written: 0.0 and -0.0 are equal numbers, and no equal inputs."""
+        return isinstance(other, Step) and self._written == other._written
+
+    @property
+    def _written(self) -> tuple[str, ...]:
+        return self.result, self.op, *map(str, self.inputs)
+
 
 @dataclass(frozen=True)
 class Out:

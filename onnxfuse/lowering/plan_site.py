@@ -40,43 +40,46 @@ from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.epilogue_only import epilogue_of
-from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, StoredRhs, Tensor, acc_name, load_name
+from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Tensor, acc_name, load_name
 from onnxfuse.ir.group_normalisation import GroupNormalisation
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.ir.simplify import simplify
+from onnxfuse.lowering.kept_plans import (
+    kept_attention_plan,
+    kept_attention_times,
+    kept_norm_plan,
+    kept_normalisation_times,
+    kept_plan,
+    kept_pointwise_plan,
+    kept_stock_times,
+    kept_times,
+    nameless,
+    refusals_of,
+)
 from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.patterns import Match, match_epilogue
-from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.cached_attention import ONLY, make_cached_plan, mapping_of
 from onnxfuse.schedule.calibration import calibration
 from onnxfuse.schedule.group_norm import make_group_norm_plan, map_groups
-from onnxfuse.schedule.norm_plan import make_norm_plan, own_time, rows_of, stock_time
-from onnxfuse.schedule.plan import make_plan
-from onnxfuse.schedule.pointwise_plan import make_pointwise_plan
 from onnxfuse.schedule.strategy import (
     CONVOLUTION,
     Normalising,
     Strategy,
     Times,
     Traffic,
-    beside_stock,
     choose,
-    estimated_times,
     is_faster,
     is_nowhere_slower,
     least_loss,
     named,
     saves,
 )
-from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
+from onnxfuse.schedule.variant import ProductPlan
 
 P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
 SLICE_OF_INPUTS = 10  # the operator set from which its bounds are inputs
-KEPT_PLANS = 1024  # some 10 kB each, of all models that a process fuses: few sites differ in more than names
 FREE_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape"})  # that move no data
-
-kept_plan = functools.lru_cache(KEPT_PLANS)(make_plan)
 
 
 @dataclass(frozen=True)
@@ -251,8 +254,8 @@ def _planned(
     mapping = map_axes(fusion)
     _check_resolved(fusion)
     widths = analyse(fusion, mapping)
-    nameless = _nameless(fusion)
-    plans = tuple(kept_plan(nameless, mapping, widths, device, exact_fp32) for device in planner.devices)
+    alike = nameless(fusion)
+    plans = tuple(kept_plan(alike, mapping, widths, device, exact_fp32) for device in planner.devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
     epilogue_only = _epilogue_only(planner, graph, match, mapping) if library_will_do else None
@@ -295,12 +298,16 @@ def _plan_attention(planner: Planner, graph: Graph, match: Match, attention: Att
     """
     _check_not_exact(planner, match)
     mapping = _mapped_attention(attention)
-    plans = tuple(make_attention_plan(attention, mapping, device) for device in planner.devices)
+    alike = nameless(attention)
+    with refusals_of(attention.anchor):
+        plans = tuple(kept_attention_plan(alike, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_ATTENTION, (), attention, mapping, plans)
     moves = sum(is_copy(graph.nodes[index]) for index in {*match.nodes, *match.copied})
-    expanded = [tensor for tensor in attention.operands if tensor.name in match.expanded]
+    expanded = tuple(
+        own for own, tensor in zip(alike.operands, attention.operands, strict=True) if tensor.name in match.expanded
+    )
     steps = len(attention.steps) + sum(graph.nodes[index].op.startswith("Reduce") for index in match.nodes)
-    times = {plan.device: _attention_times(attention, mapping, plan, steps, moves, expanded) for plan in plans}
+    times = {plan.device: kept_attention_times(alike, mapping, plan, steps, moves, expanded) for plan in plans}
     site = Site(graph, match, attention, mapping, (), None, choose(times), times, whole=whole)
     if site.is_left_alone:  # its products may still be parts of other fusions
         raise slower(site, attention.anchor)
@@ -313,10 +320,10 @@ def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: No
     Raises:
         NotFusable: ONNX Runtime's own kernel is faster.
     """
-    mapping = map_rows(fusion)
-    plans = tuple(make_norm_plan(fusion, mapping, device) for device in planner.devices)
+    mapping, alike = map_rows(fusion), nameless(fusion)
+    plans = tuple(kept_norm_plan(alike, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
-    times = {device: _normalisation_times(fusion, mapping, device) for device in planner.devices}
+    times = {device: kept_normalisation_times(alike, mapping, device) for device in planner.devices}
     site = Site(graph, match, fusion, mapping, (), None, choose(times), times, whole=whole)
     if site.is_left_alone:
         raise slower(site, fusion.anchor)
@@ -345,15 +352,6 @@ def _plan_cached(planner: Planner, graph: Graph, match: Match, fusion: CachedAtt
     return Site(graph, match, fusion, mapping_of(), (), None, whole=whole, only=ONLY)
 
 
-def _normalisation_times(fusion: Normalisation, mapping: AxisMapping, device: DeviceSpec) -> tuple[Times, ...]:
-    times = []
-    for rows in rows_of(fusion, mapping):
-        stock = stock_time(fusion, mapping, rows, device)
-        own = {Strategy.ONE_KERNEL: own_time(fusion, mapping, rows, device)}
-        times.append(own if stock is None else {**own, Strategy.LEFT_ALONE: stock})
-    return tuple(times)
-
-
 def _mapped_attention(attention: Attention) -> AxisMapping:
     mapping = map_attention(attention)
     _check_resolved(attention)
@@ -369,41 +367,6 @@ def _check_resolved(fusion: Fusion) -> None:
     if fusion.unresolved:
         detail = f"no input tells the sizes of {', '.join(sorted(fusion.unresolved))}"
         raise NotFusable("unknown_shape", fusion.anchor, detail)
-
-
-def _attention_times(
-    attention: Attention, mapping: AxisMapping, plan: AttentionPlan, steps: int, moves: int, expanded: Sequence[Tensor]
-) -> tuple[Times, ...]:
-    """Microseconds of the kernel and of the nodes.
-
-    Each of its steps is a node between the products; of a maximum or a sum of rows that is written down, what reads it
-    is one more.
-    """
-    pairs = estimates(attention, mapping, plan, steps, moves, expanded)
-    return tuple({Strategy.ONE_KERNEL: own, Strategy.LEFT_ALONE: stock} for own, stock in pairs)
-
-
-def _nameless(fusion: Fusion) -> Fusion:
-    """The same of values that are called by position: equal for sites with equal plans."""
-    outputs = fusion.outputs
-    names = {tensor.name: str(index) for index, tensor in enumerate((*fusion.inputs, *outputs))}
-    called = {tensor: replace(tensor, name=names[tensor.name]) for tensor in (*fusion.inputs, *outputs)}
-    stored = tuple(_called(each, called) for each in fusion.stored)
-    called |= {rhs: replace(rhs, name=held.weight.name) for rhs, held in zip(fusion.rhs, stored, strict=False)}
-    return replace(
-        fusion,
-        anchor="",
-        stored=stored,
-        lhs=called[fusion.lhs],
-        rhs=tuple(called[tensor] for tensor in fusion.rhs),
-        operands=tuple(called[tensor] for tensor in fusion.operands),
-        outs=tuple(replace(out, tensor=called[out.tensor]) for out in fusion.outs),
-    )
-
-
-def _called(held: StoredRhs, called: Mapping[Tensor, Tensor]) -> StoredRhs:
-    zero_points = None if held.zero_points is None else called[held.zero_points]
-    return StoredRhs(called[held.weight], called[held.scales], zero_points)
 
 
 def _plan_broadcast_product(planner: Planner, graph: Graph, match: Match, fusion: Fusion) -> Site:
@@ -515,7 +478,8 @@ def _epilogue_only(planner: Planner, graph: Graph, match: Match, mapping: AxisMa
     if pointwise.unresolved:  # the product flattened what only its own input holds apart
         return None
     retained = tuple(sorted(graph.index(product.node) for product in match.products))
-    plans = tuple(make_pointwise_plan(pointwise, own, device) for device in planner.devices)
+    alike = nameless(pointwise)
+    plans = tuple(kept_pointwise_plan(alike, own, device) for device in planner.devices)
     return Implementation(graph, match, FUSED_POINTWISE, retained, pointwise, own, plans)
 
 
@@ -529,16 +493,16 @@ def _estimates(
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
     if epilogue_only is None and fusion.quantization is not None:
         between = len({*match.nodes} - {graph.index(product.node) for product in match.products})
-        return {plan.device: tuple(beside_stock(plan, len(fusion.rhs), between)) for plan in plans}
+        return {plan.device: kept_stock_times(plan, len(fusion.rhs), between) for plan in plans}
     if match.is_bare:
         return {plan.device: _beside_products(plan, fusion, mapping) for plan in plans}
     by = next((entry.problem.by for plan in plans for entry in plan.ranked), "m")
     if epilogue_only is not None:
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
-        return {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
+        return {plan.device: kept_times(plan, traffic) for plan in plans}
     if _has_biases_alone(graph, match):
         traffic = _traffic_of_biased(match, fusion, mapping, by)
-        times = {plan.device: tuple(estimated_times(plan, traffic)) for plan in plans}
+        times = {plan.device: kept_times(plan, traffic) for plan in plans}
         return {device: _without_epilogue_only(each) for device, each in times.items()}
     return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
 
@@ -592,7 +556,7 @@ def _beside_products(plan: ProductPlan, fusion: Fusion, mapping: AxisMapping) ->
         passes=0,
         products=len(fusion.rhs),
     )
-    return _without_epilogue_only(estimated_times(plan, traffic))
+    return _without_epilogue_only(kept_times(plan, traffic))
 
 
 def _traffic(graph: Graph, fusion: Fusion, mapping: AxisMapping, by: str, epilogue_only: Implementation) -> Traffic:

@@ -106,6 +106,10 @@ class Plan(Generic[Spec, TensorWidths]):
     library: tuple[LibraryVariant, ...] = ()
     library_rows: tuple[Rows, ...] = ()
 
+    def __hash__(self) -> int:
+        """Of what few plans share: one of all tiles takes longer than much that is kept by plans."""
+        return hash((self.device, self.widths, self.variants[:1]))
+
     @property
     def tried(self) -> tuple[AnyVariant, ...]:
         """Every kernel, in the order in which a launch tries them."""

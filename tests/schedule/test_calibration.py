@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.schedule.calibration import FOLDER, Calibration, calibration, entries, replaced
+from onnxfuse.schedule.calibration import FOLDER, Calibration, calibration, entries, kept, replaced
 from onnxfuse.schedule.families import PRODUCTS
 from onnxfuse.schedule.hopper import HOPPER
 from onnxfuse.schedule.hopper_swapped import HOPPER_SWAPPED
@@ -57,6 +57,16 @@ def test_other_constants_nest() -> None:
             assert calibration(DEVICE) is inner
         assert calibration(DEVICE) is outer
     assert calibration(DEVICE) is known
+
+
+def test_what_is_kept_is_made_anew_of_other_constants() -> None:
+    known = calibration(DEVICE)
+    meeting = kept(lambda device: calibration(device).hopper_meeting, 1)
+    assert [meeting(DEVICE), meeting(DEVICE)] == [known.hopper_meeting] * 2
+    assert meeting.cache_info().misses == 1
+    with replaced(DEVICE, replace(known, hopper_meeting=-1.0)):
+        assert meeting(DEVICE) == -1.0
+    assert meeting(DEVICE) == known.hopper_meeting
 
 
 def test_a_fit_finds_the_constant_that_times_were_made_with() -> None:

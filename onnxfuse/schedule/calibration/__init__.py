@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import _lru_cache_wrapper, cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onnxfuse.device import DeviceSpec
 
 FOLDER = Path(__file__).parent
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Calibration:
 
 
 _REPLACED: dict[str, Calibration] = {}
+_KEPT: list[_lru_cache_wrapper[Any]] = []
 
 
 def calibration(device: DeviceSpec) -> Calibration:
@@ -154,11 +156,29 @@ def calibration_of(arch: str) -> Calibration:
 def replaced(device: DeviceSpec, other: Calibration) -> Iterator[None]:
     """Other constants for a while, as a fit tries them; then those that were before, which may be others as well."""
     before = calibration(device)
-    _REPLACED[device.arch] = other
+    _replace(device, other)
     try:
         yield
     finally:
-        _REPLACED[device.arch] = before
+        _replace(device, before)
+
+
+def _replace(device: DeviceSpec, other: Calibration) -> None:
+    _REPLACED[device.arch] = other
+    for function in _KEPT:
+        function.cache_clear()
+
+
+def kept(function: Callable[..., Made], most: int) -> _lru_cache_wrapper[Made]:
+    """The function that remembers what it made last, until the constants that it reads are others.
+
+    Args:
+        function: of what can be hashed.
+        most: results that it remembers.
+    """
+    remembering = lru_cache(most)(function)
+    _KEPT.append(remembering)
+    return remembering
 
 
 @cache
