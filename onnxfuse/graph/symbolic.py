@@ -11,7 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate, pairwise
+from operator import mul
 
 Size = int | str | None
 MAX_LENGTH = 4096  # of a symbol
@@ -74,12 +76,15 @@ def function(name: str, *arguments: object) -> Size:
 
 def multiply(sizes: Iterable[Size]) -> Size:
     """The product of sizes."""
-    product = Monomial()
+    number, symbols = 1, []
     for size in sizes:
         if size is None:
             return None
-        product *= Monomial.of(size)
-    return product.size
+        if isinstance(size, int):
+            number *= size
+        else:
+            symbols.append(Monomial.of(size))
+    return reduce(mul, symbols, Monomial(number)).size
 
 
 def divide(size: Size, divisor: Size) -> Size:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from onnxfuse.dtypes import DType
 from onnxfuse.ir.quantization import Quantization
@@ -74,7 +75,7 @@ class Tensor:
     dims: tuple[Dim, ...]
     wide: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes of the tensor, outermost first."""
         return tuple(axis for dim in self.dims for axis in dim)

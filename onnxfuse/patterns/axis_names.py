@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from onnxfuse.dtypes import DType
 from onnxfuse.errors import NotFusable
@@ -47,9 +49,16 @@ class AxisNames:
         if _counts_parts(piece, self.width):
             return (PART_AXIS,)
         end = piece.step * piece.size if isinstance(piece.size, int) else math.inf
-        parts = sorted(zip(self.pieces, self.axes, strict=True), key=lambda entry: -entry[0].step)
-        own = ((part.step, axis.name) for part, axis in parts if part.axis == piece.axis)
+        own = self._outermost_first[piece.axis]
         return tuple(name for step, name in own if step == piece.step or piece.step < step < end)
+
+    @cached_property
+    def _outermost_first(self) -> Mapping[ViewAxis, list[tuple[int, str]]]:
+        """Step and name of each piece of an axis."""
+        found = defaultdict[ViewAxis, list[tuple[int, str]]](list)
+        for piece, axis in sorted(zip(self.pieces, self.axes, strict=True), key=lambda entry: -entry[0].step):
+            found[piece.axis].append((piece.step, axis.name))
+        return found
 
 
 def _is_packed(piece: Piece, width: int | str) -> bool:

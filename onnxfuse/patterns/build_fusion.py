@@ -49,6 +49,11 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
     Raises:
         NotFusable: more operands or steps than a kernel takes, or an operand that the axes cannot name.
     """
+    return lower_with_names(graph, match, pattern)[0]
+
+
+def lower_with_names(graph: Graph, match: Match, pattern: str) -> tuple[Fusion, AxisNames]:
+    """The same, and what its axes are called."""
     first = match.products[0]
     line = _straight_line(match)
     names = _axis_names(match, line)
@@ -69,12 +74,7 @@ def lower(graph: Graph, match: Match, pattern: str) -> Fusion:
         quantization=None if first.quantized is None else first.quantized.form,
         stored=_stored(match, names),
     )
-    return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes))
-
-
-def product_tensor(match: Match, product: Product) -> Tensor:
-    """What a product's node makes, `[..., m, n]` or with its parts packed, `[..., m, (p n)]`."""
-    return _axis_names(match, _straight_line(match)).tensor(product.out, product.dtype, product.out_view)
+    return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes)), names
 
 
 def _axis_names(match: Match, line: _Line) -> AxisNames:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph
 from onnxfuse.ir.fusion import Fusion, Tensor
-from onnxfuse.patterns.build_fusion import lower, product_tensor
+from onnxfuse.patterns.build_fusion import lower_with_names
 from onnxfuse.patterns.classify import pattern_of
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Match
@@ -18,17 +18,19 @@ from onnxfuse.patterns.region_growth import made_value
 def match_epilogue(graph: Graph, match: Match) -> tuple[Fusion, tuple[Tensor, ...]]:
     """The same match with its products as their nodes make them, and those products, one for each tensor of rhs.
 
+    Such a product is `[..., m, n]`, or with its parts packed `[..., m, (p n)]`.
+
     A Gemm's own factors and bias stay with it: then the rewritten model computes the same bits as the original.
 
     Raises:
         NotFusable: the steps need a product without its node's own arithmetic.
     """
     made = _as_made(match)
-    fusion = lower(graph, made, pattern_of(made))
+    fusion, names = lower_with_names(graph, made, pattern_of(made))
     products = {product.matrix: product for product, _ in made.ranges}
     if made.ranges != match.ranges or len(products) != len({product.out for product, _ in made.ranges}):
         raise NotFusable("nothing_follows", match.label, "the product is not read as its node makes it")
-    tensors = tuple(product_tensor(made, product) for product in products.values())
+    tensors = tuple(names.tensor(product.out, product.dtype, product.out_view) for product in products.values())
     for tensor in tensors:
         _check_shape(graph, fusion, tensor)
     return fusion, tensors

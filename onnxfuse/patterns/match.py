@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.fallback_body import FallbackShape
@@ -180,14 +181,14 @@ class Match:
         """The leaves of one kind that the live-out values depend on, each once."""
         return self.epilogue.leaves(op, self.roots)
 
-    @property
-    def ranges(self) -> list[tuple[Product, int]]:
+    @cached_property
+    def ranges(self) -> tuple[tuple[Product, int], ...]:
         """Product and first column of each part, in the order of the parts."""
         order = {product.out: index for index, product in enumerate(self.products)}
         found = {(order[leaf.operand], leaf.offset or 0) for leaf in self.leaves(ACC)}
-        return [(self.products[index], start) for index, start in sorted(found)]
+        return tuple((self.products[index], start) for index, start in sorted(found))
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """Whether the ranges, of one product, are not among equal parts that make up all of it."""
         ranges = self.ranges

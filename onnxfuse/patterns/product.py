@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
@@ -140,7 +141,7 @@ class Product:
         """What products of the same right-hand side have in common."""
         return self.rhs, self.quantized
 
-    @property
+    @cached_property
     def n(self) -> int | str:
         """Number of columns; a symbol where only the run knows it."""
         return extent(self.columns)

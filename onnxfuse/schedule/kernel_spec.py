@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from onnxfuse.dtypes import U8, DType
@@ -137,7 +138,15 @@ class KernelSpec:
         """What rhs is stored in: bytes where it is quantized."""
         return self.dtype if self.quantization is None else U8
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Found once: what is known of each of a hundred tiles is looked up by the spec."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    @cached_property
     def factors(self) -> tuple[Access, ...]:
         """How lhs and rhs are reached, as [m, k] and [k, n]; `n` among the levels is the columns, whatever the loop."""
         lhs_levels = (*(("n",) if self.lhs_run else ()), *(("batch",) if self.lhs_batch_runs else ()))
@@ -152,8 +161,9 @@ class KernelSpec:
         return replace(self, copied=())
 
     def _as_read(self, factor: str, access: Access) -> Access:
-        copied = replace(access, width=TMA_BYTES // self.dtype.bytes, copied=True)
-        return copied if factor in self.copied else access
+        if factor not in self.copied:
+            return access
+        return replace(access, width=TMA_BYTES // self.dtype.bytes, copied=True)
 
     @property
     def factor_alignments(self) -> tuple[int, int]:

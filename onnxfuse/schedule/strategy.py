@@ -262,5 +262,9 @@ def least_loss(times: Sequence[Times]) -> Strategy:
         times: at every number of rows; a strategy that is missing somewhere is not taken.
     """
     strategies = [strategy for strategy in times[0] if all(strategy in each for each in times)]
-    loss = {strategy: fmean(math.log(each[strategy] / min(each.values())) for each in times) for strategy in strategies}
+    best = [min(each.values()) for each in times]
+    loss = {
+        strategy: fmean([math.log(each[strategy] / us) for each, us in zip(times, best, strict=True)])
+        for strategy in strategies
+    }
     return min(loss, key=lambda strategy: loss[strategy])
