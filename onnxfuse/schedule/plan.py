@@ -19,10 +19,20 @@ from onnxfuse.ir.fusion import Fusion
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule import learned_cost
 from onnxfuse.schedule.access import access, run_of
-from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.calibration import calibration, kept
 from onnxfuse.schedule.cost_model import copying_rows, with_rows_copied
 from onnxfuse.schedule.families import PRODUCTS
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Count, Problem, Sizes, costs
+from onnxfuse.schedule.kernel_family import (
+    Amount,
+    AnyTile,
+    Candidate,
+    Count,
+    Flow,
+    Problem,
+    ProductFamily,
+    Sizes,
+    costs,
+)
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.library import LABEL, library_rows, library_time, library_way
 from onnxfuse.schedule.row_ranges import FEW_ROWS, MOST_KERNELS, MOST_OF_QUANTIZED, choose_ranges
@@ -31,6 +41,7 @@ from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranke
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
 FALLBACK = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
 Prices = Callable[[Count], Amount]  # microseconds of tiles at a size that plans go by or several, [tiles, sizes]
+KEPT_TILES = 1 << 14  # of some hundred kernels: whether a tile is legal, and its flow, no size of a product changes
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
 
@@ -263,7 +274,7 @@ def _launch_times(
     spec: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec, copying: Amount = 0.0
 ) -> NDArray[np.float64]:
     """The same of kernels that all read copies of the same factors, which take so long to make."""
-    flows = [entry.family.flow(spec, entry.tile, device) for entry in candidates]
+    flows = [kept_flow(entry.family, spec, entry.tile, device) for entry in candidates]
     estimates: NDArray[np.float64] = costs(candidates, flows, spec, problem, device) + copying
     return estimates * learned_cost.factors(candidates, flows, estimates, spec, problem, device)
 
@@ -371,9 +382,21 @@ def _checked(spec: KernelSpec) -> KernelSpec:
 def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate], list[Rejected]]:
     specs = {family: family.read_by(base) for family in PRODUCTS}
     every = [entry for family in PRODUCTS for entry in family.candidates(specs[family], device, k)]
-    reasons = [entry.family.why_not(specs[entry.family], entry.tile, device) for entry in every]
+    reasons = [kept_reason(entry.family, specs[entry.family], entry.tile, device) for entry in every]
     fitting = [entry for entry, reason in zip(every, reasons, strict=True) if reason is None]
     return fitting, [Rejected(entry.tile, reason) for entry, reason in zip(every, reasons, strict=True) if reason]
+
+
+def _reason(family: ProductFamily, spec: KernelSpec, tile: AnyTile, device: DeviceSpec) -> str | None:
+    return family.why_not(spec, tile, device)
+
+
+def _flow(family: ProductFamily, spec: KernelSpec, tile: AnyTile, device: DeviceSpec) -> Flow:
+    return family.flow(spec, tile, device)
+
+
+kept_reason = kept(_reason, KEPT_TILES)
+kept_flow = kept(_flow, KEPT_TILES)
 
 
 def _ranges(best: Sequence[tuple[int, Candidate]]) -> list[tuple[Candidate, int, int]]:

@@ -21,7 +21,7 @@ from onnxfuse.kernels import emit, portable
 from onnxfuse.lowering import plan_site
 from onnxfuse.lowering.fused_node import node_attributes
 from onnxfuse.pipeline import analyse_model
-from onnxfuse.schedule import cost_model, portable_tile
+from onnxfuse.schedule import cost_model, plan, portable_tile
 from onnxfuse.schedule.kernel_family import Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec, Tile
 from onnxfuse.schedule.plan import make_plan
@@ -52,7 +52,9 @@ def any_family(monkeypatch: pytest.MonkeyPatch) -> None:
     def text(spec: KernelSpec, tile: Tile, device: Any) -> str:
         return portable.emit(plain(spec), tile)
 
-    monkeypatch.setattr(plan_site, "kept_plan", make_plan)  # neither takes other tests' plans nor leaves its own
+    # Neither takes other tests' plans nor leaves its own.
+    monkeypatch.setattr(plan_site, "kept_plan", make_plan)
+    monkeypatch.setattr(plan, "kept_reason", plan.kept_reason.__wrapped__)
     monkeypatch.setattr(portable_tile, "why_not", reads_it)
     monkeypatch.setitem(emit.TEXTS, "portable", emit.Text(emit.TEXTS["portable"].entry, text))
 

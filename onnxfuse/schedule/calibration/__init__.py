@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from onnxfuse.device import DeviceSpec
 
 FOLDER = Path(__file__).parent
+Asked = ParamSpec("Asked")
 Made = TypeVar("Made")
 
 
@@ -169,7 +170,7 @@ def _replace(device: DeviceSpec, other: Calibration) -> None:
         function.cache_clear()
 
 
-def kept(function: Callable[..., Made], most: int) -> _lru_cache_wrapper[Made]:
+def kept(function: Callable[Asked, Made], most: int) -> Callable[Asked, Made]:
     """The function that remembers what it made last, until the constants that it reads are others.
 
     Args:
@@ -178,7 +179,7 @@ def kept(function: Callable[..., Made], most: int) -> _lru_cache_wrapper[Made]:
     """
     remembering = lru_cache(most)(function)
     _KEPT.append(remembering)
-    return remembering
+    return cast("Callable[Asked, Made]", remembering)
 
 
 @cache
