@@ -7,6 +7,7 @@ GPU tests are skipped, visibly, where there is no GPU; of tests with many dear c
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("thorough"):
         leave_out(config, items)
     skip_without_gpu(items)
+
+
+def pytest_collection_finish() -> None:
+    """Ten thousand tests live to the end of a run: no collection of garbage looks at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

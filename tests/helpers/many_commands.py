@@ -92,8 +92,8 @@ def end_with(run: Callable[[], Any]) -> NoReturn:
     signal.alarm(MOST_SECONDS)
     code = 1
     try:
-        run()
-        code = 0
+        returned = run()
+        code = returned if isinstance(returned, int) else 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:

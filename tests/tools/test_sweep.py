@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import onnx
 import pytest
 
 from tests.helpers import corpus
+from tests.helpers.many_commands import run_helper
 from tests.tools import sweep
 
 GATE = "tiny/ff_geglu.tiny.dynamo.op20.fp32.dynamic.onnx"
@@ -27,8 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.tools.sweep", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    return run_helper("tests.tools.sweep", *arguments)
 
 
 def test_the_exit_code_says_whether_all_pass(folder: Path) -> None:
