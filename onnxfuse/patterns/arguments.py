@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 
 import onnx_graphsurgeon as gs
 
@@ -45,7 +45,7 @@ class Arguments:
             is taken to be as many, for one number more in all of a row changes nothing there.
 
     Attributes:
-        operands: what the expressions read, by name.
+        operands: what the expressions read, by name, or a longer one where a tensor is read in several ways.
         masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
         expanded: by operand, what an Expand makes it of and the value whose Shape it takes: broadcasting does the same.
     """
@@ -129,7 +129,7 @@ class Arguments:
         if number is not None:
             return self._epilogue.constant(number)
         maker = self._maker_from_mask(tensor)
-        return self.operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
+        return self._operand(tensor, beside) if maker is None else self._from_mask(maker, beside)
 
     def _number(self, tensor: gs.Tensor) -> float | None:
         """A scalar that the model fixes, unless a run may round it otherwise outside of the match."""
@@ -164,7 +164,15 @@ class Arguments:
             self.masks[maker.outputs[0].name] = (*self.masks.get(mask.name, ()), maker)
         return ref if maker.op == "Cast" else self._epilogue.apply("sub", self._epilogue.constant(1.0), ref)
 
-    def operand(self, tensor: gs.Tensor, beside: Columns) -> Ref:
+    def bias(self, tensor: gs.Tensor, beside: Columns) -> None:
+        """Take in what a product's own node adds.
+
+        Raises:
+            NotFusable: as for any operand, or it is read in another way as well.
+        """
+        self._operand(tensor, beside, is_own=True)
+
+    def _operand(self, tensor: gs.Tensor, beside: Columns, is_own: bool = False) -> Ref:
         """The expression of a tensor that the epilogue reads, along the dimensions of the value beside it.
 
         Raises:
@@ -180,12 +188,16 @@ class Arguments:
             raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
         if len(shape) > len(beside.view):
             raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
-        view = self._beside(name, shape, beside.view)
-        operand = Operand(name, view, beside.view)
-        if self.operands.get(name, operand).view != view:
+        operand = Operand(name, self._beside(name, shape, beside.view), beside.view)
+        key = next(key for key in self._keys(name) if self.operands.get(key, operand).view == operand.view)
+        if key != name and (is_own or self._of_scores):
             raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
-        self.operands[name] = operand
-        return self._epilogue.load(name, beside.length if operand.has_columns else None)
+        self.operands[key] = operand
+        return self._epilogue.load(key, beside.length if operand.has_columns else None)
+
+    def _keys(self, name: str) -> Iterator[str]:
+        """What a tensor is called in expressions: products of one input may read it in ways of their own."""
+        return (name + "\0" * ways for ways in count())
 
     def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
         """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from onnxfuse.dtypes import DType
@@ -48,6 +48,8 @@ class AxisNames:
             return names if self.is_window else (PART_AXIS, *names)
         if _counts_parts(piece, self.width):
             return (PART_AXIS,)
+        if not self.is_window and _spans_parts(piece, self.width):
+            return (PART_AXIS, *self._names(_of_one_part(piece, self.width)))
         end = piece.step * piece.size if isinstance(piece.size, int) else math.inf
         own = self._outermost_first[piece.axis]
         return tuple(name for step, name in own if step == piece.step or piece.step < step < end)
@@ -72,6 +74,30 @@ def _counts_parts(piece: Piece, width: int | str) -> bool:
     return piece.axis == COLUMNS and piece.step == width != 1
 
 
+def _spans_parts(piece: Piece, width: int | str) -> bool:
+    """Whether some steps along a piece are of one part and others of the next, as the heads of a value in halves."""
+    if piece.axis != COLUMNS or isinstance(piece.size, str) or isinstance(width, str):
+        return False
+    return 1 < piece.step < width < piece.step * piece.size
+
+
+def _of_one_part(piece: Piece, width: int | str) -> Piece:
+    """The steps along such a piece that are of one part.
+
+    Raises:
+        NotFusable: a part has no whole number of them.
+    """
+    if int(width) % piece.step:
+        raise NotFusable("not_equal_parts", "", f"{width} columns of a part have no whole steps of {piece.step}")
+    return replace(piece, size=int(width) // piece.step)
+
+
+def varies_by_part(view: View, width: int | str) -> bool:
+    """Whether a tensor holds different columns for each of the parts of so many columns."""
+    pieces = [piece for dim in view for piece in dim]
+    return any(_is_packed(each, width) or _counts_parts(each, width) or _spans_parts(each, width) for each in pieces)
+
+
 def name_axes(
     rows: View, k: View, columns: tuple[Piece, ...], tensors: Iterable[View], is_window: bool = False
 ) -> AxisNames:
@@ -91,6 +117,8 @@ def name_axes(
     width = extent(columns)
     bounds: dict[ViewAxis, set[int]] = {}
     for piece in (piece for view in tensors for dim in view for piece in dim):
+        if not is_window and _spans_parts(piece, width):
+            piece = _of_one_part(piece, width)
         if isinstance(piece.size, int) and not _is_packed(piece, width) and not _counts_parts(piece, width):
             bounds.setdefault(piece.axis, {1}).update((piece.step, piece.step * piece.size))
     row_pieces = _finest(rows, bounds)

@@ -25,7 +25,7 @@ from onnxfuse.ir.fusion import (
     load_name,
 )
 from onnxfuse.limits import MAX_LOADS
-from onnxfuse.patterns.axis_names import AxisNames, name_axes
+from onnxfuse.patterns.axis_names import AxisNames, name_axes, varies_by_part
 from onnxfuse.patterns.epilogue_graph import ACC, Expression, Ref
 from onnxfuse.patterns.match import Match, Operand, count_of
 from onnxfuse.patterns.product import Product
@@ -182,6 +182,9 @@ def _straight_line(match: Match) -> _Line:
         return loads.setdefault(Load(index, *_load_range(match, leaf)), load_name(len(loads)))
 
     steps, names = match.epilogue.straight_line(match.roots, name_of)
+    read = [match.operands[name].name for name in operands]
+    if len({*read}) < len(read):
+        raise NotFusable("views_differ", match.label, "reads one operand in two ways")
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", match.label, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
     count = match.epilogue.count_steps(match.roots)
@@ -191,7 +194,9 @@ def _straight_line(match: Match) -> _Line:
 
 
 def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]:
-    """Which columns of an operand a load reads, as `_range` has it."""
+    """Which columns of an operand a load reads, as `_range` has it; what is the same of every part has no range."""
     if load.offset is None or load.columns is None:
+        return None, None
+    if not match.has_windows and not varies_by_part(match.operands[load.operand].view, match.columns):
         return None, None
     return _range(match, load.columns, load.offset)

@@ -95,7 +95,7 @@ def check_parts(match: Match) -> None:
         operand = match.operands[leaf.operand]
         split_alike = leaf.columns in (columns, *packed) and not _has_axis_of_parts(operand, leaf.columns, columns)
         if leaf.offset is not None and not (split_alike and is_start(leaf.offset, columns)):
-            raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
+            raise NotFusable("operand_split_differs", match.label, f"{operand.name!r} is split unlike the product")
 
 
 def _check_turns(match: Match) -> None:
@@ -129,4 +129,4 @@ def _check_window(match: Match, whole: int | str) -> None:
         is_whole = leaf.columns == whole and pieces == [Piece(COLUMNS, whole)]
         is_own = leaf.columns == match.columns and leaf.offset == 0
         if leaf.offset is not None and not (is_whole or is_own):
-            raise NotFusable("operand_split_differs", match.label, f"{leaf.operand!r} is split unlike the product")
+            raise NotFusable("operand_split_differs", match.label, f"{operand.name!r} is split unlike the product")

@@ -46,6 +46,13 @@ class InTurn(NotFusable):
         self.run = run
 
 
+class NoColumns(NotFusable):
+    """A Slice of none, as of what passes by where all columns of a head turn."""
+
+    def __init__(self) -> None:
+        super().__init__("empty_slice", "", "slices no column")
+
+
 @dataclass(frozen=True)
 class Whole:
     """The columns of a value along one of its dimensions.
@@ -144,9 +151,16 @@ def whole(epilogue: EpilogueGraph, value: Columns, axis: int, verb: str) -> Whol
         return Whole(epilogue, value, axis, dim[0].step)
     if len(dim) == 1 and _counts_turns(value, dim[0]):
         return Whole(epilogue, value, axis, 1, int(dim[0].size))
+    if len(dim) == 1 and _counts_halves(value, dim[0]):
+        raise InTurn(f"{verb} the halves of each head", HALVES, dim[0].step)
     if not _is_head(value, dim):
         raise NotFusable("strided_slice", "", f"{verb} along an axis whose columns do not lie side by side")
     return Whole(epilogue, value, axis, 1, of_each=int(extent(dim)))
+
+
+def _counts_halves(value: Columns, piece: Piece) -> bool:
+    """Whether a dimension counts the halves of each of several ranges, `[heads, 2, half]`; no product of one head."""
+    return piece.size == HALVES and piece.step > 1 and value.length != HALVES * piece.step
 
 
 def _is_head(value: Columns, dim: Dim) -> bool:
@@ -167,7 +181,7 @@ def concatenated(epilogue: EpilogueGraph, values: Sequence[Columns], axis: int) 
     axis %= len(first.view)
     dim, width = first.view[axis], first.length
     alike = all((each.length, each.view, each.rest) == (width, first.view, ()) for each in values)
-    if isinstance(width, str) or not alike or not others or not all(map(is_column, dim)):
+    if isinstance(width, str) or width == 1 or not alike or not others or not all(map(is_column, dim)):
         raise NotFusable("unknown_op", "", "puts values together that are no equal ranges of a product's columns")
     together = joined((Piece(COLUMNS, len(values), width), *dim))
     view = (*first.view[:axis], together, *first.view[axis + 1 :])
@@ -202,12 +216,13 @@ def _slice(graph: Graph, epilogue: EpilogueGraph, node: gs.Node, value: Columns)
     if len(sliced) != 1:
         raise NotFusable("not_the_last_axis", "", "slices along several axes")
     ((start, end, axis, step),) = sliced
+    size = extent(value.view[axis % len(value.view)])
+    if isinstance(size, int) and not range(size)[start:end:step]:
+        raise NoColumns
     if step != 1:
         return [_every(epilogue, value, axis % len(value.view), slice(start, end, step))]
     found = whole(epilogue, value, axis, "slices")
     start, stop, _ = slice(start, end).indices(found.length)
-    if stop <= start:
-        raise NotFusable("empty_slice", "", "slices no column")
     return [found.range(start, stop)]
 
 

@@ -196,6 +196,11 @@ class Match:
         return is_one and not all(is_part(product.n, start, self.columns) for product, start in ranges)
 
     @property
+    def turned_in_vain(self) -> tuple[Product, ...]:
+        """The products whose columns are numbered part by part, and of which it takes all as they lie."""
+        return tuple(product for product, _ in self.ranges if product.turns > 1 and product.n == self.columns)
+
+    @property
     def reads(self) -> list[Expression]:
         """The operands' ranges that the live-out values depend on."""
         return self.leaves(LOAD)

@@ -267,7 +267,8 @@ class Search(Generic[SiteT]):
         """Partition what a group grows into until no match is left: the matches, and the products that have none."""
         found: list[Found[SiteT]] = []
         group, refused = self._readable(group)
-        in_order, kept = {product.out: product for product in group}, set[str]()
+        in_order = {product.out: product for product in group}
+        kept: dict[str, NotFusable] = {}  # by output, why a product is not numbered part by part
         while group:
             grown = GrownRegion(self.graph, group, self.points.is_taken, self.rounds)
             if grown.refused:
@@ -280,19 +281,21 @@ class Search(Generic[SiteT]):
                 continue
             partition = Partition(grown, self.points)
             chosen = self._choose(partition, group)
-            if chosen:
+            in_vain = _turned_in_vain(group, chosen)
+            if in_vain:
+                kept |= {product.out: partition.reason(product) for product in in_vain}
+                group = tuple(in_order[product.out] if product.out in kept else product for product in group)
+            elif chosen:
                 for each in chosen:
                     self.points.take(each.match)
                 found += chosen
                 group = _without(group, chosen[0].match.products)
-            elif any(product.run > 1 for product in group):  # what keeps no halves of heads apart may still be fused
-                kept |= {product.out for product in group}
-                group = tuple(in_order[product.out] for product in group)
             elif partition.refusals and any(product.reads_through_views for product in group):
                 group, unreadable = self._without_views(group)
                 refused += unreadable
             else:
-                return found, refused + [(product.node, partition.reason(product)) for product in group]
+                reasons = (kept.get(product.out) or partition.reason(product) for product in group)
+                return found, refused + [(product.node, why) for product, why in zip(group, reasons, strict=True)]
         return found, refused
 
     def _readable(self, group: Group) -> tuple[Group, list[Refused]]:
@@ -457,6 +460,16 @@ def _without(group: Group, products: Sequence[Product]) -> Group:
     return tuple(product for product in group if product not in products)
 
 
+def _turned_in_vain(group: Group, chosen: Sequence[Found[SiteT]]) -> list[Product]:
+    """The products that are numbered part by part where nothing takes their parts apart, or nothing is fused at all.
+
+    What needs no parts may still be fused; or more of it, with columns as they lie.
+    """
+    turned = [product for product in group if product.turns > 1]
+    matches = [each.match for each in chosen]
+    return [each for match in matches for each in match.turned_in_vain] if matches else turned
+
+
 def _keeps_together(partition: Partition, match: Match) -> bool:
     """Whether a match takes columns apart and stores no several ranges as one value but those that it puts together."""
     is_one = not match.stores_several or partition.puts_columns_together(match)
@@ -466,7 +479,7 @@ def _keeps_together(partition: Partition, match: Match) -> bool:
 def _read_each_other(found: Sequence[Found[SiteT]]) -> bool:
     """Whether one match reads what another makes: no place may be right for both."""
     made = {out.name for each in found for out in each.match.live_outs}
-    return any(leaf.operand in made for each in found for leaf in each.match.reads)
+    return any(each.match.operands[leaf.operand].name in made for each in found for leaf in each.match.reads)
 
 
 def _check_opened(graph: Graph, match: Match) -> None:

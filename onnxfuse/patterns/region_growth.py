@@ -22,7 +22,7 @@ from onnxfuse.graph.value_types import element_text
 from onnxfuse.ir.fusion import MAX_STEPS
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.arguments import Arguments, Range
-from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, concatenated, split_to_sequence, whole
+from onnxfuse.patterns.column_ranges import TAKES_APART, InTurn, NoColumns, concatenated, split_to_sequence, whole
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.fallback_shape import fallback_shape
 from onnxfuse.patterns.match import Columns, Operand
@@ -85,6 +85,7 @@ class GrownRegion:
         self._is_taken = is_taken
         self._shift = shift  # nodes before a softmax that change no probability, the last of a value and one beside it
         self._sequences: dict[str, list[Columns]] = {}
+        self._empty: set[str] = set()  # values without a column
         self._makers: dict[str, int] = {}
         self._queue: list[int] = []
         self._reached: dict[int, Region] = {}  # queued nodes, and the absorbed ones that led to each
@@ -134,7 +135,7 @@ class GrownRegion:
     def _absorb_product(self, product: Product) -> None:
         value = Columns(self.epilogue.acc(product.out), product.n, product.out_view)
         if product.bias is not None and product.beta != 0.0:
-            self.arguments.operand(self.graph.tensor(product.bias), replace(value, view=product.biased))
+            self.arguments.bias(self.graph.tensor(product.bias), replace(value, view=product.biased))
         ref = made_value(self.epilogue, product, self.arguments.operands)
         for op, factor in product.factors:  # of a product without a bias
             ref = self.epilogue.apply(op, ref, self.arguments.argument(factor, value))
@@ -264,8 +265,11 @@ class GrownRegion:
 
     def _absorb_concat(self, node: gs.Node) -> None:
         """Ranges of a product's columns, put together again."""
-        values = [self.values.get(tensor.name) for tensor in node.inputs]
+        values = [self.values.get(tensor.name) for tensor in node.inputs if tensor.name not in self._empty]
         known = [value for value in values if value is not None]
+        if len(known) == len(values) == 1:
+            self._take(node, known[0])
+            return
         made = {leaf.operand for value in known for leaf in self.epilogue.leaves(ACC, value.refs)}
         value = concatenated(self.epilogue, known, int(node.attrs["axis"]))
         whole = [product.out for product in self.products if {product.out} == made and product.n == value.length]
@@ -300,8 +304,16 @@ class GrownRegion:
         return value
 
     def _absorb_ranges(self, node: gs.Node) -> None:
-        ranges = TAKES_APART[node.op](self.graph, self.epilogue, node, self._single(node))
-        self._take(node, *ranges)
+        try:
+            ranges = TAKES_APART[node.op](self.graph, self.epilogue, node, self._single(node))
+        except NoColumns:
+            readers = node.outputs[0].outputs
+            if not readers or any(reader.op != "Concat" for reader in readers):
+                raise NotFusable("empty_slice", "", "slices no column") from None
+            self._empty.add(str(node.outputs[0].name))
+            self._take(node, None)
+        else:
+            self._take(node, *ranges)
 
     def _absorb_split_to_sequence(self, node: gs.Node) -> None:
         ranges = split_to_sequence(self.graph, self.epilogue, node, self._single(node))

@@ -50,6 +50,13 @@ def by_halves(b: Builder, x: str, head: int) -> str:
     return b("Concat", left, right, axis=-1)
 
 
+def of_two_rows(b: Builder, x: str, head: int) -> str:
+    """`x1, x2 = x.reshape(..., 2, half).unbind(-2)`."""
+    rows = b("Reshape", x, b.integers(0, 0, -1, 2, head // 2))
+    first, second = (b("Gather", rows, b.scalar(index), axis=-2) for index in range(2))
+    return turned(b, x, b("Concat", b("Neg", second), first, axis=-1), head)
+
+
 def in_pairs(b: Builder, x: str, head: int) -> str:
     """`x * cos + stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin`."""
     axes, top, two = b.integers(3), b.integers(TOP), b.integers(2)
@@ -59,7 +66,7 @@ def in_pairs(b: Builder, x: str, head: int) -> str:
     return turned(b, x, flat, head)
 
 
-ROTATIONS: list[Rotate] = [sliced, split, by_halves, in_pairs]
+ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs]
 
 
 def product(b: Builder, order: str, bias: bool, heads: int, head: int, k: int) -> str:

@@ -157,8 +157,10 @@ def widths(variant: ProductVariant, arguments: Arguments) -> dict[str, list[int]
     lhs_run = arguments.lhs_outer.columns if spec.lhs_run else arguments.k if k_inside else arguments.m
     lhs_outer = arguments.lhs_outer.column_stride if spec.lhs_run else 0
 
-    def of_product(tensor: Any, width: int, down: bool, *pitches: int) -> int:
-        return allowed(spec, tensor, width, spec.dtype.bytes, down, pitches)
+    def of_product(factor: str, tensor: Any, width: int, down: bool, *pitches: int) -> int:
+        # What copies a factor looks at its rows as a checked kernel does: they may begin anywhere.
+        looking = replace(spec, checked=spec.checked or factor in spec.copied)
+        return allowed(looking, tensor, width, spec.dtype.bytes, down, pitches)
 
     def of_epilogue(access: Access, tensor: Any, outer: Any) -> int:
         rows = outer.rows if "m" in access.two_levels else arguments.m
@@ -170,8 +172,8 @@ def widths(variant: ProductVariant, arguments: Arguments) -> dict[str, list[int]
 
     inside = arguments.n if k_outside else arguments.k
     return {
-        "lhs": [of_product(arguments.lhs, spec.lhs_width, not k_inside, lhs_run, lhs_outer)],
-        "rhs": [of_product(arguments.rhs[part], spec.rhs_width, not k_outside, inside) for part in range(spec.parts)],
+        "lhs": [of_product("lhs", arguments.lhs, spec.lhs_width, not k_inside, lhs_run, lhs_outer)],
+        "rhs": [of_product("rhs", each, spec.rhs_width, not k_outside, inside) for each in arguments.rhs[: spec.parts]],
         "loads": [of_epilogue(*each) for each in zip(spec.loads, loads, arguments.loads_outer, strict=False)],
         "outs": [of_epilogue(*each) for each in zip(spec.outs, outs, arguments.outs_outer, strict=False)],
     }
