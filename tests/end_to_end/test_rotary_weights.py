@@ -79,6 +79,7 @@ def test_a_fused_file_has_the_originals_bits_and_size(rotate: Rotate, order: str
         np.testing.assert_array_equal(after[f"{name}.transposed"], stored(own, before[name]))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("order", ["kn", "nk"])
 @pytest.mark.parametrize("rotate", ROTATIONS)
