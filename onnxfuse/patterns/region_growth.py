@@ -267,11 +267,11 @@ class GrownRegion:
         """Ranges of a product's columns, put together again."""
         values = [self.values.get(tensor.name) for tensor in node.inputs if tensor.name not in self._empty]
         known = [value for value in values if value is not None]
-        if len(known) == len(values) == 1:
+        if len(known) == len(values) == 1 < len(node.inputs):
             self._take(node, known[0])
             return
         made = {leaf.operand for value in known for leaf in self.epilogue.leaves(ACC, value.refs)}
-        value = concatenated(self.epilogue, known, int(node.attrs["axis"]))
+        value = concatenated(self.epilogue, known, int(node.attrs.get("axis", 0)))
         whole = [product.out for product in self.products if {product.out} == made and product.n == value.length]
         if len(known) < len(values) or not whole:
             raise NotFusable("unknown_op", "", "puts together what are not all columns of one product")
