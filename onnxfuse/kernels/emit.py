@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from onnxfuse.device import DeviceSpec
@@ -37,6 +38,7 @@ class Text:
     emit: Callable[[Any, Any, DeviceSpec], str]
 
 
+KEPT_TEXTS = 512  # some 80 kB each; of equal sites, and of each step from a plan to a file, they are the same
 TEXTS = {
     "hopper": Text(gemm.ENTRY, lambda spec, tile, device: hopper.emit(spec, tile, device.shared_bytes)),
     "hopper_quantized": Text(
@@ -58,7 +60,12 @@ TEXTS = {
 
 def kernel_source(variant: AnyVariant, device: DeviceSpec) -> str:
     """The CUDA source of a variant."""
-    return TEXTS[variant.family.name].emit(variant.spec, variant.tile, device)
+    return _text(variant.family.name, variant.spec, variant.tile, device)
+
+
+@lru_cache(KEPT_TEXTS)
+def _text(family: str, spec: Any, tile: Any, device: DeviceSpec) -> str:
+    return TEXTS[family].emit(spec, tile, device)
 
 
 def kernel_entry(variant: AnyVariant) -> str:
