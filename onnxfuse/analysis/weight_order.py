@@ -14,8 +14,9 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from onnxfuse.analysis.axis_mapping import stepped
 from onnxfuse.device import CACHE_LINE, SECTOR
-from onnxfuse.ir.fusion import PART_AXIS, Dim, Fusion, Tensor
+from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
 from onnxfuse.limits import WIDEST_BYTES
 
 PADDED = 32  # a weight may grow by one part in so many: of 2730 elements of 16 bits by 22
@@ -132,17 +133,13 @@ def _reordered(fusion: Fusion, allowed: Collection[str], inner: set[str]) -> Reo
 def has_columns_in_turn(fusion: Fusion) -> bool:
     """Whether neighbours in a row of some rhs are columns of different parts, `k (n p)`; not parts of one column."""
     in_turn = (tensor for tensor in fusion.rhs if tensor.has_parts_in_turn)
-    rows = ([axis for axis in tensor.axes if fusion.size(axis) != 1] for tensor in in_turn)
+    rows = (stepped(fusion, tensor.axes) for tensor in in_turn)
     return any(row and row[-1] == PART_AXIS for row in rows)
 
 
 def has_runs_in_turn(fusion: Fusion) -> bool:
     """Whether the columns of parts take turns several at a time, `(n1 p n2)`, in some rhs."""
-    return any(PART_AXIS in dim[1:-1] for tensor in fusion.rhs for dim in _stepped(fusion, tensor))
-
-
-def _stepped(fusion: Fusion, tensor: Tensor) -> list[Dim]:
-    return [tuple(axis for axis in dim if fusion.size(axis) != 1) for dim in tensor.dims]
+    return any(PART_AXIS in stepped(fusion, dim)[1:-1] for tensor in fusion.rhs for dim in tensor.dims)
 
 
 def part_by_part(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapping[str, bool]] | None:
@@ -158,6 +155,7 @@ def part_by_part(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapp
     """
     names = [tensor.name for tensor in fusion.inputs]
     inner = _contracted(fusion)
+    rhs: list[Tensor] = []
     turned: dict[str, bool] = {}
     for tensor in fusion.rhs:
         columns = [dim for dim in tensor.dims if PART_AXIS in dim]
@@ -167,14 +165,9 @@ def part_by_part(fusion: Fusion, allowed: Collection[str]) -> tuple[Fusion, Mapp
         if tensor.name not in allowed or names.count(tensor.name) > 1 or fusion.quantization is not None:
             return None
         turned[tensor.name] = tensor.dims == (depth[0], columns[0])
-    rhs = tuple(replace(tensor, dims=_parts_first(tensor, inner)) for tensor in fusion.rhs)
-    return replace(fusion, rhs=rhs), turned
-
-
-def _parts_first(tensor: Tensor, inner: set[str]) -> tuple[Dim, ...]:
-    (depth,) = (dim for dim in tensor.dims if {*dim} <= inner)
-    (columns,) = (dim for dim in tensor.dims if PART_AXIS in dim)
-    return (PART_AXIS, *(axis for axis in columns if axis != PART_AXIS)), depth
+        parts_first = (PART_AXIS, *(axis for axis in columns[0] if axis != PART_AXIS))
+        rhs.append(replace(tensor, dims=(parts_first, depth[0])))
+    return replace(fusion, rhs=tuple(rhs)), turned
 
 
 def _behind_others(tensor: Tensor, inner: set[str]) -> Perm | None:

@@ -27,11 +27,8 @@ MAX_MASK_NODES = 8  # of them, one after the other
 class Range:
     """Of equal ranges of a value's columns the one that an expression is asked for."""
 
-    index: int = 0
-    count: int = 1
-
-
-EVERY = Range()
+    index: int
+    count: int
 
 
 class Arguments:
@@ -72,7 +69,7 @@ class Arguments:
                     dims[-place] = (Piece(axis, size),)
         return tuple(dims)
 
-    def of(self, node: gs.Node, value: Columns, columns: Range = EVERY) -> list[Ref]:
+    def of(self, node: gs.Node, value: Columns, columns: Range) -> list[Ref]:
         """The inputs' expressions, for a range of the value's columns."""
         every = zip(node.inputs, self._of(node, value), strict=True)
         return [self._range(tensor, ref, value, columns) for tensor, ref in every]

@@ -171,7 +171,7 @@ def _is_head(value: Columns, dim: Dim) -> bool:
     return (len(dim) == 1 or halves) and int(extent(dim)) < value.length
 
 
-def concatenated(epilogue: EpilogueGraph, values: Sequence[Columns], axis: int) -> Columns:
+def concatenated(values: Sequence[Columns], axis: int) -> Columns:
     """Equal ranges of one product's columns as one value with all of its columns.
 
     Raises:

@@ -271,9 +271,9 @@ class GrownRegion:
             self._take(node, known[0])
             return
         made = {leaf.operand for value in known for leaf in self.epilogue.leaves(ACC, value.refs)}
-        value = concatenated(self.epilogue, known, int(node.attrs.get("axis", 0)))
-        whole = [product.out for product in self.products if {product.out} == made and product.n == value.length]
-        if len(known) < len(values) or not whole:
+        value = concatenated(known, int(node.attrs.get("axis", 0)))
+        is_whole = any({product.out} == made and product.n == value.length for product in self.products)
+        if len(known) < len(values) or not is_whole:
             raise NotFusable("unknown_op", "", "puts together what are not all columns of one product")
         self._take(node, value)
 
