@@ -25,6 +25,7 @@ from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_LEVELS, WIDEST_BYTES
 
 Axes = tuple[str, ...]
+FEW_ROWS = 64  # of a batch: a block of a kernel that normalises has up to 16
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
     return flatten(fusion, _tensors(fusion), rows)
 
 
-def _most_levels(fusion: Fusion, tensors: Iterable[Tensor], loop: Axes) -> int:
+def _most_levels(fusion: Pointwise, tensors: Iterable[Tensor], loop: Axes) -> int:
     return max(levels(fusion, tensor, loop) for tensor in tensors)
 
 
@@ -161,9 +162,36 @@ def _aligned_bytes(pointwise: Pointwise, columns: Axes) -> int:
 
 
 def map_rows(fusion: Normalisation) -> AxisMapping:
-    """The mapping of what normalises rows: those that parameters have are the batch, the others m."""
-    *rows, columns = (axis.name for axis in fusion.axes)
-    return AxisMapping(fusion.batch, tuple(axis for axis in rows if axis not in fusion.batch), (columns,), ())
+    """The mapping of what normalises rows: one loop, or where tensors have them otherwise a batch and the rest.
+
+    Raises:
+        NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks.
+    """
+    groups = flatten(fusion, _tensors(fusion), fusion.rows)
+    found = [_rows_behind(fusion, groups, outer) for outer in range(len(groups))]
+    first, *others = [mapping for mapping in found if _is_walked(fusion, mapping)] or found[:1]
+    for loop in (first.batch, first.m, first.n):
+        for tensor in _tensors(fusion):
+            _check_levels(fusion, tensor, loop, MOST_LEVELS)
+    return next((each for each in others if _is_of_batches(fusion, each)), first)
+
+
+def _rows_behind(fusion: Normalisation, groups: list[Axes], outer: int) -> AxisMapping:
+    """So many outer groups of axes as the batch, the others as m."""
+    batch, rows = (tuple(axis for group in each for axis in group) for each in (groups[:outer], groups[outer:]))
+    return AxisMapping(batch, rows, fusion.along, ())
+
+
+def _is_walked(fusion: Normalisation, mapping: AxisMapping) -> bool:
+    loops = (mapping.batch, mapping.m, mapping.n)
+    return all(_most_levels(fusion, _tensors(fusion), loop) <= MOST_LEVELS for loop in loops)
+
+
+def _is_of_batches(fusion: Normalisation, mapping: AxisMapping) -> bool:
+    """Whether operands are the same for all rows of a batch, which are enough to fill blocks."""
+    rows = static_size(fusion, mapping.m)
+    is_shared = all(mapping.kind(operand) in ("scalar", "row") for operand in fusion.operands[1:])
+    return is_shared and (rows is None or rows >= FEW_ROWS)
 
 
 def static_size(fusion: Pointwise, loop: Iterable[str]) -> int | None:

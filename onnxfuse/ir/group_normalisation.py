@@ -28,11 +28,6 @@ class GroupNormalisation(Normalisation):
         return self.size(CHANNEL) or 1
 
     @property
-    def batch(self) -> tuple[str, ...]:
-        """None: images are rows as groups are."""
-        return ()
-
-    @property
     def columns(self) -> tuple[str, ...]:
         """The axes that are normalised together."""
         return tuple(axis.name for axis in self.axes if axis.name not in (IMAGE, GROUP))

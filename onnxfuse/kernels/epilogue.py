@@ -121,9 +121,12 @@ def pointwise_functor(spec: PointwiseSpec) -> str:
 
 
 def norm_functor(spec: NormSpec) -> str:
-    """The same of one normalised element and the parameters of its column; the first operand is the row itself."""
-    loads = [f"    const float {load_name(index)} = operands[{index}];" for index in range(1, len(spec.loads))]
-    return _struct(f"float {acc_name(0)}, ", [*loads, *_steps(spec), f"    results[0] = {_text(spec.out_values[0])};"])
+    """The same of one normalised element of each part and what is beside it; the first operands are the row itself."""
+    parts = range(spec.parts)
+    normals = [f"    const float {acc_name(part)} = normals[{part}];" for part in parts]
+    loads = [f"    const float {load_name(index)} = operands[{index}];" for index in range(len(parts), len(spec.loads))]
+    results = [f"    results[{index}] = {_text(value)};" for index, value in enumerate(spec.out_values)]
+    return _struct(f"const float (&normals)[{len(parts)}], ", [*normals, *loads, *_steps(spec), *results])
 
 
 def straight_line(name: str, loads: int, steps: Sequence[Step], value: Value) -> str:

@@ -12,6 +12,7 @@ ENTRY = "onnxfuse_norm"
 def emit(spec: NormSpec, tile: NormTile) -> str:
     """The CUDA source of a kernel."""
     own = f"""\
+constexpr int PARTS = {spec.parts};
 constexpr bool CENTRED = {flag(spec.centred)};
 constexpr bool BATCHED = {flag(spec.batched)};
 constexpr float EPSILON = {constant(spec.epsilon)}, LEAST = {constant(spec.least)}, ADDED = {constant(spec.added)};

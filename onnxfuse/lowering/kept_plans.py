@@ -80,10 +80,12 @@ def _attention_times(
     return tuple({Strategy.ONE_KERNEL: own, Strategy.LEFT_ALONE: stock} for own, stock in pairs)
 
 
-def _normalisation_times(fusion: Normalisation, mapping: AxisMapping, device: DeviceSpec) -> tuple[Times, ...]:
+def _normalisation_times(
+    fusion: Normalisation, mapping: AxisMapping, device: DeviceSpec, passes: int
+) -> tuple[Times, ...]:
     times = []
     for rows in rows_of(fusion, mapping):
-        stock = stock_time(fusion, mapping, rows, device)
+        stock = stock_time(fusion, mapping, rows, device, passes)
         own = {Strategy.ONE_KERNEL: own_time(fusion, mapping, rows, device)}
         times.append(own if stock is None else {**own, Strategy.LEFT_ALONE: stock})
     return tuple(times)

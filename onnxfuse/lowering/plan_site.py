@@ -323,7 +323,7 @@ def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: No
     mapping, alike = map_rows(fusion), nameless(fusion)
     plans = tuple(kept_norm_plan(alike, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
-    times = {device: kept_normalisation_times(alike, mapping, device) for device in planner.devices}
+    times = {device: kept_normalisation_times(alike, mapping, device, match.passes) for device in planner.devices}
     site = Site(graph, match, fusion, mapping, (), None, choose(times), times, whole=whole)
     if site.is_left_alone:
         raise slower(site, fusion.anchor)

@@ -134,6 +134,11 @@ class Match:
     shared: tuple[int, ...] = ()
 
     @property
+    def passes(self) -> int:
+        """Nodes behind a normalisation that read and write every element, each by itself; none behind products."""
+        return 0
+
+    @property
     def is_bare(self) -> bool:
         """Whether nothing but products is in it, which the runtime's library makes as well."""
         plain = all(

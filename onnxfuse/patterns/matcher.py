@@ -16,7 +16,6 @@ from typing import Generic, TypeVar
 import onnx_graphsurgeon as gs
 
 from onnxfuse.errors import NotFusable
-from onnxfuse.graph.constant_propagation import is_complete
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.fusion import Fusion
@@ -29,6 +28,7 @@ from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.group_normalisation import group_normalisations, reserved_views
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.match_checks import check_opened, check_reads
 from onnxfuse.patterns.normalisation import normalisations, reserved
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product, is_anchor, read_product
@@ -229,7 +229,7 @@ class Search(Generic[SiteT]):
         refusals = []
         for match, fusion in attentions.matches(candidate, product):
             try:
-                _check_reads(self.graph, match, fusion)
+                check_reads(self.graph, match, fusion)
                 made = Found(match, self.make_site(match, fusion))
             except NotFusable as refusal:
                 refusals.append(refusal)
@@ -391,9 +391,9 @@ class Search(Generic[SiteT]):
 
     def _made(self, match: Match) -> Found[SiteT]:
         check_parts(match)
-        _check_opened(self.graph, match)
+        check_opened(self.graph, match.nodes)
         fusion = lower(self.graph, match, pattern_of(match))
-        _check_reads(self.graph, match, fusion)
+        check_reads(self.graph, match, fusion)
         return Found(match, self.make_site(match, fusion))
 
     def _with_neighbours(self, partition: Partition, found: Sequence[Found[SiteT]]) -> list[Found[SiteT]]:
@@ -480,23 +480,3 @@ def _read_each_other(found: Sequence[Found[SiteT]]) -> bool:
     """Whether one match reads what another makes: no place may be right for both."""
     made = {out.name for each in found for out in each.match.live_outs}
     return any(each.match.operands[leaf.operand].name in made for each in found for leaf in each.match.reads)
-
-
-def _check_opened(graph: Graph, match: Match) -> None:
-    """Of an op that was taken apart all sums are the match's, or none: what stays of it is a normalisation alone."""
-    for index in match.nodes:
-        sums = graph.opened_sums.get(index, frozenset())
-        if not sums <= {*match.nodes}:
-            raise NotFusable("unknown_op", node_label(graph.nodes[index]), "a normalisation is not pointwise")
-
-
-def _check_reads(graph: Graph, match: Match, fusion: Fusion) -> None:
-    """What the nodes read is an input of the kernel, or known: an operand that changes nothing may be neither."""
-    indices = (*match.copied, *match.nodes)
-    nodes = [graph.nodes[index] for index in indices]
-    inside = {tensor.name for node in nodes for tensor in node.outputs} | {tensor.name for tensor in fusion.inputs}
-    for index, node in zip(indices, nodes, strict=True):
-        for tensor in node.inputs[: 1 if index in match.shapes else None]:  # such a Reshape gets a shape of its own
-            if tensor.name and tensor.name not in inside and not is_complete(graph.known_value(tensor)):
-                detail = f"{tensor.name!r} does not change the result, and only the run knows it"
-                raise NotFusable("operand_without_effect", node_label(node), detail)

@@ -20,15 +20,17 @@ from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.graph import Graph, Size, node_label
 from onnxfuse.graph.skip_norms import is_added_and_normalised
 from onnxfuse.ir.fusion import NONLINEAR, Axis, Load, Out, Step, Tensor
-from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.ir.normalisation import COLUMNS, Normalisation
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.behind_normalisation import Tail
+from onnxfuse.patterns.behind_rows import grown_behind, passes_behind
 from onnxfuse.patterns.deviation import of_deviation
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
+from onnxfuse.patterns.match_checks import check_reads
 from onnxfuse.patterns.normalisation_forms import VIEWS, Core, number, of_nodes, of_op, other
 from onnxfuse.patterns.row_length import of_length
 from onnxfuse.patterns.scaled_normalisation import of_scaled
@@ -37,7 +39,7 @@ PATTERN = "normalisation"
 MOST_BEHIND = 6  # nodes behind a normalised row: casts, a scale, a bias
 AFFINE = {"Mul": "mul", "Add": "add"}
 SPELLED_OUT = (of_nodes, of_scaled, of_fast_variance, of_length, of_deviation)
-BATCH, ROWS, COLUMNS = "b", "m", "n"
+BATCH, ROWS = "b", "m"
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,11 @@ class NormalisationMatch(Match):
 
     Attributes:
         anchor: name of its node, or of that which takes the mean of squares.
+        passes: nodes behind it that read and write every element, each by itself.
     """
 
     anchor: str = field(default="", kw_only=True)
+    passes: int = field(default=0, kw_only=True)
 
     @property
     def label(self) -> str:
@@ -68,17 +72,67 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
         core = of_op(graph, node) or (None if rounds else _spelled_out(graph, node))
         if core is None or graph.is_folded(core.normal.name) or not _is_left_to_a_kernel(graph, points, core):
             continue
-        core = core if rounds else _with_parameters(graph, core, points)
-        tail = _tail(graph, core, points.is_taken)
-        if not rounds:
-            tail.grow()
-        lowered = _lowered(graph, core, tail)
-        if lowered is None or any(map(points.is_taken, core.nodes)):
-            continue
-        try:
-            yield points.placed(_match(graph, core, tail, lowered)), lowered
-        except NotFusable:  # its parameters are computed of what it makes
-            continue
+        for match, lowered in _ways(graph, core, points, rounds):
+            if any(map(points.is_taken, core.nodes)):
+                break
+            try:
+                check_reads(graph, match, lowered)
+                yield points.placed(match), lowered
+            except NotFusable:  # its parameters are computed of what it makes
+                continue
+
+
+def _ways(
+    graph: Graph, core: Core, points: InsertionPoints, rounds: bool
+) -> Iterator[tuple[NormalisationMatch, Normalisation]]:
+    """What of a normalisation and the nodes behind it one kernel may compute, the largest first."""
+    whole = core if rounds else _with_parameters(graph, core, points)
+    tail = _tail(graph, whole, points.is_taken)
+    if not rounds:
+        tail.grow()
+        yield from _grown(graph, core, points, len(whole.nodes) + len(tail.nodes))
+    lowered = _lowered(graph, whole, tail)
+    if lowered is not None:
+        yield _match(graph, whole, tail, lowered), lowered
+
+
+def _grown(
+    graph: Graph, core: Core, points: InsertionPoints, least: int
+) -> Iterator[tuple[NormalisationMatch, Normalisation]]:
+    """Those that have more nodes than element by element can be computed."""
+    if not _is_normalised(graph, core):
+        return
+    for match, lowered in grown_behind(graph, core, points):
+        nodes = sorted({*map(graph.index, core.nodes), *match.nodes})
+        if len(nodes) <= least:
+            break
+        shapes = _shapes(graph, core)
+        own = NormalisationMatch(
+            products=(),
+            nodes=tuple(nodes),
+            copied=match.copied,
+            insertion_point=nodes[-1],
+            folded=tuple(sorted({*match.folded, *only_feeding(graph, shapes)})),
+            constants=match.constants,
+            columns=match.columns,
+            live_outs=tuple(LiveOut(out.name, (), ()) for out in match.live_outs),
+            split=frozenset(),
+            epilogue=EpilogueGraph(),
+            shapes=shapes | match.shapes,
+            told=match.told,
+            anchor=lowered.anchor,
+            passes=passes_behind(graph, core, match),
+        )
+        yield own, lowered
+
+
+def _is_normalised(graph: Graph, core: Core) -> bool:
+    """Whether a kernel has the types of its rows and the registers for their columns."""
+    shape = graph.shape(core.x.name)
+    floats = all(graph.dtype(tensor.name) in FLOATS_BY_ONNX for tensor in (core.x, core.normal))
+    if not shape or not isinstance(shape[-1], int) or not math.isfinite(core.epsilon):
+        return False
+    return floats and 1 < shape[-1] <= MOST_NORMALISED
 
 
 def _spelled_out(graph: Graph, node: gs.Node) -> Core | None:
@@ -170,12 +224,12 @@ def _tail(graph: Graph, core: Core, is_taken: Callable[[gs.Node], bool]) -> Tail
 
 def _lowered(graph: Graph, core: Core, tail: Tail) -> Normalisation | None:
     """The fusion; None where its types or sizes are no kernel's."""
-    shape, out = graph.shape(core.x.name), tail.made.name
+    shape, out = graph.shape(core.x.name) or (), tail.made.name
     dtypes = [FLOATS_BY_ONNX.get(graph.dtype(name) or 0) for name in (core.x.name, out)]
-    if not shape or None in dtypes or not isinstance(shape[-1], int) or not 1 < shape[-1] <= MOST_NORMALISED:
+    if not _is_normalised(graph, core) or None in dtypes:
         return None
     outer = _batch_rank(graph, core.x, [parameter for _, parameter in core.affine])
-    if outer is None or len(graph.shape(out) or ()) != len(shape) or not math.isfinite(core.epsilon):
+    if outer is None or len(graph.shape(out) or ()) != len(shape):
         return None
     axes = _axes(shape, outer)
     dims = tuple((axis.name,) for axis in axes)

@@ -71,6 +71,7 @@ class Product:
         quantized: what else makes the matrix that `rhs` stands for, if it is quantised.
         turns: parts whose columns take turns, and are numbered part by part; 1 where all lie in their order.
         run: of how many columns such a turn is.
+        affine: what scales the columns and is added to them, where no product is made but rows are normalised.
     """
 
     node: gs.Node
@@ -95,6 +96,7 @@ class Product:
     quantized: QuantizedWeight | None = None
     turns: int = 1
     run: int = 1
+    affine: tuple[tuple[str, gs.Tensor], ...] = ()
 
     @property
     def copied(self) -> tuple[gs.Node, ...]:
@@ -103,8 +105,9 @@ class Product:
 
     @property
     def factors(self) -> tuple[tuple[str, gs.Tensor], ...]:
-        """The numbers that an input was to be multiplied or divided by: `mul` or `div`, and the number."""
-        return tuple((view.node.op.lower(), view.factor) for view in self.views if view.factor is not None)
+        """What the result is multiplied or divided by, or gets added: numbers of an input, or what rows have."""
+        numbers = ((view.node.op.lower(), view.factor) for view in self.views if view.factor is not None)
+        return (*numbers, *self.affine)
 
     @property
     def label(self) -> str:

@@ -33,10 +33,10 @@ def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSp
     spec = NormSpec(
         loads, outs, fusion.steps, values,
         centred=fusion.centred, epsilon=fusion.epsilon, least=fusion.least, added=fusion.added,
-        batched=bool(mapping.batch),
+        batched=bool(mapping.batch), parts=fusion.parts,
     )  # fmt: skip
     span = span_of(loads, outs)
-    tiers = _tiers(columns * _batches(fusion, mapping), device)
+    tiers = _tiers(columns * fusion.parts * _batches(fusion, mapping), device)
     variants = [_variant(spec, *each) for each in _ranges(span, columns, rows, tiers)]
     if span > 1:
         narrow = replace(spec, loads=tuple(map(narrowed, loads)), outs=tuple(map(narrowed, outs)))
@@ -79,17 +79,29 @@ def rows_of(fusion: Normalisation, mapping: AxisMapping) -> Sequence[int]:
 
 def own_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float:
     """Microseconds of the kernel: every element once from memory and once into it."""
-    moved = fusion.operands[0].dtype.bytes + fusion.outs[0].tensor.dtype.bytes
+    tiles = [each.dtype.bytes for each in fusion.operands if mapping.kind(each) == "tile"]
+    moved = sum(tiles) + sum(each.dtype.bytes for each in fusion.outputs)
     moving = from_memory(_elements(fusion, mapping, rows) * moved, device)
     return calibration(device).norm_launch + float(moving)
 
 
-def stock_time(fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec) -> float | None:
-    """The same of ONNX Runtime's kernel, which computes; None where nothing was measured of its kernels."""
-    known = calibration(device)
-    alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * _elements(fusion, mapping, rows)
-    return alone if known.library_products else None
+def stock_time(
+    fusion: Normalisation, mapping: AxisMapping, rows: int, device: DeviceSpec, passes: int = 0
+) -> float | None:
+    """The same of ONNX Runtime's kernel, which computes; None where nothing was measured of its kernels.
+
+    Args:
+        fusion: what is computed.
+        mapping: its loops.
+        rows: how many there are.
+        device: the chip.
+        passes: nodes behind the normalisation, each of which reads and writes every element.
+    """
+    known, elements = calibration(device), _elements(fusion, mapping, rows)
+    alone = known.normalising_alone["launch"] + known.normalising_alone["element"] * elements
+    moving = from_memory(2 * fusion.outs[0].tensor.dtype.bytes * elements, device)
+    return alone + passes * (known.launch + float(moving)) if known.library_products else None
 
 
 def _elements(fusion: Normalisation, mapping: AxisMapping, rows: int) -> int:
-    return rows * _batches(fusion, mapping) * (static_size(fusion, mapping.n) or 1)
+    return rows * _batches(fusion, mapping) * fusion.parts * (static_size(fusion, mapping.n) or 1)

@@ -35,7 +35,7 @@ class NormTile:
 
     @property
     def block_n(self) -> int:
-        """Columns of the tile: a whole row."""
+        """Columns of the tile: a whole row, of each part."""
         return self.row_threads * self.span * self.spans
 
     @property
@@ -64,6 +64,7 @@ class NormSpec(PointwiseSpec):
         least: that the variance counts for; 0 where nothing bounds it.
         added: what is added to the deviation.
         batched: whether each batch has parameters of its own.
+        parts: of equal columns, of a row; the first loads.
     """
 
     centred: bool = True
@@ -71,6 +72,7 @@ class NormSpec(PointwiseSpec):
     least: float = 0.0
     added: float = 0.0
     batched: bool = False
+    parts: int = 1
 
 
 def norm_tile(span: int, columns: int, spans: int) -> NormTile:

@@ -20,6 +20,7 @@ from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.kernel_spec import Tile
 from onnxfuse.schedule.library import LIBRARY
 from onnxfuse.schedule.library_tile import LibraryTile
+from onnxfuse.schedule.norm import NORM
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_tile import PointwiseTile
 from onnxfuse.schedule.portable import PORTABLE
@@ -27,8 +28,10 @@ from onnxfuse.schedule.variant import AnyVariant
 from tests.helpers.bridge_hooks import Arguments, Node, bridge
 from tests.helpers.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.helpers.onnx_build import BOOL, FLOAT, Builder
+from tests.helpers.rotary_models import NORMS, ROTATIONS, Rotate, normalised
 from tests.ir.test_epilogue_only import REPEATED
 from tests.kernels.test_portable_on_cpu import Range, build_source
+from tests.patterns.test_behind_rows import BEHIND, drawn
 from tests.patterns.test_column_ranges import HEAD, Parts, attended, attended_feed, sliced, split
 from tests.patterns.test_products import feed_of
 from tests.runtime.test_library_product import strided
@@ -252,6 +255,8 @@ def small(variant: AnyVariant) -> AnyVariant:
     if variant.family is LIBRARY:
         span = variant.tile.pointwise.span
         return replace(variant, tile=LibraryTile(PointwiseTile(8, 32 * span, span)))
+    if variant.family is NORM:
+        return variant
     variant = replace(variant, family=PORTABLE, tile=TILES[variant.spec.dtype.bytes])
     assert PORTABLE.why_not(variant.spec, variant.tile, ARCHITECTURES["sm_90a"]) is None
     return variant
@@ -384,6 +389,33 @@ def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool,
     actual = compute(implementation, values, tmp_path)
     expected = run_values(model, [tensor.name for tensor in implementation.fusion.outputs], feed)
     for wanted, found in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_normalised_heads_turn(rotate: Rotate, norm: Rotate, together: bool, variant: int, tmp_path: Path) -> None:
+    check_rows(normalised(rotate, norm, together=together), variant, tmp_path)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_rows_are_normalised_with_what_is_behind(behind, variant: int, tmp_path: Path) -> None:
+    b = Builder(FLOAT, opset=18)
+    check_rows(b.model(behind(b)), variant, tmp_path)
+
+
+def check_rows(model: ModelProto, variant: int, folder: Path) -> None:
+    (site,) = analyse_model(model, [SM_80]).sites
+    feed = drawn(model)
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    values = stored | feed | run_inputs(model, site.fusion, feed)
+    expected = run_values(model, [tensor.name for tensor in site.fusion.outputs], feed)
+    for wanted, found in zip(expected, compute(site.implementation, values, folder, variant), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 

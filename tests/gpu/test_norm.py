@@ -19,10 +19,12 @@ from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.driver import local_architectures
 from tests.gpu.sessions import TURNS, check_replays, check_threads
 from tests.gpu.test_ort_session import BF16, EPSILON, F16, F32, ULPS, as_float64, run_cuda, session
+from tests.gpu.test_rotation import check
 from tests.helpers.matching import run_values
 from tests.helpers.onnx_build import Builder
 from tests.helpers.reference_fusion import evaluate
 from tests.patterns.test_behind_normalisation import ACTIVATIONS, model_of
+from tests.patterns.test_behind_rows import BEHIND
 from tests.patterns.test_deviation import ENDS, Form, of_one_less, variance
 from tests.patterns.test_deviation import model_of as deviation_model
 from tests.patterns.test_normalisation import N
@@ -178,3 +180,13 @@ def test_threads_share_a_chain(tmp_path: Path) -> None:
     live = chain(tmp_path)
     given = [np.random.default_rng(rows).standard_normal((rows, WIDTH)).astype(np.float16) for rows in (1, 7, 130, 900)]
     check_threads([(live, x) for x in given])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_what_is_behind_rows(behind: Callable[[Builder], str], dtype: int, tmp_path: Path) -> None:
+    b = Builder(dtype, opset=18)
+    model = b.model(behind(b))
+    fused, report = onnxfuse.optimize(model, arch="native")
+    assert [site.pattern for site in report.fused] == ["normalisation"]
+    check(tmp_path, model, fused)

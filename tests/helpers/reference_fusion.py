@@ -7,7 +7,7 @@ import math
 import ml_dtypes
 import numpy as np
 
-from onnxfuse.ir.fusion import PART_AXIS, Fusion, Tensor
+from onnxfuse.ir.fusion import PART_AXIS, Fusion, Load, Pointwise, Step, Tensor
 from onnxfuse.ir.normalisation import Normalisation
 from tests.helpers.quantized import dequantized
 
@@ -78,16 +78,46 @@ def _window(tensor: Tensor, value: np.ndarray, start: int, sizes: dict[str, int]
 
 
 def evaluate_rows(fusion: Normalisation, values: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The output of a normalisation in float64, given its inputs by name."""
-    x, *_ = given = [np.asarray(values[operand.name], np.float64) for operand in fusion.operands]
-    own = x - x.mean(-1, keepdims=True) if fusion.centred else x
-    names = {f"op{index}": given[load.operand] for index, load in enumerate(fusion.loads)}
-    variance = np.maximum((own * own).mean(-1, keepdims=True), fusion.least) + fusion.epsilon
-    names["acc0"] = own / (np.sqrt(variance) + fusion.added)
-    for step in fusion.steps:
-        inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
-        names[step.result] = OPS[step.op](*inputs)
-    return [names[out.value] for out in fusion.outs]
+    """The outputs of a normalisation in float64, given its inputs by name."""
+    values = {name: np.asarray(value, np.float64) for name, value in values.items()}
+    sizes = {axis.name: axis.size for axis in fusion.axes}
+    _bind(fusion, values, sizes)
+    loops = (*fusion.rows, *fusion.along)
+
+    def read(load: Load) -> np.ndarray:
+        tensor = fusion.operands[load.operand]
+        axes = loops if load.part is None else (PART_AXIS, *loops)
+        whole = spread(tensor, values[tensor.name], axes, sizes)
+        return whole if load.part is None else whole[load.part]
+
+    names = {f"op{index}": read(load) for index, load in enumerate(fusion.loads)}
+    rows = np.stack([names[f"op{part}"] for part in range(fusion.parts)])
+    together = (0, *range(1 + len(fusion.rows), rows.ndim))
+    own = rows - rows.mean(together, keepdims=True) if fusion.centred else rows
+    variance = np.maximum((own * own).mean(together, keepdims=True), fusion.least) + fusion.epsilon
+    normal = own / (np.sqrt(variance) + fusion.added)
+    names |= {f"acc{part}": normal[part] for part in range(fusion.parts)}
+    _apply(fusion.steps, names)
+    return _stored(fusion, names, loops, sizes)
+
+
+def _apply(steps: tuple[Step, ...], names: dict[str, np.ndarray]) -> None:
+    with np.errstate(all="ignore"):
+        for step in steps:
+            inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
+            names[step.result] = OPS[step.op](*inputs)
+
+
+def _stored(
+    fusion: Pointwise, names: dict[str, np.ndarray], loops: tuple[str, ...], sizes: dict[str, int]
+) -> list[np.ndarray]:
+    """What lies in the outputs."""
+    stored: dict[Tensor, list[np.ndarray]] = {}
+    for out in fusion.outs:
+        assert out.part is None or out.part == len(stored.get(out.tensor, [])), "parts stand in order"
+        full = [sizes[axis] for axis in loops]
+        stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], full))
+    return [_laid(tensor, np.stack(parts), (PART_AXIS, *loops), sizes) for tensor, parts in stored.items()]
 
 
 def evaluate(fusion: Fusion | Normalisation, values: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -130,16 +160,8 @@ def evaluate(fusion: Fusion | Normalisation, values: dict[str, np.ndarray]) -> l
     loops = (*loops, *repeated)
     for index, load in enumerate(fusion.loads):
         names[f"op{index}"] = read(fusion.operands[load.operand], load.part, loops, load.start)
-    with np.errstate(all="ignore"):
-        for step in fusion.steps:
-            inputs = [value if isinstance(value, float) else names[value] for value in step.inputs]
-            names[step.result] = OPS[step.op](*inputs)
-    stored: dict[Tensor, list[np.ndarray]] = {}
-    for out in fusion.outs:
-        assert out.part is None or out.part == len(stored.get(out.tensor, [])), "parts stand in order"
-        full = [sizes[axis] for axis in loops]
-        stored.setdefault(out.tensor, []).append(np.broadcast_to(names[out.value], full))
-    return [_laid(tensor, np.stack(parts), (PART_AXIS, *loops), sizes) for tensor, parts in stored.items()]
+    _apply(fusion.steps, names)
+    return _stored(fusion, names, loops, sizes)
 
 
 def _stored_matrix(fusion: Fusion, index: int, values: dict[str, np.ndarray], k: int) -> np.ndarray:
@@ -151,7 +173,7 @@ def _stored_matrix(fusion: Fusion, index: int, values: dict[str, np.ndarray], k:
     return dequantized(values[held.weight.name], values[held.scales.name], zero_points, k, fusion.quantization.bits)
 
 
-def _bind(fusion: Fusion, values: dict[str, np.ndarray], sizes: dict[str, int | None]) -> None:
+def _bind(fusion: Pointwise, values: dict[str, np.ndarray], sizes: dict[str, int | None]) -> None:
     """Sizes that only the run knows, from the inputs' shapes."""
     for tensor in fusion.inputs:
         for dim, size in zip(tensor.dims, values[tensor.name].shape, strict=True):  # none of a window is unknown

@@ -93,6 +93,37 @@ def rotary(
     return b.model(b("Mul", y, b.array(0.25)) if scaled else y)
 
 
+def root_mean_square(b: Builder, x: str, columns: int) -> str:
+    """RMSNorm as it is written in PyTorch: widened, and scaled behind."""
+    wide = b("Cast", x, to=FLOAT)
+    mean = b("ReduceMean", b("Mul", wide, wide), b.integers(-1), keepdims=1)
+    root = b("Sqrt", b("Add", mean, b.raw(np.array(1e-6, np.float32), "epsilon")))
+    normal = b("Cast", b("Mul", wide, b("Reciprocal", root)), to=b.dtype)
+    return b("Mul", b.array(draw(columns, seed=5), "scale"), normal)
+
+
+def layer_norm(b: Builder, x: str, columns: int) -> str:
+    parameters = (b.array(draw(columns, seed=seed), name) for seed, name in ((5, "scale"), (6, "bias")))
+    return b("LayerNormalization", x, *parameters, axis=-1)
+
+
+NORMS: list[Rotate] = [root_mean_square, layer_norm]
+
+
+def normalised(
+    rotate: Rotate, norm: Rotate, dtype: int = FLOAT, heads: int = HEADS, head: int = HEAD, together: bool = False,
+    scaled: bool = False,
+) -> onnx.ModelProto:  # fmt: skip
+    """Heads that are normalised, each by itself as Qwen3's or all `together` as OLMo2's, and then turned."""
+    b = Builder(dtype, opset=18)
+    x = b.input("x", ("batch", "rows", heads * head))
+    y = norm(b, x, heads * head) if together else x
+    y = b("Reshape", y, b.integers(0, 0, heads, head))
+    y = b("Transpose", y if together else norm(b, y, head), perm=[0, 2, 1, 3])
+    y = rotate(b, y, head)
+    return b.model(b("Mul", y, b.array(0.25)) if scaled else y)
+
+
 def feed(model: onnx.ModelProto, rows: int, batch: int = 2, seed: int = 3) -> dict[str, np.ndarray]:
     """Draws; tables hold the cosines and sines of angles."""
     sizes = {"batch": batch, "rows": rows}

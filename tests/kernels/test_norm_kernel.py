@@ -49,6 +49,7 @@ class Case:
         kinds: of the parameters: `row`, or `scalar`.
         parameters: their type; that of x where it is None. So of the output.
         batch: how many batches have parameters of their own; 0 where all rows share them.
+        parts: of n elements each, of a row.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     batch: int = 0
     least: float = 0.0
     added: float = 0.0
+    parts: int = 1
 
 
 CASES = [
@@ -88,23 +90,40 @@ CASES = [
     Case("f16 of batches", F16, 320, 5, 2, batch=3),
     Case("f32 of batches and several warps", F32, 2048, 3, 1, batch=4, pad=4),
     Case("bf16 numbers of batches", BF16, 77, 21, 1, kinds=("scalar", "row"), batch=2),
+    Case("f16 two halves", F16, 64, 37, 1, centred=False, kinds=("row", "tile"), parts=2),
+    Case("f32 two halves of several warps", F32, 2048, 3, 2, kinds=("tile", "column"), parts=2),
+    Case("bf16 odd thirds of batches", BF16, 37, 5, 4, kinds=("column", "tile"), parts=3, batch=2),
+    Case("f16 an operand of each row", F16, 320, 5, 2, kinds=("tile", "column"), pad=8),
 ]
 
 
 def make_spec(case: Case, epsilon: float = 1e-5) -> TiledNorm:
     def access(kind: str, dtype: DType) -> Access:
         widest = math.gcd(case.n, case.pad or case.n, 16 // dtype.bytes)
-        return Access(kind, dtype, 1 if kind == "scalar" else widest)
+        return Access(kind, dtype, 1 if kind in ("scalar", "column") else widest)
 
-    loads = (access("tile", case.dtype), *(access(kind, case.parameters or case.dtype) for kind in case.kinds))
-    outs = (access("tile", case.out or case.dtype),)
-    steps = AFFINE[: len(case.kinds)]
-    value = steps[-1].result if steps else "acc0"
+    rows = [access("tile", case.dtype)] * case.parts
+    loads = (*rows, *(access(kind, case.parameters or case.dtype) for kind in case.kinds))
+    outs = (access("tile", case.out or case.dtype),) * case.parts
+    steps, values = steps_of(case)
     tile = norm_tile(max(way.width for way in (*loads, *outs)), case.n, case.spans)
     return TiledNorm(
-        loads, outs, steps, (value,),
-        centred=case.centred, epsilon=epsilon, least=case.least, added=case.added, batched=case.batch > 0, tile=tile,
+        loads, outs, steps, values,
+        centred=case.centred, epsilon=epsilon, least=case.least, added=case.added, batched=case.batch > 0,
+        parts=case.parts, tile=tile,
     )  # fmt: skip
+
+
+def steps_of(case: Case) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+    """A scale and a shift, and what is stored: of each part less the next one's."""
+    first = case.parts
+    affine = [Step("t0", "mul", ("acc0", f"op{first}")), Step("t1", "add", ("t0", f"op{first + 1}"))]
+    steps = affine[: len(case.kinds)]
+    value = steps[-1].result if steps else "acc0"
+    if case.parts == 1:
+        return tuple(steps), (value,)
+    turned = [Step(f"u{part}", "sub", (f"acc{part}", f"acc{(part + 1) % first}")) for part in range(1, first)]
+    return (*steps, *turned), (value, *(step.result for step in turned))
 
 
 class Rows(Problem):
@@ -113,8 +132,9 @@ class Rows(Problem):
     spec: TiledNorm  # type: ignore[assignment]
 
     def expected(self) -> list[Bounded]:
-        names = {"acc0": self._normal()}
-        for index, load in enumerate(self.loads[1:], 1):
+        parts = self.spec.parts
+        names = {f"acc{part}": normal for part, normal in enumerate(self._normals())}
+        for index, load in enumerate(self.loads[parts:], parts):
             value = load.values.astype(np.float64)
             names[f"op{index}"] = Bounded(value, np.zeros_like(value))
         for step in self.spec.steps:
@@ -122,11 +142,14 @@ class Rows(Problem):
             value = OPS[step.op](*(item.value for item in inputs))
             names[step.result] = Bounded(value, GROWTH[step.op](*inputs)).rounded()
         shape = (self.size.batch, self.size.m, self.size.n)
-        return [_stored(names[self.spec.out_values[0]], self.spec.outs[0].dtype, shape)]
+        outs = zip(self.spec.out_values, self.spec.outs, strict=True)
+        return [_stored(names[value], out.dtype, shape) for value, out in outs]
 
-    def _normal(self) -> Bounded:
-        x, tile = self.loads[0].values.astype(np.float64), self.spec.tile
-        depth = tile.spans * tile.span + math.log2(min(tile.row_threads, 32)) + tile.row_threads / 32 + 1
+    def _normals(self) -> list[Bounded]:
+        """Of each part."""
+        parts, tile = self.spec.parts, self.spec.tile
+        x = np.concatenate([load.values.astype(np.float64) for load in self.loads[:parts]], -1)
+        depth = parts * tile.spans * tile.span + math.log2(min(tile.row_threads, 32)) + tile.row_threads / 32 + 1
         mean = x.mean(-1, keepdims=True) * self.spec.centred
         off = self.spec.centred * depth * UNIT * np.abs(x).mean(-1, keepdims=True)  # of the mean
         own = x - mean
@@ -136,7 +159,9 @@ class Rows(Problem):
         variance = np.maximum(variance, self.spec.least) + self.spec.epsilon
         scale = 1 / (np.sqrt(variance) + self.spec.added)
         relative = wrong / variance / 2 + 4 * UNIT
-        return Bounded(own * scale, error * scale + np.abs(own * scale) * (relative + UNIT))
+        normal, error = own * scale, error * scale + np.abs(own * scale) * (relative + UNIT)
+        pairs = zip(np.split(normal, parts, -1), np.split(error, parts, -1), strict=True)
+        return [Bounded(*pair) for pair in pairs]
 
 
 def make_parameter(rng: np.random.Generator, load: Access, size: Size) -> Buffer:
@@ -148,10 +173,14 @@ def make_parameter(rng: np.random.Generator, load: Access, size: Size) -> Buffer
 
 def make_rows(spec: TiledNorm, case: Case, rows: int, mean: float = 0.3, deviation: float = 2.0) -> Rows:
     rng, size = np.random.default_rng([rows, case.n]), Size(rows, case.n, 1, max(case.batch, 1), case.pad)
-    make = make_parameter if case.batch else make_operand
-    loads = [make_operand(rng, spec.loads[0], size), *(make(rng, load, size) for load in spec.loads[1:])]
-    loads[0].data[...] = (loads[0].data.astype(np.float32) * deviation + mean).astype(loads[0].data.dtype)
-    return Rows(spec, size, NOTHING, [], loads, [make_output(spec.outs[0], size)])
+    x = [make_operand(rng, load, size) for load in spec.loads[: spec.parts]]
+    for part in x:
+        part.data[...] = (part.data.astype(np.float32) * deviation + mean).astype(part.data.dtype)
+    beside = (
+        (make_parameter if case.batch and load.kind in ("scalar", "row") else make_operand)(rng, load, size)
+        for load in spec.loads[spec.parts :]
+    )
+    return Rows(spec, size, NOTHING, [], [*x, *beside], [make_output(out, size) for out in spec.outs])
 
 
 @pytest.mark.one_in(5)

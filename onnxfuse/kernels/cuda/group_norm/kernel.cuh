@@ -146,8 +146,9 @@ __device__ __forceinline__ void write_vector(const OnnxfuseArguments& args, cons
   Packed<Result, WIDTH> result;
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) {
+    const float normals[1] = {(to_float(vector.values[i]) - moments.mean) * moments.scale};
     float values[OUTS];
-    Epilogue::apply((to_float(vector.values[i]) - moments.mean) * moments.scale, parameters.operands, values);
+    Epilogue::apply(normals, parameters.operands, values);
     Result rounded[2];
     store_pair(rounded, values[0], values[0]);
     result.values[i] = rounded[0];

@@ -1,6 +1,7 @@
-// A normalisation of rows: out[row, column] = epilogue((x - mean) / (sqrt(variance + EPSILON) + ADDED), loads[column] ...),
-// where mean and variance are those of the row's n columns, and no variance counts for less than LEAST; of RMSNorm the mean
-// is 0 (not CENTRED).
+// A normalisation of rows: outs[row, column] = epilogue((x - mean) / (sqrt(variance + EPSILON) + ADDED), loads[...] ...),
+// where mean and variance are those of the row's columns, and no variance counts for less than LEAST; of RMSNorm the mean
+// is 0 (not CENTRED). A row has PARTS of n columns each, which are normalised together, and the epilogue gets one element
+// of each part: rotary embeddings turn two halves.
 //
 // Memory bounds it: a row is read once and stays in the registers of its ROW_THREADS threads, each of which has SPANS
 // spans of SPAN neighbours. So the variance is that of numbers less their mean (the squares of all numbers less the
@@ -11,8 +12,9 @@
 //          +-----------------------------------------+
 //   row 0  | t0 | t1 | t2 | ...     | t0 | t1 | ...   |    BLOCK_M rows of one block
 //   row 1  | t8 | t9 | ...          | t8 | ...        |
-//          +-----------------------------------------+
+//          +-----------------------------------------+      so of each part
 #pragma once
+#include "common/results.cuh"
 #include "common/span.cuh"
 #include "common/warp_sum.cuh"
 
@@ -23,7 +25,7 @@ constexpr int LANES = ROW_THREADS < WARP_LANES ? ROW_THREADS : WARP_LANES;  // o
 constexpr int WARPS = (ROW_THREADS + WARP_LANES - 1) / WARP_LANES;          // that share it
 static_assert(ROW_THREADS * BLOCK_M == THREADS && ROW_THREADS % LANES == 0, "threads tile the block");
 
-using Row = Span<Load<0>>[SPANS];
+using Row = Span<Load<0>>[PARTS][SPANS];  // the first loads are the parts of one tensor
 
 __device__ __forceinline__ int first_column(int thread, int span) { return (span * ROW_THREADS + thread) * SPAN; }
 
@@ -43,9 +45,12 @@ __device__ __forceinline__ float sum_of_row(float sum, float* sums, int row, int
 
 __device__ __forceinline__ void read_row(Row& x, const OnnxfuseArguments& args, int batch, int row, int thread) {
 #pragma unroll
-  for (int span = 0; span < SPANS; ++span) {
-    const int column = first_column(thread, span);
-    read_span<Load<0>>(x[span], args.loads[0], args.loads_outer[0], batch, row, column, args.n - column);
+  for (int part = 0; part < PARTS; ++part) {
+#pragma unroll
+    for (int span = 0; span < SPANS; ++span) {
+      const int column = first_column(thread, span);
+      read_span<Load<0>>(x[part][span], args.loads[part], args.loads_outer[part], batch, row, column, args.n - column);
+    }
   }
 }
 
@@ -54,47 +59,52 @@ template <typename Body>
 __device__ __forceinline__ float sum_over(const Row& x, int n, int thread, const Body& body) {
   float sum = 0.0f;
 #pragma unroll
-  for (int span = 0; span < SPANS; ++span) {
-    const int left = n - first_column(thread, span);
+  for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-    for (int i = 0; i < SPAN; ++i) {
-      if (i < left) sum += body(to_float(x[span].at(i)));
+    for (int span = 0; span < SPANS; ++span) {
+      const int left = n - first_column(thread, span);
+#pragma unroll
+      for (int i = 0; i < SPAN; ++i) {
+        if (i < left) sum += body(to_float(x[part][span].at(i)));
+      }
     }
   }
   return sum;
 }
 
-// What the epilogue reads beside x of a span: rows of parameters, of each batch its own, or one number.
+// What the epilogue reads beside x of a span, as wide as each tensor varies along it.
 template <int COUNT>
-struct Parameters : Parameters<COUNT - 1> {
+struct Operands : Operands<COUNT - 1> {
   Span<Load<COUNT - 1>> own;
 };
 template <>
-struct Parameters<1> {};
+struct Operands<PARTS> {};
 
-__device__ __forceinline__ void read_parameters(Parameters<LOADS>& parameters, const OnnxfuseArguments& args, int batch,
-                                                int column) {
-  static_for<1, LOADS>([&](auto index) {
+__device__ __forceinline__ void read_operands(Operands<LOADS>& operands, const OnnxfuseArguments& args, int batch,
+                                              int row, int column) {
+  static_for<PARTS, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    auto& span = static_cast<Parameters<I + 1>&>(parameters).own;
+    auto& span = static_cast<Operands<I + 1>&>(operands).own;
+    const int own = varies_along_rows(Load<I>::KIND) ? row : 0;
     if constexpr (varies_along_columns(Load<I>::KIND)) {
-      read_span<Load<I>>(span, args.loads[I], args.loads_outer[I], batch, 0, column, args.n - column);
+      read_span<Load<I>>(span, args.loads[I], args.loads_outer[I], batch, own, column, args.n - column);
     } else {
       span.chunks[0] = load_global<Packed<typename Load<I>::Type, 1>>(
-          element_of<Load<I>>(args.loads[I], args.loads_outer[I], batch, 0, 0));
+          element_of<Load<I>>(args.loads[I], args.loads_outer[I], batch, own, 0));
     }
   });
 }
 
-__device__ __forceinline__ float epilogue_of(float normal, const Parameters<LOADS>& parameters, int element) {
+__device__ __forceinline__ void compute_element(Results<OUTS>& results, const float (&normals)[PARTS],
+                                                const Operands<LOADS>& read, int element) {
   float operands[LOADS + 1], values[OUTS];
-  static_for<1, LOADS>([&](auto index) {
+  static_for<PARTS, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    const auto& span = static_cast<const Parameters<I + 1>&>(parameters).own;
+    const auto& span = static_cast<const Operands<I + 1>&>(read).own;
     operands[I] = to_float(span.at(varies_along_columns(Load<I>::KIND) ? element : 0));
   });
-  Epilogue::apply(normal, operands, values);
-  return values[0];
+  Epilogue::apply(normals, operands, values);
+  round_results(results, element, values);
 }
 
 __device__ __forceinline__ void write_row(const Row& x, float mean, float scale, const OnnxfuseArguments& args, int batch,
@@ -103,14 +113,17 @@ __device__ __forceinline__ void write_row(const Row& x, float mean, float scale,
   for (int span = 0; span < SPANS; ++span) {
     const int column = first_column(thread, span);
     if (column >= args.n) break;
-    Parameters<LOADS> parameters;
-    read_parameters(parameters, args, batch, column);
-    Span<Out<0>> result;
+    Operands<LOADS> operands;
+    read_operands(operands, args, batch, row, column);
+    Results<OUTS> results;
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {
-      round_into(result, i, epilogue_of((to_float(x[span].at(i)) - mean) * scale, parameters, i));
+      float normals[PARTS];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) normals[part] = (to_float(x[part][span].at(i)) - mean) * scale;
+      compute_element(results, normals, operands, i);
     }
-    write_span(result, args.outs[0], args.outs_outer[0], batch, row, column, args.n - column);
+    store_results(results, args, batch, row, column);
   }
 }
 
@@ -142,7 +155,7 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int bat
   Row x;
   if (exists) read_row(x, args, batch, row, thread);
   const int columns = exists ? args.n : 0;
-  const float n = args.n;
+  const float n = args.n * PARTS;
   float mean = 0.0f;
   if constexpr (CENTRED) {
     mean = quotient_of(sum_of_row(sum_over(x, columns, thread, [](float value) { return value; }), sums, own, thread), n);

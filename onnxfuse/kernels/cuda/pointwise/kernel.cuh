@@ -11,7 +11,7 @@
 //     x ROWS    |  ...                         |   a thread's rows lie ROW_THREADS apart
 //               +------------------------------+
 #pragma once
-#include "common/span.cuh"
+#include "common/results.cuh"
 
 namespace onnxfuse {
 
@@ -57,13 +57,6 @@ __device__ __forceinline__ void read_operands(Operands<LOADS>& operands, const O
   });
 }
 
-template <int INDEX>
-struct Results : Results<INDEX - 1> {
-  Span<Out<INDEX - 1>> own;
-};
-template <>
-struct Results<0> {};
-
 // The epilogue on one element of the span.
 __device__ __forceinline__ void compute_element(Results<OUTS>& results, Operands<LOADS>& by_row,
                                                 Operands<LOADS>& constant, int element) {
@@ -74,19 +67,7 @@ __device__ __forceinline__ void compute_element(Results<OUTS>& results, Operands
     operands[I] = to_float(span.at(varies_along_columns(Load<I>::KIND) ? element : 0));
   });
   Epilogue::apply(operands, values);
-  static_for<0, OUTS>([&](auto index) {
-    constexpr int I = decltype(index)::value;
-    round_into(static_cast<Results<I + 1>&>(results).own, element, values[I]);
-  });
-}
-
-__device__ __forceinline__ void store_results(const Results<OUTS>& results, const OnnxfuseArguments& args, int batch,
-                                              int row, int column) {
-  static_for<0, OUTS>([&](auto index) {
-    constexpr int I = decltype(index)::value;
-    write_span(static_cast<const Results<I + 1>&>(results).own, args.outs[I], args.outs_outer[I], batch, row, column,
-               args.n - column);
-  });
+  round_results(results, element, values);
 }
 
 __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int batch) {

@@ -1,0 +1,176 @@
+"""What follows normalised rows beyond one element at a time: halves that turn, heads that move, operands of rows.
+
+Rows grow as a product does whose sums they were (region_growth.py, partition.py), and a match of them is lowered as one
+whose right-hand side is what is normalised. So q and k that are normalised before a rotary embedding, as those of Qwen3
+and Flux, are one kernel with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import FLOATS_BY_ONNX
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.graph.skip_norms import is_added_and_normalised
+from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Load, Step, Tensor, Value, load_name
+from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.limits import MAX_LOADS
+from onnxfuse.patterns.build_fusion import lower
+from onnxfuse.patterns.classify import check_parts, pattern_of
+from onnxfuse.patterns.fallback_shape import Base
+from onnxfuse.patterns.insertion_points import InsertionPoints
+from onnxfuse.patterns.match import Match
+from onnxfuse.patterns.normalisation_forms import Core
+from onnxfuse.patterns.partition import Partition
+from onnxfuse.patterns.pointwise_table import pointwise_row
+from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.profitability import MOVING, REGROUPING
+from onnxfuse.patterns.region_growth import GrownRegion
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view
+
+PATTERN = "normalisation"
+
+
+def grown_behind(graph: Graph, core: Core, points: InsertionPoints) -> Iterator[tuple[Match, Normalisation]]:
+    """Matches of the last node of a normalisation and what is behind it, the largest first, and what they compute.
+
+    Args:
+        graph: the scope.
+        core: the normalisation, whose types and columns a kernel has.
+        points: who owns the nodes behind it.
+    """
+    for grown in _regions(graph, core, points):
+        partition = Partition(grown, points)
+        for match in partition.matches():
+            try:
+                yield match, _lowered(graph, core, match)
+            except NotFusable as refusal:
+                partition.refuse(partition.region_of(match), refusal)
+
+
+def passes_behind(graph: Graph, core: Core, match: Match) -> int:
+    """Nodes behind a normalisation that read and write every element, each by itself."""
+    last = graph.index(core.nodes[-1])
+    return sum(index != last and _is_pass(graph.nodes[index]) for index in match.nodes)
+
+
+def _is_pass(node: gs.Node) -> bool:
+    return node.op in MOVING or (pointwise_row(node) is not None and node.op not in REGROUPING)
+
+
+def _regions(graph: Graph, core: Core, points: InsertionPoints) -> Iterator[GrownRegion]:
+    """What grows, with columns that are numbered part by part where parts of them take turns, and as they lie."""
+
+    def is_taken(node: gs.Node) -> bool:
+        return points.is_taken(node) or _is_of_the_next(graph, node)
+
+    rows = _rows(graph, core)
+    grown = GrownRegion(graph, (rows,), is_taken)
+    for turn in grown.turns.values():
+        yield GrownRegion(graph, (rows.in_turns(*turn),), is_taken)
+    yield grown
+
+
+def _is_of_the_next(graph: Graph, node: gs.Node) -> bool:
+    """Whether a node is part of an op that adds and normalises, or becomes one in the runtime: it is no pass then."""
+    return graph.index(node) in graph.opened_sums or is_added_and_normalised(graph, node)
+
+
+def _rows(graph: Graph, core: Core) -> Product:
+    """The normalised rows, as a product makes its sums."""
+    x, shape = str(core.x.name), graph.shape(core.x.name) or ()
+    *rows, _ = axis_view(shape, AxisKind.LHS)
+    columns = (Piece(COLUMNS, shape[-1] or 1),)
+    view = (*rows, columns)
+    return Product(
+        core.nodes[-1], FLOATS_BY_ONNX[graph.dtype(core.normal.name) or 0], x, x, False, tuple(rows), view, view,
+        tuple(rows), columns, (), Base(x, view), alpha=core.scale, affine=core.affine,
+    )  # fmt: skip
+
+
+def _lowered(graph: Graph, core: Core, match: Match) -> Normalisation:
+    """The fusion of a match.
+
+    Raises:
+        NotFusable: no kernel computes it.
+    """
+    if any(product.turns > 1 for product in match.turned_in_vain):
+        raise NotFusable("not_equal_parts", match.label, "takes no parts apart")
+    check_parts(match)
+    fusion = lower(graph, match, pattern_of(match))
+    x = fusion.rhs[0]
+    _check_rows(fusion, x)
+    return _of_rows(fusion, x, core)
+
+
+def _check_rows(fusion: Fusion, x: Tensor) -> None:
+    """All columns of a row are there, stay beside each other, and nothing repeats the row or reads it again.
+
+    Raises:
+        NotFusable: something of that is not so.
+    """
+    columns = _columns(fusion, x)
+    if len(fusion.parts) != (fusion.size(PART_AXIS) if PART_AXIS in x.axes else 1):
+        raise NotFusable("not_equal_parts", fusion.anchor, "takes some columns of a normalised row alone")
+    if x.wide is not None:
+        raise NotFusable("not_equal_parts", fusion.anchor, "takes a window of a normalised row")
+    if any(not {*out.tensor.axes} <= {*x.axes} for out in fusion.outs):
+        raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand repeats the rows")
+    if any(fusion.size(axis) != 1 for out in fusion.outs for axis in _behind_columns(out.tensor, columns)):
+        raise NotFusable("unknown_op", fusion.anchor, "moves columns in front of rows")
+    if any(operand.name == x.name for operand in fusion.operands):
+        raise NotFusable("views_differ", fusion.anchor, "reads one operand in two ways")
+    if len(fusion.parts) + len(fusion.loads) > MAX_LOADS:
+        detail = f"{len(fusion.parts) + len(fusion.loads)} operands; a kernel takes {MAX_LOADS}"
+        raise NotFusable("too_many_operands", fusion.anchor, detail)
+
+
+def _features(fusion: Fusion) -> tuple[str, ...]:
+    """What a report counts: activations by their names, and what else is done to the elements of a row."""
+    named = {step.op for step in fusion.steps} & NONLINEAR | {*fusion.features} & {"gate", "mask", "extra_output"}
+    for ops, of_columns, of_rows in ((("add", "sub"), "bias", "residual"), (("mul", "div"), "scale", "scale")):
+        values = {value for step in fusion.steps if step.op in ops for value in step.inputs}
+        read = (fusion.operands[load.operand] for value in values if (load := fusion.load(value)) is not None)
+        named |= {of_rows if {*operand.axes} & {*fusion.lhs.axes} else of_columns for operand in read}
+    return tuple(sorted(named | ({"rotary"} if fusion.pattern == "rotary_gemm" else set())))
+
+
+def _columns(fusion: Fusion, x: Tensor) -> tuple[str, ...]:
+    """The axes of x that are normalised, of each part."""
+    return tuple(axis for axis in x.axes if axis not in (PART_AXIS, *fusion.lhs.axes))
+
+
+def _behind_columns(tensor: Tensor, columns: Sequence[str]) -> Iterator[str]:
+    """The axes of rows that are contiguous in a tensor, which a kernel that goes along rows would store one by one."""
+    return takewhile(lambda axis: axis not in (PART_AXIS, *columns), reversed(tensor.axes))
+
+
+def _of_rows(fusion: Fusion, x: Tensor, core: Core) -> Normalisation:
+    """The steps over normalised parts of x, which are the first loads: `acc1` is `op1`, normalised."""
+    first = len(fusion.parts)
+    names: dict[Value, Value] = {load_name(index): load_name(index + first) for index in range(len(fusion.loads))}
+    return Normalisation(
+        anchor=node_label(core.anchor),
+        pattern=PATTERN,
+        features=_features(fusion),
+        axes=fusion.axes,
+        operands=(x, *fusion.operands),
+        loads=(
+            *(Load(0, part.part) for part in fusion.parts),
+            *(replace(load, operand=load.operand + 1) for load in fusion.loads),
+        ),
+        steps=tuple(
+            Step(step.result, step.op, tuple(names.get(value, value) for value in step.inputs)) for step in fusion.steps
+        ),
+        outs=tuple(replace(out, value=str(names.get(out.value, out.value))) for out in fusion.outs),
+        centred=core.centred,
+        epsilon=core.epsilon,
+        least=core.least,
+        added=core.added,
+        along=_columns(fusion, x),
+    )
