@@ -31,7 +31,7 @@ from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.profitability import MOVING, REGROUPING
 from onnxfuse.patterns.region_growth import GrownRegion
-from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view, extent
 
 PATTERN = "normalisation"
 
@@ -84,7 +84,7 @@ def _is_of_the_next(graph: Graph, node: gs.Node) -> bool:
 def _rows(graph: Graph, core: Core) -> Product:
     """The normalised rows, as a product makes its sums."""
     x, shape = str(core.x.name), graph.shape(core.x.name) or ()
-    *rows, _ = axis_view(shape, AxisKind.LHS)
+    rows = [() if extent(dim) == 1 else dim for dim in axis_view(shape[:-1], AxisKind.LHS)]  # as others regroup them
     columns = (Piece(COLUMNS, shape[-1] or 1),)
     view = (*rows, columns)
     return Product(

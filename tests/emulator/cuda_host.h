@@ -23,6 +23,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 
+using std::isfinite;
 using std::max;
 using std::min;
 

@@ -131,7 +131,7 @@ __device__ __forceinline__ void write_row(const Row& x, float mean, float scale,
 // with the reciprocal, less its own error, is as near. A mean that is a unit off would show where rows lie far from zero.
 __device__ __forceinline__ float quotient_of(float sum, float count) {
   const float reciprocal = __fdividef(1.0f, count), quotient = sum * reciprocal;
-  return fmaf(fmaf(-quotient, count, sum), reciprocal, quotient);
+  return isfinite(quotient) ? fmaf(fmaf(-quotient, count, sum), reciprocal, quotient) : quotient;
 }
 
 // What is not a number stays so, as it would not through fmaxf().
@@ -139,11 +139,13 @@ __device__ __forceinline__ float bounded(float variance) {
   return LEAST > 0.0f && variance < LEAST ? LEAST : variance;
 }
 
-// One over the deviation. A quotient by more than 2^126 would be 0, and no root is as large.
+// One over the deviation. A quotient by more than 2^126 would be 0, and no root is as large. All of a row is off by what
+// this is, so the reciprocal root is less its own error where that is a number.
 __device__ __forceinline__ float scale_of(float variance) {
   const float bound = bounded(variance) + EPSILON;
   if constexpr (ADDED > 0.0f) return __fdividef(1.0f, sqrtf(bound) + ADDED);
-  return rsqrtf(bound);
+  const float root = rsqrtf(bound), refined = fmaf(0.5f * root, fmaf(-bound * root, root, 1.0f), root);
+  return isfinite(refined) ? refined : root;
 }
 
 // Every thread of the block takes part in the sums, also one whose row does not exist.
@@ -161,7 +163,7 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int bat
     mean = quotient_of(sum_of_row(sum_over(x, columns, thread, [](float value) { return value; }), sums, own, thread), n);
   }
   const auto squared = [&](float value) { return (value - mean) * (value - mean); };
-  const float variance = __fdividef(sum_of_row(sum_over(x, columns, thread, squared), sums, own, thread), n);
+  const float variance = quotient_of(sum_of_row(sum_over(x, columns, thread, squared), sums, own, thread), n);
   if (exists) write_row(x, mean, scale_of(variance), args, batch, row, thread);
 }
 
