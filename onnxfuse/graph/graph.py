@@ -20,10 +20,11 @@ from onnxfuse.graph.load import Model as Model  # re-exported for the rooms beyo
 from onnxfuse.graph.load import ModelProto as ModelProto
 from onnxfuse.graph.load import load_model as load_model
 from onnxfuse.graph.load import overridable
-from onnxfuse.graph.operators import name_of_op
+from onnxfuse.graph.operators import keeps_type, name_of_op, qualified_op
 from onnxfuse.graph.scopes import Scope, ScopePath, all_scopes, main_scope
 from onnxfuse.graph.symbolic import Size as Size  # re-exported: what a dimension of the graph is
 
+MOST_UNTYPED = 64  # nodes of which nothing told the type that it is looked for through
 SIXTEEN_BIT = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
@@ -155,9 +156,19 @@ class Graph:
         )
 
     def dtype(self, name: str) -> int | None:
-        """TensorProto.DataType number of a value, None where unknown."""
-        tensor_type = self.scope.types.get(name)
-        return int(tensor_type.elem_type) or None if tensor_type is not None else None
+        """TensorProto.DataType number of a value, None where unknown.
+
+        Inference says nothing of some bodies: then it is that of what ops keep which keep types.
+        """
+        for _ in range(MOST_UNTYPED):
+            tensor_type = self.scope.types.get(name)
+            if tensor_type is not None and tensor_type.elem_type:
+                return int(tensor_type.elem_type)
+            makers = self._tensors[name].inputs if name in self._tensors else []
+            if not makers or not keeps_type(qualified_op(makers[0])):
+                break
+            name = makers[0].inputs[0].name
+        return None
 
 
 def _rounds(maker: gs.Node) -> bool:

@@ -81,6 +81,15 @@ def qualified_op(node: gs.Node) -> str:
     return f"{node.domain}::{node.op}" if node.domain == MICROSOFTS else str(node.op)
 
 
+@functools.cache
+def keeps_type(op: str) -> bool:
+    """Whether the first output of one of ONNX's ops has the element type of its first input, by its schema."""
+    if not defs.has(op):
+        return False
+    schema = defs.get_schema(op)
+    return bool(schema.inputs and schema.outputs) and schema.inputs[0].type_str == schema.outputs[0].type_str
+
+
 @contextmanager
 def known_operators(*, microsoft: bool) -> Iterator[None]:
     """ONNX's registry with the operators of this module.

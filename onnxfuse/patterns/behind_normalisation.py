@@ -1,6 +1,6 @@
-"""What is behind a normalisation and is done to each element by itself: an activation, as an op or node by node.
+"""What is behind a normalisation of groups and is done to each element by itself: an activation, an op or some nodes.
 
-Every normalising kernel ends in a straight line of steps, of which these nodes are the last.
+Its kernel ends in a straight line of steps, of which these nodes are the last.
 """
 
 from __future__ import annotations

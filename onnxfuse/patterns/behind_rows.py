@@ -8,6 +8,7 @@ and Flux, are one kernel with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 
@@ -36,21 +37,31 @@ from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view, extent
 PATTERN = "normalisation"
 
 
-def grown_behind(graph: Graph, core: Core, points: InsertionPoints) -> Iterator[tuple[Match, Normalisation]]:
+def grown_behind(
+    graph: Graph, core: Core, points: InsertionPoints, alone: bool = False
+) -> Iterator[tuple[Match, Normalisation]]:
     """Matches of the last node of a normalisation and what is behind it, the largest first, and what they compute.
 
     Args:
         graph: the scope.
         core: the normalisation, whose types and columns a kernel has.
         points: who owns the nodes behind it.
+        alone: whether nothing of what is behind it is taken in.
     """
-    for grown in _regions(graph, core, points):
+    for grown in _regions(graph, core, points, alone):
         partition = Partition(grown, points)
-        for match in partition.matches():
+        for match in _matches(partition):
             try:
                 yield match, _lowered(graph, core, match)
             except NotFusable as refusal:
                 partition.refuse(partition.region_of(match), refusal)
+
+
+def _matches(partition: Partition) -> Iterator[Match]:
+    """Those of a region, and last the normalisation by itself."""
+    yield from partition.matches()
+    with suppress(NotFusable):
+        yield partition.bare(partition.grown.products[0])
 
 
 def passes_behind(graph: Graph, core: Core, match: Match) -> int:
@@ -63,14 +74,16 @@ def _is_pass(node: gs.Node) -> bool:
     return node.op in MOVING or (pointwise_row(node) is not None and node.op not in REGROUPING)
 
 
-def _regions(graph: Graph, core: Core, points: InsertionPoints) -> Iterator[GrownRegion]:
+def _regions(graph: Graph, core: Core, points: InsertionPoints, alone: bool) -> Iterator[GrownRegion]:
     """What grows, with columns that are numbered part by part where parts of them take turns, and as they lie."""
 
     def is_taken(node: gs.Node) -> bool:
-        return points.is_taken(node) or _is_of_the_next(graph, node)
+        return alone or points.is_taken(node) or _is_of_the_next(graph, node)
 
     rows = _rows(graph, core)
     grown = GrownRegion(graph, (rows,), is_taken)
+    if grown.refused:
+        return
     for turn in grown.turns.values():
         yield GrownRegion(graph, (rows.in_turns(*turn),), is_taken)
     yield grown

@@ -20,10 +20,11 @@ from onnxfuse.ir.fusion import NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, lo
 from onnxfuse.ir.group_normalisation import CHANNEL, GROUP, IMAGE, GroupNormalisation
 from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.behind_normalisation import Tail, is_known
+from onnxfuse.patterns.behind_rows import PATTERN
 from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation import PATTERN, NormalisationMatch
+from onnxfuse.patterns.normalisation import NormalisationMatch
 from onnxfuse.patterns.normalisation_forms import DEFAULT_EPSILON
 
 MOST_BEFORE = 4  # nodes that make the shape of the image again

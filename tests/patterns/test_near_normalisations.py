@@ -201,21 +201,17 @@ def test_what_a_reciprocal_is_multiplied_by_is_a_parameter_of_any_shape_or_none(
     model = b.model(b("Mul", x, b("Mul", reciprocal, b.input("parameter", shape))))
     parameter = draw(*(SIZES.get(size, size) if isinstance(size, str) else size for size in shape))
     found = fused_and_right(model, FEED | {"parameter": parameter.astype(np.float32)})
-    assert len(found) == (shape in ((1,), (N,), (1, N), (1, 1), (1, 1, N), ("batch", 1, N), ("batch", 1, 1)))
+    assert len(found) == (len(shape) <= len(ROWS) + 1)
 
 
 @pytest.mark.parametrize("op", ["Mul", "Add"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_parameter_is_taken_in_if_it_varies_along_columns_and_batches_alone(
-    shape: tuple[int | str, ...], op: str
-) -> None:
+def test_a_parameter_is_taken_in_unless_it_makes_rows_longer(shape: tuple[int | str, ...], op: str) -> None:
     b = Builder(FLOAT, opset=17)
     x = b.input("x", (*ROWS, N))
     model = b.model(b(op, b.input("parameter", shape), b("LayerNormalization", x, vector(b), axis=-1)))
     parameter = draw(*(SIZES.get(size, size) if isinstance(size, str) else size for size in shape))
-    rows = np.broadcast_shapes(parameter.shape, FEED["x"].shape)
-    is_of_columns = parameter.shape[:-1].count(1) == parameter.ndim - 1 or shape[:2] == ("batch", 1)
-    taken = is_of_columns and rows == FEED["x"].shape
+    taken = np.broadcast_shapes(parameter.shape, FEED["x"].shape) == FEED["x"].shape
     assert fused_and_right(model, FEED | {"parameter": parameter.astype(np.float32)}) == [1 + taken]
 
 
@@ -291,7 +287,7 @@ def test_casts_that_two_share_stay() -> None:
         return b("Sub", *(b("Cast", b("Div", wide, each), to=FLOAT16) for each in roots))
 
     feed = {name: value.astype(np.float16) for name, value in FEED.items()}
-    assert fused_and_right(of(both, FLOAT16), feed) == [6, 6]
+    assert fused_and_right(of(both, FLOAT16), feed) == [7, 6]  # the difference is the one's that comes first
 
 
 def test_a_scale_of_what_is_normalised_is_of_columns_or_stays_behind() -> None:
@@ -309,11 +305,11 @@ def test_a_scale_of_what_is_normalised_is_of_columns_or_stays_behind() -> None:
 
 
 def test_one_row_times_itself() -> None:
-    """Its own row is a parameter of columns, and is read twice."""
+    """A kernel reads what it normalises once, as rows, and the product stays behind it."""
     b = Builder(FLOAT, opset=17)
     x = b.input("x", (1, 1, N))
     model = b.model(b("Mul", b("LayerNormalization", x, vector(b), axis=-1), x))
-    assert fused_and_right(model, {"x": FEED["x"][:1, :1]}) == [2]
+    assert fused_and_right(model, {"x": FEED["x"][:1, :1]}) == [1]
 
 
 @pytest.mark.parametrize("form", [layer_norm, spelled_out])
@@ -382,8 +378,12 @@ def read_in_a_branch(inner: int) -> tuple[Analysis, int]:
 
 @pytest.mark.parametrize("inner", range(9))
 def test_what_a_branch_reads_is_made(inner: int) -> None:
-    """No fusion goes beyond a value that a branch reads; the last is what the fusion makes."""
+    """Of what is no row a fusion makes nothing else; rows are stored beside what is made of them."""
     analysis, count = read_in_a_branch(inner)
     found = [len(site.match.nodes) for site in analysis.sites]
-    assert all(inner not in site.match.nodes[:-1] for site in analysis.sites)
-    assert found == {6: [7], 7: [8], 8: [count]}.get(inner, [])
+    assert found == [count] * (inner >= 6)
+    for site in analysis.sites:
+        read = analysis.model.proto.graph.node[inner].output[0]
+        assert read in {out.name for out in site.match.live_outs}
+        feed = {"x": FEED["x"], "flag": np.array(True)}
+        assert not sweep.difference(analysis.model.proto, sweep.rewritten(analysis), [feed])
