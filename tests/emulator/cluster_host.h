@@ -1,7 +1,5 @@
 // The blocks of a cluster on the CPU, and copies of TMA that land when nothing else can go on.
 #pragma once
-#include <map>
-
 #include "cuda_host.h"
 #include "shuffles.h"
 
@@ -13,79 +11,37 @@ struct alignas(16) float4 {
 
 namespace emulator {
 
-constexpr int MAX_ROUNDS = 20000;  // many times what a launch takes that does not hang
-constexpr int STILL = 400;         // rounds, more than what is left when the last stage has been multiplied
+// A copy that lands later, with what it captured.
+struct ClusterCopy {
+  void (*land)(const void* captured);
+  alignas(16) unsigned char captured[112];
+};
 
 struct Cluster {
   int rank = 0;
-  std::vector<Block> blocks;
-  std::vector<std::map<int, Barrier>> barriers;  // of each block, by number
   Barrier all;
-  bool lazy = false;
-  int still = 0;  // round from which on the first block stands still for STILL of them; 0 for never
-  std::vector<std::function<void()>> copies;  // under way
 
-  Barrier& named(int barrier, int threads) {
-    Barrier& found = barriers[rank][barrier];
-    found.size = threads;
-    return found;
-  }
+  // The barrier of the current block with a number.
+  Barrier& named(int barrier, int threads);
 
-  void later(const std::function<void()>& copy) {
-    if (lazy) {
-      copies.push_back(copy);
-    } else {
-      copy();
-    }
+  template <typename Copy>
+  void later(const Copy& copy) {
+    static_assert(std::is_trivially_copyable_v<Copy> && sizeof(Copy) <= sizeof(ClusterCopy::captured));
+    ClusterCopy kept{[](const void* captured) { (*static_cast<const Copy*>(captured))(); }, {}};
+    memcpy(kept.captured, static_cast<const void*>(&copy), sizeof copy);
+    keep(kept);
   }
 
   // The copy that has been under way for the longest, or the newest.
-  void land(bool newest) {
-    if (copies.empty()) return;
-    const auto which = newest ? copies.end() - 1 : copies.begin();
-    const std::function<void()> copy = *which;
-    copies.erase(which);
-    copy();
-  }
+  void land(bool newest);
+
+ private:
+  void keep(const ClusterCopy& copy);
 };
 
-inline Cluster cluster;
+extern Cluster cluster;
 
-// All threads of the blocks `first` and following, until they end or something fails.
-inline void run_cluster(int blocks, int threads, int first, const std::function<void()>& kernel) {
-  cluster.blocks = std::vector<Block>(blocks);
-  for (Block& each : cluster.blocks) each.lazy = block.lazy;
-  cluster.barriers.assign(blocks, {});
-  cluster.all = {blocks * threads};
-  cluster.copies.clear();
-  ended = 0;
-  const auto in_block = [&](int rank, const auto& body) {
-    cluster.rank = rank;
-    blockIdx.x = first + rank;
-    std::swap(block, cluster.blocks[rank]);
-    body();
-    std::swap(block, cluster.blocks[rank]);
-  };
-  for (int rank = 0; rank < blocks; ++rank) {
-    in_block(rank, [&] { start_block(threads, kernel, onnxfuse_shared + rank * EMULATED_BLOCK_PITCH); });
-  }
-  int round = 0;
-  for (bool running = true; running && failure.empty(); ++round) {
-    running = false;
-    for (int i = 0; i < blocks; ++i) {
-      const int rank = cluster.lazy ? blocks - 1 - i : i;
-      if (rank == 0 && cluster.still > 0 && round >= cluster.still && round < cluster.still + STILL) {
-        running = true;
-        continue;
-      }
-      in_block(rank, [&] {
-        running = step_block(cluster.lazy) || running;
-        const auto finished = [](const Fiber& fiber) { return fiber.finished; };
-        ended |= std::all_of(block.fibers.begin(), block.fibers.end(), finished) ? 1u << rank : 0u;
-      });
-    }
-    if (round == MAX_ROUNDS) failure = "threads wait for each other";
-  }
-}
+// The phase of the barrier of the whole cluster in which the current thread arrived last.
+int& phase_of_arrival();
 
 }  // namespace emulator

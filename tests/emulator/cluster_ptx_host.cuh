@@ -50,11 +50,11 @@ inline void cluster_meet() { emulator::wait(emulator::cluster.all); }
 
 // In turn, by each thread: it waits for the end of the phase in which it arrived last.
 inline void cluster_arrive() {
-  emulator::fiber().phase = emulator::cluster.all.generation;
+  emulator::phase_of_arrival() = emulator::cluster.all.generation;
   emulator::arrive(emulator::cluster.all);
 }
 inline void cluster_wait() {
-  const int phase = emulator::fiber().phase;
+  const int phase = emulator::phase_of_arrival();
   while (emulator::cluster.all.generation == phase) emulator::yield();
 }
 

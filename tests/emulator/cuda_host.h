@@ -1,18 +1,12 @@
 // CUDA C++ on the CPU, as far as the kernels of onnxfuse use it: a block's threads are fibers of one thread, switched
-// at every barrier. Included before the emitted source; the folder's other headers stand in for those of CUDA.
+// at every barrier. Included before the emitted source; the folder's other headers stand in for those of CUDA. What is
+// the same for all kernels is in emulator.cc, which is compiled once: every kernel pays for what stands here.
 #pragma once
-#include <ucontext.h>
-
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <stdexcept>
-#include <string>
-#include <vector>
+#include <limits>
+#include <type_traits>
 
 #define __device__
 #define __global__
@@ -24,8 +18,16 @@
 #define __launch_bounds__(...)
 
 using std::isfinite;
-using std::max;
-using std::min;
+
+// <algorithm> is larger than everything else that a kernel includes.
+template <typename T>
+constexpr const T& max(const T& a, const T& b) {
+  return a < b ? b : a;
+}
+template <typename T>
+constexpr const T& min(const T& a, const T& b) {
+  return b < a ? b : a;
+}
 
 struct float2 {
   float x, y;
@@ -41,15 +43,14 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Position {
   unsigned x, y, z;
 };
-inline Position threadIdx, blockIdx, gridDim;
+extern Position threadIdx, blockIdx, gridDim;
 
 // Of the blocks of a cluster, each behind 24 bits of offset; memory that no block touches costs nothing.
 constexpr int EMULATED_MAX_BLOCKS = 8;
 constexpr int EMULATED_SHARED_BYTES = 228 * 1024;
 constexpr int EMULATED_BLOCK_PITCH = 1 << 24;
 extern "C" {
-alignas(1024) inline unsigned char
-    onnxfuse_shared[(EMULATED_MAX_BLOCKS - 1) * EMULATED_BLOCK_PITCH + EMULATED_SHARED_BYTES];
+extern unsigned char onnxfuse_shared[(EMULATED_MAX_BLOCKS - 1) * EMULATED_BLOCK_PITCH + EMULATED_SHARED_BYTES];
 }
 
 inline float __int_as_float(unsigned bits) {
@@ -67,7 +68,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> shift % 32);
 }
 inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __saturatef(float x) { return x > 0.0f ? std::min(x, 1.0f) : 0.0f; }
+inline float __saturatef(float x) { return x > 0.0f ? min(x, 1.0f) : 0.0f; }
 inline float __expf(float x) { return expf(x); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // As the programming guide has it: 0 for a large finite divisor, whatever the quotient would be.
@@ -82,13 +83,12 @@ struct Barrier {
   int size, arrived = 0, generation = 0;
 };
 
-// Bytes that a kernel may touch, and how often it wrote each.
+// Bytes that a kernel may touch, as the tests describe them.
 struct Range {
   unsigned char* begin;
   size_t bytes;
-  bool writable;
-  std::vector<unsigned char> writes;
-  size_t widest = 0;  // access, in bytes
+  int writable;
+  int widest;  // access to it, in bytes: what comes back
 };
 
 struct PendingCopy {
@@ -97,47 +97,34 @@ struct PendingCopy {
   int count;
 };
 
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool finished;
-  std::vector<std::vector<PendingCopy>> groups;  // of cp.async, the open one last
-  int phase;  // of the barrier of a cluster, in which it arrived there last
-};
-
 struct Warp {
   Barrier barrier;
   unsigned values[32][8];
 };
 
+struct Fiber;
+
 struct Block {
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
+  Fiber* fibers;
+  Warp* warps;
+  int threads;
   Barrier barrier;
-  ucontext_t scheduler;
   bool lazy;  // cp.async lands as late as it may; otherwise at once
   bool any;   // of a barrier that asks
 };
 
-inline Block block;
-inline std::vector<Range> ranges;
-inline std::string failure;
-inline int conflicts;
+extern Block block;
+extern int conflicts;
+extern unsigned ended;  // blocks of a cluster that have no shared memory any more, one bit each
 
-[[noreturn]] inline void fail(const std::string& message);
+[[noreturn]] void fail(const char* message);
+void yield();
+void check_global(const void* pointer, size_t bytes, bool write);
 
-inline Fiber& fiber() { return block.fibers[threadIdx.x]; }
-
-inline void yield() {
-  const unsigned self = threadIdx.x;
-  swapcontext(&fiber().context, &block.scheduler);
-  threadIdx.x = self;
-}
-
-inline void fail(const std::string& message) {
-  if (failure.empty()) failure = message;
-  while (true) yield();
-}
+// cp.async of the current thread: into its open group; the open group closed; all but so many closed ones landed.
+void copy_later(const PendingCopy& copy);
+void close_group();
+void land_groups(size_t pending);
 
 inline void arrive(Barrier& barrier) {
   if (++barrier.arrived != barrier.size) return;
@@ -153,22 +140,6 @@ inline void wait(Barrier& barrier) {
 
 inline Warp& warp() { return block.warps[threadIdx.x / 32]; }
 
-inline void check_global(const void* pointer, size_t bytes, bool write) {
-  const auto* address = static_cast<const unsigned char*>(pointer);
-  if (reinterpret_cast<uintptr_t>(address) % bytes) fail("misaligned access of " + std::to_string(bytes) + " bytes");
-  for (Range& range : ranges) {
-    if (address < range.begin || address + bytes > range.begin + range.bytes) continue;
-    range.widest = std::max(range.widest, bytes);
-    if (!write) return;
-    if (!range.writable) fail("write into an input");
-    for (size_t i = 0; i < bytes; ++i) ++range.writes[address - range.begin + i];
-    return;
-  }
-  fail(std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes out of bounds");
-}
-
-inline unsigned ended;  // blocks of a cluster that have no shared memory any more, one bit each
-
 inline unsigned char* shared(unsigned address, size_t bytes) {
   if (ended >> address / EMULATED_BLOCK_PITCH & 1) fail("shared memory of a block that has ended");
   if (address % EMULATED_BLOCK_PITCH + bytes > EMULATED_SHARED_BYTES) fail("shared memory out of bounds");
@@ -176,49 +147,25 @@ inline unsigned char* shared(unsigned address, size_t bytes) {
   return onnxfuse_shared + address;
 }
 
-// Fibers for the threads of the current block, whose shared memory is `memory`.
-inline void start_block(int threads, const std::function<void()>& kernel, unsigned char* memory) {
-  memset(memory, 0xff, EMULATED_SHARED_BYTES);  // NaN in every type
-  block.fibers = std::vector<Fiber>(threads);
-  block.warps.assign(threads / 32, Warp{{32}, {}});
-  block.barrier = {threads};
-  static const std::function<void()>* entry;
-  entry = &kernel;
-  for (Fiber& own : block.fibers) {
-    constexpr size_t STACK = 256 * 1024;
-    own.stack.reset(new char[STACK]);
-    own.groups.resize(1);
-    getcontext(&own.context);
-    own.context.uc_stack.ss_sp = own.stack.get();
-    own.context.uc_stack.ss_size = STACK;
-    own.context.uc_link = &block.scheduler;
-    makecontext(
-        &own.context,
-        +[] {
-          (*entry)();
-          fiber().finished = true;
-        },
-        0);
-  }
-}
+// What every thread of a launch runs: a call of the kernel with its arguments.
+struct Kernel {
+  void (*run)(const void* call);
+  const void* call;
 
-// Every thread of the current block up to its next barrier. Returns whether any was left to run.
-inline bool step_block(bool backwards = false) {
-  bool running = false;
-  const int threads = static_cast<int>(block.fibers.size());
-  for (int i = 0; i < threads && failure.empty(); ++i) {
-    threadIdx.x = backwards ? threads - 1 - i : i;
-    if (fiber().finished) continue;
-    running = true;
-    swapcontext(&block.scheduler, &fiber().context);
-  }
-  return running;
-}
+  template <typename Call>
+  explicit Kernel(const Call& own) : run([](const void* call) { (*static_cast<const Call*>(call))(); }), call(&own) {}
+};
 
-inline void run_block(int threads, const std::function<void()>& kernel) {
-  start_block(threads, kernel, onnxfuse_shared);
-  while (failure.empty() && step_block()) continue;
-}
+struct Launch {
+  int grid_x, grid_z, threads;
+  bool late;    // lands cp.async as late as it may
+  int lazy;     // of a cluster: as cluster_launch.h has it
+  int cluster;  // blocks of one; 0 where blocks run one by one
+  int writes;   // that a byte may get
+};
+
+// Returns what went wrong, or an empty string.
+const char* launch(const Launch& launch, Range* ranges, int range_count, const Kernel& kernel);
 
 }  // namespace emulator
 

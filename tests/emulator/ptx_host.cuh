@@ -6,10 +6,6 @@ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(static_cast<const unsigned char*>(pointer) - onnxfuse_shared);
 }
 
-inline void land(const emulator::PendingCopy& copy) {
-  memcpy(emulator::shared(copy.shared, copy.count), copy.bytes, copy.count);
-}
-
 template <int BYTES>
 unsigned short load_small(const void* global, bool inside) {
   unsigned short value = 0;
@@ -29,10 +25,7 @@ void copy_async(unsigned shared, const void* global, bool inside) {
   emulator::PendingCopy copy{shared, {}, BYTES};
   if (inside) emulator::check_global(global, BYTES, false);
   if (inside) memcpy(copy.bytes, global, BYTES);
-  if (!emulator::block.lazy)
-    land(copy);
-  else
-    emulator::fiber().groups.back().push_back(copy);
+  emulator::copy_later(copy);
 }
 
 inline void copy_async_part(unsigned shared, const void* global, int bytes) {
@@ -41,21 +34,14 @@ inline void copy_async_part(unsigned shared, const void* global, int bytes) {
   if (bytes < 0 || bytes > 4) emulator::fail("a copy of no part of a word");
   for (int i = 0; i < bytes; ++i) emulator::check_global(static_cast<const unsigned char*>(global) + i, 1, false);
   memcpy(copy.bytes, global, bytes);
-  if (!emulator::block.lazy)
-    land(copy);
-  else
-    emulator::fiber().groups.back().push_back(copy);
+  emulator::copy_later(copy);
 }
 
-inline void copy_async_commit() { emulator::fiber().groups.emplace_back(); }
+inline void copy_async_commit() { emulator::close_group(); }
 
 template <int PENDING>
 void copy_async_wait() {
-  auto& groups = emulator::fiber().groups;
-  while (groups.size() - 1 > PENDING) {
-    for (const auto& copy : groups.front()) land(copy);
-    groups.erase(groups.begin());
-  }
+  emulator::land_groups(PENDING);
 }
 
 template <typename Vector>
@@ -179,9 +165,9 @@ inline float cut(double value) {
 template <int COUNT>
 float add_cut(float sum, const double (&products)[COUNT]) {
   double largest = fabs(sum), plain = sum;
-  for (double product : products) largest = std::max(largest, fabs(product)), plain += product;
+  for (double product : products) largest = ::max(largest, fabs(product)), plain += product;
   if (!std::isfinite(plain) || largest == 0.0) return static_cast<float>(plain);
-  const double unit = std::max(ldexp(1.0, std::ilogb(largest) - 23), 0x1p-149);
+  const double unit = ::max(ldexp(1.0, std::ilogb(largest) - 23), 0x1p-149);
   double units = trunc(sum / unit);
   for (double product : products) units += trunc(product / unit);
   return cut(units * unit);
@@ -253,7 +239,7 @@ inline float at_least_normal(float x) { return std::fabs(x) < std::numeric_limit
 inline float fast_exp2(float x) { return at_least_normal(exp2f(at_least_normal(x))); }
 inline float fast_reciprocal(float x) { return at_least_normal(1.0f / at_least_normal(x)); }
 
-inline float minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }
-inline float maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
+inline float minimum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : ::min(a, b); }
+inline float maximum(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : ::max(a, b); }
 
 }  // namespace onnxfuse

@@ -14,6 +14,7 @@ from pathlib import Path
 
 EMULATOR = Path(__file__).parents[1] / "emulator"
 HEADER = "cuda_host.h"
+RUNTIME = "emulator.cc"  # the same for all kernels
 COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC", "-ffp-contract=off", "-fno-gnu-unique")
 
 
@@ -24,8 +25,9 @@ def build_library(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     (folder / "kernel.cpp").write_text(source)
     compiled = _of_this_run() / f"{name}.so"
     if not compiled.exists():
-        headers = (f"-I{_precompiled()}", f"-I{EMULATOR}")
-        command = [*COMPILER, *headers, *options, "-shared", "kernel.cpp", "-o", library.name]
+        headers = (f"-I{_made(HEADER, '.gch', '-x', 'c++-header').parent}", f"-I{EMULATOR}")
+        runtime = str(_made(RUNTIME, ".o", "-O2", "-c"))
+        command = [*COMPILER, *headers, *options, "-shared", "kernel.cpp", runtime, "-o", library.name]
         subprocess.run(command, cwd=folder, check=True)
         _publish(library, compiled)
     else:
@@ -33,15 +35,14 @@ def build_library(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _precompiled() -> Path:
-    """A folder with the emulator's header compiled: half of a kernel's time."""
-    folder = _of_this_run()
-    compiled = folder / f"{HEADER}.gch"
+def _made(name: str, ending: str, *options: str) -> Path:
+    """What the compiler makes of a file of the emulator, once for all kernels."""
+    compiled = _of_this_run() / f"{name}{ending}"
     if not compiled.exists():
-        own = folder / f"{HEADER}.{os.getpid()}"
-        subprocess.run([*COMPILER, "-x", "c++-header", str(EMULATOR / HEADER), "-o", str(own)], check=True)
+        own = compiled.with_suffix(f".{os.getpid()}")
+        subprocess.run([*COMPILER, *options, str(EMULATOR / name), "-o", str(own)], check=True)
         own.rename(compiled)
-    return folder
+    return compiled
 
 
 def _of_this_run() -> Path:
