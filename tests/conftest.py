@@ -51,16 +51,16 @@ def pytest_collection_finish() -> None:
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test that is marked `one_in(n)`, a part of its cases alone."""
     met: Counter[str] = Counter()
-    left_out = []
+    left_out = {}
     for item in items:
         marker = item.get_closest_marker("one_in")
         name = item.nodeid.split("[")[0]
         if marker and not is_taken(met[name], *marker.args):
-            left_out.append(item)
+            left_out[item] = None
         met[name] += 1
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def skip_without_gpu(items: list[pytest.Item]) -> None:
