@@ -328,12 +328,13 @@ def _footprint(
     narrow = next((columns for columns in (48, 32) if columns < widest and columns in lengths), widest)
     lone = tile.group_m == FRAGMENT_ROWS and tile.block_n == widest  # the tile's only slab, which waits for no other
     slabs = ((widest, 1), (narrow, 1)) if lone else ((widest, 2), (narrow, 2), (widest, 1), (narrow, 1))
+    wholes = (True, False) if _tile_loads(spec) else (True,)  # without operands to hold there is no difference
 
     def most_stages(slabs: Sequence[tuple[int, int]]) -> HopperFootprint:
         candidates = [
             _layout(spec, tile, shared_limit, stage, columns, buffers, whole, in_place)
-            for whole in (True, False)
-            for columns, buffers in slabs
+            for whole in wholes
+            for columns, buffers in dict.fromkeys(slabs)
         ]
         return max(candidates, key=lambda layout: min(layout.stages, enough))
 
