@@ -19,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
 
 def test_a_short_one_passes(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "CHECK_EVERY", 10)
-    outcome = soak.soak(models, seconds=6, threads=4, device="cpu")
+    outcome = soak.soak(models, seconds=2, threads=4, device="cpu")
     assert outcome.wrong == []
     assert outcome.failures == []
     assert all(outcome.runs.values())
@@ -71,9 +71,10 @@ def test_growth_is_a_failure(models: list[Subject]) -> None:
     assert not replace(outcome, device_growth=DEVICE_LIMIT + 1).passed
 
 
-def test_the_command_writes_its_result(tmp_path: Path) -> None:
+def test_the_command_writes_its_result(models: list[Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "subjects", lambda *_: models)
     out = tmp_path / "soak.json"
-    code = soak.main(["--seconds", "2", "--threads", "2", "--device", "cpu", "--out", str(out)])
+    code = soak.main(["--seconds", "1", "--threads", "2", "--device", "cpu", "--out", str(out)])
     result = json.loads(out.read_text())
     assert result["passed"] == (code == 0)
     assert result["wrong"] == []
