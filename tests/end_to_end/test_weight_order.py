@@ -193,6 +193,7 @@ def arrays(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 def outputs(model: onnx.ModelProto, level: str, values: Mapping[str, np.ndarray]) -> list[bytes]:
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 4
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -151,6 +151,7 @@ def test_types_and_shapes(name: str, element: int) -> None:
 def test_a_run_makes_the_same(name: str) -> None:
     case = CASES[name]
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model(case, FLOAT).SerializeToString(), options, ["CPUExecutionProvider"])
     feed = {

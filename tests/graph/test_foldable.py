@@ -51,6 +51,7 @@ def products(model: ModelProto) -> int:
 
 def left_by_the_runtime(model: ModelProto, folder: Path) -> int:
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.optimized_model_filepath = str(folder / "left.onnx")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

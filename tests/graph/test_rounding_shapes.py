@@ -66,6 +66,7 @@ def test_the_tables_are_those_of_the_provider(op: str, tmp_path: Path) -> None:
     b = Builder(TensorProto.FLOAT16, opset=20)
     model = b.model(made(b, op))
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.optimized_model_filepath = str(tmp_path / "as_run.onnx")
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

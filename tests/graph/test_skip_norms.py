@@ -50,6 +50,7 @@ def layer(
 
 def as_the_runtime_has_it(model: ModelProto, folder: Path) -> list[onnx.NodeProto]:
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.optimized_model_filepath, options.log_severity_level = str(folder / "made.onnx"), 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -280,6 +280,7 @@ def test_onnx_forgets_the_operators_again() -> None:
 def test_sites_survive_the_optimiser(key: str, level: str, tmp_path: Path) -> None:
     """Gates and activations are those of the manifest, and the bits stay. fp16 is fp32 behind Casts on the CPU."""
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     options.log_severity_level = 4
