@@ -19,7 +19,7 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.ir.fusion import NONLINEAR, Axis, Dim, Load, Out, Step, Tensor, load_name
 from onnxfuse.ir.group_normalisation import CHANNEL, GROUP, IMAGE, GroupNormalisation
 from onnxfuse.limits import MAX_LOADS
-from onnxfuse.patterns.behind_normalisation import Tail, is_known
+from onnxfuse.patterns.behind_groups import Tail, is_known
 from onnxfuse.patterns.behind_rows import PATTERN
 from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
