@@ -7,7 +7,7 @@ and Flux, are one kernel with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -17,7 +17,6 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
-from onnxfuse.graph.skip_norms import is_added_and_normalised
 from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Load, Step, Tensor, Value, load_name
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MAX_LOADS
@@ -30,7 +29,7 @@ from onnxfuse.patterns.normalisation_forms import Core
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.profitability import MOVING, REGROUPING
+from onnxfuse.patterns.profitability import ENDS, MOVING, REGROUPING
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view, extent
 
@@ -38,19 +37,21 @@ PATTERN = "normalisation"
 
 
 def grown_behind(
-    graph: Graph, core: Core, points: InsertionPoints, alone: bool = False
+    graph: Graph, core: Core, points: InsertionPoints, is_taken: Callable[[gs.Node], bool]
 ) -> Iterator[tuple[Match, Normalisation]]:
     """Matches of the last node of a normalisation and what is behind it, the largest first, and what they compute.
 
     Args:
         graph: the scope.
         core: the normalisation, whose types and columns a kernel has.
-        points: who owns the nodes behind it.
-        alone: whether nothing of what is behind it is taken in.
+        points: who owns nodes, and where fused ones stand.
+        is_taken: whether a node behind it stays there.
     """
-    for grown in _regions(graph, core, points, alone):
+    for grown in _regions(graph, core, is_taken):
         partition = Partition(grown, points)
         for match in _matches(partition):
+            if _ends_in_vain(graph, match):
+                continue
             try:
                 yield match, _lowered(graph, core, match)
             except NotFusable as refusal:
@@ -74,12 +75,15 @@ def _is_pass(node: gs.Node) -> bool:
     return node.op in MOVING or (pointwise_row(node) is not None and node.op not in REGROUPING)
 
 
-def _regions(graph: Graph, core: Core, points: InsertionPoints, alone: bool) -> Iterator[GrownRegion]:
+def _ends_in_vain(graph: Graph, match: Match) -> bool:
+    """Whether a view that moves nothing is the last node, and nothing is moved before it: it costs nothing behind."""
+    nodes = [graph.nodes[index] for index in match.nodes]
+    last = next(node for node in nodes if any(tensor.name == match.out for tensor in node.outputs))
+    return last.op in ENDS and not any(node.op in MOVING for node in nodes)
+
+
+def _regions(graph: Graph, core: Core, is_taken: Callable[[gs.Node], bool]) -> Iterator[GrownRegion]:
     """What grows, with columns that are numbered part by part where parts of them take turns, and as they lie."""
-
-    def is_taken(node: gs.Node) -> bool:
-        return alone or points.is_taken(node) or _is_of_the_next(graph, node)
-
     rows = _rows(graph, core)
     grown = GrownRegion(graph, (rows,), is_taken)
     if grown.refused:
@@ -87,11 +91,6 @@ def _regions(graph: Graph, core: Core, points: InsertionPoints, alone: bool) -> 
     for turn in grown.turns.values():
         yield GrownRegion(graph, (rows.in_turns(*turn),), is_taken)
     yield grown
-
-
-def _is_of_the_next(graph: Graph, node: gs.Node) -> bool:
-    """Whether a node is part of an op that adds and normalises, or becomes one in the runtime: it is no pass then."""
-    return graph.index(node) in graph.opened_sums or is_added_and_normalised(graph, node)
 
 
 def _rows(graph: Graph, core: Core) -> Product:
@@ -146,10 +145,11 @@ def _check_rows(fusion: Fusion, x: Tensor) -> None:
 def _features(fusion: Fusion) -> tuple[str, ...]:
     """What a report counts: activations by their names, and what else is done to the elements of a row."""
     named = {step.op for step in fusion.steps} & NONLINEAR | {*fusion.features} & {"gate", "mask", "extra_output"}
+    every = {axis for axis in fusion.rhs[0].axes if fusion.size(axis) != 1}
     for ops, of_columns, of_rows in ((("add", "sub"), "bias", "residual"), (("mul", "div"), "scale", "scale")):
         values = {value for step in fusion.steps if step.op in ops for value in step.inputs}
         read = (fusion.operands[load.operand] for value in values if (load := fusion.load(value)) is not None)
-        named |= {of_rows if {*operand.axes} & {*fusion.lhs.axes} else of_columns for operand in read}
+        named |= {of_rows if every <= {*operand.axes} else of_columns for operand in read}
     return tuple(sorted(named | ({"rotary"} if fusion.pattern == "rotary_gemm" else set())))
 
 

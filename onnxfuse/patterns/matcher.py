@@ -98,14 +98,15 @@ def match_sites(
         normalisation: whether what normalises rows does, without a product.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
-    search.points.reserve(reserved(graph) | reserved_views(graph) if normalisation and not rounds else ())
+    kept = reserved(graph) | reserved_views(graph) if normalisation and not rounds else frozenset[int]()
+    search.points.reserve(kept)
     found, apart = search.match_attentions() if attention else ([], [])
     products, skipped = _products(graph, search.points)
     for group in siblings(graph, products):
         matched, refused = search.match_group(group)
         found += matched
         skipped += refused
-    found += search.match_normalisations() if normalisation else []
+    found += search.match_normalisations(kept) if normalisation else []
     found += search.match_cached() if attention and not rounds else []
     skipped += unlike_a_kernel(graph, search.points) if attention else ()
     skipped = _with_apart(graph, skipped, apart)
@@ -240,10 +241,14 @@ class Search(Generic[SiteT]):
                 return made
         raise min(refusals, key=lambda refusal: refusal.reason == "no_attention_kernel")
 
-    def match_normalisations(self) -> list[Found[SiteT]]:
-        """Every normalisation that a kernel computes faster than ONNX Runtime; the others have no product to report."""
+    def match_normalisations(self, kept: frozenset[int]) -> list[Found[SiteT]]:
+        """Every normalisation that a kernel computes faster than ONNX Runtime; the others have no product to report.
+
+        Args:
+            kept: the nodes of all of them: none takes what another one begins with.
+        """
         self.points.reserve(())
-        found = self._made_of(normalisations(self.graph, self.points, self.rounds))
+        found = self._made_of(normalisations(self.graph, self.points, self.rounds, kept))
         return found if self.rounds else [*found, *self._made_of(group_normalisations(self.graph, self.points))]
 
     def match_cached(self) -> list[Found[SiteT]]:

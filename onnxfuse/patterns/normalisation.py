@@ -7,8 +7,9 @@ one where a product has the sums; else the op stays whole, which adds as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import onnx_graphsurgeon as gs
 
@@ -52,19 +53,23 @@ class NormalisationMatch(Match):
         return self.anchor
 
 
-def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Iterator[tuple[Match, Normalisation]]:
+def normalisations(
+    graph: Graph, points: InsertionPoints, rounds: bool, kept: Collection[int]
+) -> Iterator[tuple[Match, Normalisation]]:
     """Every normalisation of a scope whose nodes no fusion has.
 
     Args:
         graph: the scope.
         points: who owns its nodes.
         rounds: whether fusions round every intermediate as the model does; then only an op by itself is one.
+        kept: nodes of other normalisations, which none takes in.
     """
+    is_taken = partial(_is_of_others, graph, points, kept)
     for node in graph.nodes:
         core = of_op(graph, node) or (None if rounds else _spelled_out(graph, node))
         if core is None or graph.is_folded(core.normal.name) or not _is_left_to_a_kernel(graph, points, core):
             continue
-        for match, lowered in _matches(graph, core, points, rounds):
+        for match, lowered in _matches(graph, core, points, _always if rounds else is_taken):
             if any(map(points.is_taken, core.nodes)):
                 break
             try:
@@ -74,14 +79,26 @@ def normalisations(graph: Graph, points: InsertionPoints, rounds: bool) -> Itera
                 continue
 
 
+def _always(node: gs.Node) -> bool:
+    """Nothing behind an op by itself is taken in."""
+    return True
+
+
+def _is_of_others(graph: Graph, points: InsertionPoints, kept: Collection[int], node: gs.Node) -> bool:
+    """Whether another fusion has a node, another normalisation begins with it, or an op that adds and normalises."""
+    index = graph.index(node)
+    taken = points.is_taken(node) or index in kept
+    return taken or index in graph.opened_sums or is_added_and_normalised(graph, node)
+
+
 def _matches(
-    graph: Graph, core: Core, points: InsertionPoints, rounds: bool
+    graph: Graph, core: Core, points: InsertionPoints, is_taken: Callable[[gs.Node], bool]
 ) -> Iterator[tuple[NormalisationMatch, Normalisation]]:
     """What of a normalisation and the nodes behind it one kernel may compute, the largest first."""
     if not _is_normalised(graph, core):
         return
     shapes = _shapes(graph, core)
-    for match, lowered in grown_behind(graph, core, points, alone=rounds):
+    for match, lowered in grown_behind(graph, core, points, is_taken):
         nodes = sorted({*map(graph.index, core.nodes), *match.nodes})
         own = NormalisationMatch(
             products=(),

@@ -168,6 +168,43 @@ def test_it_stays_behind(behind: Callable[[Builder], str]) -> None:
     assert not sweep.difference(model, sweep.rewritten(analysed(model)), [drawn(model)])
 
 
+def rms(b: Builder, x: str) -> str:
+    """As exporters write it, with a cast of what is fp32 as it is."""
+    wide = b("Cast", x, to=FLOAT)
+    root = b("Sqrt", b("Add", b("ReduceMean", b("Mul", wide, wide), b.integers(-1)), b.array(1e-6)))
+    return b("Div", wide, root)
+
+
+def groups(b: Builder, x: str) -> str:
+    """As torch's GroupNorm, between two Reshapes."""
+    ones, zeros = b.array(np.ones(4), "ones"), b.array(np.zeros(4), "zeros")
+    made = b("InstanceNormalization", b("Reshape", x, b.integers(0, 4, -1)), ones, zeros)
+    return b("Reshape", made, b.integers(0, 12, WIDTH))
+
+
+@pytest.mark.parametrize(("behind", "rows"), [(rms, "rows"), (groups, 12)])
+def test_what_the_next_one_begins_with_is_its_own(behind: Callable[[Builder, str], str], rows: str | int) -> None:
+    b = Builder(FLOAT, opset=18)
+    first = layer_norm(b, b.input("x", ("batch", rows, WIDTH)), WIDTH)
+    total = b("Add", b.input("skip", ("batch", rows, WIDTH)), first)
+    model = b.model(behind(b, total))
+    sites = analysed(model).sites
+    assert [site.match.out for site in sites] == [total, model.graph.output[0].name]
+    assert not sweep.difference(model, sweep.rewritten(analysed(model)), [drawn(model)])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_a_view_that_moves_nothing_stays_behind(dtype: int) -> None:
+    """It is free there, and in 16 bits the CPU's provider would round otherwise."""
+    b = Builder(dtype, opset=18)
+    y = b("Mul", layer_norm(b, b.input("x", ("batch", 5, HEAD)), HEAD), b.array(draw(HEAD), "weight"))
+    rows = b("Concat", b.input("others", ("batch", 2, 1, HEAD)), b("Unsqueeze", y, b.integers(2)), axis=1)
+    model = b.model(b("Add", b("Neg", rows), b.array(draw(HEAD, seed=4), "more")))
+    assert the_norm(model)[0].match.out == y
+    feed = {name: value.astype(b.numpy) for name, value in drawn(model).items()}
+    assert not sweep.difference(model, sweep.rewritten(analysed(model)), [feed])
+
+
 def test_q_and_k_have_their_tables_in_common() -> None:
     """Grouped queries: heads of k are fewer."""
     b = Builder(FLOAT, opset=18)
