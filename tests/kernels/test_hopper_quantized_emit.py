@@ -80,8 +80,16 @@ def _heaviest() -> list[tuple[KernelSpec, QuantizedTile]]:
     return cases + [(spec_of(form, 2, kind), apart) for form, kind in kinds]
 
 
+def _named(value: KernelSpec | QuantizedTile) -> str:
+    if isinstance(value, QuantizedTile):
+        return str(value)
+    form = value.quantization
+    assert form is not None
+    return f"{form.bits} bits, blocks of {form.block}, {value.dtype}, {value.parts} parts, {len(value.loads)} loads"
+
+
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize(("spec", "tile"), _heaviest(), ids=str)
+@pytest.mark.parametrize(("spec", "tile"), _heaviest(), ids=_named)
 def test_it_compiles_without_spills(spec: KernelSpec, tile: QuantizedTile) -> None:
     image = compile_source(emit(spec, tile, DEVICE.shared_bytes), DEVICE)
     assert (image.spill_bytes, image.local_bytes) == (0, 0)
