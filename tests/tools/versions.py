@@ -44,6 +44,7 @@ ORIGINAL_NODES = ("1.26.0", "1.24.4", "1.22.1", "1.20.1", OLDEST_ORIGINAL)
 OLD_NUMPY = {OLDEST_ORIGINAL: "numpy==1.26.4"}  # what a version cannot do without
 OPENVINO = "openvino==2026.4.1"
 MODEL = ROOT / "models" / "ff_geglu.onnx"
+ARCHITECTURES = "sm_80,ptx"  # machine code, and what is compiled as it is loaded: each version compiles and reads all
 OLD_MODELS = [ROOT / "models" / f"{name}.onnx" for name in ("bert", "lstm_gates", "unet_block")]  # operator set 17
 SMALL = ("several_bodies", "lstm_gates")  # of the models, for onnx.reference
 FP32 = (*SMALL, "bert")  # of the models, for OpenVINO, which rounds an fp16 model where it likes
@@ -154,7 +155,7 @@ def check(python: Path, folder: Path, version: str) -> str:
         "PYTHONPATH": str(packages),
     }
     command = [str(python), "-m", "onnxfuse"]
-    run([*command, "optimize", str(MODEL), "-o", "fused.onnx"], env=bare, cwd=folder)
+    run([*command, "optimize", str(MODEL), "-o", "fused.onnx", "--arch", ARCHITECTURES], env=bare, cwd=folder)
     run([*command, "verify", str(MODEL), "fused.onnx"], env=bare, cwd=folder)
     library = run([*command, "library"], env=bare, cwd=folder).strip()
     with_driver = bare | {"LD_LIBRARY_PATH": str(fake_driver_folder())}
