@@ -224,7 +224,7 @@ def test_what_is_not_finite_stays_in_its_row(value: float, centred: bool, tmp_pa
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_kernels_need_no_local_memory(arch: str, taken: Taken) -> None:
-    specs = [make_spec(case) for case in taken(CASES, 2)]
+    specs = [make_spec(case) for case in taken(CASES, 4)]
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(emit(spec, spec.tile), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):
