@@ -164,10 +164,10 @@ class Graph:
             tensor_type = self.scope.types.get(name)
             if tensor_type is not None and tensor_type.elem_type:
                 return int(tensor_type.elem_type)
-            makers = self._tensors[name].inputs if name in self._tensors else []
-            if not makers or not keeps_type(qualified_op(makers[0])):
+            maker = next(iter(self._tensors[name].inputs if name in self._tensors else ()), None)
+            if maker is None or maker.outputs[0].name != name or not keeps_type(qualified_op(maker)):
                 break
-            name = makers[0].inputs[0].name
+            name = maker.inputs[0].name
         return None
 
 

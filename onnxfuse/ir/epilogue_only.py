@@ -8,6 +8,7 @@ its other loads come after them:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from onnxfuse.errors import NotFusable
@@ -15,8 +16,13 @@ from onnxfuse.ir.fusion import Fusion, Load, Pointwise, Step, Tensor, Value, acc
 from onnxfuse.limits import MAX_LOADS
 
 
-def epilogue_of(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
+def epilogue_of(fusion: Fusion, products: tuple[Tensor, ...], name_of: Callable[[int], str] = load_name) -> Pointwise:
     """The fusion's steps over the product's outputs, `[..., m, (p n)]` one for each tensor of `fusion.rhs`.
+
+    Args:
+        fusion: the product with its steps.
+        products: what is loaded in its place.
+        name_of: what steps call each part of it; as loads, or as sums where something is done to them first.
 
     Raises:
         NotFusable: the parts and the operands are more than a kernel takes.
@@ -26,7 +32,7 @@ def epilogue_of(fusion: Fusion, products: tuple[Tensor, ...]) -> Pointwise:
     if len(loads) > MAX_LOADS:
         raise NotFusable("too_many_operands", fusion.anchor, f"{len(loads)} operands; a kernel takes {MAX_LOADS}")
     first = len(fusion.parts)
-    names: dict[Value, Value] = {acc_name(part): load_name(part) for part in range(first)}
+    names: dict[Value, Value] = {acc_name(part): name_of(part) for part in range(first)}
     names |= {load_name(index): load_name(index + first) for index in range(len(fusion.loads))}
     stored = {product.name for product in products}
     return Pointwise(

@@ -26,8 +26,3 @@ class GroupNormalisation(Normalisation):
     def channels(self) -> int:
         """Of a group."""
         return self.size(CHANNEL) or 1
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The axes that are normalised together."""
-        return tuple(axis.name for axis in self.axes if axis.name not in (IMAGE, GROUP))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnxfuse.ir.fusion import PART_AXIS, Pointwise, acc_name, load_name, part_text
+from onnxfuse.ir.fusion import PART_AXIS, Pointwise, acc_name, part_text
 
 NORMAL = acc_name(0)  # what steps call an element of a normalised row, of its first part
-ROW = load_name(0)  # what is normalised
 COLUMNS = "n"
 
 

@@ -1,4 +1,4 @@
-"""What follows normalised rows beyond one element at a time: halves that turn, heads that move, operands of rows.
+"""What follows normalised rows: what is done to each element, halves that turn, heads that move, operands of rows.
 
 Rows grow as a product does whose sums they were (region_growth.py, partition.py), and a match of them is lowered as one
 whose right-hand side is what is normalised. So q and k that are normalised before a rotary embedding, as those of Qwen3
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import takewhile
 
 import onnx_graphsurgeon as gs
@@ -17,9 +16,9 @@ import onnx_graphsurgeon as gs
 from onnxfuse.dtypes import FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
-from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Load, Step, Tensor, Value, load_name
+from onnxfuse.ir.epilogue_only import epilogue_of
+from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Tensor, acc_name
 from onnxfuse.ir.normalisation import Normalisation
-from onnxfuse.limits import MAX_LOADS
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.fallback_shape import Base
@@ -27,9 +26,8 @@ from onnxfuse.patterns.insertion_points import InsertionPoints
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.normalisation_forms import Core
 from onnxfuse.patterns.partition import Partition
-from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.profitability import ENDS, MOVING, REGROUPING
+from onnxfuse.patterns.profitability import ENDS, MOVING, is_arithmetic
 from onnxfuse.patterns.region_growth import GrownRegion
 from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view, extent
 
@@ -72,7 +70,7 @@ def passes_behind(graph: Graph, core: Core, match: Match) -> int:
 
 
 def _is_pass(node: gs.Node) -> bool:
-    return node.op in MOVING or (pointwise_row(node) is not None and node.op not in REGROUPING)
+    return node.op in MOVING or is_arithmetic(node)
 
 
 def _ends_in_vain(graph: Graph, match: Match) -> bool:
@@ -137,9 +135,6 @@ def _check_rows(fusion: Fusion, x: Tensor) -> None:
         raise NotFusable("unknown_op", fusion.anchor, "moves columns in front of rows")
     if any(operand.name == x.name for operand in fusion.operands):
         raise NotFusable("views_differ", fusion.anchor, "reads one operand in two ways")
-    if len(fusion.parts) + len(fusion.loads) > MAX_LOADS:
-        detail = f"{len(fusion.parts) + len(fusion.loads)} operands; a kernel takes {MAX_LOADS}"
-        raise NotFusable("too_many_operands", fusion.anchor, detail)
 
 
 def _features(fusion: Fusion) -> tuple[str, ...]:
@@ -165,22 +160,16 @@ def _behind_columns(tensor: Tensor, columns: Sequence[str]) -> Iterator[str]:
 
 def _of_rows(fusion: Fusion, x: Tensor, core: Core) -> Normalisation:
     """The steps over normalised parts of x, which are the first loads: `acc1` is `op1`, normalised."""
-    first = len(fusion.parts)
-    names: dict[Value, Value] = {load_name(index): load_name(index + first) for index in range(len(fusion.loads))}
+    behind = epilogue_of(fusion, (x,), acc_name)
     return Normalisation(
         anchor=node_label(core.anchor),
         pattern=PATTERN,
         features=_features(fusion),
-        axes=fusion.axes,
-        operands=(x, *fusion.operands),
-        loads=(
-            *(Load(0, part.part) for part in fusion.parts),
-            *(replace(load, operand=load.operand + 1) for load in fusion.loads),
-        ),
-        steps=tuple(
-            Step(step.result, step.op, tuple(names.get(value, value) for value in step.inputs)) for step in fusion.steps
-        ),
-        outs=tuple(replace(out, value=str(names.get(out.value, out.value))) for out in fusion.outs),
+        axes=behind.axes,
+        operands=behind.operands,
+        loads=behind.loads,
+        steps=behind.steps,
+        outs=behind.outs,
         centred=core.centred,
         epsilon=core.epsilon,
         least=core.least,

@@ -191,6 +191,7 @@ def _lowered(graph: Graph, core: Core, tail: ChannelTail) -> GroupNormalisation 
         outs=(Out(made, value),),
         centred=True,
         epsilon=core.epsilon,
+        along=tuple(axis.name for axis in axes if axis.name not in (IMAGE, GROUP)),
     )
 
 

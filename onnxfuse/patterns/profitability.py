@@ -20,6 +20,11 @@ ENDS = frozenset(VIEWS) | MOVING
 COMPUTING = frozenset({"com.microsoft::BiasSplitGelu"})  # changes the columns and computes, all in one
 
 
+def is_arithmetic(node: gs.Node) -> bool:
+    """Whether a node by itself would read and write every element, and compute something of it."""
+    return pointwise_row(node) is not None and node.op not in REGROUPING
+
+
 class Profitability:
     """Which nodes of what has grown are worth a kernel."""
 
@@ -62,7 +67,7 @@ class Profitability:
         """Whether what follows the intermediates is arithmetic, or a Transpose of what is stored anyway."""
         without = Region.union(self.grown.needs[value.maker] for value in intermediates)
         gained = region - without
-        if any(self._is_arithmetic(self.grown.nodes[position]) for position in gained):
+        if any(is_arithmetic(self.grown.nodes[position]) for position in gained):
             return True
         is_stored = any(value.escapes or self._reads_data(value, region) for value in leaving)
         return is_stored and bool(gained & self._work) and all(len(out.refs) == 1 for out in match.live_outs)
@@ -70,9 +75,6 @@ class Profitability:
     def _reads_data(self, value: GrownValue, region: Region) -> bool:
         """Whether a reader outside of a region asks for more than a value's shape."""
         return any(reader.op != "Shape" for reader in self.live.readers_outside(value, region))
-
-    def _is_arithmetic(self, node: gs.Node) -> bool:
-        return pointwise_row(node) is not None and node.op not in REGROUPING
 
     def _is_quantized(self, node: gs.Node) -> bool:
         """Whether a node is a product that kernels may make faster than the runtime even where nothing follows it."""

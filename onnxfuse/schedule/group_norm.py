@@ -52,7 +52,7 @@ GROUP_NORM = GroupNormFamily()
 
 def map_groups(fusion: GroupNormalisation) -> AxisMapping:
     """Rows are the groups of all images, columns the pixels of all channels of one."""
-    return AxisMapping((), (IMAGE, GROUP), fusion.columns, ())
+    return AxisMapping((), (IMAGE, GROUP), fusion.along, ())
 
 
 def make_group_norm_plan(fusion: GroupNormalisation, mapping: AxisMapping, device: DeviceSpec) -> NormPlan:

@@ -11,6 +11,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 import onnxfuse
+from onnxfuse.graph.graph import all_graphs, load_model
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.pipeline import Analysis
 from tests.helpers.matching import check_meaning, draw
@@ -358,6 +359,17 @@ def test_in_a_body(op: str, form: Form) -> None:
     assert {site.fusion.pattern for site in analysis.sites} == {"normalisation"}
     feed = {"x": FEED["x"], "flag": np.array(True)}
     assert not sweep.difference(model, sweep.rewritten(analysis), [feed])
+
+
+def test_types_that_inference_leaves_out_are_those_that_ops_keep() -> None:
+    """Of the first output alone: indices are no numbers like those that they are of."""
+    body = Builder(FLOAT, opset=17)
+    largest, indices = body("TopK", "state", body.integers(3), outputs=2, axis=-1)
+    for value in (largest, indices):
+        body("Neg", value)
+    model = within(body, body("ReduceSum", body("Mul", "state", "state"), body.integers(-1), keepdims=1), "Loop")
+    _, inside = all_graphs(load_model(model))
+    assert [inside.dtype(name) for name in (largest, indices)] == [FLOAT, None]
 
 
 def read_in_a_branch(inner: int) -> tuple[Analysis, int]:
