@@ -44,6 +44,8 @@ from tests.helpers.kernel_problem import ARGUMENTS
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.helpers.reference_fusion import evaluate
 from tests.perf.compare import add_option, compare, kernel_costs, origin
+from tests.perf.early_launch import launch as launch_kernel
+from tests.perf.early_launch import starts_early
 from tests.perf.result_file import write_result
 from tests.perf.torch_graph import captured_by_torch, replay_seconds
 
@@ -140,6 +142,9 @@ class Sizes(Protocol):
 
     @property
     def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
 
 
 class Copies(Protocol):
@@ -264,7 +269,7 @@ class Copying:
 
 
 def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folder: Path) -> Callable[[int], None]:
-    """Launches the variant on one copy of the buffers; before it what copies factors, if it reads copies."""
+    """Launches the variant on one copy of the buffers as the bridge does; before it what copies factors, if any."""
     path = image(variant, device, folder)
     module = cupy.RawModule(path=str(path))
     function = module.get_function(ENTRY)
@@ -275,6 +280,7 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
     tiles = -(-row.m // rule.block_m) * -(-row.n // rule.block_n)
     cluster = rule.cluster
     grid = min(tiles, device.multiprocessors // cluster) * cluster if cluster else tiles
+    early = starts_early(rule, tiles, row.k, device)
     prepared: list[tuple[Any, ...]] = []
     kept: list[np.ndarray] = []
     copies: list[Copying] = []
@@ -294,8 +300,8 @@ def launcher(variant: ProductVariant, device: DeviceSpec, buffers: Copies, folde
 
     def launch(copy: int) -> None:
         for blocks, made in copies[copy].launches if copies else ():
-            copier((blocks, 1, 1), (COPY_THREADS, 1, 1), (made,))
-        function((grid, 1, 1), (rule.threads, 1, 1), prepared[copy], shared_mem=rule.shared_bytes)
+            launch_kernel(copier, blocks, COPY_THREADS, 0, (made,), early=True)
+        launch_kernel(function, grid, rule.threads, rule.shared_bytes, prepared[copy], early)
 
     return launch
 

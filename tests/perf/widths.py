@@ -101,6 +101,7 @@ class Row(NamedTuple):
 
     m: int
     n: int
+    k: int
     name: str
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ class Buffers:
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.fusion = built = problem.fusion
-        self.row = Row(M, problem.n, f"{seed}-{problem.name}-{problem.n}-{problem.wide}")
+        self.row = Row(M, problem.n, K, f"{seed}-{problem.name}-{problem.n}-{problem.wide}")
         rng = np.random.default_rng(seed)
         self.inputs = {
             tensor.name: rng.standard_normal(shape(tensor, built), np.float32).astype(NUMPY[tensor.dtype])

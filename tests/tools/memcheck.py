@@ -23,7 +23,7 @@ SHARDS = {
     "test_small_m_kernel.py": 5, "test_vector_widths.py": 4, "test_masks.py": 2, "test_faults.py": 4,
     "test_exact_kernel.py": 4, "test_library_product.py": 6, "test_quantized_hopper.py": 6,
     "test_quantized_small_m.py": 14, "test_attention.py": 15, "test_cached_attention.py": 14, "test_group_norm.py": 14,
-    "test_swapped_hopper.py": 56, "test_copied_rows.py": 15,
+    "test_swapped_hopper.py": 56, "test_copied_rows.py": 15, "test_norm.py": 8, "test_rotation.py": 12,
 }  # fmt: skip
 FAILED = 9  # what the sanitizer exits with where it found an error
 PLUGINS = {"racecheck": ("-p", "tests.helpers.all_lanes_arrive")}  # by tool
