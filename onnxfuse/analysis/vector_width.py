@@ -14,6 +14,9 @@ contiguous axis, along m.
 
 Behind the rows of a weight that is stored with zeros there, accesses may go on: its pitch alone counts.
 
+Parts whose columns take turns, `f16[m, (n p)]`, have no neighbours along n: the kernels without a product move some
+columns of all parts in one access.
+
 Where the contiguous axis is a size that only the run knows, the width is `guarded`: the launch rule looks at the size,
 and where it does not fit a kernel that takes this tensor for one of width 1 takes over. Pointers are guarded always:
 where one does not fit, the plan's last kernel decides for each tensor by itself (compare nvFuser's vectorization of
@@ -155,6 +158,17 @@ def widest(fusion: Pointwise, tensor: Tensor, loop: Axes) -> Width:
     if None in sizes:
         return Width(limit, f"{WIDEST_BYTES} bytes where {' '.join(run)} is a multiple of {limit}", guarded=True)
     return Width(_power_of_two(contiguity), _shortness(fusion, tensor, run, contiguity))
+
+
+def columns_in_turn(fusion: Pointwise, tensor: Tensor, loop: Axes) -> int:
+    """Columns of each part that one access moves of parts that take turns along a loop; 0 where they do not."""
+    own, inner = stepped(fusion, tensor.axes), stepped(fusion, loop)
+    parts = fusion.size(PART_AXIS) if own[-1:] == (PART_AXIS,) else None
+    if parts is None or tensor.wide is not None or not inner or own[-2:-1] != inner[-1:]:
+        return 0
+    run = fusion.size(inner[-1])
+    known = run is not None and _power_of_two(parts) == parts
+    return math.gcd(run or 1, WIDEST_BYTES // tensor.dtype.bytes // parts) if known else 0
 
 
 def _window(fusion: Pointwise, tensor: Tensor) -> list[int]:

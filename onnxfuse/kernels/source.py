@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from onnxfuse.schedule.kernel_spec import Access, KernelSpec
+from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Turn
 from onnxfuse.schedule.pointwise_tile import PointwiseSpec
 from onnxfuse.schedule.shared_memory import copy_width
 
@@ -72,7 +72,8 @@ def without_product(spec: PointwiseSpec, numbers: Mapping[str, int], more: str, 
         more: lines of the kernel's own.
         functor: the steps.
     """
-    tables = access_tables(spec.loads, (0,) * len(spec.loads), spec.outs, (0,) * len(spec.outs))
+    offsets = (0,) * len(spec.loads), (0,) * len(spec.outs)
+    tables = access_tables(spec.loads, offsets[0], spec.outs, offsets[1], _in_turns, _in_turns)
     counts = {"LOADS": len(spec.loads), "OUTS": len(spec.outs)}
     return f"""\
 // ---- generated
@@ -110,15 +111,25 @@ def access_tables(
     outs: Sequence[Access],
     out_offsets: Sequence[int],
     of_out: Callable[[Access], str] = lambda out: "",
+    of_load: Callable[[Access], str] = lambda load: "",
 ) -> str:
-    """The tables `Load<I>` and `Out<I>`; offsets are in bytes of shared memory, `of_out` gives an out's own members."""
+    """The tables `Load<I>` and `Out<I>`; offsets are in bytes of shared memory, `of_out` and `of_load` give members."""
     rows = ["template <int INDEX> struct Load;"]
     for index, (load, offset) in enumerate(zip(loads, load_offsets, strict=True)):
-        rows.append(_row("Load", index, load, offset, f"static constexpr Kind KIND = Kind::{load.kind}; "))
+        rows.append(
+            _row("Load", index, load, offset, f"static constexpr Kind KIND = Kind::{load.kind}; {of_load(load)}")
+        )
     rows.append("template <int INDEX> struct Out;")
     for index, (out, offset) in enumerate(zip(outs, out_offsets, strict=True)):
         rows.append(_row("Out", index, out, offset, of_out(out)))
     return "\n".join(rows)
+
+
+def _in_turns(access: Access) -> str:
+    """How parts take turns; those that do not move no columns so."""
+    turn = access.turn or Turn(0, 0, 1, 0)
+    numbers = {"LEADER": turn.leader, "TURN": turn.own, "TURN_PARTS": turn.parts, "TURN_COLUMNS": turn.columns}
+    return " ".join(f"static constexpr int {name} = {value};" for name, value in numbers.items()) + " "
 
 
 def _row(table: str, index: int, access: Access, offset: int, extra: str) -> str:

@@ -46,6 +46,22 @@ class Tile:
         return f"{shape} warps {self.warps_m}x{self.warps_n} stages {self.stages}"
 
 
+class Turn(NamedTuple):
+    """Parts of one tensor that take turns along its columns: one access moves some columns of all.
+
+    Attributes:
+        leader: index of the load or the output that moves all of them.
+        own: which part this is.
+        parts: how many there are.
+        columns: of each part, that an access moves.
+    """
+
+    leader: int
+    own: int
+    parts: int
+    columns: int
+
+
 @dataclass(frozen=True)
 class Access:
     """How the kernel reaches one tensor of the epilogue.
@@ -58,6 +74,8 @@ class Access:
         two_levels: the loops, `m`, `n` or `batch`, that no single stride walks: the kernel steps through runs of them.
         run: columns of one run where n is walked in two levels and the run is known before the launch; else 0.
         copied: the launch copies the tensor first, to rows that begin on 16-byte boundaries.
+        turn: of a part that takes turns with the others, and is moved with them where the tensor's address allows it:
+            otherwise `width` counts, and that alone is what the launch rule asks for.
     """
 
     kind: str
@@ -67,6 +85,12 @@ class Access:
     two_levels: tuple[str, ...] = ()
     run: int = 0
     copied: bool = False
+    turn: Turn | None = None
+
+    @property
+    def columns(self) -> int:
+        """That one access moves, of one part."""
+        return self.width if self.turn is None else self.turn.columns
 
     def alignment(self, checked: bool) -> int:
         """Bytes that the launch rule asks of an address and its pitches; a kernel that checks them itself takes any."""

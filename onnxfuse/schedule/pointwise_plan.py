@@ -13,6 +13,7 @@ from onnxfuse.ir.fusion import Pointwise
 from onnxfuse.limits import MAX_M
 from onnxfuse.schedule.access import access
 from onnxfuse.schedule.calibration import calibration
+from onnxfuse.schedule.in_turns import loads_in_turn, outs_in_turn, with_turns
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_tile import LONG, PointwiseSpec, PointwiseTile, rows_in_flight, span_of, tile_for
@@ -39,7 +40,7 @@ def make_pointwise_plan(pointwise: Pointwise, mapping: AxisMapping, device: Devi
         narrow = _narrow(spec)
         rows = rows_in_flight(narrow.loads, 1, device)
         variants.append(_variant(narrow, tile_for(narrow.loads, narrow.outs, columns, rows), 0, MAX_M))
-    return PointwisePlan(device, tuple(variants), widths)
+    return PointwisePlan(device, tuple(variants), with_turns(pointwise, mapping, widths))
 
 
 def _columns(pointwise: Pointwise, mapping: AxisMapping) -> int:
@@ -61,12 +62,19 @@ def accesses(
         _along_n(access(pointwise, operand, mapping, width))
         for operand, width in zip(pointwise.operands, widths.operands, strict=True)
     ]
-    outs = zip(pointwise.outs, widths.outs, strict=True)
-    stored = [_along_n(replace(access(pointwise, out.tensor, mapping, width), kind="tile")) for out, width in outs]
+    pairs = zip(pointwise.outs, widths.outs, strict=True)
+    stored = [_along_n(replace(access(pointwise, out.tensor, mapping, width), kind="tile")) for out, width in pairs]
+    loads = loads_in_turn(pointwise, mapping, [operands[load.operand] for load in pointwise.loads])
+    outs = outs_in_turn(pointwise, mapping, stored)
     # A thread owns what its widest access of numbers moves: of more columns, a warp's accesses would lie apart.
-    span = max(way.width for way in (*operands, *stored) if way.dtype in FLOATS)
-    loads = (operands[load.operand] for load in pointwise.loads)
-    return tuple(replace(load, width=min(load.width, span)) for load in loads), tuple(stored)
+    span = max(way.columns for way in (*loads, *outs) if way.dtype in FLOATS)
+    return tuple(_of_span(load, span) for load in loads), tuple(outs)
+
+
+def _of_span(load: Access, span: int) -> Access:
+    """The same tensor, no more columns of which are read at once than a thread owns."""
+    turn = load.turn._replace(columns=min(load.turn.columns, span)) if load.turn else None
+    return replace(load, width=min(load.width, span), turn=turn)
 
 
 def _along_n(way: Access) -> Access:
@@ -83,7 +91,7 @@ def checked_tile(spec: PointwiseSpec, span: int, columns: int, device: DeviceSpe
         columns: of the output.
         device: to plan for.
     """
-    singles = tuple(replace(load, width=1) for load in spec.loads)
+    singles = tuple(map(narrowed, spec.loads))
     return tile_for(spec.loads, spec.outs, columns, rows_in_flight(singles, span, device))
 
 
@@ -94,4 +102,4 @@ def _narrow(spec: PointwiseSpec) -> PointwiseSpec:
 
 def narrowed(way: Access) -> Access:
     """The same tensor, element by element."""
-    return replace(way, width=1)
+    return replace(way, width=1, turn=None)

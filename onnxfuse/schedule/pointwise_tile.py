@@ -88,7 +88,7 @@ class PointwiseSpec:
 
 def span_of(loads: tuple[Access, ...], outs: tuple[Access, ...]) -> int:
     """Adjacent columns of one thread: as many as its widest access moves."""
-    return max(access.width for access in (*loads, *outs))
+    return max(access.columns for access in (*loads, *outs))
 
 
 def tile_for(loads: tuple[Access, ...], outs: tuple[Access, ...], n: int, rows: int) -> PointwiseTile:

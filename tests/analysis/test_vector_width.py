@@ -6,15 +6,16 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from onnxfuse.analysis.axis_mapping import map_axes
-from onnxfuse.analysis.vector_width import analyse, is_transposed
-from onnxfuse.dtypes import BF16, BOOL, F16, F32
+from onnxfuse.analysis.vector_width import analyse, columns_in_turn, is_transposed
+from onnxfuse.dtypes import BF16, BOOL, F16, F32, DType
 from onnxfuse.errors import NotFusable
-from onnxfuse.ir.fusion import Fusion, RhsPart
+from onnxfuse.ir.fusion import Axis, Fusion, RhsPart, Tensor
 from onnxfuse.limits import WIDEST_BYTES
 from tests.helpers.addresses import accesses, is_legal, lines
 from tests.helpers.fusions import fusion
@@ -380,3 +381,29 @@ def test_every_access_of_the_width_is_contiguous_aligned_and_inside(drawn, offse
         worst = run | {axis: 3 for axis in unknown if not width.guarded}
         twice = is_legal(lines(tensor, along, loops, worst), 2 * elements)
         assert 2 * elements * tensor.dtype.bytes > WIDEST_BYTES or not twice, (role, str(tensor), str(width))
+
+
+@given(
+    st.lists(st.sampled_from(EXTENTS), min_size=1, max_size=3), st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([F16, BF16, F32, BOOL]),
+)  # fmt: skip
+def test_parts_in_turn_are_moved_as_wide_as_is_legal(extents: list[int], parts: int, dtype: DType) -> None:
+    names = ("b", "m", "n")[-len(extents) :]
+    sizes = dict(zip(names, extents, strict=True)) | {"p": parts}
+    tensor = Tensor("x", dtype, tuple((name,) for name in sizes))
+    built = replace(fusion({"m": 4, "n": 8, "k": 8}), axes=tuple(Axis(*each) for each in sizes.items()))
+    columns = columns_in_turn(built, tensor, ("n",))
+    flat = np.arange(math.prod(sizes.values())).reshape(-1, sizes["n"] * parts)
+    if not columns:
+        assert sizes["n"] == 1 or parts in (1, 3)
+        return
+    assert columns * parts * dtype.bytes <= WIDEST_BYTES
+    assert is_legal(flat, columns * parts)
+    assert 2 * columns * parts * dtype.bytes > WIDEST_BYTES or not is_legal(flat, 2 * columns * parts)
+
+
+@pytest.mark.parametrize("axes", ["m p n", "n p m", "p n", "m p", "p"])
+def test_parts_that_lie_otherwise_take_no_turns(axes: str) -> None:
+    built = replace(fusion({"m": 4, "n": 8, "k": 8}), axes=tuple(Axis(name, 8) for name in "mnp"))
+    tensor = Tensor("x", F16, tuple((name,) for name in axes.split()))
+    assert columns_in_turn(built, tensor, ("n",)) == 0

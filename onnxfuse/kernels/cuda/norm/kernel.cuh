@@ -14,8 +14,8 @@
 //   row 1  | t8 | t9 | ...          | t8 | ...        |
 //          +-----------------------------------------+      so of each part
 #pragma once
+#include "common/operands.cuh"
 #include "common/results.cuh"
-#include "common/span.cuh"
 #include "common/warp_sum.cuh"
 
 namespace onnxfuse {
@@ -44,6 +44,18 @@ __device__ __forceinline__ float sum_of_row(float sum, float* sums, int row, int
 }
 
 __device__ __forceinline__ void read_row(Row& x, const OnnxfuseArguments& args, int batch, int row, int thread) {
+  const auto& tensor = args.loads[0];
+  if constexpr (IN_TURNS<Load<0>>) {
+    if (is_legal_in_turns<Load<0>>(tensor)) {
+#pragma unroll
+      for (int span = 0; span < SPANS; ++span) {
+        const int column = first_column(thread, span);
+        read_in_turns<Load<0>>(tensor, args.loads_outer[0], batch, row, column, args.n - column,
+                               [&](auto part, int element, auto value) { x[part.value][span].at(element) = value; });
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
@@ -72,36 +84,22 @@ __device__ __forceinline__ float sum_over(const Row& x, int n, int thread, const
   return sum;
 }
 
-// What the epilogue reads beside x of a span, as wide as each tensor varies along it.
-template <int COUNT>
-struct Operands : Operands<COUNT - 1> {
-  Span<Load<COUNT - 1>> own;
-};
-template <>
-struct Operands<PARTS> {};
+using Beside = Operands<PARTS, LOADS>;  // what the epilogue reads beside x
 
-__device__ __forceinline__ void read_operands(Operands<LOADS>& operands, const OnnxfuseArguments& args, int batch,
-                                              int row, int column) {
+__device__ __forceinline__ void read_beside(Beside& operands, const OnnxfuseArguments& args, int batch, int row,
+                                            int column) {
   static_for<PARTS, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    auto& span = static_cast<Operands<I + 1>&>(operands).own;
-    const int own = varies_along_rows(Load<I>::KIND) ? row : 0;
-    if constexpr (varies_along_columns(Load<I>::KIND)) {
-      read_span<Load<I>>(span, args.loads[I], args.loads_outer[I], batch, own, column, args.n - column);
-    } else {
-      span.chunks[0] = load_global<Packed<typename Load<I>::Type, 1>>(
-          element_of<Load<I>>(args.loads[I], args.loads_outer[I], batch, own, 0));
-    }
+    read_operand<I>(operands, args, batch, varies_along_rows(Load<I>::KIND) ? row : 0, column);
   });
 }
 
-__device__ __forceinline__ void compute_element(Results<OUTS>& results, const float (&normals)[PARTS],
-                                                const Operands<LOADS>& read, int element) {
+__device__ __forceinline__ void compute_element(Results<OUTS>& results, const float (&normals)[PARTS], Beside& read,
+                                                int element) {
   float operands[LOADS + 1], values[OUTS];
   static_for<PARTS, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
-    const auto& span = static_cast<const Operands<I + 1>&>(read).own;
-    operands[I] = to_float(span.at(varies_along_columns(Load<I>::KIND) ? element : 0));
+    operands[I] = to_float(own_span<I>(read).at(varies_along_columns(Load<I>::KIND) ? element : 0));
   });
   Epilogue::apply(normals, operands, values);
   round_results(results, element, values);
@@ -113,8 +111,8 @@ __device__ __forceinline__ void write_row(const Row& x, float mean, float scale,
   for (int span = 0; span < SPANS; ++span) {
     const int column = first_column(thread, span);
     if (column >= args.n) break;
-    Operands<LOADS> operands;
-    read_operands(operands, args, batch, row, column);
+    Beside operands;
+    read_beside(operands, args, batch, row, column);
     Results<OUTS> results;
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) {

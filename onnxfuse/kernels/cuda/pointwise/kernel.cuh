@@ -11,6 +11,7 @@
 //     x ROWS    |  ...                         |   a thread's rows lie ROW_THREADS apart
 //               +------------------------------+
 #pragma once
+#include "common/operands.cuh"
 #include "common/results.cuh"
 
 namespace onnxfuse {
@@ -21,45 +22,22 @@ constexpr int ROWS = BLOCK_M / ROW_THREADS;
 static_assert(COLUMN_THREADS * ROW_THREADS == THREADS && ROWS * ROW_THREADS == BLOCK_M && ROWS > 0,
               "threads tile the block");
 
-// What a thread has read of the loads 0 .. COUNT - 1.
-template <int COUNT>
-struct Operands : Operands<COUNT - 1> {
-  Span<Load<COUNT - 1>> own;
-};
-template <>
-struct Operands<0> {};
-
-template <int INDEX>
-__device__ __forceinline__ auto& own_span(Operands<LOADS>& operands) {
-  return static_cast<Operands<INDEX + 1>&>(operands).own;
-}
+using Read = Operands<0, LOADS>;
 
 // Reads the operands that vary along the rows, or those that do not.
 template <bool ALONG_ROWS>
-__device__ __forceinline__ void read_operands(Operands<LOADS>& operands, const OnnxfuseArguments& args, int batch,
-                                              int row, int column) {
+__device__ __forceinline__ void read_operands(Read& operands, const OnnxfuseArguments& args, int batch, int row,
+                                              int column) {
   static_for<0, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
     if constexpr (varies_along_rows(Load<I>::KIND) == ALONG_ROWS) {
-      auto& span = own_span<I>(operands);
-      const auto& tensor = args.loads[I];
-      const auto& outer = args.loads_outer[I];
-      const int first = ALONG_ROWS ? row : 0;
-      if constexpr (varies_along_columns(Load<I>::KIND)) {
-        with_way<Load<I>>(args, tensor, outer, [&](auto way) {
-          read_span<decltype(way)>(span, tensor, outer, batch, first, column, args.n - column);
-        });
-      } else {
-        span.chunks[0] = load_global<Packed<typename Load<I>::Type, 1>>(
-            element_of<Load<I>>(tensor, outer, batch, first, 0));
-      }
+      read_operand<I>(operands, args, batch, ALONG_ROWS ? row : 0, column);
     }
   });
 }
 
 // The epilogue on one element of the span.
-__device__ __forceinline__ void compute_element(Results<OUTS>& results, Operands<LOADS>& by_row,
-                                                Operands<LOADS>& constant, int element) {
+__device__ __forceinline__ void compute_element(Results<OUTS>& results, Read& by_row, Read& constant, int element) {
   float operands[LOADS + 1], values[OUTS];
   static_for<0, LOADS>([&](auto index) {
     constexpr int I = decltype(index)::value;
@@ -78,7 +56,7 @@ __device__ __forceinline__ void compute_tile(const OnnxfuseArguments& args, int 
       static_cast<int>(blockIdx.x) % tiles_n * BLOCK_N + static_cast<int>(threadIdx.x) % COLUMN_THREADS * SPAN;
   if (column >= args.n) return;
 
-  Operands<LOADS> constant, by_row[ROWS];
+  Read constant, by_row[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     if (row + i * ROW_THREADS < args.m) read_operands<true>(by_row[i], args, batch, row + i * ROW_THREADS, column);
