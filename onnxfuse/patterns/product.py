@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import onnx_graphsurgeon as gs
+from onnx import TensorProto
 
 from onnxfuse.dtypes import FLOATS_BY_ONNX, DType
 from onnxfuse.errors import NotFusable
@@ -43,6 +44,7 @@ QUANTIZED = frozenset(
     }
 )
 
+_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 BATCHES = "abcdefghij"  # labels of batch dimensions
 DIMENSIONS = "abcdefgh"  # labels of dimensions in order
 Activation = Callable[[EpilogueGraph, Ref], Ref]
@@ -176,8 +178,8 @@ def _in_turns(view: View, n: int, parts: int, run: int) -> View:
 def is_anchor(graph: Graph, node: gs.Node) -> bool:
     """Whether a node is a product, so that it is fused or listed with a reason."""
     op = qualified_op(node)
-    if op == "ReduceSum":
-        return spelled_factors(node) is not None
+    if op == "ReduceSum":  # of integers it takes some of them, as torch's exporters write a gather without the op
+        return spelled_factors(node) is not None and graph.dtype(node.outputs[0].name) not in _INTEGERS
     if op == "Einsum" and len(node.inputs) < 2:
         return False  # it moves or sums what one tensor holds
     return (op in PRODUCTS and (op not in CONVOLUTIONS or _is_pointwise(graph, node))) or op in QUANTIZED

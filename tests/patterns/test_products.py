@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto
 
 from onnxfuse.device import resolve
 from onnxfuse.graph.op_names import FUSED_GEMM, kind_of
@@ -565,6 +566,16 @@ def split_columns_of_the_run(b: Builder) -> str:
 )
 def test_what_is_left_alone_says_why(form, reason: str) -> None:
     assert refusal(built(form)).reason == reason
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.INT32, TensorProto.INT64])
+def test_numbers_that_are_taken_by_a_sum_are_no_product(dtype: int) -> None:
+    """Torch's older exporter writes a gather so before the op: a table of numbers, times where each is wanted."""
+    b = Builder(dtype)
+    table = b("Unsqueeze", b.input("table", ("rows", DEPTH)), b.integers(2))
+    wanted = b("Cast", b.input("wanted", ("rows", DEPTH, 8), TensorProto.BOOL), to=dtype)
+    taken = b("ReduceSum", b("Mul", table, wanted), b.integers(1), keepdims=0)
+    assert not sites(b.model(b("Add", taken, taken)))
 
 
 @pytest.mark.parametrize("dtype", [1, FLOAT16], ids=["f32", "f16"])
