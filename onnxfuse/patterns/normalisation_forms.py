@@ -262,8 +262,13 @@ def before(graph: Graph, tensor: gs.Tensor, source: Source) -> tuple[list[gs.Nod
 def _mean(graph: Graph, value: gs.Tensor) -> tuple[gs.Node, ...]:
     """The nodes that make the means of rows: a reduction, or sums over their number, as torch.export has `var_mean`.
 
-    Those of 16 bits it sums in fp32, and rounds the mean, which a kernel need not.
+    Those of 16 bits it sums in fp32, and rounds the mean, which a kernel need not. TensorFlow copies the mean that
+    a variance is about, so that no gradient goes that way.
     """
+    copy = maker(value, "Identity")
+    if copy is not None:
+        copied = _mean(graph, copy.inputs[0])
+        return (*copied, copy) if copied else ()
     mean, cast = maker(value, *MEANS), maker(value, "Cast")
     if mean is not None:
         return (mean,) if is_of_rows(graph, mean) else ()

@@ -199,6 +199,13 @@ def without_an_epsilon(b: Builder, x: str) -> str:
     return b("Mul", b("Mul", x, b("Reciprocal", b("Sqrt", mean(b, b("Pow", x, b.array(2.0)))))), vector(b))
 
 
+def with_a_copied_mean(b: Builder, x: str) -> str:
+    """As TensorFlow has it: a variance is about a copy of the mean, through which no gradient goes."""
+    average = mean(b, x)
+    squared = b("Pow", b("Sub", x, b("Identity", average)), b.array(2.0))
+    return b("Mul", vector(b), b("Div", b("Sub", x, average), root(b, squared)))
+
+
 def by_a_variance_of_its_own_shape(b: Builder, x: str) -> str:
     """As torch.export writes `x.var(-1, unbiased=False, keepdim=True)`: the last dimension is lost and comes back."""
     centred = b("Sub", x, mean(b, x))
@@ -251,10 +258,10 @@ def over_its_bounded_length(b: Builder, x: str) -> str:
 OF_LENGTH_ONE = (of_length_one, of_length_one_and_wide, summed_wide, over_its_length, over_its_bounded_length)
 FAST = (by_a_fast_variance, by_a_fast_variance_and_wide, by_a_fast_variance_of_any_sign)
 SCALED_FIRST = (scaled_first, pooled, without_parameters, without_a_shift)
-FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, multiplied_by_itself, one_over,
-         by_a_variance_of_its_own_shape, by_variance_and_mean, by_variance_and_mean_and_wide, to_a_power, widened,
-         widened_twice, one_plus, without_an_epsilon, by_a_scaled_reciprocal, by_a_scaled_power,
-         *FAST, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
+FORMS = (layer_norm, without_a_bias, simplified, spelled_out, subtracted_twice, with_a_copied_mean,
+         multiplied_by_itself, one_over, by_a_variance_of_its_own_shape, by_variance_and_mean,
+         by_variance_and_mean_and_wide, to_a_power, widened, widened_twice, one_plus, without_an_epsilon,
+         by_a_scaled_reciprocal, by_a_scaled_power, *FAST, *OF_LENGTH_ONE, *SCALED_FIRST)  # fmt: skip
 OPS = (layer_norm, without_a_bias, simplified)
 
 
