@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from onnxfuse.dtypes import U8, DType
-from onnxfuse.ir.fusion import Step
+from onnxfuse.ir.fusion import NONLINEAR, Step
 from onnxfuse.ir.quantization import Quantization
 
 QUANTIZED = "rhs is quantized"  # what a family says that cannot read one
@@ -183,6 +183,15 @@ class KernelSpec:
     def without_copies(self) -> KernelSpec:
         """The kernel with factors as the model has them, of which the tiles of all families are made."""
         return replace(self, copied=())
+
+    @cached_property
+    def priced(self) -> KernelSpec:
+        """The kernel as tiles are chosen for it: of its steps those that are not linear are counted, and that is all.
+
+        Equal for kernels of which what is known of each tile is equal: found once for all of them.
+        """
+        nonlinear = sum(step.op in NONLINEAR for step in self.steps)
+        return replace(self, steps=(Step("", "exp", ()),) * nonlinear, out_values=())
 
     def _as_read(self, factor: str, access: Access) -> Access:
         if factor not in self.copied:

@@ -41,6 +41,7 @@ from onnxfuse.schedule.variant import SLOWER, ProductPlan, ProductVariant, Ranke
 # Where a dynamic m or n is looked at to choose a strategy, and by reports: texts and images are no powers of two.
 FALLBACK = (64, 16384)  # the same for what takes over where wide accesses are not legal: every tile is compiled
 Prices = Callable[[Count], Amount]  # microseconds of tiles at a size that plans go by or several, [tiles, sizes]
+KEPT_PRICES = 64  # some 200 kB each: of sites of equal sizes whose steps compute other things
 KEPT_TILES = 1 << 14  # of some hundred kernels: whether a tile is legal, and its flow, no size of a product changes
 SHALLOW = 8  # k of one mma.m16n8k8: no fit but a fact, a product of a smaller depth fills no step of the tensor cores
 
@@ -231,15 +232,25 @@ def most_kernels(base: KernelSpec, sizes: Sizes) -> int:
 
 def _pricing(base: KernelSpec, candidates: Sequence[Candidate], sizes: Sizes, device: DeviceSpec) -> Prices:
     """The cost model's microseconds; of a size that may be of several problems, their mean."""
-    known: dict[tuple[int, ...], Amount] = {}
+    priced, entries = base.priced, tuple(candidates)
 
     def prices(size: Count) -> Amount:
-        key = tuple(np.ravel(size).tolist())
-        if key not in known:
-            known[key] = _mean([estimated(base, candidates, problem, device) for problem in sizes.guesses(size)])
-        return known[key]
+        asked = size if isinstance(size, int) else tuple(np.ravel(size).tolist())
+        return kept_prices(priced, entries, sizes, asked, device)
 
     return prices
+
+
+def _prices(
+    base: KernelSpec, candidates: tuple[Candidate, ...], sizes: Sizes, size: int | tuple[int, ...], device: DeviceSpec
+) -> Amount:
+    problems = sizes.guesses(size if isinstance(size, int) else np.array(size))
+    found = _mean([estimated(base, candidates, problem, device) for problem in problems])
+    found.setflags(write=False)  # others are given the same
+    return found
+
+
+kept_prices = kept(_prices, KEPT_PRICES)
 
 
 def _mean(times: Sequence[Amount]) -> Amount:
@@ -288,7 +299,7 @@ def _rank(
 ) -> tuple[Ranked, ...]:
     """The tiles by their estimated time, at each of some sizes."""
     every = sizes.at(np.array([problem.size for problem in problems]))
-    times = estimated(base, candidates, every, device)
+    times = estimated(base.priced, candidates, every, device)
 
     def rank(index: int, problem: Problem) -> Ranked:
         tiles = sorted(zip(times[:, index].tolist(), candidates, strict=True), key=lambda pair: pair[0])
@@ -380,7 +391,7 @@ def _checked(spec: KernelSpec) -> KernelSpec:
 
 
 def _fitting(base: KernelSpec, device: DeviceSpec, k: int) -> tuple[list[Candidate], list[Rejected]]:
-    specs = {family: family.read_by(base) for family in PRODUCTS}
+    specs = {family: family.read_by(base.priced) for family in PRODUCTS}
     every = [entry for family in PRODUCTS for entry in family.candidates(specs[family], device, k)]
     reasons = [kept_reason(entry.family, specs[entry.family], entry.tile, device) for entry in every]
     fitting = [entry for entry, reason in zip(every, reasons, strict=True) if reason is None]
