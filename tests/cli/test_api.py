@@ -18,6 +18,7 @@ from onnxfuse.errors import OutputError, SettingError
 from onnxfuse.pipeline import FP32_MODES, ROUNDING_MODES, analyse_model
 from onnxfuse.runtime import cupy_folder
 from tests.graph.test_save import hub_cache, session_outputs
+from tests.helpers.onnx_build import of_sizes
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "models" / "ff_geglu.onnx"
@@ -63,11 +64,12 @@ def test_a_budget_that_nothing_keeps_is_refused(tune: bool, budget: float) -> No
 @pytest.mark.parametrize("front", ["command line", "Python"])
 def test_a_home_that_cannot_be_written_costs_the_cache_alone(tmp_path: Path, front: str) -> None:
     """As in a container; a file in the home folder's place refuses even the superuser."""
-    out = tmp_path / "out.onnx"
+    model, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(of_sizes(onnx.load(GATE), {"batch": 2, "sequence": 7}), model)
     (tmp_path / "home").touch()
-    call = f"import onnxfuse, onnx; onnx.save(onnxfuse.optimize({str(GATE)!r}, arch='ptx')[0], {str(out)!r})"
+    call = f"import onnxfuse, onnx; onnx.save(onnxfuse.optimize({str(model)!r}, arch='ptx')[0], {str(out)!r})"
     command = {
-        "command line": ["-m", "onnxfuse", "optimize", GATE, "-o", out, "--arch", "ptx"],
+        "command line": ["-m", "onnxfuse", "optimize", model, "-o", out, "--arch", "ptx"],
         "Python": ["-c", call],
     }
     environment = os.environ | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
@@ -75,7 +77,9 @@ def test_a_home_that_cannot_be_written_costs_the_cache_alone(tmp_path: Path, fro
         environment.pop(name, None)
     done = subprocess.run([sys.executable, *command[front]], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out.onnx"], "its folder is gone with it"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "in.onnx", "out.onnx"], (
+        "its folder is gone with it"
+    )
 
 
 def test_a_user_without_a_home_gets_no_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from onnxfuse import __version__
 from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.report.document import SCHEMA
 from tests.helpers.many_commands import run_command as command
-from tests.helpers.onnx_build import Builder
+from tests.helpers.onnx_build import Builder, of_sizes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "ff_geglu.onnx"
@@ -27,16 +27,17 @@ VALIDATOR = Draft202012Validator(DESCRIBED)
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each command prints, by its name."""
+    """What each command prints, by its name; but for one of a model whose sizes are known, with few kernels."""
     folder = tmp_path_factory.mktemp("json")
-    fused = folder / "fused.onnx"
+    model, fused = folder / "model.onnx", folder / "fused.onnx"
+    onnx.save(of_sizes(onnx.load(MODEL), {"batch": 2, "sequence": 7}), model)
     commands = {
-        "optimize": ("optimize", MODEL, "-o", fused, "--arch", "sm_80,ptx", "--report", folder / "report.json"),
-        "explain": ("explain", MODEL, "--arch", "sm_80,ptx"),
+        "optimize": ("optimize", model, "-o", fused, "--arch", "sm_80,ptx", "--report", folder / "report.json"),
+        "explain": ("explain", model, "--arch", "sm_80,ptx"),
         "explain --site": ("explain", MODEL, "--arch", "sm_80,ptx", "--site", "*MatMul*"),
-        "verify": ("verify", MODEL, fused, "--per-site"),
+        "verify": ("verify", model, fused, "--per-site"),
         "inspect": ("inspect", fused, "--rebuild"),
-        "bench": ("bench", MODEL, fused, "--device", "cpu", "--runs", "1", "--per-site"),
+        "bench": ("bench", model, fused, "--device", "cpu", "--runs", "1", "--per-site"),
     }
     printed = {name: json.loads(command(*words, "--json").stdout) for name, words in commands.items()}
     for op in ("Neg", "Abs"):
@@ -62,9 +63,10 @@ def test_every_document_is_as_described(documents: dict[str, Any]) -> None:
 
 
 def test_every_document_names_its_model_and_its_architectures(documents: dict[str, Any]) -> None:
-    assert documents["explain"]["model"] == str(MODEL)
+    assert documents["explain --site"]["model"] == str(MODEL)
     for name in ("verify", "bench"):
-        assert documents[name]["original_model"] == str(MODEL)
+        assert documents[name]["original_model"] == documents["explain"]["model"]
+        assert Path(documents[name]["original_model"]).name == "model.onnx"
         assert Path(documents[name]["model"]).name == "fused.onnx"
     for name in ("optimize", "explain", "verify", "bench", "inspect"):
         assert sorted(documents[name]["architectures"]) == ["ptx", "sm_80"]

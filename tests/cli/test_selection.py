@@ -10,7 +10,9 @@ import onnx
 import pytest
 
 import onnxfuse
+from onnxfuse.device import resolve
 from onnxfuse.errors import SettingError
+from onnxfuse.pipeline import analyse_model, make_report
 from onnxfuse.selection import FoundFusion, make_selection
 from tests.helpers import corpus
 from tests.helpers.many_commands import run_command as command
@@ -27,12 +29,17 @@ def model() -> onnx.ModelProto:
 
 @pytest.fixture(scope="module")
 def everything(model: onnx.ModelProto) -> dict[str, Any]:
-    return onnxfuse.optimize(model, arch="ptx")[1].to_dict()
+    return reported(model)
+
+
+def reported(model: onnx.ModelProto, **selection: Any) -> dict[str, Any]:
+    """What `explain` tells, which compiles nothing."""
+    return make_report(analyse_model(model, resolve("ptx", list), selection=make_selection(**selection))).to_dict()
 
 
 def fused(model: onnx.ModelProto, **selection: Any) -> dict[str, str]:
     """Pattern by anchor, and nothing gets lost: what is not fused is listed."""
-    report = onnxfuse.optimize(model, arch="ptx", **selection)[1].to_dict()
+    report = reported(model, **selection)
     left = {entry["anchor"] for entry in report["skipped"] if entry["reason"] == "not_selected"}
     found = {entry["anchor"]: entry["pattern"] for entry in report["fused"]}
     assert not left & found.keys()

@@ -86,6 +86,15 @@ class Builder:
         return model
 
 
+def of_sizes(model: ModelProto, sizes: Mapping[str, int]) -> ModelProto:
+    """The model with some of its unknown sizes known: of any number of rows a site has some ten kernels to compile."""
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    return model
+
+
 def cpu_session(model: ModelProto) -> onnxruntime.InferenceSession:
     """Plain ONNX Runtime on the CPU, graph optimisation off, no library registered."""
     import onnxruntime
