@@ -102,7 +102,7 @@ def test_every_product_is_fused_or_listed_and_a_model_with_nothing_to_fuse_comes
     taken: Taken,
 ) -> None:
     assert len(cases()) > 2000
-    for name, (model, _) in taken(list(cases().items()), 4):
+    for name, (model, _) in taken(list(cases().items()), 8):
         analysis = analyse(model)
         assert (rewritten(analysis) != model) == bool(analysis.sites), name
         products = sum(node.op_type in ("MatMul", "Gemm") for node in walk(model.graph.node))

@@ -30,6 +30,7 @@ from onnxfuse.tune.session_timer import ports, trial_models
 from tests.helpers.matching import draw
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder, run
 from tests.helpers.reference_fusion import evaluate
+from tests.helpers.thinning import case_id, each_with_one
 from tests.tools.sweep import rewritten
 
 DEVICES = resolve("sm_90a,sm_80", list)
@@ -209,8 +210,7 @@ def check_bits(model: onnx.ModelProto, fused: onnx.ModelProto, values: Mapping[s
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
-@pytest.mark.parametrize("build", WAYS)
+@pytest.mark.parametrize(("build", "dtype"), each_with_one(WAYS, [FLOAT, FLOAT16]), ids=case_id)
 def test_a_fused_file_has_the_originals_bits(build: Callable[[Builder, str], list[str]], dtype: int) -> None:
     model = built(build, dtype)
     analysis = analyse_model(model, DEVICES)

@@ -65,7 +65,7 @@ ALIGNED = Size(504, 136, 248)
 
 
 def test_sample_needs_no_local_memory_and_stays_asynchronous(taken: Taken) -> None:
-    sample = taken(SAMPLE, 12)
+    sample = taken(SAMPLE, 24)
 
     def compiled(case: HopperCase):
         return compile_source(emit(case.spec, case.tile, DEVICE.shared_bytes), DEVICE)

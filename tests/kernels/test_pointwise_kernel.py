@@ -168,7 +168,7 @@ def test_a_checked_kernel_reads_a_tensor_of_odd_pitch_by_elements(tmp_path: Path
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_kernels_need_no_local_memory(arch: str, taken: Taken) -> None:
-    specs = taken([*(make_spec(case) for case in CASES), *(checked(make_spec(case)) for case in WIDE)], 5)
+    specs = taken([*(make_spec(case) for case in CASES), *(checked(make_spec(case)) for case in WIDE)], 10)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(emit(spec, spec.tile), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):

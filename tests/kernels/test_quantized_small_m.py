@@ -209,7 +209,7 @@ def candidate_kernels(device: DeviceSpec) -> Iterator[TiledSpec]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_candidates_need_no_local_memory(arch: str, taken: Taken) -> None:
     device = ARCHITECTURES[arch]
-    specs = taken(list(candidate_kernels(device)), 12)
+    specs = taken(list(candidate_kernels(device)), 24)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), device), specs))
     for spec, image in zip(specs, images, strict=True):

@@ -171,7 +171,7 @@ def small_kernels(arch: str) -> list[TiledSpec]:
 def test_candidates_need_no_local_memory(arch: str, taken: Taken) -> None:
     candidates = small_kernels(arch)
     assert len(candidates) > 50
-    specs = taken(candidates, 24)
+    specs = taken(candidates, 48)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), ARCHITECTURES[arch]), specs))
     for spec, image in zip(specs, images, strict=True):

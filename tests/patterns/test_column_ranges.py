@@ -17,6 +17,7 @@ from onnxfuse.pipeline import analyse_model
 from onnxfuse.selection import Selection
 from tests.helpers.matching import K, check_meaning, draw
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder, run
+from tests.helpers.thinning import case_id, each_with_one
 from tests.tools.sweep import rewritten
 
 HEADS, GROUPS, WIDTH = 3, 1, 4  # of queries, of keys and of values; columns of each
@@ -172,8 +173,7 @@ def test_every_range_means_what_it_meant(form) -> None:
         check_meaning(model, fusion, feed_of(model))
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("form", "dtype"), each_with_one(FORMS, [FLOAT, FLOAT16]), ids=case_id)
 def test_nothing_is_left_of_the_product_and_bits_are_the_same(form, dtype: int) -> None:
     model = built(form, dtype)
     feeds = [feed_of(model), feed_of(model, rows=1)]

@@ -16,6 +16,7 @@ from onnxfuse.schedule.kernel_spec import EXACT
 from onnxfuse.schedule.strategy import Strategy
 from tests.helpers.matching import check_meaning, draw, only, refusal, sites
 from tests.helpers.onnx_build import FLOAT16, Builder, run
+from tests.helpers.thinning import case_id, each_with_one
 from tests.tools.sweep import rewritten
 
 HEADS, DEPTH, GROUP = 4, 6, 2
@@ -340,8 +341,7 @@ def test_a_normalization_is_no_activation() -> None:
     assert "activation" in fused(rows_normalized).features
 
 
-@pytest.mark.parametrize("dtype", [1, 10], ids=["f32", "f16"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("form", "dtype"), each_with_one(FORMS, [1, 10]), ids=case_id)
 def test_it_is_planned_and_bits_are_the_same_without_the_library(
     form, dtype: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def sampled_kernels() -> list[tuple[str, TiledSpec]]:
 def test_default_tiles_need_no_local_memory(taken: Taken) -> None:
     sampled = sampled_kernels()
     assert {arch for arch, _ in sampled} == set(ARCHITECTURES)
-    kernels = taken(sampled, 4)
+    kernels = taken(sampled, 8)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda kernel: compile_source(kernel[1].source(), ARCHITECTURES[kernel[0]]), kernels))
     for (arch, spec), image in zip(kernels, images, strict=True):
@@ -68,7 +68,7 @@ def test_kernels_that_check_each_tensor_need_no_local_memory(taken: Taken) -> No
         order, kind = ("kn", "nk")[turn % 2], ("residual", "plain", "mixed", "masks", "masked")[turn % 5]
         spec = make_spec(math_mode, parts, order, tiles_for(math_mode, parts)[-1], ALIGNED, kind)
         specs.append(replace(spec, checked=True))
-    specs = taken(specs, 6)
+    specs = taken(specs, 12)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), ARCHITECTURES["sm_80"]), specs))
     for spec, image in zip(specs, images, strict=True):
@@ -82,7 +82,7 @@ def test_kernels_of_rows_that_begin_anywhere_need_no_local_memory(taken: Taken) 
         for parts, order in itertools.product((1, 2, 3, 4), ("kn", "nk"))
         for lhs_order, kind in (("mk", "mixed"), ("km", "masks"))
     ]
-    specs = taken(specs, 6)
+    specs = taken(specs, 12)
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(spec.source(), DEVICE), specs))
     for spec, image in zip(specs, images, strict=True):
