@@ -21,15 +21,18 @@ from onnxfuse.lowering import inspection
 from onnxfuse.lowering.kernel_description import read_description
 from onnxfuse.progress import silent
 from tests.helpers.many_commands import run_command as command
+from tests.helpers.onnx_build import of_sizes
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fused model with kernels of several families."""
-    path = tmp_path_factory.mktemp("inspect") / "fused.onnx"
-    assert command("optimize", ROOT / "models" / "ff_geglu.onnx", "-o", path, "--arch", "sm_90a").returncode == 0
+    """A fused model with kernels of several families, of a known size: of any there would be some twenty kernels."""
+    folder = tmp_path_factory.mktemp("inspect")
+    original, path = folder / "model.onnx", folder / "fused.onnx"
+    onnx.save(of_sizes(onnx.load(ROOT / "models" / "ff_geglu.onnx"), {"batch": 2, "sequence": 7}), original)
+    assert command("optimize", original, "-o", path, "--arch", "sm_90a").returncode == 0
     return path
 
 

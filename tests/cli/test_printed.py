@@ -68,7 +68,7 @@ def head(b: Builder, x: str) -> str:
 FORMS = {
     "classifier": (("rows", 8), head),
     "vector input": ((8,), lambda b, x: b("Tanh", b("MatMul", x, b.array(draw(8, 16))))),
-    "vector weight": (("batch", "rows", 8), lambda b, x: b("Sigmoid", b("MatMul", x, b.array(draw(8))))),
+    "vector weight": ((2, 3, 8), lambda b, x: b("Sigmoid", b("MatMul", x, b.array(draw(8))))),
     "scalar": ((8,), lambda b, x: b("Sigmoid", b("MatMul", x, b.array(draw(8))))),
 }
 

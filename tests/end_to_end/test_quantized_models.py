@@ -147,7 +147,7 @@ def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: 
     assert measured[0] == [{}]
     assert measured[1][0]
     source, target = tmp_path / "m.onnx", tmp_path / "fused.onnx"
-    onnx.save(model, source)
+    onnx.save(of_sizes(model, {"batch": 2, "rows": 300}), source)  # where sm_80 loses as well
     report = onnxfuse.optimize_file(str(source), str(target), arch=",".join(WITHOUT_GPU))
     assert "sm_80" not in report.fused[0].kernel
     assert (report.fused[0].to_dict()["tier"], report.fused[0].to_dict()["only"]) == ("one kernel", "sm_90a")
@@ -159,7 +159,7 @@ def test_a_kernel_that_is_faster_on_one_architecture_is_of_that_alone(tmp_path: 
     assert kind_of(node.op_type) == FUSED_GEMM_ON["sm_90a"]
     assert [each.op_type for each in written.functions[0].node] == [each.op_type for each in model.graph.node]
     assert json.loads(command("inspect", target, "--json").stdout)["architectures"] == ["sm_90a"]
-    feeds = {"x": np.random.default_rng(1).standard_normal((2, 3, 512)).astype(np.float16)}
+    feeds = {"x": np.random.default_rng(1).standard_normal((2, 300, 512)).astype(np.float16)}
     before, after = (cpu_session(each).run(None, feeds)[0] for each in (model, written))
     assert np.array_equal(before, after)
     assert command("verify", source, target).returncode == 0
