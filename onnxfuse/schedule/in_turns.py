@@ -14,12 +14,14 @@ from onnxfuse.schedule.kernel_spec import Access, Turn
 
 def loads_in_turn(fusion: Pointwise, mapping: AxisMapping, loads: Sequence[Access]) -> list[Access]:
     """The same loads; of an operand whose parts take turns the first one leads, and reads all."""
-    beside = fusion.parts if isinstance(fusion, Normalisation) else 0  # what is normalised is read by itself
+    beside = fusion.parts if isinstance(fusion, Normalisation) else 0  # what is normalised is read by itself, in order
+    in_order = all(load.part == index for index, load in enumerate(fusion.loads[:beside]))
     leaders: dict[tuple[int, bool], int] = {}
     found = []
     for index, (load, way) in enumerate(zip(fusion.loads, loads, strict=True)):
         leader = leaders.setdefault((load.operand, index < beside), index)
-        found.append(_in_turn(fusion, mapping, fusion.operands[load.operand], way, leader, load.part))
+        part = load.part if in_order or index >= beside else None
+        found.append(_in_turn(fusion, mapping, fusion.operands[load.operand], way, leader, part))
     return found
 
 

@@ -14,13 +14,18 @@ import pytest
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.dtypes import BF16, F16, F32, DType
 from onnxfuse.ir.fusion import Step
+from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.kernels import norm, pointwise
 from onnxfuse.limits import WIDEST_BYTES
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.kernel_spec import Access, Turn
+from onnxfuse.schedule.norm_plan import make_norm_plan
 from onnxfuse.schedule.norm_tile import norm_tile
 from onnxfuse.schedule.pointwise_tile import span_of, tile_for
 from tests.helpers.kernel_problem import Buffer, Problem, Size, make_operand, make_output
+from tests.helpers.onnx_build import FLOAT16
+from tests.helpers.rotary_models import in_pairs, layer_norm, normalised
 from tests.kernels.test_norm_kernel import NOTHING, Rows, TiledNorm
 from tests.kernels.test_pointwise_kernel import TiledPointwise
 from tests.kernels.test_portable_on_cpu import build_source, launch_counted
@@ -141,3 +146,20 @@ def test_kernels_need_no_local_memory(arch: str) -> None:
     with ThreadPoolExecutor() as pool:
         images = list(pool.map(lambda spec: compile_source(text_of(spec)[0], ARCHITECTURES[arch]), specs))
     assert {(image.spill_bytes, image.local_bytes) for image in images} == {(0, 0)}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_normalised_parts_are_moved_together_in_order_alone(swapped: bool) -> None:
+    """Beside them whatever order the steps name parts in will do: the sine's second is named first."""
+    device = ARCHITECTURES["sm_90a"]
+    (site,) = analyse_model(normalised(in_pairs, layer_norm, dtype=FLOAT16), (device,)).sites
+    fusion = site.fusion
+    assert isinstance(fusion, Normalisation)
+    assert [load.part for load in fusion.loads] not in ([0, 1] * 4, [1, 0] * 4)
+    first, second, *beside = fusion.loads
+    turned = replace(fusion, loads=(second, first, *beside) if swapped else fusion.loads)
+    loads = make_norm_plan(turned, site.mapping, device).variants[0].spec.loads
+    assert [load.turn is None for load in loads[:2]] == [swapped, swapped]
+    for load, way in zip(turned.loads[2:], loads[2:], strict=True):
+        assert way.turn is not None
+        assert (way.turn.own, turned.loads[way.turn.leader].operand) == (load.part, load.operand)
