@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from onnxfuse.analysis.axis_mapping import AxisMapping
 from onnxfuse.device import DeviceSpec
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.attention import Attention
-from onnxfuse.ir.fusion import Fusion, Pointwise, StoredRhs, Tensor
+from onnxfuse.ir.fusion import PART_AXIS, Fusion, Load, Pointwise, RhsPart, StoredRhs, Tensor
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.schedule.attention_plan import estimates, make_attention_plan
 from onnxfuse.schedule.calibration import kept
@@ -22,7 +23,9 @@ from onnxfuse.schedule.strategy import Strategy, Times, Traffic, beside_stock, e
 from onnxfuse.schedule.variant import AttentionPlan, ProductPlan
 
 KEPT_PLANS = 1024  # some 10 kB each, of all models that a process fuses: few sites differ in more than names
+ALIKE = 256  # columns between windows that are reached alike: no access or line of memory is longer
 AnyFusion = TypeVar("AnyFusion", bound=Pointwise)
+Range = TypeVar("Range", RhsPart, Load)
 
 
 def nameless(fusion: AnyFusion) -> AnyFusion:
@@ -37,6 +40,36 @@ def nameless(fusion: AnyFusion) -> AnyFusion:
         outs=tuple(replace(out, tensor=called[out.tensor]) for out in fusion.outs),
         **(_nameless_factors(fusion, called) if isinstance(fusion, Fusion) else {}),
     )
+
+
+def in_first_window(fusion: Fusion) -> Fusion:
+    """The same of the first columns that lie as its own do: equal for ranges of one product that have equal plans."""
+    parts = _moved(fusion, [(fusion.rhs[part.tensor], part) for part in fusion.parts])
+    loads = _moved(fusion, [(fusion.operands[load.operand], load) for load in fusion.loads])
+    return replace(fusion, parts=parts, loads=loads)
+
+
+def _moved(fusion: Fusion, ranges: Sequence[tuple[Tensor, Range]]) -> tuple[Range, ...]:
+    """All by the same number of columns, and of parts."""
+    start = min((each.start for _, each in ranges if each.start is not None), default=0) // ALIKE * ALIKE
+    first = min((each.part for _, each in ranges if each.part is not None), default=0)
+    together = max((_parts_alike(fusion, tensor) for tensor, each in ranges if each.part is not None), default=1)
+    part = first // together * together
+    return tuple(
+        replace(
+            each,
+            start=None if each.start is None else each.start - start,
+            part=None if each.part is None else each.part - part,
+        )
+        for _, each in ranges
+    )
+
+
+def _parts_alike(fusion: Fusion, tensor: Tensor) -> int:
+    """How many parts of a tensor lie before the next one that begins as they do: a power of two."""
+    dim = next(dim for dim in tensor.dims if PART_AXIS in dim)
+    columns = math.prod(fusion.size(axis) or 1 for axis in dim[dim.index(PART_AXIS) + 1 :])
+    return ALIKE // math.gcd(columns, ALIKE)
 
 
 def _nameless_factors(fusion: Fusion, called: Mapping[Tensor, Tensor]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from onnxfuse.ir.group_normalisation import GroupNormalisation
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.ir.simplify import simplify
 from onnxfuse.lowering.kept_plans import (
+    in_first_window,
     kept_attention_plan,
     kept_attention_times,
     kept_norm_plan,
@@ -254,7 +255,7 @@ def _planned(
     mapping = map_axes(fusion)
     _check_resolved(fusion)
     widths = analyse(fusion, mapping)
-    alike = nameless(fusion)
+    alike = in_first_window(nameless(fusion))
     plans = tuple(kept_plan(alike, mapping, widths, device, exact_fp32) for device in planner.devices)
     # Exact products are this project's promise; the library multiplies in TF32 unless a session forbids it.
     library_will_do = not (exact_fp32 and fusion.lhs.dtype == F32)
