@@ -1,6 +1,6 @@
-// Parts of one tensor that take turns along its columns, as the two numbers of a pair: x0 y0 x1 y1 x2 y2 ... What is in
-// turn is moved by accesses of TURN_COLUMNS columns of all TURN_PARTS parts, by the load or output that leads them, where
-// the tensor begins at a multiple of their size: all of its pitches do. Elsewhere each part is moved by itself.
+// Parts of one tensor that take turns along its columns, as the two numbers of a pair: x0 y0 x1 y1 x2 y2 ... The load or
+// output that leads them moves TURN_COLUMNS columns of all TURN_PARTS parts in one access, where the tensor begins at a
+// multiple of its size, as all pitches are. Elsewhere each part is moved by itself.
 #pragma once
 #include "common/span.cuh"
 
@@ -35,7 +35,9 @@ __device__ __forceinline__ void read_in_turns(const OnnxfuseTensor& tensor, cons
     const auto turns = load_global<Turns<Access>>(first_of_turns<Access>(tensor, outer, batch, row, column + i));
     static_for<0, Access::TURN_PARTS>([&](auto part) {
 #pragma unroll
-      for (int j = 0; j < Access::TURN_COLUMNS; ++j) take(part, i + j, turns.values[j * Access::TURN_PARTS + part.value]);
+      for (int j = 0; j < Access::TURN_COLUMNS; ++j) {
+        take(part, i + j, turns.values[j * Access::TURN_PARTS + part.value]);
+      }
     });
   }
 }
@@ -50,7 +52,9 @@ __device__ __forceinline__ void write_in_turns(const OnnxfuseTensor& tensor, con
     Turns<Access> turns;
     static_for<0, Access::TURN_PARTS>([&](auto part) {
 #pragma unroll
-      for (int j = 0; j < Access::TURN_COLUMNS; ++j) turns.values[j * Access::TURN_PARTS + part.value] = value_of(part, i + j);
+      for (int j = 0; j < Access::TURN_COLUMNS; ++j) {
+        turns.values[j * Access::TURN_PARTS + part.value] = value_of(part, i + j);
+      }
     });
     store_global(first_of_turns<Access>(tensor, outer, batch, row, column + i), turns);
   }

@@ -45,14 +45,14 @@ __device__ __forceinline__ void read_turns(Operands<FIRST, LOADS>& operands, con
         [&](auto index) { read_alone<decltype(index)::value>(operands, args, batch, row, column); });
     return;
   }
-  const auto& outer = args.loads_outer[LEADER];
-  read_in_turns<Load<LEADER>>(tensor, outer, batch, row, column, args.n - column, [&](auto part, int element, auto value) {
+  const auto take = [&](auto part, int element, auto value) {
     constexpr int PART = decltype(part)::value;
     for_each_in_turn<LEADER, FIRST>([&](auto index) {
       constexpr int I = decltype(index)::value;
       if constexpr (Load<I>::TURN == PART) own_span<I>(operands).at(element) = value;
     });
-  });
+  };
+  read_in_turns<Load<LEADER>>(tensor, args.loads_outer[LEADER], batch, row, column, args.n - column, take);
 }
 
 // As wide as the tensor varies along the columns; what is in turn is read by the load that leads.

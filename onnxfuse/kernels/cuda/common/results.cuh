@@ -41,9 +41,10 @@ __device__ __forceinline__ void store_turns(const Results<OUTS>& results, const 
         [&](auto index) { store_alone<decltype(index)::value>(results, args, batch, row, column); });
     return;
   }
-  write_in_turns<Own>(tensor, args.outs_outer[LEADER], batch, row, column, args.n - column, [&](auto part, int element) {
+  const auto value_of = [&](auto part, int element) {
     return own_span<LEADER + decltype(part)::value>(results).at(element);
-  });
+  };
+  write_in_turns<Own>(tensor, args.outs_outer[LEADER], batch, row, column, args.n - column, value_of);
 }
 
 __device__ __forceinline__ void store_results(const Results<OUTS>& results, const OnnxfuseArguments& args, int batch,
