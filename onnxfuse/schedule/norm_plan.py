@@ -37,10 +37,10 @@ def make_norm_plan(fusion: Normalisation, mapping: AxisMapping, device: DeviceSp
         batched=bool(mapping.batch), parts=fusion.parts,
     )  # fmt: skip
     span = span_of(loads, outs)
-    tiers = tuple(_tiers(columns * fusion.parts * _batches(fusion, mapping), device))
+    tiers: Iterable[tuple[int, int]] = _tiers(columns * fusion.parts * _batches(fusion, mapping), device)
     if loads[0].turn and norm_tile(span, columns, 1).row_threads <= WARP:
         # With two spans a thread takes 128 registers: 8,192 rows of 24 heads of 64 pairs 98.8 us instead of 82.8.
-        tiers = ((1, MAX_M),)
+        tiers = [(1, MAX_M)]
     variants = [_variant(spec, *each) for each in _ranges(span, columns, rows, tiers)]
     if any(way.width > 1 for way in (*loads, *outs)):
         narrow = replace(spec, loads=tuple(map(narrowed, loads)), outs=tuple(map(narrowed, outs)))

@@ -25,6 +25,15 @@ __device__ __forceinline__ bool is_legal_in_turns(const OnnxfuseTensor& tensor) 
   return reinterpret_cast<unsigned long long>(first) % sizeof(Turns<Access>) == 0;
 }
 
+// Body(part, column, place) of every element of an access.
+template <typename Access, typename Body>
+__device__ __forceinline__ void for_each_of_turns(const Body& body) {
+  static_for<0, Access::TURN_PARTS>([&](auto part) {
+#pragma unroll
+    for (int j = 0; j < Access::TURN_COLUMNS; ++j) body(part, j, j * Access::TURN_PARTS + part.value);
+  });
+}
+
 // Gives each element of a span of all parts to take(part, element, value).
 template <typename Access, typename Take>
 __device__ __forceinline__ void read_in_turns(const OnnxfuseTensor& tensor, const OnnxfuseOuter& outer, int batch,
@@ -33,12 +42,7 @@ __device__ __forceinline__ void read_in_turns(const OnnxfuseTensor& tensor, cons
   for (int i = 0; i < SPAN; i += Access::TURN_COLUMNS) {
     if (i >= left) break;
     const auto turns = load_global<Turns<Access>>(first_of_turns<Access>(tensor, outer, batch, row, column + i));
-    static_for<0, Access::TURN_PARTS>([&](auto part) {
-#pragma unroll
-      for (int j = 0; j < Access::TURN_COLUMNS; ++j) {
-        take(part, i + j, turns.values[j * Access::TURN_PARTS + part.value]);
-      }
-    });
+    for_each_of_turns<Access>([&](auto part, int j, int place) { take(part, i + j, turns.values[place]); });
   }
 }
 
@@ -50,12 +54,7 @@ __device__ __forceinline__ void write_in_turns(const OnnxfuseTensor& tensor, con
   for (int i = 0; i < SPAN; i += Access::TURN_COLUMNS) {
     if (i >= left) break;
     Turns<Access> turns;
-    static_for<0, Access::TURN_PARTS>([&](auto part) {
-#pragma unroll
-      for (int j = 0; j < Access::TURN_COLUMNS; ++j) {
-        turns.values[j * Access::TURN_PARTS + part.value] = value_of(part, i + j);
-      }
-    });
+    for_each_of_turns<Access>([&](auto part, int j, int place) { turns.values[place] = value_of(part, i + j); });
     store_global(first_of_turns<Access>(tensor, outer, batch, row, column + i), turns);
   }
 }
