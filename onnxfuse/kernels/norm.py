@@ -23,6 +23,7 @@ constexpr float EPSILON = {constant(spec.epsilon)}, LEAST = {constant(spec.least
 def _numbers(tile: NormTile) -> dict[str, int]:
     return {
         "BLOCK_M": tile.block_m,
+        "RESIDENTS": tile.residents,
         "ROW_THREADS": tile.row_threads,
         "SPAN": tile.span,
         "SPANS": tile.spans,

@@ -26,12 +26,14 @@ class NormTile:
         row_threads: threads that share a row, a power of two.
         span: adjacent columns that a thread reads at once.
         spans: how many of them.
+        residents: blocks of a multiprocessor, for which the compiler leaves registers; 0 where it chooses.
     """
 
     block_m: int
     row_threads: int
     span: int
     spans: int
+    residents: int = 0
 
     @property
     def block_n(self) -> int:

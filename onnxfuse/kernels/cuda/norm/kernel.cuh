@@ -167,7 +167,7 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, int bat
 
 }  // namespace onnxfuse
 
-extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS)
+extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENTS)
     onnxfuse_norm(const __grid_constant__ OnnxfuseArguments args) {
   using namespace onnxfuse;
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
