@@ -158,8 +158,8 @@ class Hopper(ProductFamily):
 
     def flow(self, spec: KernelSpec, tile: HopperTile, device: DeviceSpec) -> Flow:
         """A block each multiprocessor, with the whole ring in flight."""
-        stages = hopper_tile.footprint(spec, tile, device.shared_bytes).stages
-        return Flow(device.multiprocessors, stages * block_k(spec))
+        layout, depth = hopper_tile.footprint(spec, tile, device.shared_bytes), block_k(spec)
+        return Flow(device.multiprocessors, layout.stages * depth, early_depth(layout, depth, device))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Infinite for a tile that splits k where its blocks are more than run at once, or may be."""

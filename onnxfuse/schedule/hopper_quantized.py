@@ -86,7 +86,8 @@ class HopperQuantized(ProductFamily):
     def flow(self, spec: KernelSpec, tile: QuantizedTile, device: DeviceSpec) -> Flow:
         """A block each multiprocessor, with the whole ring in flight."""
         layout = hopper_quantized_tile.footprint(spec, tile, device.shared_bytes)
-        return Flow(device.multiprocessors, layout.stages * tile.block_k)
+        early = early_depth(layout, tile.block_k, device)
+        return Flow(device.multiprocessors, layout.stages * tile.block_k, early)
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying and converting side by side; infinite where more blocks split k than run at once."""

@@ -97,8 +97,8 @@ class HopperSwapped(ProductFamily):
 
     def flow(self, spec: KernelSpec, tile: SwappedTile, device: DeviceSpec) -> Flow:
         """A block each multiprocessor, with the whole ring in flight."""
-        stages = hopper_swapped_tile.footprint(spec, tile, device.shared_bytes).stages
-        return Flow(device.multiprocessors, stages * block_k(spec))
+        layout, depth = hopper_swapped_tile.footprint(spec, tile, device.shared_bytes), block_k(spec)
+        return Flow(device.multiprocessors, layout.stages * depth, early_depth(layout, depth, device))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """As that of the kernel whose groups share each tile; infinite where a last wave is to be split and is not."""

@@ -7,7 +7,7 @@ each under the same name.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -227,15 +227,17 @@ def of_each(tile: Any, trait: Callable[[Any], float]) -> Amount:
 
 @dataclass(frozen=True)
 class Flow:
-    """How a tile's blocks read rhs; of several tiles, [tiles, 1].
+    """How a tile's blocks run and read rhs; of several tiles, [tiles, 1].
 
     Attributes:
         blocks: that run at once on the whole chip.
         depth: of k, that a block has on its way at any time.
+        early_depth: as its launch has it.
     """
 
     blocks: Count
     depth: Count
+    early_depth: Count = 0
 
 
 class KernelFamily(Protocol):
@@ -342,6 +344,6 @@ def costs(
             family, Tiles([entries[index].tile for index in own]),
             np.array([entries[index].pace for index in own])[:, None],
         )  # fmt: skip
-        blocks, depths = ([[getattr(flows[index], name)] for index in own] for name in ("blocks", "depth"))
-        found[own] = family.cost(tiles, Flow(np.array(blocks), np.array(depths)), spec, problem, device)
+        reads = Flow(*(np.array([[getattr(flows[index], each.name)] for index in own]) for each in fields(Flow)))
+        found[own] = family.cost(tiles, reads, spec, problem, device)
     return found

@@ -33,7 +33,7 @@ class Kernels:
     """Tiles of one site, each at some size, that a model of costs looks at together.
 
     Attributes:
-        entries: the tiles, and `flows` their ways through rhs.
+        entries: the tiles, and `flows` how their blocks run.
         which: of them, i64[kernels].
         estimates: microseconds by the terms of their families, and of copies that they read, f64[kernels].
         sizes: m, n and k, i64[kernels] each or one for all.
@@ -75,7 +75,7 @@ def factors(
 
     Args:
         entries: the tiles.
-        flows: their ways through rhs.
+        flows: how their blocks run.
         estimates: microseconds, by the terms of their families, and of copies that they read, f64[tiles, sizes].
         spec: the kernel.
         problem: the sizes, arrays or numbers.
@@ -157,6 +157,7 @@ def _of_both(
     multiplying = cost_model.multiplying(blocks, paces, spec, sizes, device, splits) * whole / np.ceil(waves)
     moving = cost_model.moving(spec, sizes, device) / us
     return {
+        "early": np.ceil(waves) * sizes.k <= np.array([reads.early_depth for reads in kernels.flows])[kernels.which],
         "waves": np.log2(waves), "whole waves": np.log2(whole), "last wave": waves / whole, "saved": saved,
         "rows in tiles": cost_model.filled(sizes.m, blocks.block_m),
         "columns in tiles": cost_model.filled(sizes.n, blocks.block_n),

@@ -10,7 +10,7 @@ from onnxfuse.device import DeviceSpec
 from onnxfuse.schedule import cost_model, portable_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Problem, ProductFamily
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Problem, ProductFamily, any_depth
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec, Tile
 
 # Larger tiles load less for each product; smaller ones fill the chip when m or n is small. A tile's block_n is the
@@ -94,7 +94,7 @@ class Portable(ProductFamily):
     def flow(self, spec: KernelSpec, tile: Tile, device: DeviceSpec) -> Flow:
         """As many blocks as shared memory holds."""
         resident = max(device.shared_bytes // self.shared_bytes(spec, tile, device), 1)
-        return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k)
+        return Flow(resident * device.multiprocessors, (tile.stages - 1) * tile.block_k, any_depth(device))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and copying lhs and rhs, which the same threads do, beside what memory takes.

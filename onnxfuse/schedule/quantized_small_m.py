@@ -122,7 +122,8 @@ class QuantizedSmallM(ProductFamily):
 
     def flow(self, spec: KernelSpec, tile: QuantizedSmallMTile, device: DeviceSpec) -> Flow:
         """One block on a multiprocessor, with all stages but one on their way."""
-        return Flow(device.multiprocessors, tile.warps_k * tile.block_k * (tile.stages - 1))
+        depth = tile.warps_k * tile.block_k * (tile.stages - 1)
+        return Flow(device.multiprocessors, depth, any_depth(device))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Unpacking, multiplying and reading lhs again hide behind reading rhs, once a tile of rows, or that does."""

@@ -10,7 +10,7 @@ from onnxfuse.device import CACHE_LINE, SECTOR, DeviceSpec
 from onnxfuse.schedule import cost_model, small_m_tile
 from onnxfuse.schedule.access_path import path
 from onnxfuse.schedule.calibration import calibration
-from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, of_each
+from onnxfuse.schedule.kernel_family import Amount, Candidate, Flow, Launch, Problem, ProductFamily, any_depth, of_each
 from onnxfuse.schedule.kernel_spec import Access, KernelSpec
 from onnxfuse.schedule.small_m_tile import FRAGMENT_COLUMNS, SmallMTile, chunk, lhs_copy
 
@@ -103,7 +103,7 @@ class SmallM(ProductFamily):
             at_once = cost_model.clusters_at_once(tile.splits, blocks, device)
         else:
             at_once = blocks * device.multiprocessors
-        return Flow(at_once, tile.splits * tile.warps_k * tile.block_k * tile.stages)
+        return Flow(at_once, tile.splits * tile.warps_k * tile.block_k * tile.stages, any_depth(device))
 
     def cost(self, entry: Candidate, reads: Flow, spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
         """Multiplying, and the warps' sums; or reading rhs once for every 16 rows, if that is longer."""

@@ -1,11 +1,12 @@
 """Fit the networks of `schedule/learned_cost.py`: `python -m tests.perf.learn FILES`, results of `tests.perf.tiles`.
 
 First on some of the sites at a time, to tell of the others by how much their estimates are off and how much longer the
-kernel that is estimated fastest takes than the fastest, with the factor and without it. Then on all of them, and
-writes the networks. They learn to be near what estimates leave, and that what is chosen by them is fast: of each
-problem, kernels are as if drawn by a softmax of their estimates, and the mean of how much longer they take than the
-fastest is to fall. Training is Adam with decoupled weight decay (Loshchilov and Hutter, 2019) and a rate that falls as
-a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (four minutes).
+kernel that is estimated fastest takes than the fastest, with the factor and without it. Then on all of them, and writes
+the networks. A file that is named twice counts twice. They learn to be near what estimates leave, and that what is
+chosen by them is fast: of each problem, kernels are as if drawn by a softmax of their estimates, and the mean of how
+much longer they take than the fastest is to fall. Training is Adam with decoupled weight decay (Loshchilov and Hutter,
+2019) and a rate that falls as a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (four
+minutes).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ WIDEST = 4.0  # standard deviations
 ALIKE = 0.03  # of the logarithm: of kernels as near as this to each other by their estimates, either may be chosen
 CHOSEN = 1.5  # what the mean of how much longer chosen ones take counts beside half the mean square
 FOLDS = 4
+EARLY = "early"  # a feature; results from before 2026-11-29 are of kernels that started behind the ones before them
 
 Layers = list[NDArray[np.float32]]
 """A weight and a bias for each layer, in turn."""
@@ -100,11 +102,12 @@ def timings(rows: Sequence[Mapping[str, Any]], device: DeviceSpec) -> Timings:
     by_site = defaultdict(list)
     for index, row in enumerate(rows):
         drawn = Drawn(*row["drawn"])
-        by_site[replace(drawn, m=1), row.get("padded", False)].append((index, drawn.m, row["us"]))
+        site = replace(drawn, m=1), row.get("padded", False), row.get("early", False)
+        by_site[site].append((index, drawn.m, row["us"]))
     found = [
-        (*each, site, index)
-        for site, ((drawn, padded), measured) in enumerate(by_site.items())
-        for index, each in _kernels(drawn, padded, measured, device)
+        ({**known, EARLY: known[EARLY] * early}, *times, site, index)
+        for site, ((drawn, padded, early), measured) in enumerate(by_site.items())
+        for index, (known, *times) in _kernels(drawn, padded, measured, device)
     ]
     features, estimates, us, sites, problems = zip(*found, strict=True)
     table = np.array([[*each.values()] for each in features], np.float32)
@@ -294,7 +297,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="result files of tests.perf.tiles")
     parser.add_argument("--out", type=Path, default=FOLDER / f"{DEVICE.arch}.npz")
     options = parser.parse_args()
-    rows = [row for path in options.results for row in rows_of(json.loads(path.read_text()))]
+    results = [json.loads(path.read_text()) for path in options.results]
+    rows = [{**row, "early": "early" in result} for result in results for row in rows_of(result)]
     known = timings(rows, DEVICE)
     print(f"{len(known.times)} kernels of {len({*known.problems})} problems and {len({*known.sites})} sites")
     report(known, predicted_apart(known))

@@ -212,7 +212,7 @@ def main() -> None:
     seeds = " ".join(map(str, options.seeds)) + f" --{options.kind}" * bool(options.kind)
     seeds += " --last-wave" * options.last_wave
     command = f"python -m tests.perf.tiles --seeds {seeds} --seconds {options.seconds:.0f} --out {options.out}"
-    write_result(options.out, {**origin(command), "names": [*names], "rows": rows})
+    write_result(options.out, {**origin(command), "early": True, "names": [*names], "rows": rows})
 
 
 if __name__ == "__main__":
