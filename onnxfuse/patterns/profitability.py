@@ -9,7 +9,9 @@ from onnxfuse.patterns.liveness import GrownValue, Liveness
 from onnxfuse.patterns.match import Match
 from onnxfuse.patterns.pointwise_table import pointwise_row
 from onnxfuse.patterns.region import Region
+from onnxfuse.patterns.region_growth import COLUMN_OPS
 from onnxfuse.patterns.view_ops import VIEWS
+from onnxfuse.patterns.views import columns_dim
 
 COPIES = frozenset({"Identity", "Dropout"})
 REGROUPING = COPIES | {"Cast"}  # with these alone after it, an intermediate is not worth an output
@@ -33,13 +35,26 @@ class Profitability:
         self.grown = live.grown
         self._computed = self.grown.those(self._is_computed)
         self._work = self.grown.those(self._is_work)
+        self._moves = self.grown.those(lambda node: node.op in MOVING)
 
     def may_end(self, position: int, region: Region) -> bool:
         """Whether a node's value lives out of the region, which computes something or spares a move of data."""
         value, is_computed = self.live.values[position][0], position in self._computed
-        if value.columns is None or not (is_computed or self.grown.nodes[position].op in ENDS):
+        if value.columns is None or not (is_computed or self._is_end(position, region)):
             return False
         return (is_computed or bool(region & self._work)) and self.live.is_live_out(value, region)
+
+    def _is_end(self, position: int, region: Region) -> bool:
+        """Whether a view ends there, a move of data, or a range of what was moved and no kernel stores whole.
+
+        An attention, or another product, may have taken all views behind such a range: of q, keys and values that one
+        Transpose moves together, that and three copies were left.
+        """
+        node = self.grown.nodes[position]
+        if node.op in ENDS:
+            return True
+        whole = self.grown.values.get(node.inputs[0].name) if qualified_op(node) in COLUMN_OPS else None
+        return whole is not None and columns_dim(whole.view) is None and bool(region & self._moves)
 
     def check(self, match: Match, region: Region) -> None:
         """An intermediate becomes an output when work after it is saved.

@@ -382,3 +382,40 @@ def test_a_range_by_itself_that_no_neighbour_is_as_wide_as_has_a_kernel_alone(pa
     feed = attended_feed(FLOAT16)
     for before, after in zip(run(model, feed), run(rewritten(analysis), feed), strict=True):
         assert before.tobytes() == after.tobytes()
+
+
+def unbound_by_split(b: Builder, moved: str) -> list[str]:
+    return [b("Squeeze", each, b.integers(0)) for each in b("Split", moved, outputs=3, axis=0, num_outputs=3)]
+
+
+def unbound_by_slice(b: Builder, moved: str) -> list[str]:
+    ends = [(b.integers(index), b.integers(index + 1)) for index in range(3)]
+    return [b("Squeeze", b("Slice", moved, *each, b.integers(0)), b.integers(0)) for each in ends]
+
+
+def indexed(b: Builder, moved: str) -> list[str]:
+    return [b("Gather", moved, b.scalar(index), axis=0) for index in range(3)]
+
+
+@pytest.mark.parametrize("apart", [unbound_by_split, unbound_by_slice, indexed])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+def test_ranges_that_are_moved_together_leave_no_copy(
+    apart: Callable[[Builder, str], list[str]], bias: bool, dtype: int
+) -> None:
+    """As in DeiT and DINO: with the scale behind the scores nothing but views stands between ranges and scores."""
+    b = Builder(dtype)
+    product = b("MatMul", b.input("x", ("batch", "rows", K)), b.array(draw(K, 6 * HEAD), "weight"))
+    product = b("Add", product, b.array(draw(6 * HEAD), "bias")) if bias else product
+    moved = b("Transpose", b("Reshape", product, b.integers(0, 0, 3, 2, HEAD)), perm=(2, 0, 3, 1, 4))
+    q, k, v = apart(b, moved)
+    scores = b("Mul", b("MatMul", q, b("Transpose", k, perm=(0, 1, 3, 2))), b.array(0.25))
+    model = b.model(b("MatMul", b("Softmax", scores, axis=-1), v))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    first = analysis.sites[0]
+    assert (first.fusion.pattern, len(first.match.live_outs)) == ("column_ranges", 3)
+    fused = rewritten(analysis)
+    assert not {"Transpose", "Split", "Slice", "Gather"} & {node.op_type for node in fused.graph.node}
+    feed = {"x": attended_feed(dtype)["x"]}
+    for before, after in zip(run(model, feed), run(fused, feed), strict=True):
+        assert before.tobytes() == after.tobytes()
