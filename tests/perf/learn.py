@@ -97,6 +97,12 @@ class Timings:
         )
 
 
+def rows_of_file(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result, which say whether their kernels started early."""
+    result = json.loads(path.read_text())
+    return [{**row, "early": result.get("early", False)} for row in rows_of(result)]
+
+
 def timings(rows: Sequence[Mapping[str, Any]], device: DeviceSpec) -> Timings:
     """The kernels of a result whose tiles are among today's candidates."""
     by_site = defaultdict(list)
@@ -297,9 +303,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="result files of tests.perf.tiles")
     parser.add_argument("--out", type=Path, default=FOLDER / f"{DEVICE.arch}.npz")
     options = parser.parse_args()
-    results = [json.loads(path.read_text()) for path in options.results]
-    rows = [{**row, "early": "early" in result} for result in results for row in rows_of(result)]
-    known = timings(rows, DEVICE)
+    known = timings([row for path in options.results for row in rows_of_file(path)], DEVICE)
     print(f"{len(known.times)} kernels of {len({*known.problems})} problems and {len({*known.sites})} sites")
     report(known, predicted_apart(known))
     write(options.out, fit(known))

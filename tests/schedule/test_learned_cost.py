@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from onnxfuse.schedule.kernel_family import Candidate, Flow, Problem
 from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.learned_cost import Kernels
 from tests.perf import learn
-from tests.perf.calibrate import planned_spec, rows_of
+from tests.perf.calibrate import planned_spec
+from tests.perf.early_launch import starts_early
 from tests.perf.learn import DEVICE
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +112,26 @@ def test_an_empty_product_has_a_finite_estimate(sizes: tuple[int, int, int]) -> 
     assert (usual != 1).any()
 
 
-@pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles"])
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+def test_a_kernel_is_seen_to_start_early_where_the_bridge_starts_it_so(dtype: str) -> None:
+    spec, entries, flows = site(dtype)
+    rules = [entry.family.launch(spec, entry.tile, DEVICE) for entry in entries]
+    found = set()
+    for rows in (1, 300, 5000, 16384):
+        kernels = Kernels(entries, flows, np.arange(len(entries)), np.ones(len(entries)), Problem(rows, 768, 1024))
+        seen = learned_cost.features(kernels, spec, DEVICE)["early"]
+        for rule, early in zip(rules, seen, strict=True):
+            if rule.cluster <= 1:
+                tiles = math.ceil(rows / rule.block_m) * math.ceil(768 / rule.block_n)
+                assert early == starts_early(rule, tiles, 1024, DEVICE)
+                found.add(bool(early))
+    assert found == {False, True}
+
+
+@pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles", "h200-early-tiles"])
 def test_what_was_timed_is_estimated_better(file: str) -> None:
     """Also which kernel is the fastest; what it gains on kernels that were not learnt from is docs/kernel-notes.md."""
-    rows = rows_of(json.loads((ROOT / f"results/{file}.json").read_text()))
+    rows = learn.rows_of_file(ROOT / f"results/{file}.json")
     few = [row for row in rows if row["drawn"][0] != "qkv"][::20]
     known = learn.timings(few, DEVICE)
     said = NETWORKS(known.features)
