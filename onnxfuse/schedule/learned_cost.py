@@ -152,12 +152,12 @@ def _of_both(
     us, sizes = kernels.estimates, kernels.sizes
     paces = np.array([entry.pace for entry in kernels.entries])[kernels.which]
     waves = cost_model.tiles_of(blocks, sizes) * splits / device.multiprocessors
-    saved = cost_model.saved_of_last_wave(blocks, sizes, device)
-    whole = np.ceil(waves) - saved
-    multiplying = cost_model.multiplying(blocks, paces, spec, sizes, device, splits) * whole / np.ceil(waves)
+    begun, saved = np.ceil(waves), cost_model.saved_of_last_wave(blocks, sizes, device)
+    whole = begun - saved
+    multiplying = cost_model.multiplying(blocks, paces, spec, sizes, device, splits) * whole / begun
     moving = cost_model.moving(spec, sizes, device) / us
     return {
-        "early": np.ceil(waves) * sizes.k <= np.array([reads.early_depth for reads in kernels.flows])[kernels.which],
+        "early": begun * sizes.k <= np.array([reads.early_depth for reads in kernels.flows])[kernels.which],
         "waves": np.log2(waves), "whole waves": np.log2(whole), "last wave": waves / whole, "saved": saved,
         "rows in tiles": cost_model.filled(sizes.m, blocks.block_m),
         "columns in tiles": cost_model.filled(sizes.n, blocks.block_n),
