@@ -31,7 +31,7 @@ from onnxfuse.schedule.variant import ProductPlan
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.perf.anywhere import sizes
 from tests.perf.compare import origin
-from tests.perf.drawn import MOST_ELEMENTS, MOST_PRODUCTS, MOST_ROWS, Drawn, draw
+from tests.perf.drawn import MOST_ELEMENTS, MOST_PRODUCTS, MOST_ROWS, PARTS, Drawn, draw
 from tests.perf.every_tile import Choice, Planned, compile_tiles, order_of, plan_as_it_lies, plan_padded, time_tiles
 from tests.perf.result_file import write_result
 
@@ -53,6 +53,8 @@ KINDS = {
     "layers": "products of transformers' layers",
     "fp32": "drawn problems of fp32 alone",
     "kn": "the same that TMA reaches, of weights [k, n], as they lie",
+    "qkv": "drawn queries, keys and values alone",
+    "residual": "drawn products with a residual alone",
     "narrow": "drawn problems of few columns and deep k, the worst beside cuBLAS",
     "padded": "drawn problems whose rows of k begin on no cache line, with zeros behind those of the weight",
 }
@@ -61,7 +63,7 @@ ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made o
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
 NEAR_LAST, LASTS = 1.1, 4  # the same of tiles that share a last wave, where they alone are wanted
 SHORTER = 0.4  # of MOST_PRODUCTS: longer kernels are timed as precisely, but for long
-LARGEST_STACKED = 4e7  # elements of q's, k's and v's weights, which are initializers
+LARGEST_STACKED = 1e8  # elements of q's, k's and v's weights, which are initializers
 TURNED = 5  # of weights in fp32, plans store most [n, k]: all but those whose k this divides are drawn so
 CHUNK = 4  # elements of fp32 in 16 bytes
 WAITING = 40  # sites whose kernels are being compiled
@@ -128,6 +130,8 @@ def _of_kind(site: Drawn, kind: str) -> Drawn | None:
     if kind == "kn":
         return None if site.k % CHUNK or site.n % CHUNK else replace(site, order="kn")
     if kind == "narrow" and (site.width > NARROW or site.k < DEEP * site.width):
+        return None
+    if kind in PARTS and site.kind != kind:
         return None
     if kind == "padded":
         return replace(site, order="nk") if site.k * site.element_bytes % CACHE_LINE else None
