@@ -9,7 +9,6 @@ time is smallest. It prints what it found and changes no file: the calibration i
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from onnxfuse.schedule.kernel_spec import KernelSpec
 from onnxfuse.schedule.plan import make_plan
 from tests.helpers.fusions import fusion
 from tests.perf.drawn import ELEMENT_NAMES, Drawn
+from tests.perf.result_file import read_result
 
 DEVICE = ARCHITECTURES["sm_90a"]
 STEPS = (0.7, 0.8, 0.9, 0.95, 0.98, 1.0, 1.02, 1.05, 1.1, 1.25, 1.4)
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("result", type=Path, help="result file with estimated kernels, JSON")
     parser.add_argument("--constants", default="", help="names, comma separated; by default those fitted to the file")
     options = parser.parse_args(arguments)
-    kernels = priced(timed(rows_of(json.loads(options.result.read_text())), DEVICE), DEVICE)
+    kernels = priced(timed(rows_of(read_result(options.result)), DEVICE), DEVICE)
     names = [name for name in options.constants.split(",") if name]
     names = names or fitted_to(f"results/{options.result.name}", DEVICE.arch)
     report(kernels, DEVICE)

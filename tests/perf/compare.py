@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onnxfuse.runtime import driver
+from tests.perf.result_file import read_result
 
 SLOWER = 1.05  # a cost may grow by so much before a comparison fails
 
@@ -55,6 +55,6 @@ def compare(result: Any, against: Path | None, costs: Callable[[Any], Costs]) ->
     """Print what grew, if there is something to compare with; whether anything did."""
     if against is None:
         return False
-    rows = worse(costs(result), costs(json.loads(against.read_text())))
+    rows = worse(costs(result), costs(read_result(against)))
     print("\n".join(["slower than the committed result:", *rows]) if rows else "no ratio fell")
     return bool(rows)

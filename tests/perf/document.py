@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.perf.bars import FLOORS, LATE, bars, over_cublas, quantile, regrets, slower_than_stock
+from tests.perf.result_file import read_result
 
 ROOT = Path(__file__).parents[2]
 _OTHERS = {
@@ -33,8 +33,7 @@ two times from one run on one GPU. What limits a kernel, and what was tried, is 
 
 def result(name: str) -> dict[str, Any]:
     """A committed result file."""
-    loaded: dict[str, Any] = json.loads((ROOT / "results" / f"{name}.json").read_text())
-    return loaded
+    return read_result(ROOT / "results" / f"{name}.json")
 
 
 def document() -> str:

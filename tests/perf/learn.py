@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from onnxfuse.schedule.networks import Networks
 from tests.perf.calibrate import rows_of
 from tests.perf.drawn import Drawn
 from tests.perf.every_tile import plan_as_it_lies, plan_padded
+from tests.perf.result_file import read_result
 
 DEVICE = ARCHITECTURES["sm_90a"]
 HIDDEN = (64, 32)
@@ -99,7 +99,7 @@ class Timings:
 
 def rows_of_file(path: Path) -> list[dict[str, Any]]:
     """The rows of a result, which say whether their kernels started early."""
-    result = json.loads(path.read_text())
+    result = read_result(path)
     return [{**row, "early": result.get("early", False)} for row in rows_of(result)]
 
 

@@ -1,4 +1,4 @@
-"""Fit the networks of `schedule/library_cost.py`: `python -m tests.perf.learn_library results/h200-library.json`.
+"""Fit the networks of `schedule/library_cost.py`: `python -m tests.perf.learn_library results/h200-library.json.xz`.
 
 A result of `tests.perf.library`. First on some of the products at a time, to tell of the others by how much they are
 off, with what was learnt and without it; rows of one weight are learnt together. Then on all of them, and writes the
@@ -8,7 +8,6 @@ networks. They are trained as those of kernels are (tests/perf/learn.py). Needs 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from onnxfuse.schedule.kernel_spec import KernelSpec
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
 from tests.perf.calibrate import planned_spec
 from tests.perf.learn import DEVICE, Timings, fit, predicted_apart, write
+from tests.perf.result_file import read_result
 
 DTYPES: dict[int, str] = {FLOAT16: "f16", BFLOAT16: "bf16", FLOAT: "f32"}
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="result files of tests.perf.library")
     parser.add_argument("--out", type=Path, default=FOLDER / f"{library_cost.learnt(DEVICE.arch)}.npz")
     options = parser.parse_args()
-    known = timings([row for path in options.results for row in json.loads(path.read_text())["rows"]], DEVICE)
+    known = timings([row for path in options.results for row in read_result(path)["rows"]], DEVICE)
     print(f"{len(known.times)} products of {len({*known.sites})} weights")
     report(known, predicted_apart(known))
     write(options.out, fit(known))

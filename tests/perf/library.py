@@ -1,4 +1,4 @@
-"""Products of the library: `python -m tests.perf.library --seeds 1 --seconds 60 --out results/h200-library.json`.
+"""Products of the library: `python -m tests.perf.library --seeds 1 --seconds 60 --out results/h200-library.json.xz`.
 
 What `tests.perf.learn_library` learns from. Of drawn products (tests/perf/drawn.py) and of those of transformers'
 layers, in turn, the rows are drawn again. Each is multiplied as the bridge asks cuBLASLt to, in captured graphs with

@@ -1,6 +1,6 @@
 """Tiles of drawn problems, each at several numbers of rows: what `tests.perf.learn` learns from.
 
-    python -m tests.perf.tiles --seeds 1 2 --seconds 400 --out results/h200-drawn-tiles.json
+    python -m tests.perf.tiles --seeds 1 2 --seconds 400 --out results/h200-drawn-tiles.json.xz
 
 Of a drawn site (tests/perf/drawn.py) the rows are drawn again, so that a kernel which was compiled once is timed for
 several of them. Each number of rows has the tiles that are estimated near the best there or at one of the others, and
@@ -63,7 +63,7 @@ ROWS, ODD = 4, 0.3  # numbers of rows of a site, and how many of them are made o
 NEAR, NEAREST, FAR, MOST = 1.5, 6, 2.2, 13  # of a number of rows: times the best estimate, and how many tiles
 NEAR_LAST, LASTS = 1.1, 4  # the same of tiles that share a last wave, where they alone are wanted
 SHORTER = 0.4  # of MOST_PRODUCTS: longer kernels are timed as precisely, but for long
-LARGEST_STACKED = 1e8  # elements of q's, k's and v's weights, which are initializers
+LARGEST_STACKED = 5e7  # elements of q's, k's and v's weights, which are initializers
 TURNED = 5  # of weights in fp32, plans store most [n, k]: all but those whose k this divides are drawn so
 CHUNK = 4  # elements of fp32 in 16 bytes
 WAITING = 40  # sites whose kernels are being compiled

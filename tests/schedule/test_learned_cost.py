@@ -131,7 +131,7 @@ def test_a_kernel_is_seen_to_start_early_where_the_bridge_starts_it_so(dtype: st
 @pytest.mark.parametrize("file", ["h200-drawn-tiles", "h200-layer-tiles", "h200-early-tiles"])
 def test_what_was_timed_is_estimated_better(file: str) -> None:
     """Also which kernel is the fastest; what it gains on kernels that were not learnt from is docs/kernel-notes.md."""
-    rows = learn.rows_of_file(ROOT / f"results/{file}.json")
+    rows = learn.rows_of_file(ROOT / f"results/{file}.json.xz")
     few = [row for row in rows if row["drawn"][0] != "qkv"][::20]
     known = learn.timings(few, DEVICE)
     said = NETWORKS(known.features)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from onnxfuse.schedule.kernel_family import Problem
 from tests.perf.calibrate import planned_spec
 from tests.perf.learn import DEVICE
 from tests.perf.learn_library import timings
+from tests.perf.result_file import read_result
 
-ROWS = json.loads((Path(__file__).parents[2] / "results/h200-library.json").read_text())["rows"]
+ROWS = read_result(Path(__file__).parents[2] / "results/h200-library.json.xz")["rows"]
 LEARNT = networks.networks(library_cost.learnt(DEVICE.arch))
 SPEC = planned_spec(64, 64, 1, "kn", "bias", "f16", DEVICE)
 

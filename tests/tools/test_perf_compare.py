@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 
 from tests.perf.compare import SLOWER, compare, kernel_costs, model_costs, worse
-from tests.perf.result_file import write_result
+from tests.perf.result_file import read_result, write_result
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -45,12 +46,14 @@ def test_a_result_that_fell_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "gelu kn: 0.900 -> 1.000" in capsys.readouterr().out
 
 
-def test_a_result_file_says_what_it_was_given_row_by_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["result.json", "result.json.xz"])
+def test_a_result_file_says_what_it_was_given_row_by_row(tmp_path: Path, name: str) -> None:
     rows = [{"problem": "a", "us": 1.23456789, "runs": [0.00012345678, 2]}, {"problem": "b", "us": None}]
-    path = tmp_path / "result.json"
+    path = tmp_path / name
     write_result(path, {"gpu": "some", "rows": rows, "failures": []})
-    assert json.loads(path.read_text()) == {
+    assert read_result(path) == {
         "gpu": "some", "failures": [],
         "rows": [{"problem": "a", "us": 1.234568, "runs": [0.0001234568, 2]}, {"problem": "b", "us": None}],
     }  # fmt: skip
-    assert sum(line.lstrip().startswith('{"problem"') for line in path.read_text().splitlines()) == len(rows)
+    text = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    assert sum(line.lstrip().startswith(b'{"problem"') for line in text.splitlines()) == len(rows)
