@@ -18,11 +18,6 @@ class GroupNormalisation(Normalisation):
     """
 
     @property
-    def groups(self) -> int:
-        """Of an image."""
-        return self.size(GROUP) or 1
-
-    @property
     def channels(self) -> int:
         """Of a group."""
         return self.size(CHANNEL) or 1

@@ -13,8 +13,6 @@ ENTRY = "onnxfuse_group_norm"
 def emit(spec: GroupNormSpec, tile: GroupNormTile) -> str:
     """The CUDA source of a kernel."""
     numbers = {
-        "GROUPS": spec.groups,
-        "CHANNELS": spec.channels,
         "THREADS": tile.threads,
         "HELD": tile.held,
         "SPLITS": tile.splits,

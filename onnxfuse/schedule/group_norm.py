@@ -66,10 +66,7 @@ def make_group_norm_plan(fusion: GroupNormalisation, mapping: AxisMapping, devic
         for out, width in zip(fusion.outs, widths.outs, strict=True)
     )
     values = tuple(out.value for out in fusion.outs)
-    spec = GroupNormSpec(
-        loads, outs, fusion.steps, values,
-        centred=True, epsilon=fusion.epsilon, groups=fusion.groups, channels=fusion.channels,
-    )  # fmt: skip
+    spec = GroupNormSpec(loads, outs, fusion.steps, values, centred=True, epsilon=fusion.epsilon)
     elements = static_size(fusion, mapping.n)
     variants = (NormVariant(GROUP_NORM, spec, *each) for each in _tiles(elements, device))
     return NormPlan(device, tuple(variants), widths)

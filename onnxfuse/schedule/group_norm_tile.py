@@ -44,17 +44,11 @@ class GroupNormTile:
 
 @dataclass(frozen=True)
 class GroupNormSpec(NormSpec):
-    """Everything but its tile that the text of the kernel depends on; the number of pixels is a run-time argument.
+    """Everything but its tile that the text of the kernel depends on; all sizes are run-time arguments.
 
     The kernel looks at addresses and at the number of pixels by itself.
-
-    Attributes:
-        groups: of an image.
-        channels: of a group.
     """
 
-    groups: int = 1
-    channels: int = 1
     checked: bool = True
 
     @property

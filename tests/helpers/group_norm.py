@@ -24,16 +24,29 @@ class Images:
     """The run-time side of a launch.
 
     Attributes:
+        groups: of an image; each is of so many `channels`.
         count: images.
         pixels: of a channel.
         offset: elements by which tensors begin behind an aligned address.
         mean: about which the numbers of an image lie, in deviations.
     """
 
+    groups: int
+    channels: int
     count: int
     pixels: int
     offset: int = 0
     mean: float = 0.0
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Of what channels have, along groups and along a group's elements, as the bridge walks them."""
+        return self.channels * (self.groups > 1), int(self.channels > 1 and self.pixels == 1)
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """Groups and elements that these strides walk; behind them comes the first number again, or the next one."""
+        return self.groups if self.groups > 1 else self.count, self.channels if self.pixels == 1 else self.pixels
 
 
 @dataclass
@@ -43,7 +56,7 @@ class GroupProblem:
     spec: GroupNormSpec
     images: Images
     x: np.ndarray  # [count, groups * channels, pixels]
-    parameters: list[np.ndarray]  # [groups * channels] each
+    parameters: list[np.ndarray]  # [groups * channels] each, or one number
     out: np.ndarray
 
     @property
@@ -54,21 +67,24 @@ class GroupProblem:
     @property
     def rows(self) -> int:
         """Groups of all images."""
-        return self.images.count * self.spec.groups
+        return self.images.count * self.images.groups
 
     def arguments(self, pointers: Sequence[int]) -> np.ndarray:
         """The kernel's argument; a pointer for each of the tensors."""
-        filled = np.zeros((), ARGUMENTS)
-        for index, load in enumerate(pointers[:-1]):
-            filled["loads"][index] = (load, 0, 0, 1)
-        filled["outs"][0] = (pointers[-1], 0, 0, 1)
-        filled["m"], filled["n"], filled["batch"] = self.rows, self.spec.channels * self.images.pixels, 1
+        filled, images = np.zeros((), ARGUMENTS), self.images
+        elements = images.channels * images.pixels
+        filled["loads"][0], filled["outs"][0] = (pointers[0], 0, elements, 1), (pointers[-1], 0, elements, 1)
+        for index, (pointer, load) in enumerate(zip(pointers[1:-1], self.spec.loads[1:], strict=True), 1):
+            strides = (0, 0) if load.kind == "scalar" else images.strides
+            filled["loads"][index] = (pointer, 0, *strides)
+            filled["loads_outer"][index] = (0, int(images.pixels > 1), 0, *images.runs, 1, 0)
+        filled["m"], filled["n"], filled["batch"] = self.rows, elements, 1
         return filled
 
     def reference(self) -> np.ndarray:
         """What the output should be, in float64."""
-        spec, count = self.spec, self.images.count
-        rows = self.x.astype(np.float64).reshape(count, spec.groups, -1)
+        spec = self.spec
+        rows = self.x.astype(np.float64).reshape(self.images.count, self.images.groups, -1)
         centred = rows - rows.mean(-1, keepdims=True)
         normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + spec.epsilon)
         values = {"acc0": normal.reshape(self.x.shape)}
@@ -84,20 +100,18 @@ class GroupProblem:
         np.testing.assert_allclose(self.out.astype(np.float64), wanted, rtol=2 * unit, atol=near + 2.0**-20)
 
 
-def make_spec(
-    groups: int, channels: int, dtype: DType = F16, out: DType | None = None, affine: bool = True, silu: bool = True
-) -> GroupNormSpec:
-    """Groups of channels, scaled and shifted by numbers of the same type, with SiLU behind."""
-    steps = (AFFINE if affine else ()) + (SILU if silu else ())
-    loads = (Access("tile", dtype, 8), *(Access("tile", dtype, 1) for _ in range(2 * affine)))
+def make_spec(dtype: DType = F16, out: DType | None = None, kinds: Sequence[str] = ("tile", "tile")) -> GroupNormSpec:
+    """Groups of channels, scaled and shifted by numbers of some kinds and the same type, with SiLU behind; or bare."""
+    steps = (*AFFINE, *SILU) if kinds else ()
+    parameters = (Access(kind, dtype, 1) for kind in kinds)
     value = steps[-1].result if steps else "acc0"
     outs = (Access("tile", out or dtype, 8),)
-    return GroupNormSpec(loads, outs, steps, (value,), True, epsilon=1e-5, groups=groups, channels=channels)
+    return GroupNormSpec((Access("tile", dtype, 8), *parameters), outs, steps, (value,), True, epsilon=1e-5)
 
 
 def make_images(spec: GroupNormSpec, images: Images, seed: int = 5) -> GroupProblem:
     """A problem with random numbers."""
-    rng, channels = np.random.default_rng(seed), spec.groups * spec.channels
+    rng, channels = np.random.default_rng(seed), images.groups * images.channels
 
     def placed(values: np.ndarray, dtype: DType) -> np.ndarray:
         memory = np.zeros(values.size + 16, NUMPY[dtype])
@@ -111,5 +125,5 @@ def make_images(spec: GroupNormSpec, images: Images, seed: int = 5) -> GroupProb
 
     shape, dtype = (images.count, channels, images.pixels), spec.loads[0].dtype
     x = placed(drawn(*shape) + np.float32(images.mean), dtype)
-    parameters = [placed(drawn(channels), dtype) for _ in spec.loads[1:]]
+    parameters = [placed(drawn(1 if load.kind == "scalar" else channels), dtype) for load in spec.loads[1:]]
     return GroupProblem(spec, images, x, parameters, placed(np.full(shape, np.nan, np.float32), spec.outs[0].dtype))

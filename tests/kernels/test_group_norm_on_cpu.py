@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.dtypes import BF16, F16, F32
+from onnxfuse.dtypes import BF16, F16, F32, DType
+from onnxfuse.kernels.emit import kernel_source
 from onnxfuse.kernels.group_norm import ENTRY, emit
+from onnxfuse.pipeline import analyse_model
 from onnxfuse.runtime.compile import compile_source
 from onnxfuse.schedule.group_norm import CLUSTERS, HELD, MOST_THREADS
 from onnxfuse.schedule.group_norm_tile import GroupNormSpec, GroupNormTile
+from tests.helpers.bridge_hooks import Node, bridge
+from tests.helpers.group_models import group_model
 from tests.helpers.group_norm import GroupProblem, Images, make_images, make_spec
 from tests.helpers.host_build import build_library
 from tests.helpers.thinning import Taken
@@ -29,25 +33,35 @@ TILE = GroupNormTile(64, 2, 1)
 class Case:
     """A kernel and what it is given; clusters are fewer than groups where `clusters` says how many."""
 
-    spec: GroupNormSpec
     images: Images
     tile: GroupNormTile = TILE
     clusters: int = 0
+    dtype: DType = F16
+    out: DType = F16
+    kinds: tuple[str, ...] = ("tile", "tile")
+
+    @property
+    def spec(self) -> GroupNormSpec:
+        return make_spec(self.dtype, self.out, self.kinds)
 
 
 CASES = {
-    "f16": Case(make_spec(4, 3), Images(2, 64)),
-    "two of a cluster, groups in turn": Case(make_spec(5, 2), Images(2, 320), GroupNormTile(32, 1, 2), 2),
-    "four of a cluster": Case(make_spec(2, 4), Images(1, 200), GroupNormTile(32, 2, 4), 1),
-    "bf16, one channel": Case(make_spec(6, 1, BF16), Images(1, 96)),
-    "f32": Case(make_spec(2, 2, F32), Images(2, 52), GroupNormTile(32, 2, 2)),
-    "f16 to f32": Case(make_spec(2, 2, F16, F32), Images(1, 36)),
-    "odd pixels": Case(make_spec(3, 5), Images(2, 49), GroupNormTile(64, 2, 2)),
-    "pixels beside vectors": Case(make_spec(3, 2), Images(1, 12)),
-    "one pixel": Case(make_spec(2, 7), Images(3, 1)),
-    "an odd address": Case(make_spec(3, 2), Images(1, 64, offset=1)),
-    "far from zero": Case(make_spec(2, 2, F32), Images(1, 400, mean=100.0)),
-    "no parameters": Case(make_spec(2, 2, affine=False, silu=False), Images(1, 40)),
+    "f16": Case(Images(4, 3, 2, 64)),
+    "two of a cluster, groups in turn": Case(Images(5, 2, 2, 320), GroupNormTile(32, 1, 2), 2),
+    "four of a cluster": Case(Images(2, 4, 1, 200), GroupNormTile(32, 2, 4), 1),
+    "bf16, one channel": Case(Images(6, 1, 1, 96), dtype=BF16, out=BF16),
+    "f32": Case(Images(2, 2, 2, 52), GroupNormTile(32, 2, 2), dtype=F32, out=F32),
+    "f16 to f32": Case(Images(2, 2, 1, 36), out=F32),
+    "odd pixels": Case(Images(3, 5, 2, 49), GroupNormTile(64, 2, 2)),
+    "pixels beside vectors": Case(Images(3, 2, 1, 12)),
+    "one pixel": Case(Images(2, 7, 3, 1)),
+    "one image": Case(Images(4, 3, 1, 64)),
+    "one group": Case(Images(1, 6, 2, 40)),
+    "an odd address": Case(Images(3, 2, 1, 64, offset=1)),
+    "far from zero": Case(Images(2, 2, 1, 400, mean=100.0), dtype=F32, out=F32),
+    "no parameters": Case(Images(2, 2, 1, 40), kinds=()),
+    "one number for all channels": Case(Images(2, 3, 2, 40), kinds=("scalar", "scalar")),
+    "one number beside those of channels": Case(Images(2, 3, 2, 40), kinds=("scalar", "tile")),
 }
 
 
@@ -83,11 +97,32 @@ def test_kernel_normalises_groups(name: str, tmp_path: Path) -> None:
     early.check()
 
 
+@pytest.mark.parametrize("sizes", [*itertools.product((1, 4), (1, 3), (1, 2), (1, 5))])
+def test_the_bridge_walks_channels_as_these_tests_say(sizes: tuple[int, int, int, int]) -> None:
+    """From its strides the kernel knows groups and channels, also where a run has one image, or images of one pixel."""
+    images = Images(*sizes)
+    channels = images.groups * images.channels
+    known = f"g={images.groups} c={images.channels}"
+    node = Node("b (g c) p, (g c) -> b (g c) p", "m=b*g n=c*p", "loads=0,1 outs=0", known)
+    found, _ = bridge().arguments(node, [(images.count, channels, images.pixels), (channels,)])
+    tensor, outer = found.loads[1], found.loads_outer[1]
+    assert (tensor.row_stride, tensor.column_stride) == images.strides
+    assert (outer.rows, outer.columns) == images.runs
+
+
+def test_layers_of_other_widths_have_the_same_kernels() -> None:
+    device = ARCHITECTURES["sm_90a"]
+    layers = (group_model(sizes=("n", channels, "h", "w"), groups=groups) for channels, groups in ((64, 4), (96, 32)))
+    sites = [site for model in layers for site in analyse_model(model, (device,)).sites]
+    texts = {kernel_source(variant, device) for site in sites for _, variant in site.implementation.variants}
+    assert (len(sites), len(texts)) == (2, 1 + len(CLUSTERS))
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_kernels_need_no_local_memory(arch: str, taken: Taken) -> None:
     splits = (1, *(splits for splits, _ in CLUSTERS)) if arch == "sm_90a" else (1,)
-    specs = (make_spec(32, 10), make_spec(32, 4, F32), make_spec(16, 1, BF16, F32))
+    specs = (make_spec(), make_spec(F32), make_spec(BF16, F32, ()))
     for spec, each in taken([*itertools.product(specs, splits)], 3):
         image = compile_source(emit(spec, GroupNormTile(MOST_THREADS, HELD, each)), ARCHITECTURES[arch])
         assert (image.spill_bytes, image.local_bytes) == (0, 0), each

@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 import onnxfuse
 from onnxfuse.device import ARCHITECTURES
-from onnxfuse.ir.group_normalisation import GroupNormalisation
+from onnxfuse.ir.group_normalisation import GROUP, GroupNormalisation
 from onnxfuse.pipeline import analyse_model
 from tests.helpers.group_models import CHANNELS, GROUPS, group_model
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
@@ -65,12 +65,12 @@ def test_fused_models_compute_the_same_bits(form: str, tmp_path: Path) -> None:
 
 def test_the_ir_says_what_the_nodes_say() -> None:
     (fusion,) = fusions(group_model())
-    assert (fusion.groups, fusion.channels, fusion.epsilon) == (GROUPS, CHANNELS // GROUPS, pytest.approx(1e-5))
+    assert (fusion.size(GROUP), fusion.channels, fusion.epsilon) == (GROUPS, CHANNELS // GROUPS, pytest.approx(1e-5))
     assert fusion.einops == "b (g c) p0 p1, (g c) 1 1, (g c) 1 1 -> b (g c) p0 p1"
     assert fusion.features == ("bias", "groups", "scale", "sigmoid")
     assert "t2 = sigmoid(t1)" in str(fusion)
     (fusion,) = fusions(group_model(form="instance"))
-    assert (fusion.groups, fusion.channels) == (CHANNELS, 1)
+    assert (fusion.size(GROUP), fusion.channels) == (CHANNELS, 1)
 
 
 @pytest.mark.parametrize("activation", ["", "Relu"])

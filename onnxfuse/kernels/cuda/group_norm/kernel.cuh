@@ -1,9 +1,10 @@
 // A normalisation of groups of channels: out = epilogue((x - mean) / sqrt(variance + EPSILON), loads[channel] ...), where
-// mean and variance are those of the pixels of CHANNELS channels, of which an image has GROUPS times as many.
+// mean and variance are those of the pixels of some channels of an image. How many there are, and of how many pixels, the
+// strides of what channels have say, so that all layers of a model have one kernel.
 //
 // Memory bounds it: a group is read once where it is small, and twice where it is not, the second time from its end on:
-// what was read last is in the caches still. Sums are of numbers less a pivot, the mean of a few of the group's: of what lies about it the square of
-// the mean is little, and the difference that is the variance keeps its places.
+// what was read last is in the caches still. Sums are of numbers less a pivot, the mean of a few of the group's: of what
+// lies about it the square of the mean is little, and the difference that is the variance keeps its places.
 //
 //   cluster     SPLITS blocks, a group in turn
 //   a thread    vectors of WIDTH pixels of one channel, every SPLITS * THREADS-th of the group; the first HELD of them
@@ -13,7 +14,7 @@
 //
 // Launch: THREADS threads, SHARED_BYTES of dynamic shared memory, clusters or blocks as many as are wanted.
 // Arguments: loads[0] is x, m groups of all images, n pixels of all channels of a group; the others have a number for
-// each channel of an image, or one for all.
+// each channel of an image, side by side, or one for all.
 #pragma once
 #include "common/arguments.cuh"
 #include "common/cluster_ptx.cuh"
@@ -39,7 +40,51 @@ constexpr int SENT_OFFSET = WARPS * 8;
 constexpr int FULL_OFFSET = SENT_OFFSET + 2 * SPLITS * 8;
 static_assert(SHARED_BYTES == (SPLITS > 1 ? FULL_OFFSET + 2 * 8 : SENT_OFFSET), "footprint and kernel agree");
 
+// The first load that has a number for each channel; 0 where none has.
+template <int INDEX = 1>
+constexpr int first_of_channels() {
+  if constexpr (INDEX >= LOADS) {
+    return 0;
+  } else if constexpr (Load<INDEX>::KIND != Kind::scalar) {
+    return INDEX;
+  } else {
+    return first_of_channels<INDEX + 1>();
+  }
+}
+constexpr int OF_CHANNELS = first_of_channels();
+
 __device__ __forceinline__ int lane() { return threadIdx.x % WARP_LANES; }
+
+// How the numbers of channels lie, of which those of a group's follow those of the group before: sizes of an image, read
+// off their strides and runs. Where channels have no numbers an image is a group of one channel.
+struct Channels {
+  int groups = 1, of_group = 0;  // of an image; 0 where it has one group
+  int pixels;                    // of a channel: so many columns have the same number
+
+  __device__ __forceinline__ explicit Channels(const OnnxfuseArguments& args) : pixels(args.n) {
+    if constexpr (OF_CHANNELS > 0) {
+      const OnnxfuseTensor& numbers = args.loads[OF_CHANNELS];
+      const OnnxfuseOuter& runs = args.loads_outer[OF_CHANNELS];
+      groups = runs.rows;
+      of_group = static_cast<int>(numbers.row_stride);
+      pixels = numbers.column_stride == 0 ? runs.columns : 1;
+    }
+  }
+};
+
+// The groups that a cluster has in turn, which of its image each is; a division before the kernel before this one ends,
+// and none later.
+struct Turns {
+  int group, step, groups, taken = 0;
+
+  __device__ __forceinline__ Turns(const Channels& channels, int first, int clusters)
+      : group(first % channels.groups), step(clusters % channels.groups), groups(channels.groups) {}
+  __device__ __forceinline__ void advance() {
+    group += step;
+    if (group >= groups) group -= groups;
+    ++taken;
+  }
+};
 
 // Of numbers less the pivot.
 struct Sums {
@@ -52,7 +97,7 @@ struct Sums {
   __device__ __forceinline__ void add(const float2& other) { sum += other.x, squares += other.y; }
 };
 
-// The group that a cluster has in turn; `turn` counts them.
+// The group that a cluster has in turn.
 struct Group {
   const Type* x;
   Result* out;
@@ -60,14 +105,15 @@ struct Group {
   int first_channel;     // of the image
   int rank, turn;
 
-  __device__ __forceinline__ Group(const OnnxfuseArguments& args, int row, int rank, int turn)
+  __device__ __forceinline__ Group(const OnnxfuseArguments& args, const Channels& channels, const Turns& turns, int row,
+                                   int rank)
       : x(static_cast<const Type*>(args.loads[0].pointer) + static_cast<long long>(row) * args.n),
         out(static_cast<Result*>(args.outs[0].pointer) + static_cast<long long>(row) * args.n),
         elements(args.n),
-        pixels(args.n / CHANNELS),
-        first_channel(row % GROUPS * CHANNELS),
+        pixels(channels.pixels),
+        first_channel(turns.group * channels.of_group),
         rank(rank),
-        turn(turn) {}
+        turn(turns.taken) {}
   __device__ __forceinline__ int first_vector() const { return rank * THREADS + static_cast<int>(threadIdx.x); }
 };
 
@@ -141,7 +187,7 @@ struct Parameters {
 template <int WIDTH>
 __device__ __forceinline__ void write_vector(const OnnxfuseArguments& args, const Group& group,
                                              const Packed<Type, WIDTH>& vector, int place, const Moments& moments) {
-  const int channel = CHANNELS > 1 ? static_cast<unsigned>(place * WIDTH) / static_cast<unsigned>(group.pixels) : 0;
+  const int channel = OF_CHANNELS > 0 ? static_cast<unsigned>(place * WIDTH) / static_cast<unsigned>(group.pixels) : 0;
   const Parameters parameters(args, group.first_channel + channel);
   Packed<Result, WIDTH> result;
 #pragma unroll
@@ -195,10 +241,10 @@ __device__ __forceinline__ void normalise(const OnnxfuseArguments& args, const G
   }
 }
 
-__device__ __forceinline__ bool is_wide(const OnnxfuseArguments& args) {
+__device__ __forceinline__ bool is_wide(const OnnxfuseArguments& args, const Channels& channels) {
   const auto addresses = reinterpret_cast<unsigned long long>(args.loads[0].pointer) |
                          reinterpret_cast<unsigned long long>(args.outs[0].pointer);
-  return args.n / CHANNELS % WIDEST == 0 && addresses % 16 == 0;
+  return channels.pixels % WIDEST == 0 && addresses % 16 == 0;
 }
 
 }  // namespace onnxfuse
@@ -214,15 +260,17 @@ extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDE
     __syncwarp();
     cluster_arrive();
   }
+  const int rank = SPLITS > 1 ? cluster_rank() : 0, clusters = static_cast<int>(gridDim.x) / SPLITS;
+  const int first = static_cast<int>(blockIdx.x) / SPLITS;
+  const Channels channels(args);
+  const bool wide = is_wide(args, channels);
+  Turns turns(channels, first, clusters);
   wait_for_kernel_before();
   let_kernel_behind_start();
   if constexpr (SPLITS > 1) cluster_wait();
-  const int rank = SPLITS > 1 ? cluster_rank() : 0, clusters = static_cast<int>(gridDim.x) / SPLITS;
-  const bool wide = is_wide(args);
-  int turn = 0;
 #pragma unroll 1
-  for (int row = static_cast<int>(blockIdx.x) / SPLITS; row < args.m; row += clusters) {
-    const Group group(args, row, rank, turn++);
+  for (int row = first; row < args.m; row += clusters, turns.advance()) {
+    const Group group(args, channels, turns, row, rank);
     if (wide) {
       normalise<WIDEST>(args, group, onnxfuse_shared, shared);
     } else {
