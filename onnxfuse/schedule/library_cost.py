@@ -7,6 +7,7 @@ size, they do not: networks are fitted to what they leave by `python -m tests.pe
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +43,20 @@ def library(spec: KernelSpec, problem: Problem, products: int, device: DeviceSpe
     terms = of_floats(spec, each, device)
     if spec.quantization is not None:
         return products * _of_integers(spec, each, terms, device)
-    return products * terms * factor(spec, each, terms, device)
+    multiplying = products * terms * factor(spec, each, terms, device)
+    return multiplying * _sustained(spec, replace(each, n=each.n * products), multiplying, device)
+
+
+def _sustained(spec: KernelSpec, problem: Problem, us: Amount, device: DeviceSpec) -> Amount:
+    """How many times as long products of so many microseconds take where the chip's power has slowed its clock.
+
+    Kernels' estimates are of that clock, and both ways are compared.
+    """
+    known, products = calibration(device), problem.batch * problem.m * problem.n * problem.k
+    multiplying = products / device.multiprocessors / known.products[_units(spec)] / us
+    first, last, most = (known.library_sustained[name] for name in ("first", "last", "most"))
+    long = np.clip(np.log(us / first) / math.log(last / first), 0.0, 1.0)
+    return 1.0 + (most - 1.0) * long * np.minimum(multiplying, 1.0)
 
 
 def _of_integers(spec: KernelSpec, problem: Problem, terms: Amount, device: DeviceSpec) -> Amount:

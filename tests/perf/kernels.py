@@ -13,7 +13,9 @@ import hashlib
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +54,7 @@ from tests.perf.torch_graph import captured_by_torch, replay_seconds
 ROTATED_BYTES = 200e6  # more than three times the L2 cache of an H200
 LAUNCHES = 20  # of one graph
 REPLAYS = 9
+AHEAD = 6  # problems that are prepared beside the one that is timed
 CHECKED_ROWS = 16
 COPY_THREADS, COPY_CHUNK = 256, 16  # threads, and bytes of each; kernels/cuda/common/copied_rows.cuh
 MAP_BYTES = 128
@@ -378,9 +381,38 @@ def planned(
     return fusion, plan, {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.name in names}
 
 
-def time_row(row: Row, order: str, device: DeviceSpec, folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ready:
+    """A problem whose kernel is compiled: work that threads do while another one is timed."""
+
+    row: Row
+    order: str
+    fusion: Fusion
+    variant: ProductVariant
+    stored: dict[str, np.ndarray]
+
+
+def prepare(row: Row, order: str, device: DeviceSpec, folder: Path) -> Ready:
     fusion, plan, stored = planned(row, order, device)
     variant = next(variant for variant in plan.variants if variant.min_m <= row.m <= variant.max_m)
+    image(variant, device, folder)
+    return Ready(row, order, fusion, variant, stored)
+
+
+def in_order(problems: Sequence[tuple[Row, str]], device: DeviceSpec, folder: Path) -> Iterator[Ready]:
+    """The problems as threads get them ready, few at a time: weights are large."""
+    waiting: deque[Future[Ready]] = deque()
+    with ThreadPoolExecutor(AHEAD) as pool:
+        for problem in problems:
+            waiting.append(pool.submit(prepare, *problem, device, folder))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def time_row(ready: Ready, device: DeviceSpec, folder: Path) -> dict[str, Any]:
+    row, order, fusion, variant, stored = ready.row, ready.order, ready.fusion, ready.variant, ready.stored
     buffers = Buffers(row, fusion, stored)
     stream = cupy.cuda.Stream(non_blocking=True)
     ours = graph_of(launcher(variant, device, buffers, folder), buffers.copies, stream)
@@ -408,8 +440,8 @@ def main() -> None:
     print(f"{'problem':30} order  cuBLAS us  ours us  ratio   bar  tile", flush=True)
     problems = [(row, order) for row in ROWS for order in ("kn", "nk") if options.only in str(row)]
     with tempfile.TemporaryDirectory() as folder:
-        for row, order in problems:
-            made = time_row(row, order, device, Path(folder))
+        for ready in in_order(problems, device, Path(folder)):
+            made, row, order = time_row(ready, device, Path(folder)), ready.row, ready.order
             result["rows"].append(made)
             write_result(options.out, result)
             print(

@@ -5,7 +5,7 @@ kernel that is estimated fastest takes than the fastest, with the factor and wit
 the networks. A file that is named twice counts twice. They learn to be near what estimates leave, and that what is
 chosen by them is fast: of each problem, kernels are as if drawn by a softmax of their estimates, and the mean of how
 much longer they take than the fastest is to fall. Training is Adam with decoupled weight decay (Loshchilov and Hutter,
-2019) and a rate that falls as a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (four
+2019) and a rate that falls as a cosine. Needs no GPU; matrices are small, so OMP_NUM_THREADS=1 is fastest (ten
 minutes).
 """
 
@@ -38,7 +38,7 @@ from tests.perf.every_tile import plan_as_it_lies, plan_padded
 from tests.perf.result_file import read_result
 
 DEVICE = ARCHITECTURES["sm_90a"]
-HIDDEN = (64, 32)
+HIDDEN = (96, 48)
 NETWORKS = 4
 EPOCHS, PROBLEMS, WARM_UP = 100, 24, 100  # of a batch; and steps in which the rate rises
 RATE, DECAY = 3e-3, 0.1
@@ -118,6 +118,18 @@ def timings(rows: Sequence[Mapping[str, Any]], device: DeviceSpec) -> Timings:
     features, estimates, us, sites, problems = zip(*found, strict=True)
     table = np.array([[*each.values()] for each in features], np.float32)
     return Timings((*features[0],), table, np.array(estimates), np.array(us), np.array(sites), np.array(problems))
+
+
+def together(known: Sequence[Timings]) -> Timings:
+    """The kernels of several results, whose sites count as different ones; copies of a site are in one fold."""
+    sites = itertools.accumulate((-(-(int(each.sites.max()) + 1) // FOLDS) * FOLDS for each in known), initial=0)
+    problems = itertools.accumulate((int(each.problems.max()) + 1 for each in known), initial=0)
+    moved = [
+        replace(each, sites=each.sites + first, problems=each.problems + before)
+        for each, first, before in zip(known, sites, problems, strict=False)
+    ]
+    columns = ("features", "estimates", "times", "sites", "problems")
+    return Timings(known[0].names, *(np.concatenate([getattr(each, name) for each in moved]) for name in columns))
 
 
 def _kernels(
@@ -303,7 +315,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="result files of tests.perf.tiles")
     parser.add_argument("--out", type=Path, default=FOLDER / f"{DEVICE.arch}.npz")
     options = parser.parse_args()
-    known = timings([row for path in options.results for row in rows_of_file(path)], DEVICE)
+    once = {path: timings(rows_of_file(path), DEVICE) for path in dict.fromkeys(options.results)}
+    known = together([once[path] for path in options.results])
     print(f"{len(known.times)} kernels of {len({*known.problems})} problems and {len({*known.sites})} sites")
     report(known, predicted_apart(known))
     write(options.out, fit(known))

@@ -10,6 +10,7 @@ import pytest
 
 from onnxfuse.device import ARCHITECTURES
 from onnxfuse.schedule import library_cost, networks
+from onnxfuse.schedule.calibration import calibration, replaced
 from onnxfuse.schedule.kernel_family import Problem
 from tests.perf.calibrate import planned_spec
 from tests.perf.learn import DEVICE
@@ -19,6 +20,9 @@ from tests.perf.result_file import read_result
 ROWS = read_result(Path(__file__).parents[2] / "results/h200-library.json.xz")["rows"]
 LEARNT = networks.networks(library_cost.learnt(DEVICE.arch))
 SPEC = planned_spec(64, 64, 1, "kn", "bias", "f16", DEVICE)
+
+
+LONG = calibration(DEVICE).library_sustained["most"]
 
 
 def factor(sizes: Problem) -> np.ndarray:
@@ -37,7 +41,22 @@ def test_parts_are_one_product_or_one_each() -> None:
     two = replace(SPEC, parts=2)
     wide, one = (library_cost.library(SPEC, Problem(300, n, 4096), 1, DEVICE) for n in (28672, 14336))
     assert library_cost.library(two, Problem(300, 14336, 4096), 1, DEVICE) == wide
-    assert library_cost.library(two, Problem(300, 14336, 4096), 2, DEVICE) == 2 * one
+    assert one < library_cost.library(two, Problem(300, 14336, 4096), 2, DEVICE) / 2 < LONG * one
+    short = library_cost.library(SPEC, Problem(300, 1024, 1024), 1, DEVICE)
+    assert library_cost.library(two, Problem(300, 1024, 1024), 2, DEVICE) == 2 * short
+
+
+def test_products_that_multiply_for_long_take_as_long_as_kernels_do_then() -> None:
+    """The chip slows down for whatever multiplies; not for what waits for memory, nor within the first microseconds."""
+    products = {"short": (128, 768, 768), "of memory": (8, 28672, 4096), "long": (4096, 14336, 4096)}
+    known = calibration(DEVICE)
+    before = replace(known, library_sustained={**known.library_sustained, "most": 1.0})
+    now = {name: library_cost.library(SPEC, Problem(*sizes), 1, DEVICE) for name, sizes in products.items()}
+    with replaced(DEVICE, before):
+        then = {name: library_cost.library(SPEC, Problem(*sizes), 1, DEVICE) for name, sizes in products.items()}
+    assert now["short"] == then["short"]
+    assert then["of memory"] <= now["of memory"] < 1.02 * then["of memory"]
+    assert 1.1 * then["long"] < now["long"] <= LONG * then["long"]
 
 
 def test_an_empty_product_has_a_finite_estimate() -> None:

@@ -174,8 +174,8 @@ def test_the_runtime_takes_longer_to_add_a_bias_than_memory_does(spelling: str) 
     device = ARCHITECTURES["sm_90a"]
     b = Builder(FLOAT16)
     out = linear(b, spelling)
-    (alone,) = analyse_model(b.model(out), [device]).sites
-    (followed,) = analyse_model(b.model(b("Relu", out)), [device]).sites
+    models = (b.model(out), b.model(b("Relu", out)))
+    (alone,), (followed,) = (analyse_model(model, [device], keep_weights=True).sites for model in models)
     memory = cost_model.from_memory(5984 * 1664 * 2 * 2, device)
     (own,), (others,) = alone.estimates[device], followed.estimates[device]
     known = calibration(device)

@@ -33,6 +33,7 @@ class Calibration:
         library_turned: by arithmetic and the order of rhs; 1 where there is no row.
         library_behind: by step of the epilogue; nothing where there is no row.
         library_misaligned: by bytes that the pitches of lhs, rhs and the product are multiples of.
+        library_sustained: `most`, of products of so many microseconds as `last` and more; nothing up to `first`.
         library_quantized: `launch`, `read` and `row` of MatMulNBits by itself, up to `few` rows; `unpacked` of all rhs.
         biasing: by the model's nodes; 1 where there is no row.
         normalising: by the op's type.
@@ -82,6 +83,7 @@ class Calibration:
     library_products: Mapping[str, float]
     library_launch: Mapping[str, float]
     library_depth: Mapping[str, float]
+    library_sustained: Mapping[str, float]
     library_granule: int
     library_turned: Mapping[str, float]
     library_in_sectors: float
