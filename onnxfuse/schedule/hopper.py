@@ -115,7 +115,7 @@ class Hopper(ProductFamily):
     def _candidate(self, tile: HopperTile, spec: KernelSpec, device: DeviceSpec, k: int) -> Candidate:
         """The tile's width shared among the parts, in whole steps of wgmma's transposed operand; narrower is slower."""
         known = calibration(device)
-        shallow = spec.parts * k <= known.hopper_ahead_depth
+        shallow = spec.parts == 1 and k <= known.hopper_ahead_depth
         group_rows = tile.group_rows if tile.pingpong else known.hopper_one_wave_group_rows
         columns = max(tile.block_n // spec.parts // 16, 1) * 16
         own = replace(tile, block_n=columns, group_rows=group_rows)
