@@ -264,7 +264,7 @@ class _Converter:
         factors = [self.own.get(name) for name in node.input[:2]]
         if self.tf32 and _qualified(node) in PRODUCTS and factors == [FLOAT] * 2:
             for index, name in enumerate(node.input[:2]):
-                emit = Emitter(self.fresh, self.dims)
+                emit = Emitter(self.fresh, self.dims, opset=self.opset)
                 node.input[index] = round_to_tf32(emit, name)
                 self._alias(node.input[index], name)
                 yield from emit.nodes
@@ -299,7 +299,7 @@ class _Converter:
         """The node in double, written out where the provider lacks it, or between Casts in another type."""
         inexact = any(self.now.get(name) == DOUBLE for name in node.input)
         write_out = WRITTEN_OUT.get(_qualified(node)) if inexact else None
-        emit = Emitter(self.fresh, self.dims, self.tf32 and self.own.get(node.input[0]) == FLOAT)
+        emit = Emitter(self.fresh, self.dims, self.tf32 and self.own.get(node.input[0]) == FLOAT, self.opset)
         if write_out is not None and write_out(emit, node):
             emit.nodes[-1].output[0] = node.output[0]
             self._mark(node.output[0], own[0])

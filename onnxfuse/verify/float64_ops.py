@@ -17,21 +17,36 @@ from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
 _END = 2**63 - 1
 
+# Op -> the operator set since which it reads lists of integers, and the attributes that they are before.
+_LISTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "Pad": (11, ("pads",)),
+    "ReduceSum": (13, ("axes",)),
+    "Slice": (10, ("starts", "ends", "axes")),
+    "Unsqueeze": (13, ("axes",)),
+}
+
 
 class Emitter:
     """Writes nodes out; a call adds one node and gives the name of its result. Numbers become double constants.
 
-    With `tf32` the factors of a product are rounded to that.
+    With `tf32` the factors of a product are rounded to that. Before operator set 13 lists may be attributes.
     """
 
-    def __init__(self, fresh: Iterator[str], dims: dict[str, tuple[int, ...]], tf32: bool = False) -> None:
+    def __init__(
+        self, fresh: Iterator[str], dims: dict[str, tuple[int, ...]], tf32: bool = False, opset: int = 13
+    ) -> None:
         self.fresh = fresh
         self.dims = dims
+        self.opset = opset
         self.tf32 = tf32
         self.nodes: list[NodeProto] = []
 
     def __call__(self, op: str, *inputs: str | float | Sequence[int], **attributes: Any) -> str:
         """Add a node of one result; its name."""
+        since, lists = _LISTS.get(op, (0, ()))
+        if self.opset < since:
+            attributes |= dict(zip(lists, inputs[1:], strict=True))
+            inputs = inputs[:1]
         names = [value if isinstance(value, str) else self.constant(value) for value in inputs]
         result = next(self.fresh)
         self.nodes.append(helper.make_node(op, names, [result], **attributes))
@@ -181,6 +196,9 @@ def _conv(e: Emitter, node: NodeProto) -> bool:
     rank = len(kernel)
     pads = list(attribute_of(node, "pads", [0] * 2 * rank))
     strides = list(attribute_of(node, "strides", [1] * rank))
+    steps = [strides] if max(strides) > 1 else []
+    if steps and e.opset < _LISTS["Slice"][0]:  # a Slice takes no steps there
+        return False
     dilations = list(attribute_of(node, "dilations", [1] * rank))
     groups, axes = [int(attribute_of(node, "group", 1))], list(range(2, rank + 2))
     padded = e("Pad", x, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]) if any(pads) else x
@@ -190,7 +208,7 @@ def _conv(e: Emitter, node: NodeProto) -> bool:
     for place in itertools.product(*map(range, kernel)):
         starts = [p * d for p, d in zip(place, dilations, strict=True)]
         ends = [d * (p + 1 - k) or _END for p, d, k in zip(place, dilations, kernel, strict=True)]
-        window = e("Slice", padded, starts, ends, axes, strides)
+        window = e("Slice", padded, starts, ends, axes, *steps)
         tap = e("Slice", weight, list(place), [p + 1 for p in place], axes)
         product = e("MatMul", e("Reshape", tap, rows), e("Reshape", window, columns))
         total = e("Add", total, product) if total else product

@@ -85,6 +85,14 @@ def test_elementwise_operators_are_exact_in_double(op: str) -> None:
     assert_exact(exact(one_node(op, [X]), X), ELEMENTWISE[op](X.astype(np.float64)))
 
 
+OLD = [(op, opset) for op in ELEMENTWISE for opset in (9, 11) if onnx.defs.has(op, opset)]
+
+
+@pytest.mark.parametrize(("op", "opset"), OLD)
+def test_elementwise_operators_are_exact_in_double_of_old_operator_sets(op: str, opset: int) -> None:
+    assert_exact(exact(one_node(op, [X], opset), X), ELEMENTWISE[op](X.astype(np.float64)))
+
+
 def test_tanh_gelu_and_swish() -> None:
     x = X.astype(np.float64)
     tanh = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -118,10 +126,11 @@ def numpy_conv(x: np.ndarray, w: np.ndarray, b: np.ndarray, strides, pads, dilat
         ((3, 3), (2, 3), (1, 2, 0, 1), (1, 1), 6),
     ],
 )
-def test_conv_is_exact_in_double(kernel, strides, pads, dilations, group: int) -> None:
+@pytest.mark.parametrize("opset", [10, 11, 13, 22])
+def test_conv_is_exact_in_double(kernel, strides, pads, dilations, group: int, opset: int) -> None:
     random = np.random.default_rng(1)
     w, b = (random.standard_normal(s).astype(np.float32) for s in ((12, 6 // group, *kernel), (12,)))
-    model = one_node("Conv", [X, w, b], weights=2, strides=strides, pads=pads, dilations=dilations, group=group)
+    model = one_node("Conv", [X, w, b], opset, 2, strides=strides, pads=pads, dilations=dilations, group=group)
     assert_exact(exact(model, X), numpy_conv(X, w, b, strides, pads, dilations, group))
 
 
@@ -134,7 +143,8 @@ def test_normalisations_are_exact_in_double() -> None:
         rows = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + f32(1e-5))
         return rows.reshape(x.shape) * scale[:, None, None] + bias[:, None, None]
 
-    assert_exact(exact(one_node("InstanceNormalization", [X, scale, bias], weights=2), X), normalised(6))
+    for opset in (9, 11, 13, 22):
+        assert_exact(exact(one_node("InstanceNormalization", [X, scale, bias], opset, 2), X), normalised(6))
     assert_exact(exact(one_node("GroupNormalization", [X, scale, bias], 21, 2, num_groups=3), X), normalised(3))
     by_group = one_node("GroupNormalization", [X, scale[:3], bias[:3]], 18, 2, num_groups=3)
     assert_exact(exact(by_group, X), normalised(3, np.repeat(scale[:3], 2), np.repeat(bias[:3], 2)))
@@ -152,6 +162,15 @@ def test_resize_nearest_keeps_48_bits() -> None:
     model.graph.node.insert(0, third)
     model.graph.initializer.append(numpy_helper.from_array(np.array(3, np.float32), "three"))
     assert_exact(exact(model, X), (X.astype(np.float64) / 3).repeat(2, 2).repeat(2, 3))
+
+
+def test_a_conv_is_exact_where_no_slice_takes_steps_unless_it_has_some() -> None:
+    random = np.random.default_rng(1)
+    w, b = (random.standard_normal(s).astype(np.float32) for s in ((12, 6, 3, 3), (12,)))
+    plain = one_node("Conv", [X, w, b], 9, 2, pads=(1, 1, 1, 1))
+    assert_exact(exact(plain, X), numpy_conv(X, w, b, (1, 1), (1, 1, 1, 1), (1, 1), 1))
+    stepping = one_node("Conv", [X, w, b], 9, 2, strides=(2, 2))
+    assert np.array_equal(exact(stepping, X), run(stepping, {"x0": X})[0])
 
 
 def test_what_has_no_double_form_runs_in_float32_between_casts() -> None:
