@@ -53,12 +53,17 @@ class Partition:
                 self.refuse(region, refusal)
 
     def _with_other_ranges(self, region: Region, root: GrownValue) -> Region:
-        """Take in the other ranges of a value that could not live out whole: its columns are no dimension any more."""
+        """Take in the other ranges of a value that cannot live out whole, or need not.
+
+        It cannot where its columns are no dimension any more.
+        """
         assert root.columns is not None
         readers = [region]
         for value in self.live.live_out(region):
             columns = value.columns
-            if columns is not None and columns.length != root.columns.length and columns_dim(columns.view) is None:
+            if columns is None or columns.length == root.columns.length:
+                continue
+            if columns_dim(columns.view) is None or self.worth.is_read_as_ranges(value.name):
                 readers.append(self.grown.needed_by(value.readers))
         return Region.union(readers)
 

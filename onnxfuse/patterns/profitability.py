@@ -36,25 +36,46 @@ class Profitability:
         self._computed = self.grown.those(self._is_computed)
         self._work = self.grown.those(self._is_work)
         self._moves = self.grown.those(lambda node: node.op in MOVING)
+        self._apart = self.grown.those(lambda node: qualified_op(node) in COLUMN_OPS)
 
     def may_end(self, position: int, region: Region) -> bool:
         """Whether a node's value lives out of the region, which computes something or spares a move of data."""
         value, is_computed = self.live.values[position][0], position in self._computed
         if value.columns is None or not (is_computed or self._is_end(position, region)):
             return False
-        return (is_computed or bool(region & self._work)) and self.live.is_live_out(value, region)
+        saves = is_computed or bool(region & self._work) or self._takes_apart(position)
+        return saves and self.live.is_live_out(value, region)
 
     def _is_end(self, position: int, region: Region) -> bool:
-        """Whether a view ends there, a move of data, or a range of what was moved and no kernel stores whole.
+        """Whether a view ends there, a move of data, or a range of what no kernel stores whole, or need store so.
 
         An attention, or another product, may have taken all views behind such a range: of q, keys and values that one
         Transpose moves together, that and three copies were left.
         """
         node = self.grown.nodes[position]
-        if node.op in ENDS:
+        if node.op in ENDS or self._takes_apart(position):
             return True
-        whole = self.grown.values.get(node.inputs[0].name) if qualified_op(node) in COLUMN_OPS else None
+        whole = self.grown.values.get(node.inputs[0].name) if position in self._apart else None
         return whole is not None and columns_dim(whole.view) is None and bool(region & self._moves)
+
+    def _takes_apart(self, position: int) -> bool:
+        """Whether a node makes ranges of what is read as ranges alone."""
+        return position in self._apart and self.is_read_as_ranges(self.grown.nodes[position].inputs[0].name)
+
+    def is_read_as_ranges(self, name: str) -> bool:
+        """Whether nothing but equal ranges of a value is read, and nothing that has grown reads these.
+
+        Stored range by range it is as many bytes as it is whole, and the copy of each is saved.
+        """
+        if self.grown.values.get(name) is None:
+            return False
+        whole = self.live.value(name)
+        readers = whole.readers - self.live.foldable
+        if not readers or not readers <= self._apart or self.live.is_live_out(whole, readers):
+            return False
+        ranges = [value for reader in readers for value in self.live.values[reader]]
+        widths = {value.columns and value.columns.length for value in ranges}
+        return len(widths) == 1 and all(value.readers <= self.live.foldable for value in ranges)
 
     def check(self, match: Match, region: Region) -> None:
         """An intermediate becomes an output when work after it is saved.

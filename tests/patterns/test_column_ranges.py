@@ -419,3 +419,47 @@ def test_ranges_that_are_moved_together_leave_no_copy(
     feed = {"x": attended_feed(dtype)["x"]}
     for before, after in zip(run(model, feed), run(fused, feed), strict=True):
         assert before.tobytes() == after.tobytes()
+
+
+def attended_heads(b: Builder, parts: Parts, bias: bool, beside: Callable[[Builder, str], list[str]]) -> list[str]:
+    """As in GPT-2 and vit-pytorch: the attention has all views behind the ranges, and the scale behind the scores."""
+    sizes = (2 * HEAD,) * 3
+    product = packed(b, sizes, bias)
+    ranges = parts(b, product, sizes)
+    heads = [b("Reshape", each, b.integers(0, 0, 2, HEAD)) for each in ranges]
+    q, k, v = (b("Transpose", each, perm=perm) for each, perm in zip(heads, PERMS, strict=True))
+    scores = b("Mul", b("MatMul", q, k), b.array(0.25))
+    return [b("MatMul", b("Softmax", scores, axis=-1), v), *beside(b, product)]
+
+
+PERMS = ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16], ids=["f32", "f16"])
+def test_equal_ranges_that_are_only_read_apart_leave_no_copy(parts: Parts, bias: bool, dtype: int) -> None:
+    b = Builder(dtype)
+    model = b.model(*attended_heads(b, parts, bias, lambda b, product: []))
+    analysis = analyse_model(model, resolve("sm_90a,sm_80", list))
+    first, second = analysis.sites
+    assert (first.fusion.pattern, second.fusion.pattern) == ("column_ranges", "attention")
+    assert len(first.match.live_outs) == 3
+    fused = rewritten(analysis)
+    assert not {"MatMul", "Add", "Split", "Slice"} & {node.op_type for node in fused.graph.node}
+    feed = {"x": attended_feed(dtype)["x"]}
+    for before, after in zip(run(model, feed), run(fused, feed), strict=True):
+        assert before.tobytes() == after.tobytes()
+    if dtype == FLOAT:
+        check_meaning(model, first.fusion, feed)
+
+
+@pytest.mark.parametrize("parts", [split, sliced])
+@pytest.mark.parametrize("beside", [lambda b, product: [product], lambda b, product: [b("ReduceMax", product)]])
+def test_equal_ranges_of_what_is_read_whole_are_not_stored_twice(
+    parts: Parts, beside: Callable[[Builder, str], list[str]]
+) -> None:
+    b = Builder(FLOAT16)
+    analysis = analyse_model(b.model(*attended_heads(b, parts, True, beside)), resolve("sm_90a,sm_80", list))
+    stored = [len(site.match.live_outs) for site in analysis.sites if site.fusion.pattern != "attention"]
+    assert stored == [1]
