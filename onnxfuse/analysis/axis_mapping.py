@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from onnxfuse.dtypes import FLOATS
 from onnxfuse.errors import NotFusable
 from onnxfuse.ir.fusion import PART_AXIS, Fusion, Pointwise, Tensor
-from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_LEVELS, WIDEST_BYTES
 
 Axes = tuple[str, ...]
@@ -161,14 +160,19 @@ def _aligned_bytes(pointwise: Pointwise, columns: Axes) -> int:
     return math.gcd(known * element, WIDEST_BYTES)
 
 
-def map_rows(fusion: Normalisation) -> AxisMapping:
-    """The mapping of what normalises rows: one loop, or where tensors have them otherwise a batch and the rest.
+def map_rows(fusion: Pointwise, rows: Axes, along: Axes) -> AxisMapping:
+    """The mapping of what has no product: one loop over rows, or where tensors have them otherwise a batch and another.
+
+    Args:
+        fusion: what is computed.
+        rows: its axes.
+        along: those of a row.
 
     Raises:
         NotFusable: the axes of a loop lie in more groups in some tensor than a kernel walks.
     """
-    groups = flatten(fusion, _tensors(fusion), fusion.rows)
-    found = [_rows_behind(fusion, groups, outer) for outer in range(len(groups))]
+    groups = flatten(fusion, _tensors(fusion), rows)
+    found = [_rows_behind(groups, along, outer) for outer in range(len(groups))]
     first, *others = [mapping for mapping in found if _is_walked(fusion, mapping)] or found[:1]
     for loop in (first.batch, first.m, first.n):
         for tensor in _tensors(fusion):
@@ -176,18 +180,18 @@ def map_rows(fusion: Normalisation) -> AxisMapping:
     return next((each for each in others if _is_of_batches(fusion, each)), first)
 
 
-def _rows_behind(fusion: Normalisation, groups: list[Axes], outer: int) -> AxisMapping:
+def _rows_behind(groups: list[Axes], along: Axes, outer: int) -> AxisMapping:
     """So many outer groups of axes as the batch, the others as m."""
     batch, rows = (tuple(axis for group in each for axis in group) for each in (groups[:outer], groups[outer:]))
-    return AxisMapping(batch, rows, fusion.along, ())
+    return AxisMapping(batch, rows, along, ())
 
 
-def _is_walked(fusion: Normalisation, mapping: AxisMapping) -> bool:
+def _is_walked(fusion: Pointwise, mapping: AxisMapping) -> bool:
     loops = (mapping.batch, mapping.m, mapping.n)
     return all(_most_levels(fusion, _tensors(fusion), loop) <= MOST_LEVELS for loop in loops)
 
 
-def _is_of_batches(fusion: Normalisation, mapping: AxisMapping) -> bool:
+def _is_of_batches(fusion: Pointwise, mapping: AxisMapping) -> bool:
     """Whether operands are the same for all rows of a batch, which are enough to fill blocks."""
     rows = static_size(fusion, mapping.m)
     is_shared = all(mapping.kind(operand) in ("scalar", "row") for operand in fusion.operands[1:])

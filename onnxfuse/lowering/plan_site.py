@@ -40,7 +40,7 @@ from onnxfuse.graph.transposed_data import Order
 from onnxfuse.ir.attention import Attention
 from onnxfuse.ir.cached_attention import CachedAttention
 from onnxfuse.ir.epilogue_only import epilogue_of
-from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Tensor, acc_name, load_name
+from onnxfuse.ir.fusion import NONLINEAR, PART_AXIS, Fusion, Pointwise, Tensor, acc_name, load_name
 from onnxfuse.ir.group_normalisation import GroupNormalisation
 from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.ir.simplify import simplify
@@ -102,7 +102,7 @@ class Planner:
     attention: bool = False
 
 
-def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Normalisation | CachedAttention) -> Site:
+def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Pointwise | CachedAttention) -> Site:
     """Decide everything about a match that can be decided without a measurement.
 
     Args:
@@ -122,6 +122,8 @@ def plan_site(planner: Planner, graph: Graph, match: Match, fusion: Fusion | Nor
         return _plan_normalisation(planner, graph, match, fusion)
     if isinstance(fusion, CachedAttention):
         return _plan_cached(planner, graph, match, fusion)
+    if not isinstance(fusion, Fusion):
+        return _plan_rotation(planner, graph, match, fusion)
     fusion = fusion if planner.rounds else simplify(fusion)
     if broadcast_product_axes(fusion):
         return _plan_broadcast_product(planner, graph, match, fusion)
@@ -321,7 +323,7 @@ def _plan_normalisation(planner: Planner, graph: Graph, match: Match, fusion: No
     Raises:
         NotFusable: ONNX Runtime's own kernel is faster.
     """
-    mapping, alike = map_rows(fusion), nameless(fusion)
+    mapping, alike = map_rows(fusion, fusion.rows, fusion.along), nameless(fusion)
     plans = tuple(kept_norm_plan(alike, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
     times = {device: kept_normalisation_times(alike, mapping, device, match.passes) for device in planner.devices}
@@ -335,6 +337,17 @@ def _plan_group_normalisation(planner: Planner, graph: Graph, match: Match, fusi
     """The site of a normalisation of groups of channels: one kernel, where ONNX Runtime has one for each node."""
     mapping = map_groups(fusion)
     plans = tuple(make_group_norm_plan(fusion, mapping, device) for device in planner.devices)
+    whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
+    return Site(graph, match, fusion, mapping, (), None, whole=whole)
+
+
+def _plan_rotation(planner: Planner, graph: Graph, match: Match, fusion: Pointwise) -> Site:
+    """The site of a rotation: one kernel, where ONNX Runtime has one for each of some seven nodes."""
+    x = fusion.operands[0]
+    columns = tuple(axis for axis in x.dims[-1] if axis != PART_AXIS)
+    rows = tuple(axis for dim in x.dims[:-1] for axis in dim)
+    mapping, alike = map_rows(fusion, rows, columns), nameless(fusion)
+    plans = tuple(kept_pointwise_plan(alike, mapping, device) for device in planner.devices)
     whole = Implementation(graph, match, FUSED_POINTWISE, (), fusion, mapping, plans)
     return Site(graph, match, fusion, mapping, (), None, whole=whole)
 

@@ -12,9 +12,7 @@ from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.op_names import FUSED_GEMM, FUSED_GEMM_ON
 from onnxfuse.graph.packed_data import Packing
 from onnxfuse.graph.transposed_data import Order
-from onnxfuse.ir.cached_attention import CachedAttention
-from onnxfuse.ir.fusion import Fusion, Pointwise
-from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.ir.fusion import Pointwise
 from onnxfuse.patterns import Match
 from onnxfuse.schedule.strategy import Strategy, Times
 from onnxfuse.schedule.variant import AnyPlan, AnyVariant, ProductPlan
@@ -76,7 +74,7 @@ class Site:
 
     graph: Graph
     match: Match
-    fusion: Fusion | Normalisation | CachedAttention
+    fusion: Pointwise
     mapping: AxisMapping
     plans: tuple[ProductPlan, ...]
     epilogue_only: Implementation | None = None

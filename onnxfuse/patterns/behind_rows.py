@@ -45,7 +45,7 @@ def grown_behind(
         points: who owns nodes, and where fused ones stand.
         is_taken: whether a node behind it stays there.
     """
-    for grown in _regions(graph, core, is_taken):
+    for grown in regions_of_rows(graph, _rows(graph, core), is_taken):
         partition = Partition(grown, points)
         for match in _matches(partition):
             if _ends_in_vain(graph, match):
@@ -80,9 +80,8 @@ def _ends_in_vain(graph: Graph, match: Match) -> bool:
     return last.op in ENDS and not any(node.op in MOVING for node in nodes)
 
 
-def _regions(graph: Graph, core: Core, is_taken: Callable[[gs.Node], bool]) -> Iterator[GrownRegion]:
+def regions_of_rows(graph: Graph, rows: Product, is_taken: Callable[[gs.Node], bool]) -> Iterator[GrownRegion]:
     """What grows, with columns that are numbered part by part where parts of them take turns, and as they lie."""
-    rows = _rows(graph, core)
     grown = GrownRegion(graph, (rows,), is_taken)
     if grown.refused:
         return
@@ -114,21 +113,21 @@ def _lowered(graph: Graph, core: Core, match: Match) -> Normalisation:
     check_parts(match)
     fusion = lower(graph, match, pattern_of(match))
     x = fusion.rhs[0]
-    _check_rows(fusion, x)
+    check_rows(fusion, x)
     return _of_rows(fusion, x, core)
 
 
-def _check_rows(fusion: Fusion, x: Tensor) -> None:
+def check_rows(fusion: Fusion, x: Tensor) -> None:
     """All columns of a row are there, stay beside each other, and nothing repeats the row or reads it again.
 
     Raises:
         NotFusable: something of that is not so.
     """
-    columns = _columns(fusion, x)
+    columns = columns_of(fusion, x)
     if len(fusion.parts) != (fusion.size(PART_AXIS) if PART_AXIS in x.axes else 1):
-        raise NotFusable("not_equal_parts", fusion.anchor, "takes some columns of a normalised row alone")
+        raise NotFusable("not_equal_parts", fusion.anchor, "takes some columns of a row alone")
     if x.wide is not None:
-        raise NotFusable("not_equal_parts", fusion.anchor, "takes a window of a normalised row")
+        raise NotFusable("not_equal_parts", fusion.anchor, "takes a window of a row")
     if any(not {*out.tensor.axes} <= {*x.axes} for out in fusion.outs):
         raise NotFusable("broadcasts_the_product", fusion.anchor, "an operand repeats the rows")
     if any(fusion.size(axis) != 1 for out in fusion.outs for axis in _behind_columns(out.tensor, columns)):
@@ -148,8 +147,8 @@ def _features(fusion: Fusion) -> tuple[str, ...]:
     return tuple(sorted(named | ({"rotary"} if fusion.pattern == "rotary_gemm" else set())))
 
 
-def _columns(fusion: Fusion, x: Tensor) -> tuple[str, ...]:
-    """The axes of x that are normalised, of each part."""
+def columns_of(fusion: Fusion, x: Tensor) -> tuple[str, ...]:
+    """The axes of x that are a row, of each part."""
     return tuple(axis for axis in x.axes if axis not in (PART_AXIS, *fusion.lhs.axes))
 
 
@@ -174,5 +173,5 @@ def _of_rows(fusion: Fusion, x: Tensor, core: Core) -> Normalisation:
         epsilon=core.epsilon,
         least=core.least,
         added=core.added,
-        along=_columns(fusion, x),
+        along=columns_of(fusion, x),
     )

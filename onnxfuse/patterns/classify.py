@@ -9,6 +9,7 @@ column_ranges  other equal ranges of one product, or more products; columns that
 range of any width, or several that meet
 attention      two products and the softmax between them (attention.py)
 normalisation  no product at all: rows less their mean, over their deviation (normalisation.py)
+rotation       no product either: halves or pairs of a value's columns turn (rotation.py)
 cached_attention  one token of each sequence over a cache of keys and values (cached_attention.py)
 """
 
@@ -62,6 +63,7 @@ PATTERNS: dict[str, Callable[[Match], bool]] = {
     "column_ranges": lambda match: True,
     "attention": lambda match: True,  # two matches of one product each; never asked
     "normalisation": lambda match: not match.products,
+    "rotation": lambda match: not match.products,  # never asked
     "cached_attention": lambda match: not match.products,  # never asked
 }
 """What a match looks like, by the name of the pattern; the first that holds."""

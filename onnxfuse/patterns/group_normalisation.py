@@ -23,8 +23,7 @@ from onnxfuse.patterns.behind_groups import Tail, is_known
 from onnxfuse.patterns.behind_rows import PATTERN
 from onnxfuse.patterns.epilogue_graph import LOAD, EpilogueGraph, Ref
 from onnxfuse.patterns.insertion_points import InsertionPoints
-from onnxfuse.patterns.match import LiveOut, Match
-from onnxfuse.patterns.normalisation import NormalisationMatch
+from onnxfuse.patterns.match import LiveOut, Match, ProductlessMatch
 from onnxfuse.patterns.normalisation_forms import DEFAULT_EPSILON
 
 MOST_BEFORE = 4  # nodes that make the shape of the image again
@@ -251,9 +250,9 @@ class ChannelTail(Tail):
         return self.epilogue.load(parameter.name)
 
 
-def _match(graph: Graph, core: Core, tail: ChannelTail, lowered: GroupNormalisation) -> NormalisationMatch:
+def _match(graph: Graph, core: Core, tail: ChannelTail, lowered: GroupNormalisation) -> ProductlessMatch:
     """Its nodes; what lives out of it is one value."""
-    return NormalisationMatch(
+    return ProductlessMatch(
         products=(),
         nodes=tuple(sorted(map(graph.index, (*core.nodes, *tail.nodes)))),
         copied=tuple(sorted(map(graph.index, core.copied))),

@@ -209,3 +209,21 @@ class Match:
     def reads(self) -> list[Expression]:
         """The operands' ranges that the live-out values depend on."""
         return self.leaves(LOAD)
+
+
+@dataclass(frozen=True)
+class ProductlessMatch(Match):
+    """The nodes of what has no product: a normalisation, or a rotation.
+
+    Attributes:
+        anchor: name of one of them, as the one that takes the mean of squares.
+        passes: nodes behind a normalisation that read and write every element, each by itself.
+    """
+
+    anchor: str = field(default="", kw_only=True)
+    passes: int = field(default=0, kw_only=True)
+
+    @property
+    def label(self) -> str:
+        """Name of the anchor."""
+        return self.anchor

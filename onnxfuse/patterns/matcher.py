@@ -18,8 +18,7 @@ import onnx_graphsurgeon as gs
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.ir.cached_attention import CachedAttention
-from onnxfuse.ir.fusion import Fusion
-from onnxfuse.ir.normalisation import Normalisation
+from onnxfuse.ir.fusion import Fusion, Pointwise
 from onnxfuse.limits import MAX_PARTS
 from onnxfuse.patterns.attention import Attentions, Candidate, OtherScores, candidates
 from onnxfuse.patterns.build_fusion import lower
@@ -33,12 +32,13 @@ from onnxfuse.patterns.normalisation import normalisations, reserved
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product, is_anchor, read_product
 from onnxfuse.patterns.region_growth import GrownRegion
+from onnxfuse.patterns.rotation import reserved_rotations, rotations
 from onnxfuse.patterns.siblings import siblings
 
 OLDEST_OPSET = 9  # broadcasting and Slice are spelled differently before
 
 SiteT = TypeVar("SiteT")
-AnyFusion = Fusion | Normalisation | CachedAttention
+AnyFusion = Pointwise | CachedAttention
 MakeSite = Callable[[Match, AnyFusion], SiteT]
 IsProfitable = Callable[[SiteT, Sequence[SiteT]], bool]
 Group = tuple[Product, ...]
@@ -98,7 +98,9 @@ def match_sites(
         normalisation: whether what normalises rows does, without a product.
     """
     search = Search(graph, InsertionPoints(graph), make_site, is_profitable, rounds)
-    kept = reserved(graph) | reserved_views(graph) if normalisation and not rounds else frozenset[int]()
+    kept = frozenset[int]()
+    if normalisation and not rounds:
+        kept = reserved(graph) | reserved_views(graph) | reserved_rotations(graph, search.points)
     search.points.reserve(kept)
     found, apart = search.match_attentions() if attention else ([], [])
     products, skipped = _products(graph, search.points)
@@ -180,7 +182,7 @@ def match_site(graph: Graph, node: gs.Node) -> tuple[Match, Fusion]:
 
 
 def _with_product(match: Match, fusion: AnyFusion) -> tuple[Match, Fusion]:
-    assert isinstance(fusion, Fusion), "normalisations were not asked for"
+    assert isinstance(fusion, Fusion), "what has no product was not asked for"
     return match, fusion
 
 
@@ -249,13 +251,16 @@ class Search(Generic[SiteT]):
         """
         self.points.reserve(())
         found = self._made_of(normalisations(self.graph, self.points, self.rounds, kept))
-        return found if self.rounds else [*found, *self._made_of(group_normalisations(self.graph, self.points))]
+        if self.rounds:
+            return found
+        found += self._made_of(group_normalisations(self.graph, self.points))
+        return [*found, *self._made_of(rotations(self.graph, self.points))]
 
     def match_cached(self) -> list[Found[SiteT]]:
         """Every attention over a cache that a kernel computes for one token."""
         return self._made_of(cached_attentions(self.graph, self.points))
 
-    def _made_of(self, matches: Iterable[tuple[Match, Normalisation | CachedAttention]]) -> list[Found[SiteT]]:
+    def _made_of(self, matches: Iterable[tuple[Match, AnyFusion]]) -> list[Found[SiteT]]:
         """Those of the matches that a kernel computes; the others have no product to report."""
         found: list[Found[SiteT]] = []
         if self.graph.scope.fault or self.graph.opset < OLDEST_OPSET:

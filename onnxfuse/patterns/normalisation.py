@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import onnx_graphsurgeon as gs
@@ -26,31 +26,13 @@ from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
-from onnxfuse.patterns.match import LiveOut, Match
+from onnxfuse.patterns.match import LiveOut, Match, ProductlessMatch
 from onnxfuse.patterns.match_checks import check_reads
 from onnxfuse.patterns.normalisation_forms import VIEWS, Core, of_nodes, of_op
 from onnxfuse.patterns.row_length import of_length
 from onnxfuse.patterns.scaled_normalisation import of_scaled
 
 SPELLED_OUT = (of_nodes, of_scaled, of_fast_variance, of_length, of_deviation)
-
-
-@dataclass(frozen=True)
-class NormalisationMatch(Match):
-    """The nodes of one normalisation, which has no product.
-
-    Attributes:
-        anchor: name of its node, or of that which takes the mean of squares.
-        passes: nodes behind it that read and write every element, each by itself.
-    """
-
-    anchor: str = field(default="", kw_only=True)
-    passes: int = field(default=0, kw_only=True)
-
-    @property
-    def label(self) -> str:
-        """Name of its node."""
-        return self.anchor
 
 
 def normalisations(
@@ -93,14 +75,14 @@ def _is_of_others(graph: Graph, points: InsertionPoints, kept: Collection[int], 
 
 def _matches(
     graph: Graph, core: Core, points: InsertionPoints, is_taken: Callable[[gs.Node], bool]
-) -> Iterator[tuple[NormalisationMatch, Normalisation]]:
+) -> Iterator[tuple[ProductlessMatch, Normalisation]]:
     """What of a normalisation and the nodes behind it one kernel may compute, the largest first."""
     if not _is_normalised(graph, core):
         return
     shapes = _shapes(graph, core)
     for match, lowered in grown_behind(graph, core, points, is_taken):
         nodes = sorted({*map(graph.index, core.nodes), *match.nodes})
-        own = NormalisationMatch(
+        own = ProductlessMatch(
             products=(),
             nodes=tuple(nodes),
             copied=match.copied,

@@ -28,7 +28,17 @@ from onnxfuse.schedule.variant import AnyVariant
 from tests.helpers.bridge_hooks import Arguments, Node, bridge
 from tests.helpers.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.helpers.onnx_build import BOOL, FLOAT, Builder
-from tests.helpers.rotary_models import NORMS, ROTATIONS, Rotate, normalised
+from tests.helpers.rotary_models import (
+    NORMS,
+    ROTATIONS,
+    Rotate,
+    Turning,
+    as_it_lies,
+    beside_others,
+    normalised,
+    transposed,
+    turning,
+)
 from tests.ir.test_epilogue_only import REPEATED
 from tests.kernels.test_portable_on_cpu import Range, build_source
 from tests.patterns.test_behind_rows import BEHIND, drawn
@@ -399,6 +409,15 @@ def test_the_kernel_computes_what_the_graph_computes(graph, epilogue_only: bool,
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_normalised_heads_turn(rotate: Rotate, norm: Rotate, together: bool, variant: int, tmp_path: Path) -> None:
     check_rows(normalised(rotate, norm, together=together), variant, tmp_path)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("head", [16, 20])
+@pytest.mark.parametrize("value", [transposed, as_it_lies, beside_others])
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_values_turn_by_themselves(rotate: Rotate, value: Turning, head: int, variant: int, tmp_path: Path) -> None:
+    check_rows(turning(value, rotate, head=head), variant, tmp_path)
 
 
 @pytest.mark.one_in(2)

@@ -18,7 +18,17 @@ from onnxfuse.schedule.strategy import Strategy
 from onnxfuse.verify.verify import verify
 from tests.gpu.test_padded_rows import of_family
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
-from tests.helpers.rotary_models import NORMS, ROTATIONS, Rotate, normalised, rotary, sliced
+from tests.helpers.rotary_models import (
+    BY_THEMSELVES,
+    NORMS,
+    ROTATIONS,
+    Rotate,
+    Turning,
+    normalised,
+    rotary,
+    sliced,
+    turning,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +54,17 @@ def test_planned_kernels(rotate: Rotate, order: str, dtype: int, tmp_path: Path)
         model = rotary(rotate, order, dtype=dtype, heads=heads, head=head, k=K, scaled=True)
         fused, report = onnxfuse.optimize(model, arch="native")
         assert len(report.fused) == 1
+        check(tmp_path, model, fused)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT])
+@pytest.mark.parametrize("value", BY_THEMSELVES)
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_values_by_themselves(rotate: Rotate, value: Turning, dtype: int, tmp_path: Path) -> None:
+    for heads, head in HEADS:
+        model = turning(value, rotate, dtype, heads, head)
+        fused, report = onnxfuse.optimize(model, arch="native")
+        assert "rotation" in {site.pattern for site in report.fused}
         check(tmp_path, model, fused)
 
 

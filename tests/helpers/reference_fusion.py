@@ -77,12 +77,13 @@ def _window(tensor: Tensor, value: np.ndarray, start: int, sizes: dict[str, int]
     return value.take(range(start, start + width), dimension)
 
 
-def evaluate_rows(fusion: Normalisation, values: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The outputs of a normalisation in float64, given its inputs by name."""
+def evaluate_rows(fusion: Pointwise, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs of a normalisation or of a rotation in float64, given its inputs by name."""
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}
     sizes = {axis.name: axis.size for axis in fusion.axes}
     _bind(fusion, values, sizes)
-    loops = (*fusion.rows, *fusion.along)
+    loops = tuple(axis for axis in fusion.operands[0].axes if axis != PART_AXIS)
+    loops = (*fusion.rows, *fusion.along) if isinstance(fusion, Normalisation) else loops
 
     def read(load: Load) -> np.ndarray:
         tensor = fusion.operands[load.operand]
@@ -91,14 +92,19 @@ def evaluate_rows(fusion: Normalisation, values: dict[str, np.ndarray]) -> list[
         return whole if load.part is None else whole[load.part]
 
     names = {f"op{index}": read(load) for index, load in enumerate(fusion.loads)}
+    names |= _normals(fusion, names) if isinstance(fusion, Normalisation) else {}
+    _apply(fusion.steps, names)
+    return _stored(fusion, names, loops, sizes)
+
+
+def _normals(fusion: Normalisation, names: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The parts of the rows, normalised."""
     rows = np.stack([names[f"op{part}"] for part in range(fusion.parts)])
     together = (0, *range(1 + len(fusion.rows), rows.ndim))
     own = rows - rows.mean(together, keepdims=True) if fusion.centred else rows
     variance = np.maximum((own * own).mean(together, keepdims=True), fusion.least) + fusion.epsilon
     normal = own / (np.sqrt(variance) + fusion.added)
-    names |= {f"acc{part}": normal[part] for part in range(fusion.parts)}
-    _apply(fusion.steps, names)
-    return _stored(fusion, names, loops, sizes)
+    return {f"acc{part}": normal[part] for part in range(fusion.parts)}
 
 
 def _apply(steps: tuple[Step, ...], names: dict[str, np.ndarray]) -> None:
@@ -120,9 +126,9 @@ def _stored(
     return [_laid(tensor, np.stack(parts), (PART_AXIS, *loops), sizes) for tensor, parts in stored.items()]
 
 
-def evaluate(fusion: Fusion | Normalisation, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+def evaluate(fusion: Pointwise, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     """The outputs of a fusion in float64, given its inputs by name."""
-    if isinstance(fusion, Normalisation):
+    if not isinstance(fusion, Fusion):
         return evaluate_rows(fusion, values)
     integers = values
     values = {name: np.asarray(value, np.float64) for name, value in values.items()}

@@ -107,6 +107,44 @@ def layer_norm(b: Builder, x: str, columns: int) -> str:
     return b("LayerNormalization", x, *parameters, axis=-1)
 
 
+def transposed(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
+    """Heads of an input."""
+    x = b("Reshape", b.input("x", ("batch", "rows", heads * head)), b.integers(0, 0, heads, head))
+    return [rotate(b, b("Transpose", x, perm=[0, 2, 1, 3]), head)]
+
+
+def as_it_lies(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
+    """The same where it has them in front of its rows."""
+    return [rotate(b, b("Exp", b.input("x", ("batch", heads, "rows", head))), head)]
+
+
+def beside_others(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
+    """Some columns of each head, as GPT-NeoX and Phi turn them; the others pass by."""
+    x = b("Exp", b.input("x", ("batch", heads, "rows", head + 6)))
+    return [b("Concat", rotate(b, half(b, x, 0, head), head), half(b, x, head, TOP), axis=-1)]
+
+
+def of_one_product(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
+    """Q of a product that makes keys and values as well, as those of Phi-3 and ModernBERT."""
+    x = b.input("x", ("batch", "rows", K))
+    packed = b("MatMul", x, b.array(draw(K, 3 * heads * head) / K**0.5, "weight"))
+    q, *others = b("Split", packed, outputs=3, axis=-1, num_outputs=3)
+    y = b("Transpose", b("Reshape", q, b.integers(0, 0, heads, head)), perm=[0, 2, 1, 3])
+    return [rotate(b, y, head), *others]
+
+
+Turning = Callable[[Builder, Rotate, int, int], list[str]]
+BY_THEMSELVES: list[Turning] = [transposed, as_it_lies, beside_others, of_one_product]
+
+
+def turning(
+    value: Turning, rotate: Rotate, dtype: int = FLOAT, heads: int = HEADS, head: int = HEAD
+) -> onnx.ModelProto:
+    """A rotation that neither a product's kernel has nor one of normalised rows."""
+    b = Builder(dtype, opset=18)
+    return b.model(*value(b, rotate, heads, head))
+
+
 NORMS: list[Rotate] = [root_mean_square, layer_norm]
 
 

@@ -46,7 +46,7 @@ def of_154_rows() -> ModelProto:
 def of_many_rows() -> ModelProto:
     """So few columns that rows from some number on are the library's."""
     b = Builder(FLOAT16)
-    product = b("MatMul", b.input("x", ("rows", 8192)), b.raw(np.zeros((8192, 328), np.float16), "weight"))
+    product = b("MatMul", b.input("x", ("rows", 12288)), b.raw(np.zeros((12288, 328), np.float16), "weight"))
     return b.model(b("Add", product, b.raw(np.zeros(328, np.float16), "bias")))
 
 

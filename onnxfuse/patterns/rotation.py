@@ -1,0 +1,157 @@
+"""Rotary embeddings by themselves: one kernel that turns halves or pairs of a value's columns, whatever made it.
+
+Behind a product of q alone a rotary embedding (Su et al., 2021) is steps of that kernel, and so it is behind normalised
+rows. Where q, k and v are one product, or some columns of a head pass by, what turns is a value like any other, which
+the model's nodes read and write seven times. Rows of it grow as normalised ones do (behind_rows.py); a Transpose that
+makes it, of rows alone, is the kernel's as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import onnx_graphsurgeon as gs
+
+from onnxfuse.dtypes import FLOATS_BY_ONNX
+from onnxfuse.errors import NotFusable
+from onnxfuse.graph.graph import Graph, node_label
+from onnxfuse.ir.epilogue_only import epilogue_of
+from onnxfuse.ir.fusion import Pointwise
+from onnxfuse.ir.simplify import simplify
+from onnxfuse.patterns.behind_rows import check_rows, regions_of_rows
+from onnxfuse.patterns.build_fusion import lower
+from onnxfuse.patterns.classify import check_parts, pattern_of
+from onnxfuse.patterns.column_ranges import TAKES_APART
+from onnxfuse.patterns.epilogue_graph import EpilogueGraph
+from onnxfuse.patterns.fallback_shape import Base
+from onnxfuse.patterns.insertion_points import InsertionPoints
+from onnxfuse.patterns.match import LiveOut, Match, ProductlessMatch
+from onnxfuse.patterns.match_checks import check_reads
+from onnxfuse.patterns.partition import Partition
+from onnxfuse.patterns.product import Product
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, View, axis_view, extent
+
+PATTERN, BEHIND_A_PRODUCT = "rotation", "rotary_gemm"
+MOVED = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+
+
+def rotations(graph: Graph, points: InsertionPoints) -> Iterator[tuple[Match, Pointwise]]:
+    """Every rotary embedding of a scope whose nodes no fusion has."""
+    for x in _turned(graph):
+        for match, lowered in _matches(graph, points, x):
+            if any(points.is_taken(graph.nodes[index]) for index in match.nodes):
+                break
+            try:
+                check_reads(graph, match, lowered)
+                yield points.placed(match), lowered
+            except NotFusable:
+                continue
+
+
+def reserved_rotations(graph: Graph, points: InsertionPoints) -> frozenset[int]:
+    """The nodes that turn a range of another value: a product that took the first of them would leave the others."""
+    found: set[int] = set()
+    for x in _turned(graph):
+        first = next(_matches(graph, points, x), None) if _is_range(x) else None
+        found.update(() if first is None else first[0].nodes)
+    return frozenset(found)
+
+
+def _is_range(x: gs.Tensor) -> bool:
+    """Whether views and casts alone are between a value and what takes it out of another one."""
+    while x.inputs and x.inputs[0].op in MOVED:
+        x = x.inputs[0].inputs[0]
+    return bool(x.inputs) and x.inputs[0].op in TAKES_APART
+
+
+def _turned(graph: Graph) -> list[gs.Tensor]:
+    """The values whose parts a node negates, or multiplies and subtracts."""
+    found: dict[str, gs.Tensor] = {}
+    for node in graph.nodes:
+        negated = node.inputs if node.op == "Neg" else ()
+        factors = [tensor for each in node.inputs for tensor in _made(each, "Mul")] if node.op == "Sub" else ()
+        for part in (*negated, *factors):
+            wholes = [_before_slices_of_all(graph, each) for each in _made(part, *TAKES_APART)[:1]]
+            wholes = [*(each for whole in wholes for each in _made(whole, "Reshape")[:1]), *wholes]
+            alone = (each for each in wholes if len(each.inputs) == 1 and len(each.inputs[0].outputs) == 1)
+            found |= {each.name: each for each in alone}
+    return list(found.values())
+
+
+def _before_slices_of_all(graph: Graph, x: gs.Tensor) -> gs.Tensor:
+    """The value itself, of which a Slice takes all columns where none pass by."""
+    made = _made(x, "Slice")
+    whole = graph.shape(made[0].name) if made else None
+    return _before_slices_of_all(graph, made[0]) if whole is not None and whole == graph.shape(x.name) else x
+
+
+def _made(tensor: gs.Tensor, *ops: str) -> list[gs.Tensor]:
+    """What the node reads that makes a tensor, if it is one of some ops."""
+    return list(tensor.inputs[0].inputs) if tensor.inputs and tensor.inputs[0].op in ops else []
+
+
+def _rows(graph: Graph, x: gs.Tensor) -> Iterator[Product]:
+    """A value as a product makes its sums: before the Transpose that makes it, if that moves rows, and as it is."""
+    maker, shape = x.inputs[0], graph.shape(x.name) or ()
+    if graph.dtype(x.name) not in FLOATS_BY_ONNX or not shape or not isinstance(shape[-1], int) or shape[-1] < 2:
+        return
+    perm = list(maker.attrs.get("perm", ())) if maker.op == "Transpose" else []
+    if perm and perm[-1] == len(shape) - 1:
+        before = tuple(size for _, size in sorted(zip(perm, shape, strict=True)))
+        view = _view(before)
+        yield _product(graph, maker, maker.inputs[0], view, tuple(view[axis] for axis in perm))
+    yield _product(graph, maker, x, _view(shape), _view(shape))
+
+
+def _view(shape: tuple[int | str | None, ...]) -> View:
+    rows = (() if extent(dim) == 1 else dim for dim in axis_view(shape[:-1], AxisKind.LHS))
+    return (*rows, (Piece(COLUMNS, int(shape[-1] or 1)),))
+
+
+def _product(graph: Graph, maker: gs.Node, x: gs.Tensor, view: View, out: View) -> Product:
+    dtype, name = FLOATS_BY_ONNX[graph.dtype(x.name) or 0], str(x.name)
+    rows, columns = view[:-1], view[-1]
+    return Product(maker, dtype, name, name, False, rows, view, out, out[:-1], columns, (), Base(name, view))
+
+
+def _matches(graph: Graph, points: InsertionPoints, x: gs.Tensor) -> Iterator[tuple[ProductlessMatch, Pointwise]]:
+    """What of the nodes behind a value one kernel turns, the largest first."""
+    for rows in _rows(graph, x):
+        for grown in regions_of_rows(graph, rows, points.is_taken):
+            partition = Partition(grown, points)
+            for match in partition.matches():
+                try:
+                    yield _of_rows(graph, rows, match)
+                except NotFusable as refusal:
+                    partition.refuse(partition.region_of(match), refusal)
+
+
+def _of_rows(graph: Graph, rows: Product, match: Match) -> tuple[ProductlessMatch, Pointwise]:
+    """The match of nodes that turn a value, without what makes it, and what they compute.
+
+    Raises:
+        NotFusable: they do something else, or no kernel computes it.
+    """
+    is_read = rows.rhs == rows.out
+    nodes = tuple(index for index in match.nodes if not (is_read and index == graph.index(rows.node)))
+    if not is_read and any(out.name == rows.out for out in match.live_outs):
+        raise NotFusable("several_readers", match.label, f"others read {rows.out!r} as well")
+    check_parts(match)
+    if pattern_of(match) != BEHIND_A_PRODUCT:
+        raise NotFusable("unknown_op", match.label, "turns nothing")
+    anchor = node_label(graph.nodes[nodes[-1]])
+    fusion = replace(simplify(lower(graph, match, PATTERN)), anchor=anchor, features=())
+    x = fusion.rhs[0]
+    check_rows(fusion, x)
+    turning = epilogue_of(fusion, (x,))
+    if turning.unresolved:
+        raise NotFusable("unknown_shape", anchor, "only the run knows how rows lie in several axes")
+    made = tuple(LiveOut(out.name, (), ()) for out in match.live_outs if out.name != rows.out)
+    own = ProductlessMatch(
+        products=(), nodes=nodes, copied=match.copied, insertion_point=nodes[-1], folded=match.folded,
+        constants=match.constants, columns=match.columns,
+        live_outs=made, split=frozenset(),
+        epilogue=EpilogueGraph(), shapes=match.shapes, told=match.told, anchor=anchor,
+    )  # fmt: skip
+    return own, turning
