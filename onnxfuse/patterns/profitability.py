@@ -63,7 +63,7 @@ class Profitability:
         return position in self._apart and self.is_read_as_ranges(self.grown.nodes[position].inputs[0].name)
 
     def is_read_as_ranges(self, name: str) -> bool:
-        """Whether nothing but equal ranges of a value is read, and nothing that has grown reads these.
+        """Whether nothing but equal ranges of a value is read, and nothing that has grown computes on these.
 
         Stored range by range it is as many bytes as it is whole, and the copy of each is saved.
         """
@@ -75,7 +75,8 @@ class Profitability:
             return False
         ranges = [value for reader in readers for value in self.live.values[reader]]
         widths = {value.columns and value.columns.length for value in ranges}
-        return len(widths) == 1 and all(value.readers <= self.live.foldable for value in ranges)
+        behind = Region.union(value.readers for value in ranges) - self.live.foldable
+        return len(widths) == 1 and not any(self.grown.needs[position] & behind for position in self._work)
 
     def check(self, match: Match, region: Region) -> None:
         """An intermediate becomes an output when work after it is saved.

@@ -16,8 +16,9 @@ Rotate = Callable[[Builder, str, int], str]
 
 
 def tables(b: Builder, columns: int) -> tuple[str, str]:
-    """Cosines and sines of each row, of all heads."""
-    return tuple(b.input(name, (1, 1, "rows", columns)) for name in ("cos", "sin"))
+    """Cosines and sines of each row, of all heads; what turns later in a model has the same ones."""
+    known = {value.name for value in b.inputs}
+    return tuple(name if name in known else b.input(name, (1, 1, "rows", columns)) for name in ("cos", "sin"))
 
 
 def half(b: Builder, x: str, start: int, end: int) -> str:

@@ -8,9 +8,22 @@ from onnxfuse.device import resolve
 from onnxfuse.ir.fusion import PART_AXIS
 from onnxfuse.lowering.site import Site
 from onnxfuse.pipeline import analyse_model
-from tests.helpers.matching import check_meaning
+from tests.helpers.matching import check_meaning, draw
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16, Builder, run
-from tests.helpers.rotary_models import BY_THEMSELVES, HEAD, HEADS, ROTATIONS, Rotate, Turning, feed, sliced, turning
+from tests.helpers.rotary_models import (
+    BY_THEMSELVES,
+    HEAD,
+    HEADS,
+    ROTATIONS,
+    K,
+    Rotate,
+    Turning,
+    by_halves,
+    feed,
+    in_pairs,
+    sliced,
+    turning,
+)
 from tests.tools.sweep import rewritten
 
 
@@ -46,6 +59,25 @@ def test_a_transpose_of_rows_is_the_kernels() -> None:
     site = rotation(model)
     assert "Transpose" in {site.graph.nodes[index].op for index in site.match.nodes}
     assert site.fusion.operands[0].einops == "b m h (p n)"
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+@pytest.mark.parametrize("rotate", [sliced, by_halves, in_pairs])
+def test_q_and_k_of_one_product_turn_and_no_copy_of_a_range_is_left(rotate: Rotate, dtype: int) -> None:
+    """As in Phi-3: the product stores q, k and v apart, from where the rotations read them before their Transposes."""
+    b = Builder(dtype, opset=18)
+    packed = b("MatMul", b.input("x", ("batch", "rows", K)), b.array(draw(K, 3 * HEADS * HEAD) / K**0.5, "weight"))
+    ranges = b("Split", packed, outputs=3, axis=-1, num_outputs=3)
+    heads = [b("Reshape", each, b.integers(0, 0, HEADS, HEAD)) for each in ranges]
+    q, k, v = (b("Transpose", each, perm=[0, 2, 1, 3]) for each in heads)
+    model = b.model(rotate(b, q, HEAD), rotate(b, k, HEAD), v)
+    analysis = analyse_model(model, resolve("sm_90a", list))
+    assert [site.fusion.pattern for site in analysis.sites] == ["column_ranges", "rotation", "rotation"]
+    fused = rewritten(analysis)
+    assert not {"Split", "MatMul"} & {node.op_type for node in fused.graph.node}
+    given = feed(model, 5)
+    for before, after in zip(run(model, given), run(fused, given), strict=True):
+        assert before.tobytes() == after.tobytes()
 
 
 def test_a_value_that_others_read_is_still_theirs() -> None:
