@@ -146,7 +146,7 @@ def make_feeds(
     _check_names(specs, inputs, "inputs", ModelError)
     missing = [spec for spec in specs if spec.name not in inputs]
     if missing:
-        raise ModelError(f"input {missing[0].name!r}: not among the inputs; the model needs {missing[0]}")
+        raise ModelError(f"input {missing[0].name!r}: not among the given arrays; the model needs {missing[0]}")
     sizes: dict[str, int] = {}
     for spec in specs:
         _bind(spec, np.shape(inputs[spec.name]), sizes, ModelError)

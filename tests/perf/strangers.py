@@ -43,6 +43,7 @@ from tests.perf.result_file import write_result
 
 MOST_APART = 2.0**-5  # of the largest element of an output: both sides round, layer by layer
 SLOWER = 0.98
+PROVIDERS = ["CUDAExecutionProvider", "CPUExecutionProvider"]  # the CPU alone lacks products of bf16
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -82,7 +83,7 @@ def in_order(sources: Sequence[Path], folder: Path, arch: str, workers: int) -> 
 
 def measure(ready: Ready, shapes: Shapes, seed: int) -> dict[str, Any]:
     """Microseconds of both, how often they launch a kernel, and how far their outputs are apart."""
-    specs = input_specs(open_session(ready.original, ["CPUExecutionProvider"]))
+    specs = input_specs(open_session(ready.original, PROVIDERS))
     feeds = make_feeds(specs, shapes=shapes, seed=seed)
     paths = ready.original, ready.fused
     contenders = [warm(path, feeds, "cuda") for path in paths]

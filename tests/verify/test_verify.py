@@ -506,7 +506,7 @@ def test_random_inputs_are_seeded() -> None:
     ("change", "message"),
     [
         ({"y": np.zeros(1)}, "the model has no input 'y'; it has x, input_ids, attention_mask, flag"),
-        ({"x": None}, r"input 'x': not among the inputs; the model needs float16\[batch, 77, \?\]"),
+        ({"x": None}, r"input 'x': not among the given arrays; the model needs float16\[batch, 77, \?\]"),
         ({"x": np.zeros((2, 77, 4), np.float32)}, "input 'x': an array of float32; the model needs float16"),
         ({"x": np.zeros((2, 78, 4), np.float16)}, r"input 'x': shape \[2, 78, 4\] does not fit"),
         ({"x": np.zeros((2, 77), np.float16)}, r"input 'x': shape \[2, 77\] has rank 2"),
