@@ -81,6 +81,7 @@ P = ParamSpec("P")
 NOTHING: Mapping[str, Order] = MappingProxyType({})
 SLICE_OF_INPUTS = 10  # the operator set from which its bounds are inputs
 FREE_VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape"})  # that move no data
+RANGES = frozenset({"Gather", "Slice", "Split"})  # that copy some columns
 
 
 @dataclass(frozen=True)
@@ -514,8 +515,10 @@ def _estimates(
     if epilogue_only is not None:
         traffic = _traffic(graph, fusion, mapping, by, epilogue_only)
         return {plan.device: kept_times(plan, traffic) for plan in plans}
-    if _has_biases_alone(graph, match):
+    copies = _stores_ranges_alone(graph, match)
+    if copies or _has_biases_alone(graph, match):
         traffic = _traffic_of_biased(match, fusion, mapping, by)
+        traffic = _with_copies(match, traffic) if copies else traffic
         times = {plan.device: kept_times(plan, traffic) for plan in plans}
         return {device: _without_epilogue_only(each) for device, each in times.items()}
     return {plan.device: tuple({Strategy.ONE_KERNEL: each.one_kernel} for each in plan.ranked) for plan in plans}
@@ -528,6 +531,20 @@ def _has_biases_alone(graph: Graph, match: Match) -> bool:
     """
     products = {graph.index(product.node) for product in match.products}
     return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
+
+
+def _stores_ranges_alone(graph: Graph, match: Match) -> bool:
+    """Whether nothing follows a product but what takes its columns apart, which the runtime copies."""
+    products = {graph.index(product.node) for product in match.products}
+    behind = (graph.nodes[index] for index in {*match.nodes} - products)
+    ops = {qualified_op(node) for node in behind if graph.dtype(node.outputs[0].name) in FLOATS_BY_ONNX} - FREE_VIEWS
+    return bool(ops) and ops <= RANGES and not match.shared
+
+
+def _with_copies(match: Match, traffic: Traffic) -> Traffic:
+    """The same with a pass that copies ranges of a product, beside that of a bias if there is one."""
+    is_biased = any(product.is_biased_gemm for product in match.products)
+    return replace(traffic, passes=1 + is_biased, biased=traffic.biased if is_biased else "")
 
 
 def _convolves_alone(graph: Graph, match: Match) -> bool:

@@ -236,6 +236,21 @@ def test_an_architecture_without_a_kernel_of_its_own_gets_the_epilogue_only(arch
     assert {site.strategy for site in weighted} == {strategy}
 
 
+@pytest.mark.parametrize("reshaped", [False, True])
+@pytest.mark.parametrize(("arch", "is_fused"), [("sm_100", False), ("sm_90a", True)])
+def test_ranges_alone_are_no_kernels_where_the_library_multiplies_faster(
+    arch: str, is_fused: bool, reshaped: bool
+) -> None:
+    b = Builder(FLOAT16)
+    product = b("MatMul", b.input("x", (4096, 3072)), b.array(np.zeros((3072, 9216)), "weight"))
+    ranges = b("Split", product, outputs=3, axis=-1, num_outputs=3)
+    model = b.model(*(b("Reshape", each, b.integers(4096, 32, 96)) if reshaped else each for each in ranges))
+    analysis = analyse_model(model, resolve(arch, list))
+    multiplying = [site for site in analysis.sites if site.strategy is Strategy.ONE_KERNEL]
+    assert [len(site.fusion.outs) for site in multiplying] == [3] * is_fused
+    assert all(skipped.reason == "slower" for skipped in analysis.skipped)
+
+
 def test_a_lone_op_behind_a_fast_product_is_left_alone() -> None:
     b = Builder(FLOAT16)
     weight = b.array(np.zeros((4096, 4096)), "weight")
