@@ -35,6 +35,7 @@ from tests.helpers.rotary_models import (
     Turning,
     as_it_lies,
     beside_others,
+    in_rows,
     normalised,
     transposed,
     turning,
@@ -418,6 +419,11 @@ def test_normalised_heads_turn(rotate: Rotate, norm: Rotate, together: bool, var
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_values_turn_by_themselves(rotate: Rotate, value: Turning, head: int, variant: int, tmp_path: Path) -> None:
     check_rows(turning(value, rotate, head=head), variant, tmp_path)
+
+
+@pytest.mark.parametrize("variant", [0, -1])
+def test_heads_turn_beside_each_other(variant: int, tmp_path: Path) -> None:
+    check_rows(in_rows(), variant, tmp_path)
 
 
 @pytest.mark.one_in(2)

@@ -146,6 +146,18 @@ def turning(
     return b.model(*value(b, rotate, heads, head))
 
 
+def in_rows(dtype: int = FLOAT, heads: int = HEADS, head: int = HEAD) -> onnx.ModelProto:
+    """Heads that turn beside each other, in rows that nothing moves."""
+    b = Builder(dtype, opset=18)
+    x = b("Exp", b.input("x", ("batch", "rows", heads * head)))
+    y = b("Reshape", x, b.integers(0, 0, heads, head))
+    cos, sin = (b.input(name, (1, "rows", 1, head)) for name in ("cos", "sin"))
+    first, second = half(b, y, 0, head // 2), half(b, y, head // 2, TOP)
+    other = b("Concat", b("Neg", second), first, axis=-1)
+    turned = b("Add", b("Mul", y, cos), b("Mul", other, sin))
+    return b.model(b("Reshape", turned, b.integers(0, 0, heads * head)))
+
+
 NORMS: list[Rotate] = [root_mean_square, layer_norm]
 
 

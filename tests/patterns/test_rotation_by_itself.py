@@ -21,6 +21,7 @@ from tests.helpers.rotary_models import (
     by_halves,
     feed,
     in_pairs,
+    in_rows,
     sliced,
     turning,
 )
@@ -59,6 +60,15 @@ def test_a_transpose_of_rows_is_the_kernels() -> None:
     site = rotation(model)
     assert "Transpose" in {site.graph.nodes[index].op for index in site.match.nodes}
     assert site.fusion.operands[0].einops == "b m h (p n)"
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
+def test_heads_beside_each_other_turn_in_their_rows(dtype: int) -> None:
+    model = in_rows(dtype)
+    site = rotation(model)
+    assert site.fusion.operands[0].einops == "b m (n1 p n2)"
+    if dtype == FLOAT:
+        check_meaning(model, site.fusion, feed(model, 5))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, FLOAT16])
