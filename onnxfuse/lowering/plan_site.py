@@ -507,7 +507,7 @@ def _estimates(
     epilogue_only: Implementation | None,
 ) -> dict[DeviceSpec, tuple[Times, ...]]:
     if epilogue_only is None and fusion.quantization is not None:
-        between = len({*match.nodes} - {graph.index(product.node) for product in match.products})
+        between = len(_behind_products(graph, match))
         return {plan.device: kept_stock_times(plan, len(fusion.rhs), between) for plan in plans}
     if match.is_bare:
         return {plan.device: _beside_products(plan, fusion, mapping) for plan in plans}
@@ -529,14 +529,17 @@ def _has_biases_alone(graph: Graph, match: Match) -> bool:
 
     So it is with a range by itself: the runtime copies it out of the product, which is as long as to add a bias.
     """
-    products = {graph.index(product.node) for product in match.products}
-    return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in {*match.nodes} - products)
+    return all(qualified_op(graph.nodes[index]) in FREE_VIEWS for index in _behind_products(graph, match))
+
+
+def _behind_products(graph: Graph, match: Match) -> set[int]:
+    """The indices of a match's nodes that are no products."""
+    return {*match.nodes} - {graph.index(product.node) for product in match.products}
 
 
 def _stores_ranges_alone(graph: Graph, match: Match) -> bool:
     """Whether nothing follows a product but what takes its columns apart, which the runtime copies."""
-    products = {graph.index(product.node) for product in match.products}
-    behind = (graph.nodes[index] for index in {*match.nodes} - products)
+    behind = (graph.nodes[index] for index in _behind_products(graph, match))
     ops = {qualified_op(node) for node in behind if graph.dtype(node.outputs[0].name) in FLOATS_BY_ONNX} - FREE_VIEWS
     return bool(ops) and ops <= RANGES and not match.shared
 

@@ -29,7 +29,7 @@ from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.profitability import ENDS, MOVING, is_arithmetic
 from onnxfuse.patterns.region_growth import GrownRegion
-from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, axis_view, extent
+from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, View, axis_view, extent
 
 PATTERN = "normalisation"
 
@@ -92,14 +92,18 @@ def regions_of_rows(graph: Graph, rows: Product, is_taken: Callable[[gs.Node], b
 
 def _rows(graph: Graph, core: Core) -> Product:
     """The normalised rows, as a product makes its sums."""
-    x, shape = str(core.x.name), graph.shape(core.x.name) or ()
-    rows = [() if extent(dim) == 1 else dim for dim in axis_view(shape[:-1], AxisKind.LHS)]  # as others regroup them
-    columns = (Piece(COLUMNS, shape[-1] or 1),)
-    view = (*rows, columns)
+    x, view = str(core.x.name), view_of_rows(graph.shape(core.x.name) or ())
+    *rows, columns = view
     return Product(
         core.nodes[-1], FLOATS_BY_ONNX[graph.dtype(core.normal.name) or 0], x, x, False, tuple(rows), view, view,
         tuple(rows), columns, (), Base(x, view), alpha=core.scale, affine=core.affine,
     )  # fmt: skip
+
+
+def view_of_rows(shape: Sequence[int | str | None]) -> View:
+    """The dimensions of a value whose last one is a row; those of size 1 have no axis, as others regroup them."""
+    rows = (() if extent(dim) == 1 else dim for dim in axis_view(tuple(shape[:-1]), AxisKind.LHS))
+    return (*rows, (Piece(COLUMNS, shape[-1] or 1),))
 
 
 def _lowered(graph: Graph, core: Core, match: Match) -> Normalisation:

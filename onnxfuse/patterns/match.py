@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -227,3 +228,19 @@ class ProductlessMatch(Match):
     def label(self) -> str:
         """Name of the anchor."""
         return self.anchor
+
+
+def without_product(match: Match, nodes: Sequence[int], made: Iterable[str], anchor: str) -> ProductlessMatch:
+    """A match of rows as one of some nodes that has no product.
+
+    Args:
+        match: of rows, as if they were a product's sums.
+        nodes: indices of the nodes, ascending.
+        made: names of what lives out of them, the furthest value last.
+        anchor: name of one of them.
+    """
+    return ProductlessMatch(
+        products=(), nodes=tuple(nodes), copied=match.copied, insertion_point=nodes[-1], folded=match.folded,
+        constants=match.constants, columns=match.columns, live_outs=tuple(LiveOut(name, (), ()) for name in made),
+        split=frozenset(), epilogue=EpilogueGraph(), shapes=match.shapes, told=match.told, anchor=anchor,
+    )  # fmt: skip

@@ -22,11 +22,10 @@ from onnxfuse.ir.normalisation import Normalisation
 from onnxfuse.limits import MOST_NORMALISED
 from onnxfuse.patterns.behind_rows import grown_behind, passes_behind
 from onnxfuse.patterns.deviation import of_deviation
-from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.fallback_shape import only_feeding
 from onnxfuse.patterns.fast_variance import of_fast_variance
 from onnxfuse.patterns.insertion_points import InsertionPoints
-from onnxfuse.patterns.match import LiveOut, Match, ProductlessMatch
+from onnxfuse.patterns.match import Match, ProductlessMatch, without_product
 from onnxfuse.patterns.match_checks import check_reads
 from onnxfuse.patterns.normalisation_forms import VIEWS, Core, of_nodes, of_op
 from onnxfuse.patterns.row_length import of_length
@@ -82,20 +81,10 @@ def _matches(
     shapes = _shapes(graph, core)
     for match, lowered in grown_behind(graph, core, points, is_taken):
         nodes = sorted({*map(graph.index, core.nodes), *match.nodes})
-        own = ProductlessMatch(
-            products=(),
-            nodes=tuple(nodes),
-            copied=match.copied,
-            insertion_point=nodes[-1],
+        own = replace(
+            without_product(match, nodes, [out.name for out in match.live_outs], lowered.anchor),
             folded=tuple(sorted({*match.folded, *only_feeding(graph, shapes)})),
-            constants=match.constants,
-            columns=match.columns,
-            live_outs=tuple(LiveOut(out.name, (), ()) for out in match.live_outs),
-            split=frozenset(),
-            epilogue=EpilogueGraph(),
             shapes=shapes | match.shapes,
-            told=match.told,
-            anchor=lowered.anchor,
             passes=passes_behind(graph, core, match),
         )
         yield own, lowered

@@ -19,18 +19,17 @@ from onnxfuse.graph.graph import Graph, node_label
 from onnxfuse.ir.epilogue_only import epilogue_of
 from onnxfuse.ir.fusion import Pointwise
 from onnxfuse.ir.simplify import simplify
-from onnxfuse.patterns.behind_rows import check_rows, regions_of_rows
+from onnxfuse.patterns.behind_rows import check_rows, regions_of_rows, view_of_rows
 from onnxfuse.patterns.build_fusion import lower
 from onnxfuse.patterns.classify import check_parts, pattern_of
 from onnxfuse.patterns.column_ranges import TAKES_APART
-from onnxfuse.patterns.epilogue_graph import EpilogueGraph
 from onnxfuse.patterns.fallback_shape import Base
 from onnxfuse.patterns.insertion_points import InsertionPoints
-from onnxfuse.patterns.match import LiveOut, Match, ProductlessMatch
+from onnxfuse.patterns.match import Match, ProductlessMatch, without_product
 from onnxfuse.patterns.match_checks import check_reads
 from onnxfuse.patterns.partition import Partition
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import COLUMNS, AxisKind, Piece, View, axis_view, extent
+from onnxfuse.patterns.views import View
 
 PATTERN, BEHIND_A_PRODUCT = "rotation", "rotary_gemm"
 MOVED = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -99,14 +98,10 @@ def _rows(graph: Graph, x: gs.Tensor) -> Iterator[Product]:
     perm = list(maker.attrs.get("perm", ())) if maker.op == "Transpose" else []
     if perm and perm[-1] == len(shape) - 1:
         before = tuple(size for _, size in sorted(zip(perm, shape, strict=True)))
-        view = _view(before)
+        view = view_of_rows(before)
         yield _product(graph, maker, maker.inputs[0], view, tuple(view[axis] for axis in perm))
-    yield _product(graph, maker, x, _view(shape), _view(shape))
-
-
-def _view(shape: tuple[int | str | None, ...]) -> View:
-    rows = (() if extent(dim) == 1 else dim for dim in axis_view(shape[:-1], AxisKind.LHS))
-    return (*rows, (Piece(COLUMNS, int(shape[-1] or 1)),))
+    view = view_of_rows(shape)
+    yield _product(graph, maker, x, view, view)
 
 
 def _product(graph: Graph, maker: gs.Node, x: gs.Tensor, view: View, out: View) -> Product:
@@ -147,11 +142,5 @@ def _of_rows(graph: Graph, rows: Product, match: Match) -> tuple[ProductlessMatc
     turning = epilogue_of(fusion, (x,))
     if turning.unresolved:
         raise NotFusable("unknown_shape", anchor, "only the run knows how rows lie in several axes")
-    made = tuple(LiveOut(out.name, (), ()) for out in match.live_outs if out.name != rows.out)
-    own = ProductlessMatch(
-        products=(), nodes=nodes, copied=match.copied, insertion_point=nodes[-1], folded=match.folded,
-        constants=match.constants, columns=match.columns,
-        live_outs=made, split=frozenset(),
-        epilogue=EpilogueGraph(), shapes=match.shapes, told=match.told, anchor=anchor,
-    )  # fmt: skip
-    return own, turning
+    made = [out.name for out in match.live_outs if out.name != rows.out]
+    return without_product(match, nodes, made, anchor), turning

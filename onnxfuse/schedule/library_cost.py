@@ -52,11 +52,15 @@ def _sustained(spec: KernelSpec, problem: Problem, us: Amount, device: DeviceSpe
 
     Kernels' estimates are of that clock, and both ways are compared.
     """
-    known, products = calibration(device), problem.batch * problem.m * problem.n * problem.k
-    multiplying = products / device.multiprocessors / known.products[_units(spec)] / us
-    first, last, most = (known.library_sustained[name] for name in ("first", "last", "most"))
-    long = np.clip(np.log(us / first) / math.log(last / first), 0.0, 1.0)
-    return 1.0 + (most - 1.0) * long * np.minimum(multiplying, 1.0)
+    known = calibration(device).library_sustained
+    long = np.clip(np.log(us / known["first"]) / math.log(known["last"] / known["first"]), 0.0, 1.0)
+    return 1.0 + (known["most"] - 1.0) * long * np.minimum(_at_full_pace(spec, problem, device) / us, 1.0)
+
+
+def _at_full_pace(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Amount:
+    """Microseconds of multiplying alone."""
+    pace = calibration(device).products[_units(spec)] * device.multiprocessors
+    return problem.batch * problem.m * problem.n * problem.k / pace
 
 
 def _of_integers(spec: KernelSpec, problem: Problem, terms: Amount, device: DeviceSpec) -> Amount:
@@ -137,7 +141,6 @@ def features(
     """
     size, m, n, k = spec.dtype.bytes, problem.m, problem.n, problem.k
     memory = cost_model.from_memory((m * k + k * n + m * n) * size, device) / terms
-    pace = calibration(device).products[_units(spec)] * device.multiprocessors
     tiles = {f"{rows}x{columns}": np.ceil(m / rows) * np.ceil(n / columns) for rows, columns in TILES}
     waves = {name: each / device.multiprocessors for name, each in tiles.items()}
     seen = {
@@ -145,7 +148,7 @@ def features(
         "fp32": size == FP32_BYTES, "rhs [n, k]": spec.rhs_order == "nk", "vector": m == 1,
         "granule of k": np.log2(np.gcd((k * size).astype(np.int64), LONGEST_GRANULE)),
         "granule of n": np.log2(np.gcd((n * size).astype(np.int64), LONGEST_GRANULE)),
-        "moving": memory, "log of moving": np.log2(memory), "multiplying": m * n * k / pace / terms,
+        "moving": memory, "log of moving": np.log2(memory), "multiplying": _at_full_pace(spec, problem, device) / terms,
         **{f"waves of {name}": np.log2(each) for name, each in waves.items()},
         **{f"last wave of {name}": each / np.ceil(each) for name, each in waves.items()},
         **{f"rows in {block}": cost_model.filled(m, block) for block in (64, 128)},

@@ -18,9 +18,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from onnxfuse.errors import OnnxfuseError
 from onnxfuse.runtime import driver
 from onnxfuse.runtime.feeds import from_bfloat16
 from tests.helpers.onnx_build import BFLOAT16, FLOAT, FLOAT16
+from tests.perf import ahead
 from tests.perf.bars import FLOORS, LATE, over_cublas, quantile, regret, regrets, slower_than_stock
 from tests.perf.compare import origin
 from tests.perf.drawn import Drawn, draw, model, stored
@@ -248,17 +248,9 @@ def in_order(
     problems: Iterator[Drawn], folder: Path, device: DeviceSpec, further: int
 ) -> Generator[Prepared, None, None]:
     """The problems as other processes get them ready."""
-    waiting: deque[Future[Prepared]] = deque()
-    with ProcessPoolExecutor(max(os.cpu_count() or 2, 3) - 2, get_context("spawn")) as pool:
-        try:
-            for index, problem in enumerate(problems):
-                waiting.append(pool.submit(prepare, problem, index, folder, device, further))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(max(os.cpu_count() or 2, 3) - 2, get_context("spawn"))
+    calls = (partial(prepare, problem, index, folder, device, further) for index, problem in enumerate(problems))
+    return ahead.in_order(pool, AHEAD, calls)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:

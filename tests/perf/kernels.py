@@ -13,11 +13,10 @@ import hashlib
 import statistics
 import sys
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +44,7 @@ from onnxfuse.settings import cache_dir
 from tests.helpers.kernel_problem import ARGUMENTS
 from tests.helpers.onnx_build import FLOAT, FLOAT16, Builder
 from tests.helpers.reference_fusion import evaluate
+from tests.perf.ahead import in_order
 from tests.perf.compare import add_option, compare, kernel_costs, origin
 from tests.perf.early_launch import launch as launch_kernel
 from tests.perf.early_launch import starts_early
@@ -399,18 +399,6 @@ def prepare(row: Row, order: str, device: DeviceSpec, folder: Path) -> Ready:
     return Ready(row, order, fusion, variant, stored)
 
 
-def in_order(problems: Sequence[tuple[Row, str]], device: DeviceSpec, folder: Path) -> Iterator[Ready]:
-    """The problems as threads get them ready, few at a time: weights are large."""
-    waiting: deque[Future[Ready]] = deque()
-    with ThreadPoolExecutor(AHEAD) as pool:
-        for problem in problems:
-            waiting.append(pool.submit(prepare, *problem, device, folder))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-
 def time_row(ready: Ready, device: DeviceSpec, folder: Path) -> dict[str, Any]:
     row, order, fusion, variant, stored = ready.row, ready.order, ready.fusion, ready.variant, ready.stored
     buffers = Buffers(row, fusion, stored)
@@ -440,7 +428,8 @@ def main() -> None:
     print(f"{'problem':30} order  cuBLAS us  ours us  ratio   bar  tile", flush=True)
     problems = [(row, order) for row in ROWS for order in ("kn", "nk") if options.only in str(row)]
     with tempfile.TemporaryDirectory() as folder:
-        for ready in in_order(problems, device, Path(folder)):
+        calls = (partial(prepare, *problem, device, Path(folder)) for problem in problems)
+        for ready in in_order(ThreadPoolExecutor(AHEAD), AHEAD, calls):
             made, row, order = time_row(ready, device, Path(folder)), ready.row, ready.order
             result["rows"].append(made)
             write_result(options.out, result)
