@@ -20,6 +20,7 @@ from onnxfuse.errors import ModelError, SettingError
 from onnxfuse.graph.fused_nodes import uses_tf32
 from onnxfuse.runtime import feeds
 from onnxfuse.runtime.accuracy import (
+    BY_NUMBER,
     BY_ORIGINAL,
     BY_TF32,
     BY_ULP,
@@ -419,6 +420,30 @@ def test_integers_must_be_equal_and_shapes_too() -> None:
     assert check_output("y", ids, ids, ids).passed
     assert not check_output("y", ids, others, ids).passed
     assert "original's int64[3]" in check_output("y", ids, Value(np.arange(4), "int64"), ids).reason
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_rounding_one_large_number_is_no_error(dtype: type) -> None:
+    """However near the original's roundings come to it by luck; what is refused beside it is reported."""
+    exact = np.random.default_rng(0).standard_normal(500)
+    exact[77] = 1000.49
+    name, last_place = np.dtype(dtype).name, float(np.spacing(np.array(1000.49, dtype)))
+
+    def check(large: float, other: float = 0.0) -> OutputCheck:
+        before, after = exact.astype(dtype).astype(np.float64), exact.astype(dtype).astype(np.float64)
+        before[77], after[77], after[78] = exact[77], large, exact[78] + other
+        return check_output("y", Value(before, name), Value(after, name), Value(exact, "float64"))
+
+    rounded = check(exact[77] + last_place)
+    assert rounded.passed
+    assert (rounded.optimized.worst, rounded.tolerance.max_term) == ((77,), BY_NUMBER)
+    assert rounded.optimized.max <= rounded.tolerance.max == 2 * last_place
+    assert not check(exact[77] + 2.5 * last_place).passed
+    beside = check(exact[77] + last_place, other=last_place / 2)
+    assert not beside.passed
+    assert beside.optimized.worst == (78,)
+    assert beside.optimized.max == pytest.approx(last_place / 2)
+    assert beside.optimized.max > beside.tolerance.max
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
