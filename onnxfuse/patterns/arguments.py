@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
 import onnx_graphsurgeon as gs
 
-from onnxfuse.dtypes import BOOL, BY_ONNX
+from onnxfuse.dtypes import BOOL, BY_ONNX, FLOATS_BY_ONNX
 from onnxfuse.errors import NotFusable
 from onnxfuse.graph import symbolic
 from onnxfuse.graph.graph import Graph, Size
@@ -16,6 +16,7 @@ from onnxfuse.graph.operators import qualified_op
 from onnxfuse.graph.value_types import element_text
 from onnxfuse.patterns.epilogue_graph import EpilogueGraph, Ref
 from onnxfuse.patterns.match import Columns, Operand
+from onnxfuse.patterns.operand_chain import BY_NUMBERS, Chain, before, chain_before
 from onnxfuse.patterns.pointwise_table import CHANNELS
 from onnxfuse.patterns.views import AxisKind, Dim, Piece, View, ViewAxis, extent, is_column
 
@@ -40,22 +41,31 @@ class Arguments:
         values: what has grown so far, by name; None for what is no epilogue value.
         of_scores: they are what a softmax over the columns is of: an operand along columns that may be one or as many
             is taken to be as many, for one number more in all of a row changes nothing there.
+        is_free: whether what a node makes of an operand may be done as the operand is read.
 
     Attributes:
         operands: what the expressions read, by name, or a longer one where a tensor is read in several ways.
         masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
+        passed: by operand, the nodes that make it from what the kernel reads in its place otherwise.
         expanded: by operand, what an Expand makes it of and the value whose Shape it takes: broadcasting does the same.
     """
 
     def __init__(
-        self, graph: Graph, epilogue: EpilogueGraph, values: Mapping[str, Columns | None], of_scores: bool = False
+        self,
+        graph: Graph,
+        epilogue: EpilogueGraph,
+        values: Mapping[str, Columns | None],
+        of_scores: bool = False,
+        is_free: Callable[[gs.Node], bool] = lambda node: False,
     ) -> None:
         self._graph = graph
         self._of_scores = of_scores
         self._epilogue = epilogue
         self._values = values
+        self._is_free = is_free
         self.operands: dict[str, Operand] = {}
         self.masks: dict[str, tuple[gs.Node, ...]] = {}
+        self.passed: dict[str, tuple[gs.Node, ...]] = {}
         self.expanded: dict[str, tuple[gs.Tensor, Columns]] = {}
 
     def broadcast(self, node: gs.Node, view: View) -> View:
@@ -176,25 +186,58 @@ class Arguments:
             NotFusable: it does not provably broadcast to them, or is of a type that no kernel reads.
         """
         name = str(tensor.name)
-        shape = self._graph.shape(name)
-        if self._graph.dtype(name) not in BY_ONNX:
-            raise NotFusable(
-                "unsupported_dtype", "", f"reads {name!r}, which is {element_text(self._graph.dtype(name))}"
-            )
+        operand = Operand(name, self._beside(name, self._shape_of(name, beside), beside.view), beside.view)
+        chain = None if is_own or self._of_scores else self._chain(tensor, operand)
+        if chain is not None:
+            return self._computed(tensor, chain, before(self._graph, chain, operand), beside)
+        if self._key(operand) != name and (is_own or self._of_scores):
+            raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
+        return self._load(operand, beside)
+
+    def _shape_of(self, name: str, beside: Columns) -> tuple[Size, ...]:
+        number, shape = self._graph.dtype(name), self._graph.shape(name)
+        if number not in BY_ONNX:
+            raise NotFusable("unsupported_dtype", "", f"reads {name!r}, which is {element_text(number)}")
         if shape is None:
             raise NotFusable("unknown_broadcast", "", f"how {name!r} broadcasts over the product is not known")
         if len(shape) > len(beside.view):
             raise NotFusable("broadcasts_the_product", "", f"{name!r} has more dimensions than the product")
-        operand = Operand(name, self._beside(name, shape, beside.view), beside.view)
-        key = next(key for key in self._keys(name) if self.operands.get(key, operand).view == operand.view)
-        if key != name and (is_own or self._of_scores):
-            raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
+        return shape
+
+    def _load(self, operand: Operand, beside: Columns) -> Ref:
+        key = self._key(operand)
         self.operands[key] = operand
         return self._epilogue.load(key, beside.length if operand.has_columns else None)
 
-    def _keys(self, name: str) -> Iterator[str]:
+    def _key(self, operand: Operand) -> str:
         """What a tensor is called in expressions: products of one input may read it in ways of their own."""
-        return (name + "\0" * ways for ways in count())
+        ways = (operand.name + "\0" * ways for ways in count())
+        return next(key for key in ways if self.operands.get(key, operand) == operand)
+
+    def _chain(self, tensor: gs.Tensor, operand: Operand) -> Chain | None:
+        """What makes an operand that is repeated, where a kernel can do it as it reads what that is made of."""
+        if not operand.is_repeated:
+            return None
+        chain = chain_before(self._graph, tensor, lambda each: self._number(each) is not None, self._may_pass)
+        if chain is None or (chain.window is not None and not operand.has_all_columns):
+            return None
+        first = before(self._graph, chain, operand)
+        return chain if self._key(first) == first.name else None
+
+    def _may_pass(self, node: gs.Node) -> bool:
+        return self._is_free(node) and all(tensor.name not in self._values for tensor in (*node.inputs, *node.outputs))
+
+    def _computed(self, tensor: gs.Tensor, chain: Chain, first: Operand, beside: Columns) -> Ref:
+        """The expression of what a chain makes of its first value."""
+        self.passed[tensor.name] = chain.nodes
+        start, _ = chain.window or (0, 0)
+        ref = self._epilogue.moved(self._load(first, beside), start)
+        for node in chain.by_numbers:
+            numbers = map(self._number, node.inputs)
+            inputs = [ref if number is None else self._epilogue.constant(number) for number in numbers]
+            dtype = FLOATS_BY_ONNX[self._graph.dtype(node.outputs[0].name) or 0]
+            ref = self._epilogue.stored(self._epilogue.apply(BY_NUMBERS[node.op], *inputs), dtype)
+        return ref
 
     def _beside(self, name: str, shape: tuple[Size, ...], view: View) -> View:
         """An operand's dimensions; every one must be provably of size 1 or that of the value's own."""

@@ -45,7 +45,7 @@ def grown_behind(
         points: who owns nodes, and where fused ones stand.
         is_taken: whether a node behind it stays there.
     """
-    for grown in regions_of_rows(graph, _rows(graph, core), is_taken):
+    for grown in regions_of_rows(graph, _rows(graph, core), points, is_taken):
         partition = Partition(grown, points)
         for match in _matches(partition):
             if _ends_in_vain(graph, match):
@@ -80,13 +80,15 @@ def _ends_in_vain(graph: Graph, match: Match) -> bool:
     return last.op in ENDS and not any(node.op in MOVING for node in nodes)
 
 
-def regions_of_rows(graph: Graph, rows: Product, is_taken: Callable[[gs.Node], bool]) -> Iterator[GrownRegion]:
+def regions_of_rows(
+    graph: Graph, rows: Product, points: InsertionPoints, is_taken: Callable[[gs.Node], bool]
+) -> Iterator[GrownRegion]:
     """What grows, with columns that are numbered part by part where parts of them take turns, and as they lie."""
-    grown = GrownRegion(graph, (rows,), is_taken)
+    grown = GrownRegion(graph, (rows,), is_taken, is_passed=points.is_passed)
     if grown.refused:
         return
     for turn in grown.turns.values():
-        yield GrownRegion(graph, (rows.in_turns(*turn),), is_taken)
+        yield GrownRegion(graph, (rows.in_turns(*turn),), is_taken, is_passed=points.is_passed)
     yield grown
 
 

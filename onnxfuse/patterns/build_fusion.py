@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxfuse.dtypes import BY_ONNX, STORED, U8, DType
 from onnxfuse.errors import NotFusable
@@ -65,9 +65,7 @@ def lower_with_names(graph: Graph, match: Match, pattern: str) -> tuple[Fusion, 
         lhs=names.tensor(first.lhs, _dtype(graph, first.lhs), first.lhs_view),
         rhs=_weights(graph, match, names),
         parts=_parts(match),
-        operands=tuple(
-            names.tensor(operand.name, _dtype(graph, operand.name), operand.view) for operand in line.operands
-        ),
+        operands=tuple(_operand(graph, names, operand) for operand in line.operands),
         loads=line.loads,
         steps=line.steps,
         outs=tuple(_outs(graph, match, names, line)),
@@ -75,6 +73,15 @@ def lower_with_names(graph: Graph, match: Match, pattern: str) -> tuple[Fusion, 
         stored=_stored(match, names),
     )
     return features_of(fusion, any(graph.nodes[index].op == "Cast" for index in match.nodes)), names
+
+
+def _operand(graph: Graph, names: AxisNames, operand: Operand) -> Tensor:
+    dtype = _dtype(graph, operand.name)
+    if operand.whole is None:
+        return names.tensor(operand.name, dtype, operand.view)
+    *outer, _ = operand.view
+    tensor = names.tensor(operand.name, dtype, (*outer, (Piece(COLUMNS, names.width),)))
+    return replace(tensor, wide=(len(outer), operand.whole))
 
 
 def _axis_names(match: Match, line: _Line) -> AxisNames:
@@ -197,6 +204,8 @@ def _load_range(match: Match, load: Expression) -> tuple[int | None, int | None]
     """Which columns of an operand a load reads, as `_range` has it; what is the same of every part has no range."""
     if load.offset is None or load.columns is None:
         return None, None
+    if match.operands[load.operand].whole is not None:
+        return None, load.offset
     if not match.has_windows and not varies_by_part(match.operands[load.operand].view, match.columns):
         return None, None
     return _range(match, load.columns, load.offset)

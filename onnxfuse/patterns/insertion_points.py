@@ -35,12 +35,17 @@ class InsertionPoints:
         self._made_at: dict[str, int] = {}  # by value, the insertion point of the match that makes it
         self._told: dict[str, tuple[int, ...]] = {}  # by value, where shapes of others are told by its own
         self._reserved: frozenset[int] = frozenset()
+        self._passed: set[int] = set()  # nodes that stay: a fusion does their work again, of what they read
         self._folded: set[int] = set()  # constants of the rewritten model: whoever reads them waits for nothing
 
     def is_taken(self, node: gs.Node) -> bool:
-        """Whether a fusion owns the node, or it is reserved for one."""
+        """Whether a fusion owns the node, it is reserved for one, or it stays."""
         index = self.graph.index(node)
-        return index in self._points or index in self._reserved
+        return index in self._points or index in self._reserved or index in self._passed
+
+    def is_passed(self, node: gs.Node) -> bool:
+        """Whether a node stays whose work a fusion does again: others may do it as well, and none may swallow it."""
+        return self.graph.index(node) in self._passed
 
     def reserve(self, nodes: Collection[int]) -> None:
         """Keep nodes for fusions that are looked for later, and those that were kept before no more."""
@@ -67,6 +72,7 @@ class InsertionPoints:
         self._matches[match.insertion_point] = match
         self._made_at.update({out.name: match.insertion_point for out in match.live_outs})
         self._folded.update(match.folded)
+        self._passed.update(match.passed)
         for index, shape in match.told.items():
             for name, _ in shape.bases:
                 self._told[name] = (*self._told.get(name, ()), index)
@@ -87,7 +93,7 @@ class InsertionPoints:
         other = copy(self)
         other._order, other._ranks, other._points = self._order[:], self._ranks[:], dict(self._points)
         other._matches, other._made_at = dict(self._matches), dict(self._made_at)
-        other._told, other._folded = dict(self._told), set(self._folded)
+        other._told, other._folded, other._passed = dict(self._told), set(self._folded), set(self._passed)
         return other
 
     def _feeds_only(self, index: int, own: Collection[int]) -> bool:

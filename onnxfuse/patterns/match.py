@@ -11,7 +11,7 @@ from onnxfuse.graph.fallback_body import FallbackShape
 from onnxfuse.graph.told_shape import ToldShape
 from onnxfuse.patterns.epilogue_graph import ACC, LOAD, EpilogueGraph, Expression, Ref
 from onnxfuse.patterns.product import Product
-from onnxfuse.patterns.views import View, is_column
+from onnxfuse.patterns.views import COLUMNS, Piece, View, extent, is_column
 
 
 def count_of(length: int | str, width: int | str) -> int:
@@ -66,16 +66,30 @@ class Operand:
         name: the value's name.
         view: its dimensions in pieces of the product's axes.
         beside: the dimensions of a value that reads it.
+        whole: how many columns it has, of which those that are read are a window; None where they are all.
     """
 
     name: str
     view: View
     beside: View
+    whole: int | None = None
 
     @property
     def has_columns(self) -> bool:
         """Whether it varies along the columns."""
         return any(is_column(piece) for dim in self.view for piece in dim)
+
+    @property
+    def has_all_columns(self) -> bool:
+        """Whether its last dimension is the value's columns, side by side."""
+        last = self.beside[-1]
+        return self.view[-1:] == (last,) == ((Piece(COLUMNS, extent(last)),),)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it lacks a dimension of the value, along which it is the same."""
+        own = (*[()] * (len(self.beside) - len(self.view)), *self.view)
+        return any(not dim and extent(value) != 1 for dim, value in zip(own, self.beside, strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,7 @@ class Match:
         nodes: indices of the matched nodes in the main graph, ascending; none where it is a range of the columns as the
             product makes it.
         copied: indices of nodes that make a weight or a mask of the match; others may need them as well.
+        passed: indices of those of `copied` that make an operand of what the kernel reads; they stay for others.
         shared: indices of those of `copied` between a product and where other matches take other columns of it.
         insertion_point: the index among `places` at which the fused node stands.
         folded: indices of nodes that compute on the shapes of the match's values, and are known before the run.
@@ -133,6 +148,7 @@ class Match:
     told: dict[int, ToldShape] = field(default_factory=dict)
     stop: NotFusable | None = None
     shared: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
 
     @property
     def passes(self) -> int:
@@ -241,6 +257,7 @@ def without_product(match: Match, nodes: Sequence[int], made: Iterable[str], anc
     """
     return ProductlessMatch(
         products=(), nodes=tuple(nodes), copied=match.copied, insertion_point=nodes[-1], folded=match.folded,
+        passed=match.passed,
         constants=match.constants, columns=match.columns, live_outs=tuple(LiveOut(name, (), ()) for name in made),
         split=frozenset(), epilogue=EpilogueGraph(), shapes=match.shapes, told=match.told, anchor=anchor,
     )  # fmt: skip

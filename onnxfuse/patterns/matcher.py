@@ -280,7 +280,8 @@ class Search(Generic[SiteT]):
         in_order = {product.out: product for product in group}
         kept: dict[str, NotFusable] = {}  # by output, why a product is not numbered part by part
         while group:
-            grown = GrownRegion(self.graph, group, self.points.is_taken, self.rounds)
+            points = self.points
+            grown = GrownRegion(self.graph, group, points.is_taken, self.rounds, is_passed=points.is_passed)
             if grown.refused:
                 refused += [(product.node, refusal) for product, refusal in grown.refused]
                 group = _without(group, [product for product, _ in grown.refused])

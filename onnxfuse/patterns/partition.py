@@ -252,6 +252,7 @@ class Partition:
             told=self.live.told(region),
             stop=self._stop_after(region, shared),
             shared=tuple(sorted(map(index, beside))),
+            passed=tuple(sorted({index(node) for each in every for node in self._passed(each)})),
         )
 
     def _copied(self, products: tuple[Product, ...], nodes: list[gs.Node]) -> Iterator[gs.Node]:
@@ -261,6 +262,12 @@ class Partition:
         for node in nodes:
             for tensor in node.inputs:
                 yield from self.grown.arguments.masks.get(tensor.name, ())
+            yield from self._passed(node)
+
+    def _passed(self, node: gs.Node) -> Iterator[gs.Node]:
+        """Those that make its operands of what the kernel reads."""
+        for tensor in node.inputs:
+            yield from self.grown.arguments.passed.get(tensor.name, ())
 
     def _live_outs(
         self, region: Region, furthest: GrownValue, width: int | str, bare: Iterable[GrownValue]

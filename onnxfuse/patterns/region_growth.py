@@ -69,6 +69,7 @@ class GrownRegion:
         rounds: bool = False,
         of_scores: bool = False,
         shift: tuple[gs.Node, ...] = (),
+        is_passed: Callable[[gs.Node], bool] | None = None,
     ) -> None:
         self.graph = graph
         self.products = products
@@ -79,10 +80,11 @@ class GrownRegion:
         self.stops: list[Stop] = []
         self.refused: list[tuple[Product, NotFusable]] = []
         self.shapes: dict[int, FallbackShape] = {}
-        self.arguments = Arguments(graph, self.epilogue, self.values, of_scores)
+        self.arguments = Arguments(graph, self.epilogue, self.values, of_scores, self._may_pass)
         self.turns: dict[str, tuple[int, int]] = {}
         self.of_scores = of_scores
         self._is_taken = is_taken
+        self._is_passed = is_passed
         self._shift = shift  # nodes before a softmax that change no probability, the last of a value and one beside it
         self._sequences: dict[str, list[Columns]] = {}
         self._empty: set[str] = set()  # values without a column
@@ -207,6 +209,10 @@ class GrownRegion:
             self._absorb_pointwise(node, columns, lower)
         else:
             raise NotFusable("unknown_op", "", f"{op} is not pointwise")
+
+    def _may_pass(self, node: gs.Node) -> bool:
+        """Whether the kernel may do the work of a node before an operand."""
+        return self._is_passed is not None and (self._is_passed(node) or not self._is_taken(node))
 
     def _is_softplus(self, node: gs.Node) -> bool:
         """Whether a node chooses between a softplus and what that is of, where they are one number, or says where."""

@@ -113,7 +113,7 @@ def _product(graph: Graph, maker: gs.Node, x: gs.Tensor, view: View, out: View) 
 def _matches(graph: Graph, points: InsertionPoints, x: gs.Tensor) -> Iterator[tuple[ProductlessMatch, Pointwise]]:
     """What of the nodes behind a value one kernel turns, the largest first."""
     for rows in _rows(graph, x):
-        for grown in regions_of_rows(graph, rows, points.is_taken):
+        for grown in regions_of_rows(graph, rows, points, points.is_taken):
             partition = Partition(grown, points)
             for match in partition.matches():
                 try:

@@ -15,7 +15,7 @@ from onnxfuse.device import ARCHITECTURES
 from onnxfuse.graph.archive import Library
 from onnxfuse.kernels.emit import kernel_entry, kernel_source
 from onnxfuse.lowering.fused_node import node_attributes
-from onnxfuse.lowering.site import Implementation
+from onnxfuse.lowering.site import Implementation, Site
 from onnxfuse.pipeline import analyse_model
 from onnxfuse.schedule.kernel_spec import Tile
 from onnxfuse.schedule.library import LIBRARY
@@ -25,6 +25,7 @@ from onnxfuse.schedule.pointwise import POINTWISE
 from onnxfuse.schedule.pointwise_tile import PointwiseTile
 from onnxfuse.schedule.portable import PORTABLE
 from onnxfuse.schedule.variant import AnyVariant
+from tests.helpers.adaptive_models import RANGES, Ranges, adaptive
 from tests.helpers.bridge_hooks import Arguments, Node, bridge
 from tests.helpers.matching import K, N, draw, gate, linear, run_inputs, run_values, silu, split_num_outputs
 from tests.helpers.onnx_build import BOOL, FLOAT, Builder
@@ -434,8 +435,22 @@ def test_rows_are_normalised_with_what_is_behind(behind, variant: int, tmp_path:
     check_rows(b.model(behind(b)), variant, tmp_path)
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("ranges", RANGES)
+def test_ranges_of_a_condition_are_read_where_they_lie(ranges: Ranges, variant: int, tmp_path: Path) -> None:
+    model = adaptive(ranges)
+    for index, site in enumerate(analyse_model(model, [SM_80], fp32="exact").sites):
+        (tmp_path / str(index)).mkdir()
+        check_site(model, site, variant, tmp_path / str(index))
+
+
 def check_rows(model: ModelProto, variant: int, folder: Path) -> None:
     (site,) = analyse_model(model, [SM_80]).sites
+    check_site(model, site, variant, folder)
+
+
+def check_site(model: ModelProto, site: Site, variant: int, folder: Path) -> None:
     feed = drawn(model)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     values = stored | feed | run_inputs(model, site.fusion, feed)

@@ -88,7 +88,7 @@ def evaluate_rows(fusion: Pointwise, values: dict[str, np.ndarray]) -> list[np.n
     def read(load: Load) -> np.ndarray:
         tensor = fusion.operands[load.operand]
         axes = loops if load.part is None else (PART_AXIS, *loops)
-        whole = spread(tensor, values[tensor.name], axes, sizes)
+        whole = spread(tensor, _window(tensor, values[tensor.name], load.start or 0, sizes), axes, sizes)
         return whole if load.part is None else whole[load.part]
 
     names = {f"op{index}": read(load) for index, load in enumerate(fusion.loads)}
