@@ -1,4 +1,4 @@
-"""Ranges of one product that shift, scale and gate rows, in CUDA sessions: read where they lie by every kind of kernel."""
+"""Ranges of one product that shift, scale and gate rows, in CUDA sessions: every kind of kernel reads them in place."""
 
 from __future__ import annotations
 

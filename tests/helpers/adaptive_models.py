@@ -1,4 +1,4 @@
-"""Blocks of diffusion transformers: rows shifted, scaled and gated by ranges of what one product makes of a condition."""
+"""Blocks of diffusion transformers: rows shifted, scaled and gated by ranges of what is made of a condition."""
 
 from __future__ import annotations
 
