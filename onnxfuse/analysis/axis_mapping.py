@@ -3,8 +3,8 @@
 A kernel knows three loops over its output, `[batch, m, n]`, and one over `k`. A tensor is row-major over named axes,
 and one that lacks an axis is broadcast along it (stride 0). Row axes that one stride walks in lhs are all `m`, so that
 tiles are full whatever the size of each; but an operand that has some of them only, as a scale of each image, makes the
-outer ones the batch, along which it is a plain vector. So do row axes that lie apart in lhs, beside those that rhs has
-as well.
+outer ones the batch, along which it is a plain vector, unless a batch has so few rows that its tiles would be mostly
+empty. So do row axes that lie apart in lhs, beside those that rhs has as well.
 
 A loop may still have axes that lie apart in some tensor, as the columns `n1 n2` of an output stored as
 `[b, n1, m, n2]`, which is how heads are split. Such a tensor walks the loop in two levels: a stride within a run, and
@@ -14,6 +14,7 @@ another from run to run. Of lhs that may be k, where it is contiguous, of lhs an
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ from onnxfuse.limits import MOST_LEVELS, WIDEST_BYTES
 
 Axes = tuple[str, ...]
 FEW_ROWS = 64  # of a batch: a block of a kernel that normalises has up to 16
+# Rows of a batch from which on a kernel that multiplies has a tile for each: 8 take 7 times as long so as all together,
+# 49 two thirds (docs/kernel-notes.md, "Rows of a batch").
+ENOUGH_FOR_A_TILE = 32
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,17 @@ def _row_groups(fusion: Fusion, rows: Axes) -> list[Axes]:
     epilogue = (*fusion.operands, *(out.tensor for out in fusion.outs))
     stepping = set(stepped(fusion, rows))
     whole = all(stepping.issubset(tensor.axes) or stepping.isdisjoint(tensor.axes) for tensor in epilogue)
-    if whole and levels(fusion, fusion.lhs, rows) == 1 and _most_levels(fusion, epilogue, rows) <= MOST_LEVELS:
+    groups = flatten(fusion, _tensors(fusion), rows)
+    together = whole or _are_few(fusion, groups[1:])
+    if together and levels(fusion, fusion.lhs, rows) == 1 and _most_levels(fusion, epilogue, rows) <= MOST_LEVELS:
         return [rows]
-    return flatten(fusion, _tensors(fusion), rows)
+    return groups
+
+
+def _are_few(fusion: Pointwise, groups: list[Axes]) -> bool:
+    """Whether a batch has so few rows that a tile for each would be mostly empty."""
+    rows = static_size(fusion, itertools.chain(*groups))
+    return rows is not None and rows < ENOUGH_FOR_A_TILE
 
 
 def _most_levels(fusion: Pointwise, tensors: Iterable[Tensor], loop: Axes) -> int:

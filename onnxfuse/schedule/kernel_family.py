@@ -111,6 +111,7 @@ class Problem:
         columns: of all batches together, where those are what kernels are chosen by and n is known.
         shared_lhs: all batches are of one lhs, as images of a convolution's weight.
         stored_k: of a weight [n, k] that has zeros behind its rows, elements from row to row; else 0.
+        bands: of the rows, with operands of their own; no tile has rows of two.
     """
 
     m: Any
@@ -122,6 +123,7 @@ class Problem:
     columns: Any = None
     shared_lhs: bool = False
     stored_k: int = 0
+    bands: Any = 1
 
     @property
     def size(self) -> Any:
@@ -132,6 +134,10 @@ class Problem:
     def rhs_row(self, order: str) -> Any:
         """Elements from row to row of rhs, [k, n] or [n, k]; of parts beside each other more, and as round a number."""
         return (self.stored_k or self.k) if order == "nk" else self.n
+
+    def in_tiles(self, rows: int) -> Problem:
+        """The problem of as many rows as tiles of so many have, full or not."""
+        return replace(self, m=self.bands * -(-self.m // self.bands // rows) * rows, bands=1)
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ class Sizes:
         typical: an unknown n or k where m is smaller, an unknown k where n is.
         shared_lhs: all batches are of one lhs.
         stored_k: of a weight [n, k] that has zeros behind its rows, elements from row to row; else 0.
+        bands: batches that share rhs and have operands of their own; 0 where only the run knows how many.
+        band: rows of each; 0 where only the run knows.
     """
 
     m: int | None
@@ -154,6 +162,8 @@ class Sizes:
     typical: int
     shared_lhs: bool = False
     stored_k: int = 0
+    bands: int = 1
+    band: int = 0
 
     @property
     def by(self) -> str:
@@ -183,7 +193,8 @@ class Sizes:
         m, k, shared = self.m or size, self.k or unknown, self.shared_lhs
         problem = Problem(m, size, k, self.batch, self.guessed, self.by, shared_lhs=shared, stored_k=self.stored_k)
         if self.by == "m":
-            return replace(problem, n=self.n or unknown, guessed=self.guessed or self.n is None)
+            of_bands = replace(problem, bands=self._bands(size))
+            return replace(of_bands, n=self.n or unknown, guessed=self.guessed or self.n is None)
         if self.n is None:
             return problem
         batches = np.maximum(np.ceil(size / self.n), 1)
@@ -192,11 +203,17 @@ class Sizes:
     def guesses(self, size: Count) -> tuple[Problem, ...]:
         """The problems that so many rows, or columns, may be of; several where more is not known."""
         at, batches = self.at(size), BATCHES if self.guessed else (1,)
+        if self.n is not None and not self.bands and not self.band:
+            return tuple(replace(at, bands=np.minimum(count, size)) for count in BATCHES)
         if self.n is not None:
             return (at,)
         if self.by == "n":
             return tuple(self._shared(size, count) for count in batches)
         return tuple(replace(at, n=n, batch=at.batch * count) for n in (at.n, size) for count in batches)
+
+    def _bands(self, size: Count) -> Count:
+        """Batches that so many rows are of, where that is known."""
+        return self.bands or (np.maximum(-(-size // self.band), 1) if self.band else 1)
 
     def _shared(self, size: Count, batches: int) -> Problem:
         """The problem of so many columns of all batches together."""

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxfuse.analysis.axis_mapping import AxisMapping, levels, static_size
+from onnxfuse.analysis.axis_mapping import AxisMapping, levels, static_size, stepped
 from onnxfuse.analysis.vector_width import Widths, lhs_order, padded_row, rhs_order
 from onnxfuse.device import DeviceSpec
 from onnxfuse.dtypes import F32, DType
@@ -63,7 +63,8 @@ def make_plan(
     guessed = not shared and static_size(fusion, mapping.batch) is None
     one_lhs = not any(axis in fusion.lhs.axes for axis in mapping.batch)
     stored_k = padded_row(fusion, fusion.rhs[0])
-    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size, one_lhs, stored_k)
+    bands, band = _bands(fusion, mapping) if shared else (1, 0)
+    sizes = Sizes(m, columns, depth, batch, guessed, calibration(device).unknown_size, one_lhs, stored_k, bands, band)
     problems = [sizes.at(size) for size in sizes.sampled]
     deepest = problems[-1].k
     fitting, rejected = _fitting(base, device, deepest)
@@ -94,6 +95,12 @@ def make_plan(
     own = [index for index, entry in enumerate(fitting) if entry.tile in taken]
     products = len(fusion.parts if any(rhs.has_parts_in_turn for rhs in fusion.rhs) else fusion.rhs)
     return _with_library(replace(plan, library=library), lambda size: prices(size)[own], products)
+
+
+def _bands(fusion: Fusion, mapping: AxisMapping) -> tuple[int, int]:
+    """Batches of rows that have operands of their own, and rows of each; 0 where only the run knows."""
+    batch = stepped(fusion, mapping.batch)
+    return (static_size(fusion, batch) or 0, static_size(fusion, mapping.m) or 0) if batch else (1, 0)
 
 
 def _unread(fusion: Fusion, device: DeviceSpec) -> NotFusable:
@@ -269,6 +276,24 @@ def estimated(
         problem: of one size or an array of them.
         device: to plan for.
     """
+    if np.all(problem.bands == 1):
+        return _estimated(base, candidates, problem, device)
+    times = np.full((len(candidates), np.size(problem.size)), math.inf)
+    for rows in {entry.tile.block_m for entry in candidates}:
+        own = [index for index, entry in enumerate(candidates) if _fits_bands(entry.tile, rows)]
+        if own:
+            times[own] = _estimated(base, [candidates[index] for index in own], problem.in_tiles(rows), device)
+    return times
+
+
+def _fits_bands(tile: AnyTile, rows: int) -> bool:
+    """Whether a tile has so many rows, and no clusters for a last wave, which those of several batches have not."""
+    return tile.block_m == rows and getattr(tile, "last_wave_splits", 1) == 1
+
+
+def _estimated(
+    base: KernelSpec, candidates: Sequence[Candidate], problem: Problem, device: DeviceSpec
+) -> NDArray[np.float64]:
     copied = {family: family.copied(base) for family in PRODUCTS}
     if not any(copied.values()):
         return _launch_times(base, candidates, problem, device)

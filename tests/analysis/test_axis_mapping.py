@@ -1,10 +1,10 @@
-"""Which axes become the kernel's loops: by their place in the tensors, never by their sizes."""
+"""Which axes become the kernel's loops: by their place in the tensors; their sizes count where a batch has few rows."""
 
 from __future__ import annotations
 
 import pytest
 
-from onnxfuse.analysis.axis_mapping import levels, map_axes, reads_rows
+from onnxfuse.analysis.axis_mapping import ENOUGH_FOR_A_TILE, levels, map_axes, reads_rows
 from onnxfuse.dtypes import F16
 from onnxfuse.errors import NotFusable
 from tests.helpers.fusions import fusion
@@ -27,6 +27,25 @@ def test_row_axes_flatten_where_every_tensor_steps_through_them_alike(lhs, out, 
     sizes = {"b": None, "h": None, "m": None, "n": 8, "k": 8}
     built = fusion({a: s for a, s in sizes.items() if a in out + "k"}, lhs=lhs, out=out, operands=[(operand, F16)])
     assert str(map_axes(built)) == mapping
+
+
+@pytest.mark.parametrize(
+    ("sizes", "operand", "mapping"),
+    [
+        ({"b": 64, "h": 1, "m": ENOUGH_FOR_A_TILE}, "b 1 1 n", "batch=b*h m=m n=n k=k"),
+        ({"b": 64, "h": 1, "m": ENOUGH_FOR_A_TILE - 1}, "b 1 1 n", "m=b*h*m n=n k=k"),
+        ({"b": 64, "h": 8, "m": ENOUGH_FOR_A_TILE // 8 - 1}, "b 1 1 n", "m=b*h*m n=n k=k"),
+        ({"b": 64, "h": 8, "m": ENOUGH_FOR_A_TILE // 8}, "b 1 1 n", "batch=b m=h*m n=n k=k"),
+        ({"b": None, "h": 1, "m": 8}, "b 1 1 n", "m=b*h*m n=n k=k"),
+        ({"b": 64, "h": 1, "m": None}, "b 1 1 n", "batch=b*h m=m n=n k=k"),
+        ({"b": 64, "h": 1, "m": 8}, "m n", "m=b*h*m n=n k=k"),
+    ],
+)
+def test_few_rows_of_a_batch_have_tiles_with_those_of_others(sizes, operand, mapping) -> None:
+    built = fusion({**sizes, "n": 8, "k": 8}, lhs="b h m k", out="b h m n", operands=[(operand, F16)])
+    found = map_axes(built)
+    assert str(found) == mapping
+    assert levels(built, built.operands[0], found.m) == (1 if found.batch else 2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +76,7 @@ def test_row_axes_flatten_where_every_tensor_steps_through_them_alike(lhs, out, 
     ],
 )
 def test_what_lies_apart_is_walked_in_two_levels(lhs, rhs, operand, out, mapping, two_levels) -> None:
-    names = {"b": 2, "h": 4, "g": 2, "m": 3, "m1": 3, "m2": 5, "n": 8, "n1": 2, "n2": 8, "k": 8, "k1": 2, "k2": 8}
+    names = {"b": 2, "h": 4, "g": 2, "m": 40, "m1": 3, "m2": 5, "n": 8, "n1": 2, "n2": 8, "k": 8, "k1": 2, "k2": 8}
     text = " ".join((lhs, rhs, out)).replace("(", "").replace(")", "").split()
     sizes = {axis: size for axis, size in names.items() if axis in text}
     built = fusion(sizes, lhs=lhs, rhs=rhs, out=out, operands=[(operand, F16)])
@@ -126,7 +145,7 @@ def test_two_strides_do_not_walk_k_where_m_is_contiguous() -> None:
 
 
 def test_an_axis_of_size_one_does_not_join_axes_that_lie_apart() -> None:
-    sizes = {"b": 2, "h": 1, "m": 3, "n": 8, "k": 8}
+    sizes = {"b": 2, "h": 1, "m": 40, "n": 8, "k": 8}
     built = fusion(sizes, lhs="b h m k", out="m h b n", operands=[("b 1 1 n", F16)])
     assert str(map_axes(built)) == "batch=b*h m=m n=n k=k"
 

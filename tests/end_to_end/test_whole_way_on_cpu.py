@@ -437,9 +437,12 @@ def test_rows_are_normalised_with_what_is_behind(behind, variant: int, tmp_path:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("rows", [("batch", "rows"), (7, 3)])
 @pytest.mark.parametrize("ranges", RANGES)
-def test_ranges_of_a_condition_are_read_where_they_lie(ranges: Ranges, variant: int, tmp_path: Path) -> None:
-    model = adaptive(ranges)
+def test_ranges_of_a_condition_are_read_where_they_lie(
+    ranges: Ranges, rows: tuple[int | str, int | str], variant: int, tmp_path: Path
+) -> None:
+    model = adaptive(ranges, rows=rows)
     for index, site in enumerate(analyse_model(model, [SM_80], fp32="exact").sites):
         (tmp_path / str(index)).mkdir()
         check_site(model, site, variant, tmp_path / str(index))

@@ -34,12 +34,20 @@ def test_planned_kernels(ranges: Ranges, dtype: int, width: int, tmp_path: Path)
     check(tmp_path, model, fused)
 
 
+@pytest.mark.parametrize("rows", [(64, 8), (300, 1), (5, 31), (3, 32), (8, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_few_and_of_many_in_a_batch(dtype: int, rows: tuple[int, int], tmp_path: Path) -> None:
+    model = adaptive(unsqueezed_behind, dtype, 320, rows=rows)
+    check(tmp_path, model, onnxfuse.optimize(model, arch="native")[0])
+
+
+@pytest.mark.parametrize("rows", [("batch", "rows"), (64, 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", [family.name for family in PRODUCTS if "quantized" not in family.name])
-def test_every_family_of_kernels(family: str, dtype: int, tmp_path: Path) -> None:
+def test_every_family_of_kernels(family: str, dtype: int, rows: tuple[int | str, int | str], tmp_path: Path) -> None:
     taken = 0
     for width in WIDTHS[:2]:
-        model = adaptive(unsqueezed_behind, dtype, width, count=3)
+        model = adaptive(unsqueezed_behind, dtype, width, count=3, rows=rows)
         analysis = analyse_model(model, resolve("native", local_architectures))
         sites = [
             replace(site, strategy=Strategy.ONE_KERNEL, plans=(plan,))

@@ -58,8 +58,9 @@ def modulated(b: Builder, x: str, shift: str, scale: str, width: int) -> str:
 
 
 def adaptive(
-    ranges: Ranges, dtype: int = FLOAT, width: int = WIDTH, count: int = 6, ends: Callable[..., list[str]] | None = None
-) -> onnx.ModelProto:
+    ranges: Ranges, dtype: int = FLOAT, width: int = WIDTH, count: int = 6,
+    ends: Callable[..., list[str]] | None = None, rows: tuple[int | str, int | str] = ("batch", "rows"),
+) -> onnx.ModelProto:  # fmt: skip
     """Rows `[batch, rows, width]`, normalised, shifted and scaled, multiplied and gated: twice where six ranges are.
 
     Args:
@@ -68,9 +69,10 @@ def adaptive(
         width: columns of a range.
         count: ranges of what is made of the condition.
         ends: further outputs, of the ranges and of what has all of them.
+        rows: batches, and the rows of each.
     """
     b = Builder(dtype, opset=18)
-    x, condition = b.input("x", ("batch", "rows", width)), b.input("condition", ("batch", width))
+    x, condition = b.input("x", (*rows, width)), b.input("condition", (rows[0], width))
     modulation = product(b, condition, width, count * width, "modulation")
     parts = ranges(b, modulation, width, count)
     for first in range(0, count - count % 3, 3):

@@ -98,6 +98,39 @@ def test_no_number_of_rows_takes_a_tile_far_from_the_best(
     assert regrets[-1] <= 0.25 + calibration(device).regret  # with as few kernels as a site may have
 
 
+def gated(device, batch: int | None, m: int | None, n: int = 1152, k: int = 1152):
+    """The plan of a product that a gate of each batch follows."""
+    sizes = {"b": batch, "m": m, "n": n, "k": k}
+    operands = [("n", F16), ("b 1 n", F16), ("b m n", F16)]
+    built = fusion(sizes, lhs="b m k", out="b m n", rhs="n k", operands=operands)
+    mapping = map_axes(built)
+    return make_plan(built, mapping, analyse(built, mapping), device, exact_fp32=False)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize(("batch", "m"), [(8, 256), (2, 1024), (2, 333), (16, 49), (3, 130)])
+def test_a_tile_has_rows_of_one_batch_where_each_has_a_gate_of_its_own(arch: str, batch: int, m: int) -> None:
+    """So a tile is priced as one of full tiles that have as many rows as its own have with what is empty."""
+    device = ARCHITECTURES[arch]
+    plan = gated(device, batch, m)
+    spec, (ranked,) = plan.variants[0].spec, plan.ranked
+    for us, entry in ranked.tiles[:40]:
+        rows = batch * math.ceil(m / entry.tile.block_m) * entry.tile.block_m
+        whole = replace(ranked.problem, m=np.array([rows]), bands=1)
+        assert us == pytest.approx(float(estimated(spec.priced, [entry], whole, device)[0, 0]))
+    best = ranked.tiles[0][1].tile
+    assert math.ceil(m / best.block_m) * best.block_m <= 1.5 * m
+
+
+def test_how_many_batches_some_rows_are_of_may_be_known() -> None:
+    device = ARCHITECTURES["sm_90a"]
+    for batch, m, rows, bands in ((8, None, 2048, 8), (None, 256, 2048, 8), (None, 256, 100, 1), (None, None, 2048, 1)):
+        sizes = gated(device, batch, m).sizes
+        assert sizes.at(rows).bands == bands
+        assert {problem.bands for problem in sizes.guesses(rows)} == ({1, 2, 4, 8, 16} if batch is m else {bands})
+    assert {problem.bands for problem in planned(device).sizes.guesses(2048)} == {1}
+
+
 def test_a_kernel_of_single_elements_has_nothing_to_check() -> None:
     variants = planned(ARCHITECTURES["sm_80"], n=137, k=1281).variants
     assert not any(variant.spec.checked for variant in variants)
