@@ -71,6 +71,7 @@ def _turned(graph: Graph) -> list[gs.Tensor]:
         negated = node.inputs if node.op == "Neg" else ()
         factors = [tensor for each in node.inputs for tensor in _made(each, "Mul")] if node.op == "Sub" else ()
         for part in (*negated, *factors):
+            part = next(iter(_made(part, "Squeeze")), part)
             wholes = [_before_slices_of_all(graph, each) for each in _made(part, *TAKES_APART)[:1]]
             wholes = [*(each for whole in wholes for each in _made(whole, "Reshape")[:1]), *wholes]
             alone = (each for each in wholes if len(each.inputs) == 1 and len(each.inputs[0].outputs) == 1)

@@ -67,7 +67,17 @@ def in_pairs(b: Builder, x: str, head: int) -> str:
     return turned(b, x, flat, head)
 
 
-ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs]
+def unbound(b: Builder, x: str, head: int) -> str:
+    """The same of `x.reshape(..., -1, 2).unbind(-1)`, as Flux has it and torch.export writes it."""
+    pairs, last = b("Reshape", x, b.integers(0, 0, 0, -1, 2)), b.integers(-1)
+    ranges = (b("Slice", pairs, b.integers(start), b.integers(start + 1), last) for start in (0, 1))
+    first, second = (b("Squeeze", each, last) for each in ranges)
+    parts = [b("Unsqueeze", each, last) for each in (b("Neg", second), first)]
+    flat = b("Reshape", b("Concat", *parts, axis=-1), b.integers(0, 0, -1, head))
+    return turned(b, x, flat, head)
+
+
+ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs, unbound]
 
 
 def product(b: Builder, order: str, bias: bool, heads: int, head: int, k: int) -> str:
