@@ -93,13 +93,15 @@ def _of_op(graph: Graph, node: gs.Node) -> Core | None:
     groups = channels if op == "InstanceNormalization" else int(node.attrs.get("num_groups", 0))
     if not channels or not groups or any(graph.shape(each.name) != (channels,) for each in parameters):
         return None
-    affine = tuple(zip(("mul", "add"), parameters, strict=True))
     epsilon = float(node.attrs.get("epsilon", DEFAULT_EPSILON))
-    return Core(node, (node,), x, node.outputs[0], groups, epsilon, affine=affine)
+    return Core(node, (node,), x, node.outputs[0], groups, epsilon, affine=_affine(node))
 
 
 def _between_views(graph: Graph, node: gs.Node) -> Core | None:
-    """An InstanceNormalization of groups as channels, `[b, groups, pixels]`, of ones and zeros."""
+    """An InstanceNormalization of groups as channels, `[b, groups, pixels]`, of ones and zeros.
+
+    Where every channel is a group, their numbers, which a model may have more of than are known, are the channels' own.
+    """
     views = _views(graph, node) if qualified_op(node) == "InstanceNormalization" and len(node.inputs) == 3 else None
     if views is None:
         return None
@@ -112,10 +114,16 @@ def _between_views(graph: Graph, node: gs.Node) -> Core | None:
     numbers = [graph.known_value(each) for each in node.inputs[1:]]
     is_plain = all(known is not None and np.all(known == number) for known, number in zip(numbers, (1, 0), strict=True))
     shaping = _shaping(graph, x, [before.inputs[1], after.inputs[1]])
-    if channels % groups or not is_plain or shaping is None:
+    if channels % groups or not (is_plain or groups == channels) or shaping is None:
         return None
     epsilon = float(node.attrs.get("epsilon", DEFAULT_EPSILON))
-    return Core(node, (before, node, after), x, normal, groups, epsilon, copied=shaping)
+    affine = () if is_plain else _affine(node)
+    return Core(node, (before, node, after), x, normal, groups, epsilon, shaping, affine)
+
+
+def _affine(node: gs.Node) -> tuple[tuple[str, gs.Tensor], ...]:
+    """How an op scales and shifts what it normalises."""
+    return tuple(zip(("mul", "add"), node.inputs[1:], strict=True))
 
 
 def _views(graph: Graph, node: gs.Node) -> tuple[gs.Node, gs.Node] | None:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import ModelProto
+from onnx import ModelProto, numpy_helper
 
 import onnxfuse
 from onnxfuse.device import ARCHITECTURES
@@ -40,6 +40,8 @@ FORMS: dict[str, dict[str, object]] = {
     "mish spelled out": {"activation": "mish", "element": FLOAT},
     "bounds": {"activation": "clip", "element": FLOAT},
     "slopes of channels": {"activation": "prelu", "element": FLOAT},
+    "every channel a group": {"sizes": ("batch", 96, "pixels"), "groups": 96, "element": FLOAT, "activation": "gelu"},
+    "few channels, all groups": {"groups": CHANNELS},
     "an op of instances": {"form": "instance"},
     "an op of groups": {"form": "group", "opset": 21, "element": FLOAT},
 }
@@ -71,6 +73,17 @@ def test_the_ir_says_what_the_nodes_say() -> None:
     assert "t2 = sigmoid(t1)" in str(fusion)
     (fusion,) = fusions(group_model(form="instance"))
     assert (fusion.size(GROUP), fusion.channels) == (CHANNELS, 1)
+
+
+@pytest.mark.parametrize(("channels", "number"), [(CHANNELS, 2.0), (96, 1.0)])
+def test_numbers_of_every_channel_are_the_kernels_where_each_is_a_group(channels: int, number: float) -> None:
+    """And where a node has more than are known before the run, as the 512 ones of wav2vec 2.0."""
+    b = Builder(FLOAT)
+    rows = b("Reshape", b.input("x", ("batch", channels, "h", "w")), b.integers(0, channels, -1))
+    stored = (numpy_helper.from_array(np.full(channels, each, np.float32)) for each in (number, 0.0))
+    y = b("InstanceNormalization", rows, *(b("Constant", value=each) for each in stored))
+    (fusion,) = fusions(b.model(b("Relu", b("Reshape", y, b("Shape", "x")))))
+    assert (fusion.size(GROUP), [step.op for step in fusion.steps]) == (channels, ["mul", "add", "relu"])
 
 
 @pytest.mark.parametrize("activation", ["", "Relu"])
