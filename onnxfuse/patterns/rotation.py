@@ -74,6 +74,7 @@ def _turned(graph: Graph) -> list[gs.Tensor]:
             part = next(iter(_made(part, "Squeeze")), part)
             wholes = [_before_slices_of_all(graph, each) for each in _made(part, *TAKES_APART)[:1]]
             wholes = [*(each for whole in wholes for each in _made(whole, "Reshape")[:1]), *wholes]
+            wholes += [each for whole in wholes for each in _before_casts(whole)]
             alone = (each for each in wholes if len(each.inputs) == 1 and len(each.inputs[0].outputs) == 1)
             found |= {each.name: each for each in alone}
     return list(found.values())
@@ -84,6 +85,13 @@ def _before_slices_of_all(graph: Graph, x: gs.Tensor) -> gs.Tensor:
     made = _made(x, "Slice")
     whole = graph.shape(made[0].name) if made else None
     return _before_slices_of_all(graph, made[0]) if whole is not None and whole == graph.shape(x.name) else x
+
+
+def _before_casts(x: gs.Tensor) -> Iterator[gs.Tensor]:
+    """What a value is cast from, where a cosine multiplies the one and a sine parts of the other."""
+    for before in _made(x, "Cast", "Identity")[:1]:
+        yield before
+        yield from _before_casts(before)
 
 
 def _made(tensor: gs.Tensor, *ops: str) -> list[gs.Tensor]:

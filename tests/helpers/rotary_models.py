@@ -77,7 +77,14 @@ def unbound(b: Builder, x: str, head: int) -> str:
     return turned(b, x, flat, head)
 
 
-ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs, unbound]
+def of_a_cast(b: Builder, x: str, head: int) -> str:
+    """Halves of the same value cast to its own type, as TorchScript writes ModernBERT's."""
+    again = b("Cast", x, to=b.dtype)
+    first, second = half(b, again, 0, head // 2), half(b, again, head // 2, TOP)
+    return turned(b, x, b("Concat", b("Neg", second), first, axis=-1), head)
+
+
+ROTATIONS: list[Rotate] = [sliced, split, by_halves, of_two_rows, in_pairs, unbound, of_a_cast]
 
 
 def product(b: Builder, order: str, bias: bool, heads: int, head: int, k: int) -> str:
