@@ -58,7 +58,8 @@ class Liveness:
         self.grown = grown
         self._positions = {id(node): position for position, node in enumerate(grown.nodes)}
         self.values = [
-            [self._value(position, tensor) for tensor in node.outputs] for position, node in enumerate(grown.nodes)
+            [self._value(position, tensor) for tensor in grown.made_by(node)]
+            for position, node in enumerate(grown.nodes)
         ]
         self._by_name = {value.name: value for values in self.values for value in values}
         self.foldable = self._find_foldable()

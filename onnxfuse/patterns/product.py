@@ -74,6 +74,7 @@ class Product:
         turns: parts whose columns take turns, and are numbered part by part; 1 where all lie in their order.
         run: of how many columns such a turn is.
         affine: what scales the columns and is added to them, where no product is made but rows are normalised.
+        output: which of the node's it is, where no product is made but rows turn.
     """
 
     node: gs.Node
@@ -99,6 +100,7 @@ class Product:
     turns: int = 1
     run: int = 1
     affine: tuple[tuple[str, gs.Tensor], ...] = ()
+    output: int = 0
 
     @property
     def copied(self) -> tuple[gs.Node, ...]:
@@ -119,7 +121,7 @@ class Product:
     @property
     def out(self) -> str:
         """Name of the product's output."""
-        return str(self.node.outputs[0].name)
+        return str(self.node.outputs[self.output].name)
 
     @property
     def reads_through_views(self) -> bool:

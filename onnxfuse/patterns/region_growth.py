@@ -127,7 +127,7 @@ class GrownRegion:
 
     def _offer(self, position: int) -> None:
         """Queue the readers of an absorbed node, each once."""
-        for tensor in self.nodes[position].outputs:
+        for tensor in self.made_by(self.nodes[position]):
             for reader in tensor.outputs:
                 index = self.graph.index(reader)
                 if index not in self._reached:
@@ -141,15 +141,19 @@ class GrownRegion:
         ref = made_value(self.epilogue, product, self.arguments.operands)
         for op, factor in product.factors:  # of a product without a bias
             ref = self.epilogue.apply(op, ref, self.arguments.argument(factor, value))
-        self._take(product.node, replace(value, ref=ref))
+        self._take_made(product.node, {product.out: replace(value, ref=ref)})
 
     def _take(self, node: gs.Node, *values: Columns | None) -> None:
+        self._take_made(node, {tensor.name: value for tensor, value in zip(node.outputs, values, strict=True)})
+
+    def _take_made(self, node: gs.Node, made: Mapping[str, Columns | None]) -> None:
+        """Take in a node with what it makes; what else it makes is none of the region's."""
         index = len(self.nodes)
         self.needs.append(self._needs_of(node) | Region.of((index,)))
         self.nodes.append(node)
-        for tensor, value in zip(node.outputs, values, strict=True):
-            self.values[tensor.name] = value
-            self._makers[tensor.name] = index
+        for name, value in made.items():
+            self.values[name] = value
+            self._makers[name] = index
 
     def _take_view(self, node: gs.Node, value: Columns | None, shape: FallbackShape | None) -> None:
         if shape is not None:
@@ -168,7 +172,11 @@ class GrownRegion:
 
     def values_of(self, node: gs.Node) -> list[Columns | None]:
         """What an absorbed node makes."""
-        return [self.values[tensor.name] for tensor in node.outputs]
+        return [self.values[tensor.name] for tensor in self.made_by(node)]
+
+    def made_by(self, node: gs.Node) -> list[gs.Tensor]:
+        """The outputs of an absorbed node: of one that stands for a value, as rows that turn, that value alone."""
+        return [tensor for tensor in node.outputs if tensor.name in self.values]
 
     def needed_by(self, positions: Iterable[int]) -> Region:
         """Some absorbed nodes, and all that they need."""

@@ -75,8 +75,7 @@ def _turned(graph: Graph) -> list[gs.Tensor]:
             wholes = [_before_slices_of_all(graph, each) for each in _made(part, *TAKES_APART)[:1]]
             wholes = [*(each for whole in wholes for each in _made(whole, "Reshape")[:1]), *wholes]
             wholes += [each for whole in wholes for each in _before_casts(whole)]
-            alone = (each for each in wholes if len(each.inputs) == 1 and len(each.inputs[0].outputs) == 1)
-            found |= {each.name: each for each in alone}
+            found |= {each.name: each for each in wholes if len(each.inputs) == 1}
     return list(found.values())
 
 
@@ -116,7 +115,10 @@ def _rows(graph: Graph, x: gs.Tensor) -> Iterator[Product]:
 def _product(graph: Graph, maker: gs.Node, x: gs.Tensor, view: View, out: View) -> Product:
     dtype, name = FLOATS_BY_ONNX[graph.dtype(x.name) or 0], str(x.name)
     rows, columns = view[:-1], view[-1]
-    return Product(maker, dtype, name, name, False, rows, view, out, out[:-1], columns, (), Base(name, view))
+    output = next((index for index, made in enumerate(maker.outputs) if made is x), 0)
+    return Product(
+        maker, dtype, name, name, False, rows, view, out, out[:-1], columns, (), Base(name, view), output=output
+    )  # fmt: skip
 
 
 def _matches(graph: Graph, points: InsertionPoints, x: gs.Tensor) -> Iterator[tuple[ProductlessMatch, Pointwise]]:

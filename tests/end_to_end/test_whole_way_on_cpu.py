@@ -38,6 +38,7 @@ from tests.helpers.rotary_models import (
     beside_others,
     in_rows,
     normalised,
+    of_a_split,
     transposed,
     turning,
 )
@@ -416,7 +417,7 @@ def test_normalised_heads_turn(rotate: Rotate, norm: Rotate, together: bool, var
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("variant", [0, -1])
 @pytest.mark.parametrize("head", [16, 20])
-@pytest.mark.parametrize("value", [transposed, as_it_lies, beside_others])
+@pytest.mark.parametrize("value", [transposed, as_it_lies, beside_others, of_a_split])
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_values_turn_by_themselves(rotate: Rotate, value: Turning, head: int, variant: int, tmp_path: Path) -> None:
     check_rows(turning(value, rotate, head=head), variant, tmp_path)

@@ -151,8 +151,15 @@ def of_one_product(b: Builder, rotate: Rotate, heads: int, head: int) -> list[st
     return [rotate(b, y, head), *others]
 
 
+def of_a_split(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
+    """The second output of a Split, as that of patches behind DINOv3's first tokens; the first is read as it is."""
+    x = b("Tanh", b.input("x", ("batch", 2 * heads, "rows", head)))
+    first, second = b("Split", x, outputs=2, axis=1, num_outputs=2)
+    return [rotate(b, second, head), b("Abs", first)]
+
+
 Turning = Callable[[Builder, Rotate, int, int], list[str]]
-BY_THEMSELVES: list[Turning] = [transposed, as_it_lies, beside_others, of_one_product]
+BY_THEMSELVES: list[Turning] = [transposed, as_it_lies, beside_others, of_a_split, of_one_product]
 
 
 def turning(
