@@ -47,6 +47,7 @@ class Arguments:
         operands: what the expressions read, by name, or a longer one where a tensor is read in several ways.
         masks: by operand, the nodes that make it from a mask of type bool, which the kernel reads in its place.
         passed: by operand, the nodes that make it from what the kernel reads in its place otherwise.
+        in_part: values of which some columns are still to be written; none of them is an operand.
         expanded: by operand, what an Expand makes it of and the value whose Shape it takes: broadcasting does the same.
     """
 
@@ -67,6 +68,7 @@ class Arguments:
         self.masks: dict[str, tuple[gs.Node, ...]] = {}
         self.passed: dict[str, tuple[gs.Node, ...]] = {}
         self.expanded: dict[str, tuple[gs.Tensor, Columns]] = {}
+        self.in_part: set[str] = set()
 
     def broadcast(self, node: gs.Node, view: View) -> View:
         """The value's dimensions with an axis of its own for each of size 1 along which an operand is longer."""
@@ -195,6 +197,8 @@ class Arguments:
         return self._load(operand, beside)
 
     def _shape_of(self, name: str, beside: Columns) -> tuple[Size, ...]:
+        if name in self.in_part:
+            raise NotFusable("unknown_op", "", f"reads {name!r}, of which some columns are not written yet")
         number, shape = self._graph.dtype(name), self._graph.shape(name)
         if number not in BY_ONNX:
             raise NotFusable("unsupported_dtype", "", f"reads {name!r}, which is {element_text(number)}")

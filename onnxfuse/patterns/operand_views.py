@@ -148,11 +148,17 @@ def _views_before(graph: Graph, tensor: gs.Tensor, computed: Collection[str]) ->
     ):
         node = tensor.inputs[0]
         is_view = qualified_op(node) in INPUT_VIEWS or (node.op in computed and _computes(graph, node))
-        if not is_view or graph.is_initializer(tensor.name):
+        if not is_view or graph.is_initializer(tensor.name) or _undoes_a_scatter(node):
             break
         chain.insert(0, node)
         tensor = _viewed(graph, node)
     return chain
+
+
+def _undoes_a_scatter(node: gs.Node) -> bool:
+    """Whether a Transpose puts columns behind rows again that were scattered along the first axis."""
+    makers = node.inputs[0].inputs if node.op == "Transpose" else []
+    return any(maker.op == "ScatterND" for maker in makers)
 
 
 def _computes(graph: Graph, node: gs.Node) -> bool:

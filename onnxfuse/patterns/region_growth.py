@@ -29,6 +29,7 @@ from onnxfuse.patterns.match import Columns, Operand
 from onnxfuse.patterns.pointwise_table import Lower, pointwise_row
 from onnxfuse.patterns.product import Product
 from onnxfuse.patterns.region import Region
+from onnxfuse.patterns.scattered import makers_of_blank, together, turn_of
 from onnxfuse.patterns.softplus_guard import softplus_of, threshold_of
 from onnxfuse.patterns.view_ops import VIEWS, viewed
 from onnxfuse.patterns.views import common_view, extent
@@ -87,6 +88,7 @@ class GrownRegion:
         self._is_passed = is_passed
         self._shift = shift  # nodes before a softmax that change no probability, the last of a value and one beside it
         self._sequences: dict[str, list[Columns]] = {}
+        self._scattered: dict[str, dict[int, Columns]] = {}  # by value, what is written of its turns so far
         self._empty: set[str] = set()  # values without a column
         self._makers: dict[str, int] = {}
         self._queue: list[int] = []
@@ -203,7 +205,7 @@ class GrownRegion:
             self._absorb_sequence_at(node)
         elif op in ("Greater", "Where") and self._is_softplus(node):
             self._absorb_softplus(node)
-        elif not columns and self.arguments.expands(node):
+        elif not columns and (self.arguments.expands(node) or self._hands_on(node)):
             self._take(node, None)
         elif op == "Shape" or not columns or self._reads_type_alone(node):
             self._absorb_known(node)
@@ -211,6 +213,8 @@ class GrownRegion:
             COLUMN_OPS[op](self, node)
         elif op == "Concat":
             self._absorb_concat(node)
+        elif op == "ScatterND":
+            self._absorb_scatter(node)
         elif op in VIEWS:
             self._absorb_view(node)
         elif (lower := pointwise_row(node)) is not None:
@@ -284,12 +288,49 @@ class GrownRegion:
         if len(known) == len(values) == 1 < len(node.inputs):
             self._take(node, known[0])
             return
-        made = {leaf.operand for value in known for leaf in self.epilogue.leaves(ACC, value.refs)}
         value = concatenated(known, int(node.attrs.get("axis", 0)))
-        is_whole = any({product.out} == made and product.n == value.length for product in self.products)
-        if len(known) < len(values) or not is_whole:
+        self._check_whole(value)
+        if len(known) < len(values):
             raise NotFusable("unknown_op", "", "puts together what are not all columns of one product")
         self._take(node, value)
+
+    def _hands_on(self, node: gs.Node) -> bool:
+        """Whether a node hands on what is written in part."""
+        written = self._scattered.get(node.inputs[0].name) if qualified_op(node) == "Identity" else None
+        if written is not None:
+            self._note_part(node, written)
+        return written is not None
+
+    def _note_part(self, node: gs.Node, written: dict[int, Columns]) -> None:
+        self._scattered[str(node.outputs[0].name)] = written
+        self.arguments.in_part.add(str(node.outputs[0].name))
+
+    def _absorb_scatter(self, node: gs.Node) -> None:
+        """Columns that are written in turn, of one product; the last turn makes them a value."""
+        data, _, updates = node.inputs
+        value = self.values.get(updates.name)
+        if value is None:
+            raise NotFusable("unknown_op", "", "scatters another value")
+        turn, turns = turn_of(self.graph, node, value)
+        if data.name not in self._scattered:
+            self.arguments.passed[data.name] = makers_of_blank(self.graph, data)
+        written = self._scattered.get(data.name, {}) | {turn: value}
+        whole = together(written, turns)
+        if whole is not None:
+            self._check_whole(whole)
+        else:
+            self._note_part(node, written)
+        self._take(node, whole)
+
+    def _check_whole(self, value: Columns) -> None:
+        """What is put together has all columns of one product.
+
+        Raises:
+            NotFusable: it has not.
+        """
+        made = {leaf.operand for leaf in self.epilogue.leaves(ACC, value.refs)}
+        if not any({product.out} == made and product.n == value.length for product in self.products):
+            raise NotFusable("unknown_op", "", "puts together what are not all columns of one product")
 
     def _check_fits(self, ref: Ref) -> None:
         """No kernel makes what needs more than a kernel takes, nor anything after it."""

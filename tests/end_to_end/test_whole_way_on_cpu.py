@@ -47,6 +47,7 @@ from tests.kernels.test_portable_on_cpu import Range, build_source
 from tests.patterns.test_behind_rows import BEHIND, drawn
 from tests.patterns.test_column_ranges import HEAD, Parts, attended, attended_feed, sliced, split
 from tests.patterns.test_products import feed_of
+from tests.patterns.test_scattered import assigned, of_a_value, of_normalised_heads, of_normalised_rows
 from tests.runtime.test_library_product import strided
 
 SM_80 = ARCHITECTURES["sm_80"]
@@ -421,6 +422,13 @@ def test_normalised_heads_turn(rotate: Rotate, norm: Rotate, together: bool, var
 @pytest.mark.parametrize("rotate", ROTATIONS)
 def test_values_turn_by_themselves(rotate: Rotate, value: Turning, head: int, variant: int, tmp_path: Path) -> None:
     check_rows(turning(value, rotate, head=head), variant, tmp_path)
+
+
+@pytest.mark.parametrize("variant", [0, -1])
+@pytest.mark.parametrize("value", [of_a_value, of_normalised_rows, of_normalised_heads])
+def test_values_turn_that_are_assigned_to_slices(value, variant: int, tmp_path: Path) -> None:
+    b = Builder(FLOAT, opset=18)
+    check_rows(b.model(assigned(b, value(b))), variant, tmp_path)
 
 
 @pytest.mark.parametrize("variant", [0, -1])
