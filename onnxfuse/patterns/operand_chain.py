@@ -68,8 +68,15 @@ def chain_before(
 
 
 def _longer(graph: Graph, chain: Chain, node: gs.Node, is_number: Callable[[gs.Tensor], bool]) -> Chain | None:
+    """The chain with one more node, where nobody else reads what that makes.
+
+    Else two nodes would do its work, and for the sake of one ONNX Runtime's CPU provider rounds a value of 16 bits that
+    it keeps in fp32 for the sake of the other.
+    """
     op = qualified_op(node)
     nodes = (node, *chain.nodes)
+    if len(chain.base.outputs) > 1 or any(graph.is_escaping(made.name) for made in node.outputs):
+        return None
     if op in VIEWS:
         return Chain(node.inputs[0], nodes, chain.window) if _keeps_sizes(graph, node) else None
     if op in BY_NUMBERS:
