@@ -27,7 +27,7 @@ from onnxfuse.limits import MOST_LEVELS, WIDEST_BYTES
 Axes = tuple[str, ...]
 FEW_ROWS = 64  # of a batch: a block of a kernel that normalises has up to 16
 # Rows of a batch from which on a kernel that multiplies has a tile for each: 8 take 7 times as long so as all together,
-# 49 two thirds (docs/kernel-notes.md, "Rows of a batch").
+# 49 two thirds (docs/kernel-notes.md, "Rows of a batch"); between them none was timed.
 ENOUGH_FOR_A_TILE = 32
 
 

@@ -189,9 +189,9 @@ class Arguments:
         """
         name = str(tensor.name)
         operand = Operand(name, self._beside(name, self._shape_of(name, beside), beside.view), beside.view)
-        chain = None if is_own or self._of_scores else self._chain(tensor, operand)
-        if chain is not None:
-            return self._computed(tensor, chain, before(self._graph, chain, operand), beside)
+        chained = None if is_own or self._of_scores else self._chain(tensor, operand)
+        if chained is not None:
+            return self._computed(tensor, *chained, beside)
         if self._key(operand) != name and (is_own or self._of_scores):
             raise NotFusable("views_differ", "", f"reads {name!r} in two ways")
         return self._load(operand, beside)
@@ -216,17 +216,17 @@ class Arguments:
     def _key(self, operand: Operand) -> str:
         """What a tensor is called in expressions: products of one input may read it in ways of their own."""
         ways = (operand.name + "\0" * ways for ways in count())
-        return next(key for key in ways if self.operands.get(key, operand) == operand)
+        return next(key for key in ways if operand.is_read_like(self.operands.get(key, operand)))
 
-    def _chain(self, tensor: gs.Tensor, operand: Operand) -> Chain | None:
-        """What makes an operand that is repeated, where a kernel can do it as it reads what that is made of."""
+    def _chain(self, tensor: gs.Tensor, operand: Operand) -> tuple[Chain, Operand] | None:
+        """What makes a repeated operand, where a kernel can do it as it reads what it is made of; and that."""
         if not operand.is_repeated:
             return None
         chain = chain_before(self._graph, tensor, lambda each: self._number(each) is not None, self._may_pass)
         if chain is None or (chain.window is not None and not operand.has_all_columns):
             return None
         first = before(self._graph, chain, operand)
-        return chain if self._key(first) == first.name else None
+        return (chain, first) if self._key(first) == first.name else None
 
     def _may_pass(self, node: gs.Node) -> bool:
         return self._is_free(node) and all(tensor.name not in self._values for tensor in (*node.inputs, *node.outputs))

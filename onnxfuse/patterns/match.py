@@ -79,6 +79,10 @@ class Operand:
         """Whether it varies along the columns."""
         return any(is_column(piece) for dim in self.view for piece in dim)
 
+    def is_read_like(self, other: Operand) -> bool:
+        """Whether a kernel reads both alike, beside whichever value."""
+        return (self.view, self.whole) == (other.view, other.whole)
+
     @property
     def has_all_columns(self) -> bool:
         """Whether its last dimension is the value's columns, side by side."""

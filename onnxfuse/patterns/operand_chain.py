@@ -96,12 +96,12 @@ def before(graph: Graph, chain: Chain, operand: Operand) -> Operand:
 
 def _keeps_sizes(graph: Graph, node: gs.Node) -> bool:
     """Whether a view adds or drops nothing but dimensions of size 1."""
-    before, after = (graph.shape(tensor.name) for tensor in (node.inputs[0], node.outputs[0]))
+    read, made = (graph.shape(tensor.name) for tensor in (node.inputs[0], node.outputs[0]))
     is_known = all(is_complete(graph.known_value(tensor)) for tensor in node.inputs[1:])
-    if not before or not after or None in (*before, *after) or not is_known:
+    if not read or not made or None in (*read, *made) or not is_known:
         return False
-    kept, made = ([size for size in sizes if size != 1] for sizes in (before, after))
-    return before[-1] == after[-1] != 1 and kept == made
+    kept, left = ([size for size in sizes if size != 1] for sizes in (read, made))
+    return read[-1] == made[-1] != 1 and kept == left
 
 
 def _computed_from(graph: Graph, node: gs.Node, is_number: Callable[[gs.Tensor], bool]) -> gs.Tensor | None:
@@ -124,8 +124,9 @@ def _window(graph: Graph, node: gs.Node, made: gs.Tensor) -> tuple[int, int] | N
         start = _start(graph, node, made, len(shape), whole)
     except NotFusable:
         return None
-    apart = None if start is None else {start * BY_ONNX[number].bytes % ACCESS, whole * BY_ONNX[number].bytes % ACCESS}
-    return None if start is None or apart != {0} else (start, whole)
+    if start is None or any(columns * BY_ONNX[number].bytes % ACCESS for columns in (start, whole)):
+        return None
+    return start, whole
 
 
 def _start(graph: Graph, node: gs.Node, made: gs.Tensor, rank: int, whole: int) -> int | None:

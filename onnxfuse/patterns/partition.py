@@ -233,10 +233,11 @@ class Partition:
         every = [*beside, *own]
         anchors = {id(node) for node in every}
         products = tuple(product for product in grown.products if id(product.node) in anchors)
+        passed = tuple(sorted(map(index, self._passed(every))))
         return Match(
             products=products,
             nodes=tuple(sorted(map(index, own))),
-            copied=tuple(sorted({*map(index, (*beside, *self._copied(products, every)))})),
+            copied=tuple(sorted({*map(index, (*beside, *self._copied(products, every))), *passed})),
             insertion_point=-1,
             folded=self.live.folded(region),
             constants=self.live.constants(region),
@@ -252,7 +253,7 @@ class Partition:
             told=self.live.told(region),
             stop=self._stop_after(region, shared),
             shared=tuple(sorted(map(index, beside))),
-            passed=tuple(sorted({index(node) for each in every for node in self._passed(each)})),
+            passed=passed,
         )
 
     def _copied(self, products: tuple[Product, ...], nodes: list[gs.Node]) -> Iterator[gs.Node]:
@@ -262,12 +263,12 @@ class Partition:
         for node in nodes:
             for tensor in node.inputs:
                 yield from self.grown.arguments.masks.get(tensor.name, ())
-            yield from self._passed(node)
 
-    def _passed(self, node: gs.Node) -> Iterator[gs.Node]:
-        """Those that make its operands of what the kernel reads."""
-        for tensor in node.inputs:
-            yield from self.grown.arguments.passed.get(tensor.name, ())
+    def _passed(self, nodes: list[gs.Node]) -> list[gs.Node]:
+        """Those that make operands of nodes of what the kernel reads, each once."""
+        made = self.grown.arguments.passed
+        found = (maker for node in nodes for tensor in node.inputs for maker in made.get(tensor.name, ()))
+        return list({id(maker): maker for maker in found}.values())
 
     def _live_outs(
         self, region: Region, furthest: GrownValue, width: int | str, bare: Iterable[GrownValue]

@@ -86,3 +86,13 @@ def test_only_what_is_repeated_is_computed_again() -> None:
     weight = b.array(np.eye(WIDTH), "weight")
     model = b.model(b("Mul", b("MatMul", x, weight), b("Add", y, b.array(np.array(1.0)))))
     assert "Add" in ops(sweep.rewritten(analysed(model)))
+
+
+def test_an_operand_beside_values_of_other_dimensions_is_one() -> None:
+    b = Builder()
+    y = b("MatMul", b.input("x", ("batch", "rows", WIDTH)), b.array(np.eye(WIDTH), "weight"))
+    scale = b.input("scale", (WIDTH,))
+    model = b.model(b("Add", b("Reshape", b("Mul", y, scale), b.integers(-1, WIDTH)), scale))
+    (site,) = analysed(model).sites
+    assert ([tensor.name for tensor in site.fusion.operands], len(site.fusion.loads)) == (["scale"], 1)
+    assert not ops(sweep.rewritten(analysed(model)))
