@@ -232,15 +232,14 @@ def _by_number(
 def _ulps(values: Array, dtype: str) -> Array:
     """Of each number the distance to its neighbour; `[...]`."""
     bits, smallest = _PRECISION[dtype]
-    places: Array = np.ldexp(1.0, np.maximum(np.frexp(values)[1] - 1, smallest) - bits)
+    exponents = np.where(values == 0, smallest, np.frexp(values)[1] - 1)
+    places: Array = np.ldexp(1.0, np.maximum(exponents, smallest) - bits)
     return places
 
 
 def ulp(magnitude: float, dtype: str) -> float:
     """The distance between neighbours of `magnitude` in a floating-point type, by name; its smallest one near zero."""
-    bits, smallest = _PRECISION[dtype]
-    exponent = int(np.floor(np.log2(magnitude))) if magnitude > 0 else smallest
-    return float(2.0 ** (max(exponent, smallest) - bits))
+    return float(_ulps(np.array(magnitude), dtype))
 
 
 def _top_binade(dtype: str) -> float:

@@ -446,6 +446,18 @@ def test_rounding_one_large_number_is_no_error(dtype: type) -> None:
     assert beside.optimized.max > beside.tolerance.max
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_zero_has_no_place_of_its_own(dtype: str) -> None:
+    """Nor has what is next to none: beside small numbers an error of it counts as any other's."""
+    exact = np.full(1 << 16, 1e-5)
+    exact[::2] = 0.0
+    after = exact.copy()
+    after[400] = 1e-4
+    check = check_output("y", Value(exact, dtype), Value(after, dtype), Value(exact, "float64"))
+    assert check.reason == f"the largest error is above what is allowed, {BY_ULP}"
+    assert check.optimized.worst == (400,)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_ulp_is_numpys_spacing(dtype: str) -> None:
     for magnitude in (0.0, 1e-7, 0.3, 1.0, 1.999, 1000.0):
