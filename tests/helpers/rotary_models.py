@@ -133,12 +133,12 @@ def transposed(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
 
 def as_it_lies(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
     """The same where it has them in front of its rows."""
-    return [rotate(b, b("Tanh", b.input("x", ("batch", heads, "rows", head))), head)]
+    return [rotate(b, b("Exp", b.input("x", ("batch", heads, "rows", head))), head)]
 
 
 def beside_others(b: Builder, rotate: Rotate, heads: int, head: int) -> list[str]:
     """Some columns of each head, as GPT-NeoX and Phi turn them; the others pass by."""
-    x = b("Tanh", b.input("x", ("batch", heads, "rows", head + 6)))
+    x = b("Exp", b.input("x", ("batch", heads, "rows", head + 6)))
     return [b("Concat", rotate(b, half(b, x, 0, head), head), half(b, x, head, TOP), axis=-1)]
 
 
@@ -173,7 +173,7 @@ def turning(
 def in_rows(dtype: int = FLOAT, heads: int = HEADS, head: int = HEAD) -> onnx.ModelProto:
     """Heads that turn beside each other, in rows that nothing moves."""
     b = Builder(dtype, opset=18)
-    x = b("Tanh", b.input("x", ("batch", "rows", heads * head)))
+    x = b("Exp", b.input("x", ("batch", "rows", heads * head)))
     y = b("Reshape", x, b.integers(0, 0, heads, head))
     cos, sin = (b.input(name, (1, "rows", 1, head)) for name in ("cos", "sin"))
     first, second = half(b, y, 0, head // 2), half(b, y, head // 2, TOP)

@@ -25,7 +25,7 @@ def test_a_short_one_passes(models: list[Subject], monkeypatch: pytest.MonkeyPat
     assert all(outcome.runs.values())
     assert outcome.checked == sum(outcome.runs.values()) // soak.CHECK_EVERY
     assert outcome.checked
-    assert len(outcome.samples) > 1  # one a second at the latest, if the machine has time for it
+    assert len(outcome.samples) > 2
 
 
 def test_a_wrong_output_is_found(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
