@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from onnxfuse.graph.fallback_body import Replacement, fallback_body
+from onnxfuse.graph.flag_counts import count_in_fp32
 from onnxfuse.graph.functions import DOMAIN, inline, reads, walk
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.known_branches import take_branches
@@ -81,6 +82,7 @@ def rewrite(
     _add_kernels(proto, kernels_name, kernels, description)
     _declare_domain(proto)
     _transpose_weights(proto, weights)
+    count_in_fp32(proto.graph)
     return proto
 
 

@@ -23,6 +23,7 @@ from onnxfuse.schedule.attention_tile import (
     portable_shared_bytes,
     shared_bytes,
 )
+from onnxfuse.schedule.hopper_tile import WGMMA_STEPS
 
 ENTRY = "onnxfuse_attention"
 LOG2_E = math.log2(math.e)
@@ -46,6 +47,7 @@ def _wgmma_numbers(spec: AttentionSpec, tile: AttentionTile) -> dict[str, int]:
         "CONSUMERS": tile.consumers,
         "RESIDENTS": tile.residents,
         "STAGES": tile.stages,
+        "LANDED_STAGES": tile.landed,
         "SPLITS": tile.splits,
         "RESCALE_ABOVE": tile.rescale_above,
         "MASK_BYTES": sum(mask_bytes(spec, tile)),
@@ -141,19 +143,20 @@ def _wgmma_products(spec: AttentionSpec, tile: AttentionTile) -> str:
 
 
 def _wgmma_scores(spec: AttentionSpec, tile: AttentionTile) -> str:
-    comment = "// acc[64, BLOCK_N] (+)= lhs[64, 16] * rhs[16, BLOCK_N], by descriptors, the depth contiguous."
-    return _wgmma(comment, "multiply_scores", spec, tile.block_n, ["lhs"], "0, 0")
+    comment = "// acc[64, BLOCK_N] (+)= lhs[64, STEP] * rhs[STEP, BLOCK_N], by descriptors, the depth contiguous."
+    return _wgmma(comment, "multiply_scores", spec, tile.block_n, ["lhs"], ", 0, 0")
 
 
 def _wgmma_values(spec: AttentionSpec) -> str:
-    comment = "// acc[64, VALUE_HEAD] (+)= lhs[64, 16] * rhs[16, VALUE_HEAD], lhs in registers, columns contiguous."
-    return _wgmma(comment, "multiply_values", spec, spec.value_head, [f"lhs[{index}]" for index in range(4)], "1")
+    comment = "// acc[64, VALUE_HEAD] (+)= lhs[64, STEP] * rhs[STEP, VALUE_HEAD], lhs in registers."
+    return _wgmma(comment, "multiply_values", spec, spec.value_head, [f"lhs[{index}]" for index in range(4)], ", 1")
 
 
 def _wgmma(comment: str, name: str, spec: AttentionSpec, width: int, lhs: list[str], transposed: str) -> str:
     """One wgmma of so many columns; `lhs` is a descriptor, or what its four registers hold."""
     count = width // 2
-    kind = f"m64n{width}k16.f32.{spec.dtype.name}.{spec.dtype.name}"
+    kind = f"m64n{width}k{WGMMA_STEPS[spec.math]}.f32.{spec.math}.{spec.math}"
+    transposed = "" if spec.math == "tf32" else transposed  # 32-bit elements have their depth contiguous
     names = ", ".join(f"%{index}" for index in range(count))
     places = [f"%{count + index}" for index in range(len(lhs))]
     first = places[0] if len(places) == 1 else f"{{{', '.join(places)}}}"
@@ -167,7 +170,7 @@ __device__ __forceinline__ void {name}(float (&acc)[{count}], {parameter}, unsig
   asm volatile("{{ .reg .pred p; setp.ne.s32 p, {accumulate}, 0; "
                "wgmma.mma_async.sync.aligned.{kind} "
                "{{{names}}}, "
-               "{first}, {rhs}, p, 1, 1, {transposed}; }}"
+               "{first}, {rhs}, p, 1, 1{transposed}; }}"
                : {outs}
                : {inputs}, "l"(rhs), "r"(accumulate));
 }}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
@@ -46,11 +46,13 @@ from onnxfuse.schedule.kernel_family import SAMPLED_BATCHES, KernelFamily
 from onnxfuse.schedule.kernel_spec import Access
 from onnxfuse.schedule.variant import AttentionPlan, AttentionVariant
 
-ARCHITECTURES = ("sm_90a",)  # of the kernel by wgmma, which multiplies 16 bits
+ARCHITECTURES = ("sm_90a",)  # of the kernel by wgmma
 MOST_MAPPED = 5  # loads that TMA brings, beside q, keys and values
-WIDTHS = (48, 64, 80, 96, 128, 176, 208)  # of a block of keys
-# Registers of a thread: scores, their probabilities in 16 bits, and sums; by groups. With more, wgmma waits or spills.
+WIDTHS = {2: (48, 64, 80, 96, 128, 176, 208), 4: (32, 64, 96, 128)}  # of a block of keys, by bytes of an element
+# Registers of a thread: scores, their probabilities, and sums; by groups. With more, wgmma waits or spills.
 REGISTERS = {3: 130, 2: 210, 1: 210}
+TURNERS_TAKE = 8  # registers of each thread of a group: what turns fp32 values needs more than TMA's thread alone
+LANDED = (2, 1)  # blocks of fp32 values that are loaded and not yet turned, where they fit
 MOST_HEAD = {3: 96, 2: 256, 1: 256}  # three groups with narrow blocks of keys were slower than two with wide ones
 LAZY = 8  # `rescale_above` where rescaling less often was measured to be faster
 # Warps and keys by bytes of an element, the faster first; of those that a multiprocessor has two of if it can.
@@ -194,22 +196,43 @@ def _of_few_rows(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _has_wgmma(spec: AttentionSpec, device: DeviceSpec) -> bool:
-    return device.arch in ARCHITECTURES and spec.dtype != F32 and not spec.checked
+    return device.arch in ARCHITECTURES and not spec.checked
 
 
 def tiles(spec: AttentionSpec, rows: int, device: DeviceSpec) -> list[AttentionTile]:
     """Those that the kernel by wgmma runs well with: registers and shared memory hold them."""
-    whole = [
-        AttentionTile(groups, width, rescale_above=LAZY if groups == 3 or (groups == 2 and spec.head >= 128) else 0)
-        for groups, registers in REGISTERS.items()
-        for width in WIDTHS
-        if width * 3 // 4 + spec.value_head // 2 <= registers
-        and spec.head <= MOST_HEAD[groups]
-        and not (groups == 3 and looks_again(spec))  # what is noted of a tile takes registers as well
-    ]
     few = rows <= WARP_ROWS and not looks_again(spec)
+    if spec.dtype == F32 and few:  # whose keys the warps of the portable kernel share
+        return []
+    whole = [
+        _landing(spec, AttentionTile(groups, width, rescale_above=_rescale_above(spec, groups)), device)
+        for groups in REGISTERS
+        for width in WIDTHS[spec.dtype.bytes]
+        if _has_registers(spec, groups, width)
+    ]
     split = [each for tile in whole if few and tile.consumers == 1 for each in _splits(spec, tile, device)]
     return [tile for tile in (*whole, *split) if shared_bytes(spec, tile) <= device.shared_bytes]
+
+
+def _has_registers(spec: AttentionSpec, groups: int, width: int) -> bool:
+    """Whether as many groups hold their sums and what they have of so many keys."""
+    taken = width * (4 + spec.dtype.bytes) // 8 + spec.value_head // 2
+    taken += TURNERS_TAKE if spec.dtype == F32 else 0
+    if groups == 3 and looks_again(spec):  # what is noted of a tile takes registers as well
+        return False
+    return taken <= REGISTERS[groups] and spec.head <= MOST_HEAD[groups]
+
+
+def _rescale_above(spec: AttentionSpec, groups: int) -> int:
+    return LAZY if groups == 3 or (groups == 2 and spec.head >= 128) else 0
+
+
+def _landing(spec: AttentionSpec, tile: AttentionTile, device: DeviceSpec) -> AttentionTile:
+    """With as many blocks of values that are still to be turned as fit; those of 16 bits are not turned."""
+    if spec.dtype != F32:
+        return tile
+    most, least = (replace(tile, landed=count) for count in LANDED)
+    return most if shared_bytes(spec, most) <= device.shared_bytes else least
 
 
 def _splits(spec: AttentionSpec, tile: AttentionTile, device: DeviceSpec) -> Iterator[AttentionTile]:
@@ -291,9 +314,15 @@ def _time(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) ->
         for groups, turns in _turns(spec, tile, sizes, device)
     )
     reading = float(from_memory(batch * (rows + keys) * (spec.head + spec.value_head) * spec.dtype.bytes, device))
-    few, known = rows <= WARP_ROWS, calibration(device)
-    beginning = (known.attention_shares if few else known.attention_launch)["beginning"]
+    few = rows <= WARP_ROWS
+    beginning = (calibration(device).attention_shares if few else _launch(tile, device))["beginning"]
     return beginning + max(multiplying, reading) + (FEW_OVERLAP if few else OVERLAP) * min(multiplying, reading)
+
+
+def _launch(tile: Tile, device: DeviceSpec) -> Mapping[str, float]:
+    """What a launch and a block of keys take beside their rows and keys."""
+    is_turned = isinstance(tile, AttentionTile) and tile.landed > 0
+    return calibration(device).attention_turned if is_turned else calibration(device).attention_launch
 
 
 def _turns(spec: AttentionSpec, tile: Tile, sizes: _Sizes, device: DeviceSpec) -> list[tuple[int, int]]:
@@ -319,12 +348,11 @@ def _groups(tile: Tile) -> int:
 
 def _block_time(spec: AttentionSpec, tile: Tile, groups: int, device: DeviceSpec) -> float:
     """Microseconds of a block of keys for so many groups; wgmma multiplies 64 rows, however few there are."""
-    known = calibration(device).attention_launch
     if isinstance(tile, PortableAttentionTile) and tile.splits > 1:
         slower = calibration(device).attention_by_elements if spec.checked else 1.0
         return slower * calibration(device).attention_shares["element"] * tile.block_n * (spec.head + spec.value_head)
     rows = groups * GROUP_ROWS if isinstance(tile, AttentionTile) else tile.block_m
-    return known["block"] + rows * tile.block_n * _pace(spec, tile, groups, device) * 1e-6
+    return _launch(tile, device)["block"] + rows * tile.block_n * _pace(spec, tile, groups, device) * 1e-6
 
 
 def _tile_time(spec: AttentionSpec, tile: Tile, device: DeviceSpec) -> float:

@@ -114,6 +114,7 @@ class AttentionTile:
         splits: blocks of a cluster that share 16 rows, each a range of their keys.
         residents: blocks of a multiprocessor.
         rescale_above: sums are scaled down where a maximum grows by more than a factor of 2 to this power; 0: always.
+        landed: blocks of values in shared memory as they are loaded, from where they are turned; of fp32 alone.
     """
 
     consumers: int
@@ -124,6 +125,7 @@ class AttentionTile:
     residents: int = 1
     together: bool = False
     splits: int = 1
+    landed: int = 0
 
     def __str__(self) -> str:
         rows = f"{WARP_ROWS} rows" if self.splits > 1 else f"{self.consumers}x{GROUP_ROWS} rows"
@@ -133,7 +135,7 @@ class AttentionTile:
 
     def pace(self, dtype: DType) -> str:
         """The row of the calibration's tables."""
-        return f"{self.consumers} groups"
+        return f"{self.consumers} groups" if dtype.bytes == 2 else f"{self.consumers} groups {dtype.bytes} bytes"
 
     @property
     def threads(self) -> int:
@@ -229,13 +231,15 @@ def mask_bytes(spec: AttentionSpec, tile: AttentionTile) -> list[int]:
 def shared_bytes(spec: AttentionSpec, tile: AttentionTile) -> int:
     """Of one block."""
     keys, values = atoms(spec.head, spec.dtype.bytes), atoms(spec.value_head, spec.dtype.bytes)
-    stage = (keys + values) * tile.block_n * ROW_BYTES + sum(mask_bytes(spec, tile))
-    barriers = (4 * tile.stages + 2 * tile.consumers) * BARRIER_BYTES
+    landed = values * tile.block_n * ROW_BYTES
+    multiplied = spec.value_head * tile.block_n * spec.dtype.bytes if tile.landed else landed
+    stage = keys * tile.block_n * ROW_BYTES + multiplied + sum(mask_bytes(spec, tile))
+    barriers = (4 * tile.stages + 2 * tile.consumers + 2 * tile.landed) * BARRIER_BYTES
     if looks_again(spec):
         barriers += BARRIER_BYTES + LOOKED_AT * tile.consumers * WARPS_OF_GROUP
     if tile.splits > 1:
         barriers += 2 * BARRIER_BYTES + (tile.splits - 1) * share_bytes(spec)
-    return tile.consumers * GROUP_ROWS * keys * ROW_BYTES + tile.stages * stage + barriers
+    return tile.consumers * GROUP_ROWS * keys * ROW_BYTES + tile.stages * stage + tile.landed * landed + barriers
 
 
 def share_bytes(spec: AttentionSpec) -> int:

@@ -168,7 +168,7 @@ void multiply_scores(float (&acc)[REGISTERS], unsigned long long lhs, unsigned l
 }
 template <int REGISTERS>
 void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long long rhs, int accumulate,
-                     bool k_contiguous = false) {
+                     bool k_contiguous = sizeof(Element) == 4) {
   emulator::Warp& warp = emulator::warp();
   const int lane = threadIdx.x % 32;
   memcpy(warp.values[lane], lhs, 16);
@@ -177,7 +177,8 @@ void multiply_values(float (&acc)[REGISTERS], const unsigned* lhs, unsigned long
     constexpr int HELD = 4 / sizeof(Element);  // neighbours along k in one register
     Element held[HELD];
     const int holder = lane / 4 * 4 + k / HELD % 4;
-    memcpy(static_cast<void*>(held), &warp.values[holder][half + k / (4 * HELD) * 2], 4);
+    const unsigned word = warp.values[holder][half + k / (4 * HELD) * 2] & (HELD == 1 ? 0xffffe000 : 0xffffffff);
+    memcpy(static_cast<void*>(held), &word, 4);  // tensor cores cut fp32 to TF32
     return to_float(held[k % HELD]);
   };
   multiply_rows(acc, element, rhs, k_contiguous, accumulate);

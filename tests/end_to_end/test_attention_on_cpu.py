@@ -62,6 +62,8 @@ def memory_of(array: np.ndarray) -> np.ndarray:
 def small(variant):
     """A tile of which a few make a small problem, split as that of a variant."""
     tile, splits = SMALL[variant.family], variant.tile.splits
+    if variant.family is ATTENTION and variant.tile.landed:  # whole atoms of fp32 keys
+        return replace(tile, block_n=32, landed=variant.tile.landed)
     if splits == 1:
         return tile
     if variant.family is PORTABLE_ATTENTION:
@@ -88,7 +90,8 @@ def launch(implementation, given: Bound, folder: Path) -> int:
             )
         )
         memory[start + place * MAP_BYTES :][:8].view(np.uint64)[0] = ctypes.addressof(kept[-1])
-    arrays = [*given.arrays, *given.outs]
+    arrays, folder = [*given.arrays, *given.outs], folder / str(chosen)
+    folder.mkdir(exist_ok=True)
     if variants[chosen].family is PORTABLE_ATTENTION:
         assert not boxes
         launch_portable(variants[chosen], given.arguments, arrays, len(given.arrays), folder)

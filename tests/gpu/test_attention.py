@@ -39,19 +39,24 @@ CUDA = ["CUDAExecutionProvider"]
 
 @dataclass(frozen=True)
 class Type:
-    """An ONNX type of 16 bits, as tests feed it: in fp32, which the model casts."""
+    """An ONNX type, as tests feed it: in fp32, which the model casts. What they feed fp16 holds, and so does TF32."""
 
     number: int
     numpy: np.dtype
     rounding: float
 
 
-TYPES = [Type(FLOAT16, np.dtype(np.float16), 2.0**-11), Type(BFLOAT16, np.dtype(ml_dtypes.bfloat16), 2.0**-8)]
+NAMES = ("f16", "bf16", "f32")
+TYPES = [
+    Type(FLOAT16, np.dtype(np.float16), 2.0**-11),
+    Type(BFLOAT16, np.dtype(ml_dtypes.bfloat16), 2.0**-8),
+    Type(FLOAT, np.dtype(np.float16), 2.0**-11),
+]
 CASES = [
     pytest.param(form, each, id=f"{form}-{name}")
     for form in FORMS
-    for name, each in zip(("f16", "bf16"), TYPES, strict=True)
-    if form not in BY_EINSUM or name != "bf16"
+    for name, each in zip(NAMES, TYPES, strict=True)
+    if form not in {"bf16": BY_EINSUM, "f32": LEFT_ALONE_IN_FP32}.get(name, ())
 ]
 
 
@@ -89,19 +94,21 @@ def test_a_form_at_lengths_that_change_from_run_to_run(form: str, each: Type, tm
         check(found, exact, feed, each)
 
 
+@pytest.mark.parametrize("each", [TYPES[0], TYPES[2]], ids=["f16", "f32"])
 @pytest.mark.parametrize("mask", DIAGONALS)
-def test_masks_that_the_model_builds_at_changing_lengths(mask: Mask, tmp_path: Path) -> None:
+def test_masks_that_the_model_builds_at_changing_lengths(mask: Mask, each: Type, tmp_path: Path) -> None:
     """Blocks of keys are left out; rows that a finite mask leaves nothing look at all of them."""
-    half, exact = (b.model(*attention(b, mask)[0]) for b in (Builder(FLOAT16), Builder(FLOAT)))
-    live = onnxfuse.InferenceSession(fused(half, tmp_path), providers=CUDA)
+    model, exact = (b.model(*attention(b, mask)[0]) for b in (Builder(each.number), Builder(FLOAT)))
+    live = onnxfuse.InferenceSession(fused(model, tmp_path), providers=CUDA)
+    own = np.float32 if each.number == FLOAT else each.numpy
     for sizes in DYNAMIC:
-        feed = rounded(feeds(exact, sizes), TYPES[0].numpy)
-        given = {name: value if value.dtype == np.bool_ else value.astype(np.float16) for name, value in feed.items()}
+        feed = rounded(feeds(exact, sizes), each.numpy)
+        given = {name: value if value.dtype == np.bool_ else value.astype(own) for name, value in feed.items()}
         (found,) = live.run(None, given)
-        check(found.astype(np.float32), exact, feed, TYPES[0])
+        check(found.astype(np.float32), exact, feed, each)
 
 
-@pytest.mark.parametrize("each", TYPES, ids=["f16", "bf16"])
+@pytest.mark.parametrize("each", TYPES, ids=NAMES)
 @pytest.mark.parametrize("head", [8, 40, 64, 80, 96, 128, 160, 256])
 def test_heads_of_every_size(head: int, each: Type, tmp_path: Path) -> None:
     heads = 2 if head < 256 else 4  # two of them are left alone
@@ -116,7 +123,7 @@ def test_heads_of_every_size(head: int, each: Type, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in LEFT_ALONE_IN_FP32])
 def test_verify_passes(form: str, dtype: int, tmp_path: Path) -> None:
-    """fp32 in TF32, by the portable kernel; odd lengths by the one that reads elements."""
+    """fp32 in TF32; odd lengths by the kernel that reads elements."""
     model = model_of(form, dtype)
     onnx.save(model, tmp_path / "original.onnx")
     result = verify(tmp_path / "original.onnx", fused(model, tmp_path), inputs=[feeds(model, each) for each in DYNAMIC])

@@ -219,8 +219,8 @@ FORMS: dict[str, Callable[[Builder], list[str]]] = {
 
 # Tokens are neighbours in memory: one kernel, whatever the addresses.
 READ_ANYHOW = ("keys_of_an_image", "values_first", "channels_by_einsum")
-# So little is between the products, or single elements are read where the library's kernels read rows.
-LEFT_ALONE_IN_FP32 = ("by_einsum", "without_heads", "values_first", "channels_by_einsum")
+# Single elements are read where the library's kernels read rows.
+LEFT_ALONE_IN_FP32 = ("values_first", "channels_by_einsum")
 BY_EINSUM = ("by_einsum", "keys_first", "channels_by_einsum")  # of which ONNX has none in bfloat16
 
 

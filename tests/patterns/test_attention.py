@@ -89,10 +89,12 @@ def test_heads_of_a_batch_are_read_as_they_lie(form: str) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT16, FLOAT], ids=["f16", "f32"])
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in (*LEFT_ALONE_IN_FP32, *READ_ANYHOW)])
 def test_every_architecture_has_a_kernel(form: str, dtype: int) -> None:
-    """The last one of each reads what lies anyhow."""
+    """The last one of each reads what lies anyhow; few rows of fp32 are the portable kernel's on any."""
     (site,) = [site for site in analysed(model_of(form, dtype), "sm_90a", "sm_80").sites if site.whole]
-    family = ATTENTION if dtype == FLOAT16 else PORTABLE_ATTENTION
-    assert site.whole.plans[0].variants[0].family is family
+    by_wgmma, portable = ([variant.family for variant in plan.variants] for plan in site.whole.plans)
+    assert ATTENTION in by_wgmma[:2]
+    assert by_wgmma[0] is ATTENTION or dtype == FLOAT
+    assert set(portable) == {PORTABLE_ATTENTION}
     for plan in site.whole.plans:
         assert [variant.spec.checked for variant in plan.variants] == [False] * (len(plan.variants) - 1) + [True]
         assert (plan.variants[-1].min_m, plan.variants[-1].max_m) == (0, MAX_M)

@@ -2,8 +2,9 @@
 
 FOLDER holds models, with their weights or without (tests/helpers/corpus.py), and `shapes.json`: of each file that is
 timed, the shape of each input. Other processes draw weights and optimise while one model is timed: both sessions, each
-run captured in a CUDA graph, are replayed in turn; where one cannot be captured, whole runs are timed. The outputs of
-both are compared. It prints the geometric mean and what is slower, and exits with 1 where an output differs.
+run captured in a CUDA graph, are replayed in turn. Where one cannot be captured, whole runs are timed in the end, when
+nothing else takes the host's time. The outputs of both are compared. It prints the geometric mean and what is slower,
+and exits with 1 where an output differs.
 """
 
 from __future__ import annotations
@@ -82,8 +83,11 @@ def in_order(sources: Sequence[Path], folder: Path, arch: str, workers: int) -> 
             pool.shutdown(cancel_futures=True)
 
 
-def measure(ready: Ready, shapes: Shapes, seed: int) -> dict[str, Any]:
-    """Microseconds of both, how often they launch a kernel, and how far their outputs are apart."""
+def measure(ready: Ready, shapes: Shapes, seed: int, is_alone: bool) -> dict[str, Any] | None:
+    """Microseconds of both, how often they launch a kernel, and how far their outputs are apart.
+
+    None where whole runs have to be timed while other processes are at work.
+    """
     specs = input_specs(open_session(ready.original, PROVIDERS))
     feeds = make_feeds(specs, shapes=shapes, seed=seed)
     paths = ready.original, ready.fused
@@ -91,6 +95,8 @@ def measure(ready: Ready, shapes: Shapes, seed: int) -> dict[str, Any]:
     apart = _apart(*(contender.outputs() for contender, _ in contenders))
     graphs = [_captured(*each) for each in contenders]
     timers = [graph.seconds for graph in graphs if graph is not None]
+    if None in graphs and not is_alone:
+        return None
     if None in graphs:
         timers = [timed(Contender(path, feeds, "cuda").run) for path in paths]  # a capture that failed leaves its mark
     stock, fused = (seconds * 1e6 for seconds in in_turn(timers))
@@ -162,29 +168,36 @@ def main() -> None:
     random.Random(options.seed).shuffle(names)
     arch, deadline = spec_of(driver.local_architectures()[0]).arch, time.monotonic() + options.seconds
     rows: list[dict[str, Any]] = []
+    later: list[Ready] = []
     with tempfile.TemporaryDirectory() as name:
         for ready in in_order([options.folder / each for each in names], Path(name), arch, options.workers):
             if time.monotonic() > deadline:
                 break
             if isinstance(ready, str):
                 print(ready, flush=True)
-                continue
-            rows += _measured(ready, shapes[ready.name], options.seed)
-            ready.original.unlink()
-            ready.fused.unlink()
+            elif (row := _measured(ready, shapes[ready.name], options.seed)) is None:
+                later.append(ready)
+            else:
+                rows += row
+        for ready in later:
+            rows += _measured(ready, shapes[ready.name], options.seed, is_alone=True) or []
     print(summary(rows))
     if options.out:
         write_result(options.out, {**origin(f"python -m tests.perf.strangers {options.folder.name}"), "rows": rows})
     sys.exit(any(row["apart"] > MOST_APART for row in rows))
 
 
-def _measured(ready: Ready, shapes: Shapes, seed: int) -> list[dict[str, Any]]:
-    """One row, or none of a model that does not run."""
+def _measured(ready: Ready, shapes: Shapes, seed: int, is_alone: bool = False) -> list[dict[str, Any]] | None:
+    """One row, none of a model that does not run, or None of one whose files are kept to be timed alone."""
     try:
-        row = measure(ready, shapes, seed)
+        row = measure(ready, shapes, seed, is_alone)
     except OnnxfuseError as error:
         print(f"{ready.name}: {str(error)[:300]}", flush=True)
         return []
+    if row is None:
+        return None
+    ready.original.unlink()
+    ready.fused.unlink()
     times = f"stock {row['stock_us']:.1f} us, fused {row['fused_us']:.1f} us, {row['ratio']:.3f}x"
     print(f"{ready.name}: {times}, launches {row['launches']}, apart {row['apart']:.2g}", flush=True)
     return [row]

@@ -54,6 +54,7 @@ class Calibration:
             `zero point` of a block, of a `step` of the ring, of a `row` that TMA loads, and of the `sums` of groups
             that share k.
         attention_launch: `beginning` of a kernel, `tile` of rows, `block` of keys, `share` of a tile that is split.
+        attention_turned: the `beginning` and the `block` of the kernel that turns fp32 values.
         attention_shares: `beginning` of a kernel for few rows; of warps that share them, a `tile` of rows, an `element`
             of a block of keys, and a column of a block's share that is `added`.
         attention_few_rows: of the model's own nodes, `beginning` of all, `reading` over memory's time for q, keys and
@@ -134,6 +135,7 @@ class Calibration:
     attention_operand: Mapping[str, float]
     attention_by_elements: float
     attention_product: float
+    attention_turned: Mapping[str, float]
     attention_shares: Mapping[str, float]
     attention_few_rows: Mapping[str, float]
     pointwise_most_rows: int

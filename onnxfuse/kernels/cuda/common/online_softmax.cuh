@@ -14,7 +14,7 @@ constexpr int WARP_SIZE = 32;
 constexpr int WARP_ROWS = 16;
 constexpr int SCORES = BLOCK_N / 2;  // of one thread: of two rows, two neighbours in every eight columns
 constexpr int SUMS = VALUE_HEAD / 2;
-constexpr int WORDS = SCORES / 2;  // its probabilities, two in each
+constexpr int WORDS = SCORES * sizeof(Element) / 4;  // its probabilities, one in each or two
 
 __device__ __forceinline__ int lane() { return threadIdx.x % WARP_SIZE; }
 
@@ -253,9 +253,23 @@ __device__ __forceinline__ void exponentiate(float (&scores)[SCORES], Softmax& s
   }
 }
 
-__device__ __forceinline__ void pack(unsigned (&probabilities)[WORDS], const float (&scores)[SCORES]) {
+// The fragment of TF32 that a thread's four probabilities of two rows are: both rows' first columns, then the second ones.
+// Tensor cores cut the last 13 bits off, so half of what is left rounds to nearest. cvt.rna takes three instructions, as
+// it keeps NaN and infinity; no probability is infinite, and what is NaN is so in the row's sum as well.
+__device__ __forceinline__ void round_probabilities(unsigned* words, const float* own) {
+  constexpr unsigned HALF = 1u << 12;
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) probabilities[i] = packed_word<Element>(scores[2 * i], scores[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(own[i % 2 * 2 + i / 2]) + HALF;
+}
+
+__device__ __forceinline__ void pack(unsigned (&probabilities)[WORDS], const float (&scores)[SCORES]) {
+  if constexpr (sizeof(Element) == 4) {
+#pragma unroll
+    for (int i = 0; i < SCORES; i += 4) round_probabilities(probabilities + i, scores + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) probabilities[i] = packed_word<Element>(scores[2 * i], scores[2 * i + 1]);
+  }
 }
 
 // Whether a row of this warp that is one of the tensor's has no score but low ones.

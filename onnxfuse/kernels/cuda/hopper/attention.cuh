@@ -18,6 +18,10 @@
 //                    products:      group 0  [q k, p v] max, exp   [q k, p v] ...
 //                                   group 1             [q k, p v]  max, exp  [q k, p v]
 //
+//   fp32             in TF32, whose operands wgmma reads with the depth contiguous alone: TMA rounds them, and three warps beside
+//                    the producer turn the values, [n, o] -> [o, n]:
+//                       TMA -> [landed 0][landed 1] -> rows of four keys, four lines of columns a lane -> [values 0] ...
+//
 //   few rows         with SPLITS the blocks of a cluster share a tile of 16 rows, each a range of its keys: the first warp
 //                    of the others sends maxima, row sums and sums to that of the first one, which scales and adds them
 //
@@ -47,10 +51,14 @@ constexpr int HEAD_STEPS = (HEAD - 1) / STEP + 1;
 
 constexpr int QUERY_BYTES = KEY_ATOMS * GROUP_ROWS * ROW_BYTES;  // of a group
 constexpr int KEY_BYTES = KEY_ATOMS * BLOCK_N * ROW_BYTES;
-constexpr int VALUE_BYTES = VALUE_ATOMS * BLOCK_N * ROW_BYTES;
+constexpr bool TURNED = sizeof(Element) == 4;
+constexpr int LANDED_BYTES = VALUE_ATOMS * BLOCK_N * ROW_BYTES;  // values as TMA brings them
+constexpr int TURNED_ATOM_BYTES = VALUE_HEAD * ROW_BYTES;        // a row for each column, of as many keys as an atom has
+constexpr int VALUE_BYTES = TURNED ? BLOCK_N / ATOM * TURNED_ATOM_BYTES : LANDED_BYTES;
 constexpr int KEYS_OFFSET = CONSUMERS * QUERY_BYTES;
 constexpr int VALUES_OFFSET = KEYS_OFFSET + STAGES * KEY_BYTES;
-constexpr int MASKS_OFFSET = VALUES_OFFSET + STAGES * VALUE_BYTES;
+constexpr int LANDED_OFFSET = VALUES_OFFSET + STAGES * VALUE_BYTES;
+constexpr int MASKS_OFFSET = LANDED_OFFSET + LANDED_STAGES * LANDED_BYTES;
 constexpr int SHARES_OFFSET = MASKS_OFFSET + STAGES * MASK_BYTES;
 constexpr int BARRIERS_OFFSET = SHARES_OFFSET + (SPLITS - 1) * SHARE_BYTES;
 constexpr int KEYS_FULL = BARRIERS_OFFSET;
@@ -59,10 +67,14 @@ constexpr int VALUES_FULL = KEYS_EMPTY + STAGES * 8;
 constexpr int VALUES_EMPTY = VALUES_FULL + STAGES * 8;
 constexpr int QUERY_FULL = VALUES_EMPTY + STAGES * 8;
 constexpr int QUERY_EMPTY = QUERY_FULL + CONSUMERS * 8;
+constexpr int LANDED_FULL = QUERY_EMPTY + CONSUMERS * 8;
+constexpr int LANDED_EMPTY = LANDED_FULL + LANDED_STAGES * 8;
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
+constexpr int TURNERS = 3;  // warps, of the producer's group
 
 static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
-constexpr int VERDICT = QUERY_EMPTY + CONSUMERS * 8;  // all consumers have noted what is to be looked at again
+static_assert(TURNED == (LANDED_STAGES > 0) && (!TURNED || BLOCK_N % ATOM == 0), "whole atoms of keys are turned");
+constexpr int VERDICT = LANDED_EMPTY + LANDED_STAGES * 8;  // all consumers have noted what is to be looked at again
 constexpr int NOTED = VERDICT + 8;                    // a byte for each warp of the first tiles of a block
 constexpr int NOTED_TILES = LOOKS_AGAIN ? 64 : 0;
 using Shares = ClusterShares<SPLITS, SHARES_OFFSET, VERDICT>;
@@ -72,10 +84,11 @@ static_assert(SHARED_BYTES == VERDICT + (LOOKS_AGAIN ? 8 + NOTED_TILES * CONSUME
 static_assert(BLOCK_N % 16 == 0 && BLOCK_N <= 256 && HEAD % 8 == 0 && VALUE_HEAD % 8 == 0, "one wgmma and one box");
 
 // 65,536 registers: 128 * 32 + 3 * 128 * 160, or 128 * 40 + 2 * 128 * 232, or two blocks of 128 * 24 + 128 * 232. One
-// block of one group has 255 a thread.
+// block of one group has 255 a thread. Who turns values has 16 of them, and as much beside: 128 * 56 + 3 * 128 * 152, or
+// 128 * 56 + 2 * 128 * 224.
 constexpr bool GIVE_REGISTERS = CONSUMERS > 1 || RESIDENTS > 1;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? 40 : 24;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
+constexpr int PRODUCER_REGISTERS = TURNED ? 56 : CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = (CONSUMERS == 3 ? 160 : 232) - (TURNED ? 8 : 0);
 static_assert(RESIDENTS == 1 || (RESIDENTS == 2 && CONSUMERS == 1), "registers");
 
 struct Maps {
@@ -98,12 +111,13 @@ constexpr unsigned long long VALUES_DESCRIPTOR = descriptor(BLOCK_N * ROW_BYTES,
 
 // ---- which tile
 
+template <int LENGTH>
 struct RingPosition {
   int stage = 0;
   int parity = 0;
 
   __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (++stage == LENGTH) stage = 0, parity ^= 1;
   }
 };
 
@@ -186,7 +200,8 @@ struct Producer {
   const OnnxfuseArguments& args;
   const Maps& maps;
   unsigned shared;
-  RingPosition keys, values;
+  RingPosition<STAGES> keys;
+  RingPosition<TURNED ? LANDED_STAGES : STAGES> values;
   int query_parity = 0;
 
   // Which head of the keys, or of the values, serves one of the query: as many as share it follow each other.
@@ -229,10 +244,10 @@ struct Producer {
   __device__ __forceinline__ void load_values(const Place& place, int block) {
     const int batch = args.values_outer.batch_stride ? place.batch : 0;
     const int head = head_of(place, args.rhs[1], args.values_outer);
-    const unsigned full = shared + VALUES_FULL + values.stage * 8;
-    const unsigned target = shared + VALUES_OFFSET + values.stage * VALUE_BYTES;
-    barrier_wait(shared + VALUES_EMPTY + values.stage * 8, values.parity ^ 1);
-    barrier_arrive_expect(full, VALUE_BYTES);
+    const unsigned full = shared + (TURNED ? LANDED_FULL : VALUES_FULL) + values.stage * 8;
+    const unsigned target = shared + (TURNED ? LANDED_OFFSET : VALUES_OFFSET) + values.stage * LANDED_BYTES;
+    barrier_wait(shared + (TURNED ? LANDED_EMPTY : VALUES_EMPTY) + values.stage * 8, values.parity ^ 1);
+    barrier_arrive_expect(full, LANDED_BYTES);
 #pragma unroll
     for (int atom = 0; atom < VALUE_ATOMS; ++atom) {
       load_box(target + atom * BLOCK_N * ROW_BYTES, maps.values, full, atom * ATOM, block * BLOCK_N, head, batch);
@@ -303,6 +318,66 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   for_each_tile(args, memory, load, [&] { barrier_wait(shared + VERDICT, 0); });
 }
 
+// ---- values of 32 bits, turned
+
+// A warp that turns values: of a block of keys every so manieth unit, half of an atom of keys by an atom of columns.
+//
+// A lane has four keys of four columns, 16 bytes of four rows, and writes 16 bytes of four others. Eight lanes read
+// neighbouring columns, each of other keys, so that neither the rows read nor those written meet in a bank. In wgmma's
+// fragment of probabilities a thread's two neighbours lie four apart along the depth: every second key is in a chunk.
+struct Turner {
+  unsigned shared;
+  RingPosition<LANDED_STAGES> landed;
+  RingPosition<STAGES> values;
+
+  static __device__ __forceinline__ void turn(unsigned source, unsigned target, int unit) {
+    const int keys = unit / 2 / VALUE_ATOMS, columns = unit / 2 % VALUE_ATOMS, column = lane() % 8;
+    const int own = (column & 4) | (column >> 1 & 1) | (column & 1) << 1;  // bits 0 and 1 change places
+    const int chunk = own ^ (lane() / 8 + unit % 2 * 4);
+    const unsigned from = source + columns * (BLOCK_N * ROW_BYTES) + keys * (ATOM * ROW_BYTES);
+    unsigned rows[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int key = chunk / 2 * 8 + chunk % 2 + 2 * i;
+      load_words(rows[i], from + key * ROW_BYTES + (column ^ key % 8) * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = columns * ATOM + column * 4 + i;
+      const unsigned to = target + keys * TURNED_ATOM_BYTES + row * ROW_BYTES + (chunk ^ row % 8) * 16;
+      if (row < VALUE_HEAD) store_shared(to, {{rows[0][i], rows[1][i], rows[2][i], rows[3][i]}});
+    }
+  }
+
+  __device__ __forceinline__ void turn_block() {
+    constexpr int UNITS = 2 * VALUE_ATOMS * (BLOCK_N / ATOM);
+    const unsigned source = shared + LANDED_OFFSET + landed.stage * LANDED_BYTES;
+    const unsigned target = shared + VALUES_OFFSET + values.stage * VALUE_BYTES;
+    barrier_wait(shared + VALUES_EMPTY + values.stage * 8, values.parity ^ 1);
+    barrier_wait(shared + LANDED_FULL + landed.stage * 8, landed.parity);
+#pragma unroll 1
+    for (int unit = threadIdx.x / WARP_SIZE % 4 - 1; unit < UNITS; unit += TURNERS) turn(source, target, unit);
+    shared_to_tma_fence();
+    __syncwarp();
+    if (lane() == 0) {
+      barrier_arrive(shared + VALUES_FULL + values.stage * 8);
+      barrier_arrive(shared + LANDED_EMPTY + landed.stage * 8);
+    }
+    landed.next();
+    values.next();
+  }
+};
+
+__device__ __forceinline__ void turn_values(const OnnxfuseArguments& args, const unsigned char* memory,
+                                            unsigned shared) {
+  Turner turner = {shared};
+  const auto turn = [&](const Place&, const Blocks& blocks, int) {
+#pragma unroll 1
+    for (int block = blocks.first; block < blocks.end; ++block) turner.turn_block();
+  };
+  for_each_tile(args, memory, turn, [&] { barrier_wait(shared + VERDICT, 0); });
+}
+
 // ---- consumers
 
 // This warp has read what lies behind the barrier.
@@ -326,11 +401,13 @@ __device__ __forceinline__ void start_scores(float (&scores)[SCORES], unsigned q
 
 __device__ __forceinline__ void start_sums(float (&sums)[SUMS], const unsigned (&probabilities)[WORDS],
                                            unsigned values, int accumulate) {
-  const unsigned long long rhs = VALUES_DESCRIPTOR | descriptor_address(values);
+  const unsigned long long rhs = (TURNED ? ROWS_DESCRIPTOR : VALUES_DESCRIPTOR) | descriptor_address(values);
   multiply_fence();
 #pragma unroll
   for (int step = 0; step < BLOCK_N / STEP; ++step) {
-    multiply_values(sums, probabilities + 4 * step, rhs + step * (STEP * ROW_BYTES / 16), accumulate | step);
+    const int bytes = TURNED ? step * STEP / ATOM * TURNED_ATOM_BYTES + step * STEP % ATOM * int(sizeof(Element))
+                             : step * STEP * ROW_BYTES;
+    multiply_values(sums, probabilities + 4 * step, rhs + bytes / 16, accumulate | step);
   }
   multiply_commit();
 }
@@ -409,7 +486,7 @@ struct Consumer {
   unsigned char* memory;
   unsigned shared;
   int group;
-  RingPosition keys, values;
+  RingPosition<STAGES> keys, values;
   bool is_again = false;  // tiles are looked at for the second time
   Shares shares = {memory, shared};
 
@@ -568,13 +645,18 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
   for (int stage = 0; stage < STAGES; ++stage) {
     barrier_init(shared + KEYS_FULL + stage * 8, 1);
     barrier_init(shared + KEYS_EMPTY + stage * 8, CONSUMER_WARPS);
-    barrier_init(shared + VALUES_FULL + stage * 8, 1);
+    barrier_init(shared + VALUES_FULL + stage * 8, TURNED ? TURNERS : 1);
     barrier_init(shared + VALUES_EMPTY + stage * 8, CONSUMER_WARPS);
   }
 #pragma unroll
   for (int group = 0; group < CONSUMERS; ++group) {
     barrier_init(shared + QUERY_FULL + group * 8, 1);
     barrier_init(shared + QUERY_EMPTY + group * 8, WARP_GROUP / WARP_SIZE);
+  }
+#pragma unroll
+  for (int stage = 0; stage < LANDED_STAGES; ++stage) {
+    barrier_init(shared + LANDED_FULL + stage * 8, 1);
+    barrier_init(shared + LANDED_EMPTY + stage * 8, TURNERS);
   }
   if constexpr (LOOKS_AGAIN) barrier_init(shared + VERDICT, CONSUMER_WARPS);
   if constexpr (SPLITS > 1) Shares::init_barriers(shared);
@@ -607,6 +689,9 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   if (group == CONSUMERS) {
     if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, onnxfuse_shared, shared);
+    if constexpr (TURNED) {
+      if (threadIdx.x >= CONSUMERS * WARP_GROUP + WARP_SIZE) turn_values(args, onnxfuse_shared, shared);
+    }
   } else {
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(args, onnxfuse_shared, shared, group);

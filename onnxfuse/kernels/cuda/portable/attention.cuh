@@ -192,11 +192,8 @@ __device__ __forceinline__ void multiply_probabilities(float (&sums)[SUMS], cons
   if constexpr (IS_TF32) {
 #pragma unroll
     for (int key = 0; key < BLOCK_N; key += 8) {
-      const float* own = scores + key / 2;
-      unsigned lhs[4] = {__float_as_uint(own[0]), __float_as_uint(own[2]), __float_as_uint(own[1]),
-                         __float_as_uint(own[3])};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) round_to_tf32(lhs[i]);
+      unsigned lhs[4];
+      round_probabilities(lhs, scores + key / 2);
       multiply_words(sums, lhs, values + key * VALUE_PITCH * 4);
     }
   } else {
