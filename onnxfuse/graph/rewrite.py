@@ -23,6 +23,7 @@ from onnxfuse.graph.left_of_opened import left_of_opened
 from onnxfuse.graph.load import OVERRIDING_IR_VERSION, put_in_order
 from onnxfuse.graph.op_names import OpNames
 from onnxfuse.graph.opened_ops import add_zeros, functions_and_openings
+from onnxfuse.graph.placed_slices import put_side_by_side
 from onnxfuse.graph.rounding_shapes import read_again, read_in_16_bits
 from onnxfuse.graph.scopes import graph_at
 from onnxfuse.graph.told_shape import ToldShape, expansion
@@ -79,6 +80,7 @@ def rewrite(
         read_again(graph, scope, lost - read_in_16_bits(scope.node), new_name)
         _store_constants(scope, graph, group)
         add_zeros(scope, left_of_opened(graph), new_name)
+        put_side_by_side(scope, graph, new_name)
     _add_kernels(proto, kernels_name, kernels, description)
     _declare_domain(proto)
     _transpose_weights(proto, weights)

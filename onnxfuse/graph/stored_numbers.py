@@ -24,6 +24,12 @@ def stored_numbers(graph: Graph, tensor: gs.Tensor) -> Array | None:
     return found if found.dtype.kind in KINDS else None
 
 
+def stored_integers(graph: Graph, tensor: gs.Tensor) -> list[int] | None:
+    """Integers that no run changes, flattened; None where there are none, or they cannot be read."""
+    found = _stored(graph, tensor)
+    return None if found is None or found.dtype.kind != "i" else [int(each) for each in found.ravel()]
+
+
 def _stored(graph: Graph, tensor: gs.Tensor) -> Array | None:
     maker = tensor.inputs[0] if tensor.inputs else None
     if maker is not None:
