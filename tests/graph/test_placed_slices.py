@@ -41,6 +41,28 @@ def scattered(places: list[int], why: str = "") -> tuple[ModelProto, dict[str, n
     return b.model(b("Relu", b("MatMul", made, weight))), given
 
 
+def by_grid(axis: int, places: list[int], every: str = "") -> tuple[ModelProto, dict[str, np.ndarray]]:
+    """As TorchScript writes it: a range along each axis, expanded to all of them and put beside each other."""
+    b, rng = Builder(FLOAT), np.random.default_rng(0)
+    shape = (3, SIZE, WIDTH)
+    grid = [len(places) if at == axis else size for at, size in enumerate(shape)]
+    data, x = b.input("data", shape), b.input("x", grid)
+    parts = []
+    for at, size in enumerate(grid):
+        own = list(range(size)) if at != axis else places
+        vector = b.array(own, integer=True)
+        if at == axis and every == "sliced":
+            vector = b("Slice", b.array(range(shape[axis]), integer=True), *map(b.integers, (0, 1 << 62, 0, 2)))
+        column = b("Reshape", vector, b.integers(size, *(1,) * (len(shape) - 1 - at)))
+        if every != "sliced" or at != axis:
+            column = b.array(np.array(own).reshape(size, *(1,) * (len(shape) - 1 - at)), integer=True)
+        parts.append(b("Unsqueeze", b("Expand", column, b.integers(*grid)), b.integers(-1)))
+    made = b("ScatterND", b("Sigmoid", data), b("Concat", *parts, axis=-1), b("Tanh", x))
+    weight = b.array(rng.standard_normal((WIDTH, WIDTH)))
+    given = {name: rng.standard_normal(dims).astype(np.float32) for name, dims in (("data", shape), ("x", grid))}
+    return b.model(b("Relu", b("MatMul", made, weight))), given
+
+
 def ops(model: ModelProto) -> set[str]:
     return {node.op_type for node in model.graph.node}
 
@@ -52,6 +74,25 @@ def test_the_same_slices_are_there(name: str) -> None:
     assert report.fused
     assert "ScatterND" not in ops(made)
     assert ("Gather" in ops(made)) == (name in ("every third", "backwards", "anywhere"))
+    np.testing.assert_array_equal(run(model, given)[0], run(made, given)[0])
+
+
+@pytest.mark.parametrize(
+    ("axis", "places", "every"),
+    [
+        (1, [*range(9, SIZE)], ""),
+        (2, [*range(0, WIDTH, 2)], ""),
+        (2, [*range(0, WIDTH, 2)], "sliced"),
+        (0, [2, 0], ""),
+        (1, [*range(SIZE)], ""),
+    ],
+)
+def test_places_of_every_element_are_those_along_an_axis(axis: int, places: list[int], every: str) -> None:
+    """And what made them is gone."""
+    model, given = by_grid(axis, places, every)
+    made, report = onnxfuse.optimize(model, arch="sm_90a")
+    assert report.fused
+    assert not ops(made) & {"ScatterND", "Expand", "Unsqueeze"}
     np.testing.assert_array_equal(run(model, given)[0], run(made, given)[0])
 
 
