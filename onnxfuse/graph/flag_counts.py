@@ -48,7 +48,7 @@ def _counts(graph: GraphProto) -> Iterator[tuple[NodeProto, NodeProto, list[Node
 
 
 def _zeros(graph: GraphProto) -> frozenset[str]:
-    """Values of one element that no run changes, which is zero."""
+    """Zeros that no run changes, without a dimension: compared with one, a count keeps its own."""
     given = {value.name for value in graph.input}
     stored = {each.name: each for each in graph.initializer if each.name not in given}
     constants = (node for node in graph.node if node.op_type == "Constant")
@@ -57,7 +57,7 @@ def _zeros(graph: GraphProto) -> frozenset[str]:
 
 
 def _is_zero(tensor: TensorProto) -> bool:
-    if list(tensor.dims) not in ([], [1]) or tensor.data_type not in _INTEGERS or tensor.external_data:
+    if tensor.dims or tensor.data_type not in _INTEGERS or tensor.external_data:
         return False
     return not numpy_helper.to_array(tensor).any()
 

@@ -57,14 +57,14 @@ def test_flags_are_as_they_were(count: str, test: str, integer: int, axes: tuple
         np.testing.assert_array_equal(run(model, {"x": x})[0], run(edited, {"x": x})[0])
 
 
-@pytest.mark.parametrize("why", ["count", "flags", "one", "numbers", "axes"])
+@pytest.mark.parametrize("why", ["count", "flags", "one", "numbers", "axes", "vector"])
 def test_what_is_no_flag_stays(why: str) -> None:
-    """A count that something else reads, numbers that are added, and the axes that an operator set has otherwise."""
+    """What else reads a count, numbers that are added, a zero that adds a dimension, axes that ReduceSum has not so."""
     b = Builder(FLOAT)
     flags, number = counted(b, "ReduceMax" if why == "axes" else "ReduceSum", INT64, None)
     if why == "numbers":
         number = b("ReduceSum", b("Cast", b("Abs", "x"), to=INT64), keepdims=0)
-    flag = b("Greater", number, b.raw(np.array(int(why == "one")), "bound"))
+    flag = b("Greater", number, b.raw(np.array([0] if why == "vector" else int(why == "one")), "bound"))
     outs = [clipped(b, flag)]
     if why in ("count", "flags"):
         outs.append(b("Cast", {"count": number, "flags": flags}[why], to=FLOAT))
