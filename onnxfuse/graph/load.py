@@ -76,6 +76,9 @@ def load_model(source: str | Path | ModelProto) -> Model:
 
 
 OWN_DOMAINS = frozenset({"com.microsoft", "com.microsoft.nchwc"})
+MOST_BYTES = 2**31 - 1  # of a message that protobuf reads; it writes larger ones
+_TOO_LARGE = "over 2 GiB, which protobuf does not read; save it with its weights beside it (save_as_external_data=True)"
+_UNREADABLE = "not an ONNX model, or the file is truncated"
 _ORT_FORMAT = slice(4, 8)  # where a flat buffer says what it is
 
 
@@ -94,7 +97,7 @@ def _parse(path: Path) -> ModelProto:
     try:
         proto.ParseFromString(data)
     except DecodeError:
-        raise ModelError(f"{path}: not an ONNX model, or the file is truncated") from None
+        raise ModelError(f"{path}: {_TOO_LARGE if len(data) > MOST_BYTES else _UNREADABLE}") from None
     return proto
 
 

@@ -13,6 +13,7 @@ from onnx import helper
 
 from onnxfuse.device import resolve
 from onnxfuse.errors import ModelError
+from onnxfuse.graph import load
 from onnxfuse.graph.graph import Graph, load_model
 from onnxfuse.graph.scopes import skeleton_of
 from onnxfuse.pipeline import analyse_model
@@ -113,6 +114,18 @@ def test_every_truncation_of_a_model_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ModelError):
             Graph(load_model(path))
+
+
+@pytest.mark.parametrize("most", [10, 1 << 20])
+def test_a_file_that_protobuf_cannot_read_for_its_size_says_so(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes larger messages than it reads."""
+    monkeypatch.setattr(load, "MOST_BYTES", most)
+    path = tmp_path / "large.onnx"
+    path.write_bytes(small().SerializeToString()[:-1])
+    with pytest.raises(ModelError, match="over 2 GiB.*save_as_external_data" if most == 10 else "truncated"):
+        load_model(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
