@@ -21,7 +21,7 @@ from tests.tools.sweep import rewritten
 
 WIDTH = 16
 BLOCK_NODES = 26
-SITES = 6  # of a block: gate, down projection, query, output projection, two normalisations
+SITES = 7  # of a block: gate, down projection, query, attention, output projection, two normalisations
 SECONDS = 6.0  # of one core for 2,000 nodes: a slow machine takes 4.3, and up to 8.7 while others share it
 GROWTH = 8  # times the nodes; a cost that is quadratic and counts at all shows up far beyond NOISE
 NOISE = 2.0  # times the linear cost that a measurement may take: other processes share the machine
