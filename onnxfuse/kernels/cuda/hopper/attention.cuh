@@ -18,9 +18,9 @@
 //                    products:      group 0  [q k, p v] max, exp   [q k, p v] ...
 //                                   group 1             [q k, p v]  max, exp  [q k, p v]
 //
-//   fp32             in TF32, whose operands wgmma reads with the depth contiguous alone: TMA rounds them, and three warps beside
-//                    the producer turn the values, [n, o] -> [o, n]:
-//                       TMA -> [landed 0][landed 1] -> rows of four keys, four lines of columns a lane -> [values 0] ...
+//   fp32             in TF32, whose operands wgmma reads with the depth contiguous alone: TMA rounds them, and three
+//                    warps beside the producer turn the values, [n, o] -> [o, n]:
+//                       TMA -> [landed 0][landed 1] -> 4 x 4 elements of a lane -> [values 0][values 1]
 //
 //   few rows         with SPLITS the blocks of a cluster share a tile of 16 rows, each a range of its keys: the first warp
 //                    of the others sends maxima, row sums and sums to that of the first one, which scales and adds them
@@ -320,7 +320,7 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
 
 // ---- values of 32 bits, turned
 
-// A warp that turns values: of a block of keys every so manieth unit, half of an atom of keys by an atom of columns.
+// A warp that turns values: of a block of keys every third unit, half of what an atom of keys by one of columns has.
 //
 // A lane has four keys of four columns, 16 bytes of four rows, and writes 16 bytes of four others. Eight lanes read
 // neighbouring columns, each of other keys, so that neither the rows read nor those written meet in a bank. In wgmma's
