@@ -6,6 +6,7 @@ less than ONNX's inference adds nothing; where it knows a dimension, its symbol 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -253,14 +254,23 @@ def _constant_of_shape(known: Known) -> list[Shape | None]:
 
 
 def _range(known: Known) -> list[Shape | None]:
-    if any(value is None or value.size != 1 for value in known.values):
+    values = [value for value in known.values if value is not None and value.size == 1]
+    if len(values) < len(known.values):
         return [None]
-    entries = (value.item() for value in known.values if value is not None)
+    entries = (value.item() for value in values)
     start, limit, step = (int(entry) if isinstance(entry, float) and entry.is_integer() else entry for entry in entries)
     if isinstance(start, int) and isinstance(limit, int) and isinstance(step, int) and step:
         return [(len(range(start, limit, step)),)]
+    if all(isinstance(entry, int | float) for entry in (start, limit, step)):
+        return [(_counted(*(value.ravel()[0] for value in values)),)]
     count = symbolic.rest(limit, start) if step == 1 else None
     return [(count if symbolic.is_never_negative(count) else symbolic.function("range", start, limit, step),)]
+
+
+def _counted(start: Any, limit: Any, step: Any) -> Size:
+    """How many numbers there are, as ONNX Runtime counts: the difference in their own type, and its steps in fp64."""
+    steps = float(limit - start) / float(step) if step else math.inf
+    return max(math.ceil(steps), 0) if math.isfinite(steps) else None
 
 
 def _indices(known: Known) -> list[Shape | None]:
