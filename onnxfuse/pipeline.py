@@ -18,6 +18,7 @@ from onnxfuse.graph.op_names import POOL_SIZE, named
 from onnxfuse.graph.padded_rows import PaddedRows
 from onnxfuse.graph.rewrite import rewrite
 from onnxfuse.graph.scopes import count_nodes, skeleton_of
+from onnxfuse.graph.single_batch import batches_of_one
 from onnxfuse.graph.transposed_data import put_in_order
 from onnxfuse.graph.weight_readers import block_weights, product_weights
 from onnxfuse.lowering.compile_kernels import compile_implementations
@@ -95,6 +96,8 @@ def analyse_model(
         raise SettingError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDING_MODES)}")
     model = source if isinstance(source, Model) else load_model(source)
     graphs = all_graphs(model)
+    ones = batches_of_one(graphs[0])
+    graphs = all_graphs(model, ones=ones) if ones else graphs
     planner = Planner(tuple(devices), fp32 == "exact", rounding == "onnx", frozenset(), attention)
     find = functools.partial(_find_sites, model, planner, keep_weights)
     sites, skipped = _selected(*find(graphs), selection)
@@ -102,7 +105,7 @@ def analyse_model(
         (site.graph, (*site.match.shared, *site.match.nodes, *site.match.told)) for site in sites
     )
     if reached != graphs[0].scope.inlined:  # functions that no fusion reaches into stay functions
-        graphs = all_graphs(model, reached, graphs[0].scope.branches)
+        graphs = all_graphs(model, reached, graphs[0].scope.branches, ones)
         sites, _ = _selected(*find(graphs), selection)
     return _settled(Analysis(model, tuple(devices), graphs, sites, skipped))
 

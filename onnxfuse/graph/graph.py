@@ -179,7 +179,10 @@ def _rounds(maker: gs.Node) -> bool:
 
 
 def all_graphs(
-    model: Model, functions: Collection[FunctionKey] | None = None, branches: Sequence[Choice] = ()
+    model: Model,
+    functions: Collection[FunctionKey] | None = None,
+    branches: Sequence[Choice] = (),
+    ones: frozenset[str] = frozenset(),
 ) -> tuple[Graph, ...]:
     """The facts of every scope of a model, the main graph's first, with all branches taken that every run takes.
 
@@ -188,11 +191,11 @@ def all_graphs(
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    scopes = all_scopes(model, functions, branches)
+    scopes = all_scopes(model, functions, branches, ones)
     main = Graph(model, scopes[0])
     choices = main.known_choices()
     if choices:
-        return all_graphs(model, functions, (*branches, *choices))
+        return all_graphs(model, functions, (*branches, *choices), ones)
     graphs = [main]
     places: dict[ScopePath, Graph] = {(): main}
     for scope in scopes[1:]:

@@ -17,6 +17,7 @@ from onnxfuse.errors import ModelError
 from onnxfuse.graph.graph import Graph
 from onnxfuse.graph.load import Model
 from onnxfuse.graph.named_sizes import canonical
+from onnxfuse.graph.single_batch import batches_of_one
 from onnxfuse.graph.symbolic import Size
 from onnxfuse.known_inputs import NOTHING, InputSizes
 
@@ -55,7 +56,7 @@ def input_sizes(model: Model) -> InputSizes:
     symbols = {dim.dim_param for value in model.proto.graph.input for dim in value.type.tensor_type.shape.dim}
     known = {canonical(symbol): symbol for symbol in symbols if symbol}
     inputs = {value.name for value in model.proto.graph.input}
-    fixed: dict[str, int] = {}
+    fixed = dict.fromkeys(batches_of_one(graph), 1)
     sums = {symbol: terms for symbol in symbols if (terms := _terms(symbol))}
     values: dict[str, tuple[tuple[str, ...], int]] = {}
     one_of: set[tuple[str, str]] = set()

@@ -43,6 +43,7 @@ class Scope:
         opsets: versions of the operator sets by domain.
         inlined: the functions that are inlined in the whole model.
         branches: the branches of the main graph that stand in the place of their nodes.
+        ones: names of the inputs' dimensions that are taken for one.
         origins: for nodes that come from functions, by name, those functions.
         fault: why nothing is known inside; empty where types are known.
     """
@@ -58,6 +59,7 @@ class Scope:
     opsets: Mapping[str, int]
     inlined: frozenset[FunctionKey]
     branches: tuple[Choice, ...]
+    ones: frozenset[str]
     origins: Mapping[str, frozenset[FunctionKey]]
     fault: str = ""
 
@@ -123,11 +125,14 @@ def main_scope(model: Model) -> Scope:
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    return _main_scope(model, None, ())
+    return _main_scope(model, None, (), frozenset())
 
 
 def all_scopes(
-    model: Model, functions: Collection[FunctionKey] | None = None, branches: Sequence[Choice] = ()
+    model: Model,
+    functions: Collection[FunctionKey] | None = None,
+    branches: Sequence[Choice] = (),
+    ones: frozenset[str] = frozenset(),
 ) -> tuple[Scope, ...]:
     """Every scope in which a fused node may stand, outer ones before those inside them.
 
@@ -137,11 +142,12 @@ def all_scopes(
         model: the model.
         functions: which functions to inline; by default all that can be.
         branches: which of them to put in the place of their nodes.
+        ones: names of the inputs' dimensions to take for one.
 
     Raises:
         ModelError: invalid; the message names the fault.
     """
-    main = _main_scope(model, functions, branches)
+    main = _main_scope(model, functions, branches, ones)
     closed = (
         replace(main, label=function.name, nodes=tuple(function.node), fault=fault)
         for function in functions_of(model.proto).values()
@@ -163,8 +169,11 @@ def count_nodes(proto: ModelProto) -> int:
     return sum(1 for nodes in (proto.graph.node, *functions) for _ in walk(nodes))
 
 
-def _main_scope(model: Model, inlined: Collection[FunctionKey] | None, branches: Sequence[Choice]) -> Scope:
+def _main_scope(
+    model: Model, inlined: Collection[FunctionKey] | None, branches: Sequence[Choice], ones: frozenset[str]
+) -> Scope:
     skeleton = skeleton_of(model.proto)
+    _fix_sizes(skeleton.graph, ones)
     take_branches(skeleton, branches)
     chosen = {
         key: function
@@ -180,8 +189,16 @@ def _main_scope(model: Model, inlined: Collection[FunctionKey] | None, branches:
     inferred = _infer(skeleton, model.label)
     stored = frozenset(tensor.name for tensor in model.proto.graph.initializer)
     opsets, none = versions(inferred.opset_import), frozenset[str]()
-    empty = Scope((), "", (), {}, {}, stored, none, none, opsets, frozenset(chosen), tuple(branches), origins)
+    empty = Scope((), "", (), {}, {}, stored, none, none, opsets, frozenset(chosen), tuple(branches), ones, origins)
     return _scope(empty, inferred.graph)
+
+
+def _fix_sizes(graph: GraphProto, ones: frozenset[str]) -> None:
+    """Give the named dimensions of a graph's inputs, outputs and values their size, in place."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in ones:
+                dim.dim_value = 1
 
 
 def _infer(skeleton: ModelProto, label: str) -> ModelProto:
