@@ -157,8 +157,8 @@ def _views_before(graph: Graph, tensor: gs.Tensor, computed: Collection[str]) ->
 
 def _undoes_a_scatter(node: gs.Node) -> bool:
     """Whether a Transpose puts columns behind rows again that were scattered along the first axis."""
-    makers = node.inputs[0].inputs if node.op == "Transpose" else []
-    return any(maker.op == "ScatterND" for maker in makers)
+    moves = node.op == "Transpose" and node.attrs.get("perm", [1])[0] != 0
+    return moves and any(maker.op == "ScatterND" for maker in node.inputs[0].inputs)
 
 
 def _computes(graph: Graph, node: gs.Node) -> bool:

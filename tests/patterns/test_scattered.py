@@ -154,3 +154,15 @@ def test_columns_that_were_scattered_are_read_behind_rows() -> None:
     sites = analysed(model).sites
     assert any("rotary" in site.fusion.features for site in sites)
     assert scattered not in {tensor.name for site in sites for tensor in site.fusion.inputs}
+
+
+def test_keys_of_which_some_were_scattered_are_read_before_their_transpose() -> None:
+    """A range of their rows, as CogView assigns; what turns them for the product is no way back from columns first."""
+    b = Builder(FLOAT16, opset=18)
+    q, k, v = (b.input(name, (BATCH, HEADS, ROWS, HEAD)) for name in "qkv")
+    some = b("Slice", k, *map(b.integers, (0, 1, 0)))
+    keys = b("ScatterND", b("Tanh", k), b.array([[0]], integer=True), b("Tanh", some))
+    scores = b("MatMul", q, b("Transpose", keys, perm=[0, 1, 3, 2]))
+    model = b.model(b("MatMul", b("Softmax", scores, axis=-1), v))
+    (site,) = analyse_model(model, resolve("sm_90a", list)).sites
+    assert keys in {tensor.name for tensor in site.fusion.inputs}
