@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -363,3 +364,65 @@ def test_every_tile_of_fp32_has_its_registers(head: int, diagonal: Diagonal | No
         image = compile_source(emit(spec, tile), device)
         assert image.spill_bytes == 0, tile
         assert "(C75" not in image.log, tile
+
+
+DIAGONALS = [
+    Diagonal(0, False, -np.inf),
+    Diagonal(2, True, -np.inf),
+    Diagonal(0, False, -65504.0),
+    Diagonal(0, True, -np.inf, first=-70),
+    Diagonal(30, False, -65504.0, first=-40),
+]
+
+
+def causal_problem(spec: AttentionSpec, size: AttentionSize) -> AttentionProblem:
+    """Scores behind the diagonal are filled, and three rows throughout."""
+    problem = make_attention(spec, size)
+    diagonal = spec.diagonal
+    assert diagonal is not None
+    distance = np.arange(size.keys) - np.arange(size.rows)[:, None]
+    distance -= size.keys - size.rows if diagonal.from_end else 0
+    behind = (distance > diagonal.offset) | (distance < (-np.inf if diagonal.first is None else diagonal.first))
+    behind[[0, 40, size.rows - 1]] = True
+    problem.loads[0][...] = np.where(behind, diagonal.fill, problem.loads[0].clip(-8, 8))
+    return problem
+
+
+def check_nothing_behind_is_read(problem: AttentionProblem, again: Callable[[], None], block: int) -> None:
+    """Values behind every row's diagonal, from the next block of keys on, may be anything; then rows are as before."""
+    before = problem.out.copy()
+    problem.values[:, :, -(-problem.size.rows // block) * block :] = np.nan
+    again()
+    np.testing.assert_array_equal(problem.out, before)
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize(("dtype", "landed"), [(F16, 0), (F32, 2)], ids=["f16", "f32"])
+@pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
+def test_blocks_behind_the_diagonal_are_left_out(diagonal: Diagonal, dtype: DType, landed: int, tmp_path: Path) -> None:
+    """Rows that are masked throughout by finite numbers are means of all values, or of as many as count."""
+    out_width = 16 // dtype.bytes
+    spec = AttentionSpec(dtype, 32, 32, ONE_MASK, MASKED, "t1", out_width=out_width, diagonal=diagonal)
+    tile = AttentionTile(2, 32, landed=landed)
+    library = build_library(host_source(emit(spec, tile)), tmp_path, "-DEMULATED_BLOCKS=1")
+    problem = causal_problem(spec, AttentionSize(1, 2, 300, 360, masks=((1, 1, 300, 360),)))
+    eager = launch(library, problem, tile, 2, lazy=False)
+    np.testing.assert_array_equal(eager.view(np.uint16), launch(library, problem, tile, 3, lazy=True).view(np.uint16))
+    check_numbers(problem, eager, rows_of_nothing=np.isinf(diagonal.fill))
+    if np.isinf(diagonal.fill) and not diagonal.from_end:
+        check_nothing_behind_is_read(
+            problem, lambda: problem.out.__setitem__(..., launch(library, problem, tile, 2, False)), 128
+        )
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("diagonal", DIAGONALS, ids=str)
+def test_the_portable_kernel_leaves_them_out_too(diagonal: Diagonal, tmp_path: Path) -> None:
+    spec = AttentionSpec(F32, 16, 16, (Access("tile", F32, 4),), MASKED, "t1", out_width=4, diagonal=diagonal)
+    tile = PortableAttentionTile(2, 16)
+    library = build_portable(spec, tile, tmp_path)
+    problem = causal_problem(spec, AttentionSize(1, 2, 90, 120, masks=((1, 1, 90, 120),)))
+    launch_portable(library, problem, tile, lazy=True)
+    check_numbers(problem, problem.out.copy(), rows_of_nothing=np.isinf(diagonal.fill))
+    if np.isinf(diagonal.fill) and not diagonal.from_end:
+        check_nothing_behind_is_read(problem, lambda: launch_portable(library, problem, tile, lazy=False), 32)
