@@ -8,7 +8,7 @@ count is a sum in fp32: ones add up to zero where there are none, and only there
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
@@ -23,8 +23,11 @@ _TYPE = "to"
 
 def count_in_fp32(graph: GraphProto) -> None:
     """Edit the counts of the main graph in place that are compared with zero and nothing else."""
+    found = list(_counts(graph))
+    if not found:  # a model of any size would be copied for nothing
+        return
     compared, integers = set[str](), set[str]()
-    for cast, count, tests in list(_counts(graph)):
+    for cast, count, tests in found:
         compared.update(name for node in tests for name in node.input[1:])
         integers.update((*cast.output, *count.output))
         _edit(cast, count, tests)
@@ -34,12 +37,18 @@ def count_in_fp32(graph: GraphProto) -> None:
 
 def _counts(graph: GraphProto) -> Iterator[tuple[NodeProto, NodeProto, list[NodeProto]]]:
     """What makes integers of flags and nothing else reads, what counts them, and what asks for zero alone."""
+    sums = list(filter(_is_sum_or_so, graph.node))
+    if not sums:
+        return
     makers = {name: node for node in graph.node for name in node.output}
-    uses = Counter(value.name for value in graph.output)
-    uses.update(name for node in graph.node for name in reads(node))
+    uses, readers = Counter(value.name for value in graph.output), defaultdict[str, list[NodeProto]](list)
+    for node in graph.node:
+        uses.update(reads(node))
+        for name in node.input:
+            readers[name].append(node)
     zeros = _zeros(graph)
-    for count in filter(_is_sum_or_so, graph.node):
-        tests = [node for node in graph.node if count.output[0] in node.input and _is_test(node, zeros)]
+    for count in sums:
+        tests = [node for node in readers[count.output[0]] if _is_test(node, zeros)]
         cast = makers.get(count.input[0])
         flags = makers.get(cast.input[0]) if cast is not None and _casts(cast, _INTEGERS) else None
         alone = uses[count.input[0]] == 1 and uses[count.output[0]] == len(tests) > 0

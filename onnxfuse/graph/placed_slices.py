@@ -53,10 +53,10 @@ def put_side_by_side(scope: GraphProto, graph: Graph, new_name: NewName) -> None
         new_name: makes a name that is not taken.
     """
     found = ((node, places_of(node, graph)) for node in scope.node if node.op_type == "ScatterND")
-    placed = {node.output[0]: places for node, places in found if places is not None}
+    placed = {_made(node): places for node, places in found if places is not None}
     if not placed:
         return
-    indices = [node.input[1] for node in scope.node if node.output and node.output[0] in placed]
+    indices = [node.input[1] for node in scope.node if _made(node) in placed]
     nodes = [each for node in scope.node for each in _instead(node, placed.get(_made(node)), new_name)]
     del scope.node[:]
     scope.node.extend(nodes)

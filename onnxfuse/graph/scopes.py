@@ -43,7 +43,6 @@ class Scope:
         opsets: versions of the operator sets by domain.
         inlined: the functions that are inlined in the whole model.
         branches: the branches of the main graph that stand in the place of their nodes.
-        ones: names of the inputs' dimensions that are taken for one.
         origins: for nodes that come from functions, by name, those functions.
         fault: why nothing is known inside; empty where types are known.
     """
@@ -59,7 +58,6 @@ class Scope:
     opsets: Mapping[str, int]
     inlined: frozenset[FunctionKey]
     branches: tuple[Choice, ...]
-    ones: frozenset[str]
     origins: Mapping[str, frozenset[FunctionKey]]
     fault: str = ""
 
@@ -189,7 +187,7 @@ def _main_scope(
     inferred = _infer(skeleton, model.label)
     stored = frozenset(tensor.name for tensor in model.proto.graph.initializer)
     opsets, none = versions(inferred.opset_import), frozenset[str]()
-    empty = Scope((), "", (), {}, {}, stored, none, none, opsets, frozenset(chosen), tuple(branches), ones, origins)
+    empty = Scope((), "", (), {}, {}, stored, none, none, opsets, frozenset(chosen), tuple(branches), origins)
     return _scope(empty, inferred.graph)
 
 
