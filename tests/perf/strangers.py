@@ -179,6 +179,8 @@ def main() -> None:
                 later.append(ready)
             else:
                 rows += row
+                ready.original.unlink()
+                ready.fused.unlink()
         for ready in later:
             rows += _measured(ready, shapes[ready.name], options.seed, is_alone=True) or []
     print(summary(rows))
@@ -196,8 +198,6 @@ def _measured(ready: Ready, shapes: Shapes, seed: int, is_alone: bool = False) -
         return []
     if row is None:
         return None
-    ready.original.unlink()
-    ready.fused.unlink()
     times = f"stock {row['stock_us']:.1f} us, fused {row['fused_us']:.1f} us, {row['ratio']:.3f}x"
     print(f"{ready.name}: {times}, launches {row['launches']}, apart {row['apart']:.2g}", flush=True)
     return [row]
