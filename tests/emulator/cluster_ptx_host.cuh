@@ -70,5 +70,6 @@ inline void store_peer(unsigned peer, float4 values, unsigned barrier) { store_l
 inline void store_peer(unsigned peer, float2 values, unsigned barrier) { store_later(peer, values, barrier); }
 
 inline void pin(float&) {}
+inline void pin(int&) {}
 
 }  // namespace onnxfuse

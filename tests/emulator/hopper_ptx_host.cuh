@@ -18,6 +18,7 @@ struct HostMap {
 inline const HostMap& host_map(const TensorMap& map) { return *reinterpret_cast<const HostMap*>(map.opaque[0]); }
 
 inline void barrier_arrive_copied(unsigned barrier) { update(host_barrier(barrier), 2, 0); }
+inline bool is_elected() { return threadIdx.x % 32 == 0; }
 
 // ---- TMA
 

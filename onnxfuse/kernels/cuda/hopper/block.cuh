@@ -19,13 +19,14 @@ __device__ __forceinline__ void await_cluster(unsigned shared, RingPosition ring
   if constexpr (SENDS_OFTEN) barrier_wait(shared + SUMS_READ_OFFSET, sums_parity);
 }
 
-__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank) {
+__device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, unsigned shared, int rank,
+                                        OutTile tile) {
   const TileScheduler scheduler(args);
   const int of_whole = steps_of(args, 1), of_split = steps_of(args, SPLITS);
   RingPosition ring;
   int sums_parity = 0;
   for (int number = scheduler.first; number < scheduler.tiles; number += scheduler.clusters) {
-    const OutTile tile = scheduler.at(number, rank);
+    if (number != scheduler.first) tile = scheduler.at(number, rank);
     const int steps = scheduler.is_split(number) ? of_split : of_whole;
     const int first_step = scheduler.is_split(number) ? rank * steps : 0;
     const int filled = min(steps, STAGES) - 1;
@@ -98,18 +99,27 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
   }
 }
 
-// The producers, a warp each.
+__device__ __forceinline__ OutTile of_first_lane(const OutTile& tile) {
+  return {__shfl_sync(0xffffffff, tile.batch, 0), __shfl_sync(0xffffffff, tile.row, 0),
+          __shfl_sync(0xffffffff, tile.column, 0), 0};
+}
+
+// The producers, a warp each, of which the first one is asked for by itself: else ptxas reads the way of each from a table,
+// and the first loads would wait for it.
 __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
-                                      unsigned shared, int rank) {
+                                      unsigned shared, int rank, const OutTile& first) {
+  if (__shfl_sync(0xffffffff, threadIdx.x < PRODUCER_THREAD + WARP_SIZE, 0)) {
+    const OutTile tile = of_first_lane(first);
+    if (is_elected()) produce(args, maps, shared, rank, tile);
+    return;
+  }
   const int warp = __shfl_sync(0xffffffff, threadIdx.x % WARP_GROUP / WARP_SIZE, 0);
-  if (warp == 0) {
-    if (threadIdx.x % WARP_SIZE == 0) produce(args, maps, shared, rank);
-  } else if (warp == 1) {
+  if (warp == 1) {
     produce_vectors(args, memory, shared, rank);
   } else if (PREPARES && warp == 3) {
     prepare(args, shared, rank);
   } else if constexpr (SERVED) {
-    if (threadIdx.x % WARP_SIZE == 0) serve_slabs(args, maps, shared, rank, first_served(warp - 2));
+    if (is_elected()) serve_slabs(args, maps, shared, rank, first_served(warp - 2));
   } else if constexpr (TILE_LOADS > 0) {
     produce_slabs(args, memory, shared, rank, warp - 2);
   }
@@ -339,15 +349,21 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, const Map
     count += TEAMS;
     if (PINGPONG) ring.skip(of_whole);
   }
-  if (TMA_STORED_OUTS > 0 && threadIdx.x % WARP_SIZE == 0) store_wait<0>();  // else the block's memory is gone
+  if (TMA_STORED_OUTS > 0 && is_elected()) store_wait<0>();  // else the block's memory is gone
 }
 
-__device__ __forceinline__ void init_barriers(unsigned shared) {
+// ---- before the block's barrier
+
+__device__ __forceinline__ void init_ring(unsigned shared) {
 #pragma unroll
   for (int stage = 0; stage < STAGES; ++stage) {
     barrier_init(shared + FULL_OFFSET + stage * 8, PREPARES ? 1 + 2 * WARP_SIZE : 1);
     barrier_init(shared + EMPTY_OFFSET + stage * 8, READERS);
   }
+  barrier_init_fence();
+}
+
+__device__ __forceinline__ void init_beside_ring(unsigned shared) {
 #pragma unroll
   for (int buffer = 0; buffer < VECTOR_BUFFERS; ++buffer) {
     barrier_init(shared + VECTORS_FULL_OFFSET + buffer * 8, WARP_SIZE);
@@ -368,6 +384,33 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
   barrier_init_fence();
 }
 
+// Where the first tile lies, which takes up to three divisions.
+__device__ __forceinline__ OutTile first_tile(const OnnxfuseArguments& args, int rank) {
+  const TileScheduler scheduler(args);
+  OutTile tile = scheduler.at(scheduler.first, rank);
+  pin(tile.batch), pin(tile.row), pin(tile.column);
+  return tile;
+}
+
+// What the block waits for, side by side in four warps, by one lane each: instructions of barriers and maps take uniform
+// registers, so that lanes would take turns. The first tile is the producer's.
+__device__ __forceinline__ OutTile prepare_block(const OnnxfuseArguments& args, const Maps& maps, unsigned shared,
+                                                 int rank) {
+  OutTile first = {};
+  if (threadIdx.x == PRODUCER_THREAD) {
+    first = first_tile(args, rank);
+  } else if (threadIdx.x == PRODUCER_THREAD + WARP_SIZE) {
+    init_ring(shared);
+  } else if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < MAPS; ++i) prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[i]);
+  } else if (threadIdx.x == WARP_SIZE) {
+    init_beside_ring(shared);
+  }
+  __syncwarp();
+  return first;
+}
+
 }  // namespace onnxfuse
 
 extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, 1) ONNXFUSE_CLUSTER
@@ -376,13 +419,8 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
   const unsigned shared = shared_address(onnxfuse_shared);
   const int rank = CLUSTER > 1 ? cluster_rank() : 0;
-  if (threadIdx.x == ALL_GROUPS * WARP_GROUP) {
-    init_barriers(shared);
-  } else if (threadIdx.x < sizeof(Maps) / sizeof(TensorMap)) {
-    prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
-  }
+  const OutTile first = prepare_block(args, maps, shared, rank);
   if constexpr (CLUSTER > 1) {
-    __syncwarp();
     cluster_meet();
   } else {
     __syncthreads();
@@ -395,7 +433,7 @@ onnxfuse_gemm(const __grid_constant__ OnnxfuseArguments args, const __grid_const
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == ALL_GROUPS) {
     if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-    serve(args, maps, onnxfuse_shared, shared, rank);
+    serve(args, maps, onnxfuse_shared, shared, rank, first);
   } else {
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();
     consume(args, maps, onnxfuse_shared, shared, rank, group);

@@ -59,6 +59,7 @@ struct Maps {
   TensorMap rhs[RHS_PIECES * PARTS];
   TensorMap outs[OUTS + IN_PLACE];
 };
+constexpr int MAPS = sizeof(Maps) / sizeof(TensorMap);
 
 // With SWAPPED the kernel's rows are the columns of the output: what the arguments call [m, n] it sees as [n, m].
 __device__ __forceinline__ int rows_of(const OnnxfuseArguments& args) { return SWAPPED ? args.n : args.m; }
@@ -303,16 +304,16 @@ __device__ __forceinline__ void store_runs(const TensorMap& map, const unsigned 
   const int first_row = row - row_run * outer.rows;
   if (Access::OUTER_ROWS && first_row + min(slab.rows, WARP_ROWS) > outer.rows) {
     copy_box<Access>(staged, tensor, outer, slab);
-  } else if (threadIdx.x % WARP_SIZE == 0) {
+  } else if (is_elected()) {
     store_box(map, shared_address(staged), column - column_run * outer.columns, first_row, column_run, row_run,
               slab.batch);
   }
 }
 
-// The staging areas of the other outputs -> global memory, by the warp's first thread where TMA can.
+// The staging areas of the other outputs -> global memory, by one of the warp's threads where TMA can.
 __device__ __forceinline__ void store_boxes(const unsigned char* staging, const OnnxfuseArguments& args,
                                             const Maps& maps, const Slab& slab, int buffer) {
-  const bool leader = threadIdx.x % WARP_SIZE == 0;
+  const bool leader = is_elected();
   static_for<0, OUTS>([&](auto number) {
     constexpr int NUMBER = decltype(number)::value;
     using Access = Out<NUMBER>;
@@ -506,7 +507,7 @@ __device__ __forceinline__ void run_epilogue(const float (&acc)[SUBTILES][ACCUMU
                                              int first_row, const EpilogueMemory& memory, int count) {
   const int warp = threadIdx.x % WARP_GROUP / WARP_SIZE;
   const int warp_row = first_row + warp * WARP_ROWS;
-  const bool leader = threadIdx.x % WARP_SIZE == 0;
+  const bool leader = is_elected();
   const Shifts shifts = shifts_of(args, tile);
 #pragma unroll
   for (int index = 0; index < SLABS; ++index) {

@@ -12,6 +12,7 @@ namespace onnxfuse {
 constexpr int TEAMS = PINGPONG ? 2 : 1;
 constexpr int TEAM_GROUPS = CONSUMERS / TEAMS;
 constexpr int ALL_GROUPS = CONSUMERS * K_GROUPS;          // that multiply; those of the first part of k run epilogues
+constexpr int PRODUCER_THREAD = ALL_GROUPS * WARP_GROUP;  // the first one behind them
 constexpr int SHARING = CLUSTER_M * CLUSTER_N;  // blocks that a stage is sent to
 constexpr int CLUSTER = SHARING * SPLITS;
 constexpr int VECTOR_BUFFERS = 4;                         // with 2, every tile would wait for the next one's vectors
@@ -159,17 +160,20 @@ struct TileScheduler {
   __device__ __forceinline__ bool is_split(int number) const { return SPLITS > 1 && (!LAST_WAVE_SPLIT || number >= whole); }
 
   __device__ __forceinline__ OutTile at(int number, int rank) const {
-    const int tile = LAST_WAVE_SPLIT && is_split(number) ? whole + (number - whole) / SPLITS : number;
-    const int batch = tile / (tiles_m * tiles_n);
-    const int in_batch = tile % (tiles_m * tiles_n);
-    const int group = in_batch / (GROUP_ROWS * tiles_n);
-    const int in_group = in_batch % (GROUP_ROWS * tiles_n);
-    const int height = min(tiles_m - group * GROUP_ROWS, GROUP_ROWS);
+    const unsigned tile = LAST_WAVE_SPLIT && is_split(number) ? whole + (number - whole) / SPLITS : number;
+    const unsigned of_batch = tiles_m * tiles_n, of_group = GROUP_ROWS * tiles_n;
+    const unsigned batch = tile < of_batch ? 0 : tile / of_batch;
+    const unsigned in_batch = tile - batch * of_batch;
+    const unsigned group = in_batch < of_group ? 0 : in_batch / of_group;
+    const unsigned in_group = in_batch - group * of_group;
+    const unsigned height = min(tiles_m - group * GROUP_ROWS, unsigned(GROUP_ROWS));
+    const unsigned right = height == GROUP_ROWS ? in_group / GROUP_ROWS : in_group / height;
     const ClusterPlace place(rank);
-    const int tile_m = (group * GROUP_ROWS + in_group % height) * CLUSTER_M + place.down;
-    const int tile_n = in_group / height * CLUSTER_N + place.right;
+    const int tile_m = (group * GROUP_ROWS + in_group - right * height) * CLUSTER_M + place.down;
+    const int tile_n = right * CLUSTER_N + place.right;
     const int row = tile_m * BLOCK_M, column = tile_n * TILE_COLUMNS;
-    return {batch, LAST_ROWS_FULL ? min(row, last_row) : row, LAST_COLUMNS_FULL ? min(column, last_column) : column, 0};
+    return {int(batch), LAST_ROWS_FULL ? min(row, last_row) : row,
+            LAST_COLUMNS_FULL ? min(column, last_column) : column, 0};
   }
 };
 
