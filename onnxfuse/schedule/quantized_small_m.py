@@ -64,7 +64,7 @@ SHAPES = (
     Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(8, 32, 8, 128, 2),
     Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3),
     Shape(1, 32, 8, 128, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
-    Shape(1, 32, 8, 128, 4, kept=True), Shape(4, 32, 8, 128, 4, kept=True), Shape(8, 32, 8, 128, 4, kept=True),
+    Shape(1, 32, 8, 128, 3, kept=True), Shape(4, 32, 8, 128, 3, kept=True), Shape(8, 32, 8, 128, 3, kept=True),
     Shape(8, 32, 8, 128, 3, kept=True, streamed=True), Shape(16, 32, 8, 128, 3, kept=True),
     Shape(16, 32, 8, 64, 4, kept=True, streamed=True),
 )  # fmt: skip

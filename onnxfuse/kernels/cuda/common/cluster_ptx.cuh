@@ -80,8 +80,7 @@ __device__ __forceinline__ void store_peer(unsigned peer, float2 values, unsigne
 
 // ---- registers
 
-// Keeps the compiler from moving reads of an accumulator to before this place, and what it computes of it to behind it; and
-// what an integer is computed from.
+// Keeps the compiler from moving reads of an accumulator to before this place, and what it computes of it to behind it.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(int& value) { asm volatile("" : "+r"(value)::"memory"); }
 

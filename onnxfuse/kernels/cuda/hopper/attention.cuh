@@ -36,6 +36,7 @@
 #include "common/online_softmax.cuh"
 #include "hopper/ptx.cuh"
 #include "common/cluster_shares.cuh"
+#include "common/first_lane.cuh"
 
 namespace onnxfuse {
 
@@ -71,6 +72,10 @@ constexpr int LANDED_FULL = QUERY_EMPTY + CONSUMERS * 8;
 constexpr int LANDED_EMPTY = LANDED_FULL + LANDED_STAGES * 8;
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
 constexpr int TURNERS = 3;  // warps, of the producer's group
+constexpr int PRODUCER_THREAD = CONSUMERS * WARP_GROUP;
+// Blocks that share the keys of few rows have few loads, which come sooner from a lane that divides for itself: nothing is
+// moved to uniform registers first.
+constexpr bool STARTS_EARLY = SPLITS == 1;
 
 static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
 static_assert(TURNED == (LANDED_STAGES > 0) && (!TURNED || BLOCK_N % ATOM == 0), "whole atoms of keys are turned");
@@ -131,6 +136,7 @@ constexpr bool MIXED = CONSUMERS == 3 && !DIAGONAL && !TOGETHER;
 struct Tiling {
   int heads, of_head, tall, low_groups, tiles;
 
+  Tiling() = default;
   __device__ __forceinline__ explicit Tiling(const OnnxfuseArguments& args) {
     heads = args.batch / BLOCK_HEADS;
     of_head = tall = (args.m - 1) / BLOCK_M + 1;
@@ -156,6 +162,7 @@ struct Tiling {
 struct Place {
   int row, head, batch, groups = CONSUMERS;
 
+  Place() = default;
   __device__ __forceinline__ Place(const OnnxfuseArguments& args, int tile, const Tiling& tiling) {
     const int heads = args.lhs_outer.batches / BLOCK_HEADS, tall_tiles = tiling.tall * tiling.heads;
     const bool is_low = MIXED && tile >= tall_tiles;
@@ -171,6 +178,38 @@ struct Place {
   __device__ __forceinline__ bool takes_turns() const { return !MIXED || groups > 1; }
   __device__ __forceinline__ int row_of(int group) const { return row + (TOGETHER ? 0 : group * GROUP_ROWS); }
   __device__ __forceinline__ int head_of(int group) const { return head + (TOGETHER ? group : 0); }
+};
+
+// The tile that a block comes to as its `number`th. Behind a diagonal lie fewer and fewer keys: every other time the
+// blocks take theirs in the opposite order, so that they have as much to do.
+__device__ __forceinline__ int tile_of(int number) {
+  const int block = static_cast<int>(blockIdx.x) / SPLITS, blocks = static_cast<int>(gridDim.x) / SPLITS;
+  return number * blocks + (DIAGONAL && number % 2 ? blocks - 1 - block : block);
+}
+
+// Which head of the keys, or of the values, serves one of the query: as many as share it follow each other.
+struct Heads {
+  int of_keys, of_values;
+
+  Heads() = default;
+  __device__ __forceinline__ Heads(const OnnxfuseArguments& args, const Place& place)
+      : of_keys(of(args, place, args.rhs[0], args.rhs_outer)), of_values(of(args, place, args.rhs[1], args.values_outer)) {}
+
+  static __device__ __forceinline__ int of(const OnnxfuseArguments& args, const Place& place, const OnnxfuseTensor& part,
+                                           const OnnxfuseOuter& outer) {
+    return part.batch_stride ? place.head / (args.lhs_outer.batches / outer.batches) : 0;
+  }
+};
+
+// What the first loads wait for, with the divisions that it takes: found before the block's barrier, not behind it.
+struct Start {
+  Tiling tiling;
+  Place place;
+  Heads heads;
+
+  Start() = default;
+  __device__ __forceinline__ explicit Start(const OnnxfuseArguments& args)
+      : tiling(args), place(args, tile_of(0), tiling), heads(args, place) {}
 };
 
 // ---- producer
@@ -204,12 +243,6 @@ struct Producer {
   RingPosition<TURNED ? LANDED_STAGES : STAGES> values;
   int query_parity = 0;
 
-  // Which head of the keys, or of the values, serves one of the query: as many as share it follow each other.
-  __device__ __forceinline__ int head_of(const Place& place, const OnnxfuseTensor& part,
-                                         const OnnxfuseOuter& outer) const {
-    return part.batch_stride ? place.head / (args.lhs_outer.batches / outer.batches) : 0;
-  }
-
   __device__ __forceinline__ void load_query(const Place& place) {
     const int batch = args.lhs_outer.batch_stride ? place.batch : 0;
 #pragma unroll
@@ -227,8 +260,8 @@ struct Producer {
     query_parity ^= 1;
   }
 
-  __device__ __forceinline__ void load_keys(const Place& place, int block) {
-    const int batch = args.rhs_outer.batch_stride ? place.batch : 0, head = head_of(place, args.rhs[0], args.rhs_outer);
+  __device__ __forceinline__ void load_keys(const Place& place, int head, int block) {
+    const int batch = args.rhs_outer.batch_stride ? place.batch : 0;
     const unsigned full = shared + KEYS_FULL + keys.stage * 8;
     const unsigned target = shared + KEYS_OFFSET + keys.stage * KEY_BYTES;
     barrier_wait(shared + KEYS_EMPTY + keys.stage * 8, keys.parity ^ 1);
@@ -241,9 +274,8 @@ struct Producer {
     keys.next();
   }
 
-  __device__ __forceinline__ void load_values(const Place& place, int block) {
+  __device__ __forceinline__ void load_values(const Place& place, int head, int block) {
     const int batch = args.values_outer.batch_stride ? place.batch : 0;
-    const int head = head_of(place, args.rhs[1], args.values_outer);
     const unsigned full = shared + (TURNED ? LANDED_FULL : VALUES_FULL) + values.stage * 8;
     const unsigned target = shared + (TURNED ? LANDED_OFFSET : VALUES_OFFSET) + values.stage * LANDED_BYTES;
     barrier_wait(shared + (TURNED ? LANDED_EMPTY : VALUES_EMPTY) + values.stage * 8, values.parity ^ 1);
@@ -255,13 +287,6 @@ struct Producer {
     values.next();
   }
 };
-
-// The tile that a block comes to as its `number`th. Behind a diagonal lie fewer and fewer keys: every other time the
-// blocks take theirs in the opposite order, so that they have as much to do.
-__device__ __forceinline__ int tile_of(int number) {
-  const int block = static_cast<int>(blockIdx.x) / SPLITS, blocks = static_cast<int>(gridDim.x) / SPLITS;
-  return number * blocks + (DIAGONAL && number % 2 ? blocks - 1 - block : block);
-}
 
 // Whether any warp has noted that of a tile.
 __device__ __forceinline__ bool is_to_be_looked_at(const unsigned char* memory, int number) {
@@ -282,8 +307,8 @@ __device__ __forceinline__ Blocks share_of(const Blocks& all) {
 //   body(place, blocks, number): number is the tile's among the block's, or -1 where nothing is noted of it
 template <typename Body, typename Verdict>
 __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, const unsigned char* memory,
-                                              const Body& body, const Verdict& verdict) {
-  const Tiling tiling(args);
+                                              const Tiling& tiling, const Place& first, const Body& body,
+                                              const Verdict& verdict) {
   const int tiles = tiling.tiles, blocks = static_cast<int>(gridDim.x) / SPLITS;
 #pragma unroll 1
   for (int pass = 0; pass < (LOOKS_AGAIN ? 2 : 1); ++pass) {
@@ -292,7 +317,7 @@ __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, con
     for (int number = 0; number * blocks < tiles; ++number) {
       const bool is_noted = LOOKS_AGAIN && number < NOTED_TILES;
       if (tile_of(number) >= tiles || (pass > 0 && !(is_noted && is_to_be_looked_at(memory, number)))) continue;
-      const Place place(args, tile_of(number), tiling);
+      const Place place = pass == 0 && number == 0 ? first : Place(args, tile_of(number), tiling);
       const bool is_cut = DIAGONAL && pass == 0 && (!LOOKS_AGAIN || is_noted);
       const Blocks all = is_cut ? blocks_in_sight(args, place.row, BLOCK_M) : every_block(args);
       body(place, share_of(all), is_noted ? number : -1);
@@ -301,21 +326,24 @@ __device__ __forceinline__ void for_each_tile(const OnnxfuseArguments& args, con
 }
 
 __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Maps& maps, const unsigned char* memory,
-                                        unsigned shared) {
+                                        unsigned shared, const Start& start) {
   Producer producer = {args, maps, shared};
+  bool is_first = true;
   const auto load = [&](const Place& place, const Blocks& blocks, int) {
     if (SPLITS > 1 && blocks.first == blocks.end) return;
     int block = blocks.end - 1;
     producer.load_query(place);
-    producer.load_keys(place, block);
+    const Heads heads = STARTS_EARLY && is_first ? start.heads : Heads(args, place);
+    is_first = false;
+    producer.load_keys(place, heads.of_keys, block);
 #pragma unroll 1
     for (; block > blocks.first; --block) {
-      producer.load_keys(place, block - 1);
-      producer.load_values(place, block);
+      producer.load_keys(place, heads.of_keys, block - 1);
+      producer.load_values(place, heads.of_values, block);
     }
-    producer.load_values(place, block);
+    producer.load_values(place, heads.of_values, block);
   };
-  for_each_tile(args, memory, load, [&] { barrier_wait(shared + VERDICT, 0); });
+  for_each_tile(args, memory, start.tiling, start.place, load, [&] { barrier_wait(shared + VERDICT, 0); });
 }
 
 // ---- values of 32 bits, turned
@@ -375,7 +403,8 @@ __device__ __forceinline__ void turn_values(const OnnxfuseArguments& args, const
 #pragma unroll 1
     for (int block = blocks.first; block < blocks.end; ++block) turner.turn_block();
   };
-  for_each_tile(args, memory, turn, [&] { barrier_wait(shared + VERDICT, 0); });
+  const Start start(args);
+  for_each_tile(args, memory, start.tiling, start.place, turn, [&] { barrier_wait(shared + VERDICT, 0); });
 }
 
 // ---- consumers
@@ -629,7 +658,8 @@ __device__ __forceinline__ void consume(const OnnxfuseArguments& args, unsigned 
     if (!place.has_rows(group)) return pass_by(own, place, blocks);
     attend(own, place, blocks, number, warp_row);
   };
-  for_each_tile(args, memory, look, [&] {
+  const Start start(args);
+  for_each_tile(args, memory, start.tiling, start.place, look, [&] {
     __syncwarp();
     if (lane() == 0) barrier_arrive(shared + VERDICT);
     barrier_wait(shared + VERDICT, 0);
@@ -663,6 +693,23 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
   barrier_init_fence();
 }
 
+// What the block waits for, side by side in three warps, by one lane each: instructions of barriers and maps take uniform
+// registers. What the first loads wait for is the producer's.
+__device__ __forceinline__ Start prepare_block(const OnnxfuseArguments& args, const Maps& maps, unsigned shared) {
+  Start start = {};
+  if (STARTS_EARLY && threadIdx.x == PRODUCER_THREAD) {
+    start = Start(args);
+    pin_integers(start);
+  } else if (threadIdx.x == PRODUCER_THREAD + WARP_SIZE) {
+    init_barriers(shared);
+  } else if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < 3 + TILE_LOADS; ++i) prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[i]);
+  }
+  __syncwarp();
+  return start;
+}
+
 }  // namespace onnxfuse
 
 extern "C" __global__ void __launch_bounds__(onnxfuse::THREADS, onnxfuse::RESIDENTS) ONNXFUSE_CLUSTER
@@ -670,14 +717,9 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   using namespace onnxfuse;
   extern __shared__ __align__(1024) unsigned char onnxfuse_shared[];
   const unsigned shared = shared_address(onnxfuse_shared);
-  if (threadIdx.x == CONSUMERS * WARP_GROUP) {
-    init_barriers(shared);
-  } else if (threadIdx.x < 3 + TILE_LOADS) {
-    prefetch_map(reinterpret_cast<const TensorMap*>(&maps)[threadIdx.x]);
-  }
+  const Start start = prepare_block(args, maps, shared);
   for (int i = threadIdx.x; i < NOTED_TILES * CONSUMER_WARPS; i += THREADS) onnxfuse_shared[NOTED + i] = 0;
   if constexpr (SPLITS > 1) {
-    __syncwarp();
     cluster_meet();
   } else {
     __syncthreads();
@@ -688,9 +730,15 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   const int group = __shfl_sync(0xffffffff, threadIdx.x / WARP_GROUP, 0);
   if (group == CONSUMERS) {
     if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMERS * WARP_GROUP) produce(args, maps, onnxfuse_shared, shared);
-    if constexpr (TURNED) {
-      if (threadIdx.x >= CONSUMERS * WARP_GROUP + WARP_SIZE) turn_values(args, onnxfuse_shared, shared);
+    if (__shfl_sync(0xffffffff, threadIdx.x < PRODUCER_THREAD + WARP_SIZE, 0)) {
+      if constexpr (STARTS_EARLY) {
+        const Start own = of_first_lane(start);
+        if (is_elected()) produce(args, maps, onnxfuse_shared, shared, own);
+      } else if (threadIdx.x == PRODUCER_THREAD) {
+        produce(args, maps, onnxfuse_shared, shared, Start(args));
+      }
+    } else if constexpr (TURNED) {
+      turn_values(args, onnxfuse_shared, shared);
     }
   } else {
     if constexpr (GIVE_REGISTERS) take_registers<CONSUMER_REGISTERS>();

@@ -99,11 +99,6 @@ __device__ __forceinline__ void produce_slabs(const OnnxfuseArguments& args, uns
   }
 }
 
-__device__ __forceinline__ OutTile of_first_lane(const OutTile& tile) {
-  return {__shfl_sync(0xffffffff, tile.batch, 0), __shfl_sync(0xffffffff, tile.row, 0),
-          __shfl_sync(0xffffffff, tile.column, 0), 0};
-}
-
 // The producers, a warp each, of which the first one is asked for by itself: else ptxas reads the way of each from a table,
 // and the first loads would wait for it.
 __device__ __forceinline__ void serve(const OnnxfuseArguments& args, const Maps& maps, unsigned char* memory,
@@ -388,7 +383,7 @@ __device__ __forceinline__ void init_beside_ring(unsigned shared) {
 __device__ __forceinline__ OutTile first_tile(const OnnxfuseArguments& args, int rank) {
   const TileScheduler scheduler(args);
   OutTile tile = scheduler.at(scheduler.first, rank);
-  pin(tile.batch), pin(tile.row), pin(tile.column);
+  pin_integers(tile);
   return tile;
 }
 

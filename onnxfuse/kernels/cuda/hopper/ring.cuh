@@ -6,6 +6,7 @@
 #include "common/arguments.cuh"
 #include "hopper/epilogue.cuh"
 #include "hopper/ptx.cuh"
+#include "common/first_lane.cuh"
 
 namespace onnxfuse {
 
