@@ -73,9 +73,6 @@ constexpr int LANDED_EMPTY = LANDED_FULL + LANDED_STAGES * 8;
 constexpr int CONSUMER_WARPS = CONSUMERS * 4;
 constexpr int TURNERS = 3;  // warps, of the producer's group
 constexpr int PRODUCER_THREAD = CONSUMERS * WARP_GROUP;
-// Blocks that share the keys of few rows have few loads, which come sooner from a lane that divides for itself: nothing is
-// moved to uniform registers first.
-constexpr bool STARTS_EARLY = SPLITS == 1;
 
 static_assert(THREADS == (CONSUMERS + 1) * WARP_GROUP, "a group of producers");
 static_assert(TURNED == (LANDED_STAGES > 0) && (!TURNED || BLOCK_N % ATOM == 0), "whole atoms of keys are turned");
@@ -330,11 +327,11 @@ __device__ __forceinline__ void produce(const OnnxfuseArguments& args, const Map
   Producer producer = {args, maps, shared};
   bool is_first = true;
   const auto load = [&](const Place& place, const Blocks& blocks, int) {
+    const Heads heads = is_first ? start.heads : Heads(args, place);
+    is_first = false;
     if (SPLITS > 1 && blocks.first == blocks.end) return;
     int block = blocks.end - 1;
     producer.load_query(place);
-    const Heads heads = STARTS_EARLY && is_first ? start.heads : Heads(args, place);
-    is_first = false;
     producer.load_keys(place, heads.of_keys, block);
 #pragma unroll 1
     for (; block > blocks.first; --block) {
@@ -697,7 +694,7 @@ __device__ __forceinline__ void init_barriers(unsigned shared) {
 // registers. What the first loads wait for is the producer's.
 __device__ __forceinline__ Start prepare_block(const OnnxfuseArguments& args, const Maps& maps, unsigned shared) {
   Start start = {};
-  if (STARTS_EARLY && threadIdx.x == PRODUCER_THREAD) {
+  if (threadIdx.x == PRODUCER_THREAD) {
     start = Start(args);
     pin_integers(start);
   } else if (threadIdx.x == PRODUCER_THREAD + WARP_SIZE) {
@@ -731,12 +728,8 @@ onnxfuse_attention(const __grid_constant__ OnnxfuseArguments args, const __grid_
   if (group == CONSUMERS) {
     if constexpr (GIVE_REGISTERS) give_registers<PRODUCER_REGISTERS>();
     if (__shfl_sync(0xffffffff, threadIdx.x < PRODUCER_THREAD + WARP_SIZE, 0)) {
-      if constexpr (STARTS_EARLY) {
-        const Start own = of_first_lane(start);
-        if (is_elected()) produce(args, maps, onnxfuse_shared, shared, own);
-      } else if (threadIdx.x == PRODUCER_THREAD) {
-        produce(args, maps, onnxfuse_shared, shared, Start(args));
-      }
+      const Start own = of_first_lane(start);
+      if (is_elected()) produce(args, maps, onnxfuse_shared, shared, own);
     } else if constexpr (TURNED) {
       turn_values(args, onnxfuse_shared, shared);
     }
