@@ -183,6 +183,16 @@ def test_every_access_of_the_hopper_kernel_is_as_wide_as_promised(name: str) -> 
     assert (image.local_bytes, image.spill_bytes) == (0, 0)
 
 
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_the_lane_that_acts_for_a_warp_needs_no_loop_over_all(name: str) -> None:
+    """Around an instruction with uniform operands, as TMA's: ptxas makes one unless it knows that one lane is there."""
+    code = disassemble.sass(compiled("sm_90a", EPILOGUES[name]).data)
+    assert "UTMALDG" in code
+    assert "ELECT" in code
+    assert "BRA.U.ANY" not in code
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("kernel", ["portable", "sm_90a"])
 @pytest.mark.parametrize("name", ["residual of odd rows", "transposed residual of odd columns", "mask of odd rows"])
