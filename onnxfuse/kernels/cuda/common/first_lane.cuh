@@ -4,12 +4,17 @@
 
 namespace onnxfuse {
 
-// Keeps the compiler from moving what T's integers, which are all that it has, are computed from to behind this place.
+// T has integers and nothing else.
+template <typename T>
+constexpr int INTEGERS = sizeof(T) / sizeof(int);
+
+// Keeps the compiler from moving what they are computed from to behind this place.
 template <typename T>
 __device__ __forceinline__ void pin_integers(T& value) {
+  static_assert(sizeof(T) == INTEGERS<T> * sizeof(int) && alignof(T) >= alignof(int), "integers");
   int* integers = reinterpret_cast<int*>(&value);
 #pragma unroll
-  for (unsigned i = 0; i < sizeof(T) / sizeof(int); ++i) pin(integers[i]);
+  for (int i = 0; i < INTEGERS<T>; ++i) pin(integers[i]);
 }
 
 // What the first lane has of T.
@@ -17,7 +22,7 @@ template <typename T>
 __device__ __forceinline__ T of_first_lane(T value) {
   int* integers = reinterpret_cast<int*>(&value);
 #pragma unroll
-  for (unsigned i = 0; i < sizeof(T) / sizeof(int); ++i) integers[i] = __shfl_sync(0xffffffff, integers[i], 0);
+  for (int i = 0; i < INTEGERS<T>; ++i) integers[i] = __shfl_sync(0xffffffff, integers[i], 0);
   return value;
 }
 
