@@ -20,6 +20,7 @@ from onnx.external_data_helper import ExternalDataInfo
 
 from onnxfuse.errors import ModelError
 from onnxfuse.graph.functions import functions_of, reads, walk
+from onnxfuse.graph.nested_slices import nest_slices
 from onnxfuse.graph.unread import drop_unread_outputs
 
 _ELEMENT_BITS = {
@@ -118,6 +119,7 @@ def _check(model: Model) -> None:
     _check_order(model)
     _check_functions(model)
     drop_unread_outputs(proto)
+    nest_slices(proto.graph)
 
 
 def _check_opsets(model: Model) -> None:
