@@ -64,9 +64,9 @@ SHAPES = (
     Shape(1, 32, 8, 128, 3), Shape(1, 16, 8, 128, 3), Shape(8, 32, 8, 128, 2),
     Shape(16, 32, 8, 64, 2), Shape(16, 32, 8, 64, 3),
     Shape(1, 32, 8, 128, 2), Shape(8, 32, 4, 64, 2), Shape(16, 32, 4, 64, 2),
-    Shape(1, 32, 8, 128, 3, kept=True), Shape(4, 32, 8, 128, 3, kept=True), Shape(8, 32, 8, 128, 3, kept=True),
-    Shape(8, 32, 8, 128, 3, kept=True, streamed=True), Shape(16, 32, 8, 128, 3, kept=True),
-    Shape(16, 32, 8, 64, 4, kept=True, streamed=True),
+    Shape(1, 32, 8, 128, 3, kept=True), Shape(4, 32, 8, 128, 3, kept=True),
+    Shape(8, 32, 8, 128, 3, kept=True, streamed=True),
+    Shape(16, 32, 8, 128, 3, kept=True), Shape(16, 32, 8, 64, 4, kept=True, streamed=True),
 )  # fmt: skip
 STREAMED_BITS = 4  # lhs of 8 bits has twice the steps, whose loads the warps would wait for: 26 us became 39
 
