@@ -39,7 +39,8 @@ def _is_of_axes(node: NodeProto) -> bool:
 
 def _integers(graph: GraphProto) -> dict[str, list[int]]:
     """The short vectors of integers that no run changes."""
-    values = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    constants = (node for node in graph.node if node.op_type == "Constant")
+    values = {name: each.t for node in constants for name in node.output for each in node.attribute}
     stored = {tensor.name: tensor for tensor in graph.initializer}
     given = {value.name for value in graph.input}
     return {
@@ -51,11 +52,8 @@ def _integers(graph: GraphProto) -> dict[str, list[int]]:
 
 def _is_short(tensor: TensorProto) -> bool:
     is_here = tensor.data_location != TensorProto.EXTERNAL
-    return tensor.data_type in (TensorProto.INT32, TensorProto.INT64) and _length(tensor) <= MOST_AXES and is_here
-
-
-def _length(tensor: TensorProto) -> int:
-    return tensor.dims[0] if len(tensor.dims) == 1 else MOST_AXES + 1
+    is_integer = tensor.data_type in (TensorProto.INT32, TensorProto.INT64)
+    return is_here and is_integer and len(tensor.dims) == 1 and tensor.dims[0] <= MOST_AXES
 
 
 def _ranges(node: NodeProto, known: Mapping[str, list[int]]) -> frozenset[Range]:

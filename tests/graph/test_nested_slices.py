@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto
 
 import onnxfuse
 from onnxfuse.graph.load import load_model
@@ -46,6 +47,16 @@ def test_the_same_elements_by_slices_that_name_each_axis_once(windows: list[Boun
         before = windows[:index]
         is_inside = any(own.items() < windows[index].items() for own in before)
         assert (node.input[0] != "x") == is_inside
+
+
+@pytest.mark.parametrize("constant", [NodeProto(op_type="Constant", output=["c"]), NodeProto(op_type="Constant")])
+def test_a_constant_without_a_value_or_a_name_is_not_read(constant: NodeProto) -> None:
+    b = Builder(FLOAT)
+    x = b.input("x", SHAPE)
+    model = b.model(*(sliced(b, x, {axis: (0, 2, 1)}) for axis in range(2)))
+    model.graph.node.append(constant)
+    found = load_model(model).proto.graph.node
+    assert [node for node in found if node.op_type == "Slice"] == b.nodes
 
 
 def turned(at_once: bool) -> ModelProto:
