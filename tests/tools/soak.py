@@ -194,14 +194,17 @@ def soak(
 
     workers = [threading.Thread(target=work, args=(thread,)) for thread in range(threads)]
     memory = Memory()
-    for worker in workers:
-        worker.start()
-    while any(worker.is_alive() for worker in workers):
+
+    def sample() -> None:
         gc.collect()
         memory.samples.append((clock() - start, host_bytes(), device_bytes(device)))
-        workers[0].join(min(1.0, seconds / 20))
+
+    sample()
     for worker in workers:
-        worker.join()
+        worker.start()
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        alive[0].join(min(1.0, seconds / 20))
+        sample()
     return Outcome(
         seconds=clock() - start,
         threads=threads,

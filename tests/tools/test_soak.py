@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.tools import soak
@@ -17,22 +20,43 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Subject]:
     return soak.subjects(tmp_path_factory.mktemp("soak"), "cpu")
 
 
+@dataclass
+class RunClock:
+    """A clock that each run moves on by a second, so that a busy machine makes as many runs as an idle one."""
+
+    runs: list[None] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return float(len(self.runs))
+
+    def of(self, model: Subject) -> Subject:
+        def run(*arguments: Any) -> list[np.ndarray]:
+            self.runs.append(None)
+            return model.session.run(*arguments)
+
+        return replace(model, session=SimpleNamespace(run=run))
+
+
 def test_a_short_one_passes(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "CHECK_EVERY", 10)
-    outcome = soak.soak(models, seconds=2, threads=4, device="cpu")
+    monkeypatch.setattr(soak, "CHECK_EVERY", 5)
+    clock = RunClock()
+    outcome = soak.soak([clock.of(model) for model in models], 24, 4, "cpu", clock)
     assert outcome.wrong == []
     assert outcome.failures == []
     assert all(outcome.runs.values())
-    assert outcome.checked == sum(outcome.runs.values()) // soak.CHECK_EVERY
-    assert outcome.checked
-    assert len(outcome.samples) > 2
+    assert sum(outcome.runs.values()) == len(clock.runs) >= 24
+    assert outcome.checked == len(clock.runs) // soak.CHECK_EVERY
+    times = [sample[0] for sample in outcome.samples]
+    assert times == sorted(times)
+    assert (times[0], times[-1]) == (0, len(clock.runs)), "memory is sampled from before the first run until the end"
 
 
 def test_a_wrong_output_is_found(models: list[Subject], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "CHECK_EVERY", 1)
-    gate = models[1]
+    clock = RunClock()
+    gate = clock.of(models[1])
     few_rows = tuple(corrupted(case) for case in gate.cases[:6])  # many take minutes to judge on a busy machine
-    outcome = soak.soak([replace(gate, cases=few_rows)], 1, 2, "cpu")
+    outcome = soak.soak([replace(gate, cases=few_rows)], 2, 2, "cpu", clock)
     assert outcome.wrong
     assert not outcome.passed
 
